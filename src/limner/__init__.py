@@ -1,0 +1,29 @@
+"""limner draws pictures from captions.
+
+    import limner
+
+    pipe = limner.load()  # the bundled model, or a folder written by `limner train`
+    drawings = pipe("a small red circle above a large blue square on a gray background", n=4)
+    drawings[0].save("drawing.png")
+
+Nothing heavy is imported before it is used: `import limner` costs a millisecond.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from limner.pipeline import TextToImage, load
+
+__version__ = "0.1.0"
+__all__ = ["TextToImage", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("TextToImage", "load"):
+        return getattr(import_module("limner.pipeline"), name)
+    raise AttributeError(f"module 'limner' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

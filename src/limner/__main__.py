@@ -1,0 +1,8 @@
+"""`python -m limner` is the command `limner`."""
+
+import sys
+
+from limner.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

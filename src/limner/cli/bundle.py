@@ -1,0 +1,47 @@
+"""`limner bundle RUN OUT`: pack a trained model with a name, a description and its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tyro.conf import Positional
+
+from limner.cli.arguments import parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """Copy a bundle, with what its model card should say. Weights are stored in 16 bits."""
+
+    source: Positional[str]
+    """A run of `limner train`, or a bundle."""
+    out: Positional[Path]
+    """The new folder; the name of the model unless --name says otherwise."""
+    name: str | None = None
+    about: str | None = None
+    """One sentence on what it draws."""
+    license: str | None = None
+    scores: tuple[Path, ...] = ()
+    """JSON files of `limner evaluate` whose tables go into the card."""
+
+
+def main(argv: Sequence[str]) -> None:
+    options = parse(Bundle, argv, "limner bundle")
+    from limner.config import read_json
+    from limner.pipeline import load
+
+    pipe = load(options.source)
+    said: dict[str, Any] = {"about": options.about, "license": options.license}
+    pipe.info |= {key: value for key, value in said.items() if value}
+    pipe.info["name"] = options.name or options.out.resolve().name
+    for path in options.scores:
+        found = read_json(path, 1 << 28)
+        if isinstance(found, dict):
+            found = found.get("table", {key: value for key, value in found.items() if key != "captions"})
+        pipe.info["scores"] = {**pipe.info.get("scores", {}), path.stem: found}
+    pipe.save_pretrained(options.out)
+    size = sum(file.stat().st_size for file in options.out.iterdir())
+    print(f"{options.out}: {pipe.name}, {size / 1e6:.1f} MB")

@@ -1,0 +1,189 @@
+"""`limner data scenes | emoji | prepare | show`: make, prepare or look at training data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
+
+from limner.cli import dispatch
+from limner.cli.arguments import parse
+from limner.data.filters import Filters
+from limner.errors import UserError
+from limner.training.progress import progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScenesOptions:
+    """Write the synthetic world: pictures, several phrasings each, ground truth, and a split that holds
+    out combinations of attributes. The same command writes the same bytes.
+    """
+
+    out: Positional[Path]
+    """A new folder, for tar shards."""
+    count: int = 20_000
+    seed: int = 0
+    size: int = 48
+    """Side of the pictures in pixels, a multiple of 24."""
+    kind: Literal["described", "crowded"] = "described"
+    """Scenes that captions describe, or crowded ones to train a dVAE on."""
+    held_out: float = 0.05
+    """Share of samples with a held-out combination."""
+    pairs: float = 0.1
+    """Share of top-and-bottom pairs ("the exact same scene on the top as a sketch at the bottom")."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmojiOptions:
+    """Write every emoji of an installed colour-emoji font, with its names and a held-out split."""
+
+    out: Positional[Path]
+    """A new folder, for tar shards."""
+    size: int = 64
+    """Side of the pictures in pixels."""
+    font: Path | None = None
+    """A font file, where the system's own is not found or not wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """Write the good samples of a source to tar shards; defects and what the filters reject are counted.
+
+    A source is a folder of pictures with .txt captions, a JSONL, CSV or Parquet file with a caption
+    column and image paths or bytes, or img2dataset's tar shards, also by glob. The filters are those of
+    the paper (appendix C).
+    """
+
+    source: Positional[str]
+    """A folder, a file or a glob (in quotes)."""
+    out: Positional[Path]
+    """A new folder, for tar shards."""
+    size: int | None = None
+    """Shrink pictures to this shorter side; never enlarges."""
+    caption: str | None = None
+    """The caption column of a table, where its name does not tell."""
+    image: str | None = None
+    """The image column of a table, where its name does not tell."""
+    allow_outside: bool = False
+    """Let a table name files outside its own folder."""
+    filters: Annotated[Filters, arg(name="")] = field(default_factory=Filters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """Count what a source holds, by split, and what cannot be used, by reason; show some captions."""
+
+    source: Positional[str]
+    """A folder, a file or a glob (in quotes)."""
+    captions: int = 8
+    """Captions to print."""
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Write those samples as a contact sheet (PNG)."""
+
+
+def main(argv: Sequence[str]) -> None:
+    dispatch("limner data", {"scenes": scenes, "emoji": emoji, "prepare": prepare, "show": show}, argv)
+
+
+def scenes(argv: Sequence[str]) -> None:
+    """write the built-in synthetic world"""
+    options = parse(ScenesOptions, argv, "limner data scenes")
+    if options.count < 1:
+        raise UserError(f"count must be at least 1, not {options.count}")
+    if options.size < 24 or options.size % 24:
+        raise UserError(f"size must be a multiple of 24, not {options.size}")
+    for name in ("held_out", "pairs"):
+        if not 0 <= getattr(options, name) <= 1:
+            raise UserError(f"{name.replace('_', '-')} is a share from 0 to 1, not {getattr(options, name)}")
+    from limner.data.worlds import write_scenes
+
+    with progress("drawing scenes", options.count, unit="scene") as bar:
+        summary = write_scenes(
+            options.out, options.count, options.seed, size=options.size, kind=options.kind,
+            held_out=options.held_out, pairs=options.pairs, progress=bar.advance,
+        )  # fmt: skip
+    _tell(options.out, summary["kept"], summary["rejected"], summary["splits"])
+
+
+def emoji(argv: Sequence[str]) -> None:
+    """write the emoji of an installed font"""
+    options = parse(EmojiOptions, argv, "limner data emoji")
+    if options.size < 8:
+        raise UserError(f"size must be at least 8 pixels, not {options.size}")
+    from limner.data.emoji import build
+
+    with progress("drawing emoji", unit="emoji") as bar:
+        counts = build(options.out, options.size, options.font, _absolute(bar))
+    _tell(options.out, counts.kept, counts.rejected)
+
+
+def prepare(argv: Sequence[str]) -> None:
+    """filter, shrink and pack data of your own"""
+    options = parse(PrepareOptions, argv, "limner data prepare")
+    from limner.data.prepare import prepare as write
+    from limner.data.sources import open_source
+
+    source = open_source(
+        options.source, caption=options.caption, image=options.image, allow_outside=options.allow_outside
+    )
+    with progress("preparing", len(source), unit="sample") as bar:
+        counts = write(source, options.out, filters=options.filters, size=options.size, progress=_absolute(bar))
+    _tell(options.out, counts.kept, counts.rejected)
+
+
+def show(argv: Sequence[str]) -> None:
+    """count what is there and look at some of it"""
+    options = parse(ShowOptions, argv, "limner data show")
+    from PIL import Image
+
+    from limner.data.samples import Rejected
+    from limner.data.sources import decode_image, open_source
+    from limner.evaluation.report import Row, contact_sheet, save_png
+
+    source = open_source(options.source)
+    rejected, splits, kept = Counter[str](), Counter[str](), 0
+    wanted = {i * len(source) // options.captions for i in range(options.captions)}
+    rows: list[Row] = []
+    with progress("reading", len(source), unit="sample") as bar:
+        for i in range(len(source)):
+            try:
+                sample = source[i]
+                picture = decode_image(sample.image)
+            except Rejected as defect:
+                rejected[defect.reason] += 1
+            else:
+                kept += 1
+                splits[str(sample.meta.get("split", "no split"))] += 1
+                if i in wanted:
+                    size = "{1} x {0}".format(*picture.shape)
+                    thumbnail = Image.fromarray(picture)
+                    thumbnail.thumbnail((256, 256))
+                    rows.append(Row(caption=sample.captions[0], pictures=[(thumbnail, size)]))
+            bar.advance(1)
+    _tell(options.source, kept, rejected, splits)
+    for row in rows:
+        print(f"  {row.pictures[0][1]:>11}  {row.caption}")
+    if options.output and rows:
+        print(f"written: {save_png(contact_sheet(rows, columns=4), options.output)}")
+
+
+def _absolute(bar: Any) -> Any:
+    """A `(done, total)` callback that moves a progress bar."""
+
+    def advance(done: int, total: int) -> None:
+        bar.total = total
+        bar.advance(done - bar.done)
+
+    return advance
+
+
+def _tell(where: object, kept: int, rejected: dict[str, int], splits: dict[str, int] | None = None) -> None:
+    from limner.data.prepare import Counts
+
+    print(f"{where}\n{Counts(kept, dict(rejected))}")
+    if splits:
+        print("by split: " + ", ".join(f"{name} {count:,}" for name, count in sorted(splits.items())))

@@ -1,0 +1,160 @@
+"""`limner evaluate composition | reconstruction | emoji`: measure a trained model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from limner.cli import dispatch
+from limner.cli.arguments import parse
+from limner.errors import UserError
+from limner.training.progress import clock, progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompositionOptions:
+    """Draw captions of the scenes world and let the oracle judge whether everything in them is right."""
+
+    model: Positional[str] = "scenes"
+    """A bundled model by name, or a folder."""
+    split: Literal["held-out", "train"] = "held-out"
+    """Captions with combinations kept out of training, or of the training kind."""
+    captions: int = 256
+    things: tuple[int, ...] = (1, 2)
+    """Numbers of things in a scene, taken in turn."""
+    candidates: int = 64
+    seed: int = 0
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Write all results as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReconstructionOptions:
+    """Reconstruct unseen pictures with a model's dVAE: PSNR, codes in use, what the oracle reads."""
+
+    model: Positional[str] = "scenes"
+    """A bundled model by name, or a folder."""
+    data: str | None = None
+    """The held-out samples of a data set; without it, fresh scenes that the oracle reads too."""
+    count: int = 1024
+    """Pictures at most."""
+    seed: int = 0
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Write the result as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmojiOptions:
+    """Draw captions of a data set of emoji and look for the nearest real one among all of them."""
+
+    model: Positional[str]
+    """A folder that `limner train` wrote."""
+    data: Positional[str]
+    """The data set that `limner data emoji` wrote."""
+    captions: int = 256
+    """Captions of each split, chosen at random."""
+    candidates: int = 16
+    seed: int = 0
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Write all results as JSON."""
+    mosaic: Path | None = None
+    """Write a PNG of drawings beside the real ones, a file for each split."""
+
+
+def main(argv: Sequence[str]) -> None:
+    kinds = {"composition": composition, "reconstruction": reconstruction, "emoji": emoji}
+    dispatch("limner evaluate", kinds, argv)
+
+
+def composition(argv: Sequence[str]) -> None:
+    """do drawings of scenes show what their captions say?"""
+    options = parse(CompositionOptions, argv, "limner evaluate composition")
+    if options.captions < 1 or not options.things or not set(options.things) <= {1, 2, 3, 4}:
+        raise UserError("captions must be at least 1, and things from 1 to 4")
+    from limner.evaluation import composition as evaluation
+    from limner.pipeline import load, make_sampler
+
+    sampler = make_sampler(options.temperature, options.top_k, options.top_p)
+    pipe = load(options.model)
+    captions = evaluation.captions_for(options.split, options.things, options.captions, options.seed)
+    ks = sorted({k for k in (1, 8, 16, 32, 64, options.candidates) if k <= options.candidates})
+    begun = time.monotonic()
+    with progress("drawing and judging", len(captions) * options.candidates, unit="drawing") as bar:
+        result = evaluation.score(
+            pipe, captions, candidates=options.candidates, best_of=ks, seed=options.seed, sampler=sampler,
+            progress=bar.advance,
+        )  # fmt: skip
+    print(f"{pipe.name}, {options.split} combinations, {clock(time.monotonic() - begun)}\n{result.table()}")
+    if options.output:
+        result.save(options.output)
+        print(f"written: {options.output}")
+
+
+def reconstruction(argv: Sequence[str]) -> None:
+    """what does the dVAE lose of pictures it has not seen?"""
+    options = parse(ReconstructionOptions, argv, "limner evaluate reconstruction")
+    if options.count < 1:
+        raise UserError(f"count must be at least 1, not {options.count}")
+    from limner.evaluation import reconstruction as evaluation
+    from limner.pipeline import load
+
+    pipe = load(options.model)
+    size = pipe.dvae.config.size
+    if options.data is None:
+        if size % 12:
+            raise UserError(f"scenes have a size that is a multiple of 12, this model draws {size} pixels: give --data")
+        pictures = evaluation.fresh_scenes(options.count, options.seed, size=size)
+    else:
+        import numpy as np
+
+        from limner.data.datasets import ImageCaptionDataset
+        from limner.data.sources import open_source
+
+        source = open_source(options.data, split="held-out")
+        chosen = np.linspace(0, len(source) - 1, min(len(source), options.count)).astype(int)
+        pictures = ImageCaptionDataset(source, size).load(chosen)[1]
+    with progress("reconstructing", len(pictures), unit="picture") as bar:
+        result = evaluation.measure(pipe.dvae, pictures, read=options.data is None, progress=bar.advance)
+    print(f"{pipe.name}\n{result.table()}")
+    if options.output:
+        result.save(options.output)
+        print(f"written: {options.output}")
+
+
+def emoji(argv: Sequence[str]) -> None:
+    """is the nearest real picture the right one?"""
+    options = parse(EmojiOptions, argv, "limner evaluate emoji")
+    from limner.data.sources import open_source
+    from limner.evaluation import nearest as evaluation
+    from limner.evaluation.report import save_png
+    from limner.pipeline import load
+
+    source = open_source(options.data)
+    pipe = load(options.model)
+    gallery = evaluation.Gallery.of(source, pipe.dvae.config.size)
+    results = []
+    for split in ("train", "held-out"):
+        total = len(gallery.choose(split, options.captions, options.seed))
+        if total == 0:
+            continue
+        with progress(f"drawing, {split}", total, unit="caption") as bar:
+            result = evaluation.evaluate(
+                pipe, gallery, split, n=options.captions, candidates=options.candidates, seed=options.seed,
+                progress=bar.advance,
+            )  # fmt: skip
+        results.append(result)
+        print(result.table())
+        if options.mosaic:
+            path = options.mosaic.with_stem(f"{options.mosaic.stem}-{split}")
+            print(f"written: {save_png(evaluation.mosaic(gallery, result), path)}")
+    if options.output:
+        evaluation.save(options.output, gallery, results)
+        print(f"written: {options.output}")

@@ -1,0 +1,68 @@
+"""`limner train DATA --recipe NAME --out RUN`: a recipe, with any setting overridden."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import Positional, arg
+
+from limner import recipes
+from limner.cli.arguments import parse
+from limner.config import load_json, save_json
+from limner.errors import UserError
+from limner.recipes import stages
+from limner.recipes.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train on image-caption data: a folder of pictures with .txt captions, JSONL, CSV or Parquet, or tar shards.
+
+    The same command goes on after an interruption. The result is a bundle: `limner draw --model RUN`.
+    """
+
+    data: Positional[str]
+    """A folder, a file or a glob (in quotes)."""
+    out: Path
+    """Folder of the run."""
+    recipe: str
+    """A recipe by name, or a recipe.json of an earlier run; its settings are the options below."""
+    stages: tuple[Literal["dvae", "prior", "contrastive"], ...] = ()
+    """Which stages to train; all by default."""
+    settings: Annotated[Recipe, arg(name="")]
+
+
+def main(argv: Sequence[str]) -> None:
+    settings = find_recipe(_value_of("--recipe", argv))
+    if settings is None and not {"-h", "--help"} & set(argv):
+        raise UserError(f"say which recipe to train with --recipe NAME: {', '.join(recipes.NAMES)}")
+    required: Any = tyro.MISSING
+    default = Train(data=required, out=required, recipe=required, settings=settings or recipes.get("scenes"))
+    options = parse(Train, argv, "limner train", default)
+    options.out.mkdir(parents=True, exist_ok=True)
+    save_json(options.settings, options.out / "recipe.json")
+    bundle = stages.train_all(options.settings, options.data, options.out, options.stages or None)
+    print(f"the run is in {options.out}")
+    if bundle is not None:
+        print(f'its bundle draws: limner draw "..." --model {options.out}')
+
+
+def find_recipe(name: str | None) -> Recipe | None:
+    """The recipe of that name or file; None for None."""
+    if name is None:
+        return None
+    return load_json(Recipe, name) if name.endswith(".json") else recipes.get(name)
+
+
+def _value_of(option: str, argv: Sequence[str]) -> str | None:
+    """The value of an option that decides what the other options are."""
+    for i, word in enumerate(argv):
+        if word == option and i + 1 < len(argv):
+            return argv[i + 1]
+        if word.startswith(option + "="):
+            return word.removeprefix(option + "=")
+    return None

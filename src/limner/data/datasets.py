@@ -1,0 +1,240 @@
+"""Data sets: from a source of samples, or from cached tokens, to batches of tensors.
+
+Both follow the `Dataset` protocol of `stream.py`: `batch(indices, seeds)`, with all the randomness of
+a sample drawn from its own seed. So a sample is the same in whatever batch, thread or rank it is made.
+
+One bad sample never stops a run. `ImageCaptionDataset` takes the next good one in its place and
+counts the defect in `rejected`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from limner.data.augment import get_augment, largest_side
+from limner.data.filters import Filters
+from limner.data.samples import Rejected, Source
+from limner.data.sources import decode_image
+from limner.data.stream import Dataset
+from limner.errors import UserError
+
+__all__ = ["Dataset", "Encoder", "ImageCaptionDataset", "TokenDataset"]
+
+PAD = -1  # an unused text position
+
+
+class Encoder(Protocol):
+    """What a data set needs of a tokenizer (`limner.text.bpe.Tokenizer` has it)."""
+
+    def encode(
+        self,
+        captions: Sequence[str],
+        length: int,
+        dropout: float = 0.0,
+        rng: np.random.Generator | None = None,
+    ) -> Tensor: ...
+
+
+def sample_rng(seed: int | np.integer[Any]) -> np.random.Generator:
+    """The generator of one sample, from its uint64 seed."""
+    return np.random.Generator(np.random.PCG64(int(seed)))
+
+
+class ImageCaptionDataset:
+    """Pictures decoded and augmented as they are needed.
+
+    `augment` is "dvae" (Listing 1), "prior" (Listing 2) or "none" (the central square, resized).
+    With a `tokenizer`, batches carry text: one phrasing of the caption chosen at random, encoded with
+    `bpe_dropout`; with probability `caption_dropout` the text is left empty (all padding), which is
+    what guidance needs. `filters` reject samples on the fly. Decoding and resizing release the GIL
+    and run in `threads` threads.
+
+    JPEGs whose sides are at least four times what the augmentation resizes to are decoded at 1/2, 1/4
+    or 1/8 (in the DCT domain), so that at least a twofold area reduction follows.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        size: int,
+        augment: str = "none",
+        tokenizer: Encoder | None = None,
+        text_len: int = 256,
+        bpe_dropout: float = 0.0,
+        caption_dropout: float = 0.0,
+        filters: Filters | None = None,
+        threads: int | None = None,
+    ) -> None:
+        if len(source) == 0:
+            raise UserError("the data set is empty: there is nothing to read")
+        self.source, self.size, self.augment = source, size, get_augment(augment)
+        self.tokenizer, self.text_len = tokenizer, text_len
+        self.bpe_dropout, self.caption_dropout, self.filters = bpe_dropout, caption_dropout, filters
+        self.threads = threads or os.cpu_count() or 1
+        self._decode_size = 2 * largest_side(augment, size)
+        self._defects: dict[int, str] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def rejected(self) -> Counter[str]:
+        """How many samples met so far are bad, by reason; each is counted once."""
+        with self._lock:
+            return Counter(self._defects.values())
+
+    def _read(
+        self, index: int, rng: np.random.Generator, out: np.ndarray
+    ) -> tuple[tuple[str, ...], str | None]:
+        """Sample `index` augmented into `out` [3, size, size]; its captions, or why it is bad."""
+        if index in self._defects:
+            return (), self._defects[index]
+        try:
+            sample = self.source[index]
+            captions = self.filters.captions(sample.captions) if self.filters else sample.captions
+            image = decode_image(sample.image, min_size=self._decode_size)
+            if self.filters:
+                self.filters.image(*image.shape[:2])
+        except Rejected as rejected:
+            with self._lock:
+                self._defects[index] = rejected.reason
+            return (), rejected.reason
+        out[:] = self.augment(image, self.size, rng).transpose(2, 0, 1)
+        return captions, None
+
+    def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[str | None, Any]:
+        """One training sample into `out`: its caption (None if dropped) and its generator."""
+        n = len(self.source)
+        for step in range(n):
+            rng = sample_rng(seed)
+            captions, reason = self._read((index + step) % n, rng, out)
+            if reason is None:
+                caption = captions[int(rng.integers(len(captions)))]
+                return (None if rng.random() < self.caption_dropout else caption), rng
+        reasons = ", ".join(f"{reason}: {k}" for reason, k in self.rejected.most_common())
+        raise UserError(f"not one of the {n} samples can be used ({reasons}): check the data")
+
+    def _map(self, function: Any, *arguments: Any) -> list[Any]:
+        if self.threads == 1:
+            return list(map(function, *arguments))
+        with self._lock:
+            self._pool = self._pool or ThreadPoolExecutor(self.threads, "decode")
+        return list(self._pool.map(function, *arguments))
+
+    def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
+        """{"pixels": uint8 [B, 3, size, size], "text": Long [B, text_len] if there is a tokenizer}.
+
+        Raises `UserError` if not a single sample of the source is good.
+        """
+        pixels = np.empty((len(indices), 3, self.size, self.size), np.uint8)
+        texts = self._map(self._sample, indices.tolist(), seeds.tolist(), pixels)
+        batch = {"pixels": torch.from_numpy(pixels)}
+        if self.tokenizer:
+            batch["text"] = _encode(self.tokenizer, texts, self.text_len, self.bpe_dropout)
+        return batch
+
+    def load(
+        self, indices: np.ndarray
+    ) -> tuple[np.ndarray, Tensor, list[tuple[str, ...]], Counter[str]]:
+        """The good ones among `indices`, without replacement for the bad ones: the indices kept,
+        their pixels uint8 [B, 3, size, size], all their captions, and the defects by reason."""
+        pixels = np.empty((len(indices), 3, self.size, self.size), np.uint8)
+        rngs = [sample_rng(0) for _ in indices]
+        results = self._map(self._read, indices.tolist(), rngs, pixels)
+        good = np.array([reason is None for _, reason in results], bool)
+        return (
+            indices[good],
+            torch.from_numpy(pixels[good]),
+            [captions for captions, reason in results if reason is None],
+            Counter(reason for _, reason in results if reason is not None),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_pool", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _pool=None, _lock=threading.Lock())
+
+
+class TokenDataset:
+    """Cached tokens with their captions: {"text": Long [B, text_len], "image": Long [B, S]}.
+
+    `captions[i]` holds the phrasings of row i; one is chosen at random. Without BPE dropout every
+    caption is encoded once, beforehand.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray | Tensor,
+        captions: Sequence[Sequence[str]],
+        tokenizer: Encoder,
+        text_len: int = 256,
+        bpe_dropout: float = 0.0,
+        caption_dropout: float = 0.0,
+    ) -> None:
+        if len(tokens) != len(captions):
+            raise ValueError(f"{len(tokens)} rows of tokens but {len(captions)} of captions")
+        self.tokens = tokens.numpy() if isinstance(tokens, Tensor) else tokens
+        self.captions, self.tokenizer, self.text_len = captions, tokenizer, text_len
+        self.bpe_dropout, self.caption_dropout = bpe_dropout, caption_dropout
+        self._rows: dict[str, int] = {}
+        self._encoded = torch.empty(0, text_len, dtype=torch.int32)
+        if not bpe_dropout:
+            unique = list(dict.fromkeys(c for phrasings in captions for c in phrasings))
+            self._rows = {caption: row for row, caption in enumerate(unique)}
+            parts = [unique[i : i + 4096] for i in range(0, len(unique), 4096)]
+            encoded = [tokenizer.encode(part, text_len).to(torch.int32) for part in parts]
+            self._encoded = torch.cat(encoded) if encoded else self._encoded
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
+        """{"text": Long [B, text_len], "image": Long [B, S]}"""
+        texts = [self._phrasing(i, seed) for i, seed in zip(indices, seeds, strict=True)]
+        if self.bpe_dropout:
+            text = _encode(self.tokenizer, texts, self.text_len, self.bpe_dropout)
+        else:
+            text = torch.full((len(texts), self.text_len), PAD)
+            kept = [b for b, (caption, _) in enumerate(texts) if caption is not None]
+            rows = [self._rows[caption] for caption, _ in texts if caption is not None]
+            text[kept] = self._encoded[rows].long()
+        image = torch.from_numpy(self.tokens[indices].astype(np.int64))
+        return {"text": text, "image": image}
+
+    def _phrasing(self, index: int, seed: int) -> tuple[str | None, np.random.Generator]:
+        rng = sample_rng(seed)
+        phrasings = self.captions[int(index)]
+        caption = phrasings[int(rng.integers(len(phrasings)))]
+        return (None if rng.random() < self.caption_dropout else caption), rng
+
+
+def _encode(
+    tokenizer: Encoder,
+    texts: Sequence[tuple[str | None, np.random.Generator]],
+    length: int,
+    dropout: float,
+) -> Tensor:
+    """Captions to Long [B, length], each with its own generator; None gives padding alone."""
+    out = torch.full((len(texts), length), PAD)
+    kept = [b for b, (caption, _) in enumerate(texts) if caption is not None]
+    captions = [caption for caption, _ in texts if caption is not None]
+    if not captions:
+        return out
+    if dropout:
+        rows = [tokenizer.encode([texts[b][0] or ""], length, dropout, texts[b][1]) for b in kept]
+        out[kept] = torch.cat(rows)
+    else:
+        out[kept] = tokenizer.encode(captions, length)
+    return out

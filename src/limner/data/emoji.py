@@ -1,0 +1,243 @@
+"""Real pictures that nobody here drew: every emoji of an installed colour-emoji font, with its name.
+
+The names are Unicode's English short names (`emoji` package); the pictures come from the font, on
+white, square. They are a small data set with structure: most people and professions come in five skin
+tones and several genders, so that combinations can be held out of training.
+
+Split. A toned emoji is a pair (base, tones), as in ("woman firefighter", "medium"). About a tenth of
+the pairs are held out, chosen by a hash of the pair, never more than half of those of a base; the
+untoned emoji always trains. So every base and every tone occurs in training.
+
+Shaping. "Woman firefighter: medium skin tone" is four code points that the font's ligature table
+turns into one glyph, and flags are two. That takes a shaping engine (Raqm, in Pillow's wheels). A
+sequence that this font does not know comes out as several glyphs side by side; it is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from limner.data.augment import area_resize
+from limner.data.prepare import Counts, encode_image
+from limner.data.samples import Rejected
+from limner.data.shards import ShardWriter
+from limner.errors import UserError
+
+TONES = ("light", "medium-light", "medium", "medium-dark", "dark")
+_TONE = re.compile(r" (light|medium-light|medium|medium-dark|dark) skin tone\b")
+_TONE_CODES = range(0x1F3FB, 0x1F400)
+_PERSON, _CHILD, _ELDER = "\U0001f9d1", "\U0001f9d2", "\U0001f9d3"
+#: One person for all genders, one age at a time; signs of gender, hair and direction vanish.
+_NEUTRAL = str.maketrans(
+    {
+        **dict.fromkeys("\U0001f468\U0001f469", _PERSON),
+        **dict.fromkeys("\U0001f466\U0001f467", _CHILD),
+        **dict.fromkeys("\U0001f474\U0001f475", _ELDER),
+        **dict.fromkeys("\u2640\u2642\u27a1\ufe0f\U0001f9b0\U0001f9b1\U0001f9b2\U0001f9b3", None),
+        **dict.fromkeys(map(chr, _TONE_CODES), None),
+    }
+)
+_FONTS = (  # where the usual fonts lie, for systems without fontconfig
+    "/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf",
+    "/usr/share/fonts/noto/NotoColorEmoji.ttf",
+    "/usr/share/fonts/google-noto-emoji/NotoColorEmoji.ttf",
+    "/usr/share/fonts/google-noto-color-emoji-fonts/NotoColorEmoji.ttf",
+    "/usr/local/share/fonts/NotoColorEmoji.ttf",
+    "/System/Library/Fonts/Apple Color Emoji.ttc",
+)
+_SIZES = (
+    109,
+    160,
+    128,
+    136,
+    96,
+    64,
+)  # bitmap fonts exist at fixed sizes: Noto's is 109, Apple's 160
+_INSTALL = (
+    "install one (Debian, Ubuntu: apt-get install fonts-noto-color-emoji) or name a font file"
+)
+
+
+@dataclass(frozen=True)
+class Emoji:
+    """One fully qualified emoji. `text` is its code points, `name` its English short name."""
+
+    text: str
+    name: str
+
+    @property
+    def tones(self) -> tuple[str, ...]:
+        """Its skin tones, in the order of its people."""
+        return tuple(_TONE.findall(self.name))
+
+    @property
+    def base(self) -> str:
+        """Its name without the tones: "woman firefighter"."""
+        return _TONE.sub("", self.name)
+
+    @property
+    def family(self) -> str:
+        """The same for all variants of tone, gender, hair and direction: hexadecimal code points."""
+        parts = [part for part in self.text.translate(_NEUTRAL).split("\u200d") if part]
+        return "-".join(f"{ord(character):x}" for part in parts for character in part)
+
+    @cached_property
+    def captions(self) -> tuple[str, ...]:
+        """Phrasings, the plain name first."""
+        if not self.tones:
+            if all(0x1F1E6 <= ord(c) <= 0x1F1FF for c in self.text):
+                return (f"flag of {self.name}", f"{self.name} flag")
+            return (self.name, f"{self.name} emoji")
+        tones = " and ".join(dict.fromkeys(self.tones))
+        return (
+            self.name,
+            f"{self.base} with {tones} skin tone",
+            f"{self.base}, {tones} skin",
+        )
+
+
+def all_emoji() -> list[Emoji]:
+    """Every fully qualified emoji that the `emoji` package knows, in a fixed order."""
+    try:
+        import emoji
+    except ImportError:
+        raise UserError('the names of emoji need a package: pip install "limner[data]"') from None
+    qualified = emoji.STATUS["fully_qualified"]
+    return [
+        Emoji(text, _plain(entry["en"]))
+        for text, entry in sorted(emoji.EMOJI_DATA.items())
+        if entry["status"] == qualified
+    ]
+
+
+def _plain(name: str) -> str:
+    """ ":man’s_shoe:" -> "man's shoe"."""
+    name = name.strip(":").replace("_", " ").replace("’", "'")
+    return unicodedata.normalize("NFC", " ".join(name.split()))
+
+
+def splits(emoji: list[Emoji]) -> list[str]:
+    """ "train" or "held-out" for each: see the module's first lines."""
+    variants: dict[str, list[tuple[str, Emoji]]] = {}
+    for one in emoji:
+        if one.tones:
+            rank = hashlib.sha256(f"{one.base}|{'|'.join(one.tones)}".encode()).hexdigest()
+            variants.setdefault(one.base, []).append((rank, one))
+    held_out = set()
+    for ranked in variants.values():
+        chosen = [one for rank, one in sorted(ranked, key=itemgetter(0)) if int(rank, 16) % 10 == 0]
+        held_out |= set(chosen[: len(ranked) // 2])
+    return ["held-out" if one in held_out else "train" for one in emoji]
+
+
+def find_font() -> Path:
+    """A colour-emoji font of this system: by fontconfig, or where such fonts usually lie."""
+    if program := shutil.which("fc-list"):
+        listed = subprocess.run(
+            [program, ":color=true", "file", "family"], capture_output=True, text=True, check=False
+        )
+        found = [line for line in listed.stdout.splitlines() if "emoji" in line.lower()]
+        found.sort(key=lambda line: ("NotoColorEmoji" not in line, line))
+        for line in found:
+            path = Path(line.split(": ")[0].rstrip(":"))
+            if path.suffix.lower() in (".ttf", ".ttc", ".otf") and path.is_file():
+                return path
+    for name in _FONTS:
+        if os.path.isfile(name):
+            return Path(name)
+    raise UserError(f"no colour-emoji font is installed: {_INSTALL}")
+
+
+class Drawer:
+    """Draws emoji with one font. Raises `UserError` if the font or the shaping engine won't do."""
+
+    def __init__(self, font: str | os.PathLike[str] | None = None) -> None:
+        self.path = Path(font) if font else find_font()
+        if not self.path.is_file():
+            raise UserError(f"there is no font {self.path}: {_INSTALL}")
+        self.font = self._load()
+        self.em = self.font.getlength("\U0001f600")
+        self._unknown = self._paint("\U0010fffe").tobytes()  # what it draws where it has no glyph
+        face = np.asarray(self._paint("\U0001f600").convert("RGB")).astype(int)
+        if np.ptp(face, axis=2).max() < 64:
+            raise UserError(f"{self.path} draws no colour emoji: {_INSTALL}")
+        if self.font.getlength("\U0001f469\u200d\U0001f692") > 1.5 * self.em:
+            raise UserError(
+                "emoji of several code points cannot be shaped: install libfribidi "
+                "(Debian, Ubuntu: apt-get install libfribidi0) and Pillow from a wheel"
+            )
+
+    def _load(self) -> ImageFont.FreeTypeFont:
+        for size in _SIZES:
+            try:
+                return ImageFont.truetype(self.path, size, layout_engine=ImageFont.Layout.RAQM)
+            except OSError:  # "invalid pixel size": not a size of this bitmap font, or not a font
+                continue
+        raise UserError(f"{self.path} is no font that can be read: {_INSTALL}")
+
+    def _paint(self, text: str) -> Image.Image:
+        left, top, right, bottom = map(round, self.font.getbbox(text))
+        side = max(round(self.em), right - left, bottom - top, 1)
+        canvas = Image.new("RGB", (side, side), "white")
+        corner = ((side - right + left) // 2 - left, (side - bottom + top) // 2 - top)
+        ImageDraw.Draw(canvas).text(corner, text, font=self.font, embedded_color=True)
+        return canvas
+
+    def draw(self, text: str, size: int) -> np.ndarray:
+        """uint8 [size, size, 3], on white.
+
+        Raises `Rejected`: "not in the font", or "not one glyph" if it would be several.
+        """
+        if self.font.getlength(text) > 1.5 * self.em:
+            raise Rejected("not one glyph")
+        picture = self._paint(text)
+        if picture.tobytes() == self._unknown:
+            raise Rejected("not in the font")
+        return area_resize(np.asarray(picture), size, size)
+
+
+def build(
+    out: str | os.PathLike[str],
+    size: int = 64,
+    font: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Counts:
+    """Write every emoji that the font can draw to shards in `out`, as PNGs of `size` pixels a side.
+
+    The metadata of a sample: emoji, name, base, tones, family, split. Raises `UserError` without a
+    colour-emoji font, a shaping engine, or an empty folder to write to.
+    """
+    drawer = Drawer(font)
+    everything = all_emoji()
+    with ShardWriter(out) as writer:
+        for done, (one, split) in enumerate(zip(everything, splits(everything), strict=True), 1):
+            try:
+                picture = drawer.draw(one.text, size)
+            except Rejected as rejected:
+                writer.reject(rejected.reason)
+            else:
+                meta = {
+                    "emoji": one.text,
+                    "name": one.name,
+                    "base": one.base,
+                    "tones": one.tones,
+                    "family": one.family,
+                    "split": split,
+                }
+                writer.write(encode_image(picture), one.captions, meta)
+            if progress:
+                progress(done, len(everything))
+        return Counts(writer.kept, dict(writer.rejected.most_common()))

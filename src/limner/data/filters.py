@@ -1,0 +1,172 @@
+"""The paper's filters on image-text pairs (Ramesh et al. 2021, appendix C).
+
+"These filters include discarding instances whose captions are too short, are classified as
+non-English by the Python package cld3, or that consist primarily of boilerplate phrases such as
+'photographed on <date>', where <date> matches various formats for dates that we found in the data.
+We also discard instances whose images have aspect ratios not in [1/2, 2]."
+
+Each filter is a pure function that returns the reason for rejection, or None. cld3 is no longer
+maintained; py3langid takes its place, and a verdict it is not sure of is no verdict, since short
+captions of names ("Taj Mahal, Agra") are easily misjudged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from limner.data.samples import Rejected
+
+_ENGLISH = ("en", "pcm")  # Nigerian Pidgin is what lists of plain English nouns are taken for
+TOO_SHORT, NOT_ENGLISH = "caption too short", "caption not English"
+BOILERPLATE, ASPECT_RATIO = "caption is boilerplate", "aspect ratio"
+
+_MONTH = (
+    r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
+    r"|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\.?"
+)
+_DAY = r"(?:0?[1-9]|[12]\d|3[01])(?:st|nd|rd|th)?"
+_YEAR = r"(?:1[89]\d\d|20\d\d)"
+_SHORT_YEAR = rf"(?:{_YEAR}|['’]?\d\d)"
+_TIME = (
+    r"(?:[01]?\d|2[0-3])[:.h][0-5]\d(?:[:.][0-5]\d(?:\.\d+)?)?(?:\s*[ap]\.?m\.?)?"
+    r"(?:\s*(?:z|utc|gmt|[a-z]{2,4}t|[+-]\d\d:?\d\d))?\b"
+)
+_DATE = "|".join(
+    (
+        rf"{_YEAR}[-/.:_](?:0?[1-9]|1[0-2])[-/.:_]{_DAY}(?:t?(?={_TIME}))?",  # 2010-05-12, EXIF's 2010:05:12
+        rf"{_DAY}[-/. ]+(?:of[ ]+)?{_MONTH}[-/., ]*{_SHORT_YEAR}",  # 12 May 2010, 12th of May, 2010
+        rf"{_MONTH}[-/ ]+{_DAY}(?:[-/., ]+{_SHORT_YEAR}\b(?![:.]\d))?",  # May 12th, 2010
+        rf"\d\d?[-/.]\d\d?[-/.]{_SHORT_YEAR}",  # 5/12/10, 12.05.2010
+        rf"{_MONTH}[-/, ]+{_YEAR}|{_YEAR}[-/, ]+{_MONTH}(?:[- ]{_DAY})?",  # May 2010
+        rf"{_DAY}[ ]+{_MONTH}",  # 12 May
+        rf"{_YEAR}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])(?:[-_]?\d{{6}})?",  # 20100512_143000
+        _YEAR,
+    )
+)
+_WEEKDAY = r"(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?\b"
+_MEDIUM = r"(?:photo(?:graph)?s?|pictures?|pics?|images?|snapshots?|videos?|scans?|shots?|uploads?)"
+_VERB = (
+    r"(?:photographed|taken|captured|uploaded|shot|snapped|scanned|posted|created|added|recorded"
+    r"|published|digitized|digitised|modified)"
+)
+_FILE = (
+    r"(?:(?:img|dsc[nf]?|pict?|p|cimg|mvi|vid|pxl|gopr|dji|_mg|hpim|sam|image|photo|picture|scan"
+    r"|screen ?shot|whatsapp image)[-_ ]?[#(]?\d+\)?(?:[-_ ]\(?(?:wa)?\d+\)?)*|untitled)"
+)
+_EXTENSION = r"\.(?:jpe?g|png|gif|tiff?|bmp|webp|heic|raw|cr2|nef)\b"
+#: Whatever says when, how or under which name, and not what is shown.
+_BOILERPLATE = re.compile(
+    "|".join(
+        (
+            rf"\b(?:this\s+)?(?:{_MEDIUM}\s+)?(?:was\s+)?{_VERB}(?:\s+(?:on|at|in|by|with|from|using)\b)?",
+            rf"\b{_MEDIUM}\s+(?:from|of|on|dated?)(?=\W+(?:{_WEEKDAY}|{_DATE}))",
+            rf"\b(?:{_DATE})(?!\d)",
+            rf"\b(?:at\s+|@\s*)?{_TIME}",
+            rf"\b{_WEEKDAY}",
+            rf"(?<![a-z0-9]){_FILE}(?:{_EXTENSION}|(?![a-z0-9]))",
+            rf"\b[\w-]*\d[\w-]*{_EXTENSION}|{_EXTENSION}",
+            r"\bdate(?:\s+(?:taken|created|uploaded))?\s*:",
+            r"\b(?:created with|uploaded (?:by|with|from)) [\w ]+$",
+            r"\b\d+\s*(?:of|/)\s*\d+\b",
+        )
+    ),
+    re.IGNORECASE,
+)
+_WORDS = re.compile(r"[^\W\d_]{2,}")
+_GLUE = frozenset(
+    [
+        "on",
+        "at",
+        "in",
+        "of",
+        "the",
+        "and",
+        "by",
+        "with",
+        "from",
+        "was",
+        "this",
+        "to",
+        "no",
+        "nr",
+        "am",
+        "pm",
+    ]
+)
+
+
+def too_short(caption: str, min_words: int = 2) -> str | None:
+    """Fewer than `min_words` words. Scripts without spaces count by characters, two to a word."""
+    words = re.findall(r"\w+", caption)
+    units = sum(
+        -(-len(w) // 2) if re.match(r"[\u3040-\u9fff\uac00-\ud7af]", w) else 1 for w in words
+    )
+    return TOO_SHORT if units < min_words else None
+
+
+def boilerplate(caption: str, share: float = 0.5) -> str | None:
+    """Consists primarily of when, how and under which file name it was taken: what is left of it
+    has no word, or at most one, and less than `share` of its letters and digits."""
+    rest = _BOILERPLATE.sub(" ", caption)
+    if rest == caption:
+        return None
+    words = [word for word in _WORDS.findall(rest) if word.lower() not in _GLUE]
+    kept = sum(map(len, words)) / max(1, sum(character.isalnum() for character in caption))
+    return BOILERPLATE if not words or (len(words) == 1 and kept < share) else None
+
+
+def not_english(caption: str, confidence: float = 0.6) -> str | None:
+    """Another language, at least this surely."""
+    language, probability = _identifier().classify(caption)
+    return NOT_ENGLISH if language not in _ENGLISH and probability >= confidence else None
+
+
+def aspect_ratio(height: int, width: int, limit: float = 2.0) -> str | None:
+    """Outside [1 / limit, limit]: the square crops of training would miss what the caption names."""
+    return ASPECT_RATIO if max(height, width) > limit * min(height, width) else None
+
+
+@lru_cache(maxsize=1)
+def _identifier() -> Any:
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filters:
+    """Which filters apply and how strictly. `None` turns one off; the defaults are the paper's."""
+
+    min_words: int | None = 2
+    english: float | None = 0.6  # reject another language at this confidence
+    boilerplate: float | None = 0.5
+    aspect_ratio: float | None = 2.0
+
+    def caption(self, caption: str) -> str | None:
+        """Why a caption is rejected, or None."""
+        return (
+            (self.min_words is not None and too_short(caption, self.min_words))
+            or (self.boilerplate is not None and boilerplate(caption, self.boilerplate))
+            or (self.english is not None and not_english(caption, self.english))
+            or None
+        )
+
+    def captions(self, captions: Sequence[str]) -> tuple[str, ...]:
+        """The phrasings that pass. Raises `Rejected` with the first reason if none does."""
+        reasons = [self.caption(caption) for caption in captions]
+        kept = tuple(c for c, reason in zip(captions, reasons, strict=True) if reason is None)
+        if not kept:
+            raise Rejected(reasons[0] or "missing caption")
+        return kept
+
+    def image(self, height: int, width: int) -> None:
+        """Raises `Rejected` if the shape of a picture is."""
+        if self.aspect_ratio is not None and aspect_ratio(height, width, self.aspect_ratio):
+            raise Rejected(ASPECT_RATIO)
+
+
+NO_FILTERS = Filters(min_words=None, english=None, boilerplate=None, aspect_ratio=None)

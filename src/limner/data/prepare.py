@@ -1,0 +1,148 @@
+"""Check, filter and copy any image-caption data into shards.
+
+Every picture is decoded once, every caption read, and what cannot be used is left out and counted by
+reason, so that training later meets good samples only and reads them fast.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from PIL import Image
+
+from limner.data.augment import area_resize
+from limner.data.filters import Filters
+from limner.data.samples import Rejected, Sample, Source
+from limner.data.shards import ShardWriter
+from limner.data.sources import decode_image, open_source
+from limner.errors import UserError
+
+Progress = Callable[[int, int], None]
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many samples were kept, and how many were rejected for each reason."""
+
+    kept: int
+    rejected: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return self.kept + sum(self.rejected.values())
+
+    def __str__(self) -> str:
+        """A table: kept first, then the reasons, the most frequent one on top."""
+        reasons = sorted(self.rejected.items(), key=lambda item: (-item[1], item[0]))
+        rows = [("kept", self.kept)] + [(f"rejected: {reason}", n) for reason, n in reasons]
+        width = max(len(name) for name, _ in rows)
+        digits = len(f"{self.total:,}")
+        return "\n".join(
+            f"{name:<{width}}  {n:>{digits},}  {n / max(1, self.total):6.1%}" for name, n in rows
+        )
+
+
+def prepare(
+    source: Source | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    filters: Filters | None = None,
+    size: int | None = None,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> Counts:
+    """Write the good samples of `source` (or of what `open_source` finds there) to shards in `out`.
+
+    `filters` defaults to the paper's. With `size`, a picture whose shorter side is longer is resized
+    by area until it is `size` (JPEGs are stored again at quality 95, others as PNG); otherwise the
+    encoded bytes are copied. `progress(done, total)` is called for each sample.
+    Raises `UserError` if `out` is in use, or if no sample is good: `out` then counts as incomplete.
+    """
+    if isinstance(source, str | os.PathLike):
+        source = open_source(source)
+    data, rules = source, filters or Filters()
+
+    def work(index: int) -> tuple[Sample, str] | str:
+        try:
+            return _prepare_one(data[index], rules, size)
+        except Rejected as rejected:
+            return rejected.reason
+
+    with ShardWriter(out) as writer:
+        for done, result in enumerate(_map_ahead(work, range(len(data)), threads), start=1):
+            if isinstance(result, str):
+                writer.reject(result)
+            else:
+                sample, suffix = result
+                meta = {k: v for k, v in sample.meta.items() if k != "key"}
+                writer.write(sample.image, sample.captions, meta, suffix)
+            if progress:
+                progress(done, len(data))
+        counts = Counts(writer.kept, dict(writer.rejected.most_common()))
+        if not writer.kept:
+            reasons = ", ".join(f"{reason}: {n}" for reason, n in counts.rejected.items())
+            raise UserError(f"not one of the {counts.total} samples can be used ({reasons})")
+    return counts
+
+
+def _prepare_one(sample: Sample, filters: Filters, size: int | None) -> tuple[Sample, str]:
+    """The sample to write and the suffix of its picture. Raises `Rejected`."""
+    captions = filters.captions(sample.captions)
+    image = decode_image(sample.image)
+    height, width = image.shape[:2]
+    filters.image(height, width)
+    suffix = _suffix(sample.image)
+    if size and min(height, width) > size:
+        scale = size / min(height, width)
+        image = area_resize(
+            image, max(size, round(height * scale)), max(size, round(width * scale))
+        )
+        suffix = "jpg" if suffix == "jpg" else "png"
+        return Sample(encode_image(image, suffix), captions, sample.meta), suffix
+    if suffix is None:  # TIFF, BMP and other formats that are no use in a shard
+        return Sample(encode_image(image, "png"), captions, sample.meta), "png"
+    return Sample(sample.image, captions, sample.meta), suffix
+
+
+def encode_image(image: np.ndarray, suffix: str = "png") -> bytes:
+    """uint8 [H, W, 3] to the bytes of a PNG ("png") or of a JPEG at quality 95 ("jpg")."""
+    buffer = io.BytesIO()
+    options = {"quality": 95} if suffix == "jpg" else {}
+    Image.fromarray(image).save(buffer, "JPEG" if suffix == "jpg" else "PNG", **options)
+    return buffer.getvalue()
+
+
+def _suffix(data: bytes) -> str | None:
+    if data.startswith(b"\xff\xd8"):
+        return "jpg"
+    if data.startswith(b"\x89PNG"):
+        return "png"
+    return "webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
+
+
+def _map_ahead(
+    function: Callable[[_T], _R], items: Iterable[_T], threads: int | None = None
+) -> Iterator[_R]:
+    """`map` in threads, in order, with a bounded number of results waiting."""
+    threads = threads or os.cpu_count() or 1
+    with ThreadPoolExecutor(threads) as pool:
+        waiting = deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) > 4 * threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -1,0 +1,144 @@
+"""Encode a data set with the dVAE once, and keep the tokens.
+
+Stage two of Ramesh et al. 2021 trains on token grids, and the encoder is frozen: encoding anew each
+epoch is wasted work. The cache is a folder named by a hash of everything that decides the tokens: the
+dVAE, the pictures (see `Source.fingerprint`) and the size. It is written in parts, each whole or
+absent, so an interrupted encoding goes on where it stopped:
+
+    CACHE/<hash>/00000.safetensors   "tokens" [n, S] uint16 (int32 for vocabularies above 65,536),
+                                     "indices" [n] int64: the elements of the source
+    CACHE/<hash>/00000.json          {"captions": [[phrasing, ...], ...], "rejected": {reason: n}}
+    CACHE/<hash>/complete.json       how many parts there are
+
+Pictures are central squares, resized by area: no augmentation. For tokens of augmented pictures
+encode on the fly (`ImageCaptionDataset` with `augment="prior"`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+from torch import Tensor
+
+from limner.data.datasets import ImageCaptionDataset
+from limner.data.samples import Source, digest
+from limner.errors import UserError
+from limner.files import atomic_write_bytes, atomic_write_text
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """The tokens of the good samples of a source: row k belongs to element `indices[k]` of it."""
+
+    tokens: np.ndarray  # [N, S] uint16 or int32
+    captions: list[tuple[str, ...]]
+    indices: np.ndarray  # [N] int64
+    rejected: Counter[str]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def encode_tokens(
+    source: Source,
+    encode: Callable[[Tensor], Tensor],
+    *,
+    key: str,
+    size: int,
+    cache_dir: str | Path,
+    batch_size: int = 64,
+    part_size: int = 4096,
+    progress: Progress | None = None,
+) -> TokenCache:
+    """The tokens of every good picture of `source`, from the cache or through `encode`.
+
+    `encode` maps uint8 [B, 3, size, size] to Long [B, S]; `key` identifies it (the dVAE's hash).
+    `progress(done, total)` is called after every batch. Raises `UserError` if no sample is good.
+    """
+    folder = Path(cache_dir) / digest(key, source.fingerprint(), f"{size} {part_size} v1")[:32]
+    images = ImageCaptionDataset(source, size)
+    total = len(source)
+    parts = []
+    for number, start in enumerate(range(0, total, part_size)):
+        stop = min(start + part_size, total)
+        part = _load_part(folder / f"{number:05d}")
+        if part is None:
+            part = _encode_part(images, encode, np.arange(start, stop), batch_size, total, progress)
+            _save_part(folder / f"{number:05d}", part)
+        parts.append(part)
+        if progress:
+            progress(stop, total)
+    rejected = sum((part.rejected for part in parts), Counter[str]())
+    good = [part for part in parts if len(part)]
+    if not good:
+        raise UserError(f"no picture could be encoded ({_reasons(rejected)}): check the data")
+    atomic_write_text(folder / "complete.json", json.dumps({"parts": len(parts)}))
+    return TokenCache(
+        tokens=np.concatenate([part.tokens for part in good]),
+        captions=[captions for part in good for captions in part.captions],
+        indices=np.concatenate([part.indices for part in good]),
+        rejected=rejected,
+    )
+
+
+@torch.no_grad()
+def _encode_part(
+    images: ImageCaptionDataset,
+    encode: Callable[[Tensor], Tensor],
+    indices: np.ndarray,
+    batch_size: int,
+    total: int,
+    progress: Progress | None,
+) -> TokenCache:
+    tokens, captions, kept = [], [], []
+    rejected = Counter[str]()
+    for start in range(0, len(indices), batch_size):
+        rows = indices[start : start + batch_size]
+        good, pixels, texts, reasons = images.load(rows)
+        rejected.update(reasons)
+        if len(good):
+            tokens.append(encode(pixels).cpu().numpy())
+            captions += texts
+            kept.append(good)
+        if progress:
+            progress(int(rows[-1]) + 1, total)
+    values = np.concatenate(tokens) if tokens else np.zeros((0, 0), np.int64)
+    narrow = values.size == 0 or values.max() < 1 << 16
+    return TokenCache(
+        tokens=values.astype(np.uint16 if narrow else np.int32),
+        captions=captions,
+        indices=np.concatenate(kept) if kept else np.zeros(0, np.int64),
+        rejected=rejected,
+    )
+
+
+def _save_part(stem: Path, part: TokenCache) -> None:
+    # The captions first: a part counts as present when its tokens are.
+    text = {"captions": part.captions, "rejected": part.rejected}
+    atomic_write_text(stem.with_suffix(".json"), json.dumps(text, ensure_ascii=False))
+    arrays = {"tokens": part.tokens, "indices": part.indices}
+    atomic_write_bytes(stem.with_suffix(".safetensors"), save(arrays))
+
+
+def _load_part(stem: Path) -> TokenCache | None:
+    try:
+        arrays = load_file(stem.with_suffix(".safetensors"))
+        text = json.loads(stem.with_suffix(".json").read_text("utf-8"))
+    except (FileNotFoundError, SafetensorError, ValueError):
+        return None  # absent or damaged: encode it again
+    captions = [tuple(phrasings) for phrasings in text["captions"]]
+    return TokenCache(arrays["tokens"], captions, arrays["indices"], Counter(text["rejected"]))
+
+
+def _reasons(rejected: Counter[str]) -> str:
+    return ", ".join(f"{reason}: {n}" for reason, n in rejected.most_common()) or "it is empty"

@@ -1,0 +1,244 @@
+"""Does a drawing show what its caption says? On the scenes world, the oracle can tell.
+
+Captions of scenes whose attribute combinations were held out of training (or of training scenes, for
+comparison) are drawn with many candidates each. A drawing is right if *everything* in the caption is:
+the number of things, and for each its size, fill, color and shape, their relation, the background.
+
+"Best of k" is what a user gets who asks for k candidates: of the first k, the one that the contrastive
+model likes best. The *ceiling* is what a perfect reranker would get: any of the first k is right. Both come
+from one set of drawings. Intervals are Wilson's, 95%.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from limner.data import scenes
+from limner.data.oracle import satisfies
+from limner.data.scenes import Scene, Split
+from limner.files import atomic_write_text
+from limner.pipeline import Candidates, TextToImage
+from limner.sampling.generate import Sampler
+
+_TOGETHER = 16  # captions drawn between two rounds of judging, so that memory stays small
+
+Advance = Callable[[int], object]  # drawings done since the last call
+
+
+def captions_for(
+    split: Split = "held-out", counts: Sequence[int] = (1, 2), n: int = 256, seed: int = 0
+) -> list[tuple[str, Scene]]:
+    """`n` captions with a scene of each, the numbers of things taken in turn.
+
+    Captions are full: they say all sizes and the background. Caption i depends on the seed and i alone.
+    """
+    found = []
+    for i in range(n):
+        rng = np.random.default_rng([seed, i])
+        scene = scenes.sample_scene(rng, count=counts[i % len(counts)], split=split)
+        while not _full(caption := scenes.describe(scene, rng)):
+            pass
+        found.append((caption, scene))
+    return found
+
+
+def _full(caption: str) -> bool:
+    claims = scenes.parse(caption)
+    assert claims is not None, caption
+    return claims.background is not None and all(None not in look for look in claims.looks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """`right` of `total`, with the 95% interval from `low` to `high`."""
+
+    right: int
+    total: int
+
+    @property
+    def value(self) -> float:
+        return self.right / self.total
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return wilson(self.right, self.total)
+
+    def to_dict(self) -> dict[str, Any]:
+        low, high = self.interval
+        return {**asdict(self), "rate": self.value, "low": low, "high": high}
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.value:6.1%} ({low:.0%} to {high:.0%})"
+
+
+def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:
+    """The score interval of a proportion (Wilson 1927): sensible also near 0 and 1."""
+    if total < 1:
+        raise ValueError("an interval needs at least one trial")
+    p = right / total
+    middle, spread = p + z**2 / (2 * total), z * math.sqrt(p * (1 - p) / total + z**2 / (4 * total**2))
+    scale = 1 + z**2 / total
+    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+
+
+@dataclass(frozen=True)
+class Composition:
+    """The verdicts of one evaluation.
+
+    Attributes:
+        captions: B captions.
+        counts: how many things each scene has, [B].
+        right: bool [B, N], the oracle's verdict on every candidate.
+        scores: float32 [B, N], the contrastive model's.
+        settings: how it was drawn.
+    """
+
+    captions: list[str]
+    counts: np.ndarray
+    right: np.ndarray
+    scores: np.ndarray
+    best_of: tuple[int, ...]
+    settings: dict[str, Any]
+
+    def chosen(self, k: int) -> np.ndarray:
+        """Index of the candidate that best of k chooses, [B]."""
+        return self.scores[:, :k].argmax(1)
+
+    def rate(self, k: int, count: int | None = None) -> Rate:
+        """Best of k, over all captions or those with `count` things."""
+        verdicts = np.take_along_axis(self.right, self.chosen(k)[:, None], 1)[:, 0]
+        return self._rate(verdicts, count)
+
+    def ceiling(self, k: int, count: int | None = None) -> Rate:
+        """How often any of the first k is right."""
+        return self._rate(np.any(self.right[:, :k], axis=1), count)
+
+    def single(self, count: int | None = None) -> float:
+        """The share of all candidates that are right: best of 1 with less noise."""
+        return float(self.right[self._where(count)].mean())
+
+    def _where(self, count: int | None) -> np.ndarray:
+        return np.ones(len(self.counts), bool) if count is None else self.counts == count
+
+    def _rate(self, verdicts: np.ndarray, count: int | None) -> Rate:
+        mine = verdicts[self._where(count)]
+        return Rate(right=int(mine.sum()), total=len(mine))
+
+    def groups(self) -> dict[str, int | None]:
+        """Rows of the table: all captions, then by number of things."""
+        kinds = sorted({int(c) for c in self.counts})
+        names = {f"{c} thing{'s' if c > 1 else ''}": c for c in kinds}
+        return {"all": None, **names} if len(kinds) > 1 else {"all": None}
+
+    def table(self) -> str:
+        """For people, in lines of less than 80 columns."""
+        lines = []
+        for name, count in self.groups().items():
+            total = self.rate(1, count).total
+            lines.append(f"{name}, {total} captions (any candidate: {self.single(count):.1%})")
+            for k in self.best_of:
+                lines.append(f"  best of {k:<4}{self.rate(k, count)}   ceiling {self.ceiling(k, count)}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values: the table, the settings, and for each caption which candidates were right."""
+        table = {
+            name: {
+                "any candidate": self.single(count),
+                **{
+                    f"best of {k}": {
+                        **self.rate(k, count).to_dict(),
+                        "ceiling": self.ceiling(k, count).to_dict(),
+                    }
+                    for k in self.best_of
+                },
+            }
+            for name, count in self.groups().items()
+        }
+        rows = [
+            {
+                "caption": caption,
+                "things": int(count),
+                "right": np.flatnonzero(right).tolist(),
+                "chosen": {str(k): int(self.chosen(k)[i]) for k in self.best_of},
+            }
+            for i, (caption, count, right) in enumerate(zip(self.captions, self.counts, self.right, strict=True))
+        ]
+        return {"table": table, "settings": self.settings, "captions": rows}
+
+    def save(self, path: str | Path) -> None:
+        atomic_write_text(Path(path), json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n")
+
+
+def score(
+    pipe: TextToImage,
+    captions: Sequence[tuple[str, Scene]],
+    *,
+    candidates: int = 64,
+    best_of: Sequence[int] = (1, 8, 64),
+    seed: int = 0,
+    sampler: Sampler | None = None,
+    progress: Advance | None = None,
+    keep: Callable[[int, Candidates], object] | None = None,
+) -> Composition:
+    """Draw every caption and let the oracle judge every candidate.
+
+    Caption i is drawn with the seed `seed + i`, so that captions are independent; `pipe(caption,
+    seed=seed + i)` draws the same.
+
+    Args:
+        best_of: values of k to report; those above `candidates` are left out.
+        keep: called with (index of the first caption, their candidates) for each part.
+    """
+    sampler = sampler or Sampler()
+    right = np.zeros((len(captions), candidates), bool)
+    scores = np.zeros((len(captions), candidates), np.float32)
+    texts = [caption for caption, _ in captions]
+    for start in range(0, len(texts), _TOGETHER):
+        part = texts[start : start + _TOGETHER]
+        seeds = [seed + start + i for i in range(len(part))]
+        made = pipe.candidates(part, candidates, seed=seeds, sampler=sampler, progress=_per_drawing(progress, pipe))
+        for i, caption in enumerate(part):
+            right[start + i] = verdicts(made.pictures[i], caption)
+        scores[start : start + len(part)] = made.scores.numpy()
+        if keep:
+            keep(start, made)
+    settings = {
+        "model": pipe.name, "candidates": candidates, "seed": seed, "temperature": sampler.temperature,
+        "top_k": sampler.top_k, "top_p": sampler.top_p,
+    }  # fmt: skip
+    counts = np.array([len(scene.things) for _, scene in captions])
+    ks = tuple(k for k in best_of if k <= candidates) or (candidates,)
+    return Composition(texts, counts, right, scores, ks, settings)
+
+
+def verdicts(pictures: Tensor, caption: str) -> np.ndarray:
+    """The oracle's verdict on each of uint8 [N, 3, H, W], bool [N]; equal pictures are read once."""
+    flat, same = torch.unique(pictures.flatten(1), dim=0, return_inverse=True)
+    distinct = flat.unflatten(1, pictures.shape[1:]).permute(0, 2, 3, 1).numpy()
+    return np.array([satisfies(picture, caption) for picture in distinct])[same.numpy()]
+
+
+def _per_drawing(progress: Advance | None, pipe: TextToImage) -> Callable[[int, int], None] | None:
+    """Turns counts of image tokens into whole drawings since the last call."""
+    if progress is None:
+        return None
+    length, told = math.prod(pipe.dvae.config.grid), 0
+
+    def advance(done: int, total: int) -> None:
+        nonlocal told
+        if drawings := done // length - told:
+            told += drawings
+            progress(drawings)
+
+    return advance

@@ -1,0 +1,125 @@
+"""What a dVAE loses: pictures it has not seen, through its tokens and back.
+
+Hard reconstructions (argmax codes, as the prior sees them): PSNR, the codes in use and their perplexity
+over the whole set. For the scenes world also the share of reconstructions that the oracle reads as it
+reads the originals: same things, looks, background, and places to within half a unit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from limner.data import oracle, scenes
+from limner.data.scenes import Scene, Split
+from limner.files import atomic_write_text
+from limner.metrics.pictures import psnr
+from limner.models.dvae import DVAE
+
+_BATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconstruction:
+    """Measures over `pictures` pictures.
+
+    Attributes:
+        psnr: mean over pictures, in dB; `psnr_worst` is the first percentile.
+        codes: in use at least once, of `vocab`; `perplexity` is exp of their entropy in nats.
+        read_alike: share that the oracle reads as the originals; None for other pictures.
+    """
+
+    pictures: int
+    psnr: float
+    psnr_worst: float
+    codes: int
+    vocab: int
+    perplexity: float
+    read_alike: float | None = None
+
+    def table(self) -> str:
+        lines = [
+            f"{self.pictures} unseen pictures",
+            f"  PSNR          {self.psnr:.2f} dB (worst hundredth: {self.psnr_worst:.2f} dB)",
+            f"  codes in use  {self.codes} of {self.vocab} ({self.codes / self.vocab:.0%}), "
+            f"perplexity {self.perplexity:.0f}",
+        ]
+        if self.read_alike is not None:
+            lines.append(f"  the oracle reads {self.read_alike:.1%} as it reads the originals")
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        atomic_write_text(Path(path), json.dumps(asdict(self), indent=2) + "\n")
+
+
+def fresh_scenes(n: int, seed: int = 0, split: Split | None = None, size: int = 48) -> Tensor:
+    """Pictures of the scenes world that no training set holds, uint8 [n, 3, size, size].
+
+    Without a split, held-out scenes and others take turns.
+    """
+    pictures = []
+    for i in range(n):
+        which: Split = split or ("train", "held-out")[i % 2]  # type: ignore[assignment]
+        scene = scenes.sample_scene(np.random.default_rng([seed, i, 1]), split=which)
+        pictures.append(scenes.render(scene, size))
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
+
+
+def measure(
+    dvae: DVAE,
+    pictures: Tensor,
+    *,
+    read: bool = False,
+    progress: Callable[[int], object] | None = None,
+) -> Reconstruction:
+    """Reconstruct uint8 [B, 3, H, W]; `read` asks the oracle, for pictures of the scenes world."""
+    device = next(dvae.parameters()).device
+    qualities, counts, alike = [], torch.zeros(dvae.config.vocab, dtype=torch.long), 0
+    for part in pictures.split(_BATCH):
+        tokens = dvae.tokens(part.to(device))
+        again = dvae.pictures(tokens).cpu()
+        counts += torch.bincount(tokens.cpu().flatten(), minlength=len(counts))
+        qualities.append(psnr(part, again))
+        if read:
+            alike += sum(map(_reads_alike, _as_arrays(part), _as_arrays(again)))
+        if progress:
+            progress(len(part))
+    quality = torch.cat(qualities)
+    p = counts[counts > 0] / counts.sum()
+    return Reconstruction(
+        pictures=len(pictures),
+        psnr=float(quality.mean()),
+        psnr_worst=float(quality.quantile(0.01)),
+        codes=len(p),
+        vocab=len(counts),
+        perplexity=float((-p * p.log()).sum().exp()),
+        read_alike=alike / len(pictures) if read else None,
+    )
+
+
+def _as_arrays(pictures: Tensor) -> Sequence[np.ndarray]:
+    return list(pictures.permute(0, 2, 3, 1).numpy())
+
+
+def _reads_alike(original: np.ndarray, again: np.ndarray) -> bool:
+    a, b = oracle.read(original).scene, oracle.read(again).scene
+    return a is not None and b is not None and same_scene(a, b)
+
+
+def same_scene(a: Scene, b: Scene, slack: float = 0.5) -> bool:
+    """Equal background and things, each box within `slack` units of its twin."""
+    if a.background != b.background or len(a.things) != len(b.things):
+        return False
+    left = list(b.things)
+    for thing in a.things:
+        twins = [t for t in left if t.look == thing.look and max(abs(t.x - thing.x), abs(t.y - thing.y)) <= slack]
+        if not twins:
+            return False
+        left.remove(min(twins, key=lambda t: abs(t.x - thing.x) + abs(t.y - thing.y)))
+    return True

@@ -1,0 +1,195 @@
+"""Results for people: a contact sheet, and a web page that is one file and needs no network.
+
+Pictures are embedded as data URIs, curves are inline SVG, the style follows the reader's light or dark
+scheme. Everything that comes from outside (captions, names) is escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from limner.files import atomic_write_bytes, atomic_write_text
+
+Picture = Image.Image
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a contact sheet.
+
+    Attributes:
+        pictures: from left to right, each with the words below it.
+        right: whether the drawing keeps what the caption says; None where nobody can tell.
+    """
+
+    caption: str
+    pictures: Sequence[tuple[Picture, str]]
+    right: bool | None = None
+
+
+# ---------------------------------------------------------------------------- contact sheet
+
+
+def contact_sheet(rows: Sequence[Row], side: int = 144, columns: int = 2) -> Picture:
+    """All rows on one picture, `columns` of them side by side; pictures are enlarged to `side` pixels."""
+    font, small = ImageFont.load_default(14), ImageFont.load_default(12)
+    gap, words = 12, 66  # pixels between things, and for the words of a row
+    width = max(len(row.pictures) for row in rows) * (side + gap) + gap
+    height = side + words + gap
+    columns = min(columns, len(rows))
+    sheet = Image.new("RGB", (columns * width, math.ceil(len(rows) / columns) * height + gap), "white")
+    draw = ImageDraw.Draw(sheet)
+    for i, row in enumerate(rows):
+        x, y = i % columns * width + gap, i // columns * height + gap
+        for line, text in enumerate(_wrap(row.caption, font, width - 2 * gap)[:2]):
+            draw.text((x, y + line * 17), text, "black", font)
+        for picture, label in row.pictures:
+            sheet.paste(_enlarge(picture, side), (x, y + 38))
+            good = {True: "#1a7f37", False: "#cf222e", None: "#555555"}[row.right]
+            draw.text((x, y + 40 + side), label, good if picture is row.pictures[0][0] else "#555555", small)
+            x += side + gap
+    return sheet
+
+
+def _wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
+def _enlarge(picture: Picture, side: int) -> Picture:
+    return picture.convert("RGB").resize((side, side), Image.Resampling.NEAREST)
+
+
+def save_png(picture: Picture, path: str | Path) -> Path:
+    """Write a picture, all or nothing."""
+    path = Path(path)
+    atomic_write_bytes(path, _png(picture))
+    return path
+
+
+def _png(picture: Picture) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
+
+
+# ---------------------------------------------------------------------------- web page
+
+
+def data_uri(picture: Picture) -> str:
+    """The picture as the value of a `src` attribute."""
+    return "data:image/png;base64," + base64.b64encode(_png(picture)).decode()
+
+
+def image(picture: Picture, alt: str, side: int) -> str:
+    """An <img> of `side` CSS pixels whose pixels stay sharp."""
+    return f'<img src="{data_uri(picture)}" alt="{escape(alt)}" width="{side}" height="{side}" loading="lazy">'
+
+
+def table(rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> str:
+    """A <table>; cells are escaped."""
+
+    def line(cells: Sequence[object], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+    head = f"<thead>{line(header, 'th')}</thead>" if header else ""
+    return f"<table>{head}<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
+
+
+def chart(title: str, curves: Mapping[str, Points], width: int = 420, height: int = 200) -> str:
+    """Curves over training steps as inline SVG, with the extremes of both axes written at them."""
+    drawn = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in curves.items()}
+    drawn = {name: points for name, points in drawn.items() if len(points) > 1}
+    if not drawn:
+        return ""
+    xs = [x for points in drawn.values() for x, _ in points]
+    ys = [y for points in drawn.values() for _, y in points]
+    left, bottom, top = 52, height - 22, 26
+    x0, x1, y0, y1 = min(xs), max(xs), min(ys), max(ys)
+
+    def at(x: float, y: float) -> str:
+        px = left + (x - x0) / ((x1 - x0) or 1) * (width - left - 8)
+        py = bottom - (y - y0) / ((y1 - y0) or 1) * (bottom - top)
+        return f"{px:.1f},{py:.1f}"
+
+    parts = [
+        f'<svg class="chart" viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{escape(title)}">',
+        f'<text x="{left}" y="14" class="title">{escape(title)}</text>',
+        f'<path class="axis" d="M{left},{top}V{bottom}H{width - 8}"/>',
+        f'<text x="{left - 6}" y="{top + 4}" text-anchor="end">{y1:.4g}</text>',
+        f'<text x="{left - 6}" y="{bottom}" text-anchor="end">{y0:.4g}</text>',
+        f'<text x="{left}" y="{height - 6}">{x0:g}</text>',
+        f'<text x="{width - 8}" y="{height - 6}" text-anchor="end">{x1:g} steps</text>',
+    ]
+    for i, (name, points) in enumerate(drawn.items()):
+        line = " ".join(at(x, y) for x, y in _thin(points))
+        parts.append(f'<polyline class="c{i % 4}" points="{line}"><title>{escape(name)}</title></polyline>')
+        if len(drawn) > 1:
+            y = top + 4 + 15 * i
+            parts.append(f'<text x="{width - 12}" y="{y}" text-anchor="end" class="c{i % 4}">{escape(name)}</text>')
+    return "".join(parts) + "</svg>"
+
+
+def _thin(points: Points, most: int = 400) -> Points:
+    """At most `most` of the points, evenly, the last one included."""
+    step = math.ceil(len(points) / most)
+    return [*points[:-1:step], points[-1]]
+
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2026; --dim: #5c6470; --page: #fff; --card: #f5f6f8; --line: #d9dce2;
+  --good: #1a7f37; --bad: #cf222e; --c0: #2563eb; --c1: #d97706; --c2: #059669; --c3: #9333ea }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8ec; --dim: #9aa3b0; --page: #14161a; --card: #1d2026;
+  --line: #343942; --good: #4ac26b; --bad: #ff7b72; --c0: #7aa2ff; --c1: #f0b35a; --c2: #4fd1a5; --c3: #c79bff } }
+body { margin: 0 auto; padding: 2rem 1rem 4rem; max-width: 66rem; color: var(--ink); background: var(--page);
+  font: 16px/1.5 system-ui, sans-serif }
+h1 { font-size: 1.7rem; margin: 0 0 .3rem } h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem }
+.lead { font-size: 1.1rem; max-width: 46rem } .dim, figcaption, small { color: var(--dim) }
+.good { color: var(--good) } .bad { color: var(--bad) }
+article { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 1rem; margin: 0 0 1rem }
+article h3 { margin: 0 0 .6rem; font-size: 1.05rem }
+.pair { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0 } figcaption { font-size: .85rem }
+img { image-rendering: pixelated; border-radius: 4px; display: block }
+.strip { display: flex; flex-wrap: wrap; gap: 4px; margin-top: .8rem } .strip img { border: 2px solid transparent }
+.strip img.chosen { border-color: var(--c0) } .strip img.right { border-bottom-color: var(--good) }
+table { border-collapse: collapse; font-size: .92rem } td, th { text-align: left; padding: .25rem 1rem .25rem 0;
+  border-bottom: 1px solid var(--line); vertical-align: top } td { font-variant-numeric: tabular-nums }
+.charts { display: flex; flex-wrap: wrap; gap: 1rem } .chart { max-width: 100%; height: auto; background: var(--card);
+  border: 1px solid var(--line); border-radius: 8px }
+.chart text { font: 11px system-ui, sans-serif; fill: var(--dim) } .chart .title { fill: var(--ink); font-size: 12px }
+.chart .axis { fill: none; stroke: var(--line) } .chart polyline { fill: none; stroke-width: 1.6 }
+.chart .c0 { stroke: var(--c0) } .chart .c1 { stroke: var(--c1) } .chart .c2 { stroke: var(--c2) }
+.chart .c3 { stroke: var(--c3) } .chart text.c0 { stroke: none; fill: var(--c0) }
+.chart text.c1 { stroke: none; fill: var(--c1) } .chart text.c2 { stroke: none; fill: var(--c2) }
+.chart text.c3 { stroke: none; fill: var(--c3) }
+"""
+
+
+def page(title: str, body: str) -> str:
+    """A whole HTML document."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>{body}</body></html>\n"
+    )
+
+
+def save_page(path: str | Path, title: str, body: str) -> Path:
+    """Write the document, all or nothing."""
+    atomic_write_text(path, page(title, body))
+    return Path(path)

@@ -1,0 +1,13 @@
+"""How far apart two pictures are."""
+
+import torch
+from torch import Tensor
+
+
+def psnr(a: Tensor, b: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio in dB of each picture: uint8 [B, 3, H, W] twice -> float32 [B].
+
+    Equal pictures count as one level of error in a hundred values (68 dB) instead of infinity.
+    """
+    error = (a.float() - b.float()).square().flatten(1).mean(1)
+    return 10 * torch.log10(255**2 / error.clamp_min(1e-2))

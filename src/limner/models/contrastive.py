@@ -1,0 +1,98 @@
+"""The contrastive model that reranks drawings: CLIP's form (Radford et al. 2021; Ramesh et al. §2.6).
+
+A vision transformer reads the picture, a causal text transformer the caption; each gives one vector of
+unit length, and `exp(log_scale)` times their product is the logit of "these two belong together".
+
+Shapes: B batch, H x W pixels, T text positions, D width, E embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from limner.models.transformer import Block
+from limner.layers.linear import LinearFactory, plain
+from limner.text import PAD
+
+MAX_LOG_SCALE = log(100)  # the temperature is learned and clipped, as in CLIP
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContrastiveConfig:
+    """Sizes of the two towers.
+
+    Args:
+        text_vocab, text_len: of the captions' tokens.
+        size, patch: sides of the picture and of a ViT patch in pixels.
+        width, depth, heads: of both towers.
+        embedding: E.
+    """
+
+    text_vocab: int = 16_384
+    text_len: int = 256
+    size: int = 256
+    patch: int = 16
+    width: int = 512
+    depth: int = 12
+    heads: int = 8
+    embedding: int = 512
+
+    def build(self, linear: LinearFactory = plain) -> Contrastive:
+        return Contrastive(self, linear)
+
+
+class Contrastive(nn.Module):
+    """`encode_image` and `encode_text` give unit vectors; `scale()` is the inverse temperature."""
+
+    causal: Tensor
+    everywhere: Tensor
+
+    def __init__(self, config: ContrastiveConfig, linear: LinearFactory = plain) -> None:
+        super().__init__()
+        self.config = config
+        d, patches = config.width, (config.size // config.patch) ** 2
+
+        def tower() -> nn.ModuleList:
+            return nn.ModuleList(Block(d, config.heads, linear) for _ in range(config.depth))
+
+        self.patches = nn.Conv2d(3, d, config.patch, config.patch)
+        self.image_position = nn.Parameter(torch.randn(patches + 1, d) * 0.02)
+        self.image_blocks, self.text_blocks = tower(), tower()
+        self.text = nn.Embedding(config.text_vocab, d)
+        self.text_position = nn.Embedding(config.text_len, d)
+        self.image_norm, self.text_norm = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.image_out = nn.Linear(d, config.embedding, bias=False)
+        self.text_out = nn.Linear(d, config.embedding, bias=False)
+        self.log_scale = nn.Parameter(torch.tensor(log(1 / 0.07)))
+        nn.init.normal_(self.text.weight, std=0.02)
+        nn.init.normal_(self.text_position.weight, std=0.02)
+        t = config.text_len
+        self.register_buffer("causal", torch.ones(t, t, dtype=torch.bool).tril(), persistent=False)
+        everywhere = torch.ones(patches + 1, patches + 1, dtype=torch.bool)
+        self.register_buffer("everywhere", everywhere, persistent=False)
+
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        """uint8 [B, 3, H, W] -> float32 [B, E] of unit length. Position 0 is the class token."""
+        x = self.patches(pixels.to(self.patches.weight.dtype) / 127.5 - 1).flatten(2).transpose(1, 2)
+        x = F.pad(x, (0, 0, 1, 0)) + self.image_position
+        for block in self.image_blocks:
+            x = block(x, self.everywhere)
+        return F.normalize(self.image_out(self.image_norm(x[:, 0])).float(), dim=-1)
+
+    def encode_text(self, text: Tensor) -> Tensor:
+        """int64 [B, T] with PAD -> float32 [B, E] of unit length, read at the last token."""
+        x = self.text(text.clamp_min(0)) + self.text_position.weight
+        for block in self.text_blocks:
+            x = block(x, self.causal)
+        last = (text != PAD).sum(1).sub(1).clamp_min(0)
+        x = x[torch.arange(len(x), device=x.device), last]
+        return F.normalize(self.text_out(self.text_norm(x)).float(), dim=-1)
+
+    def scale(self) -> Tensor:
+        """exp of the learned log temperature, at most 100."""
+        return self.log_scale.clamp(max=MAX_LOG_SCALE).exp()

@@ -1,0 +1,198 @@
+"""The discrete VAE: a picture becomes a grid of tokens and back (Ramesh et al. 2021, §2.1, App. A).
+
+The encoder and decoder are convolutional ResNets with bottleneck blocks. The encoder max-pools
+between its groups and ends in a 1x1 convolution to one logit for each of the `vocab` codes at every
+grid position; the decoder begins with a 1x1 convolution, which for a one-hot input *is* the codebook,
+and upsamples by nearest neighbour. The paper's model is the default: 4 groups, so 8x downsampling,
+256 x 256 -> 32 x 32 tokens, width 256, 8192 codes. Parameters carry the names of the released code.
+
+    encoder  conv 7x7 -> [2 blocks, pool] x (groups - 1) -> 2 blocks -> relu -> conv 1x1 -> logits
+    decoder  conv 1x1 -> [2 blocks, x2]   x (groups - 1) -> 2 blocks -> relu -> conv 1x1 -> (mu, ln b)
+
+Shapes: B batch, H x W pixels, h x w grid (H / stride), V codes, S = h * w.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+EPSILON = 0.1  # of Equation 3: keeps the pixels away from the poles of the logit
+
+
+def map_pixels(pixels: Tensor) -> Tensor:
+    """phi of Equation 3: uint8 [...] in [0, 255] -> float32 in (eps, 1 - eps)."""
+    return pixels.float() * ((1 - 2 * EPSILON) / 255) + EPSILON
+
+
+def unmap_pixels(values: Tensor) -> Tensor:
+    """The inverse of `map_pixels`, rounded and clamped to uint8."""
+    return ((values - EPSILON) * (255 / (1 - 2 * EPSILON))).round().clamp(0, 255).to(torch.uint8)
+
+
+class Conv2d(nn.Module):
+    """A same-size convolution whose parameters are named `w` and `b`, as in the released code."""
+
+    def __init__(self, n_in: int, n_out: int, kernel: int, gain: float = 1.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(n_out, n_in, kernel, kernel))
+        self.b = nn.Parameter(torch.zeros(n_out))
+        nn.init.normal_(self.w, std=gain / (n_in * kernel**2) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.w, self.b, padding=self.w.shape[-1] // 2)
+
+
+class Block(nn.Module):
+    """A bottleneck resblock: `id_path(x) + gain * res_path(x)`, hidden width a quarter of the output.
+
+    Args:
+        kernels: of the four convolutions, (3, 3, 3, 1) in the encoder and (1, 3, 3, 3) in the decoder.
+        gain: the small constant that keeps deep stacks stable at initialisation (§2.1).
+        init_gain: of the weights; sqrt(2) keeps the variance through a ReLU.
+    """
+
+    def __init__(
+        self, n_in: int, n_out: int, kernels: tuple[int, ...], gain: float, init_gain: float
+    ) -> None:
+        super().__init__()
+        hidden = n_out // 4
+        widths = (n_in, hidden, hidden, hidden, n_out)
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        for i, kernel in enumerate(kernels, 1):
+            layers[f"relu_{i}"] = nn.ReLU()
+            layers[f"conv_{i}"] = Conv2d(widths[i - 1], widths[i], kernel, init_gain)
+        self.id_path = Conv2d(n_in, n_out, 1) if n_in != n_out else nn.Identity()
+        self.res_path = nn.Sequential(layers)
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.id_path(x) + self.gain * self.res_path(x)
+
+
+def _stack(
+    first: nn.Module, widths: list[int], between: nn.Module, last: Conv2d, config: DVAEConfig,
+    kernels: tuple[int, ...],
+) -> nn.Sequential:  # fmt: skip
+    """input, `len(widths) - 1` groups with `between` after all but the last, output."""
+    gain = config.gain or 1 / (config.groups * config.blocks) ** 2
+    parts: OrderedDict[str, nn.Module] = OrderedDict(input=first)
+    for g in range(1, len(widths)):
+        group: OrderedDict[str, nn.Module] = OrderedDict()
+        for b in range(1, config.blocks + 1):
+            n_in = widths[g - 1] if b == 1 else widths[g]
+            group[f"block_{b}"] = Block(n_in, widths[g], kernels, gain, config.init_gain)
+        if g < len(widths) - 1:
+            group["pool" if isinstance(between, nn.MaxPool2d) else "upsample"] = between
+        parts[f"group_{g}"] = nn.Sequential(group)
+    parts["output"] = nn.Sequential(OrderedDict(relu=nn.ReLU(), conv=last))
+    return nn.Sequential(parts)
+
+
+class Encoder(nn.Module):
+    """Mapped pixels [B, 3, H, W] -> logits [B, V, h, w] of q(z | x)."""
+
+    def __init__(self, config: DVAEConfig) -> None:
+        super().__init__()
+        widths = [config.width, *(config.width * 2**g for g in range(config.groups))]
+        self.blocks = _stack(
+            Conv2d(3, config.width, 7), widths, nn.MaxPool2d(2),
+            Conv2d(widths[-1], config.vocab, 1), config, (3, 3, 3, 1),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class Decoder(nn.Module):
+    """(Relaxed) one-hot codes [B, V, h, w] -> (mu, ln b) [B, 6, H, W] of the logit-Laplace."""
+
+    def __init__(self, config: DVAEConfig) -> None:
+        super().__init__()
+        groups = [config.width * 2**g for g in reversed(range(config.groups))]
+        # A one-hot has unit energy, not one per channel: its fan-in is 1, not V.
+        first = Conv2d(config.vocab, config.code_width, 1, gain=config.code_gain)
+        self.blocks = _stack(
+            first, [config.code_width, *groups], nn.Upsample(scale_factor=2, mode="nearest"),
+            Conv2d(groups[-1], 6, 1), config, (1, 3, 3, 3),
+        )  # fmt: skip
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.blocks(z)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DVAEConfig:
+    """Defaults are the paper's model: 53.8 M parameters in the encoder, 43.8 M in the decoder.
+
+    Args:
+        size: side of the square picture in pixels, a multiple of `stride`.
+        width: of the outermost group (n_hid); group g is `2^(g-1)` times as wide.
+        groups: downsampling is `2^(groups - 1)`.
+        blocks: resblocks a group.
+        vocab: codes in the codebook (V).
+        code_width: width of the decoder's first layer (n_init), that is of a code's embedding.
+        gain: of the residual branches; None is the released code's `1 / (groups * blocks)^2`.
+        init_gain, code_gain: of the initial weights in the branches and of the codebook.
+    """
+
+    size: int = 256
+    width: int = 256
+    groups: int = 4
+    blocks: int = 2
+    vocab: int = 8192
+    code_width: int = 128
+    gain: float | None = None
+    init_gain: float = 1.0
+    code_gain: float = 1.0
+
+    @property
+    def stride(self) -> int:
+        return 2 ** (self.groups - 1)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.size // self.stride, self.size // self.stride
+
+    def build(self) -> DVAE:
+        if self.size % self.stride:
+            raise ValueError(f"size {self.size} is not a multiple of the stride {self.stride}")
+        return DVAE(self)
+
+
+class DVAE(nn.Module):
+    """Encoder and decoder. Both work on any size that is a multiple of the stride."""
+
+    def __init__(self, config: DVAEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.decoder = Decoder(config)
+        self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """uint8 [B, 3, H, W] -> logits float32 [B, V, h, w]."""
+        x = map_pixels(pixels).contiguous(memory_format=torch.channels_last)
+        return self.encoder(x).float()
+
+    def decode(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes [B, V, h, w] -> mu, ln b, each float32 [B, 3, H, W]."""
+        mu, log_b = self.decoder(z).float().chunk(2, dim=1)
+        return mu, log_b
+
+    @torch.no_grad()
+    def tokens(self, pixels: Tensor) -> Tensor:
+        """uint8 [B, 3, H, W] -> int64 [B, S], the argmax code of each position (§2.2)."""
+        return self.encode(pixels).argmax(1).flatten(1)
+
+    @torch.no_grad()
+    def pictures(self, tokens: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """int64 [B, S] -> uint8 [B, 3, H, W]: phi^-1(sigmoid(mu)), without regard to b (App. A.3)."""
+        tokens = tokens.unflatten(1, grid or self.config.grid)
+        z = F.one_hot(tokens, self.config.vocab).movedim(-1, 1)
+        z = z.to(next(self.parameters()).dtype).contiguous(memory_format=torch.channels_last)
+        return unmap_pixels(torch.sigmoid(self.decode(z)[0]))

@@ -1,0 +1,193 @@
+"""The prior: a decoder-only transformer over text and image tokens (Ramesh et al. 2021, §2.2, App. B).
+
+    text_0 ... text_{T-1}  START  image_0 ... image_{S-1}
+
+Embeddings (Figure 10): a text token is its vocabulary embedding plus a position embedding; a text
+position without a token holds a learned padding token *of its own*; an image token is its vocabulary
+embedding plus a row and a column embedding. Every position predicts the next one: text positions a
+text token, START and the image positions an image token. Logits are fp32.
+
+`embed`, `blocks` and `head` are the whole model; whatever shards, freezes, scales or caches works on
+these three names.
+
+Shapes: B batch, T text positions, S = h * w image positions, P = T + 1, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from limner.layers.attention import Attention, Cache, Kind, paper_pattern, visible
+from limner.layers.linear import LinearFactory, plain
+from limner.text import PAD
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Vocabulary sizes, lengths and widths; `pattern` is the paper's or all-dense.
+
+    Args:
+        text_vocab, image_vocab: numbers of BPE and dVAE tokens.
+        text_len: T, text positions.
+        grid: (h, w) of the image tokens.
+        width: D, a multiple of `heads`.
+        kernel: side of the convolutional window.
+    """
+
+    text_vocab: int = 16_384
+    image_vocab: int = 8_192
+    text_len: int = 256
+    grid: tuple[int, int] = (32, 32)
+    width: int = 3_968
+    depth: int = 64
+    heads: int = 62
+    pattern: Literal["paper", "dense"] = "paper"
+    kernel: int = 11
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        return paper_pattern(self.depth) if self.pattern == "paper" else ("dense",) * self.depth
+
+    def build(self, linear: LinearFactory = plain) -> Transformer:
+        return Transformer(self, linear)
+
+
+class Embedding(nn.Module):
+    """Figure 10."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        d, (h, w) = config.width, config.grid
+        self.grid = config.grid
+        self.text = nn.Embedding(config.text_vocab, d)
+        self.text_position = nn.Embedding(config.text_len, d)
+        self.padding = nn.Embedding(config.text_len, d)
+        self.start = nn.Parameter(torch.empty(d))
+        self.image = nn.Embedding(config.image_vocab, d)
+        self.row = nn.Embedding(h, d)
+        self.column = nn.Embedding(w, d)
+
+    def prefix(self, text: Tensor) -> Tensor:
+        """text [B, T] with PAD -> [B, P, D]: the text, then START."""
+        there = (text != PAD)[..., None]
+        tokens = self.text(text.clamp_min(0)) + self.text_position.weight
+        x = torch.where(there, tokens, self.padding.weight)
+        return torch.cat([x, self.start.expand(len(x), 1, -1)], 1)
+
+    def tokens(self, image: Tensor, begin: int = 0) -> Tensor:
+        """image [B, n] at raster positions begin ... begin + n - 1 -> [B, n, D]."""
+        at = torch.arange(begin, begin + image.shape[1], device=image.device)
+        return self.image(image) + self.row(at // self.grid[1]) + self.column(at % self.grid[1])
+
+
+class Block(nn.Module):
+    """Two resblocks: attention, then an MLP four times as wide, each behind a LayerNorm."""
+
+    def __init__(self, width: int, heads: int, linear: LinearFactory) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads, linear)
+        self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
+
+    def forward(self, x: Tensor, mask: Tensor, cache: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        x = x + self.attention(self.norm1(x), mask, cache)
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class Head(nn.Module):
+    """A last LayerNorm and one matrix for each vocabulary."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width)
+        self.text = nn.Linear(config.width, config.text_vocab)
+        self.image = nn.Linear(config.width, config.image_vocab)
+
+
+class Transformer(nn.Module):
+    """See the module's docstring. `forward` trains, `prefill` and `step` decode."""
+
+    masks: Tensor  # [kinds in use, N, N]
+
+    def __init__(self, config: TransformerConfig, linear: LinearFactory = plain) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config)
+        self.blocks = nn.ModuleList(
+            Block(config.width, config.heads, linear) for _ in range(config.depth)
+        )
+        self.head = Head(config)
+        self.checkpointing = False
+        kinds = sorted(set(config.kinds))
+        self.mask_of = [kinds.index(kind) for kind in config.kinds]
+        masks = [visible(k, config.text_len + 1, config.grid, config.kernel) for k in kinds]
+        self.register_buffer("masks", torch.stack(masks), persistent=False)
+        self.apply(self._init)
+        nn.init.normal_(self.embed.start, std=0.02)
+        for block in self.blocks:  # residual branches start small, as in GPT-2
+            for name in ("attention.out", "down"):
+                nn.init.normal_(
+                    block.get_submodule(name).weight,  # pyright: ignore[reportArgumentType]
+                    std=0.02 / (2 * config.depth) ** 0.5,
+                )
+
+    @staticmethod
+    def _init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+
+    def set_checkpointing(self, on: bool) -> None:
+        """Recompute each block's activations in the backward pass instead of storing them (§2.4)."""
+        self.checkpointing = on
+
+    def forward(self, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Teacher-forced logits.
+
+        Args:
+            text: int64 [B, T], PAD where there is no token.
+            image: int64 [B, S].
+
+        Returns:
+            fp32 [B, T - 1, V_text] that predict text[:, 1:], and fp32 [B, S, V_image].
+        """
+        x = torch.cat([self.embed.prefix(text), self.embed.tokens(image[:, :-1])], 1)
+        n = x.shape[1]
+        for block, kind in zip(self.blocks, self.mask_of, strict=True):
+            mask = self.masks[kind, :n, :n]
+            if self.checkpointing and self.training:
+                x = checkpoint(block, x, mask, use_reentrant=False)
+            else:
+                x = block(x, mask)
+        x = self.head.norm(x)
+        t = text.shape[1]
+        return self.head.text(x[:, : t - 1]).float(), self.head.image(x[:, t:]).float()
+
+    def prefill(self, text: Tensor) -> tuple[Cache, Tensor]:
+        """Read the captions: text [B, T] -> a cache of P positions, logits [B, V] of image_0."""
+        b, n = len(text), self.masks.shape[1]
+        c = self.config
+        like = self.head.image.weight
+        shape = (b, c.heads, n, c.width // c.heads)
+        cache = Cache([like.new_empty(shape) for _ in self.blocks], [like.new_empty(shape) for _ in self.blocks])
+        return cache, self._advance(cache, self.embed.prefix(text))
+
+    def step(self, cache: Cache, token: Tensor) -> Tensor:
+        """Append one image token a row, [B] -> fp32 logits [B, V] of the next."""
+        at = cache.length - self.config.text_len - 1
+        return self._advance(cache, self.embed.tokens(token[:, None], at))
+
+    def _advance(self, cache: Cache, x: Tensor) -> Tensor:
+        begin, end = cache.length, cache.length + x.shape[1]
+        for i, (block, kind) in enumerate(zip(self.blocks, self.mask_of, strict=True)):
+            mask = self.masks[kind, begin:end, :end]
+            x = block(x, mask, (cache.keys[i], cache.values[i]))
+        cache.length = end
+        return self.head.image(self.head.norm(x[:, -1])).float()

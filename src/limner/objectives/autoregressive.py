@@ -1,0 +1,37 @@
+"""The prior's objective: next-token cross-entropy, 1/8 text and 7/8 image (Ramesh et al. 2021, §2.2).
+
+Each kind's loss is normalised by the number of its tokens in the batch; positions that hold padding
+are no tokens and are never a target.
+
+Shapes: B batch, T text positions, S image positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from limner.models.transformer import Transformer
+from limner.text import PAD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autoregressive:
+    """`text_weight` of the text's loss; the image's is the rest."""
+
+    text_weight: float = 1 / 8
+
+    def __call__(
+        self, model: Transformer, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        text, image = batch["text"], batch["image"]
+        text_logits, image_logits = model(text, image)
+        text_loss = F.cross_entropy(
+            text_logits.flatten(0, 1), text[:, 1:].flatten(), ignore_index=PAD, reduction="sum"
+        ) / (text[:, 1:] != PAD).sum().clamp_min(1)
+        image_loss = F.cross_entropy(image_logits.flatten(0, 1), image.flatten())
+        loss = self.text_weight * text_loss + (1 - self.text_weight) * image_loss
+        return loss, {"text": text_loss.detach(), "image": image_loss.detach()}

@@ -1,0 +1,144 @@
+"""How the step size, and any other annealed quantity, depends on the step.
+
+Two kinds, kept apart because only one of them has memory:
+
+- pure functions of the step: `warmup`, `cosine`, and `Anneal`, a cosine with its end points as a
+  config. The paper anneals the KL weight β, the relaxation temperature τ and the step size of the
+  dVAE this way (appendix A.2);
+- step-size schedules, `Constant | Cosine | Plateau`: configs whose `build(steps)` gives a
+  `Schedule`, a factor on the base step size. `Plateau` watches the training loss and halves, as the
+  paper did five times for the prior (B.2); what it has seen is part of the checkpoint.
+
+Steps count from 0. The training loop multiplies `warmup(step) * schedule.factor(step)` with the
+base step size.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+def warmup(step: int, steps: int) -> float:
+    """Linear ramp: `1/steps` at step 0, 1 from step `steps - 1` on. Constant 1 if `steps` is 0."""
+    return min(1.0, (step + 1) / steps) if steps > 0 else 1.0
+
+
+def cosine(step: int, start: float, end: float, steps: int) -> float:
+    """Half a cosine from `start` at step 0 to `end` at step `steps`, and `end` ever after."""
+    progress = min(1.0, max(0, step) / steps) if steps > 0 else 1.0
+    return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anneal:
+    """A quantity that moves from `start` to `end` over `steps` along a cosine: `Anneal(start=1,
+    end=1/16, steps=n)`."""
+
+    start: float
+    end: float
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        return cosine(step, self.start, self.end, self.steps)
+
+
+class Schedule(Protocol):
+    """A factor on the step size, which may react to the losses that it is shown."""
+
+    def factor(self, step: int) -> float: ...
+
+    def observe(self, loss: float) -> None:
+        """Called once after every update with its training loss."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """The base step size throughout."""
+
+    def build(self, steps: int) -> Schedule:
+        return _Memoryless(Anneal(start=1.0, end=1.0, steps=steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """From the base step size to `end` times it, over `steps` updates or the whole run.
+
+    The dVAE of the paper goes from 1e-4 to 1.25e-6, `end=1/80`, over 1,200,000 updates (A.2).
+    """
+
+    end: float = 0.0
+    steps: int | None = None
+
+    def build(self, steps: int) -> Schedule:
+        return _Memoryless(Anneal(start=1.0, end=self.end, steps=steps if self.steps is None else self.steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plateau:
+    """Halve the step size whenever the training loss stops falling.
+
+    The mean loss of each `window` updates is compared with the best such mean so far. After
+    `patience` windows in a row that fail to improve on it by the relative margin `threshold`, the
+    factor halves and the count starts again; `halvings` times at most (five in the paper: 32 times
+    smaller).
+    """
+
+    window: int = 500
+    patience: int = 2
+    threshold: float = 1e-3
+    halvings: int = 5
+
+    def build(self, steps: int) -> "HalveOnPlateau":
+        return HalveOnPlateau(self)
+
+
+class _Memoryless:
+    def __init__(self, anneal: Anneal) -> None:
+        self.factor = anneal.__call__
+
+    def observe(self, loss: float) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class HalveOnPlateau:
+    """The running `Plateau` schedule; all it remembers is six numbers."""
+
+    def __init__(self, config: Plateau) -> None:
+        self.config = config
+        self.total, self.count = 0.0, 0  # of the window under way
+        self.best: float | None = None
+        self.stale = 0  # windows in a row without improvement
+        self.halved = 0
+
+    def factor(self, step: int) -> float:
+        return 0.5**self.halved
+
+    def observe(self, loss: float) -> None:
+        self.total, self.count = self.total + loss, self.count + 1
+        if self.count < self.config.window:
+            return
+        mean, self.total, self.count = self.total / self.count, 0.0, 0
+        if self.best is None or mean < self.best - self.config.threshold * abs(self.best):
+            self.best, self.stale = mean, 0
+            return
+        self.stale += 1
+        if self.stale >= self.config.patience and self.halved < self.config.halvings:
+            self.halved, self.stale = self.halved + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "config"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update({name: state[name] for name in self.state_dict()})

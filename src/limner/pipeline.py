@@ -1,0 +1,673 @@
+"""From a caption to pictures: three models and a tokenizer as one thing that draws (§2.6).
+
+    pipe = limner.load()                       # the bundled model, or a folder
+    drawings = pipe("a small red circle", n=2, candidates=64, seed=0)
+    drawings[0].save("circle.png")
+
+The prior draws `candidates` token grids, the dVAE decodes them, the contrastive model scores them
+against the caption, and the best `n` are returned. Candidate i of a caption depends on the caption, the
+seed and i alone: drawing more candidates, or other captions beside it, changes none (apart from float
+rounding, which may flip a choice between two equally likely tokens).
+
+A *bundle* is a folder that draws: `config.json`, `dvae.safetensors`, `prior.safetensors`,
+`contrastive.safetensors`, `tokenizer.json` and `README.md`, a model card. It may come from anywhere, so
+nothing in it is executed or unpickled, and each size and key is checked against the configuration
+before memory is taken. Weights are stored in half precision and computed with in single precision:
+decoding on a CPU is bound by the cache of keys and values, and bf16 measured no faster there. A GPU draws
+in bf16.
+
+Every PNG says that a model drew it: caption, seed and model as text, and an XMP packet with the IPTC
+digital source type "trained algorithmic media".
+
+Shapes: B captions, N candidates, T text positions, S image positions, H x W pixels.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, overload
+from xml.sax.saxutils import escape
+
+import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from limner import __version__
+from limner.config import from_dict, read_json, to_dict
+from limner.errors import UserError
+from limner.files import atomic_write_bytes, atomic_write_text
+from limner.models.contrastive import Contrastive, ContrastiveConfig
+from limner.models.dvae import DVAE, DVAEConfig
+from limner.models.transformer import Transformer, TransformerConfig
+from limner.numerics.precision import Precision, has_fast_bf16
+from limner.sampling.generate import Sampler, generate
+from limner.sampling.rerank import best, scores
+from limner.text.bpe import Tokenizer
+
+FORMAT = "limner-bundle-1"
+ASSETS = Path(__file__).parent / "assets"  # bundles that come with the package, a folder each
+DEFAULT = "scenes"
+SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
+
+_VIEWABLE = 384  # pixels: saved drawings are enlarged by a whole factor to at least this side
+_ROWS = 256  # candidates in one batch at most; beyond, the caches no longer help
+_CACHE_BYTES = 1 << 30  # of keys and values in one batch at most
+_LIMIT = 1 << 24  # no size in a bundle's configuration is beyond this,
+_POSITIONS = 1 << 14  # nor the length of a sequence beyond this: masks grow with its square
+_STORED = (torch.float32, torch.float16, torch.bfloat16)
+
+Advance = Callable[[int, int], None]  # (image tokens drawn, image tokens in all)
+M = TypeVar("M", bound=nn.Module)
+
+
+# ---------------------------------------------------------------------------- drawings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """One picture and how it came about.
+
+    Attributes:
+        image: RGB, in the model's own size.
+        score: cosine of caption and picture under the contrastive model, in [-1, 1].
+        candidate: its number among the candidates; (model, caption, seed, candidate, settings) fix it.
+    """
+
+    image: Image.Image
+    caption: str
+    score: float
+    seed: int
+    candidate: int
+    model: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def png(self, scale: int | None = None) -> bytes:
+        """The file's content: pixels enlarged `scale` times, metadata, XMP.
+
+        The default enlarges to at least 384 pixels by a whole factor; 1 keeps the model's own pixels.
+        """
+        w, h = self.image.size
+        if scale is None:
+            scale = max(1, math.ceil(_VIEWABLE / max(w, h)))
+        if scale < 1 or max(w, h) * scale > 1 << 14:
+            raise UserError(f"scale {scale} would give a picture of {w * scale} x {h * scale} pixels: choose another")
+        info, caption = PngInfo(), _printable(self.caption)
+        facts: dict[str, Any] = {
+            "caption": caption, "seed": self.seed, "candidate": self.candidate, "score": f"{self.score:.4f}",
+            "model": self.model, **self.settings,
+        }  # fmt: skip
+        for key, value in facts.items():
+            if value is not None:
+                info.add_itxt(key, str(value)) if key == "caption" else info.add_text(key, _printable(str(value)))
+        info.add_text("Software", f"limner {__version__}")
+        info.add_itxt("Description", caption)
+        info.add_itxt("XML:com.adobe.xmp", _xmp(caption, self.model))
+        buffer = io.BytesIO()
+        enlarged = self.image.resize((w * scale, h * scale), Image.Resampling.NEAREST)
+        enlarged.save(buffer, "PNG", pnginfo=info, optimize=True)
+        return buffer.getvalue()
+
+    def save(self, path: str | Path, scale: int | None = None) -> Path:
+        """Write a PNG, all or nothing. Raises `UserError` if the name ends otherwise."""
+        path = Path(path)
+        if path.suffix.lower() != ".png":
+            raise UserError(f"drawings are PNG files: name it {path.with_suffix('.png').name!r}, not {path.name!r}")
+        atomic_write_bytes(path, self.png(scale))
+        return path
+
+
+class Drawings(Sequence[Drawing]):
+    """The drawings of one caption, best first."""
+
+    def __init__(self, drawings: Sequence[Drawing]) -> None:
+        self._drawings = list(drawings)
+
+    @property
+    def images(self) -> list[Image.Image]:
+        return [d.image for d in self]
+
+    @property
+    def scores(self) -> list[float]:
+        return [d.score for d in self]
+
+    @property
+    def caption(self) -> str:
+        return self[0].caption
+
+    @property
+    def seed(self) -> int:
+        return self[0].seed
+
+    def save(self, path: str | Path, scale: int | None = None) -> list[Path]:
+        """`path` itself for a single drawing; NAME-1.png, NAME-2.png, ... for several, best first."""
+        path = Path(path)
+        if len(self) == 1:
+            return [self[0].save(path, scale)]
+        return [d.save(path.with_stem(f"{path.stem}-{i}"), scale) for i, d in enumerate(self, 1)]
+
+    def __len__(self) -> int:
+        return len(self._drawings)
+
+    @overload
+    def __getitem__(self, index: int) -> Drawing: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Drawings: ...
+
+    def __getitem__(self, index: int | slice) -> Drawing | Drawings:
+        found = self._drawings[index]
+        return found if isinstance(found, Drawing) else Drawings(found)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All candidates of B captions, in the order of their numbers: what evaluations look at.
+
+    Attributes:
+        pictures: uint8 [B, N, 3, H, W].
+        scores: float32 [B, N].
+        tokens: int64 [B, N, S].
+    """
+
+    pictures: Tensor
+    scores: Tensor
+    tokens: Tensor
+
+
+def _printable(text: str) -> str:
+    """Without characters that XML and PNG text cannot hold."""
+    return "".join(c if c.isprintable() else " " for c in text).strip()
+
+
+def _xmp(caption: str, model: str) -> str:
+    """An XMP packet (ISO 16684-1) with the IPTC digital source type."""
+    return f"""<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>
+<x:xmpmeta xmlns:x="adobe:ns:meta/">
+ <rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
+  <rdf:Description rdf:about=""
+    xmlns:dc="http://purl.org/dc/elements/1.1/"
+    xmlns:xmp="http://ns.adobe.com/xap/1.0/"
+    xmlns:Iptc4xmpExt="http://iptc.org/std/Iptc4xmpExt/2008-02-29/">
+   <Iptc4xmpExt:DigitalSourceType>{SOURCE_TYPE}</Iptc4xmpExt:DigitalSourceType>
+   <xmp:CreatorTool>limner {__version__} ({escape(_printable(model))})</xmp:CreatorTool>
+   <dc:description><rdf:Alt><rdf:li xml:lang="x-default">{escape(caption)}</rdf:li></rdf:Alt></dc:description>
+  </rdf:Description>
+ </rdf:RDF>
+</x:xmpmeta>
+<?xpacket end="r"?>"""
+
+
+# ---------------------------------------------------------------------------- the pipeline
+
+
+class TextToImage:
+    """Draws pictures from captions.
+
+    Args:
+        dvae, prior, contrastive, tokenizer: that belong together.
+        info: JSON values for the model card: "name", "recipe", "data", "scores", ...
+        precision: of drawing; "auto" is bf16 on a GPU that has it and fp32 elsewhere.
+
+    Raises:
+        UserError: the parts do not fit together.
+    """
+
+    def __init__(
+        self,
+        dvae: DVAE,
+        prior: Transformer,
+        contrastive: Contrastive,
+        tokenizer: Tokenizer,
+        info: Mapping[str, Any] | None = None,
+        *,
+        precision: Precision = "auto",
+    ) -> None:
+        self.dvae, self.prior, self.contrastive = dvae.eval(), prior.eval(), contrastive.eval()
+        self.tokenizer, self.info, self.precision = tokenizer, dict(info or {}), precision
+        _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
+        self._cast: dict[str, nn.Module] = {}
+
+    @property
+    def name(self) -> str:
+        return str(self.info.get("name") or "unnamed")
+
+    @property
+    def device(self) -> torch.device:
+        return self.prior.head.image.weight.device
+
+    def to(self, device: torch.device | str) -> TextToImage:
+        """Move all three models; returns itself."""
+        for model in (self.dvae, self.prior, self.contrastive):
+            model.to(device)
+        self._cast.clear()
+        return self
+
+    def __call__(
+        self,
+        caption: str,
+        *,
+        n: int = 1,
+        candidates: int = 64,
+        seed: int = 0,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        progress: Advance | None = None,
+    ) -> Drawings:
+        """Draw a caption.
+
+        Args:
+            n: drawings to return, the best of the candidates.
+            candidates: drawings to choose from; at least `n` are made.
+            temperature: 1 samples what the prior learned, 0 takes the likeliest token everywhere.
+            top_k, top_p: keep only the likeliest image tokens.
+            progress: called with (image tokens drawn, image tokens in all).
+
+        Raises:
+            UserError: the caption is empty or a setting is out of range.
+        """
+        if not isinstance(caption, str):
+            raise UserError(f"a caption is a text, not {caption!r}; draw_many takes several")
+        return self.draw_many(
+            [caption], n=n, candidates=candidates, seed=seed,
+            temperature=temperature, top_k=top_k, top_p=top_p, progress=progress,
+        )[0]  # fmt: skip
+
+    def draw_many(
+        self,
+        captions: Sequence[str],
+        *,
+        n: int = 1,
+        candidates: int = 64,
+        seed: int | Sequence[int] = 0,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        progress: Advance | None = None,
+    ) -> list[Drawings]:
+        """Draw several captions; `seed` is one for all or one for each. As `__call__` otherwise."""
+        if n < 1:
+            raise UserError(f"n is the number of drawings: at least 1, not {n}")
+        sampler = make_sampler(temperature, top_k, top_p)
+        seeds = _seeds(seed, len(captions))
+        made = self.candidates(captions, max(n, candidates), seed=seeds, sampler=sampler, progress=progress)
+        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        order = best(made.scores, n)
+        return [
+            Drawings(
+                [
+                    Drawing(
+                        image=Image.fromarray(made.pictures[row, i].permute(1, 2, 0).numpy()),
+                        caption=caption,
+                        score=float(made.scores[row, i]),
+                        seed=seeds[row],
+                        candidate=int(i),
+                        model=self.name,
+                        settings=settings,
+                    )
+                    for i in order[row].tolist()
+                ]
+            )
+            for row, caption in enumerate(captions)
+        ]
+
+    @torch.inference_mode()
+    def candidates(
+        self,
+        captions: Sequence[str],
+        count: int,
+        *,
+        seed: int | Sequence[int] = 0,
+        sampler: Sampler | None = None,
+        progress: Advance | None = None,
+    ) -> Candidates:
+        """All `count` candidates of each caption, unranked, on the CPU."""
+        if count < 1:
+            raise UserError(f"candidates is the number of drawings to choose from: at least 1, not {count}")
+        sampler = sampler or Sampler()
+        seeds = _seeds(seed, len(captions))
+        text = self._encode(captions, self.prior.config.text_len)
+        judged = text
+        if self.contrastive.config.text_len != self.prior.config.text_len:
+            judged = self._encode(captions, self.contrastive.config.text_len)
+        length = math.prod(self.dvae.config.grid)
+        side, device = self.dvae.config.size, self.device
+        b = len(captions)
+        tokens = torch.empty(b, count, length, dtype=torch.long)
+        pictures = torch.empty(b, count, 3, side, side, dtype=torch.uint8)
+        score = torch.empty(b, count)
+        prior, contrastive = self._fast("prior", self.prior), self._fast("contrastive", self.contrastive)
+        done, total = 0, b * count * length
+        for rows, part in _batches(seeds, count, self._rows()):
+            size = len(rows) * len(part)
+
+            def report(position: int, _: int, done: int = done, size: int = size) -> None:
+                if progress:
+                    progress(done + position * size, total)
+
+            drawn = generate(prior, text[rows].to(device), part, sampler, seed=seeds[rows[0]], progress=report)
+            shown = self.dvae.pictures(drawn.flatten(0, 1)).unflatten(0, drawn.shape[:2])
+            where = slice(part.start, part.stop)
+            score[rows, where] = scores(contrastive, judged[rows].to(device), shown).float().cpu()
+            tokens[rows, where], pictures[rows, where] = drawn.cpu(), shown.cpu()
+            done += size * length
+        return Candidates(pictures, score, tokens)
+
+    def _encode(self, captions: Sequence[str], length: int) -> Tensor:
+        for caption in captions:
+            try:
+                caption.encode()
+            except UnicodeEncodeError:
+                raise UserError(f"the caption {caption!r} is not valid Unicode text: check its encoding") from None
+        return self.tokenizer.encode(captions, length)
+
+    def _rows(self) -> int:
+        """Candidates in one batch: what the keys and values of all layers leave room for."""
+        c = self.prior.config
+        positions = c.text_len + 1 + math.prod(c.grid)
+        return max(1, min(_ROWS, _CACHE_BYTES // (2 * 4 * c.depth * c.width * positions)))
+
+    def _fast(self, key: str, model: M) -> M:
+        """The model in the precision of drawing: itself, or a copy in bf16 that is kept."""
+        bf16 = self.precision == "bf16" or (
+            self.precision == "auto" and self.device.type == "cuda" and has_fast_bf16(self.device)
+        )
+        if not bf16:
+            return model
+        if key not in self._cast:
+            self._cast[key] = copy.deepcopy(model).to(torch.bfloat16)
+        return self._cast[key]  # pyright: ignore[reportReturnType]
+
+    # ------------------------------------------------------------------------ bundles
+
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> Path:
+        """Write a bundle, all or nothing; a bundle that is there already is replaced.
+
+        Raises `UserError` if the folder holds something else.
+        """
+        folder = Path(folder)
+        if folder.exists() and not _is_bundle(folder) and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} exists and is not a bundle: name a new folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+        fresh.mkdir()
+        try:
+            for name in _PARTS:
+                model: nn.Module = getattr(self, name)
+                tensors = {key: _stored(value, dtype) for key, value in model.state_dict().items()}
+                save_file(tensors, fresh / f"{name}.safetensors")
+            self.tokenizer.save(fresh / "tokenizer.json")
+            info = {
+                "name": folder.resolve().parent.name if folder.name == "bundle" else folder.name,
+                "limner": __version__,
+                "created": datetime.now(UTC).date().isoformat(),
+                **self.info,
+            }
+            self.info = info
+            config = {"format": FORMAT, **{name: to_dict(getattr(self, name).config) for name in _PARTS}, "info": info}
+            atomic_write_text(fresh / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+            atomic_write_text(fresh / "README.md", model_card(self))
+            _swap(fresh, folder)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+        return folder
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, *, device: torch.device | str | None = None, precision: Precision = "auto"
+    ) -> TextToImage:
+        """Read a bundle onto `device` (by default a GPU if there is one).
+
+        Raises `UserError` in one sentence for whatever is missing, damaged or contradictory.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder: name a bundle, or the folder that `limner train` wrote")
+        if not _is_bundle(folder):
+            if _is_bundle(folder / "bundle"):  # the folder of a run
+                folder = folder / "bundle"
+            else:
+                raise UserError(f"{folder} is not a bundle: it has no config.json that says {FORMAT!r}")
+        path = folder / "config.json"
+        data = read_json(path)
+        info = data.get("info", {})
+        if not isinstance(info, dict):
+            raise UserError(f"{path}: info must be a mapping")
+        models: dict[str, Any] = {name: _load_part(folder, name, kind, data) for name, kind in _PARTS.items()}
+        tokenizer = Tokenizer.load(folder / "tokenizer.json")
+        try:
+            pipe = cls(**models, tokenizer=tokenizer, info=info, precision=precision)
+        except UserError as error:
+            raise UserError(f"{folder}: {error}") from None
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        return pipe.to(device)
+
+
+def load(name_or_folder: str | Path = DEFAULT, **options: Any) -> TextToImage:
+    """A model that comes with the package, by name, or any bundle, by folder.
+
+    `options` are those of `TextToImage.from_pretrained`. Raises `UserError`.
+    """
+    name = str(name_or_folder)
+    names = bundled()
+    if name in names:
+        return TextToImage.from_pretrained(ASSETS / name, **options)
+    if not Path(name).exists():
+        close = get_close_matches(name, names, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"bundled: {', '.join(names) or 'none'}"
+        raise UserError(f"there is no model {name!r}, neither in the package nor as a folder ({hint})")
+    return TextToImage.from_pretrained(name, **options)
+
+
+def bundled() -> list[str]:
+    """Names of the models that come with the package."""
+    return sorted(path.name for path in ASSETS.iterdir() if _is_bundle(path)) if ASSETS.is_dir() else []
+
+
+def make_sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Sampler:
+    """A sampler whose settings were checked. Raises `UserError`."""
+    if temperature != 0 and not 0.01 <= temperature <= 100:
+        raise UserError(f"temperature must be 0 (the likeliest) or from 0.01 to 100, not {temperature}")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k is a number of tokens, at least 1, not {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"top_p is a probability above 0 and at most 1, not {top_p}")
+    return Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
+
+
+def _seeds(seed: int | Sequence[int], count: int) -> list[int]:
+    if isinstance(seed, int):
+        return [seed] * count
+    if len(seed) != count:
+        raise ValueError(f"{len(seed)} seeds for {count} captions")
+    return list(seed)
+
+
+def _batches(seeds: Sequence[int], count: int, rows: int) -> list[tuple[list[int], range]]:
+    """(captions, candidate numbers) of each batch: captions of one seed share a batch while it has room."""
+    step = min(count, rows)
+    parts = [range(i, min(i + step, count)) for i in range(0, count, step)]
+    together = max(1, rows // step)
+    by_seed: dict[int, list[int]] = {}
+    for row, seed in enumerate(seeds):
+        by_seed.setdefault(seed, []).append(row)
+    return [
+        (group[i : i + together], part)
+        for group in by_seed.values()
+        for i in range(0, len(group), together)
+        for part in parts
+    ]
+
+
+# ---------------------------------------------------------------------------- bundles on disk
+
+_PARTS: dict[str, type] = {"dvae": DVAEConfig, "prior": TransformerConfig, "contrastive": ContrastiveConfig}
+
+
+def _is_bundle(folder: Path) -> bool:
+    try:
+        config = read_json(folder / "config.json")
+    except UserError:
+        return False
+    return isinstance(config, dict) and config.get("format") == FORMAT
+
+
+def _check_fit(
+    dvae: DVAEConfig, prior: TransformerConfig, contrastive: ContrastiveConfig, tokenizer: Tokenizer
+) -> None:
+    pairs = (
+        ("grid of the prior", tuple(prior.grid), "grid of the dVAE", tuple(dvae.grid)),
+        ("image vocabulary of the prior", prior.image_vocab, "codebook of the dVAE", dvae.vocab),
+        ("picture of the contrastive model", contrastive.size, "picture of the dVAE", dvae.size),
+        ("text vocabulary of the prior", prior.text_vocab, "tokenizer", tokenizer.vocab_size),
+        ("text vocabulary of the contrastive model", contrastive.text_vocab, "tokenizer", tokenizer.vocab_size),
+    )
+    for left, a, right, b in pairs:
+        if a != b:
+            raise UserError(f"these models do not belong together: the {left} has size {a}, the {right} {b}")
+
+
+def _load_part(folder: Path, name: str, kind: type, data: Mapping[str, Any]) -> nn.Module:
+    """Build one model and fill it, after every name, shape and number format was found to be right."""
+    where = folder / "config.json"
+    if name not in data:
+        raise UserError(f"{where} lacks the settings of {name!r}")
+    try:
+        config = from_dict(kind, data[name], name)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    path = folder / f"{name}.safetensors"
+    try:
+        with safe_open(path, "pt") as file:
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            model = _blank(config, len(found), f"{where}: {name}")
+            expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+            for key in (*(expected.keys() - found.keys()), *(found.keys() - expected.keys())):
+                verb = "lacks" if key in expected else "has an unknown tensor"
+                raise UserError(f"{path} {verb} {key!r}: it belongs to another configuration")
+            for key, shape in expected.items():
+                if found[key] != shape:
+                    raise UserError(f"{path}: {key!r} has shape {found[key]}, its configuration says {shape}")
+            model.load_state_dict({key: _checked(file.get_tensor(key), key, path) for key in expected})
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: the bundle is incomplete") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    return model.eval().requires_grad_(False)
+
+
+def _blank(config: Any, tensors: int, where: str) -> nn.Module:
+    """The model without values: its parameters are claimed, but no memory is touched before they are filled.
+
+    `tensors` in the file bound what counts layers. (Building on the meta device would be the obvious
+    way; it imports much of torch, which costs two seconds.)
+    """
+    limits = {"depth": tensors, "groups": tensors, "blocks": tensors, "text_len": _POSITIONS, "grid": _POSITIONS}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if type(v) is int]
+        if not all(1 <= v <= limits.get(item.name, _LIMIT) for v in numbers):
+            raise UserError(f"{where}.{item.name} cannot be {value}")
+    reranker = isinstance(config, ContrastiveConfig)
+    positions = (config.size // config.patch) ** 2 if reranker else math.prod(config.grid)
+    if positions > _POSITIONS:
+        raise UserError(f"{where} has {positions} positions: more than {_POSITIONS}")
+    try:
+        with torch.random.fork_rng(devices=[]), _NoInitialValues():
+            return config.build()
+    except (ValueError, RuntimeError, ZeroDivisionError, OverflowError) as error:
+        raise UserError(f"{where} describes no model: {error}".splitlines()[0]) from None
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Leaves out the filling of new weights with random numbers that a file is about to replace."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.normal_, Tensor.uniform_) or getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def _checked(tensor: Tensor, key: str, path: Path) -> Tensor:
+    if tensor.dtype not in _STORED:
+        raise UserError(f"{path}: {key!r} is stored as {tensor.dtype}, not as a floating-point format of a bundle")
+    tensor = tensor.float()
+    if not tensor.isfinite().all():
+        raise UserError(f"{path}: {key!r} holds values that are not finite")
+    return tensor
+
+
+def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """In `dtype`, unless a value would overflow it."""
+    value = value.detach().cpu().contiguous()
+    small = value.to(dtype)
+    return small if small.isfinite().all() else value
+
+
+def _swap(fresh: Path, folder: Path) -> None:
+    """Put `fresh` in the place of `folder`; a reader finds the old one, nothing, or the new one."""
+    old = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.old")
+    if folder.exists():
+        os.replace(folder, old)
+    try:
+        os.replace(fresh, folder)
+    except OSError:
+        if old.exists():
+            os.replace(old, folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def model_card(pipe: TextToImage) -> str:
+    """README.md of a bundle: what it is, from what it was made, how well it does."""
+    info = pipe.info
+    size, (h, w) = pipe.dvae.config.size, pipe.dvae.config.grid
+    lines = [
+        f"# {info.get('name', 'A bundle of limner')}",
+        "",
+        str(info.get("about") or "A text-to-image model trained with limner: dVAE, transformer prior, reranker."),
+        "",
+        f"- pictures: {size} x {size} pixels, {h} x {w} tokens of {pipe.dvae.config.vocab} codes",
+        f"- captions: at most {pipe.prior.config.text_len} tokens of {pipe.tokenizer.vocab_size}, lowercased",
+    ]
+    names = {"dvae": "dVAE", "prior": "prior", "contrastive": "contrastive model"}
+    for part, title in names.items():
+        count = sum(p.numel() for p in getattr(pipe, part).parameters())
+        lines.append(f"- {title}: {count / 1e6:.2f} M parameters")
+    for key in ("data", "samples", "created", "limner", "license"):
+        if key in info:
+            lines.append(f"- {key}: {info[key]}")
+    lines += [
+        "", "## Use", "", "```python", "import limner", "",
+        'limner.load("THIS/FOLDER")("a caption", n=4, candidates=64, seed=0).save("drawing.png")', "```",
+    ]  # fmt: skip
+    for key, title in (("scores", "Scores"), ("recipe", "Recipe")):
+        if info.get(key):
+            text = json.dumps(info[key], indent=2, ensure_ascii=False)
+            lines += ["", f"## {title}", "", "```json", text, "```"]
+    lines += [
+        "", "## Limits", "",
+        "It draws what its training data shows and nothing else; captions of another kind give pictures that mean",
+        "little. Each PNG it writes says in its metadata that a model drew it.", "",
+    ]  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,31 @@
+"""Recipes: Python functions that return a full configuration. `get(name)` looks one up by name."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from limner.errors import UserError
+
+if TYPE_CHECKING:
+    from limner.recipes.recipe import Recipe
+
+# name -> one line of help; the function of the same name lives in `presets.py`
+NAMES = {
+    "demo": "what `limner demo` trains: a small prior and contrastive model over the bundled dVAE",
+    "scenes": "the bundled model: 48 x 48 pictures of the scenes world, 12 x 12 tokens",
+    "emoji": "64 x 64 emoji, 8 x 8 tokens",
+    "photos": "128 x 128 pictures of your own, 16 x 16 tokens, for one GPU",
+    "paper": "the paper: 256 x 256, 32 x 32 tokens, 12 billion parameters",
+}
+
+
+def get(name: str) -> Recipe:
+    """The recipe of that name. Raises `UserError` with the nearest name if there is none."""
+    if name not in NAMES:
+        close = get_close_matches(name, NAMES, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(NAMES)}"
+        raise UserError(f"there is no recipe {name!r}: {hint}")
+    from limner.recipes import presets
+
+    return getattr(presets, name)()

@@ -1,0 +1,150 @@
+"""The recipes. Each docstring gives the commands, the cost and the expected result."""
+
+from __future__ import annotations
+
+from limner.models.contrastive import ContrastiveConfig
+from limner.models.dvae import DVAEConfig
+from limner.models.transformer import TransformerConfig
+from limner.objectives.elbo import BalancedELB
+from limner.optim.schedules import Anneal, Cosine, Plateau
+from limner.recipes.recipe import Bundled, ContrastiveStage, DVAEStage, PriorStage, Recipe, TextConfig
+from limner.training.loop import TrainConfig
+
+
+def scenes() -> Recipe:
+    """The bundled model.
+
+        limner data scenes data/scenes --count 40000 --seed 1
+        limner train data/scenes --recipe scenes --out runs/scenes
+    """
+    return Recipe(
+        text=TextConfig(vocab=1_024, length=40, dropout=0.0),
+        dvae=_small_dvae(48, groups=3, vocab=1_024, steps=3_000),
+        prior=PriorStage(
+            model=TransformerConfig(width=256, depth=8, heads=4, pattern="dense"),
+            training=_training(steps=5_000, batch=32, lr=1.5e-3, ema=0.998),
+            augment=False,
+        ),
+        contrastive=_small_contrastive(steps=3_000),
+    )
+
+
+def demo() -> Recipe:
+    """What `limner demo` trains, within 12 minutes on two cores."""
+    return Recipe(
+        text=TextConfig(vocab=1_024, length=24, dropout=0.0),
+        dvae=Bundled(),
+        prior=PriorStage(
+            model=TransformerConfig(width=192, depth=6, heads=4, pattern="dense"),
+            training=_training(steps=1_500, batch=24, lr=2e-3, ema=0.99),
+            augment=False,
+        ),
+        contrastive=_small_contrastive(steps=600),
+    )
+
+
+def emoji() -> Recipe:
+    """Real pictures that nobody here drew.
+
+        limner data emoji data/emoji
+        limner train data/emoji --recipe emoji --out runs/emoji
+        limner evaluate emoji runs/emoji/bundle data/emoji
+    """
+    return Recipe(
+        text=TextConfig(vocab=2_048, length=24, dropout=0.1),
+        dvae=_small_dvae(64, groups=4, vocab=1_024, steps=3_000),
+        prior=PriorStage(
+            model=TransformerConfig(width=256, depth=6, heads=4, pattern="dense"),
+            training=_training(steps=8_000, batch=64, lr=1.5e-3, ema=0.999),
+            augment=False,
+        ),
+        contrastive=_small_contrastive(steps=1_500, patch=8),
+    )
+
+
+def photos() -> Recipe:
+    """Pictures of your own on one GPU: the paper's method at a size that trains in hours."""
+    return Recipe(
+        dvae=DVAEStage(
+            model=DVAEConfig(size=128, width=128, vocab=4_096, gain=0.5, init_gain=2**0.5, code_gain=3.0),
+            objective=BalancedELB(tau=Anneal(start=1.0, end=1 / 16, steps=20_000)),
+            training=TrainConfig(
+                steps=50_000, batch_size=64, lr=5e-4, betas=(0.9, 0.999), weight_decay=1e-4,
+                warmup_steps=500, schedule=Cosine(end=1 / 80), ema_decay=0.999, eval_every=1_000,
+            ),
+        ),  # fmt: skip
+        prior=PriorStage(
+            model=TransformerConfig(width=768, depth=16, heads=12),
+            training=TrainConfig(
+                steps=100_000, batch_size=64, lr=4.5e-4, betas=(0.9, 0.96), weight_decay=4.5e-2,
+                warmup_steps=2_000, schedule=Cosine(end=1 / 32), ema_decay=0.999, eval_every=1_000,
+            ),
+        ),  # fmt: skip
+        contrastive=ContrastiveStage(
+            model=ContrastiveConfig(patch=16, width=384, depth=8, heads=6),
+            training=TrainConfig(
+                steps=30_000, batch_size=256, lr=5e-4, betas=(0.9, 0.98), weight_decay=0.1,
+                warmup_steps=1_000, schedule=Cosine(), eval_every=1_000,
+            ),
+        ),  # fmt: skip
+    )
+
+
+def paper() -> Recipe:
+    """Ramesh et al. 2021, App. A.2 and B.2. On one machine it is a plan, not a command to run."""
+    return Recipe(
+        dvae=DVAEStage(
+            training=TrainConfig(
+                steps=3_000_000, batch_size=512, lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-4, clip_norm=None,
+                schedule=Cosine(end=1 / 80, steps=1_200_000), ema_decay=0.999, eval_every=10_000,
+            ),
+        ),  # fmt: skip
+        prior=PriorStage(
+            training=TrainConfig(
+                steps=430_000, batch_size=1_024, lr=4.5e-4, betas=(0.9, 0.96), weight_decay=4.5e-2, clip_norm=4.0,
+                warmup_steps=5_000, schedule=Plateau(halvings=5), ema_decay=0.99, ema_every=25,
+                checkpoint_activations=True, eval_every=5_000,
+            ),
+        ),  # fmt: skip
+        contrastive=ContrastiveStage(
+            training=TrainConfig(
+                steps=400_000, batch_size=4_096, lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2,
+                warmup_steps=2_000, schedule=Cosine(), eval_every=5_000,
+            ),
+        ),  # fmt: skip
+    )
+
+
+def _training(steps: int, batch: int, lr: float, ema: float | None = None) -> TrainConfig:
+    """AdamW as small priors like it: a short warm-up, then a cosine to a fiftieth."""
+    return TrainConfig(
+        steps=steps, batch_size=batch, lr=lr, betas=(0.9, 0.96), weight_decay=4.5e-2, clip_norm=1.0,
+        warmup_steps=min(200, steps // 10), schedule=Cosine(end=0.02), ema_decay=ema, eval_every=500,
+        checkpoint_every=250,
+    )  # fmt: skip
+
+
+def _small_dvae(size: int, groups: int, vocab: int, steps: int) -> DVAEStage:
+    """A dVAE for small, flat pictures; docs/LOG.md says how these numbers were found."""
+    return DVAEStage(
+        model=DVAEConfig(
+            size=size, width=48, groups=groups, vocab=vocab, code_width=64, gain=0.5, init_gain=2**0.5, code_gain=3.0,
+        ),
+        objective=BalancedELB(tau=Anneal(start=1.0, end=0.1, steps=steps * 2 // 3)),
+        training=TrainConfig(
+            steps=steps, batch_size=32, lr=4e-3, betas=(0.9, 0.99), weight_decay=1e-4, clip_norm=1.0, warmup_steps=50,
+            schedule=Cosine(end=0.02), ema_decay=0.998, eval_every=500, checkpoint_every=250,
+        ),
+        augment=False,
+    )  # fmt: skip
+
+
+def _small_contrastive(steps: int, patch: int = 8) -> ContrastiveStage:
+    return ContrastiveStage(
+        model=ContrastiveConfig(patch=patch, width=128, depth=4, heads=4, embedding=128),
+        training=TrainConfig(
+            steps=steps, batch_size=128, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.05, clip_norm=1.0,
+            warmup_steps=min(100, steps // 10), schedule=Cosine(end=0.02), eval_every=500, checkpoint_every=250,
+        ),
+        augment=False,
+    )  # fmt: skip

@@ -1,0 +1,91 @@
+"""Drawing tokens from the prior, one position after the other (Ramesh et al. 2021, §2.6; t = 1).
+
+Token-only: a function gives logits, this file turns them into choices. Each candidate owns one uniform
+number for each position, drawn from its own seed, and a token is the inverse of the distribution
+function at that number. So candidate i of a caption is the same whatever the batch around it.
+
+Shapes: B captions, N candidates, T text positions, S image positions, V image vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from limner.models.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """How a token is chosen from image logits.
+
+    Args:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: keep the k likeliest tokens; None keeps all.
+        top_p: keep the smallest set of likeliest tokens whose mass reaches p.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __call__(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """fp32 [M, V] and numbers in [0, 1) [M] -> tokens [M]."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        p, tokens = (logits / self.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            p[:, self.top_k :] = 0
+        if self.top_p is not None:  # a token stays if the mass before it has not reached p
+            p = p * (p.cumsum(-1) - p < self.top_p * p.sum(-1, keepdim=True))
+        cdf = p.cumsum(-1)
+        at = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
+        last = (p > 0).sum(-1, keepdim=True) - 1  # rounding must not reach past the kept tokens
+        return tokens.gather(1, at.minimum(last)).squeeze(1)
+
+
+def uniforms(seed: int, candidates: range, length: int) -> Tensor:
+    """One row of `length` numbers in [0, 1) for each candidate, fixed by (seed, candidate)."""
+    rows = []
+    for i in candidates:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + i) % 2**63)
+        rows.append(torch.rand(length, generator=generator))
+    return torch.stack(rows)
+
+
+@torch.inference_mode()
+def generate(
+    model: Transformer,
+    text: Tensor,
+    candidates: range,
+    sampler: Sampler,
+    *,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Draw the given candidates of every caption.
+
+    Args:
+        text: int64 [B, T]; each caption is read once and shared by its candidates.
+        candidates: their numbers; `range(32, 64)` continues where `range(32)` ended.
+        progress: called with (positions done, S).
+
+    Returns:
+        int64 [B, N, S].
+    """
+    b, n = len(text), len(candidates)
+    length = model.config.grid[0] * model.config.grid[1]
+    uniform = uniforms(seed, candidates, length).repeat(b, 1).to(text.device)  # [B * N, S]
+    cache, logits = model.prefill(text)
+    cache, logits = cache.expand(n), logits.repeat_interleave(n, 0)
+    tokens = torch.empty(b * n, length, dtype=torch.long, device=text.device)
+    for position in range(length):
+        tokens[:, position] = sampler(logits, uniform[:, position])
+        if position + 1 < length:
+            logits = model.step(cache, tokens[:, position])
+        if progress:
+            progress(position + 1, length)
+    return tokens.unflatten(0, (b, n))

@@ -1,0 +1,24 @@
+"""Reranking: of N drawings of a caption, keep those the contrastive model likes best (§2.6, Fig. 6).
+
+Shapes: B captions, N candidates, E embedding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from limner.models.contrastive import Contrastive
+
+
+@torch.inference_mode()
+def scores(model: Contrastive, text: Tensor, pictures: Tensor) -> Tensor:
+    """Cosine of caption and picture: text [B, T], pictures uint8 [B, N, 3, H, W] -> [B, N]."""
+    texts = model.encode_text(text)
+    images = model.encode_image(pictures.flatten(0, 1)).unflatten(0, pictures.shape[:2])
+    return (images @ texts[..., None]).squeeze(-1)
+
+
+def best(score: Tensor, k: int) -> Tensor:
+    """Indices of the k best candidates, best first: [B, N] -> [B, k]. Ties keep their order."""
+    return score.argsort(dim=1, descending=True, stable=True)[:, :k]

@@ -1,0 +1,54 @@
+"""`metrics.jsonl`: one JSON object a line, one line for each logged step, readable while the run
+goes on.
+
+A run that is killed has usually logged steps past its last checkpoint. They happen again after
+resuming, so `MetricsLog` first takes such lines out (atomically), and a line that the kill cut
+short with them: every step is in the file once. Values that JSON cannot express (NaN, infinities)
+are written as null.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from limner.files import atomic_write_text
+
+
+class MetricsLog:
+    """Appends to a metrics file, beginning after `step`; each line is flushed as it is written."""
+
+    def __init__(self, path: Path, step: int = 0) -> None:
+        kept = [row for row in read_metrics(path) if row.get("step", 0) <= step]
+        self.last: Mapping[str, Any] = kept[-1] if kept else {}
+        if path.exists():
+            atomic_write_text(path, "".join(map(_line, kept)))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one line; `row` has "step" among its keys."""
+        self._file.write(_line(row))
+        self._file.flush()
+        self.last = row
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file, which may be absent, in use, or cut short in its last line."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    broken = {k: None for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+    return json.dumps({**row, **broken}, allow_nan=False) + "\n"

@@ -1,0 +1,143 @@
+"""How far long work is: a bar on a terminal, now and then a plain line elsewhere (a log, CI).
+
+    with progress("training prior", total=2000) as bar:
+        for step in range(2000):
+            ...
+            bar.advance(1, loss=loss)
+
+Both show the rate, the time left and the latest metrics, and write to stderr, so that stdout stays
+the command's own. Work in lower rooms (data preparation, token encoding) takes any callable
+`advance(n, **metrics)` and needs nothing from here. `rich` is imported when a bar first shows.
+"""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self, TextIO
+
+
+def progress(title: str, total: int | None = None, *, unit: str = "step", every: float = 10.0) -> "Progress":
+    """The kind that fits stderr, as a context manager. `every`: seconds between plain lines."""
+    kind = BarProgress if sys.stderr.isatty() else PlainProgress
+    return kind(title, total, unit=unit, every=every)
+
+
+class Progress:
+    """Counts work and shows nothing; the two kinds below show it."""
+
+    def __init__(self, title: str, total: int | None = None, *, unit: str = "step", every: float = 10.0) -> None:
+        self.title, self.total, self.unit, self.every = title, total, unit, every
+        self.done = self.resumed = 0
+        self.metrics: dict[str, float | str] = {}
+        self.started = time.monotonic()
+
+    def resume(self, done: int) -> None:
+        """Work that an earlier process did: part of the total, not of the rate."""
+        self.done = self.resumed = done
+        self.started = time.monotonic()
+        self.show()
+
+    def advance(self, n: int = 1, **metrics: float | str) -> None:
+        """`n` more units are done; metrics replace those shown under the same name."""
+        self.done += n
+        self.metrics.update(metrics)
+        self.show()
+
+    def note(self, text: str) -> None:
+        """A line of text that stays."""
+
+    def show(self) -> None:
+        """Called after every change."""
+
+    @property
+    def rate(self) -> float:
+        """Units a second in this process."""
+        return (self.done - self.resumed) / max(time.monotonic() - self.started, 1e-9)
+
+    def status(self) -> str:
+        """Rate, time left and metrics: "3.1 steps/s · 2:10 left · loss 4.82"."""
+        rate, parts = self.rate, []
+        if 0 < rate < 1:
+            parts.append(f"{1 / rate:.1f} s/{self.unit}")
+        elif rate:
+            parts.append(f"{rate:.3g} {self.unit}s/s")
+        if rate and self.total is not None and self.done < self.total:
+            parts.append(f"{clock((self.total - self.done) / rate)} left")
+        parts += [f"{k} {v if isinstance(v, str) else format(v, '.4g')}" for k, v in self.metrics.items()]
+        return " · ".join(parts)
+
+    def __enter__(self) -> Self:
+        self.started = time.monotonic()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+
+class PlainProgress(Progress):
+    """A line at the start, every `every` seconds, and at the end."""
+
+    _due = 0.0
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._due = self.started + self.every
+        return self
+
+    def show(self) -> None:
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + self.every
+            self.note(self._line())
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream(), flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        self.note(f"{self._line()} · took {clock(time.monotonic() - self.started)}")
+
+    def _line(self) -> str:
+        count = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+        return f"{self.title}: {count}" + (f" · {status}" if (status := self.status()) else "")
+
+    def _stream(self) -> TextIO:
+        return sys.stderr
+
+
+class BarProgress(Progress):
+    """A bar that stays in place, drawn by `rich`; what else is printed appears above it."""
+
+    def __enter__(self) -> Self:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress as Rich, TextColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+        )
+        self._bar = Rich(*columns, console=Console(stderr=True), refresh_per_second=4)
+        self._task = self._bar.add_task(self.title, total=self.total, completed=self.done, status="")
+        self._bar.start()
+        return super().__enter__()
+
+    def show(self) -> None:
+        self._bar.update(self._task, completed=self.done, status=self.status())
+
+    def note(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 0:07, 12:30 or 1:02:03."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"

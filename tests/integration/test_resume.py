@@ -1,0 +1,132 @@
+"""One run, killed and later interrupted on its way, against the same run left alone.
+
+The worker below is a process of its own: a small model with dropout, noise from the objective's
+generator, averaging, a plateau schedule and evaluation, so that whatever a checkpoint forgets
+shows in a loss.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from limner import errors
+from limner.data.stream import Stream
+from limner.optim.schedules import Plateau
+from limner.training.checkpoint import completed
+from limner.training.loop import Interrupted, TrainConfig, train
+from limner.training.metrics_log import read_metrics
+
+STEPS = 80
+
+
+class Points:
+    def __len__(self) -> int:
+        return 50
+
+    def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, torch.Tensor]:
+        x = [np.random.default_rng(seed).standard_normal(8) * (1 + i) for i, seed in zip(indices, seeds, strict=True)]
+        return {"x": torch.from_numpy(np.stack(x)).float()}
+
+
+def objective(model: nn.Module, batch: dict, step: int, generator: torch.Generator):
+    x = batch["x"] + torch.randn(batch["x"].shape, generator=generator)
+    loss = (model(x) - x.abs().mean(1, keepdim=True)).square().mean()
+    time.sleep(float(os.environ.get("SECONDS_PER_STEP", "0")))
+    return loss, {"root": loss.detach().sqrt()}
+
+
+def work(out: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 1))
+    config = TrainConfig(
+        steps=STEPS,
+        batch_size=8,
+        accumulate=2,
+        log_every=1,
+        checkpoint_every=4,
+        eval_every=10,
+        ema_decay=0.99,
+        schedule=Plateau(window=5),
+    )
+
+    def evaluate(model: nn.Module, step: int) -> dict[str, float]:
+        return {"at_zero": model(torch.zeros(1, 8)).item()}
+
+    try:
+        train(
+            model,
+            objective,
+            Stream(Points(), 8, seed=3, prefetch=2),
+            config,
+            out,
+            evaluate=evaluate,
+        )
+    except Interrupted as stop:
+        print(stop)
+        sys.exit(130)
+
+
+@contextmanager
+def working(out: Path, seconds_per_step: float = 0.0) -> Iterator[subprocess.Popen]:
+    """A worker on `out`, which does not outlive the block."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(Path(errors.__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+        "SECONDS_PER_STEP": str(seconds_per_step),
+    }
+    command = [sys.executable, __file__, str(out)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as worker:
+        try:
+            yield worker
+        finally:
+            worker.kill()
+
+
+def send_after(out: Path, number: int, step: int) -> tuple[int, bytes]:
+    """Start the worker, send a signal once it has logged `step`; its exit code and output."""
+    with working(out, seconds_per_step=0.01) as worker:
+        deadline = time.monotonic() + 60
+        while not any(row["step"] >= step for row in read_metrics(out / "metrics.jsonl")):
+            assert worker.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+        worker.send_signal(number)
+        output, _ = worker.communicate(timeout=60)
+        return worker.returncode, output
+
+
+def test_a_run_survives_what_happens_to_it(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    code, _ = send_after(parts, signal.SIGKILL, 22)
+    reached = read_metrics(parts / "metrics.jsonl")[-1]["step"]
+    saved = int(completed(parts)[-1].name.removeprefix("step-"))
+    assert code == -signal.SIGKILL and reached - 4 <= saved < STEPS
+
+    code, output = send_after(parts, signal.SIGINT, reached + 15)
+    saved = int(completed(parts)[-1].name.removeprefix("step-"))
+    assert code == 130 and f"after step {saved}".encode() in output
+    assert read_metrics(parts / "metrics.jsonl")[-1]["step"] == saved  # nothing is lost
+
+    with working(whole) as a, working(parts) as b:
+        assert a.wait(timeout=60) == b.wait(timeout=60) == 0
+    a, b = (read_metrics(out / "metrics.jsonl") for out in (whole, parts))
+    clocks = {"seconds", "samples_per_s"}
+    strip = lambda rows: [{k: v for k, v in row.items() if k not in clocks} for row in rows]  # noqa: E731
+    assert [row["step"] for row in b] == list(range(1, STEPS + 1))
+    assert strip(a) == strip(b)
+    for name in ("model", "ema", "optimizer", "rng"):
+        files = [completed(out)[-1] / f"{name}.safetensors" for out in (whole, parts)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+if __name__ == "__main__":
+    work(sys.argv[1])

@@ -1,0 +1,35 @@
+import torch
+from torch import nn
+
+from limner.optim.groups import parameter_groups
+
+
+class Net(nn.Module):
+    no_weight_decay = ("positions",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.positions = nn.Parameter(torch.zeros(3, 4))
+        self.dense = nn.Linear(4, 4)
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.table.weight  # tied
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
+def test_only_matrices_decay_and_every_parameter_is_in_one_group() -> None:
+    model = Net()
+    decayed, rest = parameter_groups(model, 0.1)
+    assert [p.shape for p in decayed["params"]] == [(4, 4), (2, 1, 3, 3)]
+    assert decayed["weight_decay"] == 0.1 and rest["weight_decay"] == 0
+    together = {id(p) for p in (*decayed["params"], *rest["params"])}
+    assert together == {id(p) for p in model.parameters() if p.requires_grad}
+    assert len(together) == len(decayed["params"]) + len(rest["params"])
+
+
+def test_all_decays_everything() -> None:
+    model = Net()
+    (group,) = parameter_groups(model, 0.1, "all")
+    assert len(group["params"]) == sum(p.requires_grad for p in model.parameters())

@@ -1,0 +1,127 @@
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from limner.config import differences, from_dict, load_json, override, save_json, to_dict
+from limner.errors import UserError
+
+
+class Fill(Enum):
+    SOLID = "solid"
+    STRIPED = "striped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flat:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ramp:
+    end: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    width: int
+    grid: tuple[int, int] = (8, 8)
+    widths: tuple[float, ...] = (1.0,)
+    kind: Literal["row", "column"] = "row"
+
+    def __post_init__(self) -> None:
+        if self.width % 2:
+            raise ValueError("width must be even")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    model: Model = field(default_factory=lambda: Model(width=4))
+    schedule: Flat | Ramp = Flat()
+    schedules: tuple[Flat | Ramp, ...] | None = None
+    fill: Fill = Fill.SOLID
+    lr: float = 1e-3
+    name: str | None = None
+    shuffle: bool = True
+    data: Path = Path("data")
+    weights: dict[str, float] = field(default_factory=dict)
+
+
+FULL = Run(
+    model=Model(width=6, grid=(2, 3), widths=(1.0, 2.5), kind="column"),
+    schedule=Ramp(end=0.1),
+    schedules=(Flat(), Ramp(end=2.0)),
+    fill=Fill.STRIPED,
+    name="x",
+    weights={"text": 0.125},
+)
+
+
+@pytest.mark.parametrize("run", [Run(), FULL])
+def test_a_config_survives_the_disk(run: Run, tmp_path: Path) -> None:
+    save_json(run, tmp_path / "run.json")
+    assert load_json(Run, tmp_path / "run.json") == run
+
+
+def test_absent_keys_keep_their_defaults() -> None:
+    assert from_dict(Run, {"lr": 1}) == Run(lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"modle": {}}, "no setting 'modle' (did you mean 'model'?)"),
+        ({"model": {"widht": 4}}, "model has no setting 'widht' (did you mean 'width'?)"),
+        ({"model": {}}, "model lacks 'width'"),
+        ({"model": {"width": 3}}, "model: width must be even"),
+        ({"model": {"width": 4.0}}, "model.width must be a whole number, not 4.0"),
+        ({"model": {"width": True}}, "model.width must be a whole number"),
+        ({"model": {"width": 4, "grid": [1]}}, "model.grid must be a list of 2 values"),
+        ({"model": {"width": 4, "grid": [1, "2"]}}, "model.grid[1] must be a whole number"),
+        ({"model": {"width": 4, "kind": "colum"}}, "(did you mean 'column'?)"),
+        ({"model": 4}, "model must be the settings of a Model"),
+        ({"lr": "fast"}, "lr must be a number, not 'fast'"),
+        ({"lr": None}, "lr must be a number, not None"),
+        ({"shuffle": 1}, "shuffle must be true or false"),
+        ({"fill": "stripes"}, "(did you mean 'striped'?)"),
+        ({"schedule": {"type": "Rmap"}}, "(did you mean 'Ramp'?)"),
+        ({"schedule": {"type": ["Ramp"]}}, "schedule needs a 'type'"),
+        ({"schedule": {"type": "Ramp", "ned": 1}}, "schedule has no setting 'ned'"),
+        ({"schedules": [{"end": 1}]}, "schedules[0] needs a 'type': choose 'Flat', 'Ramp'"),
+        ({"weights": {"text": "much"}}, "weights.text must be a number"),
+        ([], "the config must be the settings of a Run"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(data, says: str) -> None:
+    with pytest.raises(UserError) as error:
+        from_dict(Run, data)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[" * 100_000, b" " * (5 << 20)])
+def test_a_file_that_is_no_config_is_a_user_error(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"run\.json"):
+        load_json(Run, path)
+    with pytest.raises(UserError, match=r"absent\.json"):
+        load_json(Run, tmp_path / "absent.json")
+
+
+def test_override_by_dotted_path() -> None:
+    assert override(FULL, {"model.width": 8, "lr": 1e-4}) == replace(FULL, model=replace(FULL.model, width=8), lr=1e-4)
+    with pytest.raises(UserError, match="did you mean 'width'"):
+        override(FULL, {"model.widht": 8})
+    with pytest.raises(UserError, match="did you mean 'model'"):
+        override(FULL, {"mode.width": 8})
+
+
+def test_differences_are_dotted_paths() -> None:
+    changed = override(FULL, {"model.width": 8, "schedule": {"type": "Flat"}})
+    assert differences(to_dict(FULL), to_dict(changed)) == [
+        "model.width",
+        "schedule.type",
+        "schedule.end",
+    ]

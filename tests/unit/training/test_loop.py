@@ -1,0 +1,260 @@
+"""The loop against a textbook one, and each of its promises on a model of a few numbers."""
+
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from limner.data.stream import Stream
+from limner.errors import UserError
+from limner.optim.schedules import Cosine, Plateau
+from limner.training.checkpoint import completed, latest, load_weights
+from limner.training.loop import Callback, Interrupted, TrainConfig, train
+from limner.training.metrics_log import read_metrics
+
+
+class Points:
+    """Random points; the target is the sum of their coordinates."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
+        x = np.stack([np.random.default_rng(s).standard_normal(4) + i for i, s in zip(indices % 3, seeds, strict=True)])
+        return {"x": torch.from_numpy(x).float()}
+
+
+def objective(model: nn.Module, batch: dict[str, Tensor], step: int, generator: torch.Generator):
+    x = batch["x"]
+    error = model(x) - x.sum(1, keepdim=True)
+    return error.square().mean(), {"bias": error.detach().mean()}
+
+
+def noisy(model: nn.Module, batch: dict[str, Tensor], step: int, generator: torch.Generator):
+    noise = torch.randn(batch["x"].shape, generator=generator)
+    return objective(model, {"x": batch["x"] + 0.1 * noise}, step, generator)
+
+
+def model(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(dropout), nn.Linear(8, 1))
+
+
+def stream() -> Stream:
+    return Stream(Points(), 12, seed=1)
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
+
+
+CONFIG = TrainConfig(steps=12, batch_size=12, lr=1e-2, precision="fp32", log_every=1)
+
+
+def test_it_is_the_textbook_loop(tmp_path: Path) -> None:
+    config = replace(CONFIG, warmup_steps=3, clip_norm=0.5, schedule=Cosine(end=0.1))
+    config = replace(config, ema_decay=0.3, ema_every=4)
+    ours, theirs, batches = model(), model(), stream()
+    averages = [p.detach().clone() for p in theirs.parameters()]
+    train(ours, objective, stream(), config, tmp_path)
+    weights, biases = [[p for p in theirs.parameters() if p.ndim == d] for d in (2, 1)]
+    groups = [{"params": weights, "weight_decay": 4.5e-2}, {"params": biases, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.96), fused=True)
+    for step in range(12):
+        loss, _ = objective(theirs, next(batches), step, torch.Generator())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        factor = 0.1 + 0.9 * (1 + math.cos(math.pi * step / 12)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * min(1, (step + 1) / 3) * factor
+        optimizer.step()
+        if decay := {3: 2 / 11, 7: 3 / 12, 11: 0.3}.get(step):  # min(0.3, (1 + n) / (10 + n))
+            averages = [
+                decay * a + (1 - decay) * p.detach() for a, p in zip(averages, theirs.parameters(), strict=True)
+            ]
+    load_weights(ours, tmp_path, averaged=False)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    load_weights(ours, tmp_path)
+    for a, b in zip(ours.parameters(), averages, strict=True):
+        torch.testing.assert_close(a.detach(), b)
+
+
+@pytest.mark.parametrize("accumulate", [2, 5, 12])  # 5 does not divide 12
+def test_micro_batches_add_up_to_the_batch(accumulate: int, tmp_path: Path) -> None:
+    whole, parts = model(), model()
+    train(whole, objective, stream(), CONFIG, tmp_path / "whole")
+    config = replace(CONFIG, accumulate=accumulate)
+    train(parts, objective, stream(), config, tmp_path / "parts")
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+FULL = replace(
+    CONFIG,
+    accumulate=2,
+    ema_decay=0.9,
+    ema_every=2,
+    warmup_steps=4,
+    schedule=Plateau(window=2),
+    precision="bf16",
+)
+
+
+@pytest.mark.parametrize("stops", [[1], [5], [3, 4, 11]])
+def test_a_run_in_parts_is_the_whole_run_bit_for_bit(stops: list[int], tmp_path: Path) -> None:
+    whole, parts = model(0.2), model(0.2)
+    train(whole, noisy, stream(), FULL, tmp_path / "whole")
+    for steps in (*stops, 12):
+        parts = model(0.2)
+        torch.manual_seed(steps)  # whatever happened in the process before
+        train(parts, noisy, stream(), replace(FULL, steps=steps), tmp_path / "parts")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
+    finished = train(model(0.2), noisy, stream(), FULL, tmp_path / "whole")
+    assert finished.step == 12 and finished.metrics["loss"] == losses(tmp_path / "whole")[-1]
+
+
+def test_evaluation_sees_the_average_and_disturbs_nothing(tmp_path: Path) -> None:
+    seen = []
+
+    def evaluate(m: nn.Module, step: int) -> dict[str, float]:
+        assert not m.training and not torch.is_grad_enabled()
+        torch.rand(7)
+        seen.append((step, m.get_parameter("0.weight").clone()))
+        return {"score": float(step)}
+
+    class Listen(Callback):
+        heard: list = []
+
+        def on_step(self, step, metrics):
+            self.heard.append(("step", step, "loss" in metrics))
+
+        def on_eval(self, step, metrics):
+            self.heard.append(("eval", step, metrics["score"]))
+
+    config, watched = replace(FULL, eval_every=5, log_every=4), model(0.2)
+    result = train(watched, noisy, stream(), config, tmp_path / "a", evaluate=evaluate, callbacks=[Listen()])
+    plain = model(0.2)
+    train(plain, noisy, stream(), FULL, tmp_path / "b")
+    assert all(torch.equal(a, b) for a, b in zip(watched.parameters(), plain.parameters(), strict=True))
+    assert [step for step, _ in seen] == [5, 10, 12]
+    # The model is left with the averaged weights.
+    assert torch.equal(seen[-1][1], watched.get_parameter("0.weight"))
+    assert result.metrics["eval/score"] == 12
+    assert Listen.heard == [
+        ("step", 4, True), ("step", 5, True), ("eval", 5, 5.0), ("step", 8, True),
+        ("step", 10, True), ("eval", 10, 10.0), ("step", 12, True), ("eval", 12, 12.0),
+    ]  # fmt: skip
+    again = model(0.2)
+    load_weights(again, tmp_path / "a")
+    assert torch.equal(again.get_parameter("0.weight"), seen[-1][1])
+    load_weights(again, tmp_path / "a", averaged=False)
+    assert not torch.equal(again.get_parameter("0.weight"), seen[-1][1])
+
+
+def breaks(*steps: int, where: str = "loss"):
+    def broken(m, batch, step, generator):
+        loss, metrics = objective(m, batch, step, generator)
+        if step in steps:  # an infinite gradient of a finite loss, or a loss that is not finite
+            loss = loss + (m[0].bias.abs() * 0).sqrt().sum() if where == "gradient" else loss * math.nan
+        return loss, metrics
+
+    return broken
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_an_update_that_is_not_finite_is_skipped_and_counted(where: str, tmp_path: Path) -> None:
+    broken = breaks(3, 4, 8, where=where)
+    train(model(), broken, stream(), replace(CONFIG, steps=6), tmp_path)
+    result = train(model(), broken, stream(), CONFIG, tmp_path)  # goes on counting
+    assert result.skipped == 3
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["skipped"] for row in rows] == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert all(math.isfinite(rows[i]["loss"]) for i in (0, 5, 11))
+    assert (rows[3]["loss"] is None) == (where == "loss")
+
+
+def test_a_run_that_stays_broken_stops_and_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
+    config = replace(CONFIG, max_bad_steps=3, checkpoint_every=5)
+    with pytest.raises(UserError, match=r"at step 9 .*lower lr .*step-00000005"):
+        train(model(), breaks(*range(6, 12)), stream(), config, tmp_path)
+    assert [p.name for p in completed(tmp_path)] == ["step-00000005"]
+    result = train(model(), objective, stream(), config, tmp_path)  # mended
+    assert result.step == 12 and len(losses(tmp_path)) == 12
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_saves(number: int, tmp_path: Path) -> None:
+    sent = []
+
+    def interrupted(m, batch, step, generator):
+        if step == 6 and not sent:  # an objective runs once for each micro-batch
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        return noisy(m, batch, step, generator)
+
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match="after step 7") as stop:
+        train(model(), interrupted, stream(), FULL, tmp_path / "a")
+    assert signal.getsignal(number) is before
+    assert stop.value.step == 7 and stop.value.checkpoint == latest(tmp_path / "a")
+    train(model(), noisy, stream(), FULL, tmp_path / "a")
+    train(model(), noisy, stream(), FULL, tmp_path / "b")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    def impatient(m, batch, step, generator):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        return objective(m, batch, step, generator)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(model(), impatient, stream(), CONFIG, tmp_path)
+    assert latest(tmp_path) is None
+
+
+def test_another_config_is_refused_by_name(tmp_path: Path) -> None:
+    def go(config: TrainConfig, **kwargs):
+        return train(model(), objective, stream(), config, tmp_path, **kwargs)
+
+    go(replace(CONFIG, steps=5), record={"model": {"width": 8}})
+    with pytest.raises(UserError, match=r"another training\.lr, model\.width;"):
+        go(replace(CONFIG, lr=1.0), record={"model": {"width": 9}})
+    with pytest.raises(UserError, match=r"lacks|too many|shape"):
+        train(nn.Linear(4, 1), objective, stream(), CONFIG, tmp_path, record={"model": {"width": 8}})
+    longer = replace(CONFIG, log_every=2, checkpoint_every=3, keep=5)
+    assert go(longer, record={"model": {"width": 8}}).step == 12
+    assert json.loads((tmp_path / "config.json").read_text())["training"]["keep"] == 5
+
+
+def test_activations_are_recomputed_where_the_model_offers_it(tmp_path: Path) -> None:
+    config = replace(CONFIG, checkpoint_activations=True)
+    with pytest.raises(UserError, match="Sequential"):
+        train(model(), objective, stream(), config, tmp_path)
+
+    class Offers(nn.Linear):
+        on = False
+
+        def set_checkpointing(self, on: bool) -> None:
+            self.on = on
+
+    offering = Offers(4, 1)
+    train(offering, objective, stream(), config, tmp_path)
+    assert offering.on
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"accumulate": 13}, {"keep": 0}])
+def test_settings_out_of_range_are_refused(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        replace(CONFIG, **wrong)
