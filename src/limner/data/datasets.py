@@ -58,8 +58,8 @@ class ImageCaptionDataset:
     what guidance needs. `filters` reject samples on the fly. Decoding and resizing release the GIL
     and run in `threads` threads.
 
-    JPEGs whose sides are at least four times what the augmentation resizes to are decoded at 1/2, 1/4
-    or 1/8 (in the DCT domain), so that at least a twofold area reduction follows.
+    Large JPEGs are decoded at a smaller scale where at least a twofold area reduction follows (see
+    `decode_image`).
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ImageCaptionDataset:
         self.tokenizer, self.text_len = tokenizer, text_len
         self.bpe_dropout, self.caption_dropout, self.filters = bpe_dropout, caption_dropout, filters
         self.threads = threads or os.cpu_count() or 1
-        self._decode_size = 2 * largest_side(augment, size)
+        self._target = largest_side(augment, size)
         self._defects: dict[int, str] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class ImageCaptionDataset:
         try:
             sample = self.source[index]
             captions = self.filters.captions(sample.captions) if self.filters else sample.captions
-            image = decode_image(sample.image, min_size=self._decode_size)
+            image = decode_image(sample.image, target=self._target, reuse=True)
             if self.filters:
                 self.filters.image(*image.shape[:2])
         except Rejected as rejected:

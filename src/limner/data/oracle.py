@@ -29,6 +29,7 @@ stencils, `w` pixels along a window, `C` colors.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -254,6 +255,23 @@ class _Fit:
     usurped: float  # energy that another look would explain besides, in a tint off the palette
 
 
+class _Scratch(threading.local):
+    """Memory for the windows, kept: fresh pages for every match would take most of its time."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(0, np.float32)
+
+    def copy(self, view: np.ndarray) -> np.ndarray:
+        if self.memory.size < view.size:
+            self.memory = np.empty(view.size, np.float32)
+        buffer = self.memory[: view.size].reshape(view.shape)
+        np.copyto(buffer, view)
+        return buffer
+
+
+_scratch = _Scratch()
+
+
 class _Canvas:
     """What is left to explain: `field` [3, H', W'], padded so that boxes may lie a little outside."""
 
@@ -273,7 +291,7 @@ class _Canvas:
         """Lay stencils `which` on the windows with their corners in `rows` and `columns`."""
         ys, xs = (slice(r.start, r.stop, r.step) for r in (rows, columns))
         views = sliding_window_view(self.field, (bank.window, bank.window), (1, 2))[:, ys, xs]
-        windows = views.reshape(3, -1, bank.window**2)
+        windows = _scratch.copy(views).reshape(3, -1, bank.window**2)
         inner = windows @ bank.stencils[which].T
         energy, paints = bank.energy[which], self.ground.paints
         free = (inner**2).sum(0) / energy

@@ -1,0 +1,77 @@
+"""The masks of Figure 11, against a loop over what its caption says."""
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from limner.layers.attention import Attention, Cache, paper_pattern, visible
+
+
+def sees(kind: str, back: int, width: int, kernel: int) -> bool:
+    """Whether an image position sees the one `back` raster steps before it."""
+    if kind == "row":
+        return back <= width
+    if kind == "column":
+        return back % width == 0
+    if kind == "conv":
+        half = kernel // 2
+        return any(back == up * width + across for up in range(half + 1) for across in range(-half, half + 1))
+    return True
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(["row", "column", "conv", "dense"]),
+    grid=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    prefix=st.integers(0, 5),
+    kernel=st.sampled_from([1, 3, 5, 11]),
+)
+def test_mask_is_figure_11(kind, grid, prefix, kernel):
+    mask = visible(kind, prefix, grid, kernel)
+    n = prefix + grid[0] * grid[1]
+    assert mask.shape == (n, n)
+    for i in range(n):
+        for j in range(n):
+            if j > i:
+                expected = False  # causal
+            elif j < prefix or i < prefix:
+                expected = True  # all text is seen
+            else:
+                expected = sees(kind, i - j, grid[1], kernel)
+            assert bool(mask[i, j]) == expected, (i, j)
+
+
+def test_row_mask_of_the_figure_sees_itself_and_four_before_on_a_4x4_grid():
+    image = visible("row", 6, (4, 4))[6:, 6:]
+    assert image.sum(1).tolist() == [1, 2, 3, 4] + [5] * 12
+
+
+def test_convolution_of_the_paper_sees_61_image_positions():
+    assert int(visible("conv", 0, (32, 32), 11).sum(1).max()) == 5 * 11 + 6
+
+
+def test_layer_pattern_of_the_paper():
+    pattern = paper_pattern(64)
+    assert pattern[:8] == ("row", "column", "row", "row", "row", "column", "row", "row")
+    assert pattern[-1] == "conv"
+    assert (pattern.count("row"), pattern.count("column"), pattern.count("conv")) == (47, 16, 1)
+
+
+@pytest.mark.parametrize("kind", ["row", "column", "conv", "dense"])
+def test_decoding_with_a_cache_equals_one_pass(kind):
+    torch.manual_seed(0)
+    layer, prefix, grid = Attention(32, 4), 3, (3, 5)
+    mask = visible(kind, prefix, grid, 3)
+    n = len(mask)
+    x = torch.randn(2, n, 32)
+    whole = layer(x, mask)
+    keys, values = torch.zeros(2, 4, n, 8), torch.zeros(2, 4, n, 8)
+    steps = [layer(x[:, :prefix], mask[:prefix, :prefix], (keys, values))]
+    steps += [layer(x[:, i : i + 1], mask[i : i + 1, : i + 1], (keys, values)) for i in range(prefix, n)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-5, rtol=1e-5)
+
+
+def test_expanding_a_cache_repeats_captions_in_order():
+    cache = Cache([torch.arange(2.0).view(2, 1, 1, 1)], [torch.zeros(2, 1, 1, 1)], 7).expand(3)
+    assert cache.keys[0].flatten().tolist() == [0, 0, 0, 1, 1, 1]
+    assert cache.length == 7

@@ -1,0 +1,84 @@
+"""The prior: causal, padding-aware, and the same whether decoded in one pass or with a cache."""
+
+import pytest
+import torch
+
+from limner.models.transformer import TransformerConfig
+from limner.text import PAD
+
+
+def small(**overrides):
+    torch.manual_seed(0)
+    values = {
+        "text_vocab": 30, "image_vocab": 20, "text_len": 5, "grid": (3, 4), "width": 32, "depth": 5, "heads": 4,
+        "kernel": 3,
+    } | overrides  # fmt: skip
+    return TransformerConfig(**values).build().eval()
+
+
+def batch(model, rows=3):
+    c = model.config
+    text = torch.randint(0, c.text_vocab, (rows, c.text_len))
+    text[0, 2:] = PAD
+    text[-1, 1:] = PAD
+    return text, torch.randint(0, c.image_vocab, (rows, c.grid[0] * c.grid[1]))
+
+
+@pytest.mark.parametrize("pattern", ["paper", "dense"])
+def test_cached_logits_equal_teacher_forced_ones(pattern):
+    model = small(pattern=pattern)
+    text, image = batch(model)
+    with torch.inference_mode():
+        _, expected = model(text, image)
+        cache, logits = model.prefill(text)
+        found = [logits]
+        for position in range(image.shape[1] - 1):
+            found.append(model.step(cache, image[:, position]))
+    torch.testing.assert_close(torch.stack(found, 1), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_logits_do_not_depend_on_later_tokens():
+    model = small(pattern="dense")
+    text, image = batch(model)
+    changed = image.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % model.config.image_vocab
+    with torch.inference_mode():
+        a, b = model(text, image)[1], model(text, changed)[1]
+    torch.testing.assert_close(a[:, :8], b[:, :8])  # position 7 is predicted before it is seen
+    assert not torch.allclose(a[:, 8], b[:, 8])
+
+
+def test_every_padding_position_has_a_token_of_its_own():
+    model = small()
+    text = torch.full((1, 5), PAD)
+    x = model.embed.prefix(text)[0, :5]
+    assert torch.equal(x, model.embed.padding.weight)
+    assert len({tuple(row.tolist()) for row in x}) == 5
+
+
+def test_image_embedding_is_token_plus_row_plus_column():
+    model = small()
+    x = model.embed.tokens(torch.tensor([[9]]), begin=6)[0, 0]  # row 1, column 2 of a 3 x 4 grid
+    expected = model.embed.image.weight[9] + model.embed.row.weight[1] + model.embed.column.weight[2]
+    torch.testing.assert_close(x, expected)
+
+
+def test_checkpointed_activations_give_the_same_gradients():
+    model = small().train()
+    text, image = batch(model)
+    grads = []
+    for on in (False, True):
+        model.set_checkpointing(on)
+        model.zero_grad()
+        model(text, image)[1].square().mean().backward()
+        grads.append([p.grad.clone() for p in model.blocks.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_papers_size_has_12_billion_effective_parameters():
+    with torch.device("meta"):
+        block = TransformerConfig(depth=1, grid=(2, 2), text_len=2).build().blocks[0]
+    matrices = sum(p.numel() for p in block.parameters() if p.dim() == 2)
+    assert matrices == 12 * 3968**2
+    assert round(64 * matrices / 1e9, 2) == 12.09

@@ -1,0 +1,140 @@
+"""Losses against their definitions."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from limner.models.contrastive import MAX_LOG_SCALE, ContrastiveConfig
+from limner.models.dvae import DVAEConfig, map_pixels
+from limner.models.transformer import TransformerConfig
+from limner.objectives.autoregressive import Autoregressive
+from limner.objectives.contrastive import ContrastiveLoss
+from limner.objectives.elbo import (
+    BalancedELB,
+    RelaxedELB,
+    gumbel_softmax,
+    kl_to_uniform,
+    logit_laplace_nll,
+)
+from limner.text import PAD
+
+
+def test_logit_laplace_is_a_density():
+    x = torch.linspace(1e-5, 1 - 1e-5, 400_001, dtype=torch.float64)
+    for mu, log_b in ((0.0, 0.0), (1.5, -1.0), (-2.0, 0.5)):
+        density = torch.exp(-logit_laplace_nll(x, torch.tensor(mu), torch.tensor(log_b)))
+        assert torch.trapezoid(density, x).item() == pytest.approx(1, abs=5e-3)
+
+
+def test_kl_to_uniform_is_0_for_uniform_and_ln_v_a_position_for_certain():
+    uniform = torch.zeros(2, 16, 3, 3).log_softmax(1)
+    assert kl_to_uniform(uniform).abs().max() < 1e-5
+    certain = (1e4 * F.one_hot(torch.zeros(2, 3, 3, dtype=torch.long), 16).movedim(-1, 1).float()).log_softmax(1)
+    torch.testing.assert_close(kl_to_uniform(certain), torch.full((2,), 9 * math.log(16)))
+
+
+def test_gumbel_argmax_samples_the_categorical():
+    logits = torch.tensor([0.0, 1.0, 2.0]).view(1, 3, 1, 1).expand(60_000, 3, 1, 1)
+    z = gumbel_softmax(logits, 0.5, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(z.sum(1), torch.ones(60_000, 1, 1))
+    share = z.argmax(1).flatten().bincount(minlength=3) / 60_000
+    expected = torch.tensor([0.0, 1.0, 2.0]).softmax(0)
+    assert (share - expected).abs().max() < 0.01  # five standard deviations
+
+
+def test_relaxation_becomes_one_hot_as_tau_falls():
+    logits = torch.randn(4, 8, 2, 2)
+    z = gumbel_softmax(logits, 1e-3, torch.Generator().manual_seed(1))
+    assert z.amax(1).mean() > 0.99
+
+
+def test_relaxed_elb_is_the_papers_sum():
+    torch.manual_seed(0)
+    model = DVAEConfig(size=8, width=8, groups=2, vocab=12, code_width=8).build()
+    pixels = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
+    objective, step = RelaxedELB(), 2_500
+    loss, metrics = objective(model, {"pixels": pixels}, step, torch.Generator().manual_seed(5))
+    logits = model.encode(pixels)
+    mu, log_b = model.decode(gumbel_softmax(logits, objective.tau(step), torch.Generator().manual_seed(5)))
+    nll = logit_laplace_nll(map_pixels(pixels), mu, log_b).sum((1, 2, 3))
+    kl = kl_to_uniform(logits.log_softmax(1))
+    torch.testing.assert_close(loss, ((nll + 3.3 * kl) / (8 * 8 * 3)).mean())  # beta is half way
+    assert {"nll", "kl", "codes", "perplexity"} <= set(metrics)
+
+
+def test_balanced_elb_punishes_collapse_not_certainty():
+    model = DVAEConfig(size=8, width=8, groups=1, vocab=4, code_width=8).build()
+    pixels = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
+    model.encode = lambda _: 50 * F.one_hot(codes, 4).movedim(-1, 1).float()
+    codes = torch.arange(64).view(1, 8, 8) % 4  # sure everywhere, all codes equally used
+    _, metrics = BalancedELB()(model, {"pixels": pixels}, 0, torch.Generator())
+    assert metrics["imbalance"] == pytest.approx(0, abs=1e-4)
+    codes = torch.zeros(1, 8, 8, dtype=torch.long)
+    _, metrics = BalancedELB()(model, {"pixels": pixels}, 0, torch.Generator())
+    assert metrics["imbalance"] == pytest.approx(math.log(4), abs=1e-4)
+
+
+def test_prior_loss_weighs_kinds_and_leaves_padding_out():
+    torch.manual_seed(0)
+    model = TransformerConfig(
+        text_vocab=30, image_vocab=20, text_len=6, grid=(2, 2), width=16, depth=2, heads=2
+    ).build()
+    text = torch.tensor([[3, 4, 5, 6, PAD, PAD], [7, 8, PAD, PAD, PAD, PAD]])
+    image = torch.randint(0, 20, (2, 4))
+    loss, metrics = Autoregressive()(model, {"text": text, "image": image}, 0, None)
+    text_logits, image_logits = model(text, image)
+    targets = [(0, 0, 4), (0, 1, 5), (0, 2, 6), (1, 0, 8)]  # row, position, next token
+    by_hand = torch.stack([-text_logits[r, p].log_softmax(-1)[t] for r, p, t in targets]).mean()
+    torch.testing.assert_close(metrics["text"], by_hand)
+    torch.testing.assert_close(metrics["image"], F.cross_entropy(image_logits.flatten(0, 1), image.flatten()))
+    torch.testing.assert_close(loss.detach(), metrics["text"] / 8 + metrics["image"] * 7 / 8)
+
+
+def test_a_batch_of_empty_captions_has_no_text_loss():
+    model = TransformerConfig(text_vocab=9, image_vocab=9, text_len=3, grid=(2, 2), width=16, depth=1, heads=2).build()
+    batch = {"text": torch.full((2, 3), PAD), "image": torch.zeros(2, 4, dtype=torch.long)}
+    loss, metrics = Autoregressive()(model, batch, 0, None)
+    assert metrics["text"] == 0
+    assert torch.isfinite(loss)
+
+
+def contrastive():
+    torch.manual_seed(0)
+    return ContrastiveConfig(
+        text_vocab=30, text_len=6, size=16, patch=8, width=32, depth=2, heads=4, embedding=16
+    ).build()
+
+
+def test_contrastive_loss_equals_clips_when_captions_differ():
+    model = contrastive()
+    batch = {
+        "pixels": torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8),
+        "text": torch.randint(0, 30, (5, 6)),
+    }
+    loss, _ = ContrastiveLoss()(model, batch, 0, None)
+    logits = model.scale() * model.encode_image(batch["pixels"]) @ model.encode_text(batch["text"]).T
+    labels = torch.arange(5)
+    torch.testing.assert_close(loss, (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2)
+
+
+def test_equal_captions_are_not_negatives_of_each_other():
+    model = contrastive()
+    pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    text = torch.randint(0, 30, (1, 6)).expand(2, 6)
+    loss, metrics = ContrastiveLoss()(model, {"pixels": pixels, "text": text}, 0, None)
+    assert metrics["accuracy"] == 1
+    assert loss >= math.log(2) - 1e-6  # the best there is: both count half
+
+
+def test_contrastive_towers_read_to_the_last_token_and_give_unit_vectors():
+    model = contrastive().eval()
+    text = torch.tensor([[3, 4, 5, PAD, PAD, PAD]])
+    longer = torch.tensor([[3, 4, 5, 6, PAD, PAD]])
+    a, b = model.encode_text(text), model.encode_text(longer)
+    torch.testing.assert_close(a.norm(dim=-1), torch.ones(1))
+    assert not torch.allclose(a, b)
+    with torch.no_grad():
+        model.log_scale.fill_(50)
+    assert model.scale().item() == pytest.approx(math.exp(MAX_LOG_SCALE))
