@@ -81,9 +81,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         pictures = write(folder, options.count, options.quality)
-        dataset = ImageCaptionDataset(
-            open_source(folder), options.size, "prior", threads=options.threads
-        )
+        dataset = ImageCaptionDataset(open_source(folder), options.size, "prior", threads=options.threads)
         pool = ThreadPoolExecutor(options.threads)
 
         def pillow() -> None:

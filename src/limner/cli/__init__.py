@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -138,6 +139,15 @@ def _explain(error: BaseException, command: Command | None) -> tuple[int, str] |
     return None
 
 
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """A warning as one line, without the place in the source."""
-    print(f"limner: warning: {message}", file=sys.stderr)
+_shown: Counter[tuple[str, int]] = Counter()  # warnings so far from a place in the source
+
+
+def _show_warning(
+    message: Warning | str, category: object, filename: str, lineno: int, *_: object, **__: object
+) -> None:
+    """A warning as one line, without the place in the source; the same kind three times at most."""
+    _shown[filename, lineno] += 1
+    if _shown[filename, lineno] <= 3:
+        print(f"limner: warning: {message}", file=sys.stderr)
+    elif _shown[filename, lineno] == 4:
+        print("limner: warning: and more of this kind", file=sys.stderr)

@@ -27,30 +27,32 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with redirect_stderr(said):
-            return tyro.cli(cls, args=list(argv), prog=prog, config=markers, **options)
+            found = tyro.cli(cls, args=list(argv), prog=prog, config=markers, **options)
     except SystemExit as leaving:
-        if not leaving.code:
-            raise
-        raise UserError(f"{one_sentence(said.getvalue())} (see `{prog} --help`)") from None
-    finally:
-        if not said.getvalue().startswith("╭"):
-            sys.stderr.write(said.getvalue())
+        if leaving.code:
+            raise UserError(f"{one_sentence(said.getvalue())} (see `{prog} --help`)") from None
+        raise
+    sys.stderr.write(said.getvalue())
+    return found
 
 
-def one_sentence(box: str) -> str:
-    """What tyro's framed error message says, without its frame, the help it repeats and where to read on."""
-    sections, lines = [], []
-    for line in box.splitlines():
+def one_sentence(complaint: str) -> str:
+    """What tyro's error message says, without its frame, headline, the help it repeats and where to read on.
+
+    The message is sections between rules. Where stdout is UTF-8 a frame with the headline is around them,
+    elsewhere the headline is a first section.
+    """
+    sections: list[list[str]] = [[]]
+    for line in complaint.splitlines():
         text = re.sub(r"\s+", " ", line.strip("│ "))
-        if not line.startswith("│"):
-            continue
-        if set(text) == {"─"}:
-            sections.append(lines)
-            lines = []
-        else:
-            lines.append(text)
+        if text and set(text) <= {"─", "-"}:
+            sections.append([])
+        elif text and text[0] not in "╭╰":
+            sections[-1].append(text)
+    if "╭" not in complaint:
+        del sections[0]
     said = []
-    for first, *rest in filter(None, [*sections, lines]):
+    for first, *rest in filter(None, sections):
         if first.startswith("Perhaps you meant"):  # then options with their help: the first one will do
             said.append(f"did you mean {' '.join(rest).split()[0].rstrip(',')}?")
         elif first.startswith("Missing from"):

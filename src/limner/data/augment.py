@@ -162,8 +162,7 @@ def augment_prior(image: np.ndarray, size: int, rng: np.random.Generator) -> np.
     h, w = image.shape[:2]
     s_min = min(h, w)
     y, x = (
-        int(rng.integers(3 * (n - s_min) // 8, max(3 * (n - s_min) // 8 + 1, 5 * (n - s_min) // 8)))
-        for n in (h, w)
+        int(rng.integers(3 * (n - s_min) // 8, max(3 * (n - s_min) // 8 + 1, 5 * (n - s_min) // 8))) for n in (h, w)
     )
     t_max = max(size, min(s_min, round(9 / 8 * size)))
     t = int(rng.integers(size, t_max + 1))
@@ -171,9 +170,7 @@ def augment_prior(image: np.ndarray, size: int, rng: np.random.Generator) -> np.
     return area_resize(image[y : y + s_min, x : x + s_min], t, t, (top, left, size, size))
 
 
-def augment_none(
-    image: np.ndarray, size: int, rng: np.random.Generator | None = None
-) -> np.ndarray:
+def augment_none(image: np.ndarray, size: int, rng: np.random.Generator | None = None) -> np.ndarray:
     """The central square, resized: what evaluation and cached tokens see. Draws nothing."""
     h, w = image.shape[:2]
     s_min = min(h, w)

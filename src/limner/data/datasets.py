@@ -26,10 +26,9 @@ from limner.data.samples import Rejected, Source
 from limner.data.sources import decode_image
 from limner.data.stream import Dataset
 from limner.errors import UserError
+from limner.text import PAD
 
 __all__ = ["Dataset", "Encoder", "ImageCaptionDataset", "TokenDataset"]
-
-PAD = -1  # an unused text position
 
 
 class Encoder(Protocol):
@@ -94,9 +93,7 @@ class ImageCaptionDataset:
         with self._lock:
             return Counter(self._defects.values())
 
-    def _read(
-        self, index: int, rng: np.random.Generator, out: np.ndarray
-    ) -> tuple[tuple[str, ...], str | None]:
+    def _read(self, index: int, rng: np.random.Generator, out: np.ndarray) -> tuple[tuple[str, ...], str | None]:
         """Sample `index` augmented into `out` [3, size, size]; its captions, or why it is bad."""
         if index in self._defects:
             return (), self._defects[index]
@@ -144,9 +141,7 @@ class ImageCaptionDataset:
             batch["text"] = _encode(self.tokenizer, texts, self.text_len, self.bpe_dropout)
         return batch
 
-    def load(
-        self, indices: np.ndarray
-    ) -> tuple[np.ndarray, Tensor, list[tuple[str, ...]], Counter[str]]:
+    def load(self, indices: np.ndarray) -> tuple[np.ndarray, Tensor, list[tuple[str, ...]], Counter[str]]:
         """The good ones among `indices`, without replacement for the bad ones: the indices kept,
         their pixels uint8 [B, 3, size, size], all their captions, and the defects by reason."""
         pixels = np.empty((len(indices), 3, self.size, self.size), np.uint8)

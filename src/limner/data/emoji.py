@@ -66,9 +66,7 @@ _SIZES = (
     96,
     64,
 )  # bitmap fonts exist at fixed sizes: Noto's is 109, Apple's 160
-_INSTALL = (
-    "install one (Debian, Ubuntu: apt-get install fonts-noto-color-emoji) or name a font file"
-)
+_INSTALL = "install one (Debian, Ubuntu: apt-get install fonts-noto-color-emoji) or name a font file"
 
 
 @dataclass(frozen=True)
@@ -146,9 +144,7 @@ def splits(emoji: list[Emoji]) -> list[str]:
 def find_font() -> Path:
     """A colour-emoji font of this system: by fontconfig, or where such fonts usually lie."""
     if program := shutil.which("fc-list"):
-        listed = subprocess.run(
-            [program, ":color=true", "file", "family"], capture_output=True, text=True, check=False
-        )
+        listed = subprocess.run([program, ":color=true", "file", "family"], capture_output=True, text=True, check=False)
         found = [line for line in listed.stdout.splitlines() if "emoji" in line.lower()]
         found.sort(key=lambda line: ("NotoColorEmoji" not in line, line))
         for line in found:

@@ -13,6 +13,7 @@ captions of names ("Taj Mahal, Agra") are easily misjudged.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -102,9 +103,7 @@ _GLUE = frozenset(
 def too_short(caption: str, min_words: int = 2) -> str | None:
     """Fewer than `min_words` words. Scripts without spaces count by characters, two to a word."""
     words = re.findall(r"\w+", caption)
-    units = sum(
-        -(-len(w) // 2) if re.match(r"[\u3040-\u9fff\uac00-\ud7af]", w) else 1 for w in words
-    )
+    units = sum(-(-len(w) // 2) if re.match(r"[\u3040-\u9fff\uac00-\ud7af]", w) else 1 for w in words)
     return TOO_SHORT if units < min_words else None
 
 
@@ -120,9 +119,16 @@ def boilerplate(caption: str, share: float = 0.5) -> str | None:
 
 
 def not_english(caption: str, confidence: float = 0.6) -> str | None:
-    """Another language, at least this surely."""
+    """Another language, at least this surely, or mostly in another script than Latin."""
+    letters = [character for character in caption if character.isalpha()]
+    if 2 * sum(_is_latin(letter) for letter in letters) < len(letters):
+        return NOT_ENGLISH  # the model alone hesitates between Russian, Ukrainian and Bulgarian
     language, probability = _identifier().classify(caption)
     return NOT_ENGLISH if language not in _ENGLISH and probability >= confidence else None
+
+
+def _is_latin(letter: str) -> bool:
+    return letter.isascii() or unicodedata.name(letter, "").startswith("LATIN")
 
 
 def aspect_ratio(height: int, width: int, limit: float = 2.0) -> str | None:

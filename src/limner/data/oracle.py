@@ -18,8 +18,7 @@ color, place) that leave the least squared error:
 
 What counts as wrong is chosen with care. Blur, noise and compression leave small errors everywhere,
 a malformed thing leaves full-contrast errors in places, so errors below a third of the contrast are
-free. The price: an octagon is read as a circle. Ellipses, stars, pentagons, and circles with a bite
-are not.
+free. The price: an octagon is read as a circle. Ellipses, stars, and circles with a bite are not.
 
 Pictures are uint8 [H, W, 3], `W` a multiple of 12, `H` equal to `W` or (a panel of a pair) half of
 it. Those wider than 48 pixels are averaged down to 48 first. In the code below: `P` places, `K`
@@ -29,11 +28,10 @@ stencils, `w` pixels along a window, `C` colors.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import permutations, product
+from itertools import product
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -64,7 +62,7 @@ _SEARCH_BLUR = 2  # the one used to find places
 _FAINTEST = 750.0  # least excess of energy explained over energy left, in levels^2 per pixel x unit
 _MIDDLE = 4  # units; the side of things that are neither small nor large
 _ALL_LOOKS = len(_LOOKS) + len(SHAPES)  # ... which come after the true ones
-_MOST_THINGS = 8
+_MOST_THINGS = 12
 _PALETTE_PULL = 0.5  # how much of the distance from a tint to the palette counts as error
 
 # When a thing is believed. Measured on degraded scenes and on malformed things: see the tests.
@@ -232,9 +230,8 @@ def _ring(unit: int) -> int:
 
 @dataclass(frozen=True)
 class _Match:
-    """Stencils at all places of a grid of `shape`. Energies are net of what noise contributes."""
+    """How well stencils explain windows. Energies are net of what noise contributes."""
 
-    shape: tuple[int, int]
     inner: np.ndarray  # [3, P, K], T
     left: np.ndarray  # [P, K], energy left over
     left_free: np.ndarray  # [P, K], the same if the tint need not be near the palette
@@ -255,23 +252,6 @@ class _Fit:
     usurped: float  # energy that another look would explain besides, in a tint off the palette
 
 
-class _Scratch(threading.local):
-    """Memory for the windows, kept: fresh pages for every match would take most of its time."""
-
-    def __init__(self) -> None:
-        self.memory = np.empty(0, np.float32)
-
-    def copy(self, view: np.ndarray) -> np.ndarray:
-        if self.memory.size < view.size:
-            self.memory = np.empty(view.size, np.float32)
-        buffer = self.memory[: view.size].reshape(view.shape)
-        np.copyto(buffer, view)
-        return buffer
-
-
-_scratch = _Scratch()
-
-
 class _Canvas:
     """What is left to explain: `field` [3, H', W'], padded so that boxes may lie a little outside."""
 
@@ -287,53 +267,48 @@ class _Canvas:
         """The field inside the frame, [3, H, W]."""
         return self.field[:, self.pad : -self.pad, self.pad : -self.pad]
 
-    def match(self, bank: _Bank, rows: range, columns: range, which: slice) -> _Match:
-        """Lay stencils `which` on the windows with their corners in `rows` and `columns`."""
-        ys, xs = (slice(r.start, r.stop, r.step) for r in (rows, columns))
-        views = sliding_window_view(self.field, (bank.window, bank.window), (1, 2))[:, ys, xs]
-        windows = _scratch.copy(views).reshape(3, -1, bank.window**2)
+    def energy(self, window: int) -> np.ndarray:
+        """Of all windows [H' - w + 1, W' - w + 1], net of what noise contributes."""
+        energy = (self.field**2).sum(0, dtype=np.float64)
+        energy[self.pad : -self.pad, self.pad : -self.pad] -= self.ground.noise
+        return _square_sums(energy, window)
+
+    def match(self, bank: _Bank, ys: np.ndarray, xs: np.ndarray, which: slice) -> _Match:
+        """Lay stencils `which` on the windows with their corners at `ys`, `xs`, each [P]."""
+        views = sliding_window_view(self.field, (bank.window, bank.window), (1, 2))
+        windows = views[:, ys, xs].reshape(3, -1, bank.window**2)
         inner = windows @ bank.stencils[which].T
         energy, paints = bank.energy[which], self.ground.paints
         free = (inner**2).sum(0) / energy
         # With the tint held to color c: 2 <T, c> - n |c|^2.
         held = np.tensordot(2 * paints, inner, 1) - (paints**2).sum(1)[:, None, None] * energy
         gain = free + _PALETTE_PULL * (held.max(0) - free)
-        framed = np.outer(
-            self._framed(rows, bank.window, self.height),
-            self._framed(columns, bank.window, self.width),
-        )
-        total = np.einsum("cpw,cpw->p", windows, windows) - self.ground.noise * framed.ravel()
+        total = self.energy(bank.window)[ys, xs]
         return _Match(
-            shape=(len(rows), len(columns)),
             inner=inner,
             left=total[:, None] - gain,
             left_free=total[:, None] - free,
             total=total,
         )
 
-    def _framed(self, corners: range, window: int, length: int) -> np.ndarray:
-        """How much of each window lies inside the frame, along one axis."""
-        start = np.asarray(corners) - self.pad
-        return np.minimum(start + window, length) - np.maximum(start, 0)
-
     def places(self, row_step: int) -> list[tuple[Size, int, int]]:
         """Where things of which size may be: corners of windows, the best first."""
         steps = row_step, max(1, self.unit // 2)
         first = _SEARCH_BLUR * _ALL_LOOKS
+        least = _FAINTEST * self.unit**2
         values: dict[Size, np.ndarray] = {}
         for size in SIZES:
             bank = _bank(size, self.unit)
-            grid = (
-                range(0, length + 2 * self.pad - bank.window + 1, step)
-                for length, step in zip((self.height, self.width), steps, strict=True)
-            )
-            match = self.match(bank, *grid, slice(first, first + len(_LOOKS)))
-            values[size] = (match.total - 2 * match.left.min(1)).reshape(match.shape)
+            energy = self.energy(bank.window)[:: steps[0], :: steps[1]]
+            i, j = np.nonzero(energy >= least)
+            match = self.match(bank, steps[0] * i, steps[1] * j, slice(first, first + len(_LOOKS)))
+            values[size] = np.full(energy.shape, -np.inf)
+            values[size][i, j] = match.total - 2 * match.left.min(1)
         found: list[tuple[Size, int, int]] = []
         while len(found) < _MOST_THINGS:
             size = max(SIZES, key=lambda s: values[s].max())
             i, j = np.unravel_index(values[size].argmax(), values[size].shape)
-            if values[size][i, j] < _FAINTEST * self.unit**2:
+            if values[size][i, j] < least:
                 break
             y, x = int(i) * steps[0], int(j) * steps[1]
             found.append((size, y, x))
@@ -347,19 +322,20 @@ class _Canvas:
     def fit(self, size: Size, y: int, x: int) -> _Fit:
         """The best of all stencils of a size within half a unit of a place."""
         bank, reach = _bank(size, self.unit), _ring(self.unit)
-        last = (n - bank.window for n in self.field.shape[1:])
-        rows, columns = (
-            range(max(0, at - reach), min(at + reach, end) + 1) for at, end in zip((y, x), last, strict=True)
+        ys, xs = (
+            np.arange(max(0, at - reach), min(at + reach, length - bank.window) + 1)
+            for at, length in zip((y, x), self.field.shape[1:], strict=True)
         )
-        match = self.match(bank, rows, columns, slice(None))
+        ys, xs = np.repeat(ys, len(xs)), np.tile(xs, len(ys))
+        match = self.match(bank, ys, xs, slice(None))
         place, best = np.unravel_index(match.left.argmin(), match.left.shape)
         look = best % _ALL_LOOKS
         by_look = match.left.min(0).reshape(len(_BLURS), -1).min(0)
         by_look_free = match.left_free.min(0).reshape(len(_BLURS), -1).min(0)
         return _Fit(
             size=size,
-            y=rows[int(place) // len(columns)],
-            x=columns[int(place) % len(columns)],
+            y=int(ys[place]),
+            x=int(xs[place]),
             stencil=int(best),
             tint=match.inner[:, place, best] / bank.energy[best],
             left=float(match.left[place, best]),
@@ -450,6 +426,11 @@ def _errors(rest: np.ndarray, noise: float) -> np.ndarray:
     return errors
 
 
+def _wrong(error: np.ndarray) -> float:
+    """How many pixels are plainly wrong, given errors as shares of the contrast."""
+    return float(((error - _FREE_ERROR) / (1 - _FREE_ERROR)).clip(0).sum())
+
+
 def _debris(rest: np.ndarray, noise: float) -> np.ndarray:
     """How much each pixel of `rest` [3, H, W] counts as something, float32 [H, W] in [0, 1]."""
     errors = _errors(rest, noise)
@@ -460,10 +441,15 @@ def _debris(rest: np.ndarray, noise: float) -> np.ndarray:
 def _worst_patch(off: np.ndarray, unit: int) -> tuple[int, int, int] | None:
     """Top, left and side of the 3 x 3 units with the most debris, if that is much."""
     side = 3 * unit
-    sums = np.pad(off.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
-    patch = sums[side:, side:] - sums[:-side, side:] - sums[side:, :-side] + sums[:-side, :-side]
+    patch = _square_sums(off, side)
     y, x = np.unravel_index(patch.argmax(), patch.shape)
     return (int(y), int(x), side) if patch[y, x] >= _DEBRIS_AREA * unit**2 else None
+
+
+def _square_sums(values: np.ndarray, side: int) -> np.ndarray:
+    """Sums of [H, W] over all squares, [H - side + 1, W - side + 1]."""
+    sums = np.pad(values.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
+    return sums[side:, side:] - sums[:-side, side:] - sums[side:, :-side] + sums[:-side, :-side]
 
 
 def _block(field: np.ndarray, top: int, left: int, side: int) -> np.ndarray:
@@ -567,13 +553,13 @@ def alike(a: Scene, b: Scene, tolerance: float = 0.5) -> bool:
     """Whether two scenes show the same, with places within `tolerance` units."""
     if a.background != b.background or len(a.things) != len(b.things):
         return False
-    return any(
-        all(
-            s.look == t.look and abs(s.x - t.x) <= tolerance and abs(s.y - t.y) <= tolerance
-            for s, t in zip(a.things, order, strict=True)
-        )
-        for order in permutations(b.things)
-    )
+    rest = list(b.things)
+    for s in a.things:
+        twins = [t for t in rest if t.look == s.look and max(abs(t.x - s.x), abs(t.y - s.y)) <= tolerance]
+        if not twins:
+            return False
+        rest.remove(twins[0])  # boxes do not overlap, so that there is but one
+    return True
 
 
 def _is_gray_of_top(picture: np.ndarray, top: Scene) -> bool:
@@ -604,8 +590,3 @@ def _is_gray_of_top(picture: np.ndarray, top: Scene) -> bool:
         if _wrong(_block(error, *box) / contrast) > _WRONG * area:
             return False
     return True
-
-
-def _wrong(error: np.ndarray) -> float:
-    """How many pixels are plainly wrong, given errors as shares of the contrast."""
-    return float(((error - _FREE_ERROR) / (1 - _FREE_ERROR)).clip(0).sum())

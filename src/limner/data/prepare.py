@@ -46,9 +46,7 @@ class Counts:
         rows = [("kept", self.kept)] + [(f"rejected: {reason}", n) for reason, n in reasons]
         width = max(len(name) for name, _ in rows)
         digits = len(f"{self.total:,}")
-        return "\n".join(
-            f"{name:<{width}}  {n:>{digits},}  {n / max(1, self.total):6.1%}" for name, n in rows
-        )
+        return "\n".join(f"{name:<{width}}  {n:>{digits},}  {n / max(1, self.total):6.1%}" for name, n in rows)
 
 
 def prepare(
@@ -103,9 +101,7 @@ def _prepare_one(sample: Sample, filters: Filters, size: int | None) -> tuple[Sa
     suffix = _suffix(sample.image)
     if size and min(height, width) > size:
         scale = size / min(height, width)
-        image = area_resize(
-            image, max(size, round(height * scale)), max(size, round(width * scale))
-        )
+        image = area_resize(image, max(size, round(height * scale)), max(size, round(width * scale)))
         suffix = "jpg" if suffix == "jpg" else "png"
         return Sample(encode_image(image, suffix), captions, sample.meta), suffix
     if suffix is None:  # TIFF, BMP and other formats that are no use in a shard
@@ -129,9 +125,7 @@ def _suffix(data: bytes) -> str | None:
     return "webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
 
 
-def _map_ahead(
-    function: Callable[[_T], _R], items: Iterable[_T], threads: int | None = None
-) -> Iterator[_R]:
+def _map_ahead(function: Callable[[_T], _R], items: Iterable[_T], threads: int | None = None) -> Iterator[_R]:
     """`map` in threads, in order, with a bounded number of results waiting."""
     threads = threads or os.cpu_count() or 1
     with ThreadPoolExecutor(threads) as pool:

@@ -186,9 +186,7 @@ def sample_crowd(rng: np.random.Generator, *, count: int = 10, split: Split = "t
             return scene
 
 
-def _place(
-    rng: np.random.Generator, looks: Sequence[tuple[Size, Fill, str, Shape]], height: int
-) -> list[Thing]:
+def _place(rng: np.random.Generator, looks: Sequence[tuple[Size, Fill, str, Shape]], height: int) -> list[Thing]:
     """Boxes on the lattice with at least one unit between them, for those looks that fit."""
     placed: list[Thing] = []
     for size, fill, color, shape in looks:

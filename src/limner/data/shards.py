@@ -59,9 +59,7 @@ class ShardWriter:
             raise UserError(f"{self.folder} is a file: name a folder to write to") from None
         present = {path.name for path in self.folder.iterdir()}
         if present and MARK not in present:
-            raise UserError(
-                f"{self.folder} is not empty: name a new folder, or delete this one first"
-            )
+            raise UserError(f"{self.folder} is not empty: name a new folder, or delete this one first")
         (self.folder / MARK).touch()
         for name in present:
             if name.removesuffix(".tmp").endswith(".tar") or name == SUMMARY:
@@ -112,8 +110,8 @@ class ShardWriter:
 
     def _add(self, name: str, data: bytes) -> None:
         if self._tar is None:
-            self._file = open(self.folder / "shard.tar.tmp", "wb")
-            self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
+            self._file = open(self.folder / "shard.tar.tmp", "wb")  # noqa: SIM115: closed with the shard
+            self._tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
         info = tarfile.TarInfo(name)
         info.size = len(data)
         self._tar.addfile(info, io.BytesIO(data))
@@ -189,10 +187,7 @@ class ShardReader:
         self.paths = [Path(path) for path in paths]
         for folder in {path.parent for path in self.paths}:
             if (folder / MARK).exists():
-                raise UserError(
-                    f"{folder} is incomplete: the command that writes it was interrupted; "
-                    "run it again"
-                )
+                raise UserError(f"{folder} is incomplete: the command that writes it was interrupted; run it again")
         rows: list[tuple[int, ...]] = []
         for shard, path in enumerate(self.paths):
             samples: dict[str, list[int]] = {}
@@ -218,9 +213,7 @@ class ShardReader:
         descriptor = os.open(self.paths[shard], os.O_RDONLY)
         try:
             return [
-                os.pread(descriptor, where[2 * slot + 1], where[2 * slot])
-                if where[2 * slot] >= 0
-                else None
+                os.pread(descriptor, where[2 * slot + 1], where[2 * slot]) if where[2 * slot] >= 0 else None
                 for slot in slots
             ]
         finally:

@@ -42,6 +42,7 @@ from limner.data.samples import (
 from limner.data.shards import IMAGE_SUFFIXES, ShardReader
 from limner.errors import UserError
 
+simplejpeg: Any
 try:
     import simplejpeg
 except ImportError:  # an extra; Pillow decodes the same values, more slowly
@@ -73,9 +74,7 @@ _BASE64_STARTS = ("data:image/", "/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD")  # JP
 # --------------------------------------------------------------------------------------- pictures
 
 
-def decode_image(
-    data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0, reuse: bool = False
-) -> np.ndarray:
+def decode_image(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0, reuse: bool = False) -> np.ndarray:
     """Decode a picture to uint8 [H, W, 3]: sRGB values, upright, on white where it is transparent.
 
     `target` says that the caller will next resize the shorter side to at most that many pixels, by
@@ -105,9 +104,7 @@ def decode_image(
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise Rejected("decompression bomb") from None
-    except (
-        Exception
-    ):  # the decoders raise whatever they meet: OSError, SyntaxError, struct.error ...
+    except Exception:  # the decoders raise whatever they meet: OSError, SyntaxError, struct.error ...
         raise Rejected("broken image") from None
 
 
@@ -208,9 +205,7 @@ def _open(path: str, caption: str | None, image: str | None, allow_outside: bool
 
 def _open_folder(folder: Path, caption: str | None, image: str | None, outside: bool) -> Source:
     top = sorted(entry for entry in folder.iterdir() if entry.is_file())
-    if (tars := [entry for entry in top if entry.suffix == ".tar"]) or (
-        folder / "INCOMPLETE"
-    ).exists():
+    if (tars := [entry for entry in top if entry.suffix == ".tar"]) or (folder / "INCOMPLETE").exists():
         return ShardReader(tars or [folder / "00000.tar"])
     files = [
         Path(base, name)
@@ -222,11 +217,7 @@ def _open_folder(folder: Path, caption: str | None, image: str | None, outside: 
     pictures = FolderSource(files)
     tables = [entry for entry in top if entry.suffix[1:].lower() in TABLES]
     # HF's "imagefolder" keeps its captions in metadata.jsonl (or .csv, .parquet) beside the pictures.
-    return (
-        TableSource(tables, caption, image, outside)
-        if tables and not pictures.captioned
-        else pictures
-    )
+    return TableSource(tables, caption, image, outside) if tables and not pictures.captioned else pictures
 
 
 class FolderSource:
@@ -349,9 +340,7 @@ def _as_captions(value: Any) -> str | list[str] | None:
     return None
 
 
-def _find_column(
-    what: str, wanted: str | None, known: Sequence[str], columns: Sequence[str], where: str
-) -> str:
+def _find_column(what: str, wanted: str | None, known: Sequence[str], columns: Sequence[str], where: str) -> str:
     listed = ", ".join(columns) or "none"
     if wanted is not None:
         if wanted not in columns:
@@ -361,9 +350,7 @@ def _find_column(
     for name in known:
         if name in lowered:
             return lowered[name]
-    raise UserError(
-        f"{where} has no {what} column that can be told by its name: name one of {listed}"
-    )
+    raise UserError(f"{where} has no {what} column that can be told by its name: name one of {listed}")
 
 
 class _Jsonl:
@@ -371,15 +358,10 @@ class _Jsonl:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        ends, at = [0], 0
         with open(path, "rb") as file:
-            for line in file:
-                at += len(line)
-                ends.append(at)
-        spans = np.array([(a, b) for a, b in zip(ends, ends[1:], strict=False)], np.int64)
-        self._spans = spans.reshape(-1, 2)[
-            [b - a > 1 for a, b in zip(ends, ends[1:], strict=False)]
-        ]
+            lengths = np.array([len(line) for line in file], np.int64)
+        ends = np.cumsum(lengths)
+        self._spans = np.stack([ends - lengths, ends], 1)[lengths > 1]  # [N, 2], without empty lines
         self.columns: list[str] = []
         for index in range(min(len(self), 100)):
             try:
@@ -416,9 +398,7 @@ class _Csv:
                 self.columns = next(reader, [])
                 self._rows = [row for row in reader if row]
             except csv.Error as error:
-                raise UserError(
-                    f"{path}, line {reader.line_num}, cannot be read: {error}"
-                ) from None
+                raise UserError(f"{path}, line {reader.line_num}, cannot be read: {error}") from None
 
     def __len__(self) -> int:
         return len(self._rows)

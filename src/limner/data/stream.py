@@ -79,8 +79,7 @@ class Stream:
             raise UserError("the data set is empty: there is nothing to train on")
         if batch_size < 1 or batch_size % world:
             raise UserError(
-                f"a batch of {batch_size} cannot be divided among {world} ranks: "
-                f"choose a multiple of {world}"
+                f"a batch of {batch_size} cannot be divided among {world} ranks: choose a multiple of {world}"
             )
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not in [0, {world})")

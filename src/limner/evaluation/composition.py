@@ -22,9 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from limner.config import read_json
 from limner.data import scenes
 from limner.data.oracle import satisfies
 from limner.data.scenes import Scene, Split
+from limner.errors import UserError
 from limner.files import atomic_write_text
 from limner.pipeline import Candidates, TextToImage
 from limner.sampling.generate import Sampler
@@ -151,7 +153,7 @@ class Composition:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values: the table, the settings, and for each caption which candidates were right."""
+        """JSON values: the table, the settings, and for each caption the scores and which candidates are right."""
         table = {
             name: {
                 "any candidate": self.single(count),
@@ -170,14 +172,34 @@ class Composition:
                 "caption": caption,
                 "things": int(count),
                 "right": np.flatnonzero(right).tolist(),
-                "chosen": {str(k): int(self.chosen(k)[i]) for k in self.best_of},
+                "scores": [round(float(value), 5) for value in self.scores[i]],
             }
             for i, (caption, count, right) in enumerate(zip(self.captions, self.counts, self.right, strict=True))
         ]
-        return {"table": table, "settings": self.settings, "captions": rows}
+        return {"table": table, "settings": {**self.settings, "best_of": self.best_of}, "captions": rows}
 
     def save(self, path: str | Path) -> None:
-        atomic_write_text(Path(path), json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n")
+        atomic_write_text(Path(path), json.dumps(self.to_dict(), ensure_ascii=False) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Composition:
+        """What `save` wrote. Raises `UserError` for anything else."""
+        data = read_json(path, 1 << 28)
+        try:
+            settings, rows = dict(data["settings"]), data["captions"]
+            right = np.zeros((len(rows), settings["candidates"]), bool)
+            for row, verdicts in zip(rows, right, strict=True):
+                verdicts[row["right"]] = True
+            return Composition(
+                [row["caption"] for row in rows],
+                np.array([row["things"] for row in rows]),
+                right,
+                np.array([row["scores"] for row in rows], np.float32),
+                tuple(settings.pop("best_of")),
+                settings,
+            )
+        except (KeyError, TypeError, ValueError, IndexError):
+            raise UserError(f"{path} is not the result of an evaluation: delete it") from None
 
 
 def score(

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from limner.models.transformer import Block
 from limner.layers.linear import LinearFactory, plain
+from limner.models.transformer import Block
 from limner.text import PAD
 
 MAX_LOG_SCALE = log(100)  # the temperature is learned and clipped, as in CLIP

@@ -56,9 +56,7 @@ class Block(nn.Module):
         init_gain: of the weights; sqrt(2) keeps the variance through a ReLU.
     """
 
-    def __init__(
-        self, n_in: int, n_out: int, kernels: tuple[int, ...], gain: float, init_gain: float
-    ) -> None:
+    def __init__(self, n_in: int, n_out: int, kernels: tuple[int, ...], gain: float, init_gain: float) -> None:
         super().__init__()
         hidden = n_out // 4
         widths = (n_in, hidden, hidden, hidden, n_out)

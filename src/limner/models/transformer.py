@@ -119,9 +119,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config)
-        self.blocks = nn.ModuleList(
-            Block(config.width, config.heads, linear) for _ in range(config.depth)
-        )
+        self.blocks = nn.ModuleList(Block(config.width, config.heads, linear) for _ in range(config.depth))
         self.head = Head(config)
         self.checkpointing = False
         kinds = sorted(set(config.kinds))

@@ -14,25 +14,25 @@ from limner.training.loop import TrainConfig
 def scenes() -> Recipe:
     """The bundled model.
 
-        limner data scenes data/scenes --count 40000 --seed 1
-        limner train data/scenes --recipe scenes --out runs/scenes
+    limner data scenes data/scenes --count 40000 --seed 1
+    limner train data/scenes --recipe scenes --out runs/scenes
     """
     return Recipe(
-        text=TextConfig(vocab=1_024, length=40, dropout=0.0),
+        text=TextConfig(vocab=1_024, length=32, dropout=0.0),
         dvae=_small_dvae(48, groups=3, vocab=1_024, steps=3_000),
         prior=PriorStage(
-            model=TransformerConfig(width=256, depth=8, heads=4, pattern="dense"),
-            training=_training(steps=5_000, batch=32, lr=1.5e-3, ema=0.998),
+            model=TransformerConfig(width=256, depth=6, heads=4, pattern="dense"),
+            training=_training(steps=3_000, batch=32, lr=1.5e-3, ema=0.995),
             augment=False,
         ),
-        contrastive=_small_contrastive(steps=3_000),
+        contrastive=_small_contrastive(steps=2_000),
     )
 
 
 def demo() -> Recipe:
     """What `limner demo` trains, within 12 minutes on two cores."""
     return Recipe(
-        text=TextConfig(vocab=1_024, length=24, dropout=0.0),
+        text=TextConfig(vocab=1_024, length=20, dropout=0.0),
         dvae=Bundled(),
         prior=PriorStage(
             model=TransformerConfig(width=192, depth=6, heads=4, pattern="dense"),
@@ -46,9 +46,9 @@ def demo() -> Recipe:
 def emoji() -> Recipe:
     """Real pictures that nobody here drew.
 
-        limner data emoji data/emoji
-        limner train data/emoji --recipe emoji --out runs/emoji
-        limner evaluate emoji runs/emoji/bundle data/emoji
+    limner data emoji data/emoji
+    limner train data/emoji --recipe emoji --out runs/emoji
+    limner evaluate emoji runs/emoji/bundle data/emoji
     """
     return Recipe(
         text=TextConfig(vocab=2_048, length=24, dropout=0.1),
@@ -69,24 +69,44 @@ def photos() -> Recipe:
             model=DVAEConfig(size=128, width=128, vocab=4_096, gain=0.5, init_gain=2**0.5, code_gain=3.0),
             objective=BalancedELB(tau=Anneal(start=1.0, end=1 / 16, steps=20_000)),
             training=TrainConfig(
-                steps=50_000, batch_size=64, lr=5e-4, betas=(0.9, 0.999), weight_decay=1e-4,
-                warmup_steps=500, schedule=Cosine(end=1 / 80), ema_decay=0.999, eval_every=1_000,
+                steps=50_000,
+                batch_size=64,
+                lr=5e-4,
+                betas=(0.9, 0.999),
+                weight_decay=1e-4,
+                warmup_steps=500,
+                schedule=Cosine(end=1 / 80),
+                ema_decay=0.999,
+                eval_every=1_000,
             ),
-        ),  # fmt: skip
+        ),
         prior=PriorStage(
             model=TransformerConfig(width=768, depth=16, heads=12),
             training=TrainConfig(
-                steps=100_000, batch_size=64, lr=4.5e-4, betas=(0.9, 0.96), weight_decay=4.5e-2,
-                warmup_steps=2_000, schedule=Cosine(end=1 / 32), ema_decay=0.999, eval_every=1_000,
+                steps=100_000,
+                batch_size=64,
+                lr=4.5e-4,
+                betas=(0.9, 0.96),
+                weight_decay=4.5e-2,
+                warmup_steps=2_000,
+                schedule=Cosine(end=1 / 32),
+                ema_decay=0.999,
+                eval_every=1_000,
             ),
-        ),  # fmt: skip
+        ),
         contrastive=ContrastiveStage(
             model=ContrastiveConfig(patch=16, width=384, depth=8, heads=6),
             training=TrainConfig(
-                steps=30_000, batch_size=256, lr=5e-4, betas=(0.9, 0.98), weight_decay=0.1,
-                warmup_steps=1_000, schedule=Cosine(), eval_every=1_000,
+                steps=30_000,
+                batch_size=256,
+                lr=5e-4,
+                betas=(0.9, 0.98),
+                weight_decay=0.1,
+                warmup_steps=1_000,
+                schedule=Cosine(),
+                eval_every=1_000,
             ),
-        ),  # fmt: skip
+        ),
     )
 
 
@@ -95,23 +115,46 @@ def paper() -> Recipe:
     return Recipe(
         dvae=DVAEStage(
             training=TrainConfig(
-                steps=3_000_000, batch_size=512, lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-4, clip_norm=None,
-                schedule=Cosine(end=1 / 80, steps=1_200_000), ema_decay=0.999, eval_every=10_000,
+                steps=3_000_000,
+                batch_size=512,
+                lr=1e-4,
+                betas=(0.9, 0.999),
+                weight_decay=1e-4,
+                clip_norm=None,
+                schedule=Cosine(end=1 / 80, steps=1_200_000),
+                ema_decay=0.999,
+                eval_every=10_000,
             ),
-        ),  # fmt: skip
+        ),
         prior=PriorStage(
             training=TrainConfig(
-                steps=430_000, batch_size=1_024, lr=4.5e-4, betas=(0.9, 0.96), weight_decay=4.5e-2, clip_norm=4.0,
-                warmup_steps=5_000, schedule=Plateau(halvings=5), ema_decay=0.99, ema_every=25,
-                checkpoint_activations=True, eval_every=5_000,
+                steps=430_000,
+                batch_size=1_024,
+                lr=4.5e-4,
+                betas=(0.9, 0.96),
+                weight_decay=4.5e-2,
+                clip_norm=4.0,
+                warmup_steps=5_000,
+                schedule=Plateau(halvings=5),
+                ema_decay=0.99,
+                ema_every=25,
+                checkpoint_activations=True,
+                eval_every=5_000,
             ),
-        ),  # fmt: skip
+        ),
         contrastive=ContrastiveStage(
             training=TrainConfig(
-                steps=400_000, batch_size=4_096, lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2,
-                warmup_steps=2_000, schedule=Cosine(), eval_every=5_000,
+                steps=400_000,
+                batch_size=4_096,
+                lr=5e-4,
+                betas=(0.9, 0.98),
+                eps=1e-6,
+                weight_decay=0.2,
+                warmup_steps=2_000,
+                schedule=Cosine(),
+                eval_every=5_000,
             ),
-        ),  # fmt: skip
+        ),
     )
 
 

@@ -76,9 +76,7 @@ class Recipe:
 
 def fitted_prior(stage: PriorStage, text: TextConfig, text_vocab: int, dvae: DVAEConfig) -> TransformerConfig:
     """The prior's sizes that follow from the tokenizer and the dVAE."""
-    return replace(
-        stage.model, text_vocab=text_vocab, text_len=text.length, image_vocab=dvae.vocab, grid=dvae.grid
-    )
+    return replace(stage.model, text_vocab=text_vocab, text_len=text.length, image_vocab=dvae.vocab, grid=dvae.grid)
 
 
 def fitted_contrastive(

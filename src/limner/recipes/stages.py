@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,20 +22,29 @@ from torch import Tensor
 
 from limner.config import to_dict
 from limner.data.datasets import ImageCaptionDataset, TokenDataset
-from limner.data.samples import Rejected, Source, select_split
+from limner.data.samples import Rejected, Selection, Source, select_split
 from limner.data.sources import open_source
-from limner.data.stream import Stream
+from limner.data.stream import Dataset, Stream
 from limner.data.tokens import encode_tokens
 from limner.errors import UserError
 from limner.metrics.pictures import psnr
 from limner.models.contrastive import Contrastive
-from limner.models.dvae import DVAE
+from limner.models.dvae import DVAE, unmap_pixels
 from limner.models.transformer import Transformer
 from limner.objectives.elbo import gumbel_softmax
 from limner.pipeline import TextToImage, load
-from limner.recipes.recipe import Bundled, Recipe, fitted_contrastive, fitted_prior
+from limner.recipes.recipe import (
+    Bundled,
+    ContrastiveStage,
+    DVAEStage,
+    PriorStage,
+    Recipe,
+    fitted_contrastive,
+    fitted_prior,
+)
 from limner.text.bpe import Tokenizer
-from limner.training.loop import Callback, TrainConfig, train
+from limner.training.checkpoint import latest, load_weights
+from limner.training.loop import Callback, Evaluate, Objective, train
 from limner.training.progress import progress
 
 Stage = Literal["dvae", "prior", "contrastive"]
@@ -46,77 +56,197 @@ def train_all(
     recipe: Recipe, data: str | Path, out: str | Path, stages: Sequence[Stage] | None = None
 ) -> TextToImage | None:
     """Train the stages (all by default) and write `out/bundle`, which is returned once all three exist."""
-    out = Path(out)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    source = open_source(str(data))
-    seen, unseen = select_split(source, "train"), select_split(source, "held-out")
-    if len(seen) == 0:
-        raise UserError(f"{data} has no sample in the split 'train': check its metadata")
+    plan = Plan.of(recipe, data, out)
     wanted = stages or STAGES
-    dvae = train_dvae(recipe, seen, unseen, out, device, run="dvae" in wanted)
-    if not set(wanted) & {"prior", "contrastive"}:
+    dvae = plan.dvae(train="dvae" in wanted)
+    if not {"prior", "contrastive"} & set(wanted):
         return None
-    tokenizer = fit_tokenizer(recipe, seen, out)
-    prior = contrastive = None
-    if "prior" in wanted:
-        prior = train_prior(recipe, seen, unseen, out, device, tokenizer, dvae)
-    if "contrastive" in wanted:
-        contrastive = train_contrastive(recipe, seen, unseen, out, device, tokenizer, dvae)
+    tokenizer = plan.tokenizer()
+    prior = plan.prior(tokenizer, dvae, train="prior" in wanted)
+    contrastive = plan.contrastive(tokenizer, dvae, train="contrastive" in wanted)
     if prior is None or contrastive is None:
         return None
-    info = {"data": str(Path(data).name), "samples": len(seen), "recipe": to_dict(recipe)}
+    info = {"data": Path(data).name, "samples": len(plan.seen), "recipe": to_dict(recipe)}
     bundle = TextToImage(dvae, prior, contrastive, tokenizer, info)
-    bundle.save_pretrained(out / "bundle")
+    bundle.save_pretrained(plan.out / "bundle")
     return bundle
 
 
-def fit_tokenizer(recipe: Recipe, source: Source, out: Path) -> Tokenizer:
-    """The run's tokenizer, trained on the captions of `source` the first time."""
-    path = out / "tokenizer.json"
-    if not path.exists():
-        out.mkdir(parents=True, exist_ok=True)
-        Tokenizer.train(_captions(source), recipe.text.vocab).save(path)
-    return Tokenizer.load(path)
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A recipe with its data and its folder; a method for each stage.
+
+    With `train=False` a stage only loads what an earlier call has trained.
+    """
+
+    recipe: Recipe
+    seen: Source
+    unseen: Source
+    out: Path
+    device: torch.device
+
+    @classmethod
+    def of(cls, recipe: Recipe, data: str | Path, out: str | Path) -> Plan:
+        """Open the data. Raises `UserError` if none of it is for training."""
+        source = open_source(str(data))
+        seen, unseen = select_split(source, "train"), select_split(source, "held-out")
+        if len(seen) == 0:
+            raise UserError(f"{data} has no sample in the split 'train': check its metadata")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(recipe=recipe, seen=seen, unseen=unseen, out=Path(out), device=device)
+
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer, trained on the captions the first time."""
+        path = self.out / "tokenizer.json"
+        if not path.exists():
+            self.out.mkdir(parents=True, exist_ok=True)
+            Tokenizer.train(_captions(self.seen), self.recipe.text.vocab).save(path)
+        return Tokenizer.load(path)
+
+    def dvae(self, train: bool = True) -> DVAE:
+        """Stage one (§2.1), or the dVAE that the recipe borrows."""
+        stage = self.recipe.dvae
+        if isinstance(stage, Bundled):
+            return load(stage.bundle).dvae.to(self.device)
+        torch.manual_seed(stage.training.seed)
+        model = stage.model.build()
+        if not train:
+            if not _trained(model, self.out / "dvae"):
+                raise UserError(f"there is no dVAE in {self.out / 'dvae'}: train the stage 'dvae' first")
+            return model.to(self.device).eval()
+        size = stage.model.size
+        images = ImageCaptionDataset(self.seen, size, "dvae" if stage.augment else "none")
+        some = _some(self.unseen if len(self.unseen) else self.seen)
+        checked = ImageCaptionDataset(some, size).load(np.arange(len(some)))[1].to(self.device)
+
+        def evaluate(model: Any, step: int) -> Mapping[str, float]:
+            return reconstruction(model, checked, stage.objective.tau(step))
+
+        record = {"model": to_dict(stage.model), "objective": to_dict(stage.objective)}
+        warning = CollapseWarning(stage.model.vocab)
+        self._run("dvae", model, stage, images, evaluate, record, callbacks=[warning])
+        return model.eval()
+
+    def prior(self, tokenizer: Tokenizer, dvae: DVAE, train: bool = True) -> Transformer | None:
+        """Stage two (§2.2): the transformer over text and image tokens."""
+        stage, text = self.recipe.prior, self.recipe.text
+        config = fitted_prior(stage, text, tokenizer.vocab_size, dvae.config)
+        torch.manual_seed(stage.training.seed)
+        model = config.build()
+        if not train:
+            return model.to(self.device).eval() if _trained(model, self.out / "prior") else None
+        dvae = dvae.to(self.device).eval()
+        key, size = weights_hash(dvae), dvae.config.size
+
+        def encode(pixels: Tensor) -> Tensor:
+            return dvae.tokens(pixels.to(self.device)).cpu()
+
+        def cached(source: Source, dropout: float) -> TokenDataset:
+            with progress("encoding pictures", len(source), unit="image") as bar:
+                cache = encode_tokens(
+                    source,
+                    encode,
+                    key=key,
+                    size=size,
+                    cache_dir=self.out / "tokens",
+                    progress=lambda done, total: bar.advance(done - bar.done),
+                )
+            return TokenDataset(cache.tokens, cache.captions, tokenizer, text.length, dropout)
+
+        if stage.augment:
+            images = ImageCaptionDataset(self.seen, size, "prior", tokenizer, text.length, text.dropout)
+            data = EncodedDataset(images, encode)
+        else:
+            data = cached(self.seen, text.dropout)
+        evaluate = None
+        if len(self.unseen):
+            evaluate = self._held_out(cached(_some(self.unseen), 0.0), stage.objective, 64)
+        record = {"model": to_dict(config), "objective": to_dict(stage.objective), "dvae": key}
+        self._run("prior", model, stage, data, evaluate, record)
+        return model.eval()
+
+    def contrastive(self, tokenizer: Tokenizer, dvae: DVAE, train: bool = True) -> Contrastive | None:
+        """The reranker (§2.6)."""
+        stage, text = self.recipe.contrastive, self.recipe.text
+        config = fitted_contrastive(stage, text, tokenizer.vocab_size, dvae.config)
+        torch.manual_seed(stage.training.seed)
+        model = config.build()
+        if not train:
+            return model.to(self.device).eval() if _trained(model, self.out / "contrastive") else None
+        augment = "prior" if stage.augment else "none"
+        data = ImageCaptionDataset(self.seen, config.size, augment, tokenizer, text.length, text.dropout)
+        evaluate = None
+        if len(self.unseen):
+            checked = ImageCaptionDataset(_some(self.unseen), config.size, "none", tokenizer, text.length)
+            evaluate = self._held_out(checked, stage.objective, 128)
+        record = {"model": to_dict(config), "objective": to_dict(stage.objective)}
+        self._run("contrastive", model, stage, data, evaluate, record)
+        return model.eval()
+
+    def _held_out(self, data: Dataset, objective: Objective, batch_size: int) -> Evaluate:
+        """The objective's metrics on held-out samples, fixed ones, averaged over their batches."""
+        rows = np.arange(len(data))
+        batch = data.batch(rows, rows.astype(np.uint64))
+        generator = torch.Generator(self.device)
+
+        def evaluate(model: Any, step: int) -> Mapping[str, float]:
+            found = []
+            for start in range(0, len(rows), batch_size):
+                part = {k: v[start : start + batch_size].to(self.device) for k, v in batch.items()}
+                found.append(objective(model, part, step, generator)[1])
+            return {name: float(torch.stack([f[name].float() for f in found]).mean()) for name in found[0]}
+
+        return evaluate
+
+    def _run(
+        self,
+        name: Stage,
+        model: torch.nn.Module,
+        stage: DVAEStage | PriorStage | ContrastiveStage,
+        data: Dataset,
+        evaluate: Evaluate | None,
+        record: Mapping[str, Any],
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        config = stage.training
+        stream = Stream(data, config.batch_size, config.seed, prefetch=2)
+        title = {"dvae": "dVAE", "prior": "prior", "contrastive": "contrastive model"}[name]
+        with progress(f"training the {title}", config.steps) as bar:
+            train(
+                model,
+                stage.objective,
+                stream,
+                config,
+                self.out / name,
+                evaluate=evaluate,
+                record=record,
+                callbacks=callbacks,
+                device=self.device,
+                progress=bar,
+            )
+        stream.close()
 
 
-def train_dvae(
-    recipe: Recipe, seen: Source, unseen: Source, out: Path, device: torch.device, run: bool = True
-) -> DVAE:
-    """Stage one (§2.1), or the dVAE that the recipe borrows."""
-    stage = recipe.dvae
-    if isinstance(stage, Bundled):
-        return load(stage.bundle).dvae.to(device)
-    model = stage.model.build()
-    if not run and not (out / "dvae" / "checkpoints").exists():
-        raise UserError(f"there is no dVAE in {out / 'dvae'}: train the stage 'dvae' first")
-    images = ImageCaptionDataset(seen, stage.model.size, "dvae" if stage.augment else "none")
-    checked = _some_pixels(unseen if len(unseen) else seen, stage.model.size)
-
-    def evaluate(model: Any, step: int) -> Mapping[str, float]:
-        found = []
-        for part in checked.to(device).split(64):
-            logits = model.encode(part)
-            hard = model.pictures(logits.argmax(1).flatten(1))
-            generator = torch.Generator(device).manual_seed(0)
-            relaxed = model.decode(gumbel_softmax(logits, stage.objective.tau(step), generator))[0]
-            found.append((psnr(part, hard), psnr(part, _as_pixels(relaxed)), logits.argmax(1).cpu()))
-        codes = torch.cat([tokens.flatten() for *_, tokens in found]).bincount(minlength=stage.model.vocab)
-        p = codes[codes > 0] / codes.sum()
-        hard_db, relaxed_db = (float(torch.cat([row[i] for row in found]).mean()) for i in (0, 1))
-        return {
-            "psnr": hard_db,
-            "relaxed_psnr": relaxed_db,
-            "gap": relaxed_db - hard_db,
-            "codes": float((codes > 0).sum()),
-            "perplexity": float((-(p * p.log()).sum()).exp()),
-        }
-
-    _run(
-        "dVAE", model, stage.objective, images, stage.training, out / "dvae", device, evaluate,
-        {"model": to_dict(stage.model), "objective": to_dict(stage.objective)},
-        callbacks=[CollapseWarning(stage.model.vocab)],
-    )  # fmt: skip
-    return model.eval()
+def reconstruction(model: DVAE, pixels: Tensor, tau: float) -> dict[str, float]:
+    """Codebook health: PSNR of hard and of relaxed reconstructions, their gap, codes in use, perplexity."""
+    hard, relaxed, tokens = [], [], []
+    for part in pixels.split(64):
+        logits = model.encode(part)
+        generator = torch.Generator(part.device).manual_seed(0)
+        mu = model.decode(gumbel_softmax(logits, tau, generator))[0]
+        tokens.append(logits.argmax(1).flatten(1))
+        hard.append(psnr(part, model.pictures(tokens[-1])))
+        relaxed.append(psnr(part, unmap_pixels(torch.sigmoid(mu))))
+    counts = torch.cat(tokens).flatten().bincount(minlength=model.config.vocab)
+    p = counts[counts > 0] / counts.sum()
+    hard_db, relaxed_db = (float(torch.cat(found).mean()) for found in (hard, relaxed))
+    return {
+        "psnr": hard_db,
+        "relaxed_psnr": relaxed_db,
+        "gap": relaxed_db - hard_db,
+        "codes": float((counts > 0).sum()),
+        "perplexity": float((-(p * p.log()).sum()).exp()),
+    }
 
 
 class CollapseWarning(Callback):
@@ -137,58 +267,10 @@ class CollapseWarning(Callback):
             )
 
 
-def train_prior(
-    recipe: Recipe, seen: Source, unseen: Source, out: Path, device: torch.device,
-    tokenizer: Tokenizer, dvae: DVAE,
-) -> Transformer:  # fmt: skip
-    """Stage two (§2.2): the transformer over text and image tokens."""
-    stage, text = recipe.prior, recipe.text
-    config = fitted_prior(stage, text, tokenizer.vocab_size, dvae.config)
-    torch.manual_seed(stage.training.seed)
-    model = config.build()
-    dvae = dvae.to(device).eval()
-    key, size = weights_hash(dvae), dvae.config.size
-
-    def encode(pixels: Tensor) -> Tensor:
-        return dvae.tokens(pixels.to(device)).cpu()
-
-    def cached(source: Source, title: str) -> TokenDataset:
-        with progress(title, len(source), unit="image") as bar:
-            cache = encode_tokens(
-                source, encode, key=key, size=size, cache_dir=out / "tokens",
-                progress=lambda done, total: bar.advance(done - bar.done),
-            )  # fmt: skip
-        dropout = text.dropout if source is seen else 0.0
-        return TokenDataset(cache.tokens, cache.captions, tokenizer, text.length, dropout)
-
-    if stage.augment:
-        data = EncodedDataset(
-            ImageCaptionDataset(seen, size, "prior", tokenizer, text.length, text.dropout), encode
-        )
-    else:
-        data = cached(seen, "encoding pictures")
-    evaluate = None
-    if len(unseen):
-        checked = cached(_some(unseen), "encoding held-out pictures")
-        rows = np.arange(len(checked))
-        batch = checked.batch(rows, rows.astype(np.uint64))
-
-        def evaluate(model: Any, step: int) -> Mapping[str, float]:
-            parts = [
-                stage.objective(model, {k: v.to(device) for k, v in part.items()}, step, None)[1]
-                for part in _parts(batch, 64)
-            ]
-            return {name: float(torch.stack([p[name] for p in parts]).mean()) for name in ("text", "image")}
-
-    record = {"model": to_dict(config), "objective": to_dict(stage.objective), "dvae": key}
-    _run("prior", model, stage.objective, data, stage.training, out / "prior", device, evaluate, record)
-    return model.eval()
-
-
 class EncodedDataset:
     """An image data set whose pictures become dVAE tokens as they are read."""
 
-    def __init__(self, images: ImageCaptionDataset, encode: Any) -> None:
+    def __init__(self, images: ImageCaptionDataset, encode: Callable[[Tensor], Tensor]) -> None:
         self.images, self.encode = images, encode
 
     def __len__(self) -> int:
@@ -200,51 +282,6 @@ class EncodedDataset:
         return {"text": batch["text"], "image": self.encode(batch["pixels"])}
 
 
-def train_contrastive(
-    recipe: Recipe, seen: Source, unseen: Source, out: Path, device: torch.device,
-    tokenizer: Tokenizer, dvae: DVAE,
-) -> Contrastive:  # fmt: skip
-    """The reranker (§2.6)."""
-    stage, text = recipe.contrastive, recipe.text
-    config = fitted_contrastive(stage, text, tokenizer.vocab_size, dvae.config)
-    torch.manual_seed(stage.training.seed)
-    model = config.build()
-    augment = "prior" if stage.augment else "none"
-    data = ImageCaptionDataset(seen, config.size, augment, tokenizer, text.length, text.dropout)
-    evaluate = None
-    if len(unseen):
-        checked = ImageCaptionDataset(_some(unseen), config.size, "none", tokenizer, text.length)
-        rows = np.arange(len(checked))
-        batch = checked.batch(rows, rows.astype(np.uint64))
-
-        def evaluate(model: Any, step: int) -> Mapping[str, float]:
-            parts = [
-                stage.objective(model, {k: v.to(device) for k, v in part.items()}, step, None)[1]
-                for part in _parts(batch, 128)
-            ]
-            return {"accuracy": float(torch.stack([p["accuracy"] for p in parts]).mean())}
-
-    record = {"model": to_dict(config), "objective": to_dict(stage.objective)}
-    _run(
-        "contrastive model", model, stage.objective, data, stage.training, out / "contrastive", device,
-        evaluate, record,
-    )  # fmt: skip
-    return model.eval()
-
-
-def _run(
-    title: str, model: Any, objective: Any, data: Any, config: TrainConfig, out: Path,
-    device: torch.device, evaluate: Any, record: Mapping[str, Any], callbacks: Sequence[Callback] = (),
-) -> None:  # fmt: skip
-    stream = Stream(data, config.batch_size, config.seed, prefetch=2)
-    with progress(f"training the {title}", config.steps) as bar:
-        train(
-            model, objective, stream, config, out,
-            evaluate=evaluate, record=record, callbacks=callbacks, device=device, progress=bar,
-        )  # fmt: skip
-    stream.close()
-
-
 def weights_hash(model: torch.nn.Module) -> str:
     """SHA-256 over the names, shapes and values of a model's parameters."""
     state = hashlib.sha256()
@@ -252,6 +289,14 @@ def weights_hash(model: torch.nn.Module) -> str:
         state.update(f"{name} {tuple(tensor.shape)}".encode())
         state.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return state.hexdigest()
+
+
+def _trained(model: torch.nn.Module, folder: Path) -> bool:
+    """Load the newest weights of a stage's folder into `model`; False if there are none."""
+    if latest(folder) is None:
+        return False
+    load_weights(model, folder)
+    return True
 
 
 def _captions(source: Source) -> Iterable[str]:
@@ -263,22 +308,5 @@ def _captions(source: Source) -> Iterable[str]:
 
 
 def _some(source: Source) -> Source:
-    from limner.data.samples import Selection
-
+    """At most `_EVALUATED` samples, evenly spread."""
     return Selection(source, np.linspace(0, len(source) - 1, min(_EVALUATED, len(source))).astype(int))
-
-
-def _some_pixels(source: Source, size: int) -> Tensor:
-    some = _some(source)
-    return ImageCaptionDataset(some, size).load(np.arange(len(some)))[1]
-
-
-def _as_pixels(mu: Tensor) -> Tensor:
-    from limner.models.dvae import unmap_pixels
-
-    return unmap_pixels(torch.sigmoid(mu))
-
-
-def _parts(batch: Mapping[str, Tensor], size: int) -> Iterable[dict[str, Tensor]]:
-    for start in range(0, len(next(iter(batch.values()))), size):
-        yield {name: tensor[start : start + size] for name, tensor in batch.items()}

@@ -39,8 +39,8 @@ from torch import Tensor
 from limner.config import read_json
 from limner.errors import UserError
 from limner.files import atomic_write_text
+from limner.text import PAD
 
-PAD = -1  # marks unused positions; the prior has a learned padding token for each (section 2.2)
 VOCAB_SIZE = 16_384
 LENGTH = 256
 

@@ -1,0 +1,329 @@
+"""The whole road from nothing to pictures in a few minutes: `limner demo`.
+
+    OUT/data/                the scenes world, written here
+    OUT/run/                 the training run, with its bundle
+    OUT/drawings.safetensors all candidates of the captions shown
+    OUT/composition.json     the score over a larger set of captions
+    OUT/report.html, OUT/contact.png
+
+Each phase leaves its product, and a later call skips what is there; training itself goes on from its
+last checkpoint. So the command may be stopped at any moment and given again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from limner import recipes
+from limner.config import read_json, save_json, to_dict
+from limner.data.scenes import Scene, render
+from limner.data.worlds import write_scenes
+from limner.errors import UserError
+from limner.evaluation import composition, report
+from limner.files import atomic_write_bytes, atomic_write_text
+from limner.numerics.precision import autocast, choose_precision
+from limner.pipeline import TextToImage
+from limner.recipes import stages
+from limner.recipes.recipe import DVAEStage, Recipe
+from limner.training.metrics_log import read_metrics
+from limner.training.progress import clock, progress
+
+_CURVES = {
+    "dvae": ("dVAE", ("loss", "eval/psnr")),
+    "prior": ("prior", ("image", "text", "eval/image")),
+    "contrastive": ("contrastive model", ("loss", "eval/accuracy")),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """What the demonstration does.
+
+    Args:
+        out: folder for everything.
+        from_scratch: train the dVAE as well, instead of taking the bundled one.
+        scenes: how many to train on.
+        captions: held-out captions to show; their scenes have one and two things in turn.
+        candidates: drawings of each caption to choose from.
+        evaluated: captions of the larger set that the score is taken over.
+        seed: of the captions and drawings.
+    """
+
+    out: Path
+    from_scratch: bool = False
+    scenes: int = 12_000
+    captions: int = 8
+    candidates: int = 32
+    evaluated: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("scenes", "captions", "candidates", "evaluated"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    def recipe(self) -> Recipe:
+        recipe = recipes.get("demo")
+        return replace(recipe, dvae=recipes.get("scenes").dvae) if self.from_scratch else recipe
+
+
+def run(demo: Demo) -> composition.Composition:
+    """Do what is not done yet, write the report, and return the verdicts over the larger set."""
+    recipe, out = demo.recipe(), demo.out
+    out.mkdir(parents=True, exist_ok=True)
+    _claim(out, {"scenes": demo.scenes, "recipe": to_dict(recipe)})
+    if isinstance(recipe.dvae, DVAEStage) and not (out / "run" / "bundle").exists():
+        _say(f"the dVAE alone takes about {max(1, round(dvae_minutes(recipe.dvae)))} minutes on this machine")
+    with _timed(out, "writing scenes"):
+        _write(demo)
+    with _timed(out, "training"):
+        pipe = _train(demo, recipe)
+    asked = composition.captions_for("held-out", (1, 2), max(demo.captions, demo.evaluated), demo.seed)
+    with _timed(out, "drawing"):
+        pictures, scores = _draw(demo, pipe, [caption for caption, _ in asked[: demo.captions]])
+    with _timed(out, "scoring"):
+        result = _score(demo, pipe, asked[: demo.evaluated])
+    shown = [
+        Shown(caption, scene, part, marks, composition.verdicts(part, caption))
+        for (caption, scene), part, marks in zip(asked, pictures, scores, strict=False)
+    ]
+    report.save_png(_sheet(shown), out / "contact.png")
+    report.save_page(out / "report.html", "limner demo", _page(demo, pipe, shown, result))
+    return result
+
+
+# ---------------------------------------------------------------------------- phases
+
+
+def dvae_minutes(stage: DVAEStage, probes: int = 3) -> float:
+    """Time that the dVAE's steps will take here, from a few of them on random pixels."""
+    model, size = stage.model.build(), stage.model.size
+    pixels = torch.randint(0, 256, (stage.training.batch_size, 3, size, size), dtype=torch.uint8)
+    generator, seconds = torch.Generator().manual_seed(0), []
+    for step in range(probes):
+        begun = time.monotonic()
+        with autocast("cpu", choose_precision("cpu", stage.training.precision)):
+            loss, _ = stage.objective(model, {"pixels": pixels}, step, generator)
+        loss.backward()
+        seconds.append(time.monotonic() - begun)
+    return min(seconds) * stage.training.steps / 60
+
+
+def _claim(out: Path, settings: dict[str, Any]) -> None:
+    """Make sure that what the folder holds was made with the same settings."""
+    path = out / "demo.json"
+    if path.exists():
+        if read_json(path) != settings:
+            raise UserError(f"{out} holds a demo with other settings: name another folder with --out, or delete it")
+    elif any(out.iterdir()):
+        raise UserError(f"{out} is not empty and holds no demo: name another folder with --out")
+    else:
+        atomic_write_text(path, json.dumps(settings, indent=2) + "\n")
+
+
+def _write(demo: Demo) -> None:
+    if (demo.out / "data" / "dataset.json").exists():
+        return
+    with progress("writing scenes", demo.scenes, unit="scene") as bar:
+        write_scenes(demo.out / "data", demo.scenes, seed=1, pairs=0.0, progress=bar.advance)
+
+
+def _train(demo: Demo, recipe: Recipe) -> TextToImage:
+    folder = demo.out / "run"
+    if (folder / "bundle" / "config.json").exists():
+        return TextToImage.from_pretrained(folder)
+    folder.mkdir(exist_ok=True)
+    save_json(recipe, folder / "recipe.json")
+    pipe = stages.train_all(recipe, demo.out / "data", folder)
+    assert pipe is not None  # all stages were asked for
+    return pipe
+
+
+def _draw(demo: Demo, pipe: TextToImage, captions: list[str]) -> tuple[Tensor, Tensor]:
+    """Pictures uint8 [B, N, 3, H, W] and scores [B, N] of the captions to show."""
+    path = demo.out / "drawings.safetensors"
+    settings = json.dumps([captions, demo.candidates, demo.seed])
+    try:
+        found = load_file(path)
+        if bytes(found["settings"].tolist()).decode() == settings:
+            return found["pictures"], found["scores"]
+    except (FileNotFoundError, SafetensorError, KeyError):
+        pass
+    with progress("drawing", len(captions) * demo.candidates, unit="picture") as bar:
+        length = pipe.dvae.config.grid[0] * pipe.dvae.config.grid[1]
+        made = pipe.candidates(
+            captions, demo.candidates, seed=[demo.seed + i for i in range(len(captions))],
+            progress=lambda done, total: bar.advance(done // length - bar.done),
+        )  # fmt: skip
+    said = torch.frombuffer(bytearray(settings.encode()), dtype=torch.uint8)
+    atomic_write_bytes(path, save({"pictures": made.pictures, "scores": made.scores, "settings": said}))
+    return made.pictures, made.scores
+
+
+def _score(demo: Demo, pipe: TextToImage, asked: Sequence[tuple[str, Scene]]) -> composition.Composition:
+    path = demo.out / "composition.json"
+    if path.exists() and (found := _saved(demo, path, [caption for caption, _ in asked])):
+        return found
+    with progress("scoring", len(asked) * demo.candidates, unit="picture") as bar:
+        result = composition.score(
+            pipe, asked, candidates=demo.candidates, best_of=(1, demo.candidates), seed=demo.seed,
+            progress=bar.advance,
+        )  # fmt: skip
+    result.save(path)
+    return result
+
+
+def _saved(demo: Demo, path: Path, captions: list[str]) -> composition.Composition | None:
+    found = composition.Composition.load(path)
+    same = found.captions == captions and found.settings["candidates"] == demo.candidates
+    return found if same and found.settings["seed"] == demo.seed else None
+
+
+@contextmanager
+def _timed(out: Path, phase: str) -> Iterator[None]:
+    """Add the time of a phase to `timings.json`, whether it ends or is interrupted."""
+    path, begun = out / "timings.json", time.monotonic()
+    try:
+        yield
+    finally:
+        seconds = time.monotonic() - begun
+        known = read_json(path) if path.exists() else {}
+        atomic_write_text(path, json.dumps({**known, phase: known.get(phase, 0.0) + seconds}, indent=2) + "\n")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------------- report
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A caption with the real scene and its candidates: uint8 [N, 3, H, W], scores [N], verdicts [N]."""
+
+    caption: str
+    scene: Scene
+    pictures: Tensor
+    scores: Tensor
+    right: np.ndarray
+
+    @property
+    def best(self) -> int:
+        return int(self.scores.argmax())
+
+    def picture(self, i: int) -> Image.Image:
+        return Image.fromarray(self.pictures[i].permute(1, 2, 0).contiguous().numpy())
+
+    def real(self) -> Image.Image:
+        return Image.fromarray(render(self.scene, self.pictures.shape[-1]))
+
+
+def _sheet(shown: Sequence[Shown]) -> Image.Image:
+    rows = []
+    for one in shown:
+        right = bool(one.right[one.best])
+        label = f"{'right' if right else 'wrong'}, score {float(one.scores[one.best]):.2f}"
+        pictures = [(one.picture(one.best), label), (one.real(), "a real scene")]
+        rows.append(report.Row(caption=one.caption, pictures=pictures, right=right))
+    return report.contact_sheet(rows, columns=min(4, len(rows)))
+
+
+def _page(demo: Demo, pipe: TextToImage, shown: Sequence[Shown], result: composition.Composition) -> str:
+    k = demo.candidates
+    best, first = result.rate(k), result.rate(1)
+    took = read_json(demo.out / "timings.json")
+    trained = "Three models were" if demo.from_scratch else "A prior and a contrastive model were"
+    parts = [
+        "<h1>limner demo</h1>",
+        f'<p class="lead">{trained} trained here, from random weights, on {demo.scenes:,} pictures of a small '
+        f"synthetic world. Of {best.total} captions whose combinations were held out of training, the chosen "
+        f"drawing has everything right for <b>{best.value:.0%}</b> (best of {k}), "
+        f"against {first.value:.0%} with a single drawing.</p>",
+        "<h2>Drawings</h2>",
+        '<p class="dim">The best of each row was chosen by the contrastive model (blue frame); an oracle that reads '
+        "pictures without a learned model says what is right (green line).</p>",
+        *(_article(one) for one in shown),
+        f"<h2>Score over {best.total} held-out captions</h2>",
+        report.table(
+            [
+                (name, f"{result.single(count):.1%}", *_cells(result, k, count))
+                for name, count in result.groups().items()
+            ],
+            ("captions", "any candidate", "best of 1", f"best of {k}", f"any of {k} right"),
+        ),
+        '<p class="dim">With 95% intervals. Right means: number, size, fill, color and shape of all things, their '
+        "relation, and the background.</p>",
+        "<h2>Training</h2>",
+        f'<div class="charts">{"".join(_charts(demo.out / "run"))}</div>',
+        "<h2>Time</h2>",
+        report.table([*((name, clock(s)) for name, s in took.items()), ("in all", clock(sum(took.values())))]),
+        "<h2>Settings</h2>",
+        report.table(_settings(demo, pipe)),
+    ]
+    return "\n".join(parts)
+
+
+def _cells(result: composition.Composition, k: int, count: int | None) -> tuple[str, str, str]:
+    return str(result.rate(1, count)), str(result.rate(k, count)), str(result.ceiling(k, count))
+
+
+def _article(one: Shown) -> str:
+    right = bool(one.right[one.best])
+    verdict = '<span class="good">right</span>' if right else '<span class="bad">not as the caption says</span>'
+    strip = []
+    for i in range(len(one.pictures)):
+        kind = " ".join(name for name, on in (("chosen", i == one.best), ("right", one.right[i])) if on)
+        tag = report.image(one.picture(i), f"candidate {i + 1}", 48)
+        title = f"candidate {i + 1}, score {float(one.scores[i]):.3f}"
+        strip.append(tag.replace("<img ", f'<img class="{kind}" title="{title}" ', 1))
+    return (
+        f"<article><h3>{escape(one.caption)}</h3>"
+        f'<div class="pair"><figure>{report.image(one.picture(one.best), "best drawing", 192)}'
+        f"<figcaption>drawn: {verdict}, score {float(one.scores[one.best]):.3f}</figcaption></figure>"
+        f"<figure>{report.image(one.real(), 'real scene', 192)}<figcaption>a real scene</figcaption></figure></div>"
+        f'<div class="strip">{"".join(strip)}</div><small>{int(one.right.sum())} of {len(one.right)} candidates '
+        "are right</small></article>"
+    )
+
+
+def _charts(folder: Path) -> Iterator[str]:
+    for name, (title, keys) in _CURVES.items():
+        rows = read_metrics(folder / name / "metrics.jsonl")
+        for key in keys:
+            points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+            yield report.chart(
+                f"{title}: {key.removeprefix('eval/')}" + (" (held out)" if "/" in key else ""), {key: points}
+            )
+
+
+def _settings(demo: Demo, pipe: TextToImage) -> list[tuple[str, object]]:
+    recipe, size, (h, w) = demo.recipe(), pipe.dvae.config.size, pipe.dvae.config.grid
+
+    def sizes(model: torch.nn.Module, steps: int) -> str:
+        return f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {steps:,} steps"
+
+    return [
+        ("pictures", f"{size} x {size} pixels, {h} x {w} tokens"),
+        ("prior", sizes(pipe.prior, recipe.prior.training.steps)),
+        ("contrastive model", sizes(pipe.contrastive, recipe.contrastive.training.steps)),
+        ("dVAE", "trained here" if demo.from_scratch else "bundled"),
+        ("seed", demo.seed),
+        ("torch", torch.__version__),
+        ("threads", torch.get_num_threads()),
+    ]

@@ -1,0 +1,166 @@
+"""The commands as a user runs them: real processes, exit codes, files."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tiny import tiny_pipe
+
+SOURCE = Path(__file__).parents[2] / "src"
+CAPTION = "a small red circle above a large blue square on a gray background"
+
+
+def start(*arguments, cwd=None, code=None, **options):
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "limner"] if code is None else [sys.executable, "-c", code]
+    return subprocess.Popen(
+        [*command, *map(str, arguments)], cwd=cwd, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
+    )  # fmt: skip
+
+
+def limner(*arguments, **options):
+    process = start(*arguments, **options)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return tiny_pipe().save_pretrained(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_help_answers_within_half_a_second_and_imports_nothing_heavy():
+    """Seconds of processor time, so that a busy machine does not fail it."""
+    limner("--help")  # compiles
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code, out, _ = limner("--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert code == 0
+    assert "draw a caption" in out
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    code, out, _ = limner(
+        code="import sys, limner.cli; limner.cli.main(['--help']); limner.cli.main(['--version']);"
+        "print(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'numpy', 'PIL', 'tyro', 'rich'}))"
+    )
+    assert out.splitlines()[-1] == "[]"
+
+
+def test_import_limner_is_light():
+    code, out, _ = limner(code="import sys, limner; print(limner.__version__, 'torch' in sys.modules)")
+    assert code == 0
+    assert out.split()[1] == "False"
+
+
+def test_draw_writes_the_same_picture_for_the_same_seed(bundle, tmp_path):
+    options = ["--model", bundle, "--candidates", 4]
+    code, out, err = limner("draw", CAPTION, *options, cwd=tmp_path)
+    assert code == 0, err
+    name = out.split("  (score")[0]
+    assert name == CAPTION.replace(" ", "-") + ".png"
+    assert limner("draw", CAPTION, *options, "-n", 2, "-o", "again.png", "--scale", 1, cwd=tmp_path)[0] == 0
+    first, again = (Image.open(tmp_path / name) for name in (name, "again-1.png"))
+    assert first.text["caption"] == again.text["caption"] == CAPTION
+    assert "trainedAlgorithmicMedia" in first.text["XML:com.adobe.xmp"]
+    assert np.array_equal(np.asarray(first)[::16, ::16], np.asarray(again))
+    assert (tmp_path / "again-2.png").exists()
+
+
+def test_mistakes_are_one_sentence_and_code_2(bundle, tmp_path):
+    for arguments, says in (
+        (["drwa"], "did you mean 'draw'"),
+        (["draw", " "], "empty"),
+        (["draw", CAPTION, "--model", bundle, "--top-p", "3"], "top_p"),
+        (["draw", CAPTION, "--model", tmp_path], "not a bundle"),
+    ):
+        code, out, err = limner(*arguments)
+        assert (code, out) == (2, "")
+        assert err.startswith("limner: ")
+        assert err.count("\n") == 1
+        assert says in err
+    code, _, err = limner("draw", " ", "--debug")
+    assert code != 0
+    assert "Traceback" in err
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    code, _, err = limner(
+        code="import os, sys, limner.cli; r, w = os.pipe(); os.close(r); os.dup2(w, 1);"
+        "sys.exit(limner.cli.main(['--help']))"
+    )
+    assert "Traceback" not in err
+    assert code in (0, 120)
+
+
+def test_data_from_scenes_to_shards(tmp_path):
+    code, out, err = limner("data", "scenes", "world", "--count", 12, "--seed", 3, cwd=tmp_path)
+    assert code == 0, err
+    assert "kept  12" in out
+    assert "train" in out
+    assert limner("data", "scenes", "twin", "--count", 12, "--seed", 3, cwd=tmp_path)[0] == 0
+    assert (tmp_path / "world" / "00000.tar").read_bytes() == (tmp_path / "twin" / "00000.tar").read_bytes()
+    assert limner("data", "scenes", "world", "--count", 5, cwd=tmp_path)[0] == 2
+    code, out, err = limner("data", "show", "world", "--captions", 2, "-o", "sheet.png", cwd=tmp_path)
+    assert code == 0, err
+    assert "kept  12" in out
+    assert (tmp_path / "sheet.png").exists()
+
+
+TINY_DEMO = """
+import sys
+from dataclasses import replace
+from limner.config import override
+from limner.recipes import demo, presets
+small = {"width": 32, "depth": 1, "heads": 2}
+recipe = override(replace(presets.demo(), dvae=presets.scenes().dvae), {
+    "dvae.model.width": 8, "dvae.model.vocab": 64,
+    **{f"{stage}.model.{k}": v for stage in ("prior", "contrastive") for k, v in small.items()},
+    **{f"{stage}.training.{k}": v for stage in ("dvae", "prior", "contrastive")
+       for k, v in {"steps": 30, "batch_size": 4, "warmup_steps": 2, "log_every": 5}.items()},
+})
+demo.Demo.recipe = lambda self: recipe
+from limner.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_the_demo_stops_goes_on_and_reports(tmp_path):
+    arguments = [
+        "demo", "--out", "demo", "--from-scratch", "--scenes", 80, "--captions", 2, "--candidates", 3, "--evaluated", 2,
+    ]  # fmt: skip
+    process = start(*arguments, cwd=tmp_path, code=TINY_DEMO)
+    metrics = tmp_path / "demo" / "run" / "dvae" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode in (0, 130), err
+    if process.returncode == 130:
+        assert "the same command goes on" in err
+    code, out, err = limner(*arguments, cwd=tmp_path, code=TINY_DEMO)
+    assert code == 0, err
+    assert "best of 3" in out
+    folder = tmp_path / "demo"
+    report = (folder / "report.html").read_text()
+    assert report.count("<article>") == 2
+    assert report.count("<svg") >= 5
+    assert "data:image/png" in report
+    assert Image.open(folder / "contact.png").size[0] > 100
+    made = {name: (folder / name).stat().st_mtime_ns for name in ("drawings.safetensors", "composition.json")}
+    code, out, err = limner(*arguments, cwd=tmp_path, code=TINY_DEMO)
+    assert code == 0
+    assert "training" not in err  # all of it is there already
+    assert {name: (folder / name).stat().st_mtime_ns for name in made} == made
+    code, _, err = limner(*arguments, "--scenes", 90, cwd=tmp_path, code=TINY_DEMO)
+    assert code == 2
+    assert "other settings" in err
+    assert limner("draw", CAPTION, "--model", folder / "run", "--candidates", 1, cwd=tmp_path)[0] == 0

@@ -1,0 +1,157 @@
+"""Data sets: seeds decide everything, bad samples are replaced and counted."""
+
+import pickle
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from limner.data.augment import augment_none
+from limner.data.datasets import ImageCaptionDataset, TokenDataset
+from limner.data.filters import Filters
+from limner.data.prepare import encode_image
+from limner.data.samples import Rejected, Sample
+from limner.data.stream import Stream, hash64
+from limner.errors import UserError
+
+
+class Words:
+    """One token a word: a hash of it, or of its first half where dropout strikes."""
+
+    def encode(self, captions, length, dropout=0.0, rng=None):
+        out = torch.full((len(captions), length), -1)
+        for row, caption in enumerate(captions):
+            assert caption
+            for column, word in enumerate(caption.split()[:length]):
+                if dropout and rng.random() < dropout:
+                    word = word[: len(word) // 2]
+                out[row, column] = zlib.crc32(word.encode()) % 1000
+        return out
+
+
+class Memory:
+    """Pictures in memory; some are bad."""
+
+    def __init__(self, n, bad=()):
+        rng = np.random.default_rng(0)
+        self.pixels = [rng.integers(0, 256, (20 + i % 5, 23, 3), dtype=np.uint8) for i in range(n)]
+        self.bad = dict(bad)
+
+    def __len__(self):
+        return len(self.pixels)
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise Rejected(self.bad[index])
+        captions = (f"picture number {index}", f"number {index} in another phrasing")
+        return Sample(encode_image(self.pixels[index]), captions)
+
+    def meta(self, index):
+        return {}
+
+    def fingerprint(self):
+        return "memory"
+
+
+def batch(dataset, indices):
+    return dataset.batch(np.array(indices), hash64(7, np.array(indices)))
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("augment", ["dvae", "prior", "none"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_sample_does_not_depend_on_its_surroundings(augment, dropout):
+    def make(threads):
+        return ImageCaptionDataset(Memory(9), 16, augment, Words(), 6, dropout, caption_dropout=0.3, threads=threads)
+
+    whole = batch(make(1), range(9))
+    assert whole["pixels"].shape == (9, 3, 16, 16) and whole["pixels"].dtype == torch.uint8
+    assert whole["text"].shape == (9, 6) and whole["text"].dtype == torch.int64
+    assert equal(whole, batch(make(4), range(9)))
+    assert equal(whole, batch(pickle.loads(pickle.dumps(make(3))), range(9)))
+    dataset = make(2)
+    for index in reversed(range(9)):
+        single = batch(dataset, [index])
+        assert equal(single, {key: value[index : index + 1] for key, value in whole.items()})
+
+
+def test_seeds_choose_crop_phrasing_and_dropout():
+    dataset = ImageCaptionDataset(Memory(1), 16, "dvae", Words(), 6, caption_dropout=0.25)
+    out = dataset.batch(np.zeros(200, int), hash64(0, np.arange(200)))
+    assert len({row.numpy().tobytes() for row in out["pixels"]}) > 50
+    texts = [tuple(row.tolist()) for row in out["text"]]
+    assert len(set(texts)) == 3  # two phrasings, or nothing
+    assert 0.15 < texts.count((-1,) * 6) / 200 < 0.35
+
+
+def test_none_matches_the_picture():
+    source = Memory(3)
+    pixels = batch(ImageCaptionDataset(source, 12), [0, 1, 2])["pixels"]
+    for index in range(3):
+        expected = augment_none(source.pixels[index], 12)
+        assert np.array_equal(pixels[index].permute(1, 2, 0).numpy(), expected)
+
+
+def test_bad_samples_are_replaced_by_the_next_good_one_and_counted_once():
+    source = Memory(8, {2: "broken image", 3: "missing caption", 7: "broken image"})
+    dataset = ImageCaptionDataset(source, 16, "prior", Words(), 6, threads=3)
+    for _ in range(2):
+        out = batch(dataset, range(8))
+        assert dataset.rejected == {"broken image": 2, "missing caption": 1}
+    numbers = Words().encode([str(n) for n in range(8)], 1)[:, 0].tolist()
+    for row, index in enumerate([0, 1, 4, 4, 4, 5, 6, 0]):
+        assert numbers[index] in out["text"][row].tolist()
+
+
+def test_a_source_without_one_good_sample():
+    source = Memory(3, {0: "broken image", 1: "broken image", 2: "empty caption"})
+    with pytest.raises(UserError, match="broken image: 2, empty caption: 1"):
+        batch(ImageCaptionDataset(source, 16), [1])
+    with pytest.raises(UserError, match="empty"):
+        ImageCaptionDataset(Memory(0), 16)
+
+
+def test_filters_on_the_fly():
+    source = Memory(4)
+    source.pixels[1] = np.zeros((10, 50, 3), np.uint8)
+    dataset = ImageCaptionDataset(source, 16, filters=Filters(english=None))
+    batch(dataset, range(4))
+    assert dataset.rejected == {"aspect ratio": 1}
+
+
+def test_tokens():
+    tokens = np.arange(40, dtype=np.uint16).reshape(10, 4) + 60000
+    captions = [(f"row {n}", f"the row {n}") for n in range(10)]
+    plain = TokenDataset(tokens, captions, Words(), 4)
+    indices, seeds = np.arange(10)[::-1].copy(), hash64(1, np.arange(10))
+    out = plain.batch(indices, seeds)
+    assert torch.equal(out["image"], torch.from_numpy(tokens[indices].astype(np.int64)))
+    assert out["text"].dtype == torch.int64
+    for row, index in enumerate(indices):
+        choices = Words().encode(captions[index], 4)
+        assert any(torch.equal(out["text"][row], choice) for choice in choices)
+    assert equal(out, plain.batch(indices, seeds))
+    dropped = TokenDataset(tokens, captions, Words(), 4, bpe_dropout=0.5)
+    assert not equal(out, dropped.batch(indices, seeds))
+    assert equal(dropped.batch(indices, seeds), dropped.batch(indices, seeds))
+    empty = TokenDataset(tokens, captions, Words(), 4, caption_dropout=1.0).batch(indices, seeds)
+    assert (empty["text"] == -1).all()
+    with pytest.raises(ValueError, match="10 rows"):
+        TokenDataset(tokens, captions[:3], Words())
+
+
+def test_streams_over_data_sets_divide():
+    dataset = ImageCaptionDataset(Memory(7), 16, "prior", Words(), 6, 0.2, 0.2)
+    whole, left, right = (
+        Stream(dataset, 4),
+        Stream(dataset, 4, 0, 0, 2),
+        Stream(dataset, 4, 0, 1, 2),
+    )
+    for _ in range(4):
+        parts = next(left), next(right)
+        joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        assert equal(next(whole), joined)

@@ -1,0 +1,167 @@
+"""Shards: what is written comes back, in the same bytes each time; half a data set is refused."""
+
+import io
+import json
+import pickle
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from limner.data.samples import Rejected
+from limner.data.shards import ShardReader, ShardWriter, tar_members
+from limner.errors import UserError
+
+SAMPLES = st.lists(
+    st.tuples(
+        st.binary(min_size=1, max_size=1500),
+        st.lists(st.text("ab éß日", min_size=1).filter(str.strip), min_size=1, max_size=3),
+        st.sampled_from(["train", "held-out"]),
+    ),
+    max_size=12,
+)
+
+
+def write(folder, samples, per_shard=5):
+    with ShardWriter(folder, per_shard) as writer:
+        for image, captions, split in samples:
+            writer.write(image, captions, {"split": split})
+    return sorted(folder.glob("*.tar"))
+
+
+@given(samples=SAMPLES)
+@settings(max_examples=25, deadline=None)
+def test_round_trip_and_stable_bytes(samples, tmp_path_factory):
+    paths = write(tmp_path_factory.mktemp("a") / "x", samples)
+    again = write(tmp_path_factory.mktemp("b") / "x", samples)
+    assert [p.read_bytes() for p in paths] == [p.read_bytes() for p in again]
+    assert len(paths) == -(-len(samples) // 5)
+    reader = ShardReader(paths)
+    assert len(reader) == len(samples)
+    for index, (image, captions, split) in enumerate(samples):
+        sample = reader[index]
+        assert sample.image == image
+        assert sample.captions == tuple(" ".join(c.split()) for c in captions)
+        assert sample.meta["split"] == reader.meta(index)["split"] == split
+
+
+def test_summary_counts(tmp_path):
+    with ShardWriter(tmp_path / "out") as writer:
+        writer.write(b"x", ["a b"], {"split": "train"})
+        writer.write(b"y", ["c d"], {"split": "held-out"})
+        for reason in ("broken image", "missing caption", "broken image"):
+            writer.reject(reason)
+    assert json.loads((tmp_path / "out/dataset.json").read_text()) == {
+        "count": 5,
+        "kept": 2,
+        "rejected": {"broken image": 2, "missing caption": 1},
+        "splits": {"train": 1, "held-out": 1},
+        "shards": 1,
+    }
+
+
+def test_an_interrupted_writer_leaves_nothing_that_reads(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt), ShardWriter(out, per_shard=2) as writer:
+        for n in range(5):
+            writer.write(b"x%d" % n, [f"caption {n}"])
+        raise KeyboardInterrupt
+    assert not (out / "dataset.json").exists()
+    with pytest.raises(UserError, match="incomplete"):
+        ShardReader(sorted(out.glob("*.tar")))
+    # The same command again starts afresh and completes.
+    paths = write(out, [(b"z", ["a caption"], "train")])
+    assert [path.name for path in paths] == ["00000.tar"]
+    assert len(ShardReader(paths)) == 1
+    assert sorted(path.name for path in out.iterdir()) == ["00000.tar", "dataset.json"]
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match="not empty"):
+        ShardWriter(tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+    with pytest.raises(UserError, match="is a file"):
+        ShardWriter(tmp_path / "thesis.txt")
+
+
+def tar(path, members, **options):
+    with tarfile.open(path, "w", **options) as file:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return path
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_members_agree_with_tarfile(tmp_path, format):
+    """Names short and long, in every dialect: offsets as the library has them."""
+    members = {"a/1.jpg": b"1" * 700, "a/1.txt": b"one", "empty.txt": b""}
+    members["deep/" * 18 + "2.jpg"] = b"2" * 513
+    if format != tarfile.USTAR_FORMAT:
+        members["n" * 180 + ".jpg"] = members["é.jpg"] = b"3"
+    path = tar(tmp_path / "x.tar", members, format=format)
+    with tarfile.open(path) as file:
+        expected = [(m.name, m.offset_data, m.size) for m in file if m.isfile()]
+    assert list(tar_members(path)) == expected
+
+
+def test_a_foreign_shard(tmp_path):
+    """img2dataset's layout: captions in the JSON count too, unknown members do not."""
+    members = {
+        "000000000.jpg": b"A",
+        "000000000.txt": b"first",
+        "000000000.json": b'{"caption": "first", "similarity": 0.3}',
+        "000000001.JPG": b"B",
+        "000000001.json": b'{"caption": "second"}',
+        "000000002.jpg": b"C",
+        "000000003.txt": b"no picture",
+        "000000004.jpg": b"D",
+        "000000004.txt": b"\xff\xfe\xfd",
+        "000000005.jpg": b"E",
+        "000000005.txt": b" \n",
+        "000000006.jpg": b"F",
+        "000000006.txt": b"fine",
+        "000000006.json": b"{",
+        "000000007.cls": b"7",
+    }
+    reader = ShardReader([tar(tmp_path / "00000.tar", members)])
+    assert len(reader) == 7
+    assert reader[0].captions == ("first",) and reader[0].meta["similarity"] == 0.3
+    assert reader[1].captions == ("second",)
+    reasons = {}
+    for index in range(2, 7):
+        with pytest.raises(Rejected) as caught:
+            reader[index]
+        reasons[index] = caught.value.reason
+    assert reasons == {
+        2: "missing caption",
+        3: "missing image",
+        4: "caption is not UTF-8",
+        5: "empty caption",
+        6: "broken metadata",
+    }
+
+
+def test_damage_costs_only_what_is_damaged(tmp_path):
+    members = {f"{n}.{suffix}": b"x" * 600 for n in range(4) for suffix in ("txt", "jpg")}
+    path = tar(tmp_path / "00000.tar", members)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: 7 * 1536 + 700])  # the last picture is cut
+    reader = ShardReader([path])
+    assert len(reader) == 4 and reader[2].image == b"x" * 600
+    with pytest.raises(Rejected, match="broken image"):
+        reader[3]
+    path.write_bytes(whole[: 4 * 1536] + b"\x55" * 512 + whole[4 * 1536 + 512 :])
+    with pytest.warns(UserWarning, match="damaged at byte 6144"):
+        assert len(ShardReader([path])) == 2
+
+
+def test_readers_are_shared_by_threads_and_pickled(tmp_path):
+    paths = write(tmp_path / "out", [(b"%d" % n * 400, [f"no {n}"], "train") for n in range(40)])
+    reader = pickle.loads(pickle.dumps(ShardReader(paths)))
+    with ThreadPoolExecutor(8) as pool:
+        for index, sample in enumerate(pool.map(reader.__getitem__, list(range(40)) * 5)):
+            assert sample.captions == (f"no {index % 40}",)

@@ -1,0 +1,97 @@
+"""The token cache: encoded once, resumed after an interruption, keyed by all that decides it."""
+
+import numpy as np
+import pytest
+import torch
+
+from limner.data.prepare import encode_image
+from limner.data.shards import ShardWriter
+from limner.data.sources import open_source
+from limner.data.tokens import encode_tokens
+from limner.errors import UserError
+
+
+class Encoder:
+    """Tokens are the red values of a 2 x 2 reduction; calls are counted."""
+
+    def __init__(self, stop_after=None):
+        self.calls, self.stop_after = 0, stop_after
+
+    def __call__(self, pixels):
+        assert pixels.dtype == torch.uint8 and pixels.shape[1:] == (3, 8, 8)
+        assert not torch.is_grad_enabled()
+        if self.calls == self.stop_after:
+            raise KeyboardInterrupt
+        self.calls += 1
+        return pixels[:, 0, ::4, ::4].reshape(len(pixels), 4).long()
+
+
+@pytest.fixture
+def source(tmp_path):
+    with ShardWriter(tmp_path / "data") as writer:
+        for n in range(10):
+            image = encode_image(np.full((8, 8, 3), n * 20, np.uint8))
+            writer.write(b"broken" if n in (3, 9) else image, [f"number {n}", f"no {n}"])
+    return open_source(tmp_path / "data")
+
+
+def run(source, tmp_path, encoder, key="dvae", size=8, **options):
+    return encode_tokens(
+        source, encoder, key=key, size=size, cache_dir=tmp_path / "cache",
+        batch_size=2, part_size=4, **options,
+    )  # fmt: skip
+
+
+def test_encoded_once(source, tmp_path):
+    encoder, calls = Encoder(), []
+    cache = run(source, tmp_path, encoder, progress=lambda *at: calls.append(at))
+    good = [n for n in range(10) if n not in (3, 9)]
+    assert cache.indices.tolist() == good and len(cache) == 8
+    assert cache.tokens.dtype == np.uint16
+    assert cache.tokens.tolist() == [[n * 20] * 4 for n in good]
+    assert cache.captions == [(f"number {n}", f"no {n}") for n in good]
+    assert cache.rejected == {"broken image": 2}
+    assert calls[-1] == (10, 10) and calls == sorted(calls)
+    again = run(source, tmp_path, None)  # not called
+    assert np.array_equal(again.tokens, cache.tokens) and again.captions == cache.captions
+    assert again.rejected == cache.rejected
+
+
+def test_an_interruption_loses_one_part(source, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(source, tmp_path, Encoder(stop_after=3))  # in the second part
+    rest = Encoder()
+    cache = run(source, tmp_path, rest)
+    assert rest.calls == 3  # not the two batches of the first part
+    assert len(cache) == 8
+    part = next((tmp_path / "cache").rglob("00001.safetensors"))
+    part.write_bytes(part.read_bytes()[:50])
+    mended = Encoder()
+    assert np.array_equal(run(source, tmp_path, mended).tokens, cache.tokens) and mended.calls == 2
+
+
+def test_the_key_is_all_that_decides(source, tmp_path):
+    run(source, tmp_path, Encoder())
+    encoder = Encoder()
+    run(source, tmp_path, encoder, key="another dvae")
+    assert encoder.calls
+    sizes = []
+    run(source, tmp_path, lambda pixels: sizes.append(pixels.shape[2]) or pixels[:, 0, 0], size=4)
+    assert set(sizes) == {4}
+    path = source.paths[0]
+    path.write_bytes(path.read_bytes())  # rewritten
+    encoder = Encoder()
+    run(source, tmp_path, encoder)
+    assert encoder.calls
+
+
+def test_large_vocabularies_need_more_bits(source, tmp_path):
+    cache = run(source, tmp_path, lambda pixels: pixels[:, 0, :1, 0].long() + 70_000)
+    assert cache.tokens.dtype == np.int32 and cache.tokens.min() == 70_000
+
+
+def test_nothing_good(tmp_path):
+    with ShardWriter(tmp_path / "data") as writer:
+        writer.write(b"broken", ["a caption"])
+    with pytest.raises(UserError, match="broken image: 1"):
+        run(open_source(tmp_path / "data"), tmp_path, Encoder())

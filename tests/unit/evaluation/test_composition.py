@@ -1,0 +1,116 @@
+"""Captions are full and of the split asked for; rates count what they say."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binomtest
+
+from limner.data import scenes
+from limner.data.oracle import satisfies
+from limner.errors import UserError
+from limner.evaluation.composition import Composition, captions_for, score, verdicts, wilson
+from limner.pipeline import Candidates
+
+
+@pytest.mark.parametrize("split", ["held-out", "train"])
+def test_captions_say_everything_and_keep_to_the_split(split):
+    asked = captions_for(split, (1, 2), 24, seed=3)
+    assert [len(scene.things) for _, scene in asked] == [1, 2] * 12
+    for caption, scene in asked:
+        claims = scenes.parse(caption)
+        assert claims is not None
+        assert claims.background == scene.background
+        assert all(None not in look for look in claims.looks)
+        assert claims.hold(scene)
+        assert scene.split == split
+
+
+def test_caption_i_depends_on_the_seed_and_i_alone():
+    long, short = captions_for(n=10, seed=1), captions_for(n=4, seed=1)
+    assert long[:4] == short
+    assert captions_for(n=4, seed=2) != short
+
+
+@pytest.mark.parametrize(("right", "total"), [(0, 9), (9, 9), (43, 50), (1, 300)])
+def test_the_interval_is_wilsons(right, total):
+    expected = binomtest(right, total).proportion_ci(method="wilson")
+    assert wilson(right, total) == pytest.approx((expected.low, expected.high), abs=1e-4)
+
+
+def as_tensor(pictures):
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2)
+
+
+class Painter:
+    """Stands in for a pipeline: some candidates are the real scene, others are empty."""
+
+    name = "painter"
+    dvae = SimpleNamespace(config=SimpleNamespace(grid=(2, 3)))
+
+    def __init__(self, asked, right, marks):
+        self.asked = {caption: (scene, r, m) for (caption, scene), r, m in zip(asked, right, marks, strict=True)}
+        self.seeds = []
+
+    def candidates(self, captions, count, *, seed, sampler, progress):
+        self.seeds += seed
+        pictures, marks = [], []
+        for caption in captions:
+            scene, right, mark = self.asked[caption]
+            real, empty = (scenes.render(s) for s in (scene, scenes.Scene(things=(), background=scene.background)))
+            pictures.append(as_tensor([real if r else empty for r in right]))
+            marks.append(torch.tensor(mark))
+        for done in range(0, len(captions) * count * 6 + 1, 4):
+            progress(done, len(captions) * count * 6)
+        progress(len(captions) * count * 6, len(captions) * count * 6)
+        return Candidates(torch.stack(pictures), torch.stack(marks), torch.zeros(0))
+
+
+def example():
+    asked = captions_for("held-out", (1, 2), 4, seed=0)
+    assert len({caption for caption, _ in asked}) == 4
+    right = [[0, 1, 0], [1, 0, 0], [0, 0, 0], [0, 0, 1]]
+    marks = [[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.0, 0.5, 0.1], [0.1, 0.2, 0.9]]
+    return asked, right, marks
+
+
+def test_best_of_k_is_the_highest_score_among_the_first_k():
+    asked, right, marks = example()
+    painter, advanced = Painter(asked, right, marks), []
+    result = score(painter, asked, candidates=3, best_of=(1, 2, 3, 64), seed=5, progress=advanced.append)
+    assert result.right.tolist() == [[bool(r) for r in row] for row in right]
+    assert result.best_of == (1, 2, 3)
+    assert [result.rate(k).right for k in (1, 2, 3)] == [1, 2, 2]
+    assert [result.ceiling(k).right for k in (1, 2, 3)] == [1, 2, 3]
+    assert [result.rate(3, count).right for count in (1, 2)] == [0, 2]
+    assert result.single() == pytest.approx(3 / 12)
+    assert sum(advanced) == 12
+    assert painter.seeds == [5, 6, 7, 8]  # captions are independent
+
+
+def test_results_survive_the_disk_and_the_table_shows_all_groups(tmp_path):
+    asked, right, marks = example()
+    result = score(Painter(asked, right, marks), asked, candidates=3, best_of=(1, 3), progress=lambda _: None)
+    path = tmp_path / "result.json"
+    result.save(path)
+    table = json.loads(path.read_text())["table"]
+    assert table["all"]["best of 3"]["rate"] == 0.5
+    assert table["1 thing"]["best of 3"]["total"] == 2
+    loaded = Composition.load(path)
+    assert loaded.table() == result.table()
+    assert loaded.settings == result.settings
+    for text in ("all, 4 captions", "1 thing, 2", "2 things, 2", "best of 3", "ceiling"):
+        assert text in result.table()
+    path.write_text("{}")
+    with pytest.raises(UserError, match="not the result"):
+        Composition.load(path)
+
+
+def test_equal_pictures_get_equal_verdicts():
+    (caption, scene), *_ = captions_for(n=1, seed=4)
+    real, other = scenes.render(scene), scenes.render(captions_for(n=1, seed=6)[0][1])
+    assert satisfies(real, caption)
+    assert not satisfies(other, caption)
+    assert verdicts(as_tensor([other, real, other, real]), caption).tolist() == [False, True, False, True]

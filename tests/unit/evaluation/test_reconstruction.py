@@ -1,0 +1,75 @@
+"""Measures of a dVAE, against stand-ins whose answers are known."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from limner.data import scenes
+from limner.evaluation.reconstruction import fresh_scenes, measure, same_scene
+from tiny import tiny_pipe
+
+
+class Lossless(nn.Module):
+    """Remembers the pictures; uses four codes, one of them as often as the others together."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.config = type("Config", (), {"vocab": 10})
+
+    def tokens(self, pixels):
+        self.seen = pixels
+        return torch.tensor([[0, 0, 0, 1, 2, 3]]).expand(len(pixels), -1)
+
+    def pictures(self, tokens):
+        return self.change(self.seen)
+
+    def change(self, pixels):
+        return pixels
+
+
+def test_lossless_pictures_are_read_alike():
+    result = measure(Lossless(), fresh_scenes(6), read=True)
+    assert result.read_alike == 1.0
+    assert result.psnr > 60
+    assert (result.codes, result.vocab) == (4, 10)
+    p = np.array([0.5, 1 / 6, 1 / 6, 1 / 6])
+    assert result.perplexity == pytest.approx(np.exp(-(p * np.log(p)).sum()), rel=1e-5)
+
+
+def test_a_picture_without_its_things_is_not(tmp_path):
+    dvae = Lossless()
+    dvae.change = lambda pixels: pixels[:, :, :1, :1].expand_as(pixels).contiguous()
+    advanced = []
+    result = measure(dvae, fresh_scenes(6), read=True, progress=advanced.append)
+    assert result.read_alike == 0.0
+    assert result.psnr_worst <= result.psnr < 30
+    assert sum(advanced) == 6
+    assert "dB" in result.table()
+    result.save(tmp_path / "r.json")
+    assert '"read_alike": 0.0' in (tmp_path / "r.json").read_text()
+
+
+def test_a_real_dvae_is_measured():
+    result = measure(tiny_pipe().dvae, fresh_scenes(3, size=24))
+    assert result.read_alike is None
+    assert 1 <= result.perplexity <= result.codes <= 32
+
+
+def test_fresh_scenes_are_fixed_by_their_seed():
+    assert torch.equal(fresh_scenes(5, seed=2)[:3], fresh_scenes(3, seed=2))
+    assert not torch.equal(fresh_scenes(3, seed=2), fresh_scenes(3, seed=3))
+
+
+def test_scenes_are_the_same_in_any_order_and_within_half_a_unit():
+    scene = scenes.sample_scene(np.random.default_rng(0), count=3)
+    first, *rest = scene.things
+    assert same_scene(scene, replace(scene, things=(*rest, replace(first, x=first.x + 0.4))))
+    assert not same_scene(scene, replace(scene, things=(*rest, replace(first, x=first.x + 0.6))))
+    assert not same_scene(scene, replace(scene, things=tuple(rest)))
+    other = "circle" if first.shape != "circle" else "square"
+    assert not same_scene(scene, replace(scene, things=(*rest, replace(first, shape=other))))
+    assert not same_scene(scene, replace(scene, background="brown" if scene.background != "brown" else "teal"))

@@ -1,0 +1,127 @@
+"""Tokens follow the model's distribution, and candidate i is the same in whatever batch."""
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from scipy import stats
+
+from limner.models.transformer import TransformerConfig
+from limner.sampling.generate import Sampler, generate, uniforms
+from limner.text import PAD
+
+N = 40_000
+LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.3, -3.0, 0.0, 1.7, -1.0])
+
+
+def draw(sampler, logits=LOGITS, n=N, seed=0):
+    uniform = torch.rand(n, generator=torch.Generator().manual_seed(seed))
+    return sampler(logits.expand(n, -1), uniform)
+
+
+def frequencies(tokens):
+    return torch.bincount(tokens, minlength=len(LOGITS)).numpy()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.5])
+def test_tokens_follow_the_softmax(temperature):
+    found = frequencies(draw(Sampler(temperature=temperature)))
+    expected = (LOGITS.double() / temperature).softmax(0).numpy() * N
+    assert stats.chisquare(found, expected).pvalue > 1e-3
+
+
+def test_top_k_keeps_the_k_likeliest_in_proportion():
+    found = frequencies(draw(Sampler(top_k=3)))
+    kept = LOGITS.topk(3).indices
+    assert set(found.nonzero()[0]) == set(kept.tolist())
+    expected = LOGITS[kept].double().softmax(0).numpy() * N
+    assert stats.chisquare(found[kept.numpy()], expected).pvalue > 1e-3
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p():
+    p, order = LOGITS.softmax(0).sort(descending=True)
+    for count in (1, 2, 4):
+        between = float(p[:count].sum() - p[count - 1] / 2)  # the count-th token is needed to reach this
+        found = frequencies(draw(Sampler(top_p=between)))
+        assert set(found.nonzero()[0]) == set(order[:count].tolist())
+
+
+def test_top_p_acts_on_what_top_k_left():
+    # After top_k=2 the likeliest token has a share of p0 / (p0 + p1), which alone reaches the bound.
+    p = LOGITS.softmax(0).sort(descending=True).values
+    share = float(p[0] / (p[0] + p[1]))
+    assert share > float(p[0])
+    found = frequencies(draw(Sampler(top_k=2, top_p=(share + float(p[0])) / 2)))
+    assert set(found.nonzero()[0]) == {int(LOGITS.argmax())}
+
+
+@given(
+    logits=st.lists(st.floats(-60, 60), min_size=2, max_size=12),
+    top_k=st.none() | st.integers(1, 15),
+    top_p=st.none() | st.floats(1e-6, 1.0),
+    uniform=st.floats(0, 1, exclude_max=True),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_token_is_always_one_that_was_kept(logits, top_k, top_p, uniform):
+    row = torch.tensor([logits])
+    token = int(Sampler(top_k=top_k, top_p=top_p)(row, torch.tensor([uniform]))[0])
+    assert 0 <= token < len(logits)
+    likelier = int((row[0] > row[0, token]).sum())
+    assert top_k is None or likelier < top_k
+    mass_before = float(row[0].softmax(0)[row[0] > row[0, token]].sum())
+    assert top_p is None or mass_before <= top_p + 1e-5 or top_k is not None
+
+
+def test_settings_leave_the_logits_alone_and_temperature_zero_is_greedy():
+    logits = torch.randn(5, 9)
+    before = logits.clone()
+    Sampler(temperature=0.7, top_k=3, top_p=0.5)(logits, torch.rand(5))
+    assert torch.equal(logits, before)
+    assert torch.equal(Sampler(temperature=0)(logits, torch.rand(5)), logits.argmax(-1))
+
+
+def test_each_candidate_has_numbers_of_its_own():
+    assert torch.equal(uniforms(3, range(8), 10)[5:], uniforms(3, range(5, 8), 10))
+    everything = torch.cat([uniforms(seed, range(50), 10) for seed in range(4)])
+    assert len(everything.unique(dim=0)) == 200
+
+
+def prior(pattern="paper"):
+    torch.manual_seed(1)
+    config = TransformerConfig(
+        text_vocab=30, image_vocab=16, text_len=5, grid=(3, 5), width=32, depth=5, heads=4, kernel=3, pattern=pattern
+    )  # fmt: skip
+    model = config.build().eval()
+    with torch.no_grad():
+        model.head.image.weight *= 30
+    return model
+
+
+@pytest.mark.parametrize("pattern", ["paper", "dense"])
+def test_candidates_do_not_depend_on_their_batch(pattern):
+    model = prior(pattern)
+    text = torch.tensor([[3, 4, 5, PAD, PAD], [7, 8, PAD, PAD, PAD]])
+    together = generate(model, text, range(6), Sampler(), seed=9)
+    apart = torch.cat([generate(model, text[:1], range(i, i + 2), Sampler(), seed=9) for i in (0, 2, 4)], 1)
+    assert torch.equal(together[:1], apart)
+    assert not torch.equal(together[0], together[1])  # captions matter
+    assert len(together[0].unique(dim=0)) == 6
+    assert not torch.equal(together, generate(model, text, range(6), Sampler(), seed=10))
+
+
+@pytest.mark.parametrize("pattern", ["paper", "dense"])
+def test_drawn_tokens_are_those_that_teacher_forcing_would_choose(pattern):
+    """Row, column, conv and dense layers alike: decoding with the cache is the model itself."""
+    model, sampler = prior(pattern), Sampler(temperature=0.8, top_k=9)
+    text = torch.tensor([[3, 4, 5, PAD, PAD]])
+    tokens = generate(model, text, range(4), sampler, seed=2)[0]
+    with torch.inference_mode():
+        logits = model(text.expand(4, -1), tokens)[1]
+    uniform = uniforms(2, range(4), tokens.shape[1])
+    expected = torch.stack([sampler(logits[:, s], uniform[:, s]) for s in range(tokens.shape[1])], 1)
+    assert torch.equal(tokens, expected)
+
+
+def test_progress_counts_positions():
+    seen = []
+    generate(prior(), torch.zeros(1, 5, dtype=torch.long), range(1), Sampler(), progress=lambda *x: seen.append(x))
+    assert seen == [(i, 15) for i in range(1, 16)]

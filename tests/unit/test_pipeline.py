@@ -1,0 +1,312 @@
+"""Drawing is reproducible, files say where they come from, and a bad bundle is one sentence."""
+
+import json
+import shutil
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import limner
+from limner import pipeline
+from limner.errors import UserError
+from limner.pipeline import SOURCE_TYPE, TextToImage, load
+from tiny import WORDS, tiny_pipe
+
+CAPTION = WORDS[0]
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return tiny_pipe()
+
+
+@pytest.fixture(scope="module")
+def saved(pipe, tmp_path_factory):
+    return pipe.save_pretrained(tmp_path_factory.mktemp("bundles") / "tiny")
+
+
+@pytest.fixture
+def bundle(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+def pixels(drawings):
+    return np.stack([np.asarray(image) for image in drawings.images])
+
+
+# ---------------------------------------------------------------------------- drawing
+
+
+def test_the_same_seed_gives_the_same_pictures_best_first(pipe):
+    first = pipe(CAPTION, n=4, candidates=8, seed=3)
+    again = pipe(CAPTION, n=4, candidates=8, seed=3)
+    assert np.array_equal(pixels(first), pixels(again))
+    assert first.scores == sorted(first.scores, reverse=True)
+    assert [d.candidate for d in first] == [d.candidate for d in again]
+    assert first[0].image.size == (24, 24)
+    assert (first.caption, first.seed) == (CAPTION, 3)
+    assert not np.array_equal(pixels(first), pixels(pipe(CAPTION, n=4, candidates=8, seed=4)))
+
+
+def test_drawing_leaves_the_callers_random_numbers_alone(pipe, saved):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    load(saved)(CAPTION, candidates=2)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_batches_do_not_change_what_is_drawn(pipe, monkeypatch):
+    whole = pipe.candidates(WORDS, 6, seed=[1, 2])
+    monkeypatch.setattr(pipeline, "_ROWS", 4)
+    parts = pipe.candidates(WORDS, 6, seed=[1, 2])
+    assert torch.equal(whole.tokens, parts.tokens)
+    assert torch.equal(whole.pictures, parts.pictures)
+    torch.testing.assert_close(whole.scores, parts.scores, atol=1e-5, rtol=1e-5)
+    alone = pipe.candidates(WORDS[1:], 3, seed=2)
+    assert torch.equal(alone.tokens[0], whole.tokens[1, :3])
+
+
+def test_captions_of_one_seed_share_a_batch_and_agree_with_drawing_alone(pipe):
+    many = pipe.draw_many(WORDS, n=2, candidates=4, seed=7)
+    for caption, drawings in zip(WORDS, many, strict=True):
+        assert np.array_equal(pixels(drawings), pixels(pipe(caption, n=2, candidates=4, seed=7)))
+
+
+def test_progress_reaches_the_end_exactly_once(pipe, monkeypatch):
+    monkeypatch.setattr(pipeline, "_ROWS", 4)
+    seen = []
+    pipe(CAPTION, candidates=6, progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[-1] == (6 * 36, 6 * 36)
+
+
+def test_more_drawings_than_candidates_means_more_candidates(pipe):
+    assert len(pipe(CAPTION, n=5, candidates=2)) == 5
+
+
+@pytest.mark.parametrize(
+    ("caption", "settings", "says"),
+    [
+        ("  ", {}, "empty"),
+        ("a \udcff circle", {}, "Unicode"),
+        (["a", "b"], {}, "draw_many"),
+        (CAPTION, {"n": 0}, "at least 1"),
+        (CAPTION, {"candidates": 0, "n": -1}, "at least 1"),
+        (CAPTION, {"temperature": -1.0}, "temperature"),
+        (CAPTION, {"temperature": float("nan")}, "temperature"),
+        (CAPTION, {"temperature": 1e-9}, "temperature"),
+        (CAPTION, {"top_k": 0}, "top_k"),
+        (CAPTION, {"top_p": 0.0}, "top_p"),
+        (CAPTION, {"top_p": 1.5}, "top_p"),
+    ],
+)
+def test_mistakes_are_named(pipe, caption, settings, says):
+    with pytest.raises(UserError, match=says):
+        pipe(caption, **settings)
+
+
+def test_a_long_caption_is_cut_with_a_warning(pipe):
+    with pytest.warns(UserWarning, match="cut to 30"):
+        pipe("red " * 40, candidates=1)
+
+
+def test_bf16_draws_too(saved):
+    drawings = load(saved, precision="bf16")(CAPTION, n=2, candidates=3)
+    assert all(np.isfinite(drawings.scores))
+
+
+# ---------------------------------------------------------------------------- files
+
+
+def test_a_png_says_what_drew_it(pipe, tmp_path):
+    caption = 'a "small" <red> circle & a naïve 🎨'
+    drawing = pipe(caption, candidates=4, seed=11, temperature=0.9, top_k=5)[0]
+    path = drawing.save(tmp_path / "new" / "drawing.png")
+    image = Image.open(path)
+    assert image.size == (384, 384)
+    text = image.text
+    assert text["caption"] == text["Description"] == caption
+    assert (text["seed"], text["model"], text["top_k"]) == ("11", "tiny", "5")
+    assert text["candidate"] == str(drawing.candidate)
+    assert text["Software"].startswith("limner ")
+    xmp = ElementTree.fromstring(text["XML:com.adobe.xmp"].split("?>", 1)[1].rsplit("<?", 1)[0])
+    kind = xmp.find(".//{http://iptc.org/std/Iptc4xmpExt/2008-02-29/}DigitalSourceType")
+    assert kind is not None
+    assert kind.text == SOURCE_TYPE
+    assert SOURCE_TYPE.endswith("/trainedAlgorithmicMedia")
+    assert caption in "".join(xmp.itertext())
+    assert [p.name for p in path.parent.iterdir()] == ["drawing.png"]  # no temporary file is left
+
+
+def test_enlarging_repeats_pixels(pipe, tmp_path):
+    drawing = pipe(CAPTION, candidates=1)[0]
+    small, large = (np.asarray(Image.open(drawing.save(tmp_path / f"{s}.png", scale=s))) for s in (1, 5))
+    assert np.array_equal(small, np.asarray(drawing.image))
+    assert np.array_equal(large, small.repeat(5, 0).repeat(5, 1))
+    with pytest.raises(UserError, match="scale"):
+        drawing.save(tmp_path / "x.png", scale=0)
+    with pytest.raises(UserError, match="PNG"):
+        drawing.save(tmp_path / "x.jpg")
+
+
+def test_several_drawings_are_numbered(pipe, tmp_path):
+    drawings = pipe(CAPTION, n=3, candidates=3)
+    assert [p.name for p in drawings.save(tmp_path / "a.png")] == ["a-1.png", "a-2.png", "a-3.png"]
+    assert [p.name for p in drawings[:1].save(tmp_path / "a.png")] == ["a.png"]
+
+
+# ---------------------------------------------------------------------------- bundles
+
+
+def test_a_bundle_draws_what_was_saved(pipe, saved):
+    loaded = TextToImage.from_pretrained(saved)
+    assert loaded.name == "tiny"
+    assert {p.name for p in saved.iterdir()} == {
+        "config.json", "dvae.safetensors", "prior.safetensors", "contrastive.safetensors", "tokenizer.json",
+        "README.md",
+    }  # fmt: skip
+    exact = pipe.save_pretrained(saved.parent / "exact", dtype=torch.float32)
+    drawn = TextToImage.from_pretrained(exact)(CAPTION, n=3, candidates=6, seed=1)
+    assert np.array_equal(pixels(drawn), pixels(pipe(CAPTION, n=3, candidates=6, seed=1)))
+    assert sum(p.stat().st_size for p in saved.glob("*.safetensors")) < 0.7 * sum(
+        p.stat().st_size for p in exact.glob("*.safetensors")
+    )
+    assert "M parameters" in (saved / "README.md").read_text()
+    assert not [p for p in saved.parent.iterdir() if p.name.startswith(".")]
+
+
+def test_saving_again_replaces_a_bundle_but_nothing_else(pipe, bundle, tmp_path):
+    (bundle / "stale").touch()
+    pipe.save_pretrained(bundle)
+    assert not (bundle / "stale").exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").touch()
+    with pytest.raises(UserError, match="not a bundle"):
+        pipe.save_pretrained(other)
+    assert (other / "thesis.txt").exists()
+
+
+def test_a_failed_save_leaves_the_old_bundle(pipe, bundle, monkeypatch):
+    before = (bundle / "config.json").read_bytes()
+    monkeypatch.setattr(pipeline, "model_card", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pipe.save_pretrained(bundle)
+    assert (bundle / "config.json").read_bytes() == before
+    assert [p for p in bundle.parent.iterdir() if p.name.startswith(".")] == []
+    load(bundle)
+
+
+def test_the_folder_of_a_run_will_do(bundle):
+    shutil.move(bundle, bundle.parent / "run" / "bundle")
+    assert load(bundle.parent / "run").name == "tiny"
+
+
+def test_a_weight_too_large_for_half_precision_is_kept(pipe, tmp_path):
+    other = tiny_pipe(1)
+    with torch.no_grad():
+        other.prior.head.image.bias[0] = 1e6
+    assert load(other.save_pretrained(tmp_path / "b")).prior.head.image.bias[0] == 1e6
+
+
+def edit(bundle, change):
+    path = bundle / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def rewrite(bundle, name, change):
+    path = bundle / f"{name}.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def put(*keys_and_value):
+    *keys, last, value = keys_and_value
+
+    def change(config):
+        for key in keys:
+            config = config[key]
+        config[last] = value
+
+    return change
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def poke(tensors):
+    tensors["head.image.weight"][0, 0] = float("nan")
+
+
+SPOILED = {
+    "no config": (lambda b: (b / "config.json").unlink(), "not a bundle"),
+    "broken config": (lambda b: (b / "config.json").write_text("{"), "not a bundle"),
+    "foreign format": (lambda b: edit(b, put("format", "other")), "not a bundle"),
+    "unknown setting": (lambda b: edit(b, put("prior", "widht", 3)), "did you mean 'width'"),
+    "missing part": (lambda b: edit(b, lambda c: c.pop("dvae")), "lacks the settings of 'dvae'"),
+    "other width": (lambda b: edit(b, put("prior", "width", 64)), "has shape"),
+    "other depth": (lambda b: edit(b, put("prior", "depth", 4)), "unknown tensor"),
+    "too deep": (lambda b: edit(b, put("prior", "depth", 10**9)), "depth cannot be"),
+    "too wide": (lambda b: edit(b, put("prior", "width", 10**12)), "width cannot be"),
+    "heads that do not divide": (lambda b: edit(b, put("prior", "heads", 0)), "heads cannot be"),
+    "huge grid": (lambda b: edit(b, put("prior", "grid", [10_000, 10_000])), "positions"),
+    "negative size": (lambda b: edit(b, put("dvae", "vocab", -5)), "vocab cannot be"),
+    "other grid": (lambda b: edit(b, put("dvae", "size", 48)), "do not belong together"),
+    "missing weights": (lambda b: (b / "prior.safetensors").unlink(), "missing"),
+    "cut weights": (lambda b: cut(b / "prior.safetensors"), "damaged"),
+    "garbage": (lambda b: (b / "dvae.safetensors").write_bytes(b"\x80\x04pickle" * 9), "damaged"),
+    "lost tensor": (lambda b: rewrite(b, "prior", lambda t: t.pop("embed.start")), "lacks 'embed.start'"),
+    "not a number": (lambda b: rewrite(b, "prior", poke), "not finite"),
+    "integers": (
+        lambda b: rewrite(b, "prior", lambda t: t.update({"embed.start": t["embed.start"].int()})), "stored as",
+    ),
+    "no tokenizer": (lambda b: (b / "tokenizer.json").unlink(), "tokenizer"),
+    "not a tokenizer": (lambda b: (b / "tokenizer.json").write_text("[]"), "tokenizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+def test_a_bad_bundle_is_one_sentence(bundle, spoil):
+    act, says = SPOILED[spoil]
+    act(bundle)
+    with pytest.raises(UserError, match=says) as caught:
+        load(bundle)
+    assert "\n" not in str(caught.value)
+
+
+def test_models_that_do_not_belong_together_are_refused(pipe):
+    other = tiny_pipe()
+    config = other.contrastive.config
+    with pytest.raises(UserError, match="do not belong together"):
+        TextToImage(pipe.dvae, pipe.prior, type(config)(
+            text_vocab=config.text_vocab, text_len=30, size=48, patch=8, width=16, depth=1, heads=2, embedding=8
+        ).build(), pipe.tokenizer)  # fmt: skip
+
+
+def test_names_are_looked_up_in_the_package(saved, monkeypatch):
+    monkeypatch.setattr(pipeline, "ASSETS", saved.parent)
+    assert pipeline.bundled() == sorted(pipeline.bundled())
+    assert limner.load("tiny").name == "tiny"
+    with pytest.raises(UserError, match="did you mean 'tiny'"):
+        load("tinny")
+
+
+def test_a_folder_that_is_no_bundle(tmp_path):
+    with pytest.raises(UserError, match="not a bundle"):
+        load(tmp_path)
+
+
+def test_the_package_shows_its_three_names():
+    assert limner.TextToImage is TextToImage
+    assert limner.__version__.count(".") == 2
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = limner.nothing
