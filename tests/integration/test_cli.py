@@ -124,7 +124,7 @@ recipe = override(replace(presets.demo(), dvae=presets.scenes().dvae), {
     "dvae.model.width": 8, "dvae.model.vocab": 64,
     **{f"{stage}.model.{k}": v for stage in ("prior", "contrastive") for k, v in small.items()},
     **{f"{stage}.training.{k}": v for stage in ("dvae", "prior", "contrastive")
-       for k, v in {"steps": 30, "batch_size": 4, "warmup_steps": 2, "log_every": 5}.items()},
+       for k, v in {"steps": 30, "batch_size": 4, "warmup_steps": 2, "log_every": 5, "eval_every": 10}.items()},
 })
 demo.Demo.recipe = lambda self: recipe
 from limner.cli import main

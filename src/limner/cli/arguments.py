@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import tyro
@@ -53,8 +54,11 @@ def one_sentence(complaint: str) -> str:
         del sections[0]
     said = []
     for first, *rest in filter(None, sections):
-        if first.startswith("Perhaps you meant"):  # then options with their help: the first one will do
-            said.append(f"did you mean {' '.join(rest).split()[0].rstrip(',')}?")
+        if first.startswith("Perhaps you meant"):  # options with their help follow, not the nearest first
+            options = re.findall(r"(?<![\w-])--?[a-z][\w.-]*", " ".join(rest))
+            wrong = re.findall(r"--?[a-z][\w.-]*", " ".join(sections[0]))
+            nearest = get_close_matches(wrong[0], options, 1, 0.0) if wrong else options
+            said.append(f"did you mean {nearest[0]}?")
         elif first.startswith("Missing from"):
             said.append(f"missing: {', '.join(rest[::2])}" if len(rest) > 2 else f"missing: {rest[0]}")
         elif not first.startswith(("For full helptext", "Argument helptext")):

@@ -48,9 +48,12 @@ def main(argv: Sequence[str]) -> None:
     options = parse(Draw, argv, "limner draw")
     if not options.caption.strip():
         raise UserError("the caption is empty: write what the picture shows")
+    if min(options.n, options.candidates) < 1:
+        raise UserError("n and candidates must be at least 1")
     out = output_path(options)
-    from limner.pipeline import load  # heavy, so only after the arguments were found to be right
+    from limner.pipeline import load, make_sampler  # heavy, so only now
 
+    make_sampler(options.temperature, options.top_k, options.top_p)  # complains before anything is loaded
     pipe = load(options.model)
     number = max(options.n, options.candidates)
     with progress("drawing", number, unit="picture") as bar:

@@ -17,7 +17,8 @@ Where we differ, and why:
 
 Area resizing is separable: `out = Wv @ image @ Wh^T`, the entry W[i, j] being the share of output cell
 i that input cell j covers. A row of W has about in / out + 1 neighbouring entries that are not zero,
-so both products run over narrow bands: four outputs by the few inputs that they touch.
+so both products run over bands: a few outputs by the few inputs that they touch. Each product is one
+NumPy call for all bands, since what slows threads down is taking the GIL again after every call.
 """
 
 from __future__ import annotations
@@ -33,52 +34,68 @@ from limner.errors import UserError
 
 Augment = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]
 
-_BAND = 4  # outputs in a band; measured fastest of 2 .. 32 for ratios near 2
+_BAND = 4  # output rows in a band; measured fastest of 2 .. 32 for ratios near 2
+_ROWS = 128  # output rows for which the input is gathered at a time, to stay in the cache
 #: The most multiplications in one product. OpenBLAS divides larger ones among its own threads, which
 #: all callers share: from several threads at once that was up to forty times slower.
 _PRODUCT = 1 << 18
-_ROWS = 128  # outputs for which the rows they average are gathered at a time
 _local = threading.local()
 
 
 def area_weights(n_in: int, n_out: int) -> np.ndarray:
     """The dense matrix of area resizing, float64 [n_out, n_in]: rows sum to one."""
-    starts, _, bands = _bands(n_in, n_out)
-    dense = np.zeros((len(bands) * _BAND, n_in))
-    for b, start in enumerate(starts):
-        dense[b * _BAND : (b + 1) * _BAND, start : start + bands.shape[2]] = bands[b]
-    return dense[:n_out]
+    return _overlap(n_in, n_out, np.arange(n_out), np.arange(n_in))
 
 
-def _bands(n_in: int, n_out: int) -> tuple[np.ndarray, int, np.ndarray]:
-    """Starts [N], width w and weights float64 [N, _BAND, w] of the bands of the weight matrix."""
-    first = np.arange(0, n_out, _BAND)
-    starts = first * n_in // n_out
-    stops = -(-np.minimum(first + _BAND, n_out) * n_in // n_out)
-    width = int((stops - starts).max())
-    starts = np.minimum(starts, n_in - width)
-    left = (first[:, None] + np.arange(_BAND)) * (n_in / n_out)  # [N, _BAND]
-    j = (starts[:, None] + np.arange(width))[:, None]  # [N, 1, w]
-    overlap = np.minimum(left[..., None] + n_in / n_out, j + 1) - np.maximum(left[..., None], j)
-    return starts, width, np.maximum(overlap, 0) * (n_out / n_in)
+def _overlap(n_in: int, n_out: int, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    """Entries [i, j] of that matrix, for i of shape [..., I] and j of shape [..., J]. Beyond the
+    borders they are zero."""
+    ratio = n_in / n_out
+    left = np.minimum(i, n_out)[..., None] * ratio
+    right = np.minimum(i + 1, n_out)[..., None] * ratio
+    j = j[..., None, :]
+    return np.maximum(np.minimum(right, j + 1) - np.maximum(left, j), 0) / ratio
 
 
 @lru_cache(maxsize=256)
 def _vertical(n_in: int, n_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """Input rows [N, w] and weights float32 [N, _BAND, w]."""
-    starts, width, bands = _bands(n_in, n_out)
-    return starts[:, None] + np.arange(width), bands.astype(np.float32)
+    """Bands of `_BAND` outputs: the input rows [N, w] that they read, and weights [N, _BAND, w]."""
+    first = np.arange(0, n_out, _BAND)
+    starts = first * n_in // n_out
+    stops = -(-np.minimum(first + _BAND, n_out) * n_in // n_out)
+    width = int((stops - starts).max())
+    reads = np.minimum(starts, n_in - width)[:, None] + np.arange(width)
+    weights = _overlap(n_in, n_out, first[:, None] + np.arange(_BAND), reads)
+    return reads, weights.astype(np.float32)
 
 
-@lru_cache(maxsize=256)
-def _horizontal(n_in: int, n_out: int, channels: int) -> tuple[list[int], np.ndarray]:
-    """Starts and weights float32 [N, w * channels, _BAND * channels] that act on interleaved
-    channels: the Kronecker product of the band with the identity."""
-    starts, width, bands = _bands(n_in, n_out)
-    weights = np.zeros((len(bands), width, channels, _BAND, channels), np.float32)
+@lru_cache(maxsize=128)
+def _horizontal(n_in: int, n_out: int, channels: int) -> tuple[int, int, int, np.ndarray]:
+    """Bands of evenly spaced inputs, so that one strided view holds them all.
+
+    Returns the outputs in a band, the step from band to band, the first input of the first band
+    (both in pixels) and the weights float32 [N, w * channels, band * channels], which act on
+    interleaved channels: the Kronecker product of a band with the identity. The band is chosen such
+    that its true step, band * in / out, is near a whole number; its width covers the drift.
+    """
+    ratio = n_in / n_out
+
+    def cost(band: int) -> float:  # multiplications, in registers of 16
+        drift = abs(band * ratio - round(band * ratio)) * n_out / band
+        return (band * ratio + 2 + drift) * -(-band * channels // 16) / band
+
+    band = min(range(3, 17), key=cost)
+    step = round(band * ratio)
+    first = np.arange(0, n_out, band)
+    regular = np.arange(len(first)) * step
+    start = int((first * n_in // n_out - regular).min())
+    width = int((-(-np.minimum(first + band, n_out) * n_in // n_out) - regular).max()) - start
+    reads = (regular + start)[:, None] + np.arange(width)
+    bands = _overlap(n_in, n_out, first[:, None] + np.arange(band), reads)
+    weights = np.zeros((len(first), width, channels, band, channels), np.float32)
     for c in range(channels):
         weights[:, :, c, :, c] = bands.transpose(0, 2, 1)
-    return starts.tolist(), weights.reshape(len(bands), width * channels, _BAND * channels)
+    return band, step, start, weights.reshape(len(first), width * channels, band * channels)
 
 
 def area_resize(
@@ -98,32 +115,45 @@ def area_resize(
         return np.ascontiguousarray(image[top : top + rows, left : left + columns])
     n_rows, n_columns, channels = image.shape
 
-    starts, bands = _horizontal(n_columns, width, channels)
-    b0, b1 = left // _BAND, -(-(left + columns) // _BAND)  # the bands that the window touches
-    x0, span = starts[b0], bands.shape[1]
-    used = image[:, x0 : starts[b1 - 1] + span // channels]
-
-    reads, weights = _vertical(n_rows, height)
+    # The bands that the window touches, and the input columns x0 .. x1 that these touch; some of
+    # them may lie beyond the borders.
+    band, step, start, across = _horizontal(n_columns, width, channels)
+    b0, b1 = left // band, -(-(left + columns) // band)
+    across = across[b0:b1]
+    span = across.shape[1]
+    x0, x1 = b0 * step + start, (b1 - 1) * step + start + span // channels
+    inside = slice(max(x0, 0), min(x1, n_columns))
     a0, a1 = top // _BAND, -(-(top + rows) // _BAND)
-    mid = _scratch("mid", a1 - a0, _BAND, used.shape[1] * channels)
-    for a in range(0, a1 - a0, _ROWS // _BAND):  # a part at a time, so that it stays in the cache
-        part = slice(a, min(a + _ROWS // _BAND, a1 - a0))
-        read = reads[a0:a1][part]
-        tall = _scratch("tall", *read.shape, mid.shape[2])
-        tall[:] = used[read].reshape(tall.shape)
-        for x in _chunks(mid.shape[2], _BAND * read.shape[1]):
-            np.matmul(weights[a0:a1][part], tall[:, :, x], out=mid[part, :, x])
-    mid = mid.reshape((a1 - a0) * _BAND, -1)[top - a0 * _BAND :][:rows]
+    parts = -(-(a1 - a0) * _BAND * span * band * channels // _PRODUCT)
+    part_rows = -(-(a1 - a0) // parts) * _BAND
+    mid = _scratch("mid", parts * part_rows, x1 - x0, channels)
+    mid[:, : inside.start - x0] = 0
+    mid[:, inside.stop - x0 :] = 0
+    mid = mid.reshape(parts * part_rows // _BAND, _BAND, -1)
+    inner = mid[:, :, (inside.start - x0) * channels : (inside.stop - x0) * channels]
 
-    step = _BAND * channels
-    out = _scratch("out", rows, (b1 - b0) * step)
-    for y in _chunks(rows, span * step):
-        upper, result = mid[y], out[y]
-        for b in range(b0, b1):
-            x, to = (starts[b] - x0) * channels, (b - b0) * step
-            np.matmul(upper[:, x : x + span], bands[b], out=result[:, to : to + step])
-    skip = (left - b0 * _BAND) * channels
-    out = out[:, skip : skip + columns * channels]
+    # Wv @ image
+    reads, down = (array[a0:a1] for array in _vertical(n_rows, height))
+    for a in range(0, a1 - a0, _ROWS // _BAND):
+        some = slice(a, min(a + _ROWS // _BAND, a1 - a0))
+        tall = _scratch("tall", *reads[some].shape, inner.shape[2])
+        tall[:] = image[:, inside][reads[some]].reshape(tall.shape)
+        for x in _chunks(inner.shape[2], down[0].size):
+            np.matmul(down[some], tall[:, :, x], out=inner[some, :, x])
+
+    # ... @ Wh^T, with the bands and the parts as the axes of a batch
+    line = (x1 - x0) * channels
+    views = np.ndarray(
+        (b1 - b0, parts, part_rows, span),
+        np.float32,
+        buffer=mid,
+        strides=(4 * step * channels, 4 * part_rows * line, 4 * line, 4),
+    )
+    out = _scratch("out", parts, part_rows, b1 - b0, band * channels)
+    np.matmul(views, across[:, None], out=out.transpose(2, 0, 1, 3))
+
+    skip = (left - b0 * band) * channels
+    out = out.reshape(parts * part_rows, -1)[top - a0 * _BAND :][:rows, skip : skip + columns * channels]
     # An average of uint8 values needs no clipping: it rounds into [0, 255].
     return np.rint(out, out=out).astype(np.uint8).reshape(rows, columns, channels)
 

@@ -28,6 +28,7 @@ stencils, `w` pixels along a window, `C` colors.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -46,8 +47,10 @@ from limner.data.scenes import (
     SIZES,
     UNITS,
     Claims,
+    Fill,
     Pair,
     Scene,
+    Shape,
     Size,
     Thing,
     Transform,
@@ -55,7 +58,7 @@ from limner.data.scenes import (
 from limner.errors import UserError
 
 FINEST = 48  # pixels; wider pictures are averaged down to this
-_LOOKS = tuple((shape, fill) for shape in SHAPES for fill in FILLS)
+_LOOKS: tuple[tuple[Shape, Fill], ...] = tuple(product(SHAPES, FILLS))
 _PALETTE = np.array(list(COLORS.values()), np.float32)  # [C, 3]
 _BLURS = (0.0, 0.6, 0.9, 1.2)  # sigma of the softened stencils, in quarters of a unit
 _SEARCH_BLUR = 2  # the one used to find places
@@ -252,6 +255,23 @@ class _Fit:
     usurped: float  # energy that another look would explain besides, in a tint off the palette
 
 
+class _Scratch(threading.local):
+    """Memory for the windows, kept: fresh pages for each would take more time than the matching."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(0, np.float32)
+
+    def copy(self, view: np.ndarray) -> np.ndarray:
+        if self.memory.size < view.size:
+            self.memory = np.empty(view.size, np.float32)
+        buffer = self.memory[: view.size].reshape(view.shape)
+        np.copyto(buffer, view)
+        return buffer
+
+
+_scratch = _Scratch()
+
+
 class _Canvas:
     """What is left to explain: `field` [3, H', W'], padded so that boxes may lie a little outside."""
 
@@ -273,17 +293,17 @@ class _Canvas:
         energy[self.pad : -self.pad, self.pad : -self.pad] -= self.ground.noise
         return _square_sums(energy, window)
 
-    def match(self, bank: _Bank, ys: np.ndarray, xs: np.ndarray, which: slice) -> _Match:
-        """Lay stencils `which` on the windows with their corners at `ys`, `xs`, each [P]."""
+    def match(self, bank: _Bank, rows: slice, columns: slice, which: slice) -> _Match:
+        """Lay stencils `which` on the windows with their corners in `rows` and `columns`."""
         views = sliding_window_view(self.field, (bank.window, bank.window), (1, 2))
-        windows = views[:, ys, xs].reshape(3, -1, bank.window**2)
+        windows = _scratch.copy(views[:, rows, columns]).reshape(3, -1, bank.window**2)
         inner = windows @ bank.stencils[which].T
         energy, paints = bank.energy[which], self.ground.paints
         free = (inner**2).sum(0) / energy
         # With the tint held to color c: 2 <T, c> - n |c|^2.
         held = np.tensordot(2 * paints, inner, 1) - (paints**2).sum(1)[:, None, None] * energy
         gain = free + _PALETTE_PULL * (held.max(0) - free)
-        total = self.energy(bank.window)[ys, xs]
+        total = self.energy(bank.window)[rows, columns].ravel()
         return _Match(
             inner=inner,
             left=total[:, None] - gain,
@@ -299,11 +319,20 @@ class _Canvas:
         values: dict[Size, np.ndarray] = {}
         for size in SIZES:
             bank = _bank(size, self.unit)
-            energy = self.energy(bank.window)[:: steps[0], :: steps[1]]
-            i, j = np.nonzero(energy >= least)
-            match = self.match(bank, steps[0] * i, steps[1] * j, slice(first, first + len(_LOOKS)))
-            values[size] = np.full(energy.shape, -np.inf)
-            values[size][i, j] = match.total - 2 * match.left.min(1)
+            energy = self.energy(bank.window)
+            values[size] = np.full(energy[:: steps[0], :: steps[1]].shape, -np.inf)
+            some = energy >= least
+            if not some.any():
+                continue
+            spans = (np.flatnonzero(some.any(axis)) for axis in (1, 0))
+            rows, columns = (
+                slice(at[0] // step * step, at[-1] + 1, step) for at, step in zip(spans, steps, strict=True)
+            )
+            match = self.match(bank, rows, columns, slice(first, first + len(_LOOKS)))
+            part = values[size][rows.start // steps[0] :, columns.start // steps[1] :]
+            value = match.total - 2 * match.left.min(1)
+            shape = energy[rows, columns].shape
+            part[: shape[0], : shape[1]] = value.reshape(shape)
         found: list[tuple[Size, int, int]] = []
         while len(found) < _MOST_THINGS:
             size = max(SIZES, key=lambda s: values[s].max())
@@ -322,20 +351,18 @@ class _Canvas:
     def fit(self, size: Size, y: int, x: int) -> _Fit:
         """The best of all stencils of a size within half a unit of a place."""
         bank, reach = _bank(size, self.unit), _ring(self.unit)
-        ys, xs = (
-            np.arange(max(0, at - reach), min(at + reach, length - bank.window) + 1)
-            for at, length in zip((y, x), self.field.shape[1:], strict=True)
-        )
-        ys, xs = np.repeat(ys, len(xs)), np.tile(xs, len(ys))
-        match = self.match(bank, ys, xs, slice(None))
+        top, left = max(0, y - reach), max(0, x - reach)
+        columns = min(x + reach, self.field.shape[2] - bank.window) + 1 - left
+        around = slice(top, y + reach + 1), slice(left, left + columns)
+        match = self.match(bank, *around, slice(None))
         place, best = np.unravel_index(match.left.argmin(), match.left.shape)
         look = best % _ALL_LOOKS
         by_look = match.left.min(0).reshape(len(_BLURS), -1).min(0)
         by_look_free = match.left_free.min(0).reshape(len(_BLURS), -1).min(0)
         return _Fit(
             size=size,
-            y=int(ys[place]),
-            x=int(xs[place]),
+            y=top + int(place) // columns,
+            x=left + int(place) % columns,
             stencil=int(best),
             tint=match.inner[:, place, best] / bank.energy[best],
             left=float(match.left[place, best]),

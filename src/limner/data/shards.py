@@ -110,7 +110,7 @@ class ShardWriter:
 
     def _add(self, name: str, data: bytes) -> None:
         if self._tar is None:
-            self._file = open(self.folder / "shard.tar.tmp", "wb")  # noqa: SIM115: closed with the shard
+            self._file = open(self.folder / "shard.tar.tmp", "wb")  # noqa: SIM115 (closed with the shard)
             self._tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
         info = tarfile.TarInfo(name)
         info.size = len(data)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from math import log
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from limner.models.dvae import DVAE, map_pixels
@@ -39,6 +40,14 @@ def gumbel_softmax(logits: Tensor, tau: float, generator: torch.Generator | None
 def kl_to_uniform(log_q: Tensor) -> Tensor:
     """KL(q || uniform over V), summed over the positions: [B, V, h, w] -> [B]."""
     return (log_q.exp() * (log_q + log(log_q.shape[1]))).sum((1, 2, 3))
+
+
+def contrast(pixels: Tensor, columns: int) -> Tensor:
+    """Standard deviation within each patch plus 0.01: uint8 [B, 3, H, W] -> [B, 1, h, w], w = `columns`."""
+    side = pixels.shape[-1] // columns
+    x = map_pixels(pixels)
+    variance = F.avg_pool2d(x.square(), side) - F.avg_pool2d(x, side).square()
+    return variance.mean(1, keepdim=True).clamp_min(0).sqrt() + 0.01
 
 
 @torch.no_grad()
@@ -79,7 +88,9 @@ class BalancedELB:
     scale b earns nearly all of the likelihood on constant backgrounds. Two changes mend it:
 
     - the KL of every *position* to the uniform prior is replaced by the KL of the *aggregate*
-      posterior, the mean of q over the batch: codes must be used, yet each position may be sure;
+      posterior, the mean of q over the batch: codes must be used, yet each position may be sure. The
+      mean is weighted by local contrast, because flat patches are most of a picture and would
+      otherwise take most of the codes, one shade under a hundred names, which no prior can predict;
     - ln b is clamped from below at `log_b_floor`, so that no pixel is worth more than that.
     """
 
@@ -94,7 +105,8 @@ class BalancedELB:
         logits = model.encode(pixels)
         mu, log_b = model.decode(gumbel_softmax(logits, tau, generator))
         nll = logit_laplace_nll(map_pixels(pixels), mu, log_b.clamp_min(self.log_b_floor)).mean()
-        mean_q = logits.softmax(1).mean((0, 2, 3))
+        weight = contrast(pixels, logits.shape[-1])
+        mean_q = (logits.softmax(1) * weight / weight.sum()).sum((0, 2, 3))
         imbalance = (mean_q * (mean_q.clamp_min(1e-9) * len(mean_q)).log()).sum()
         loss = nll + self.balance * imbalance
         metrics = {"nll": nll.detach(), "imbalance": imbalance.detach(), **codebook_use(logits)}

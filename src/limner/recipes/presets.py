@@ -12,17 +12,22 @@ from limner.training.loop import TrainConfig
 
 
 def scenes() -> Recipe:
-    """The bundled model.
+    """The bundled model; about an hour on two cores.
 
-    limner data scenes data/scenes --count 40000 --seed 1
-    limner train data/scenes --recipe scenes --out runs/scenes
+    The dVAE learns from crowded scenes, which are full of things, the other two from described ones:
+
+        limner data scenes data/crowds --kind crowded --count 12000 --seed 11 --held-out 0.04
+        limner data scenes data/scenes --count 60000 --seed 1 --held-out 0.02 --pairs 0.08
+        limner train data/crowds --recipe scenes --out runs/scenes --stages dvae
+        limner train data/scenes --recipe scenes --out runs/scenes --stages prior contrastive
+        limner bundle runs/scenes src/limner/assets/scenes --name scenes
     """
     return Recipe(
         text=TextConfig(vocab=1_024, length=32, dropout=0.0),
-        dvae=_small_dvae(48, groups=3, vocab=1_024, steps=3_000),
+        dvae=_small_dvae(48, groups=3, vocab=512, steps=2_000),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4, pattern="dense"),
-            training=_training(steps=3_000, batch=32, lr=1.5e-3, ema=0.995),
+            training=_training(steps=2_000, batch=32, lr=1.5e-3, ema=0.995),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=2_000),
@@ -36,7 +41,7 @@ def demo() -> Recipe:
         dvae=Bundled(),
         prior=PriorStage(
             model=TransformerConfig(width=192, depth=6, heads=4, pattern="dense"),
-            training=_training(steps=1_500, batch=24, lr=2e-3, ema=0.99),
+            training=_training(steps=1_100, batch=24, lr=2e-3, ema=0.99),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=600),

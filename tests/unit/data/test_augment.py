@@ -114,7 +114,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (17, 40), (61, 33), (16, 16), (90, 21), (19, 18)])
-@pytest.mark.parametrize("ours, theirs", [(augment_dvae, listing_1), (augment_prior, listing_2)])
+@pytest.mark.parametrize(("ours", "theirs"), [(augment_dvae, listing_1), (augment_prior, listing_2)])
 def test_the_listings(ours, theirs, shape):
     image, size = pictures(*shape), 16
     for choose in ("low", "high"):

@@ -113,7 +113,7 @@ def test_too_short():
     assert too_short("dog", 1) is None
 
 
-@pytest.mark.parametrize("h, w, kept", [(100, 200, 1), (200, 100, 1), (100, 201, 0), (999, 1, 0)])
+@pytest.mark.parametrize(("h", "w", "kept"), [(100, 200, 1), (200, 100, 1), (100, 201, 0), (999, 1, 0)])
 def test_aspect_ratio(h, w, kept):
     assert (aspect_ratio(h, w) is None) == bool(kept)
 

@@ -63,10 +63,15 @@ def test_summary_counts(tmp_path):
 
 def test_an_interrupted_writer_leaves_nothing_that_reads(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt), ShardWriter(out, per_shard=2) as writer:
-        for n in range(5):
-            writer.write(b"x%d" % n, [f"caption {n}"])
-        raise KeyboardInterrupt
+
+    def interrupted():
+        with ShardWriter(out, per_shard=2) as writer:
+            for n in range(5):
+                writer.write(b"x%d" % n, [f"caption {n}"])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert not (out / "dataset.json").exists()
     with pytest.raises(UserError, match="incomplete"):
         ShardReader(sorted(out.glob("*.tar")))
