@@ -28,7 +28,6 @@ stencils, `w` pixels along a window, `C` colors.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -190,7 +189,7 @@ def _grounds(pixels: np.ndarray, names: Sequence[str]) -> Iterator[_Ground]:
             continue
         # 1.48 x the median absolute deviation is the sigma of Gaussian noise.
         noise = float(((1.4826 * np.median(abs(mine - level), 0)) ** 2).sum())
-        yield _Ground(names[k], level, np.clip(_PALETTE + cast, 0, 255) - level, noise)
+        yield _Ground(names[int(k)], level, np.clip(_PALETTE + cast, 0, 255) - level, noise)
 
 
 @dataclass(frozen=True)
@@ -255,23 +254,6 @@ class _Fit:
     usurped: float  # energy that another look would explain besides, in a tint off the palette
 
 
-class _Scratch(threading.local):
-    """Memory for the windows, kept: fresh pages for each would take more time than the matching."""
-
-    def __init__(self) -> None:
-        self.memory = np.empty(0, np.float32)
-
-    def copy(self, view: np.ndarray) -> np.ndarray:
-        if self.memory.size < view.size:
-            self.memory = np.empty(view.size, np.float32)
-        buffer = self.memory[: view.size].reshape(view.shape)
-        np.copyto(buffer, view)
-        return buffer
-
-
-_scratch = _Scratch()
-
-
 class _Canvas:
     """What is left to explain: `field` [3, H', W'], padded so that boxes may lie a little outside."""
 
@@ -293,17 +275,17 @@ class _Canvas:
         energy[self.pad : -self.pad, self.pad : -self.pad] -= self.ground.noise
         return _square_sums(energy, window)
 
-    def match(self, bank: _Bank, rows: slice, columns: slice, which: slice) -> _Match:
-        """Lay stencils `which` on the windows with their corners in `rows` and `columns`."""
+    def match(self, bank: _Bank, ys: np.ndarray, xs: np.ndarray, which: slice) -> _Match:
+        """Lay stencils `which` on the windows with their corners at `ys`, `xs`, each [P]."""
         views = sliding_window_view(self.field, (bank.window, bank.window), (1, 2))
-        windows = _scratch.copy(views[:, rows, columns]).reshape(3, -1, bank.window**2)
+        windows = views[:, ys, xs].reshape(3, -1, bank.window**2)
         inner = windows @ bank.stencils[which].T
         energy, paints = bank.energy[which], self.ground.paints
         free = (inner**2).sum(0) / energy
         # With the tint held to color c: 2 <T, c> - n |c|^2.
         held = np.tensordot(2 * paints, inner, 1) - (paints**2).sum(1)[:, None, None] * energy
         gain = free + _PALETTE_PULL * (held.max(0) - free)
-        total = self.energy(bank.window)[rows, columns].ravel()
+        total = self.energy(bank.window)[ys, xs]
         return _Match(
             inner=inner,
             left=total[:, None] - gain,
@@ -319,20 +301,11 @@ class _Canvas:
         values: dict[Size, np.ndarray] = {}
         for size in SIZES:
             bank = _bank(size, self.unit)
-            energy = self.energy(bank.window)
-            values[size] = np.full(energy[:: steps[0], :: steps[1]].shape, -np.inf)
-            some = energy >= least
-            if not some.any():
-                continue
-            spans = (np.flatnonzero(some.any(axis)) for axis in (1, 0))
-            rows, columns = (
-                slice(at[0] // step * step, at[-1] + 1, step) for at, step in zip(spans, steps, strict=True)
-            )
-            match = self.match(bank, rows, columns, slice(first, first + len(_LOOKS)))
-            part = values[size][rows.start // steps[0] :, columns.start // steps[1] :]
-            value = match.total - 2 * match.left.min(1)
-            shape = energy[rows, columns].shape
-            part[: shape[0], : shape[1]] = value.reshape(shape)
+            energy = self.energy(bank.window)[:: steps[0], :: steps[1]]
+            i, j = np.nonzero(energy >= least)
+            match = self.match(bank, steps[0] * i, steps[1] * j, slice(first, first + len(_LOOKS)))
+            values[size] = np.full(energy.shape, -np.inf)
+            values[size][i, j] = match.total - 2 * match.left.min(1)
         found: list[tuple[Size, int, int]] = []
         while len(found) < _MOST_THINGS:
             size = max(SIZES, key=lambda s: values[s].max())
@@ -351,18 +324,20 @@ class _Canvas:
     def fit(self, size: Size, y: int, x: int) -> _Fit:
         """The best of all stencils of a size within half a unit of a place."""
         bank, reach = _bank(size, self.unit), _ring(self.unit)
-        top, left = max(0, y - reach), max(0, x - reach)
-        columns = min(x + reach, self.field.shape[2] - bank.window) + 1 - left
-        around = slice(top, y + reach + 1), slice(left, left + columns)
-        match = self.match(bank, *around, slice(None))
+        ys, xs = (
+            np.arange(max(0, at - reach), min(at + reach, length - bank.window) + 1)
+            for at, length in zip((y, x), self.field.shape[1:], strict=True)
+        )
+        ys, xs = np.repeat(ys, len(xs)), np.tile(xs, len(ys))
+        match = self.match(bank, ys, xs, slice(None))
         place, best = np.unravel_index(match.left.argmin(), match.left.shape)
         look = best % _ALL_LOOKS
         by_look = match.left.min(0).reshape(len(_BLURS), -1).min(0)
         by_look_free = match.left_free.min(0).reshape(len(_BLURS), -1).min(0)
         return _Fit(
             size=size,
-            y=top + int(place) // columns,
-            x=left + int(place) % columns,
+            y=int(ys[place]),
+            x=int(xs[place]),
             stencil=int(best),
             tint=match.inner[:, place, best] / bank.energy[best],
             left=float(match.left[place, best]),

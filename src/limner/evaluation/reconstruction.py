@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from limner.data import oracle, scenes
-from limner.data.scenes import Scene, Split
+from limner.data.scenes import Split
 from limner.files import atomic_write_text
+from limner.metrics.codebook import usage
 from limner.metrics.pictures import psnr
 from limner.models.dvae import DVAE
 
@@ -80,25 +81,25 @@ def measure(
 ) -> Reconstruction:
     """Reconstruct uint8 [B, 3, H, W]; `read` asks the oracle, for pictures of the scenes world."""
     device = next(dvae.parameters()).device
-    qualities, counts, alike = [], torch.zeros(dvae.config.vocab, dtype=torch.long), 0
+    qualities, used, alike = [], [], 0
     for part in pictures.split(_BATCH):
         tokens = dvae.tokens(part.to(device))
         again = dvae.pictures(tokens).cpu()
-        counts += torch.bincount(tokens.cpu().flatten(), minlength=len(counts))
+        used.append(tokens.cpu())
         qualities.append(psnr(part, again))
         if read:
             alike += sum(map(_reads_alike, _as_arrays(part), _as_arrays(again)))
         if progress:
             progress(len(part))
     quality = torch.cat(qualities)
-    p = counts[counts > 0] / counts.sum()
+    codes = usage(torch.cat(used), dvae.config.vocab)
     return Reconstruction(
         pictures=len(pictures),
         psnr=float(quality.mean()),
         psnr_worst=float(quality.quantile(0.01)),
-        codes=len(p),
-        vocab=len(counts),
-        perplexity=float((-p * p.log()).sum().exp()),
+        codes=int(codes["codes"]),
+        vocab=dvae.config.vocab,
+        perplexity=float(codes["perplexity"]),
         read_alike=alike / len(pictures) if read else None,
     )
 
@@ -109,17 +110,4 @@ def _as_arrays(pictures: Tensor) -> Sequence[np.ndarray]:
 
 def _reads_alike(original: np.ndarray, again: np.ndarray) -> bool:
     a, b = oracle.read(original).scene, oracle.read(again).scene
-    return a is not None and b is not None and same_scene(a, b)
-
-
-def same_scene(a: Scene, b: Scene, slack: float = 0.5) -> bool:
-    """Equal background and things, each box within `slack` units of its twin."""
-    if a.background != b.background or len(a.things) != len(b.things):
-        return False
-    left = list(b.things)
-    for thing in a.things:
-        twins = [t for t in left if t.look == thing.look and max(abs(t.x - thing.x), abs(t.y - thing.y)) <= slack]
-        if not twins:
-            return False
-        left.remove(min(twins, key=lambda t: abs(t.x - thing.x) + abs(t.y - thing.y)))
-    return True
+    return a is not None and b is not None and oracle.alike(a, b)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from limner.metrics.codebook import usage
 from limner.models.dvae import DVAE, map_pixels
 from limner.optim.schedules import Anneal
 
@@ -50,15 +51,6 @@ def contrast(pixels: Tensor, columns: int) -> Tensor:
     return variance.mean(1, keepdim=True).clamp_min(0).sqrt() + 0.01
 
 
-@torch.no_grad()
-def codebook_use(logits: Tensor) -> dict[str, Tensor]:
-    """How many codes the argmax uses in this batch, and 2^entropy of their frequencies."""
-    counts = torch.bincount(logits.argmax(1).flatten(), minlength=logits.shape[1]).float()
-    p = counts / counts.sum()
-    entropy = -(p * p.clamp_min(1e-12).log()).sum()
-    return {"codes": (counts > 0).sum(), "perplexity": entropy.exp()}
-
-
 @dataclass(frozen=True, kw_only=True)
 class RelaxedELB:
     """The paper's objective, with its schedules (App. A.2): the defaults are the paper's numbers."""
@@ -76,7 +68,7 @@ class RelaxedELB:
         nll = logit_laplace_nll(map_pixels(pixels), mu, log_b).mean()
         kl = kl_to_uniform(logits.log_softmax(1)).mean() / pixels[0].numel()
         loss = nll + beta * kl
-        metrics = {"nll": nll.detach(), "kl": kl.detach(), **codebook_use(logits)}
+        metrics = {"nll": nll.detach(), "kl": kl.detach(), **usage(logits.argmax(1), logits.shape[1])}
         return loss, metrics | {"tau": torch.tensor(tau), "beta": torch.tensor(beta)}
 
 
@@ -109,5 +101,5 @@ class BalancedELB:
         mean_q = (logits.softmax(1) * weight / weight.sum()).sum((0, 2, 3))
         imbalance = (mean_q * (mean_q.clamp_min(1e-9) * len(mean_q)).log()).sum()
         loss = nll + self.balance * imbalance
-        metrics = {"nll": nll.detach(), "imbalance": imbalance.detach(), **codebook_use(logits)}
+        metrics = {"nll": nll.detach(), "imbalance": imbalance.detach(), **usage(logits.argmax(1), logits.shape[1])}
         return loss, metrics | {"tau": torch.tensor(tau)}

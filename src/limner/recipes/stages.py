@@ -27,6 +27,7 @@ from limner.data.sources import open_source
 from limner.data.stream import Dataset, Stream
 from limner.data.tokens import encode_tokens
 from limner.errors import UserError
+from limner.metrics.codebook import usage
 from limner.metrics.pictures import psnr
 from limner.models.contrastive import Contrastive
 from limner.models.dvae import DVAE, unmap_pixels
@@ -237,15 +238,12 @@ def reconstruction(model: DVAE, pixels: Tensor, tau: float) -> dict[str, float]:
         tokens.append(logits.argmax(1).flatten(1))
         hard.append(psnr(part, model.pictures(tokens[-1])))
         relaxed.append(psnr(part, unmap_pixels(torch.sigmoid(mu))))
-    counts = torch.cat(tokens).flatten().bincount(minlength=model.config.vocab)
-    p = counts[counts > 0] / counts.sum()
     hard_db, relaxed_db = (float(torch.cat(found).mean()) for found in (hard, relaxed))
     return {
         "psnr": hard_db,
         "relaxed_psnr": relaxed_db,
         "gap": relaxed_db - hard_db,
-        "codes": float((counts > 0).sum()),
-        "perplexity": float((-(p * p.log()).sum()).exp()),
+        **{name: float(value) for name, value in usage(torch.cat(tokens), model.config.vocab).items()},
     }
 
 

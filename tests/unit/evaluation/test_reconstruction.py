@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from limner.data import scenes
-from limner.evaluation.reconstruction import fresh_scenes, measure, same_scene
+from limner.data.oracle import alike
+from limner.evaluation.reconstruction import fresh_scenes, measure
 from tiny import tiny_pipe
 
 
@@ -67,9 +68,9 @@ def test_fresh_scenes_are_fixed_by_their_seed():
 def test_scenes_are_the_same_in_any_order_and_within_half_a_unit():
     scene = scenes.sample_scene(np.random.default_rng(0), count=3)
     first, *rest = scene.things
-    assert same_scene(scene, replace(scene, things=(*rest, replace(first, x=first.x + 0.4))))
-    assert not same_scene(scene, replace(scene, things=(*rest, replace(first, x=first.x + 0.6))))
-    assert not same_scene(scene, replace(scene, things=tuple(rest)))
+    assert alike(scene, replace(scene, things=(*rest, replace(first, x=first.x + 0.4))))
+    assert not alike(scene, replace(scene, things=(*rest, replace(first, x=first.x + 0.6))))
+    assert not alike(scene, replace(scene, things=tuple(rest)))
     other = "circle" if first.shape != "circle" else "square"
-    assert not same_scene(scene, replace(scene, things=(*rest, replace(first, shape=other))))
-    assert not same_scene(scene, replace(scene, background="brown" if scene.background != "brown" else "teal"))
+    assert not alike(scene, replace(scene, things=(*rest, replace(first, shape=other))))
+    assert not alike(scene, replace(scene, background="brown" if scene.background != "brown" else "teal"))
