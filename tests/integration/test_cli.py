@@ -1,6 +1,7 @@
 """The commands as a user runs them: real processes, exit codes, files."""
 
 import os
+import platform
 import resource
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from limner.cli.memory import TUNABLES
 from tiny import tiny_pipe
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -87,7 +89,7 @@ def test_mistakes_are_one_sentence_and_code_2(bundle, tmp_path):
         assert err.count("\n") == 1
         assert says in err
     code, _, err = limner("draw", " ", "--debug")
-    assert code != 0
+    assert code == 2
     assert "Traceback" in err
 
 
@@ -98,6 +100,22 @@ def test_a_reader_that_goes_away_is_no_error():
     )
     assert "Traceback" not in err
     assert code in (0, 120)
+
+
+RESTARTS = """
+import os, sys
+from limner.cli.memory import settle_allocator
+settle_allocator()
+print(os.environ.get("GLIBC_TUNABLES"), sys.argv[1:])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_heavy_commands_start_again_once_with_the_allocator_set(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert limner("a b", "--c", code=RESTARTS)[1] == f"{TUNABLES} ['a b', '--c']\n"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    assert limner(code=RESTARTS)[1] == "glibc.malloc.check=0 []\n"
 
 
 def test_data_from_scenes_to_shards(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -57,8 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (Exception, KeyboardInterrupt) as error:
         told = _explain(error, command)
-        if debug or told is None:
+        if told is None:
             raise
+        if debug:
+            traceback.print_exception(error)
         code, sentence = told
         print(f"limner: {sentence}", file=sys.stderr)
         return code

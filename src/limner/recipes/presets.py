@@ -30,7 +30,7 @@ def scenes() -> Recipe:
             training=_training(steps=2_000, batch=32, lr=1.5e-3, ema=0.995),
             augment=False,
         ),
-        contrastive=_small_contrastive(steps=2_000),
+        contrastive=_small_contrastive(steps=600),
     )
 
 

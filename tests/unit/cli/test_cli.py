@@ -82,13 +82,13 @@ def raises(error):
     return action
 
 
-def test_debug_shows_the_traceback(command):
+def test_debug_shows_the_traceback(command, capsys):
     command(raises(UserError("a sentence")))
     assert main(["act"]) == 2
-    with pytest.raises(UserError):
-        main(["act", "--debug"])
-    with pytest.raises(UserError):
-        main(["--debug", "act"])
+    assert capsys.readouterr().err == "limner: a sentence\n"
+    for arguments in (["act", "--debug"], ["--debug", "act"]):
+        assert main(arguments) == 2
+        assert "Traceback" in capsys.readouterr().err
     command(lambda arguments: 0 if arguments == ["--", "--debug"] else 1)
     assert main(["act", "--", "--debug"]) == 0
 
