@@ -1,6 +1,7 @@
 """The whole road from nothing to pictures in a few minutes: `limner demo`.
 
-    OUT/data/                the scenes world, written here
+    OUT/data/                scenes of one and two things, written here
+    OUT/crowds/              crowded scenes for the dVAE, with --from-scratch
     OUT/run/                 the training run, with its bundle
     OUT/drawings.safetensors all candidates of the captions shown
     OUT/composition.json     the score over a larger set of captions
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ from limner.recipes.recipe import DVAEStage, Recipe
 from limner.training.metrics_log import read_metrics
 from limner.training.progress import clock, progress
 
+COUNTS = (0.4, 0.6, 0.0, 0.0)  # shares of scenes with one, two, three and four things
 _CURVES = {
     "dvae": ("dVAE", ("loss", "eval/psnr")),
     "prior": ("prior", ("image", "text", "eval/image")),
@@ -137,10 +139,16 @@ def _claim(out: Path, settings: dict[str, Any]) -> None:
 
 
 def _write(demo: Demo) -> None:
-    if (demo.out / "data" / "dataset.json").exists():
-        return
-    with progress("writing scenes", demo.scenes, unit="scene") as bar:
-        write_scenes(demo.out / "data", demo.scenes, seed=1, pairs=0.0, progress=bar.advance)
+    kinds: dict[str, Literal["described", "crowded"]] = {"data": "described"}
+    if demo.from_scratch:
+        kinds["crowds"] = "crowded"
+    for folder, kind in kinds.items():
+        if (demo.out / folder / "dataset.json").exists():
+            continue
+        with progress(f"writing {kind} scenes", demo.scenes, unit="scene") as bar:
+            write_scenes(
+                demo.out / folder, demo.scenes, seed=1, kind=kind, pairs=0.0, counts=COUNTS, progress=bar.advance
+            )
 
 
 def _train(demo: Demo, recipe: Recipe) -> TextToImage:
@@ -149,6 +157,8 @@ def _train(demo: Demo, recipe: Recipe) -> TextToImage:
         return TextToImage.from_pretrained(folder)
     folder.mkdir(exist_ok=True)
     save_json(recipe, folder / "recipe.json")
+    if demo.from_scratch:
+        stages.train_all(recipe, demo.out / "crowds", folder, ("dvae",))
     pipe = stages.train_all(recipe, demo.out / "data", folder)
     assert pipe is not None  # all stages were asked for
     return pipe
