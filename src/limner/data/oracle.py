@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
@@ -541,13 +541,8 @@ def pair_holds(said: Pair | PairClaims, picture: np.ndarray) -> bool:
         return _is_gray_of_top(picture, top)
     if bottom is None:
         return False
-    expected = top  # "upside down" was turned back
-    if said.transform == "sketch":
-        lines = tuple(replace(t, color="black", fill="outlined") for t in top.things)
-        expected = replace(top, things=lines, background=scenes.PAPER)
-    elif said.transform == "recolored":
-        assert said.color is not None
-        expected = replace(top, things=tuple(replace(t, color=said.color) for t in top.things))
+    seen = Pair(top=top, transform=said.transform, color=said.color)
+    expected = seen.bottom or top  # "upside down" was turned back
     return alike(bottom, expected)
 
 

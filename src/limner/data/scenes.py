@@ -125,6 +125,23 @@ class Pair:
     transform: Transform
     color: str | None = None
 
+    @property
+    def bottom(self) -> Scene | None:
+        """What the lower panel shows, as a scene; None where no words of this world say it."""
+        if self.transform == "sketch":
+            lines = tuple(replace(t, color="black", fill="outlined") for t in self.top.things)
+            return replace(self.top, things=lines, background=PAPER)
+        if self.transform == "recolored":
+            assert self.color is not None
+            return replace(self.top, things=tuple(replace(t, color=self.color) for t in self.top.things))
+        return None
+
+    @property
+    def split(self) -> Split:
+        """Held out if either panel shows a held-out combination."""
+        panels = (self.top, self.bottom)
+        return "held-out" if any(p is not None and p.split == "held-out" for p in panels) else "train"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -207,10 +224,13 @@ def _place(rng: np.random.Generator, looks: Sequence[tuple[Size, Fill, str, Shap
 
 def sample_pair(rng: np.random.Generator, *, split: Split = "train") -> Pair:
     """A random top panel of one or two things, and what the lower panel makes of it."""
-    top = sample_scene(rng, count=int(rng.integers(1, 3)), split=split, height=UNITS // 2)
-    transform = TRANSFORMS[rng.integers(len(TRANSFORMS))]
-    color = str(rng.choice(list(COLORS))) if transform == "recolored" else None
-    return Pair(top=top, transform=transform, color=color)
+    while True:
+        top = sample_scene(rng, count=int(rng.integers(1, 3)), split=split, height=UNITS // 2)
+        transform = TRANSFORMS[rng.integers(len(TRANSFORMS))]
+        color = str(rng.choice(list(COLORS))) if transform == "recolored" else None
+        pair = Pair(top=top, transform=transform, color=color)
+        if pair.split == split:
+            return pair
 
 
 # ---------------------------------------------------------------------------- pictures
@@ -271,17 +291,13 @@ def render_pair(pair: Pair, size: int = 48) -> np.ndarray:
 
 def transform_panel(pair: Pair, top: np.ndarray, size: int) -> np.ndarray:
     """What the lower panel shows, given the pixels `top` of the upper one."""
-    things = pair.top.things
     if pair.transform == "upside down":
         return top[::-1]
     if pair.transform == "grayscale":
         luma = np.rint(top @ np.array([0.299, 0.587, 0.114], np.float32)).astype(np.uint8)
         return np.repeat(luma[..., None], 3, -1)
-    if pair.transform == "sketch":
-        lines = tuple(replace(t, color="black", fill="outlined") for t in things)
-        return render(replace(pair.top, things=lines, background=PAPER), size)
-    assert pair.color is not None
-    return render(replace(pair.top, things=tuple(replace(t, color=pair.color) for t in things)), size)
+    assert pair.bottom is not None
+    return render(pair.bottom, size)
 
 
 # ---------------------------------------------------------------------------- words

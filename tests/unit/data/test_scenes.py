@@ -266,3 +266,12 @@ def test_relations_of_places():
         for relation in scenes.relations_of(*scene.things):
             looks = tuple(t.look for t in scene.things)
             assert Claims(looks=looks, relation=relation).hold(scene)
+
+
+def test_neither_panel_of_a_training_pair_shows_a_held_out_combination():
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        pair = scenes.sample_pair(rng, split="train")
+        assert pair.top.split == "train"
+        assert pair.bottom is None or pair.bottom.split == "train"
+    assert {scenes.sample_pair(rng, split="held-out").split for _ in range(20)} == {"held-out"}
