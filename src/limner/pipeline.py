@@ -44,7 +44,7 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -411,7 +411,8 @@ class TextToImage:
             for name in _PARTS:
                 model: nn.Module = getattr(self, name)
                 tensors = {key: _stored(value, dtype) for key, value in model.state_dict().items()}
-                save_file(tensors, fresh / f"{name}.safetensors")
+                # The library's own `save_file` makes a file that only its owner can read.
+                atomic_write_bytes(fresh / f"{name}.safetensors", save(tensors))
             self.tokenizer.save(fresh / "tokenizer.json")
             info = {
                 "name": folder.resolve().parent.name if folder.name == "bundle" else folder.name,

@@ -27,7 +27,7 @@ class Options:
     candidates: int = 32
     """Drawings of each caption to choose from."""
     evaluated: int = 64
-    """Held-out captions that the score is taken over."""
+    """Held-out captions that the score is taken over, those shown among them."""
     seed: int = 0
     """Of the captions and drawings."""
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from limner.data.augment import get_augment, largest_side
+from limner.data.distractors import Distractors
 from limner.data.filters import Filters
 from limner.data.samples import Rejected, Source
 from limner.data.sources import decode_image
@@ -54,11 +55,12 @@ class ImageCaptionDataset:
     `augment` is "dvae" (Listing 1), "prior" (Listing 2) or "none" (the central square, resized).
     With a `tokenizer`, batches carry text: one phrasing of the caption chosen at random, encoded with
     `bpe_dropout`; with probability `caption_dropout` the text is left empty (all padding), which is
-    what guidance needs. `filters` reject samples on the fly. Decoding and resizing release the GIL
-    and run in `threads` threads.
+    what guidance needs. With `distractors`, each caption comes with that many wrong ones. `filters`
+    reject samples on the fly. Decoding and resizing release the GIL and run in `threads` threads.
 
     Large JPEGs are decoded at a smaller scale where at least a twofold area reduction follows (see
-    `decode_image`).
+    `decode_image`). Without augmentation a picture is the same every time: if all of them fit into
+    `keep_bytes` of memory, each is decoded once.
     """
 
     def __init__(
@@ -71,16 +73,20 @@ class ImageCaptionDataset:
         bpe_dropout: float = 0.0,
         caption_dropout: float = 0.0,
         filters: Filters | None = None,
+        distractors: tuple[Distractors, int] | None = None,
         threads: int | None = None,
+        keep_bytes: int = 1 << 30,
     ) -> None:
         if len(source) == 0:
             raise UserError("the data set is empty: there is nothing to read")
         self.source, self.size, self.augment = source, size, get_augment(augment)
         self.tokenizer, self.text_len = tokenizer, text_len
         self.bpe_dropout, self.caption_dropout, self.filters = bpe_dropout, caption_dropout, filters
-        self.threads = threads or os.cpu_count() or 1
+        self.distractors, self.threads = distractors, threads or os.cpu_count() or 1
         self._target = largest_side(augment, size)
         self._defects: dict[int, str] = {}
+        keeps = augment == "none" and len(source) * 3 * size**2 <= keep_bytes
+        self._kept: dict[int, tuple[tuple[str, ...], np.ndarray]] | None = {} if keeps else None
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -97,6 +103,9 @@ class ImageCaptionDataset:
         """Sample `index` augmented into `out` [3, size, size]; its captions, or why it is bad."""
         if index in self._defects:
             return (), self._defects[index]
+        if self._kept is not None and index in self._kept:
+            captions, out[:] = self._kept[index]
+            return captions, None
         try:
             sample = self.source[index]
             captions = self.filters.captions(sample.captions) if self.filters else sample.captions
@@ -108,6 +117,8 @@ class ImageCaptionDataset:
                 self._defects[index] = rejected.reason
             return (), rejected.reason
         out[:] = self.augment(image, self.size, rng).transpose(2, 0, 1)
+        if self._kept is not None:
+            self._kept[index] = captions, out.copy()
         return captions, None
 
     def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[str | None, Any]:
@@ -130,7 +141,8 @@ class ImageCaptionDataset:
         return list(self._pool.map(function, *arguments))
 
     def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
-        """{"pixels": uint8 [B, 3, size, size], "text": Long [B, text_len] if there is a tokenizer}.
+        """{"pixels": uint8 [B, 3, size, size], "text": Long [B, text_len] if there is a tokenizer,
+        "distractors": Long [B, K, text_len] if asked for, padding alone where a caption has none}.
 
         Raises `UserError` if not a single sample of the source is good.
         """
@@ -139,6 +151,11 @@ class ImageCaptionDataset:
         batch = {"pixels": torch.from_numpy(pixels)}
         if self.tokenizer:
             batch["text"] = _encode(self.tokenizer, texts, self.text_len, self.bpe_dropout)
+        if self.tokenizer and self.distractors:
+            exchange, count = self.distractors[0].exchange, self.distractors[1]
+            wrong = [(caption and exchange(caption, rng), rng) for caption, rng in texts for _ in range(count)]
+            encoded = _encode(self.tokenizer, wrong, self.text_len, self.bpe_dropout)
+            batch["distractors"] = encoded.unflatten(0, (-1, count))
         return batch
 
     def load(self, indices: np.ndarray) -> tuple[np.ndarray, Tensor, list[tuple[str, ...]], Counter[str]]:

@@ -86,10 +86,11 @@ class Contrastive(nn.Module):
 
     def encode_text(self, text: Tensor) -> Tensor:
         """int64 [B, T] with PAD -> float32 [B, E] of unit length, read at the last token."""
-        x = self.text(text.clamp_min(0)) + self.text_position.weight
-        for block in self.text_blocks:
-            x = block(x, self.causal)
         last = (text != PAD).sum(1).sub(1).clamp_min(0)
+        n = int(last.max()) + 1  # causal: what follows the longest caption changes nothing
+        x = self.text(text[:, :n].clamp_min(0)) + self.text_position.weight[:n]
+        for block in self.text_blocks:
+            x = block(x, self.causal[:n, :n])
         x = x[torch.arange(len(x), device=x.device), last]
         return F.normalize(self.text_out(self.text_norm(x)).float(), dim=-1)
 

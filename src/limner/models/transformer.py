@@ -97,7 +97,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor, cache: tuple[Tensor, Tensor] | None = None) -> Tensor:
         x = x + self.attention(self.norm1(x), mask, cache)
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class Head(nn.Module):

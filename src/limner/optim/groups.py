@@ -1,4 +1,4 @@
-"""Which parameters are decayed.
+"""Which parameters are decayed, and which are the matrices of blocks.
 
 Weight decay shrinks a weight towards zero. For matrices that is a useful prior; for what is one
 number per channel (gains, biases, a learned temperature) and for embedding tables, whose rows are
@@ -13,9 +13,22 @@ from torch import nn
 Decayed = Literal["matrices", "all"]
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, decayed: Decayed = "matrices") -> list[dict[str, Any]]:
-    """Groups for a torch optimiser over the trainable parameters, each parameter once, in the
-    model's order.
+def block_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable matrices within repeated blocks (an `nn.ModuleList`), in the model's order: no
+    embedding, no output layer."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    inside = {p for blocks in lists for p in blocks.parameters() if p.ndim == 2 and p.requires_grad}
+    return [p for p in model.parameters() if p in inside]
+
+
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    decayed: Decayed = "matrices",
+    exclude: frozenset[nn.Parameter] = frozenset(),
+) -> list[dict[str, Any]]:
+    """Groups for a torch optimiser over the trainable parameters but those to `exclude`, each
+    parameter once, in the model's order.
 
     "matrices" decays tensors of two or more dimensions (dense and convolution kernels) except
     embedding tables: those of `nn.Embedding`, also where tied to a dense layer, and the parameters
@@ -31,7 +44,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, decayed: Decayed = "
     def decays(p: nn.Parameter) -> bool:
         return decayed == "all" or (p.ndim >= 2 and id(p) not in exempt)
 
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable = [p for p in model.parameters() if p.requires_grad and p not in exclude]
     groups = [
         {"params": [p for p in trainable if decays(p)], "weight_decay": weight_decay},
         {"params": [p for p in trainable if not decays(p)], "weight_decay": 0.0},

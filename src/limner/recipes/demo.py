@@ -3,8 +3,8 @@
     OUT/data/                scenes of one and two things, written here
     OUT/crowds/              crowded scenes for the dVAE, with --from-scratch
     OUT/run/                 the training run, with its bundle
-    OUT/drawings.safetensors all candidates of the captions shown
-    OUT/composition.json     the score over a larger set of captions
+    OUT/composition.json     the score over the held-out captions
+    OUT/drawings.safetensors all candidates of those that the report shows
     OUT/report.html, OUT/contact.png
 
 Each phase leaves its product, and a later call skips what is there; training itself goes on from its
@@ -17,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -38,7 +38,7 @@ from limner.errors import UserError
 from limner.evaluation import composition, report
 from limner.files import atomic_write_bytes, atomic_write_text
 from limner.numerics.precision import autocast, choose_precision
-from limner.pipeline import TextToImage
+from limner.pipeline import Candidates, TextToImage
 from limner.recipes import stages
 from limner.recipes.recipe import DVAEStage, Recipe
 from limner.training.metrics_log import read_metrics
@@ -62,7 +62,7 @@ class Demo:
         scenes: how many to train on.
         captions: held-out captions to show; their scenes have one and two things in turn.
         candidates: drawings of each caption to choose from.
-        evaluated: captions of the larger set that the score is taken over.
+        evaluated: held-out captions that the score is taken over, those shown among them.
         seed: of the captions and drawings.
     """
 
@@ -85,7 +85,7 @@ class Demo:
 
 
 def run(demo: Demo) -> composition.Composition:
-    """Do what is not done yet, write the report, and return the verdicts over the larger set."""
+    """Do what is not done yet, write the report, and return the verdicts."""
     recipe, out = demo.recipe(), demo.out
     out.mkdir(parents=True, exist_ok=True)
     _claim(out, {"scenes": demo.scenes, "recipe": to_dict(recipe)})
@@ -97,12 +97,10 @@ def run(demo: Demo) -> composition.Composition:
         pipe = _train(demo, recipe)
     asked = composition.captions_for("held-out", (1, 2), max(demo.captions, demo.evaluated), demo.seed)
     with _timed(out, "drawing"):
-        pictures, scores = _draw(demo, pipe, [caption for caption, _ in asked[: demo.captions]])
-    with _timed(out, "scoring"):
-        result = _score(demo, pipe, asked[: demo.evaluated])
+        result, pictures = _draw(demo, pipe, asked)
     shown = [
-        Shown(caption, scene, part, marks, composition.verdicts(part, caption))
-        for (caption, scene), part, marks in zip(asked, pictures, scores, strict=False)
+        Shown(caption, scene, part, scores, right)
+        for (caption, scene), part, scores, right in zip(asked, pictures, result.scores, result.right, strict=False)
     ]
     report.save_png(_sheet(shown), out / "contact.png")
     report.save_page(out / "report.html", "limner demo", _page(demo, pipe, shown, result))
@@ -164,38 +162,28 @@ def _train(demo: Demo, recipe: Recipe) -> TextToImage:
     return pipe
 
 
-def _draw(demo: Demo, pipe: TextToImage, captions: list[str]) -> tuple[Tensor, Tensor]:
-    """Pictures uint8 [B, N, 3, H, W] and scores [B, N] of the captions to show."""
-    path = demo.out / "drawings.safetensors"
-    settings = json.dumps([captions, demo.candidates, demo.seed])
-    try:
-        found = load_file(path)
-        if bytes(found["settings"].tolist()).decode() == settings:
-            return found["pictures"], found["scores"]
-    except (FileNotFoundError, SafetensorError, KeyError):
-        pass
-    with progress("drawing", len(captions) * demo.candidates, unit="picture") as bar:
-        length = pipe.dvae.config.grid[0] * pipe.dvae.config.grid[1]
-        made = pipe.candidates(
-            captions, demo.candidates, seed=[demo.seed + i for i in range(len(captions))],
-            progress=lambda done, total: bar.advance(done // length - bar.done),
-        )  # fmt: skip
-    said = torch.frombuffer(bytearray(settings.encode()), dtype=torch.uint8)
-    atomic_write_bytes(path, save({"pictures": made.pictures, "scores": made.scores, "settings": said}))
-    return made.pictures, made.scores
-
-
-def _score(demo: Demo, pipe: TextToImage, asked: Sequence[tuple[str, Scene]]) -> composition.Composition:
-    path = demo.out / "composition.json"
+def _draw(demo: Demo, pipe: TextToImage, asked: Sequence[tuple[str, Scene]]) -> tuple[composition.Composition, Tensor]:
+    """The verdicts on all captions, and the pictures uint8 [B, N, 3, H, W] of those to show."""
+    path, kept = demo.out / "composition.json", demo.out / "drawings.safetensors"
     if path.exists() and (found := _saved(demo, path, [caption for caption, _ in asked])):
-        return found
-    with progress("scoring", len(asked) * demo.candidates, unit="picture") as bar:
+        with suppress(FileNotFoundError, SafetensorError, KeyError):
+            pictures = load_file(kept)["pictures"]
+            if len(pictures) >= demo.captions:
+                return found, pictures[: demo.captions]
+    shown: list[Tensor] = []
+
+    def keep(start: int, made: Candidates) -> None:
+        shown.extend(made.pictures[: max(0, demo.captions - start)])
+
+    with progress("drawing", len(asked) * demo.candidates, unit="picture") as bar:
         result = composition.score(
             pipe, asked, candidates=demo.candidates, best_of=(1, demo.candidates), seed=demo.seed,
-            progress=bar.advance,
+            progress=bar.advance, keep=keep,
         )  # fmt: skip
+    pictures = torch.stack(shown)
+    atomic_write_bytes(kept, save({"pictures": pictures}))
     result.save(path)
-    return result
+    return result, pictures
 
 
 def _saved(demo: Demo, path: Path, captions: list[str]) -> composition.Composition | None:
@@ -230,7 +218,7 @@ class Shown:
     caption: str
     scene: Scene
     pictures: Tensor
-    scores: Tensor
+    scores: np.ndarray
     right: np.ndarray
 
     @property

@@ -6,6 +6,7 @@ from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.elbo import BalancedELB
+from limner.optim.optimizers import AdamW, Muon
 from limner.optim.schedules import Anneal, Cosine, Plateau
 from limner.recipes.recipe import Bundled, ContrastiveStage, DVAEStage, PriorStage, Recipe, TextConfig
 from limner.training.loop import TrainConfig
@@ -24,10 +25,10 @@ def scenes() -> Recipe:
     """
     return Recipe(
         text=TextConfig(vocab=1_024, length=32, dropout=0.0),
-        dvae=_small_dvae(48, groups=3, vocab=512, steps=2_000),
+        dvae=_small_dvae(48, groups=3, vocab=1_024, steps=8_000),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4, pattern="dense"),
-            training=_training(steps=2_000, batch=32, lr=1.5e-3, ema=0.995),
+            training=_training(steps=2_000, batch=32, ema=0.995),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=600),
@@ -41,7 +42,7 @@ def demo() -> Recipe:
         dvae=Bundled(),
         prior=PriorStage(
             model=TransformerConfig(width=192, depth=6, heads=4, pattern="dense"),
-            training=_training(steps=2_000, batch=12, lr=1.5e-3, ema=0.99),
+            training=_training(steps=2_000, batch=12, ema=0.99),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=300),
@@ -60,7 +61,7 @@ def emoji() -> Recipe:
         dvae=_small_dvae(64, groups=4, vocab=1_024, steps=3_000),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4, pattern="dense"),
-            training=_training(steps=8_000, batch=64, lr=1.5e-3, ema=0.999),
+            training=_training(steps=8_000, batch=64, ema=0.999),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=1_500, patch=8),
@@ -76,9 +77,7 @@ def photos() -> Recipe:
             training=TrainConfig(
                 steps=50_000,
                 batch_size=64,
-                lr=5e-4,
-                betas=(0.9, 0.999),
-                weight_decay=1e-4,
+                optimizer=AdamW(lr=5e-4, betas=(0.9, 0.999), weight_decay=1e-4),
                 warmup_steps=500,
                 schedule=Cosine(end=1 / 80),
                 ema_decay=0.999,
@@ -90,9 +89,7 @@ def photos() -> Recipe:
             training=TrainConfig(
                 steps=100_000,
                 batch_size=64,
-                lr=4.5e-4,
-                betas=(0.9, 0.96),
-                weight_decay=4.5e-2,
+                optimizer=AdamW(lr=4.5e-4, betas=(0.9, 0.96), weight_decay=4.5e-2),
                 warmup_steps=2_000,
                 schedule=Cosine(end=1 / 32),
                 ema_decay=0.999,
@@ -104,9 +101,7 @@ def photos() -> Recipe:
             training=TrainConfig(
                 steps=30_000,
                 batch_size=256,
-                lr=5e-4,
-                betas=(0.9, 0.98),
-                weight_decay=0.1,
+                optimizer=AdamW(lr=5e-4, betas=(0.9, 0.98), weight_decay=0.1),
                 warmup_steps=1_000,
                 schedule=Cosine(),
                 eval_every=1_000,
@@ -122,9 +117,7 @@ def paper() -> Recipe:
             training=TrainConfig(
                 steps=3_000_000,
                 batch_size=512,
-                lr=1e-4,
-                betas=(0.9, 0.999),
-                weight_decay=1e-4,
+                optimizer=AdamW(lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-4),
                 clip_norm=None,
                 schedule=Cosine(end=1 / 80, steps=1_200_000),
                 ema_decay=0.999,
@@ -135,9 +128,7 @@ def paper() -> Recipe:
             training=TrainConfig(
                 steps=430_000,
                 batch_size=1_024,
-                lr=4.5e-4,
-                betas=(0.9, 0.96),
-                weight_decay=4.5e-2,
+                optimizer=AdamW(lr=4.5e-4, betas=(0.9, 0.96), weight_decay=4.5e-2),
                 clip_norm=4.0,
                 warmup_steps=5_000,
                 schedule=Plateau(halvings=5),
@@ -151,10 +142,7 @@ def paper() -> Recipe:
             training=TrainConfig(
                 steps=400_000,
                 batch_size=4_096,
-                lr=5e-4,
-                betas=(0.9, 0.98),
-                eps=1e-6,
-                weight_decay=0.2,
+                optimizer=AdamW(lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2),
                 warmup_steps=2_000,
                 schedule=Cosine(),
                 eval_every=5_000,
@@ -163,10 +151,10 @@ def paper() -> Recipe:
     )
 
 
-def _training(steps: int, batch: int, lr: float, ema: float | None = None) -> TrainConfig:
-    """AdamW as small priors like it: a short warm-up, then a cosine to a fiftieth."""
+def _training(steps: int, batch: int, ema: float) -> TrainConfig:
+    """What small priors learn fastest from (docs/LOG.md): small batches, Muon, a cosine to a fiftieth."""
     return TrainConfig(
-        steps=steps, batch_size=batch, lr=lr, betas=(0.9, 0.96), weight_decay=4.5e-2, clip_norm=1.0,
+        steps=steps, batch_size=batch, optimizer=Muon(others=AdamW(lr=1.5e-3)), clip_norm=1.0,
         warmup_steps=min(200, steps // 10), schedule=Cosine(end=0.02), ema_decay=ema, eval_every=500,
         checkpoint_every=250,
     )  # fmt: skip
@@ -176,12 +164,13 @@ def _small_dvae(size: int, groups: int, vocab: int, steps: int) -> DVAEStage:
     """A dVAE for small, flat pictures; docs/LOG.md says how these numbers were found."""
     return DVAEStage(
         model=DVAEConfig(
-            size=size, width=48, groups=groups, vocab=vocab, code_width=64, gain=0.5, init_gain=2**0.5, code_gain=3.0,
+            size=size, width=48, groups=groups, blocks=2, vocab=vocab, code_width=64, gain=0.5, init_gain=2**0.5,
+            code_gain=3.0,
         ),
-        objective=BalancedELB(tau=Anneal(start=1.0, end=0.1, steps=steps * 2 // 3)),
+        objective=BalancedELB(tau=Anneal(start=1.0, end=0.1, steps=steps // 2), hard_from=steps * 3 // 4),
         training=TrainConfig(
-            steps=steps, batch_size=32, lr=4e-3, betas=(0.9, 0.99), weight_decay=1e-4, clip_norm=1.0, warmup_steps=50,
-            schedule=Cosine(end=0.02), ema_decay=0.998, eval_every=500, checkpoint_every=250,
+            steps=steps, batch_size=16, optimizer=AdamW(lr=3e-3, betas=(0.9, 0.99), weight_decay=1e-4), clip_norm=1.0,
+            warmup_steps=100, schedule=Cosine(end=0.02), ema_decay=0.998, eval_every=500, checkpoint_every=250,
         ),
         augment=False,
     )  # fmt: skip
@@ -191,8 +180,9 @@ def _small_contrastive(steps: int, patch: int = 8) -> ContrastiveStage:
     return ContrastiveStage(
         model=ContrastiveConfig(patch=patch, width=128, depth=4, heads=4, embedding=128),
         training=TrainConfig(
-            steps=steps, batch_size=128, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.05, clip_norm=1.0,
+            steps=steps, batch_size=128, optimizer=AdamW(lr=1e-3, betas=(0.9, 0.98), weight_decay=0.05), clip_norm=1.0,
             warmup_steps=min(100, steps // 10), schedule=Cosine(end=0.02), eval_every=500, checkpoint_every=250,
         ),
         augment=False,
+        distractors=4,
     )  # fmt: skip

@@ -56,12 +56,13 @@ class PriorStage:
 
 @dataclass(frozen=True, kw_only=True)
 class ContrastiveStage:
-    """The reranker. `augment` as for the prior."""
+    """The reranker. `augment` as for the prior; `distractors` wrong captions come with each picture."""
 
     model: ContrastiveConfig = field(default_factory=ContrastiveConfig)
     objective: ContrastiveLoss = field(default_factory=ContrastiveLoss)
     training: TrainConfig
     augment: bool = True
+    distractors: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from limner.config import to_dict
 from limner.data.datasets import ImageCaptionDataset, TokenDataset
+from limner.data.distractors import Distractors
 from limner.data.samples import Rejected, Selection, Source, select_split
 from limner.data.sources import open_source
 from limner.data.stream import Dataset, Stream
@@ -175,11 +176,17 @@ class Plan:
         if not train:
             return model.to(self.device).eval() if _trained(model, self.out / "contrastive") else None
         augment = "prior" if stage.augment else "none"
-        data = ImageCaptionDataset(self.seen, config.size, augment, tokenizer, text.length, text.dropout)
+        distractors = (Distractors(_captions(self.seen)), stage.distractors) if stage.distractors else None
+
+        def images(source: Source, augment: str, dropout: float) -> ImageCaptionDataset:
+            return ImageCaptionDataset(
+                source, config.size, augment, tokenizer, text.length, dropout, distractors=distractors
+            )
+
+        data = images(self.seen, augment, text.dropout)
         evaluate = None
         if len(self.unseen):
-            checked = ImageCaptionDataset(_some(self.unseen), config.size, "none", tokenizer, text.length)
-            evaluate = self._held_out(checked, stage.objective, 128)
+            evaluate = self._held_out(images(_some(self.unseen), "none", 0.0), stage.objective, 128)
         record = {"model": to_dict(config), "objective": to_dict(stage.objective)}
         self._run("contrastive", model, stage, data, evaluate, record)
         return model.eval()

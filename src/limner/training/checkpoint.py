@@ -3,7 +3,7 @@
     RUN/checkpoints/step-00001200/
         model.safetensors       parameters and persistent buffers, by name
         ema.safetensors         averaged parameters, if the run averages
-        optimizer.safetensors   "exp_avg.NAME", "exp_avg_sq.NAME", "step.NAME" for each parameter
+        optimizer.safetensors   "exp_avg.NAME", "exp_avg_sq.NAME", "step.NAME" for each parameter (AdamW)
         rng.safetensors         states of the random generators, as bytes
         state.json              step, data position, schedule, counters, config, versions
 
@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,26 +143,33 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> N
         tensor.copy_(tensors[name])
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's state as "KEY.PARAMETER" -> tensor."""
+def optimizer_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The optimisers' state as "KEY.PARAMETER" -> tensor."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    return {f"{key}.{names[p]}": value for p, state in optimizer.state.items() for key, value in state.items()}
+    states = (entry for optimizer in optimizers for entry in optimizer.state.items())
+    return {f"{key}.{names[p]}": value for p, state in states for key, value in state.items()}
 
 
-def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], where: str
+def load_optimizers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor], where: str
 ) -> None:
-    """The inverse of `optimizer_tensors`; step sizes and decay stay as the optimiser was built."""
+    """The inverse of `optimizer_tensors`; step sizes and decay stay as the optimisers were built."""
     parameters = dict(model.named_parameters())
-    order = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    states: dict[int, dict[str, Tensor]] = {}
+    owner = {
+        p: (optimizer, i)
+        for optimizer in optimizers
+        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+    }
+    states: dict[torch.optim.Optimizer, dict[int, dict[str, Tensor]]] = {optimizer: {} for optimizer in optimizers}
     for entry, tensor in tensors.items():
         key, _, name = entry.partition(".")
         p = parameters.get(name)
-        if p is None or id(p) not in order or (tensor.ndim and tensor.shape != p.shape):
+        if p is None or p not in owner or (tensor.ndim and tensor.shape != p.shape):
             raise UserError(f"{where} holds optimiser state {entry!r} that does not fit the model")
-        states.setdefault(order[id(p)], {})[key] = tensor
-    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer, i = owner[p]
+        states[optimizer].setdefault(i, {})[key] = tensor
+    for optimizer, state in states.items():
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _flush(path: Path) -> None:

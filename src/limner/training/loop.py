@@ -39,7 +39,7 @@ from limner.errors import UserError
 from limner.files import atomic_write_text
 from limner.numerics.precision import Precision, autocast, choose_precision
 from limner.optim.ema import Ema
-from limner.optim.groups import Decayed, parameter_groups
+from limner.optim.optimizers import AdamW, Muon
 from limner.optim.schedules import Constant, Cosine, Plateau, warmup
 from limner.training import checkpoint as checkpoints
 from limner.training.metrics_log import MetricsLog
@@ -99,8 +99,7 @@ class TrainConfig:
         accumulate: micro-batches an update is computed in, to save memory. The gradient is that of
             the whole batch for losses that are means over samples (a contrastive loss is not: its
             negatives are those of a micro-batch).
-        lr, betas, eps, weight_decay: of AdamW.
-        decayed: what weight decay acts on.
+        optimizer: AdamW or Muon, with its step size and decay.
         clip_norm: longest gradient; None clips nothing.
         warmup_steps: linear ramp of the step size, on top of `schedule`.
         schedule: factor on the step size.
@@ -119,11 +118,7 @@ class TrainConfig:
     steps: int
     batch_size: int = 64
     accumulate: int = 1
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.96)
-    eps: float = 1e-8
-    weight_decay: float = 4.5e-2
-    decayed: Decayed = "matrices"
+    optimizer: AdamW | Muon = field(default_factory=AdamW)
     clip_norm: float | None = 4.0
     warmup_steps: int = 0
     schedule: Constant | Cosine | Plateau = field(default_factory=Constant)
@@ -269,14 +264,8 @@ class _Run:
                 kind = type(model).__name__
                 raise UserError(f"a {kind} cannot do without checkpoint_activations=False")
             model.set_checkpointing(True)  # type: ignore[operator]
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(model, config.weight_decay, config.decayed),
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=device.type in ("cpu", "cuda"),
-        )
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.optimizers = config.optimizer.build(model)
+        self.parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         self.schedule = config.schedule.build(config.steps)
         self.ema = None
         if config.ema_decay is not None:
@@ -291,8 +280,8 @@ class _Run:
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
         """One optimiser step; the metrics of its batch, "loss" first."""
-        ramp = warmup(self.step, self.config.warmup_steps)
-        self.lr = self.config.lr * ramp * self.schedule.factor(self.step)
+        factor = warmup(self.step, self.config.warmup_steps) * self.schedule.factor(self.step)
+        self.lr = self.config.optimizer.lr * factor
         rows = len(next(iter(batch.values())))
         metrics: dict[str, Tensor] = {}
         for part in _split(batch, rows, self.config.accumulate):
@@ -309,9 +298,10 @@ class _Run:
         if math.isfinite(loss) and math.isfinite(self.norm):
             if self.config.clip_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_norm, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.lr
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["initial_lr"] * factor
+                optimizer.step()
             self.schedule.observe(loss)
             if self.ema:
                 self.ema.update(self.model, self.step + 1)
@@ -320,7 +310,8 @@ class _Run:
             self.skipped, self.bad = self.skipped + 1, self.bad + 1
             if self.bad >= self.config.max_bad_steps:
                 raise UserError(self._hopeless())
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         self.step, self.seen = self.step + 1, self.seen + rows
         return metrics
 
@@ -359,7 +350,7 @@ class _Run:
         """Write a checkpoint of everything here."""
         tensors = {
             "model": checkpoints.model_tensors(self.model),
-            "optimizer": checkpoints.optimizer_tensors(self.model, self.optimizer),
+            "optimizer": checkpoints.optimizer_tensors(self.model, self.optimizers),
             "rng": {"torch": torch.get_rng_state(), "objective": self.generator.get_state()},
         }
         if self.ema:
@@ -405,7 +396,7 @@ class _Run:
         where = str(found)
         tensors = {name: checkpoints.read_tensors(found, name) for name in ("model", "optimizer")}
         checkpoints.load_model(self.model, tensors["model"], where)
-        checkpoints.load_optimizer(self.model, self.optimizer, tensors["optimizer"], where)
+        checkpoints.load_optimizers(self.model, self.optimizers, tensors["optimizer"], where)
         if self.ema:
             self.ema.load_state_dict(checkpoints.read_tensors(found, "ema"))
         for name, part in self.parts.items():
@@ -437,7 +428,7 @@ class _Run:
         saved = checkpoints.latest(self.out)
         return (
             f"training stopped at step {self.step + 1} because {self.bad} updates in a row had a "
-            f"loss or gradient that is not finite; lower lr ({self.config.lr:g}) or lengthen "
+            f"loss or gradient that is not finite; lower lr ({self.config.optimizer.lr:g}) or lengthen "
             f"warmup_steps ({self.config.warmup_steps}); "
             + (f"the last good state is {saved}" if saved else "there is no checkpoint yet")
         )

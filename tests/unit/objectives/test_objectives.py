@@ -128,6 +128,21 @@ def test_equal_captions_are_not_negatives_of_each_other():
     assert loss >= math.log(2) - 1e-6  # the best there is: both count half
 
 
+def test_a_picture_picks_among_its_distractors_too_and_padding_is_none():
+    model = contrastive()
+    pixels = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
+    text, wrong = torch.randint(0, 30, (3, 6)), torch.randint(0, 30, (3, 2, 6))
+    wrong[1, 1] = PAD
+    loss, _ = ContrastiveLoss()(model, {"pixels": pixels, "text": text, "distractors": wrong}, 0, None)
+    images, right = model.encode_image(pixels), model.encode_text(text)
+    losses = []
+    for i in range(3):
+        choices = torch.cat([right, model.encode_text(wrong[i, : 1 if i == 1 else 2])])
+        losses.append(F.cross_entropy(model.scale() * choices @ images[i], torch.tensor(i)))
+    by_caption = F.cross_entropy(model.scale() * right @ images.T, torch.arange(3))
+    torch.testing.assert_close(loss, (torch.stack(losses).mean() + by_caption) / 2)
+
+
 def test_contrastive_towers_read_to_the_last_token_and_give_unit_vectors():
     model = contrastive().eval()
     text = torch.tensor([[3, 4, 5, PAD, PAD, PAD]])

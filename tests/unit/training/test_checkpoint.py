@@ -107,14 +107,14 @@ def test_optimiser_state_goes_by_name(tmp_path: Path) -> None:
     for _ in range(3):
         model(torch.randn(5, 3)).sum().backward()
         optimizer.step()
-    tensors = checkpoint.optimizer_tensors(model, optimizer)
+    tensors = checkpoint.optimizer_tensors(model, [optimizer])
     assert tensors["exp_avg.0.weight"].shape == (3, 3) and tensors["step.1.weight"] == 3
     save(tmp_path, 1, {"optimizer": tensors}, {}, 1)
     other, fresh = build()
     read = checkpoint.read_tensors(completed(tmp_path)[0], "optimizer")
-    checkpoint.load_optimizer(other, fresh, read, "it")
-    assert checkpoint.optimizer_tensors(other, fresh).keys() == tensors.keys()
-    for name, value in checkpoint.optimizer_tensors(other, fresh).items():
+    checkpoint.load_optimizers(other, [fresh], read, "it")
+    assert checkpoint.optimizer_tensors(other, [fresh]).keys() == tensors.keys()
+    for name, value in checkpoint.optimizer_tensors(other, [fresh]).items():
         assert torch.equal(value, tensors[name])
     with pytest.raises(UserError, match="does not fit"):
-        checkpoint.load_optimizer(other, fresh, {"exp_avg.0.weight": torch.ones(2, 2)}, "it")
+        checkpoint.load_optimizers(other, [fresh], {"exp_avg.0.weight": torch.ones(2, 2)}, "it")

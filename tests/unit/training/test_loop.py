@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from limner.data.stream import Stream
 from limner.errors import UserError
+from limner.optim.optimizers import AdamW, Muon
 from limner.optim.schedules import Cosine, Plateau
 from limner.training.checkpoint import completed, latest, load_weights
 from limner.training.loop import Callback, Interrupted, TrainConfig, train
@@ -55,7 +56,7 @@ def losses(out: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
 
 
-CONFIG = TrainConfig(steps=12, batch_size=12, lr=1e-2, precision="fp32", log_every=1)
+CONFIG = TrainConfig(steps=12, batch_size=12, optimizer=AdamW(lr=1e-2), precision="fp32", log_every=1)
 
 
 def test_it_is_the_textbook_loop(tmp_path: Path) -> None:
@@ -110,17 +111,25 @@ FULL = replace(
 )
 
 
+def blocks(dropout: float = 0.0) -> nn.Sequential:
+    """The same model, its last layer within a list of blocks."""
+    layers = model(dropout)
+    layers[0].blocks = nn.ModuleList([layers[3]])
+    return layers
+
+
 @pytest.mark.parametrize("stops", [[1], [5], [3, 4, 11]])
-def test_a_run_in_parts_is_the_whole_run_bit_for_bit(stops: list[int], tmp_path: Path) -> None:
-    whole, parts = model(0.2), model(0.2)
-    train(whole, noisy, stream(), FULL, tmp_path / "whole")
+@pytest.mark.parametrize("optimizer", [AdamW(lr=1e-2), Muon(others=AdamW(lr=1e-2))], ids=["AdamW", "Muon"])
+def test_a_run_in_parts_is_the_whole_run_bit_for_bit(optimizer: AdamW | Muon, stops: list[int], tmp_path: Path) -> None:
+    config, whole, parts = replace(FULL, optimizer=optimizer), blocks(0.2), blocks(0.2)
+    train(whole, noisy, stream(), config, tmp_path / "whole")
     for steps in (*stops, 12):
-        parts = model(0.2)
+        parts = blocks(0.2)
         torch.manual_seed(steps)  # whatever happened in the process before
-        train(parts, noisy, stream(), replace(FULL, steps=steps), tmp_path / "parts")
+        train(parts, noisy, stream(), replace(config, steps=steps), tmp_path / "parts")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
-    finished = train(model(0.2), noisy, stream(), FULL, tmp_path / "whole")
+    finished = train(blocks(0.2), noisy, stream(), config, tmp_path / "whole")
     assert finished.step == 12 and finished.metrics["loss"] == losses(tmp_path / "whole")[-1]
 
 
@@ -229,8 +238,8 @@ def test_another_config_is_refused_by_name(tmp_path: Path) -> None:
         return train(model(), objective, stream(), config, tmp_path, **kwargs)
 
     go(replace(CONFIG, steps=5), record={"model": {"width": 8}})
-    with pytest.raises(UserError, match=r"another training\.lr, model\.width;"):
-        go(replace(CONFIG, lr=1.0), record={"model": {"width": 9}})
+    with pytest.raises(UserError, match=r"another training\.optimizer\.lr, model\.width;"):
+        go(replace(CONFIG, optimizer=AdamW(lr=1.0)), record={"model": {"width": 9}})
     with pytest.raises(UserError, match=r"lacks|too many|shape"):
         train(nn.Linear(4, 1), objective, stream(), CONFIG, tmp_path, record={"model": {"width": 8}})
     longer = replace(CONFIG, log_every=2, checkpoint_every=3, keep=5)

@@ -1,0 +1,37 @@
+"""Our Muon against torch's, which takes one matrix at a time."""
+
+import pytest
+import torch
+from torch import nn
+
+from limner.optim.muon import Muon, orthogonalize
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_updates_equal_those_of_torch(weight_decay: float) -> None:
+    torch.manual_seed(0)
+    shapes = [(12, 4), (4, 12), (12, 4), (8, 8), (12, 4)]
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    a = Muon(ours, lr=0.02, momentum=0.9, weight_decay=weight_decay)
+    b = torch.optim.Muon(theirs, lr=0.02, momentum=0.9, weight_decay=weight_decay)
+    for _ in range(5):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
+        a.step()
+        b.step()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, atol=1e-3, rtol=0)  # bf16 rounds in another order
+
+
+def test_singular_values_come_near_one() -> None:
+    torch.manual_seed(0)
+    for shape in [(3, 16, 16), (2, 40, 8), (2, 8, 40)]:
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)).float())
+        assert float(values.min()) > 0.3 and float(values.max()) < 1.3
+
+
+def test_vectors_are_refused() -> None:
+    with pytest.raises(ValueError, match="matrices"):
+        Muon([nn.Parameter(torch.ones(3))])
