@@ -44,6 +44,8 @@ class ReconstructionOptions:
     """A bundled model by name, or a folder."""
     data: str | None = None
     """The held-out samples of a data set; without it, fresh scenes that the oracle reads too."""
+    split: Literal["both", "train", "held-out"] = "both"
+    """Fresh scenes with combinations kept out of training, of the training kind, or both in turn."""
     count: int = 1024
     """Pictures at most."""
     seed: int = 0
@@ -111,7 +113,9 @@ def reconstruction(argv: Sequence[str]) -> None:
     if options.data is None:
         if size % 12:
             raise UserError(f"scenes have a size that is a multiple of 12, this model draws {size} pixels: give --data")
-        pictures = evaluation.fresh_scenes(options.count, options.seed, size=size)
+        pictures = evaluation.fresh_scenes(
+            options.count, options.seed, None if options.split == "both" else options.split, size
+        )
     else:
         import numpy as np
 

@@ -29,6 +29,7 @@ import numpy as np
 Shape = Literal["circle", "square", "triangle", "diamond", "cross"]
 Fill = Literal["solid", "striped", "outlined"]
 Size = Literal["small", "large"]
+Look = tuple[Size, Fill, str, Shape]  # str: the color
 Split = Literal["train", "held-out"]
 Relation = Literal["above", "below", "left of", "right of"]
 Transform = Literal["sketch", "upside down", "recolored", "grayscale"]
@@ -183,7 +184,7 @@ def sample_scene(
             return scene
 
 
-def _sample_look(rng: np.random.Generator) -> tuple[Size, Fill, str, Shape]:
+def _sample_look(rng: np.random.Generator) -> Look:
     color = list(COLORS)[rng.integers(len(COLORS))]
     # Solid is what people mean when they say nothing, so it is half of the world.
     fill = FILLS[(0, 0, 1, 2)[rng.integers(4)]]
@@ -196,7 +197,10 @@ def sample_crowd(rng: np.random.Generator, *, count: int = 12, split: Split = "t
     frequent, since the thin lines of outlines and stripes are what is hard to reconstruct."""
     background = str(rng.choice(list(BACKGROUNDS)))
     while True:
-        looks = [(size, FILLS[rng.integers(3)], *look) for size, _, *look in (_sample_look(rng) for _ in range(count))]
+        looks: list[Look] = []
+        for _ in range(count):
+            size, _, color, shape = _sample_look(rng)
+            looks.append((size, FILLS[rng.integers(3)], color, shape))
         if split == "train":
             looks = [look for look in looks if not _held_out(*look[1:])]
         scene = Scene(things=tuple(_place(rng, looks, UNITS)), background=background)
@@ -204,7 +208,7 @@ def sample_crowd(rng: np.random.Generator, *, count: int = 12, split: Split = "t
             return scene
 
 
-def _place(rng: np.random.Generator, looks: Sequence[tuple[Size, Fill, str, Shape]], height: int) -> list[Thing]:
+def _place(rng: np.random.Generator, looks: Sequence[Look], height: int) -> list[Thing]:
     """Boxes on the lattice with at least one unit between them, for those looks that fit."""
     placed: list[Thing] = []
     for size, fill, color, shape in looks:

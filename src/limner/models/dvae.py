@@ -15,6 +15,7 @@ Shapes: B batch, H x W pixels, h x w grid (H / stride), V codes, S = h * w.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,7 @@ class Block(nn.Module):
     """A bottleneck resblock: `id_path(x) + gain * res_path(x)`, hidden width a quarter of the output.
 
     Args:
-        kernels: of the four convolutions, (3, 3, 3, 1) in the encoder and (1, 3, 3, 3) in the decoder.
+        kernels: of the four convolutions, as a rule (3, 3, 3, 1) in the encoder and (1, 3, 3, 3) in the decoder.
         gain: the small constant that keeps deep stacks stable at initialisation (§2.1).
         init_gain: of the weights; sqrt(2) keeps the variance through a ReLU.
     """
@@ -74,7 +75,7 @@ class Block(nn.Module):
 
 def _stack(
     first: nn.Module, widths: list[int], between: nn.Module, last: Conv2d, config: DVAEConfig,
-    kernels: tuple[int, ...],
+    kernels: Callable[[int], tuple[int, ...]],
 ) -> nn.Sequential:  # fmt: skip
     """input, `len(widths) - 1` groups with `between` after all but the last, output."""
     gain = config.gain or 1 / (config.groups * config.blocks) ** 2
@@ -83,7 +84,7 @@ def _stack(
         group: OrderedDict[str, nn.Module] = OrderedDict()
         for b in range(1, config.blocks + 1):
             n_in = widths[g - 1] if b == 1 else widths[g]
-            group[f"block_{b}"] = Block(n_in, widths[g], kernels, gain, config.init_gain)
+            group[f"block_{b}"] = Block(n_in, widths[g], kernels(g), gain, config.init_gain)
         if g < len(widths) - 1:
             group["pool" if isinstance(between, nn.MaxPool2d) else "upsample"] = between
         parts[f"group_{g}"] = nn.Sequential(group)
@@ -97,9 +98,10 @@ class Encoder(nn.Module):
     def __init__(self, config: DVAEConfig) -> None:
         super().__init__()
         widths = [config.width, *(config.width * 2**g for g in range(config.groups))]
+        near = config.groups if config.context_groups is None else config.context_groups
         self.blocks = _stack(
-            Conv2d(3, config.width, 7), widths, nn.MaxPool2d(2),
-            Conv2d(widths[-1], config.vocab, 1), config, (3, 3, 3, 1),
+            Conv2d(3, config.width, 7), widths, nn.MaxPool2d(2), Conv2d(widths[-1], config.vocab, 1), config,
+            lambda group: (3, 3, 3, 1) if group <= near else (1, 1, 1, 1),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,7 +118,7 @@ class Decoder(nn.Module):
         first = Conv2d(config.vocab, config.code_width, 1, gain=config.code_gain)
         self.blocks = _stack(
             first, [config.code_width, *groups], nn.Upsample(scale_factor=2, mode="nearest"),
-            Conv2d(groups[-1], 6, 1), config, (1, 3, 3, 3),
+            Conv2d(groups[-1], 6, 1), config, lambda group: (1, 3, 3, 3),
         )  # fmt: skip
 
     def forward(self, z: Tensor) -> Tensor:
@@ -136,6 +138,9 @@ class DVAEConfig:
         code_width: width of the decoder's first layer (n_init), that is of a code's embedding.
         gain: of the residual branches; None is the released code's `1 / (groups * blocks)^2`.
         init_gain, code_gain: of the initial weights in the branches and of the codebook.
+        context_groups: encoder groups whose blocks look around (3x3); later ones are 1x1, so that a code
+            says what is at its place and little of what is near, which makes the prior's work easier
+            where pictures are small and flat. None is all of them, as in the paper.
     """
 
     size: int = 256
@@ -147,6 +152,7 @@ class DVAEConfig:
     gain: float | None = None
     init_gain: float = 1.0
     code_gain: float = 1.0
+    context_groups: int | None = None
 
     @property
     def stride(self) -> int:

@@ -46,17 +46,20 @@ class Muon(torch.optim.Optimizer):
         """One update of every parameter that has a gradient. There is no closure to call."""
         for group in self.param_groups:
             lr, momentum = group["lr"], group["momentum"]
-            alike: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
+            alike: defaultdict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
-                    alike[p.shape].append(p)
-            for shape, params in alike.items():
-                directions = []
-                for p in params:
-                    buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                    buffer.lerp_(p.grad, 1 - momentum)
-                    directions.append(p.grad.lerp(buffer, momentum))
-                updates = orthogonalize(torch.stack(directions)).to(params[0].dtype)
+                    alike[p.shape].append((p, p.grad))
+            for shape, pairs in alike.items():
+                updates = orthogonalize(torch.stack([self._direction(p, grad, momentum) for p, grad in pairs]))
                 scale = max(1, shape[0] / shape[1]) ** 0.5
-                for p, update in zip(params, updates, strict=True):
+                for (p, _), update in zip(pairs, updates.to(pairs[0][1].dtype), strict=True):
                     p.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
+
+    def _direction(self, p: Tensor, grad: Tensor, momentum: float) -> Tensor:
+        """Nesterov's momentum, after the gradient has joined it."""
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        buffer = state["momentum_buffer"].lerp_(grad, 1 - momentum)
+        return grad.lerp(buffer, momentum)

@@ -25,9 +25,9 @@ def scenes() -> Recipe:
     """
     return Recipe(
         text=TextConfig(vocab=1_024, length=32, dropout=0.0),
-        dvae=_small_dvae(48, groups=3, vocab=1_024, steps=8_000),
+        dvae=_small_dvae(48, groups=3, vocab=1_024, steps=7_000),
         prior=PriorStage(
-            model=TransformerConfig(width=256, depth=6, heads=4, pattern="dense"),
+            model=TransformerConfig(width=256, depth=6, heads=4),
             training=_training(steps=2_000, batch=32, ema=0.995),
             augment=False,
         ),
@@ -41,7 +41,7 @@ def demo() -> Recipe:
         text=TextConfig(vocab=1_024, length=20, dropout=0.0),
         dvae=Bundled(),
         prior=PriorStage(
-            model=TransformerConfig(width=192, depth=6, heads=4, pattern="dense"),
+            model=TransformerConfig(width=192, depth=6, heads=4),
             training=_training(steps=2_000, batch=12, ema=0.99),
             augment=False,
         ),
@@ -60,7 +60,7 @@ def emoji() -> Recipe:
         text=TextConfig(vocab=2_048, length=24, dropout=0.1),
         dvae=_small_dvae(64, groups=4, vocab=1_024, steps=3_000),
         prior=PriorStage(
-            model=TransformerConfig(width=256, depth=6, heads=4, pattern="dense"),
+            model=TransformerConfig(width=256, depth=6, heads=4),
             training=_training(steps=8_000, batch=64, ema=0.999),
             augment=False,
         ),
@@ -164,8 +164,9 @@ def _small_dvae(size: int, groups: int, vocab: int, steps: int) -> DVAEStage:
     """A dVAE for small, flat pictures; docs/LOG.md says how these numbers were found."""
     return DVAEStage(
         model=DVAEConfig(
-            size=size, width=48, groups=groups, blocks=2, vocab=vocab, code_width=64, gain=0.5, init_gain=2**0.5,
+            size=size, width=48, groups=groups, blocks=1, vocab=vocab, code_width=64, gain=0.5, init_gain=2**0.5,
             code_gain=3.0,
+            context_groups=1,
         ),
         objective=BalancedELB(tau=Anneal(start=1.0, end=0.1, steps=steps // 2), hard_from=steps * 3 // 4),
         training=TrainConfig(
