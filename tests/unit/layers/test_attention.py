@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from limner.layers.attention import Attention, Cache, paper_pattern, visible
+from limner.layers.attention import Attention, Cache, attend, paper_pattern, visible
 
 
 def sees(kind: str, back: int, width: int, kernel: int) -> bool:
@@ -75,3 +75,20 @@ def test_expanding_a_cache_repeats_captions_in_order():
     cache = Cache([torch.arange(2.0).view(2, 1, 1, 1)], [torch.zeros(2, 1, 1, 1)], 7).expand(3)
     assert cache.keys[0].flatten().tolist() == [0, 0, 0, 1, 1, 1]
     assert cache.length == 7
+
+
+@settings(max_examples=25, deadline=None)
+@given(kind=st.sampled_from(["row", "column", "conv", "dense"]), prefix=st.integers(1, 5), seed=st.integers(0, 99))
+def test_written_out_products_equal_torchs_kernel_in_output_and_gradients(kind, prefix, seed):
+    mask = visible(kind, prefix, (3, 4), 3)
+    generator = torch.Generator().manual_seed(seed)
+    ours = [torch.randn(2, 3, len(mask), 8, generator=generator).requires_grad_() for _ in range(3)]
+    theirs = [x.detach().clone().requires_grad_() for x in ours]
+    y = attend(*ours, mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(*theirs, attn_mask=mask)
+    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+    upstream = torch.randn(y.shape, generator=generator)
+    y.backward(upstream)
+    expected.backward(upstream)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-5)

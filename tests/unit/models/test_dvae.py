@@ -1,5 +1,7 @@
 """The dVAE has the released layout, names and sizes, and maps pixels as Equation 3 says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -63,3 +65,16 @@ def test_a_size_that_the_stride_does_not_divide_is_refused():
 
 def test_default_gain_is_the_released_codes():
     assert SMALL.build().encoder.blocks.group_1.block_1.gain == 1 / (3 * 2) ** 2
+
+
+def test_without_context_a_code_depends_on_its_patch_and_what_the_first_convolution_sees():
+    torch.manual_seed(0)
+    far, near = (replace(SMALL, size=32, context_groups=k).build() for k in (None, 0))
+    a = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8)
+    b = a.clone()
+    b[:, :, 20:] = 255 - b[:, :, 20:]
+    rows = 4  # of 4 pixels, more than the 3 of a 7x7 kernel away from row 20
+    assert torch.equal(near.encode(a)[:, :, :rows], near.encode(b)[:, :, :rows])
+    assert not torch.equal(near.encode(a)[:, :, rows], near.encode(b)[:, :, rows])
+    assert not torch.equal(far.encode(a)[:, :, 1], far.encode(b)[:, :, 1])
+    assert near.encoder.state_dict().keys() == far.encoder.state_dict().keys()

@@ -100,6 +100,23 @@ def test_a_batch_of_empty_captions_has_no_text_loss():
     assert torch.isfinite(loss)
 
 
+def test_the_decoder_finishes_on_argmax_codes_while_the_encoder_rests():
+    torch.manual_seed(0)
+    model = DVAEConfig(size=16, width=8, groups=3, vocab=20, code_width=8).build()
+    pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    seen = []
+    model.decoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    for step in (4, 5):
+        model.zero_grad()
+        loss, _ = BalancedELB(hard_from=5)(model, {"pixels": pixels}, step, torch.Generator().manual_seed(0))
+        loss.backward()
+        moves = [any(p.grad is not None for p in part.parameters()) for part in (model.encoder, model.decoder)]
+        assert moves == [step < 5, True]
+    tokens = model.tokens(pixels).unflatten(1, (4, 4))
+    assert torch.equal(seen[1], F.one_hot(tokens, 20).movedim(-1, 1).float())
+    assert not torch.equal(seen[0], seen[1])
+
+
 def contrastive():
     torch.manual_seed(0)
     return ContrastiveConfig(
