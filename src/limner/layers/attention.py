@@ -9,15 +9,15 @@ an image position sees of the image depends on the layer's kind:
     conv    a causal k x k window around itself, in raster order (it wraps around row ends)
     dense   itself and everything before it; not in the paper, for comparison and small grids
 
-One softmax runs over text and image keys together (footnote 7). This file is the readable form: a
-dense mask over all positions. `Cache` keeps keys and values for decoding.
+One softmax runs over text and image keys together (footnote 7). This file is the readable form, with a
+mask over all positions. `sparse.py` computes only what is visible, `cache.py` decodes.
 
 Shapes: B batch, H heads, P prefix, S image positions, N = P + S, D width, C = D / H.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -29,6 +29,7 @@ from limner.layers.linear import LinearFactory, plain
 _WRITTEN_OUT = 512**2  # numel of a mask up to which `attend` writes the products out on a CPU
 
 Kind = Literal["row", "column", "conv", "dense"]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, H, n, C] -> [B, H, n, C]
 
 
 def paper_pattern(depth: int) -> tuple[Kind, ...]:
@@ -37,46 +38,31 @@ def paper_pattern(depth: int) -> tuple[Kind, ...]:
     return (*kinds, "conv")
 
 
+def offsets(kind: Kind, grid: tuple[int, int], kernel: int = 11) -> Tensor:
+    """How many raster steps ago a position may be for an image position to see it, itself (0) first."""
+    h, w = grid
+    if kind == "row":
+        return torch.arange(w + 1)
+    if kind == "column":
+        return torch.arange(0, h * w, w)
+    if kind == "conv":  # (rows up, columns across) as raster steps
+        reach = range(-(kernel // 2), kernel // 2 + 1)
+        window = {up * w + across for up in range(kernel // 2 + 1) for across in reach}
+        return torch.tensor(sorted(back for back in window if back >= 0))
+    return torch.arange(h * w)
+
+
 def visible(kind: Kind, prefix: int, grid: tuple[int, int], kernel: int = 11) -> Tensor:
     """The mask of Figure 11: bool [N, N], True where the row's position sees the column's."""
-    h, w = grid
-    n = prefix + h * w
+    n = prefix + grid[0] * grid[1]
     mask = torch.ones(n, n, dtype=torch.bool).tril()
-    if kind == "dense":
-        return mask
-    t = torch.arange(h * w)
-    back = t[:, None] - t[None, :]  # how many raster steps ago
-    if kind == "row":
-        seen = back <= w
-    elif kind == "column":
-        seen = back % w == 0
-    else:  # (rows up, columns across) as raster steps; `tril` above keeps it causal
-        reach = range(-(kernel // 2), kernel // 2 + 1)
-        window = torch.tensor([rows * w + columns for rows in range(kernel // 2 + 1) for columns in reach])
-        seen = torch.isin(back, window)
-    mask[prefix:, prefix:] &= seen
+    t = torch.arange(n - prefix)
+    mask[prefix:, prefix:] = torch.isin(t[:, None] - t[None, :], offsets(kind, grid, kernel))
     return mask
 
 
-@dataclass
-class Cache:
-    """Keys and values of every layer, [B, H, N, C] each, filled up to `length` positions."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    length: int = 0
-
-    def expand(self, n: int) -> Cache:
-        """Every caption's entries repeated for `n` candidates: B -> B * n."""
-        return Cache(
-            [k.repeat_interleave(n, 0) for k in self.keys],
-            [v.repeat_interleave(n, 0) for v in self.values],
-            self.length,
-        )
-
-
 class Attention(nn.Module):
-    """Multi-head self-attention. `mask` says who sees whom; the layer itself knows no pattern."""
+    """Multi-head self-attention. `attend` says who sees whom; the layer itself knows no pattern."""
 
     def __init__(self, width: int, heads: int, linear: LinearFactory = plain) -> None:
         super().__init__()
@@ -84,20 +70,24 @@ class Attention(nn.Module):
         self.qkv = linear(width, 3 * width)
         self.out = linear(width, width)
 
-    def forward(self, x: Tensor, mask: Tensor, cache: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """x [B, n, D]: the last n of `mask.shape[1]` positions; mask bool [n, positions].
-
-        With a cache, the new keys and values are written into it and the earlier ones are read.
-        """
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """x [B, n, D] -> [B, n, D]."""
         b, n, d = x.shape
         q, k, v = self.qkv(x).view(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        if cache is not None:
-            end = mask.shape[1]
-            keys, values = cache
-            keys[:, :, end - n : end], values[:, :, end - n : end] = k, v
-            k, v = keys[:, :, :end], values[:, :, :end]
-        y = attend(q, k, v, mask)
-        return self.out(y.transpose(1, 2).reshape(b, n, d))
+        return self.out(attend(q, k, v).transpose(1, 2).reshape(b, n, d))
+
+
+class MaskedAttention(nn.Module):
+    """The readable form: all scores, those that the mask [n, m] hides set to -inf."""
+
+    mask: Tensor
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, self.mask)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from limner.layers.attention import MaskedAttention
 from limner.layers.linear import LinearFactory, plain
 from limner.models.transformer import Block
 from limner.text import PAD
@@ -50,7 +51,6 @@ class Contrastive(nn.Module):
     """`encode_image` and `encode_text` give unit vectors; `scale()` is the inverse temperature."""
 
     causal: Tensor
-    everywhere: Tensor
 
     def __init__(self, config: ContrastiveConfig, linear: LinearFactory = plain) -> None:
         super().__init__()
@@ -73,8 +73,7 @@ class Contrastive(nn.Module):
         nn.init.normal_(self.text_position.weight, std=0.02)
         t = config.text_len
         self.register_buffer("causal", torch.ones(t, t, dtype=torch.bool).tril(), persistent=False)
-        everywhere = torch.ones(patches + 1, patches + 1, dtype=torch.bool)
-        self.register_buffer("everywhere", everywhere, persistent=False)
+        self.everywhere = MaskedAttention(torch.ones(patches + 1, patches + 1, dtype=torch.bool))
 
     def encode_image(self, pixels: Tensor) -> Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, E] of unit length. Position 0 is the class token."""
@@ -89,8 +88,9 @@ class Contrastive(nn.Module):
         last = (text != PAD).sum(1).sub(1).clamp_min(0)
         n = int(last.max()) + 1  # causal: what follows the longest caption changes nothing
         x = self.text(text[:, :n].clamp_min(0)) + self.text_position.weight[:n]
+        causal = MaskedAttention(self.causal[:n, :n])
         for block in self.text_blocks:
-            x = block(x, self.causal[:n, :n])
+            x = block(x, causal)
         x = x[torch.arange(len(x), device=x.device), last]
         return F.normalize(self.text_out(self.text_norm(x)).float(), dim=-1)
 

@@ -16,6 +16,7 @@ Shapes: B batch, T text positions, S = h * w image positions, P = T + 1, D width
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -23,9 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from limner.layers.attention import Attention, Cache, Kind, paper_pattern, visible
+from limner.layers.attention import Attend, Attention, Kind, MaskedAttention, attend, paper_pattern, visible
+from limner.layers.cache import Cache, LayerCache
 from limner.layers.linear import LinearFactory, plain
+from limner.layers.sparse import SparseAttention
 from limner.text import PAD
+
+_SHORT = 256  # positions up to which a dense mask is as fast as sparse attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,13 @@ class TransformerConfig:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         return paper_pattern(self.depth) if self.pattern == "paper" else ("dense",) * self.depth
+
+    def attend(self, kind: Kind) -> nn.Module:
+        """How layers of a kind attend in training: sparsely, except where a mask costs no more."""
+        prefix, (h, w) = self.text_len + 1, self.grid
+        if kind == "dense" or prefix + h * w <= _SHORT:
+            return MaskedAttention(visible(kind, prefix, self.grid, self.kernel))
+        return SparseAttention(kind, prefix, self.grid, self.kernel)
 
     def build(self, linear: LinearFactory = plain) -> Transformer:
         return Transformer(self, linear)
@@ -95,8 +107,8 @@ class Block(nn.Module):
         self.attention = Attention(width, heads, linear)
         self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
 
-    def forward(self, x: Tensor, mask: Tensor, cache: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        x = x + self.attention(self.norm1(x), mask, cache)
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        x = x + self.attention(self.norm1(x), attend)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -113,8 +125,6 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """See the module's docstring. `forward` trains, `prefill` and `step` decode."""
 
-    masks: Tensor  # [kinds in use, N, N]
-
     def __init__(self, config: TransformerConfig, linear: LinearFactory = plain) -> None:
         super().__init__()
         self.config = config
@@ -122,10 +132,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config.width, config.heads, linear) for _ in range(config.depth))
         self.head = Head(config)
         self.checkpointing = False
-        kinds = sorted(set(config.kinds))
-        self.mask_of = [kinds.index(kind) for kind in config.kinds]
-        masks = [visible(k, config.text_len + 1, config.grid, config.kernel) for k in kinds]
-        self.register_buffer("masks", torch.stack(masks), persistent=False)
+        self.attend = nn.ModuleDict({kind: config.attend(kind) for kind in sorted(set(config.kinds))})
         self.apply(self._init)
         nn.init.normal_(self.embed.start, std=0.02)
         for block in self.blocks:  # residual branches start small, as in GPT-2
@@ -156,36 +163,37 @@ class Transformer(nn.Module):
         Returns:
             fp32 [B, T - 1, V_text] that predict text[:, 1:], and fp32 [B, S, V_image].
         """
-        x = torch.cat([self.embed.prefix(text), self.embed.tokens(image[:, :-1])], 1)
-        n = x.shape[1]
-        for block, kind in zip(self.blocks, self.mask_of, strict=True):
-            mask = self.masks[kind, :n, :n]
+        x = torch.cat([self.embed.prefix(text), self.embed.tokens(image)], 1)
+        for block, kind in zip(self.blocks, self.config.kinds, strict=True):
             if self.checkpointing and self.training:
-                x = checkpoint(block, x, mask, use_reentrant=False)
+                x = checkpoint(block, x, self.attend[kind], use_reentrant=False)
             else:
-                x = block(x, mask)
+                x = block(x, self.attend[kind])
         x = self.head.norm(x)
         t = text.shape[1]
-        return self.head.text(x[:, : t - 1]).float(), self.head.image(x[:, t:]).float()
+        return self.head.text(x[:, : t - 1]).float(), self.head.image(x[:, t:-1]).float()
 
     def prefill(self, text: Tensor) -> tuple[Cache, Tensor]:
-        """Read the captions: text [B, T] -> a cache of P positions, logits [B, V] of image_0."""
-        b, n = len(text), self.masks.shape[1]
-        c = self.config
-        like = self.head.image.weight
-        shape = (b, c.heads, n, c.width // c.heads)
-        cache = Cache([like.new_empty(shape) for _ in self.blocks], [like.new_empty(shape) for _ in self.blocks])
-        return cache, self._advance(cache, self.embed.prefix(text))
+        """Read the captions: text [B, T] -> a cache with one candidate each, logits [B, V] of image_0."""
+        c, x = self.config, self.embed.prefix(text)
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        layers: list[LayerCache] = []
+
+        def read(kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            layers.append(LayerCache.of(kind, c.grid, c.kernel, k.contiguous(), v.contiguous()))
+            return attend(q, k, v, causal)
+
+        for block, kind in zip(self.blocks, c.kinds, strict=True):
+            x = block(x, partial(read, kind))
+        return Cache(layers), self._logits(x)
 
     def step(self, cache: Cache, token: Tensor) -> Tensor:
-        """Append one image token a row, [B] -> fp32 logits [B, V] of the next."""
-        at = cache.length - self.config.text_len - 1
-        return self._advance(cache, self.embed.tokens(token[:, None], at))
+        """Append one image token a row, [M] -> fp32 logits [M, V] of the next."""
+        x = self.embed.tokens(token[:, None], cache.length)
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            x = block(x, partial(layer.attend, cache.length))
+        cache.length += 1
+        return self._logits(x)
 
-    def _advance(self, cache: Cache, x: Tensor) -> Tensor:
-        begin, end = cache.length, cache.length + x.shape[1]
-        for i, (block, kind) in enumerate(zip(self.blocks, self.mask_of, strict=True)):
-            mask = self.masks[kind, begin:end, :end]
-            x = block(x, mask, (cache.keys[i], cache.values[i]))
-        cache.length = end
+    def _logits(self, x: Tensor) -> Tensor:
         return self.head.image(self.head.norm(x[:, -1])).float()

@@ -1,10 +1,9 @@
 """The masks of Figure 11, against a loop over what its caption says."""
 
-import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from limner.layers.attention import Attention, Cache, attend, paper_pattern, visible
+from limner.layers.attention import attend, paper_pattern, visible
 
 
 def sees(kind: str, back: int, width: int, kernel: int) -> bool:
@@ -55,26 +54,6 @@ def test_layer_pattern_of_the_paper():
     assert pattern[:8] == ("row", "column", "row", "row", "row", "column", "row", "row")
     assert pattern[-1] == "conv"
     assert (pattern.count("row"), pattern.count("column"), pattern.count("conv")) == (47, 16, 1)
-
-
-@pytest.mark.parametrize("kind", ["row", "column", "conv", "dense"])
-def test_decoding_with_a_cache_equals_one_pass(kind):
-    torch.manual_seed(0)
-    layer, prefix, grid = Attention(32, 4), 3, (3, 5)
-    mask = visible(kind, prefix, grid, 3)
-    n = len(mask)
-    x = torch.randn(2, n, 32)
-    whole = layer(x, mask)
-    keys, values = torch.zeros(2, 4, n, 8), torch.zeros(2, 4, n, 8)
-    steps = [layer(x[:, :prefix], mask[:prefix, :prefix], (keys, values))]
-    steps += [layer(x[:, i : i + 1], mask[i : i + 1, : i + 1], (keys, values)) for i in range(prefix, n)]
-    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-5, rtol=1e-5)
-
-
-def test_expanding_a_cache_repeats_captions_in_order():
-    cache = Cache([torch.arange(2.0).view(2, 1, 1, 1)], [torch.zeros(2, 1, 1, 1)], 7).expand(3)
-    assert cache.keys[0].flatten().tolist() == [0, 0, 0, 1, 1, 1]
-    assert cache.length == 7
 
 
 @settings(max_examples=25, deadline=None)

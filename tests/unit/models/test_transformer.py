@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from limner.models import transformer
 from limner.models.transformer import TransformerConfig
 from limner.text import PAD
 
@@ -24,8 +25,10 @@ def batch(model, rows=3):
     return text, torch.randint(0, c.image_vocab, (rows, c.grid[0] * c.grid[1]))
 
 
+@pytest.mark.parametrize("short", [0, 1000])
 @pytest.mark.parametrize("pattern", ["paper", "dense"])
-def test_cached_logits_equal_teacher_forced_ones(pattern):
+def test_cached_logits_equal_teacher_forced_ones(pattern, short, monkeypatch):
+    monkeypatch.setattr(transformer, "_SHORT", short)  # sparse attention, or a dense mask
     model = small(pattern=pattern)
     text, image = batch(model)
     with torch.inference_mode():
