@@ -113,9 +113,9 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, attention: SparseAttention, bias: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.attention = attention
         ctx.save_for_backward(bias, q, k, v)
-        parts = [x.split(attention.at_once) for x in (q, k, v)]
+        parts = zip(*(x.split(attention.at_once) for x in (q, k, v)), strict=True)
         with torch.autocast(q.device.type, enabled=False):  # as it is in the backward pass
-            return torch.cat([attention.image(*part, bias) for part in zip(*parts, strict=True)])
+            return torch.cat([attention.image(part[0], part[1], part[2], bias) for part in parts])
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
