@@ -17,7 +17,7 @@ def scenes() -> Recipe:
 
     The dVAE learns from crowded scenes, which are full of things, the other two from described ones:
 
-        limner data scenes data/crowds --kind crowded --count 12000 --seed 11 --held-out 0.04
+        limner data scenes data/crowds --kind crowded --count 20000 --seed 11 --held-out 0.03
         limner data scenes data/scenes --count 60000 --seed 1 --held-out 0.02 --pairs 0.08
         limner train data/crowds --recipe scenes --out runs/scenes --stages dvae
         limner train data/scenes --recipe scenes --out runs/scenes --stages prior contrastive
@@ -28,10 +28,10 @@ def scenes() -> Recipe:
         dvae=_small_dvae(48, groups=3, vocab=1_024, steps=7_000),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4),
-            training=_training(steps=2_000, batch=32, ema=0.995),
+            training=_training(steps=8_000, batch=16, ema=0.998),
             augment=False,
         ),
-        contrastive=_small_contrastive(steps=600),
+        contrastive=_small_contrastive(steps=800),
     )
 
 
