@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 from xml.sax.saxutils import escape
 
+import numpy as np
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -50,13 +51,14 @@ from torch.overrides import TorchFunctionMode
 
 from limner import __version__
 from limner.config import from_dict, read_json, to_dict
+from limner.data.augment import augment_none
 from limner.errors import UserError
 from limner.files import atomic_write_bytes, atomic_write_text
 from limner.models.contrastive import Contrastive, ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Precision, has_fast_bf16
-from limner.sampling.generate import Sampler, generate
+from limner.sampling.generate import FREE, Sampler, generate
 from limner.sampling.rerank import best, scores
 from limner.text.bpe import Tokenizer
 
@@ -268,6 +270,7 @@ class TextToImage:
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        guidance: float = 1.0,
         progress: Advance | None = None,
     ) -> Drawings:
         """Draw a caption.
@@ -277,6 +280,8 @@ class TextToImage:
             candidates: drawings to choose from; at least `n` are made.
             temperature: 1 samples what the prior learned, 0 takes the likeliest token everywhere.
             top_k, top_p: keep only the likeliest image tokens.
+            guidance: above 1 follows the caption more closely, if the prior was trained with
+                `caption_dropout`; 1 is none.
             progress: called with (image tokens drawn, image tokens in all).
 
         Raises:
@@ -285,9 +290,60 @@ class TextToImage:
         if not isinstance(caption, str):
             raise UserError(f"a caption is a text, not {caption!r}; draw_many takes several")
         return self.draw_many(
-            [caption], n=n, candidates=candidates, seed=seed,
-            temperature=temperature, top_k=top_k, top_p=top_p, progress=progress,
+            [caption], n=n, candidates=candidates, seed=seed, temperature=temperature,
+            top_k=top_k, top_p=top_p, guidance=guidance, progress=progress,
         )[0]  # fmt: skip
+
+    def edit(
+        self,
+        image: Image.Image,
+        caption: str,
+        *,
+        keep: str | None = None,
+        mask: Image.Image | None = None,
+        n: int = 1,
+        candidates: int = 64,
+        seed: int = 0,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        guidance: float = 1.0,
+        progress: Advance | None = None,
+    ) -> Drawings:
+        """Draw part of a picture anew, so that the whole fits the caption (§2.6, Figure 14).
+
+        Args:
+            image: its central square is taken, in the model's size.
+            keep: "top:N" keeps the top N rows of tokens.
+            mask: instead, a picture whose light parts are drawn anew; a token is, if any of it is light.
+
+        The others are those of `__call__`. Raises `UserError` also where nothing or no place is left to draw.
+        """
+        given = self._given(image, keep, mask)
+        return self.draw_many(
+            [caption], n=n, candidates=candidates, seed=seed, temperature=temperature,
+            top_k=top_k, top_p=top_p, guidance=guidance, given=given[None], progress=progress,
+        )[0]  # fmt: skip
+
+    def _given(self, image: Image.Image, keep: str | None, mask: Image.Image | None) -> Tensor:
+        """The picture's tokens [S], `FREE` where to draw."""
+        if (keep is None) == (mask is None):
+            raise UserError("say what to keep, as top:N, or give a mask of what to draw anew: one of the two")
+        size, (h, w) = self.dvae.config.size, self.dvae.config.grid
+        pixels = torch.from_numpy(augment_none(np.array(image.convert("RGB")), size)).permute(2, 0, 1)
+        tokens = self.dvae.tokens(pixels[None].to(self.device))[0]
+        free = torch.ones(h, w, dtype=torch.bool)
+        if keep is not None:
+            rows = keep.removeprefix("top:")
+            if rows == keep or not rows.isdecimal() or not 1 <= int(rows) < h:
+                raise UserError(f"keep is top:N with N from 1 to {h - 1} of the {h} rows of tokens, not {keep!r}")
+            free[: int(rows)] = False
+        elif mask is not None:
+            light = torch.from_numpy(augment_none(np.array(mask.convert("RGB")), size)).float().mean(-1)
+            free = light.view(h, size // h, w, size // w).amax((1, 3)) > 127
+            if not free.any():
+                raise UserError("the mask has no light part: make white what should be drawn anew")
+        return torch.where(free.flatten().to(tokens.device), FREE, tokens)
 
     def draw_many(
         self,
@@ -299,15 +355,23 @@ class TextToImage:
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        guidance: float = 1.0,
+        given: Tensor | None = None,
         progress: Advance | None = None,
     ) -> list[Drawings]:
-        """Draw several captions; `seed` is one for all or one for each. As `__call__` otherwise."""
+        """Draw several captions; `seed` is one for all or one for each, `given` holds the tokens that are
+        fixed (`sampling.generate`). As `__call__` otherwise."""
         if n < 1:
             raise UserError(f"n is the number of drawings: at least 1, not {n}")
         sampler = make_sampler(temperature, top_k, top_p)
         seeds = _seeds(seed, len(captions))
-        made = self.candidates(captions, max(n, candidates), seed=seeds, sampler=sampler, progress=progress)
+        made = self.candidates(
+            captions, max(n, candidates), seed=seeds, sampler=sampler, guidance=guidance, given=given,
+            progress=progress,
+        )  # fmt: skip
         settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        if guidance != 1:
+            settings["guidance"] = guidance
         order = best(made.scores, n)
         return [
             Drawings(
@@ -335,11 +399,15 @@ class TextToImage:
         *,
         seed: int | Sequence[int] = 0,
         sampler: Sampler | None = None,
+        guidance: float = 1.0,
+        given: Tensor | None = None,
         progress: Advance | None = None,
     ) -> Candidates:
         """All `count` candidates of each caption, unranked, on the CPU."""
         if count < 1:
             raise UserError(f"candidates is the number of drawings to choose from: at least 1, not {count}")
+        if not 0 <= guidance <= 100:
+            raise UserError(f"guidance must be from 0 to 100, where 1 is none, not {guidance}")
         sampler = sampler or Sampler()
         seeds = _seeds(seed, len(captions))
         text = self._encode(captions, self.prior.config.text_len)
@@ -361,7 +429,10 @@ class TextToImage:
                 if progress:
                     progress(done + position * size, total)
 
-            drawn = generate(prior, text[rows].to(device), part, sampler, seed=seeds[rows[0]], progress=report)
+            drawn = generate(
+                prior, text[rows].to(device), part, sampler, seed=seeds[rows[0]], guidance=guidance,
+                given=None if given is None else given[rows], progress=report,
+            )  # fmt: skip
             shown = self.dvae.pictures(drawn.flatten(0, 1)).unflatten(0, drawn.shape[:2])
             where = slice(part.start, part.stop)
             score[rows, where] = scores(contrastive, judged[rows].to(device), shown).float().cpu()

@@ -76,6 +76,24 @@ def test_draw_writes_the_same_picture_for_the_same_seed(bundle, tmp_path):
     assert (tmp_path / "again-2.png").exists()
 
 
+def test_edit_draws_below_what_is_kept_and_under_a_mask(bundle, tmp_path):
+    options = ["--model", bundle, "--candidates", 2, "--scale", 1]
+    assert limner("draw", CAPTION, *options, "-o", "first.png", cwd=tmp_path)[0] == 0
+    Image.new("L", (24, 24), 255).save(tmp_path / "mask.png")
+    (tmp_path / "text.png").write_text("no picture")
+    for says in (["--keep", "top:3"], ["--mask", "mask.png"]):
+        code, out, err = limner("edit", "first.png", CAPTION, *says, *options, "-o", "second.png", cwd=tmp_path)
+        assert code == 0, err
+        assert out.startswith("second.png")
+        assert Image.open(tmp_path / "second.png").text["caption"] == CAPTION
+    for wrong in (
+        ["first.png", CAPTION], ["first.png", CAPTION, "--keep", "left:2"], ["text.png", CAPTION, "--keep", "top:2"],
+        ["none.png", CAPTION, "--keep", "top:2"], ["first.png", CAPTION, "--keep", "top:2", "--mask", "mask.png"],
+    ):  # fmt: skip
+        code, out, err = limner("edit", *wrong, *options, cwd=tmp_path)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+
+
 def test_mistakes_are_one_sentence_and_code_2(bundle, tmp_path):
     for arguments, says in (
         (["drwa"], "did you mean 'draw'"),

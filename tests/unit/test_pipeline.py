@@ -52,6 +52,49 @@ def test_the_same_seed_gives_the_same_pictures_best_first(pipe):
     assert not np.array_equal(pixels(first), pixels(pipe(CAPTION, n=4, candidates=8, seed=4)))
 
 
+def picture(pipe):
+    return pipe(CAPTION, candidates=1, seed=1).images[0]
+
+
+def test_an_edit_keeps_the_rows_it_was_told_to_keep(pipe):
+    image = picture(pipe)
+    own = pipe.dvae.tokens(torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)[None])[0].view(6, 6)
+    for keep, mask in (("top:4", None), (None, Image.new("L", (24, 24)))):
+        if mask:
+            mask.paste(255, (9, 8, 15, 12))  # of tokens 4 x 4, it touches columns 2 and 3 of row 2
+        given = pipe._given(image, keep, mask).view(6, 6)
+        free = torch.zeros(6, 6, dtype=torch.bool)
+        free[(slice(4, None), slice(None)) if keep else (2, slice(2, 4))] = True
+        assert torch.equal(given, torch.where(free, -1, own))
+        edited = pipe.edit(image, CAPTION, keep=keep, mask=mask, n=2, candidates=3, seed=1)
+        assert len(edited) == 2
+        tokens = pipe.candidates([CAPTION], 3, seed=1, given=given.view(1, -1)).tokens.view(3, 6, 6)
+        assert torch.equal(tokens[:, ~free], own[~free].expand(3, -1))
+        assert len(tokens[:, free].unique(dim=0)) > 1
+    larger = image.resize((120, 96), Image.Resampling.NEAREST)  # any size, any format
+    assert pipe.edit(larger.convert("RGBA"), CAPTION, keep="top:3", candidates=1).images[0].size == (24, 24)
+
+
+@pytest.mark.parametrize(
+    ("keep", "mask", "says"),
+    [
+        ("top:6", None, "from 1 to 5"), ("bottom:2", None, "top:N"), ("top:x", None, "top:N"), (None, None, "one of"),
+        (None, Image.new("L", (24, 24)), "no light part"), ("top:1", Image.new("L", (24, 24), 255), "one of"),
+    ],
+)  # fmt: skip
+def test_an_edit_that_cannot_be_says_why(pipe, keep, mask, says):
+    with pytest.raises(UserError, match=says):
+        pipe.edit(picture(pipe), CAPTION, keep=keep, mask=mask)
+
+
+def test_guidance_changes_drawings_and_is_checked(pipe):
+    plain, guided = (pipe(CAPTION, n=2, candidates=2, guidance=g) for g in (1.0, 4.0))
+    assert not np.array_equal(pixels(plain), pixels(guided))
+    assert guided[0].settings["guidance"] == 4.0
+    with pytest.raises(UserError, match="guidance"):
+        pipe(CAPTION, guidance=-1)
+
+
 def test_drawing_leaves_the_callers_random_numbers_alone(pipe, saved):
     torch.manual_seed(5)
     expected = torch.rand(3)

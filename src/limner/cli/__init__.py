@@ -32,6 +32,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("limner.cli.demo", "train on the built-in scenes, draw, and write a report", True, True),
     "draw": Command("limner.cli.draw", "draw a caption with a trained model"),
+    "edit": Command("limner.cli.edit", "draw part of a picture anew, to fit a caption"),
     "data": Command("limner.cli.data", "make, prepare or look at training data"),
     "train": Command("limner.cli.train", "train a recipe on image-caption data", True, True),
     "bundle": Command("limner.cli.bundle", "pack a trained model, with its name and scores, to pass on"),

@@ -1,12 +1,12 @@
-"""`limner draw "a caption"`: from a caption to PNG files."""
+"""`limner draw "a caption"` and `limner edit PICTURE "a caption"`: from a caption to PNG files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -16,14 +16,9 @@ from limner.training.progress import progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draw:
-    """Draw a caption: candidates are sampled, the contrastive model picks the best, PNGs are written.
+class Settings:
+    """What drawing and editing have in common."""
 
-    The same caption, seed and settings give the same picture.
-    """
-
-    caption: Positional[str]
-    """What the picture shows, in quotes."""
     n: Annotated[int, arg(aliases=("-n",))] = 1
     """How many drawings to keep, the best ones."""
     candidates: int = 16
@@ -36,6 +31,8 @@ class Draw:
     """Sample among the k likeliest tokens only."""
     top_p: float | None = None
     """Sample among the likeliest tokens that make up this much probability."""
+    guidance: float = 1.0
+    """Above 1 follows the caption more closely, for a prior trained with captions dropped."""
     model: str = "scenes"
     """A bundled model by name, or a folder that `limner train` wrote."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
@@ -44,13 +41,64 @@ class Draw:
     """Enlarge by this whole factor; by default to at least 384 pixels, 1 keeps the model's own pixels."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Draw(Settings):
+    """Draw a caption: candidates are sampled, the contrastive model picks the best, PNGs are written.
+
+    The same caption, seed and settings give the same picture.
+    """
+
+    caption: Positional[str]
+    """What the picture shows, in quotes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edit(Settings):
+    """Draw a part of a picture anew, so that the whole fits a caption: below what is kept, or where a mask is light."""
+
+    image: Positional[Path]
+    """The picture; its central square is taken."""
+    caption: Positional[str]
+    """What the whole picture shows, in quotes."""
+    keep: str | None = None
+    """top:N keeps the top N rows of tokens and draws what is below."""
+    mask: Path | None = None
+    """A picture whose light parts are drawn anew."""
+
+
 def main(argv: Sequence[str]) -> None:
     options = parse(Draw, argv, "limner draw")
-    if not options.caption.strip():
+    _draw(options, options.caption, lambda pipe, settings: pipe(options.caption, **settings))
+
+
+def edit(argv: Sequence[str]) -> None:
+    options = parse(Edit, argv, "limner edit")
+    if (options.keep is None) == (options.mask is None):
+        raise UserError("say what to keep with --keep top:N, or what to draw anew with --mask FILE: one of the two")
+    from limner.data.samples import Rejected
+    from limner.data.sources import decode_image
+
+    def read(path: Path) -> Any:
+        from PIL import Image
+
+        try:
+            return Image.fromarray(decode_image(path.read_bytes()))
+        except Rejected as rejected:
+            raise UserError(f"{path} cannot be used as a picture: {rejected.reason}") from None
+
+    image, mask = read(options.image), options.mask and read(options.mask)
+    _draw(
+        options, options.caption,
+        lambda pipe, settings: pipe.edit(image, options.caption, keep=options.keep, mask=mask, **settings),
+    )  # fmt: skip
+
+
+def _draw(options: Settings, caption: str, draw: Callable[[Any, dict[str, Any]], Any]) -> None:
+    if not caption.strip():
         raise UserError("the caption is empty: write what the picture shows")
     if min(options.n, options.candidates) < 1:
         raise UserError("n and candidates must be at least 1")
-    out = output_path(options)
+    out = output_path(options, caption)
     from limner.pipeline import load, make_sampler  # heavy, so only now
 
     make_sampler(options.temperature, options.top_k, options.top_p)  # complains before anything is loaded
@@ -58,18 +106,16 @@ def main(argv: Sequence[str]) -> None:
     number = max(options.n, options.candidates)
     with progress("drawing", number, unit="picture") as bar:
         length = pipe.dvae.config.grid[0] * pipe.dvae.config.grid[1]
-        drawings = pipe(
-            options.caption, n=options.n, candidates=options.candidates, seed=options.seed,
-            temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
-            progress=lambda done, total: bar.advance(done // length - bar.done),
-        )  # fmt: skip
+        names = ("n", "candidates", "seed", "temperature", "top_k", "top_p", "guidance")
+        settings = {name: getattr(options, name) for name in names}
+        drawings = draw(pipe, {**settings, "progress": lambda done, total: bar.advance(done // length - bar.done)})
     for drawing, path in zip(drawings, drawings.save(out, options.scale), strict=True):
         print(f"{path}  (score {drawing.score:.3f}, candidate {drawing.candidate + 1} of {number})")
 
 
-def output_path(options: Draw) -> Path:
+def output_path(options: Settings, caption: str) -> Path:
     """Where to write, checked before any work is done."""
-    name = re.sub(r"[^\w]+", "-", options.caption.lower()).strip("-")[:80].strip("-") or "drawing"
+    name = re.sub(r"[^\w]+", "-", caption.lower()).strip("-")[:80].strip("-") or "drawing"
     if options.seed:
         name += f"-seed-{options.seed}"
     out = options.output

@@ -75,7 +75,7 @@ class ImageCaptionDataset:
         filters: Filters | None = None,
         distractors: tuple[Distractors, int] | None = None,
         threads: int | None = None,
-        keep_bytes: int = 1 << 30,
+        keep_bytes: int = 0,
     ) -> None:
         if len(source) == 0:
             raise UserError("the data set is empty: there is nothing to read")
@@ -85,8 +85,10 @@ class ImageCaptionDataset:
         self.distractors, self.threads = distractors, threads or os.cpu_count() or 1
         self._target = largest_side(augment, size)
         self._defects: dict[int, str] = {}
+        # One block for all: small arrays that stay, between large ones that go, would tear the heap apart.
         keeps = augment == "none" and len(source) * 3 * size**2 <= keep_bytes
-        self._kept: dict[int, tuple[tuple[str, ...], np.ndarray]] | None = {} if keeps else None
+        self._kept = np.empty((len(source), 3, size, size), np.uint8) if keeps else None
+        self._kept_captions: dict[int, tuple[str, ...]] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -103,9 +105,9 @@ class ImageCaptionDataset:
         """Sample `index` augmented into `out` [3, size, size]; its captions, or why it is bad."""
         if index in self._defects:
             return (), self._defects[index]
-        if self._kept is not None and index in self._kept:
-            captions, out[:] = self._kept[index]
-            return captions, None
+        if self._kept is not None and index in self._kept_captions:
+            out[:] = self._kept[index]
+            return self._kept_captions[index], None
         try:
             sample = self.source[index]
             captions = self.filters.captions(sample.captions) if self.filters else sample.captions
@@ -118,7 +120,8 @@ class ImageCaptionDataset:
             return (), rejected.reason
         out[:] = self.augment(image, self.size, rng).transpose(2, 0, 1)
         if self._kept is not None:
-            self._kept[index] = captions, out.copy()
+            self._kept[index] = out
+            self._kept_captions[index] = captions
         return captions, None
 
     def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[str | None, Any]:

@@ -46,12 +46,16 @@ class Bundled:
 
 @dataclass(frozen=True, kw_only=True)
 class PriorStage:
-    """With `augment` (Listing 2) pictures are encoded on the fly, else once and cached."""
+    """With `augment` (Listing 2) pictures are encoded on the fly, else once and cached.
+
+    `caption_dropout` is the share of captions left empty in training, which guidance needs (0.1, say).
+    """
 
     model: TransformerConfig = field(default_factory=TransformerConfig)
     objective: Autoregressive = field(default_factory=Autoregressive)
     training: TrainConfig
     augment: bool = True
+    caption_dropout: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,7 @@ from limner.training.progress import progress
 
 Stage = Literal["dvae", "prior", "contrastive"]
 STAGES: tuple[Stage, ...] = ("dvae", "prior", "contrastive")
+_KEPT_BYTES = 1 << 30  # of decoded pictures that stay in memory, where they are read again and again
 _EVALUATED = 512  # held-out samples that an evaluation during training looks at
 
 
@@ -117,7 +118,7 @@ class Plan:
                 raise UserError(f"there is no dVAE in {self.out / 'dvae'}: train the stage 'dvae' first")
             return model.to(self.device).eval()
         size = stage.model.size
-        images = ImageCaptionDataset(self.seen, size, "dvae" if stage.augment else "none")
+        images = ImageCaptionDataset(self.seen, size, "dvae" if stage.augment else "none", keep_bytes=_KEPT_BYTES)
         some = _some(self.unseen if len(self.unseen) else self.seen)
         checked = ImageCaptionDataset(some, size).load(np.arange(len(some)))[1].to(self.device)
 
@@ -143,7 +144,7 @@ class Plan:
         def encode(pixels: Tensor) -> Tensor:
             return dvae.tokens(pixels.to(self.device)).cpu()
 
-        def cached(source: Source, dropout: float) -> TokenDataset:
+        def cached(source: Source, dropout: float, caption_dropout: float) -> TokenDataset:
             with progress("encoding pictures", len(source), unit="image") as bar:
                 cache = encode_tokens(
                     source,
@@ -153,16 +154,18 @@ class Plan:
                     cache_dir=self.out / "tokens",
                     progress=lambda done, total: bar.advance(done - bar.done),
                 )
-            return TokenDataset(cache.tokens, cache.captions, tokenizer, text.length, dropout)
+            return TokenDataset(cache.tokens, cache.captions, tokenizer, text.length, dropout, caption_dropout)
 
         if stage.augment:
-            images = ImageCaptionDataset(self.seen, size, "prior", tokenizer, text.length, text.dropout)
+            images = ImageCaptionDataset(
+                self.seen, size, "prior", tokenizer, text.length, text.dropout, stage.caption_dropout
+            )
             data = EncodedDataset(images, encode)
         else:
-            data = cached(self.seen, text.dropout)
+            data = cached(self.seen, text.dropout, stage.caption_dropout)
         evaluate = None
         if len(self.unseen):
-            evaluate = self._held_out(cached(_some(self.unseen), 0.0), stage.objective, 64)
+            evaluate = self._held_out(cached(_some(self.unseen), 0.0, 0.0), stage.objective, 64)
         record = {"model": to_dict(config), "objective": to_dict(stage.objective), "dvae": key}
         self._run("prior", model, stage, data, evaluate, record)
         return model.eval()
@@ -180,7 +183,14 @@ class Plan:
 
         def images(source: Source, augment: str, dropout: float) -> ImageCaptionDataset:
             return ImageCaptionDataset(
-                source, config.size, augment, tokenizer, text.length, dropout, distractors=distractors
+                source,
+                config.size,
+                augment,
+                tokenizer,
+                text.length,
+                dropout,
+                distractors=distractors,
+                keep_bytes=_KEPT_BYTES,
             )
 
         data = images(self.seen, augment, text.dropout)

@@ -2,7 +2,8 @@
 
 Token-only: a function gives logits, this file turns them into choices. Each candidate owns one uniform
 number for each position, drawn from its own seed, and a token is the inverse of the distribution
-function at that number. So candidate i of a caption is the same whatever the batch around it.
+function at that number. So candidate i of a caption is the same whatever the batch around it. Guidance
+and given tokens change the logits or replace choices; the numbers stay.
 
 Shapes: B captions, N candidates, T text positions, S image positions, V image vocabulary.
 """
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 from limner.models.transformer import Transformer
+from limner.text import PAD
+
+FREE = -1  # marks a position to draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,28 +68,49 @@ def generate(
     sampler: Sampler,
     *,
     seed: int = 0,
+    given: Tensor | None = None,
+    guidance: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
+    watch: Callable[[Tensor, int], None] | None = None,
 ) -> Tensor:
     """Draw the given candidates of every caption.
 
     Args:
         text: int64 [B, T]; each caption is read once and shared by its candidates.
         candidates: their numbers; `range(32, 64)` continues where `range(32)` ended.
+        given: int64 [B, S], image tokens that are fixed, `FREE` where to draw. Top rows prime the
+            model (§2.6, Figure 14); fixed tokens anywhere, drawn around in raster order, inpaint.
+        guidance: classifier-free (Ho & Salimans 2022): logits go that far from those without a
+            caption, `empty + guidance * (caption - empty)`; 1 is none. The model must have been
+            trained with captions dropped.
         progress: called with (positions done, S).
+        watch: called with the tokens so far [B, N, S] and the number of rows done, after each row.
 
     Returns:
         int64 [B, N, S].
     """
     b, n = len(text), len(candidates)
-    length = model.config.grid[0] * model.config.grid[1]
-    uniform = uniforms(seed, candidates, length).repeat(b, 1).to(text.device)  # [B * N, S]
-    cache, logits = model.prefill(text)
-    cache, logits = cache.expand(n), logits.repeat_interleave(n, 0)
-    tokens = torch.empty(b * n, length, dtype=torch.long, device=text.device)
-    for position in range(length):
-        tokens[:, position] = sampler(logits, uniform[:, position])
-        if position + 1 < length:
-            logits = model.step(cache, tokens[:, position])
+    h, w = model.config.grid
+    uniform = uniforms(seed, candidates, h * w).repeat(b, 1).to(text.device)  # [B * N, S]
+    given = torch.full((b, h * w), FREE, device=text.device) if given is None else given
+    primed = int((given != FREE).all(0).long().cumprod(0).sum())  # until there, candidates are alike
+    guided = guidance != 1
+    tokens = given.repeat_interleave(n, 0)  # [B * N, S]
+    cache, logits = model.prefill(torch.cat([text, torch.full_like(text, PAD)]) if guided else text)
+    for position in range(h * w):
+        if position == primed:
+            cache, logits = cache.expand(n), logits.repeat_interleave(n, 0)
+        if position >= primed:
+            if guided:
+                caption, empty = logits.chunk(2)
+                logits = empty + guidance * (caption - empty)
+            drawn = sampler(logits, uniform[:, position])
+            tokens[:, position] = torch.where(tokens[:, position] == FREE, drawn, tokens[:, position])
+        if position + 1 < h * w:
+            token = tokens[:, position] if position >= primed else given[:, position]
+            logits = model.step(cache, token.repeat(2) if guided else token)
         if progress:
-            progress(position + 1, length)
+            progress(position + 1, h * w)
+        if watch and (position + 1) % w == 0:
+            watch(tokens.unflatten(0, (b, n)), (position + 1) // w)
     return tokens.unflatten(0, (b, n))

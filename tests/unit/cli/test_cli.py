@@ -133,13 +133,13 @@ def test_warnings_are_lines_and_not_floods(command, capsys, monkeypatch):
 
 
 def test_outputs_are_named_after_the_caption(tmp_path):
-    assert output_path(Draw(caption="A red circle, & more!")) == Path("a-red-circle-more.png")
-    assert output_path(Draw(caption="a", seed=4)) == Path("a-seed-4.png")
-    assert output_path(Draw(caption="../../etc/passwd")) == Path("etc-passwd.png")
-    assert output_path(Draw(caption="?!")) == Path("drawing.png")
-    assert len(output_path(Draw(caption="word " * 100)).name) < 100
-    assert output_path(Draw(caption="a", output=tmp_path)) == tmp_path / "a.png"
-    assert output_path(Draw(caption="a", output=Path("x"))) == Path("x.png")
+    assert output_path(Draw(caption="A red circle, & more!"), "A red circle, & more!") == Path("a-red-circle-more.png")
+    assert output_path(Draw(caption="a", seed=4), "a") == Path("a-seed-4.png")
+    assert output_path(Draw(caption="../../etc/passwd"), "../../etc/passwd") == Path("etc-passwd.png")
+    assert output_path(Draw(caption="?!"), "?!") == Path("drawing.png")
+    assert len(output_path(Draw(caption="word " * 100), "word " * 100).name) < 100
+    assert output_path(Draw(caption="a", output=tmp_path), "a") == tmp_path / "a.png"
+    assert output_path(Draw(caption="a", output=Path("x")), "a") == Path("x.png")
 
 
 FRAMED = """╭─ Unrecognized options ───╮

@@ -9,6 +9,7 @@ import torch
 
 from limner.data.augment import augment_none
 from limner.data.datasets import ImageCaptionDataset, TokenDataset
+from limner.data.distractors import Distractors
 from limner.data.filters import Filters
 from limner.data.prepare import encode_image
 from limner.data.samples import Rejected, Sample
@@ -94,6 +95,37 @@ def test_none_matches_the_picture():
     for index in range(3):
         expected = augment_none(source.pixels[index], 12)
         assert np.array_equal(pixels[index].permute(1, 2, 0).numpy(), expected)
+
+
+def test_pictures_that_are_kept_are_the_same_and_are_decoded_once():
+    source = Memory(6, {2: "broken image"})
+    read = []
+    plain = ImageCaptionDataset(source, 8, tokenizer=Words(), text_len=6)
+    kept = ImageCaptionDataset(source, 8, tokenizer=Words(), text_len=6, keep_bytes=6 * 3 * 64)
+    original = Memory.__getitem__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Memory, "__getitem__", lambda self, i: (read.append(i), original(self, i))[1])
+        for indices in ([0, 2, 5], [5, 0, 1, 2], [2, 3]):
+            assert equal(batch(kept, indices), batch(plain, indices))
+        assert read
+        read.clear()
+        batch(kept, [0, 1, 2, 3, 5])
+    assert read == []
+    assert kept.rejected == plain.rejected == {"broken image": 1}
+    too_many = ImageCaptionDataset(source, 8, keep_bytes=6 * 3 * 64 - 1)
+    assert equal(batch(too_many, [0, 1]), batch(ImageCaptionDataset(source, 8), [0, 1]))
+
+
+def test_distractors_are_other_captions_and_padding_where_there_is_none():
+    source = Memory(8)
+    captions = [c for i in range(8) for c in source[i].captions] * 3
+    images = ImageCaptionDataset(source, 8, tokenizer=Words(), text_len=6, distractors=(Distractors(captions), 3))
+    found = batch(images, [0, 1])
+    assert found["distractors"].shape == (2, 3, 6)
+    for text, wrong in zip(found["text"], found["distractors"], strict=True):
+        assert ((wrong != text).sum(1) == 1).all()  # the number
+    lonely = ImageCaptionDataset(source, 8, tokenizer=Words(), text_len=6, distractors=(Distractors([]), 2))
+    assert (batch(lonely, [0, 1])["distractors"] == -1).all()
 
 
 def test_bad_samples_are_replaced_by_the_next_good_one_and_counted_once():

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 from limner.models.transformer import TransformerConfig
-from limner.sampling.generate import Sampler, generate, uniforms
+from limner.sampling.generate import FREE, Sampler, generate, uniforms
 from limner.text import PAD
 
 N = 40_000
@@ -65,9 +65,9 @@ def test_a_token_is_always_one_that_was_kept(logits, top_k, top_p, uniform):
     row = torch.tensor([logits])
     token = int(Sampler(top_k=top_k, top_p=top_p)(row, torch.tensor([uniform]))[0])
     assert 0 <= token < len(logits)
-    likelier = int((row[0] > row[0, token]).sum())
-    assert top_k is None or likelier < top_k
-    mass_before = float(row[0].softmax(0)[row[0] > row[0, token]].sum())
+    p = row[0].softmax(0)  # logits that differ by less than its rounding are ties
+    assert top_k is None or int((p > p[token]).sum()) < top_k
+    mass_before = float(p[p > p[token]].sum())
     assert top_p is None or mass_before <= top_p + 1e-5 or top_k is not None
 
 
@@ -125,3 +125,86 @@ def test_progress_counts_positions():
     seen = []
     generate(prior(), torch.zeros(1, 5, dtype=torch.long), range(1), Sampler(), progress=lambda *x: seen.append(x))
     assert seen == [(i, 15) for i in range(1, 16)]
+
+
+TEXT = torch.tensor([[3, 4, 5, PAD, PAD], [7, 8, PAD, PAD, PAD]])
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
+@pytest.mark.parametrize("pattern", ["paper", "dense"])
+def test_given_tokens_stay_and_the_rest_is_what_teacher_forcing_would_choose(pattern, guidance):
+    model, sampler = prior(pattern), Sampler(temperature=0.8)
+    known = torch.randint(0, 16, (2, 15), generator=torch.Generator().manual_seed(0))
+    known[0, 7:] = FREE  # primed with a row and two tokens
+    known[1, [1, 5, 6, 9, 14]] = FREE  # inpainted
+    before = known.clone(), TEXT.clone()
+    tokens = generate(model, TEXT, range(3), sampler, seed=4, given=known, guidance=guidance)
+    assert torch.equal(known, before[0]) and torch.equal(TEXT, before[1])
+    fixed = (known != FREE)[:, None].expand_as(tokens)
+    assert torch.equal(tokens[fixed], known[:, None].expand_as(tokens)[fixed])
+    flat, texts = tokens.flatten(0, 1), TEXT.repeat_interleave(3, 0)
+    with torch.inference_mode():
+        caption, empty = model(texts, flat)[1], model(torch.full_like(texts, PAD), flat)[1]
+    logits = caption if guidance == 1 else empty + guidance * (caption - empty)
+    uniform = uniforms(4, range(3), 15).repeat(2, 1)
+    chosen = torch.stack([sampler(logits[:, s], uniform[:, s]) for s in range(15)], 1)
+    assert torch.equal(torch.where(fixed.flatten(0, 1), flat, chosen), flat)
+    alone = generate(model, TEXT[:1], range(1, 3), sampler, seed=4, given=known[:1], guidance=guidance)
+    assert torch.equal(alone, tokens[:1, 1:])
+
+
+def test_no_guidance_is_guidance_one_and_more_changes_the_drawing():
+    model = prior()
+    plain = generate(model, TEXT, range(4), Sampler(), seed=1)
+    assert torch.equal(plain, generate(model, TEXT, range(4), Sampler(), seed=1, guidance=1.0))
+    assert not torch.equal(plain, generate(model, TEXT, range(4), Sampler(), seed=1, guidance=3.0))
+
+
+def test_a_picture_that_is_all_given_comes_back():
+    known = torch.arange(15).repeat(2, 1)
+    assert torch.equal(generate(prior(), TEXT, range(2), Sampler(), given=known), known[:, None].expand(-1, 2, -1))
+
+
+def test_rows_are_shown_as_they_are_done():
+    seen = []
+    tokens = generate(prior(), TEXT, range(2), Sampler(), watch=lambda found, rows: seen.append((found.clone(), rows)))
+    assert [rows for _, rows in seen] == [1, 2, 3]
+    for found, rows in seen:
+        assert torch.equal(found[..., : rows * 5], tokens[..., : rows * 5])
+        assert (found[..., rows * 5 :] == FREE).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}])
+def test_frequencies_follow_the_softmax(options):
+    """Chi-square over 20,000 candidates of the first two tokens, drawn by the whole sampler."""
+    torch.manual_seed(3)
+    config = TransformerConfig(
+        text_vocab=5, image_vocab=8, text_len=2, grid=(1, 2), width=16, depth=3, heads=2, kernel=3
+    )
+    model, n = config.build().eval(), 20_000
+    with torch.no_grad():
+        model.head.image.weight *= 20
+    text = torch.tensor([[1, 2]])
+    drawn = generate(model, text, range(n), Sampler(**options), seed=5)[0]
+    every = torch.cartesian_prod(torch.arange(8), torch.arange(8))
+    with torch.inference_mode():
+        first, second = model(text.expand(64, -1), every)[1].div(options.get("temperature", 1)).softmax(-1).unbind(1)
+    p = _kept(first, options).gather(1, every[:, :1]) * _kept(second, options).gather(1, every[:, 1:])
+    counts = torch.bincount(drawn[:, 0] * 8 + drawn[:, 1], minlength=64).double()
+    expected = p.flatten().double() * n
+    assert counts[expected == 0].sum() == 0
+    common = expected > 5
+    statistic = ((counts - expected)[common].square() / expected[common]).sum() + (
+        (counts[~common].sum() - expected[~common].sum()).square() / expected[~common].sum().clamp_min(1)
+    )
+    assert stats.chi2.sf(float(statistic), int(common.sum())) > 1e-4
+
+
+def _kept(p, options):
+    """The distribution after top-k or top-p, by its definition."""
+    order = p.sort(dim=-1, descending=True, stable=True).indices
+    rank = order.argsort(-1)
+    ahead = (p.gather(-1, order).cumsum(-1) - p.gather(-1, order)).gather(-1, rank)
+    keep = (rank < options.get("top_k", 99)) & (ahead < options.get("top_p", 2.0))
+    kept = torch.where(keep, p, torch.zeros(()))
+    return kept / kept.sum(-1, keepdim=True)
