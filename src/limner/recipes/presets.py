@@ -28,7 +28,7 @@ def scenes() -> Recipe:
         dvae=_small_dvae(48, groups=3, vocab=1_024, steps=7_000),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4),
-            training=_training(steps=8_000, batch=16, ema=0.998),
+            training=_training(steps=6_000, batch=16, ema=0.998),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=800),
