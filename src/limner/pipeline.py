@@ -63,6 +63,7 @@ from limner.sampling.rerank import best, scores
 from limner.text.bpe import Tokenizer
 
 FORMAT = "limner-bundle-1"
+DVAE_FORMAT = "limner-dvae-1"
 ASSETS = Path(__file__).parent / "assets"  # bundles that come with the package, a folder each
 DEFAULT = "scenes"
 SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
@@ -548,6 +549,28 @@ def load(name_or_folder: str | Path = DEFAULT, **options: Any) -> TextToImage:
     return TextToImage.from_pretrained(name, **options)
 
 
+def save_dvae(dvae: DVAE, folder: str | Path, info: Mapping[str, Any]) -> Path:
+    """Write a folder that holds a dVAE alone. Raises `UserError` if the folder holds something else."""
+    folder = Path(folder)
+    if folder.exists() and not (_is_bundle(folder, DVAE_FORMAT) or (folder.is_dir() and not any(folder.iterdir()))):
+        raise UserError(f"{folder} exists and is not a dVAE: name a new folder")
+    tensors = {key: _stored(value, torch.float16) for key, value in dvae.state_dict().items()}
+    atomic_write_bytes(folder / "dvae.safetensors", save(tensors))
+    config = {"format": DVAE_FORMAT, "dvae": to_dict(dvae.config), "info": dict(info)}
+    atomic_write_text(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    return folder
+
+
+def load_dvae(name_or_folder: str | Path) -> DVAE:
+    """The dVAE of a bundle (by name or folder), or of a folder that holds one alone. Raises `UserError`."""
+    folder = Path(name_or_folder)
+    if _is_bundle(folder, DVAE_FORMAT):
+        model = _load_part(folder, "dvae", DVAEConfig, read_json(folder / "config.json"))
+        assert isinstance(model, DVAE)
+        return model
+    return load(name_or_folder).dvae
+
+
 def bundled() -> list[str]:
     """Names of the models that come with the package."""
     return sorted(path.name for path in ASSETS.iterdir() if _is_bundle(path)) if ASSETS.is_dir() else []
@@ -593,12 +616,12 @@ def _batches(seeds: Sequence[int], count: int, rows: int) -> list[tuple[list[int
 _PARTS: dict[str, type] = {"dvae": DVAEConfig, "prior": TransformerConfig, "contrastive": ContrastiveConfig}
 
 
-def _is_bundle(folder: Path) -> bool:
+def _is_bundle(folder: Path, kind: str = FORMAT) -> bool:
     try:
         config = read_json(folder / "config.json")
     except UserError:
         return False
-    return isinstance(config, dict) and config.get("format") == FORMAT
+    return isinstance(config, dict) and config.get("format") == kind
 
 
 def _check_fit(

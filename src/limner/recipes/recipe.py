@@ -39,7 +39,7 @@ class DVAEStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundled:
-    """No dVAE is trained: that of a bundle serves (a name or a folder)."""
+    """No dVAE is trained: that of a bundle serves (a name or a folder), or one that `limner import` wrote."""
 
     bundle: str = "scenes"
 

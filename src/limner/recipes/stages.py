@@ -34,7 +34,7 @@ from limner.models.contrastive import Contrastive
 from limner.models.dvae import DVAE, unmap_pixels
 from limner.models.transformer import Transformer
 from limner.objectives.elbo import gumbel_softmax
-from limner.pipeline import TextToImage, load
+from limner.pipeline import TextToImage, load_dvae
 from limner.recipes.recipe import (
     Bundled,
     ContrastiveStage,
@@ -110,7 +110,7 @@ class Plan:
         """Stage one (§2.1), or the dVAE that the recipe borrows."""
         stage = self.recipe.dvae
         if isinstance(stage, Bundled):
-            return load(stage.bundle).dvae.to(self.device)
+            return load_dvae(stage.bundle).to(self.device)
         torch.manual_seed(stage.training.seed)
         model = stage.model.build()
         if not train:
