@@ -42,7 +42,7 @@ def demo() -> Recipe:
         dvae=Bundled(),
         prior=PriorStage(
             model=TransformerConfig(width=192, depth=6, heads=4),
-            training=_training(steps=2_000, batch=12, ema=0.99),
+            training=_training(steps=1_900, batch=16, ema=0.99),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=300),
@@ -58,10 +58,10 @@ def emoji() -> Recipe:
     """
     return Recipe(
         text=TextConfig(vocab=2_048, length=24, dropout=0.1),
-        dvae=_small_dvae(64, groups=4, vocab=1_024, steps=3_000),
+        dvae=_small_dvae(64, groups=4, vocab=1_024, steps=6_000),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4),
-            training=_training(steps=8_000, batch=64, ema=0.999),
+            training=_training(steps=12_000, batch=32, ema=0.998),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=1_500, patch=8),
