@@ -320,14 +320,14 @@ class TextToImage:
 
         The others are those of `__call__`. Raises `UserError` also where nothing or no place is left to draw.
         """
-        given = self._given(image, keep, mask)
+        given = self.given(image, keep, mask)
         return self.draw_many(
             [caption], n=n, candidates=candidates, seed=seed, temperature=temperature,
-            top_k=top_k, top_p=top_p, guidance=guidance, given=given[None], progress=progress,
+            top_k=top_k, top_p=top_p, guidance=guidance, given=given, progress=progress,
         )[0]  # fmt: skip
 
-    def _given(self, image: Image.Image, keep: str | None, mask: Image.Image | None) -> Tensor:
-        """The picture's tokens [S], `FREE` where to draw."""
+    def given(self, image: Image.Image, keep: str | None = None, mask: Image.Image | None = None) -> Tensor:
+        """The picture's tokens [1, S], `FREE` where `keep` or `mask` (see `edit`) say to draw."""
         if (keep is None) == (mask is None):
             raise UserError("say what to keep, as top:N, or give a mask of what to draw anew: one of the two")
         size, (h, w) = self.dvae.config.size, self.dvae.config.grid
@@ -344,7 +344,7 @@ class TextToImage:
             free = light.view(h, size // h, w, size // w).amax((1, 3)) > 127
             if not free.any():
                 raise UserError("the mask has no light part: make white what should be drawn anew")
-        return torch.where(free.flatten().to(tokens.device), FREE, tokens)
+        return torch.where(free.flatten().to(tokens.device), FREE, tokens)[None]
 
     def draw_many(
         self,

@@ -62,7 +62,7 @@ def test_an_edit_keeps_the_rows_it_was_told_to_keep(pipe):
     for keep, mask in (("top:4", None), (None, Image.new("L", (24, 24)))):
         if mask:
             mask.paste(255, (9, 8, 15, 12))  # of tokens 4 x 4, it touches columns 2 and 3 of row 2
-        given = pipe._given(image, keep, mask).view(6, 6)
+        given = pipe.given(image, keep, mask).view(6, 6)
         free = torch.zeros(6, 6, dtype=torch.bool)
         free[(slice(4, None), slice(None)) if keep else (2, slice(2, 4))] = True
         assert torch.equal(given, torch.where(free, -1, own))

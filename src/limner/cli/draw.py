@@ -68,7 +68,7 @@ class Edit(Settings):
 
 def main(argv: Sequence[str]) -> None:
     options = parse(Draw, argv, "limner draw")
-    _draw(options, options.caption, lambda pipe, settings: pipe(options.caption, **settings))
+    _draw(options, options.caption)
 
 
 def edit(argv: Sequence[str]) -> None:
@@ -87,13 +87,10 @@ def edit(argv: Sequence[str]) -> None:
             raise UserError(f"{path} cannot be used as a picture: {rejected.reason}") from None
 
     image, mask = read(options.image), options.mask and read(options.mask)
-    _draw(
-        options, options.caption,
-        lambda pipe, settings: pipe.edit(image, options.caption, keep=options.keep, mask=mask, **settings),
-    )  # fmt: skip
+    _draw(options, options.caption, lambda pipe: pipe.given(image, options.keep, mask))
 
 
-def _draw(options: Settings, caption: str, draw: Callable[[Any, dict[str, Any]], Any]) -> None:
+def _draw(options: Settings, caption: str, given: Callable[[Any], Any] | None = None) -> None:
     if not caption.strip():
         raise UserError("the caption is empty: write what the picture shows")
     if min(options.n, options.candidates) < 1:
@@ -103,12 +100,15 @@ def _draw(options: Settings, caption: str, draw: Callable[[Any, dict[str, Any]],
 
     make_sampler(options.temperature, options.top_k, options.top_p)  # complains before anything is loaded
     pipe = load(options.model)
+    fixed = given(pipe) if given else None
     number = max(options.n, options.candidates)
     with progress("drawing", number, unit="picture") as bar:
         length = pipe.dvae.config.grid[0] * pipe.dvae.config.grid[1]
-        names = ("n", "candidates", "seed", "temperature", "top_k", "top_p", "guidance")
-        settings = {name: getattr(options, name) for name in names}
-        drawings = draw(pipe, {**settings, "progress": lambda done, total: bar.advance(done // length - bar.done)})
+        drawings = pipe.draw_many(
+            [caption], n=options.n, candidates=options.candidates, seed=options.seed, temperature=options.temperature,
+            top_k=options.top_k, top_p=options.top_p, guidance=options.guidance, given=fixed,
+            progress=lambda done, total: bar.advance(done // length - bar.done),
+        )[0]  # fmt: skip
     for drawing, path in zip(drawings, drawings.save(out, options.scale), strict=True):
         print(f"{path}  (score {drawing.score:.3f}, candidate {drawing.candidate + 1} of {number})")
 
