@@ -272,9 +272,10 @@ class TextToImage:
         top_k: int | None = None,
         top_p: float | None = None,
         guidance: float = 1.0,
+        given: Tensor | None = None,
         progress: Advance | None = None,
     ) -> Drawings:
-        """Draw a caption.
+        """Draw a caption, or around what is given: `pipe(caption, given=pipe.given(picture, keep="top:6"))`.
 
         Args:
             n: drawings to return, the best of the candidates.
@@ -283,6 +284,7 @@ class TextToImage:
             top_k, top_p: keep only the likeliest image tokens.
             guidance: above 1 follows the caption more closely, if the prior was trained with
                 `caption_dropout`; 1 is none.
+            given: tokens of a picture that stay, from the method `given`.
             progress: called with (image tokens drawn, image tokens in all).
 
         Raises:
@@ -292,42 +294,19 @@ class TextToImage:
             raise UserError(f"a caption is a text, not {caption!r}; draw_many takes several")
         return self.draw_many(
             [caption], n=n, candidates=candidates, seed=seed, temperature=temperature,
-            top_k=top_k, top_p=top_p, guidance=guidance, progress=progress,
+            top_k=top_k, top_p=top_p, guidance=guidance, given=given, progress=progress,
         )[0]  # fmt: skip
 
-    def edit(
-        self,
-        image: Image.Image,
-        caption: str,
-        *,
-        keep: str | None = None,
-        mask: Image.Image | None = None,
-        n: int = 1,
-        candidates: int = 64,
-        seed: int = 0,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        guidance: float = 1.0,
-        progress: Advance | None = None,
-    ) -> Drawings:
-        """Draw part of a picture anew, so that the whole fits the caption (§2.6, Figure 14).
+    def given(self, image: Image.Image, keep: str | None = None, mask: Image.Image | None = None) -> Tensor:
+        """The picture's tokens [1, S], `FREE` where to draw (priming and inpainting, §2.6, Figure 14).
 
         Args:
             image: its central square is taken, in the model's size.
             keep: "top:N" keeps the top N rows of tokens.
             mask: instead, a picture whose light parts are drawn anew; a token is, if any of it is light.
 
-        The others are those of `__call__`. Raises `UserError` also where nothing or no place is left to draw.
+        Raises `UserError` where that leaves nothing to keep or to draw.
         """
-        given = self.given(image, keep, mask)
-        return self.draw_many(
-            [caption], n=n, candidates=candidates, seed=seed, temperature=temperature,
-            top_k=top_k, top_p=top_p, guidance=guidance, given=given, progress=progress,
-        )[0]  # fmt: skip
-
-    def given(self, image: Image.Image, keep: str | None = None, mask: Image.Image | None = None) -> Tensor:
-        """The picture's tokens [1, S], `FREE` where `keep` or `mask` (see `edit`) say to draw."""
         if (keep is None) == (mask is None):
             raise UserError("say what to keep, as top:N, or give a mask of what to draw anew: one of the two")
         size, (h, w) = self.dvae.config.size, self.dvae.config.grid

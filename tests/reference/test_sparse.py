@@ -1,9 +1,9 @@
 """Sparse attention against the dense mask: output and gradients, every kind, odd sizes."""
 
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 
+from compare import assert_same_with_gradients
 from limner.layers import sparse
 from limner.layers.attention import attend, visible
 from limner.layers.sparse import SparseAttention
@@ -26,13 +26,5 @@ def test_it_equals_the_dense_mask(kind, grid, prefix, kernel, queries, weights, 
         patch.setattr(sparse, "_QUERIES", queries)
         patch.setattr(sparse, "_WEIGHTS", weights)
         mask = visible(kind, prefix, grid, kernel)
-        generator = torch.Generator().manual_seed(seed)
-        fast = [torch.randn(2, 3, len(mask), 8, generator=generator).requires_grad_() for _ in range(3)]
-        readable = [x.detach().clone().requires_grad_() for x in fast]
-        y, expected = SparseAttention(kind, prefix, grid, kernel)(*fast), attend(*readable, mask)
-        torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
-        upstream = torch.randn(y.shape, generator=generator)
-        y.backward(upstream)
-        expected.backward(upstream)
-        for a, b in zip(fast, readable, strict=True):
-            torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-5)
+        fast = SparseAttention(kind, prefix, grid, kernel)
+        assert_same_with_gradients(fast, lambda q, k, v: attend(q, k, v, mask), (2, 3, len(mask), 8), seed)

@@ -66,13 +66,13 @@ def test_an_edit_keeps_the_rows_it_was_told_to_keep(pipe):
         free = torch.zeros(6, 6, dtype=torch.bool)
         free[(slice(4, None), slice(None)) if keep else (2, slice(2, 4))] = True
         assert torch.equal(given, torch.where(free, -1, own))
-        edited = pipe.edit(image, CAPTION, keep=keep, mask=mask, n=2, candidates=3, seed=1)
+        edited = pipe(CAPTION, given=pipe.given(image, keep, mask), n=2, candidates=3, seed=1)
         assert len(edited) == 2
         tokens = pipe.candidates([CAPTION], 3, seed=1, given=given.view(1, -1)).tokens.view(3, 6, 6)
         assert torch.equal(tokens[:, ~free], own[~free].expand(3, -1))
         assert len(tokens[:, free].unique(dim=0)) > 1
     larger = image.resize((120, 96), Image.Resampling.NEAREST)  # any size, any format
-    assert pipe.edit(larger.convert("RGBA"), CAPTION, keep="top:3", candidates=1).images[0].size == (24, 24)
+    assert pipe(CAPTION, given=pipe.given(larger.convert("RGBA"), "top:3"), candidates=1).images[0].size == (24, 24)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_an_edit_keeps_the_rows_it_was_told_to_keep(pipe):
 )  # fmt: skip
 def test_an_edit_that_cannot_be_says_why(pipe, keep, mask, says):
     with pytest.raises(UserError, match=says):
-        pipe.edit(picture(pipe), CAPTION, keep=keep, mask=mask)
+        pipe.given(picture(pipe), keep, mask)
 
 
 def test_guidance_changes_drawings_and_is_checked(pipe):

@@ -104,11 +104,11 @@ def _draw(options: Settings, caption: str, given: Callable[[Any], Any] | None = 
     number = max(options.n, options.candidates)
     with progress("drawing", number, unit="picture") as bar:
         length = pipe.dvae.config.grid[0] * pipe.dvae.config.grid[1]
-        drawings = pipe.draw_many(
-            [caption], n=options.n, candidates=options.candidates, seed=options.seed, temperature=options.temperature,
+        drawings = pipe(
+            caption, n=options.n, candidates=options.candidates, seed=options.seed, temperature=options.temperature,
             top_k=options.top_k, top_p=options.top_p, guidance=options.guidance, given=fixed,
             progress=lambda done, total: bar.advance(done // length - bar.done),
-        )[0]  # fmt: skip
+        )  # fmt: skip
     for drawing, path in zip(drawings, drawings.save(out, options.scale), strict=True):
         print(f"{path}  (score {drawing.score:.3f}, candidate {drawing.candidate + 1} of {number})")
 

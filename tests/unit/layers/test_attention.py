@@ -3,6 +3,7 @@
 import torch
 from hypothesis import given, settings, strategies as st
 
+from compare import assert_same_with_gradients
 from limner.layers.attention import attend, paper_pattern, visible
 
 
@@ -60,14 +61,9 @@ def test_layer_pattern_of_the_paper():
 @given(kind=st.sampled_from(["row", "column", "conv", "dense"]), prefix=st.integers(1, 5), seed=st.integers(0, 99))
 def test_written_out_products_equal_torchs_kernel_in_output_and_gradients(kind, prefix, seed):
     mask = visible(kind, prefix, (3, 4), 3)
-    generator = torch.Generator().manual_seed(seed)
-    ours = [torch.randn(2, 3, len(mask), 8, generator=generator).requires_grad_() for _ in range(3)]
-    theirs = [x.detach().clone().requires_grad_() for x in ours]
-    y = attend(*ours, mask)
-    expected = torch.nn.functional.scaled_dot_product_attention(*theirs, attn_mask=mask)
-    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
-    upstream = torch.randn(y.shape, generator=generator)
-    y.backward(upstream)
-    expected.backward(upstream)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-5)
+    assert_same_with_gradients(
+        lambda q, k, v: attend(q, k, v, mask),
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask),
+        (2, 3, len(mask), 8),
+        seed,
+    )
