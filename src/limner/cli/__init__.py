@@ -35,6 +35,7 @@ COMMANDS = {
     "edit": Command("limner.cli.edit", "draw part of a picture anew, to fit a caption"),
     "data": Command("limner.cli.data", "make, prepare or look at training data"),
     "train": Command("limner.cli.train", "train a recipe on image-caption data", True, True),
+    "plan": Command("limner.cli.plan", "what a recipe would take on a cluster: memory, traffic, time"),
     "bundle": Command("limner.cli.bundle", "pack a trained model, with its name and scores, to pass on"),
     "import": Command("limner.cli.imports", "convert published weights to our format"),
     "evaluate": Command("limner.cli.evaluate", "measure a trained model", True),

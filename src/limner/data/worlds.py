@@ -26,7 +26,7 @@ from limner.data.scenes import (
 )
 from limner.data.shards import ShardWriter
 
-COUNTS = (0.3, 0.4, 0.15, 0.15)  # shares of scenes with one, two, three and four things
+COUNTS = (0.3, 0.5, 0.1, 0.1)  # shares of scenes with one, two, three and four things
 PHRASINGS = 4
 
 

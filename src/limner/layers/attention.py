@@ -39,24 +39,27 @@ def paper_pattern(depth: int) -> tuple[Kind, ...]:
 
 
 def offsets(kind: Kind, grid: tuple[int, int], kernel: int = 11) -> Tensor:
-    """How many raster steps ago a position may be for an image position to see it, itself (0) first."""
+    """How many raster steps ago a position may be for an image position to see it, itself (0) first.
+
+    On the CPU whatever the default device, so that models can be built on the meta device.
+    """
     h, w = grid
     if kind == "row":
-        return torch.arange(w + 1)
+        return torch.arange(w + 1, device="cpu")
     if kind == "column":
-        return torch.arange(0, h * w, w)
+        return torch.arange(0, h * w, w, device="cpu")
     if kind == "conv":  # (rows up, columns across) as raster steps
         reach = range(-(kernel // 2), kernel // 2 + 1)
         window = {up * w + across for up in range(kernel // 2 + 1) for across in reach}
-        return torch.tensor(sorted(back for back in window if back >= 0))
-    return torch.arange(h * w)
+        return torch.tensor(sorted(back for back in window if back >= 0), device="cpu")
+    return torch.arange(h * w, device="cpu")
 
 
 def visible(kind: Kind, prefix: int, grid: tuple[int, int], kernel: int = 11) -> Tensor:
     """The mask of Figure 11: bool [N, N], True where the row's position sees the column's."""
     n = prefix + grid[0] * grid[1]
-    mask = torch.ones(n, n, dtype=torch.bool).tril()
-    t = torch.arange(n - prefix)
+    mask = torch.ones(n, n, dtype=torch.bool, device="cpu").tril()
+    t = torch.arange(n - prefix, device="cpu")
     mask[prefix:, prefix:] = torch.isin(t[:, None] - t[None, :], offsets(kind, grid, kernel))
     return mask
 

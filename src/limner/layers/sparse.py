@@ -66,11 +66,12 @@ class SparseAttention(nn.Module):
     def _bias(self) -> Tensor:
         """0 where a query of a block sees a key of its window, else -inf: [n, q, m]."""
         h, w = self.grid
-        query = self._blocks(torch.arange(h * w).view(1, h * w, 1)).view(self.blocks, self.queries, 1)
-        key = self._windows(torch.arange(1, h * w + 1).view(1, h * w, 1)).view(self.blocks, 1, self.window) - 1
+        query = self._blocks(torch.arange(h * w, device="cpu").view(1, h * w, 1)).view(self.blocks, self.queries, 1)
+        key = self._windows(torch.arange(1, h * w + 1, device="cpu").view(1, h * w, 1))
+        key = key.view(self.blocks, 1, self.window) - 1
         back = query - key  # a key of -1 lies before the image
         seen = torch.isin(back, offsets(self.kind, self.grid, self.kernel)) & (key >= 0)
-        return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+        return torch.zeros(seen.shape, device="cpu").masked_fill_(~seen, -torch.inf)
 
     def _blocks(self, x: Tensor) -> Tensor:
         """Image states in raster order [R, S, C] -> [R, n, q, C]."""

@@ -70,6 +70,16 @@ class TransformerConfig:
         return Transformer(self, linear)
 
 
+#: From a laptop's to the paper's; the last three are those of Table 1. Heads are 64 wide, as the paper's.
+SIZES = {
+    name: TransformerConfig(width=width, depth=depth, heads=width // 64)
+    for name, (width, depth) in {
+        "tiny": (256, 6), "small": (512, 8), "base": (768, 16), "large": (1_024, 24), "xl": (2_048, 24),
+        "dalle-3b": (1_920, 64), "dalle-6b": (2_688, 64), "dalle-12b": (3_968, 64),
+    }.items()
+}  # fmt: skip
+
+
 class Embedding(nn.Module):
     """Figure 10."""
 

@@ -1,10 +1,13 @@
-"""The symmetric contrastive loss (Radford et al. 2021, Figure 3).
+"""The symmetric contrastive loss (Radford et al. 2021, Figure 3), with negatives that are hard.
 
 Within a batch, each picture must pick its caption and each caption its picture. Two samples that share
-a caption word for word are no negatives of each other: both count as right. A batch may bring
-`distractors`, wrong captions for each picture, among which it must pick as well.
+a caption word for word are no negatives of each other: both count as right. The pairs of a batch differ
+in nearly everything, the candidates of one caption in one thing, so both sides get more to choose from:
 
-Shapes: B batch, K distractors, T text positions, E embedding.
+- a batch may bring `distractors`, wrong captions for each picture;
+- each caption may meet `spoiled` copies of its picture, in which something is missing, doubled or cut.
+
+Shapes: B batch, K distractors, M spoiled pictures, T text positions, E embedding.
 """
 
 from __future__ import annotations
@@ -18,26 +21,73 @@ from torch import Tensor
 from limner.models.contrastive import Contrastive
 from limner.text import PAD
 
+_TOUCHED = 0.03  # share of the pasted rectangle's values that must change for a picture to be spoiled
+
 
 @dataclass(frozen=True, kw_only=True)
 class ContrastiveLoss:
-    """Cross-entropy over the batch in both directions; `accuracy` is how often a picture picks rightly."""
+    """Cross-entropy over the batch in both directions, with M = `spoiled` copies of each picture.
+
+    `accuracy` is how often a picture picks its caption, `kept` how often a caption picks its picture.
+    """
+
+    spoiled: int = 0
 
     def __call__(
         self, model: Contrastive, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        images, text = model.encode_image(batch["pixels"]), batch["text"]
-        logits = model.scale() * images @ model.encode_text(text).T
+        text, pixels = batch["text"], [batch["pixels"]]
+        intact = torch.zeros(0, len(text), dtype=torch.bool, device=text.device)
+        if self.spoiled:
+            copies = [spoil(pixels[0], shift, generator) for shift in range(self.spoiled)]
+            pixels += [copy for copy, _ in copies]
+            intact = torch.stack([intact for _, intact in copies])
+        images, *wrong = model.encode_image(torch.cat(pixels)).split(len(text))
+        texts, scale = model.encode_text(text), model.scale()
+        logits = scale * images @ texts.T
         same = (text[:, None] == text[None]).all(-1).float()
         target = same / same.sum(1, keepdim=True)
-        choices = logits
+        captions, pictures = logits, logits.T  # what a picture chooses from, and a caption
         if "distractors" in batch:
-            choices = torch.cat([logits, _distractor_logits(model, images, batch["distractors"])], 1)
-        by_picture = choices.log_softmax(1)[:, : len(text)]
-        loss = -(target * by_picture + target * logits.log_softmax(0)).sum() / (2 * len(text))
-        picked = choices.argmax(1, keepdim=True)
-        right = F.pad(same, (0, choices.shape[1] - len(text))).gather(1, picked).mean()
-        return loss, {"accuracy": right.detach(), "scale": model.scale().detach()}
+            captions = torch.cat([captions, _distractor_logits(model, images, batch["distractors"])], 1)
+        if wrong:
+            against = scale * (torch.stack(wrong) * texts).sum(-1)
+            pictures = torch.cat([pictures, against.masked_fill(intact, -torch.inf).T], 1)
+        b = len(text)
+        loss = -(target * (captions.log_softmax(1)[:, :b] + pictures.log_softmax(1)[:, :b])).sum() / (2 * b)
+        found = {"accuracy": _accuracy(captions, same), "kept": _accuracy(pictures, same), "scale": scale}
+        return loss, {name: value.detach() for name, value in found.items()}
+
+
+def spoil(pixels: Tensor, shift: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """A copy of each picture with a rectangle of another one pasted into it, `shift` places on in the batch.
+
+    With a shift of 0 the rectangle comes from elsewhere in the picture itself. uint8 [B, 3, H, W] -> the
+    same, and bool [B]: which copies show hardly any change.
+    """
+    b, _, h, w = pixels.shape
+
+    def uniform(low: Tensor | float, high: Tensor | float) -> Tensor:
+        return low + torch.rand(b, 1, 1, generator=generator, device=pixels.device) * (high - low)
+
+    sides = [uniform(n / 8, n / 2).round() for n in (h, w)]
+    to, source = ([uniform(0, n - side).round() for n, side in zip((h, w), sides, strict=True)] for _ in range(2))
+    rows, columns = torch.arange(h, device=pixels.device)[:, None], torch.arange(w, device=pixels.device)
+    inside = torch.ones(b, h, w, dtype=torch.bool, device=pixels.device)
+    for at, begin, side in zip((rows, columns), to, sides, strict=True):
+        inside &= (at >= begin) & (at < begin + side)
+    y = (rows + source[0] - to[0]).long().clamp(0, h - 1)
+    x = (columns + source[1] - to[1]).long().clamp(0, w - 1)
+    moved = pixels.roll(-shift, 0).flatten(2).gather(2, (y * w + x).flatten(1)[:, None].expand(b, 3, -1))
+    spoiled = torch.where(inside[:, None], moved.view_as(pixels), pixels)
+    changed = ((spoiled.int() - pixels.int()).abs().amax(1) > 32).sum((1, 2))
+    return spoiled, changed < _TOUCHED * inside.sum((1, 2))
+
+
+def _accuracy(choices: Tensor, same: Tensor) -> Tensor:
+    """How often the highest of [B, B + n] is among the right ones, [B, B]."""
+    picked = choices.argmax(1, keepdim=True)
+    return F.pad(same, (0, choices.shape[1] - len(same))).gather(1, picked).mean()
 
 
 def _distractor_logits(model: Contrastive, images: Tensor, distractors: Tensor) -> Tensor:

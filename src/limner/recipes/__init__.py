@@ -10,13 +10,20 @@ from limner.errors import UserError
 if TYPE_CHECKING:
     from limner.recipes.recipe import Recipe
 
-# name -> one line of help; the function of the same name lives in `presets.py`
+# name -> one line of help; `presets.py` has a function of the same name, or `paper(name)` for the paper's sizes
 NAMES = {
     "demo": "what `limner demo` trains: a small prior and contrastive model over the bundled dVAE",
     "scenes": "the bundled model: 48 x 48 pictures of the scenes world, 12 x 12 tokens",
     "emoji": "64 x 64 emoji, 8 x 8 tokens",
     "photos": "128 x 128 pictures of your own, 16 x 16 tokens, for one GPU",
-    "paper": "the paper: 256 x 256, 32 x 32 tokens, 12 billion parameters",
+    "tiny": "the paper's method, 256 x 256, 32 x 32 tokens, with a prior of 5 million parameters in its blocks",
+    "small": "the same with 25 million",
+    "base": "the same with 113 million",
+    "large": "the same with 302 million",
+    "xl": "the same with 1.2 billion",
+    "dalle-3b": "the same with 2.8 billion (Table 1)",
+    "dalle-6b": "the same with 5.5 billion (Table 1)",
+    "dalle-12b": "the paper's own: 12 billion",
 }
 
 
@@ -28,4 +35,4 @@ def get(name: str) -> Recipe:
         raise UserError(f"there is no recipe {name!r}: {hint}")
     from limner.recipes import presets
 
-    return getattr(presets, name)()
+    return getattr(presets, name)() if hasattr(presets, name) else presets.paper(name)

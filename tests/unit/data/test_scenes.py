@@ -75,13 +75,13 @@ def test_things_that_look_alike_are_all_alike():
         assert len({t.look for t in scene.things}) in (1, len(scene.things))
 
 
-def test_one_combination_in_eight_is_held_out_and_no_pair_of_attributes():
-    triples = [(c, f, s) for c in COLORS for f in FILLS for s in SHAPES]
-    held = {(c, f, s) for c, f, s in triples if Thing(shape=s, color=c, size="small", fill=f, x=0, y=0).held_out}
-    assert len(held) == len(triples) // 8
-    trained = set(triples) - held
-    for a, b in ((0, 1), (0, 2), (1, 2)):
-        assert {(t[a], t[b]) for t in trained} == {(t[a], t[b]) for t in triples}
+def test_one_combination_in_eight_is_held_out_and_none_of_four_attributes():
+    every = list(itertools.product(scenes.SIZES, FILLS, COLORS, SHAPES, scenes.BACKGROUNDS))
+    held = {one for one in every if scenes.held_out(one[:4], one[4])}
+    assert len(held) == len(every) // 8
+    for left_out in range(5):
+        seen = {one[:left_out] + one[left_out + 1 :] for one in set(every) - held}
+        assert seen == {one[:left_out] + one[left_out + 1 :] for one in every}
 
 
 def test_crowds_are_full_and_keep_the_split():

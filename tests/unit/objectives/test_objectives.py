@@ -10,7 +10,7 @@ from limner.models.contrastive import MAX_LOG_SCALE, ContrastiveConfig
 from limner.models.dvae import DVAEConfig, map_pixels
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
-from limner.objectives.contrastive import ContrastiveLoss
+from limner.objectives.contrastive import ContrastiveLoss, spoil
 from limner.objectives.elbo import (
     BalancedELB,
     RelaxedELB,
@@ -158,6 +158,51 @@ def test_a_picture_picks_among_its_distractors_too_and_padding_is_none():
         losses.append(F.cross_entropy(model.scale() * choices @ images[i], torch.tensor(i)))
     by_caption = F.cross_entropy(model.scale() * right @ images.T, torch.arange(3))
     torch.testing.assert_close(loss, (torch.stack(losses).mean() + by_caption) / 2)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_spoiled_picture_differs_in_one_rectangle_from_its_own_picture_or_the_next(shift):
+    pixels = torch.randint(0, 256, (40, 3, 16, 24), dtype=torch.uint8)
+    spoiled, intact = spoil(pixels, shift, torch.Generator().manual_seed(0))
+    again, _ = spoil(pixels, shift, torch.Generator().manual_seed(0))
+    assert torch.equal(spoiled, again) and not intact.any()
+    for i in range(40):
+        changed = (spoiled[i] != pixels[i]).any(0)
+        rows, columns = (changed.any(axis).nonzero().flatten() for axis in (1, 0))
+        top, bottom, left, right = rows.min(), rows.max() + 1, columns.min(), columns.max() + 1
+        assert 2 <= bottom - top <= 8 and 3 <= right - left <= 12
+        patch = spoiled[i, :, top:bottom, left:right]
+        windows = pixels[(i + shift) % 40].unfold(1, patch.shape[1], 1).unfold(2, patch.shape[2], 1)
+        assert (windows == patch[:, None, None]).all(-1).all(-1).all(0).any()
+
+
+def test_a_copy_that_shows_no_change_is_no_negative():
+    flat = torch.full((4, 3, 16, 16), 90, dtype=torch.uint8)
+    assert spoil(flat, 0, None)[1].all()
+    model = contrastive()
+    batch = {"pixels": flat, "text": torch.randint(0, 30, (4, 6))}
+    torch.testing.assert_close(
+        ContrastiveLoss(spoiled=1)(model, batch, 0, None)[0], ContrastiveLoss()(model, batch, 0, None)[0]
+    )
+
+
+def test_a_caption_picks_among_the_spoiled_copies_of_its_picture_too():
+    model = contrastive()
+    batch = {
+        "pixels": torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8),
+        "text": torch.randint(0, 30, (3, 6)),
+    }
+    loss, metrics = ContrastiveLoss(spoiled=2)(model, batch, 0, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    wrong = [spoil(batch["pixels"], shift, generator)[0] for shift in (0, 1)]
+    images, texts = model.encode_image(batch["pixels"]), model.encode_text(batch["text"])
+    losses = []
+    for i in range(3):
+        choices = torch.cat([images, *(model.encode_image(copies[i : i + 1]) for copies in wrong)])
+        losses.append(F.cross_entropy(model.scale() * choices @ texts[i], torch.tensor(i)))
+    by_picture = F.cross_entropy(model.scale() * images @ texts.T, torch.arange(3))
+    torch.testing.assert_close(loss, (torch.stack(losses).mean() + by_picture) / 2)
+    assert 0 <= metrics["kept"] <= 1
 
 
 def test_contrastive_towers_read_to_the_last_token_and_give_unit_vectors():

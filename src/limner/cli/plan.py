@@ -1,0 +1,148 @@
+"""`limner plan`: what training a recipe's prior would take, without touching a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from limner import recipes
+from limner.cli import choose
+from limner.cli.arguments import parse
+from limner.errors import UserError
+from limner.recipes import plan
+from limner.recipes.plan import GB, GPUS, Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Parameters, memory, arithmetic, communication and time of a recipe's prior on a cluster."""
+
+    recipe: str = "dalle-12b"
+    """A recipe by name."""
+    gpus: int = 1_024
+    gpu: str = "v100-16gb"
+    """One of v100-16gb, a100-80gb, h100-80gb, h200-141gb."""
+    batch: int | None = None
+    """Samples of a step, over all GPUs; the recipe's by default."""
+    per_machine: int = 8
+    """GPUs of a machine, among which its copy of the parameters is sharded."""
+    rank: int | None = None
+    """PowerSGD's rank over all shards of a machine; the paper's by default (Table 1)."""
+    candidates: int = 512
+    """Of one caption, when sampling."""
+
+
+def main(argv: Sequence[str]) -> None:
+    options = parse(Options, argv, "limner plan")
+    choose(options.gpu, list(GPUS), "GPU")
+    recipe = recipes.get(options.recipe)
+    training = recipe.prior.training
+    batch = training.batch_size if options.batch is None else options.batch
+    for name, value in {**vars(options), "batch": batch}.items():
+        if isinstance(value, int) and value < 1:
+            raise UserError(f"{name} must be at least 1, not {value}")
+    made = Plan(
+        config=recipe.prior.model,
+        gpu=options.gpu,
+        gpus=options.gpus,
+        per_machine=options.per_machine,
+        batch=batch,
+        rank=options.rank,
+    )
+    print("\n\n".join(report(options.recipe, made, training.steps, options.candidates)))
+
+
+def report(name: str, made: Plan, steps: int, candidates: int) -> Iterable[str]:
+    """The blocks of text that the command prints."""
+    c, gpu = made.config, GPUS[made.gpu]
+    h, w = c.grid
+    yield (
+        f"{name}: {c.depth} layers, {c.heads} heads of {c.width // c.heads}, width {c.width:,}; {c.text_len} text and "
+        f"{h} x {w} image tokens\n{made.gpus:,} x {made.gpu}, {made.m} a machine, {made.samples} "
+        f"sample{'s' * (made.samples > 1)} a GPU"
+    )
+    counts = plan.parameters(c)
+    yield _table(
+        ("parameters", ""),
+        [(kind, f"{n:,}") for kind, n in counts.items()]
+        + [("all", f"{counts.total():,}"), ("effective, 12 n_layer d_model^2", f"{made.effective:,}")],
+    )
+
+    cases = [(half, saved) for half in (False, True) for saved in (False, True)]
+    parts = [
+        {**made.state(half), **made.activations(saved), "one layer at work": made.working} for half, saved in cases
+    ]
+    rows = [
+        (part, *(_gb(found[part]) if part in found else "" for found in parts))
+        for part in dict.fromkeys(part for found in parts for part in found)
+    ]
+    peaks = [made.memory(half, saved) for half, saved in cases]
+    verdicts = ("fits" if peak <= gpu.memory else "too large" for peak in peaks)
+    yield _table(
+        (f"memory a GPU, GB of {gpu.memory / GB:.1f}", "fp32", "checkpointed", "16-bit (App. D)", "checkpointed"),
+        [*rows, ("peak", *map(_gb, peaks)), ("", *verdicts)],
+    )
+
+    prefix, each = made.cache()
+    dense = made.cache(dense=True)[1]
+    yield _table(
+        ("cache when sampling", "MB"),
+        [
+            ("a caption's text, shared", f"{prefix / 1e6:,.1f}"),
+            ("each candidate", f"{each / 1e6:,.1f}"),
+            ("each candidate, dense", f"{dense / 1e6:,.1f}"),
+            (f"a caption with {candidates} candidates", f"{(prefix + candidates * each) / 1e6:,.1f}"),
+            ("the same, dense", f"{candidates * dense / 1e6:,.1f}"),
+        ],
+    )
+
+    yield _table(
+        ("a step", "", "checkpointed"),
+        [
+            ("PFLOP, all GPUs", *(f"{made.flops(saved) / 1e15:,.3g}" for saved in (False, True))),
+            ("GB read and written, a GPU", *(_gb(made.traffic(True, saved)) for saved in (False, True))),
+        ],
+    )
+
+    yield _table(
+        ("a GPU sends, GB a step", ""),
+        [
+            ("within its machine", _gb(made.within)),
+            ("between machines", _gb(made.between(False))),
+            (f"the same, compressed to rank {made.r}", _gb(made.between(True))),
+        ],
+    )
+    rate = plan.compression_rate(c.width, made.r, made.m)
+    yield (
+        _table(
+            ("compression of a layer, values", "gradient shard", "P", "Q"),
+            [(kind, *(f"{n:,.0f}" for n in row)) for kind, row in plan.table2(c.width, made.r, made.m).items()],
+        )
+        + f"\nsaved: {rate:.1%} (Table 2: 1 - r (m + 2) / (2 d m))"
+    )
+    yield _table(
+        ("Table 1: effective parameters", "d_model", "rank", "saved"),
+        [(f"{n / 1e9:.2f} billion", f"{d:,}", str(r), f"{saved:.0%}") for n, d, r, saved in plan.table1()],
+    )
+
+    times = []
+    for other, kind in GPUS.items():
+        took = [made.seconds(other, True, compressed) for compressed in (False, True)]
+        days = (f"{t:,.2f} s, {t * steps / 86_400:,.3g} days" for t in took)
+        times.append((other, f"{kind.share:.0%} of {kind.rate / 1e12:,.0f} TFLOP/s", *days))
+    yield _table((f"{steps:,} steps, checkpointed", "assumed", "uncompressed", "compressed"), times)
+
+
+def _gb(value: float) -> str:
+    return f"{value / GB:,.2f}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text, the first to the left, numbers to the right."""
+    lines = [head, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    made = [
+        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+    return "\n".join([made[0], "-" * len(made[0]), *made[1:]]).replace(" \n", "\n")

@@ -1,0 +1,285 @@
+"""What a prior costs before any of it is bought: parameters, memory, arithmetic, communication, time.
+
+Parameters are counted on the meta device. The rest is arithmetic over a `TransformerConfig`, each term
+named here; no GPU is touched. Memory is held against measured peaks by a test. What is assumed rather
+than derived is in `GPUS`: the makers' peak rates, the network of the usual machines, and the share of
+the peak that training reaches.
+
+The layout is the paper's (§2.4, §2.5, Figure 5): each machine holds one copy of the parameters, sharded
+over its `m` GPUs; machines average gradients, PowerSGD-compressed to rank r or not; each GPU has samples
+of its own.
+
+Shapes: B samples on a GPU, N = P + S positions, D width, L layers, H heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import ceil
+
+import torch
+
+from limner.layers.attention import Kind, offsets
+from limner.layers.cache import held
+from limner.layers.sparse import SparseAttention
+from limner.models.transformer import TransformerConfig
+
+GB = 1e9
+_MASTER = 4  # bytes of an fp32 value
+_HALF = 2  # bytes of a 16-bit value
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPU:
+    """Memory in bytes, the maker's dense 16-bit rate in FLOP/s, memory bandwidth in bytes/s, bytes/s that
+    one GPU exchanges within its machine and with other machines, and the share of the rate that is reached."""
+
+    memory: float
+    rate: float
+    bandwidth: float
+    within: float
+    between: float
+    share: float
+
+
+GPUS = {
+    "v100-16gb": GPU(memory=16 * 2**30, rate=125e12, bandwidth=0.9e12, within=150e9, between=1.5e9, share=0.35),
+    "a100-80gb": GPU(memory=80 * 2**30, rate=312e12, bandwidth=2.0e12, within=300e9, between=25e9, share=0.45),
+    "h100-80gb": GPU(memory=80 * 2**30, rate=989e12, bandwidth=3.35e12, within=450e9, between=50e9, share=0.4),
+    "h200-141gb": GPU(memory=141e9, rate=989e12, bandwidth=4.8e12, within=450e9, between=50e9, share=0.4),
+}
+
+_KINDS = {
+    "attention.qkv.weight": "queries, keys, values",
+    "attention.out.weight": "attention outputs",
+    "up.weight": "first MLP matrices",
+    "down.weight": "second MLP matrices",
+    "embed.text.weight": "text embedding",
+    "embed.text_position.weight": "text positions",
+    "embed.padding.weight": "padding, one a position",
+    "embed.start": "start of image",
+    "embed.image.weight": "image embedding",
+    "embed.row.weight": "rows",
+    "embed.column.weight": "columns",
+    "head.text.weight": "text unembedding",
+    "head.image.weight": "image unembedding",
+}
+MATRICES = tuple(_KINDS.values())[:4]  # what is sharded in 16 bits and compressed
+
+
+def parameters(config: TransformerConfig) -> Counter[str]:
+    """Numbers of parameters by kind, of a model built on the meta device."""
+    with torch.device("meta"):
+        model = config.build()
+    found: Counter[str] = Counter()
+    for name, p in model.named_parameters():
+        if name.startswith("blocks."):
+            name = name.split(".", 2)[2]
+        found[_KINDS.get(name, "gains and biases")] += p.numel()
+    return found
+
+
+def seen(config: TransformerConfig, kind: Kind) -> int:
+    """Pairs of a position and one that it sees, over one sequence, in a layer of that kind."""
+    p, s = config.text_len + 1, config.grid[0] * config.grid[1]
+    back = offsets(kind, config.grid, config.kernel)
+    return p * (p + 1) // 2 + s * p + int((s - back[back < s]).sum())
+
+
+@lru_cache(maxsize=16)
+def _weights(config: TransformerConfig, kind: Kind) -> tuple[bool, int, int]:
+    """How a kind of layer attends: sparsely or not, weights of one sequence, and sequences at once."""
+    path = config.attend(kind)
+    if isinstance(path, SparseAttention):
+        return True, config.grid[0] * config.grid[1] * (path.prefix + path.window), path.at_once
+    return False, (config.text_len + 1 + config.grid[0] * config.grid[1]) ** 2, 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One prior on one kind of machine. Bytes are of one GPU, FLOPs and seconds of one step.
+
+    Args:
+        config: the model.
+        gpu, gpus: a name in `GPUS`, and how many.
+        per_machine: m, among which a machine's copy of the parameters is sharded.
+        batch: samples of a step, over all GPUs.
+        rank: r of PowerSGD, over all shards together (Table 1); None takes `default_rank`.
+    """
+
+    config: TransformerConfig
+    gpu: str = "v100-16gb"
+    gpus: int = 8
+    per_machine: int = 8
+    batch: int = 64
+    rank: int | None = None
+
+    @property
+    def effective(self) -> int:
+        """12 n_layer d_model^2, the paper's count of parameters."""
+        return 12 * self.config.depth * self.config.width**2
+
+    @property
+    def m(self) -> int:
+        return min(self.per_machine, self.gpus)
+
+    @property
+    def machines(self) -> int:
+        return ceil(self.gpus / self.m)
+
+    @property
+    def samples(self) -> int:
+        """B: on the fullest GPU."""
+        return ceil(self.batch / self.gpus)
+
+    @property
+    def positions(self) -> int:
+        return self.config.text_len + 1 + self.config.grid[0] * self.config.grid[1]
+
+    @cached_property
+    def sizes(self) -> tuple[int, int]:
+        """Parameters in the blocks' matrices, and all others."""
+        counts = parameters(self.config)
+        matrices = sum(counts[kind] for kind in MATRICES)
+        return matrices, counts.total() - matrices
+
+    # ------------------------------------------------------------------ memory
+
+    def state(self, half: bool) -> dict[str, float]:
+        """Weights, gradients, moments and averages, sharded over the machine.
+
+        `half` is the paper's storage (App. B.2, D): the blocks' matrices, their gradients and both Adam
+        moments in 16 bits, everything else in 32, the averaged weights in the host's memory, and an error
+        buffer for PowerSGD between machines. Else all is fp32, as one GPU trains here.
+        """
+        matrices, others = (n / self.m for n in self.sizes)
+        size = _HALF if half else _MASTER
+        values = matrices * size + others * _MASTER
+        found = {"weights": values, "gradients": values, "moments": 2 * values}
+        if half and self.machines > 1:
+            found["error buffers"] = matrices * _HALF
+        elif not half:
+            found["averaged weights"] = values
+        if self.m > 1:  # the layer at work and the next, gathered (Figure 5)
+            found["gathered layers"] = 2 * matrices * self.m / self.config.depth * _HALF
+        return found
+
+    def activations(self, checkpointing: bool) -> dict[str, float]:
+        """What the backward pass finds again; matrix products in 16 bits, the identity path in 32."""
+        c, rows = self.config, self.samples * self.positions
+        layers = [self._layer(kind) for kind in c.kinds]
+        if checkpointing:
+            inputs = rows * c.width * _MASTER * c.depth
+            return {"layers' inputs": inputs, "one layer again": max(layers), "logits": self._logits}
+        return {"layers": sum(layers), "logits": self._logits}
+
+    def _layer(self, kind: Kind) -> float:
+        """Two inputs of LayerNorms in 32 bits; in 16 their outputs, q, k, v, the attention's output and
+        the MLP's hidden layer before and after GELU; the matrices in 16 bits, where fp32 is stored."""
+        c, b = self.config, self.samples
+        d, n, p = c.width, self.positions, c.text_len + 1
+        states = b * n * d * (2 * _MASTER + (2 + 3 + 1 + 8) * _HALF)
+        weights = b * c.heads * (p * p if _weights(c, kind)[0] else n * n) * _HALF
+        return states + weights + 12 * d * d * _HALF
+
+    @property
+    def _logits(self) -> float:
+        """Log-probabilities and two gradients in 32 bits, as the backward pass begins."""
+        c = self.config
+        values = (c.text_len - 1) * c.text_vocab + c.grid[0] * c.grid[1] * c.image_vocab
+        return self.samples * values * 3 * _MASTER
+
+    @property
+    def working(self) -> float:
+        """While one layer's backward pass is at work: attention weights twice and their gradients twice; the
+        gradients of the identity path, twice in 32 bits, and of the hidden layer, twice in 16."""
+        hidden = self.samples * self.positions * self.config.width * (2 * _MASTER + 8 * _HALF)
+        layers = (_weights(self.config, kind) for kind in set(self.config.kinds))
+        weights = max(min(self.samples * self.config.heads, at_once) * each for _, each, at_once in layers)
+        return hidden + 4 * weights * _HALF
+
+    def memory(self, half: bool, checkpointing: bool) -> float:
+        """The peak: gradients grow while activations go, so the larger of both counts."""
+        state, activations = self.state(half), sum(self.activations(checkpointing).values())
+        gradients = state.pop("gradients")
+        return sum(state.values()) + max(gradients, activations) + self.working
+
+    def cache(self, dense: bool = False) -> tuple[float, float]:
+        """Bytes that sampling stores in 16 bits: of a caption, and of each of its candidates."""
+        c = self.config
+        p, s = c.text_len + 1, c.grid[0] * c.grid[1]
+        position = 2 * c.width * _HALF
+        if dense:
+            return 0, c.depth * (p + s) * position
+        return c.depth * p * position, sum(held(kind, c.grid, c.kernel) for kind in c.kinds) * position
+
+    # ------------------------------------------------------------------ arithmetic
+
+    def flops(self, checkpointing: bool = False) -> float:
+        """Of all GPUs: forward once, or twice with checkpointing, and backward, which costs two forwards."""
+        c = self.config
+        heads = (c.text_len - 1) * c.text_vocab + c.grid[0] * c.grid[1] * c.image_vocab
+        attention = sum(seen(c, kind) for kind in c.kinds)
+        forward = 2 * (self.effective * self.positions + c.width * heads) + 4 * c.width * attention
+        return self.batch * forward * (4 if checkpointing else 3)
+
+    def traffic(self, half: bool, checkpointing: bool) -> float:
+        """Memory that a GPU reads and writes at least: weights once a pass, state once an update,
+        activations out and back."""
+        passes = 3 if checkpointing else 2
+        gathered = sum(self.sizes) * _HALF * passes
+        state = self.state(half)
+        update = 2 * (state["weights"] + state["moments"]) + state["gradients"]
+        return gathered + update + 2 * sum(self.activations(checkpointing).values())
+
+    # ------------------------------------------------------------------ communication
+
+    @property
+    def r(self) -> int:
+        return default_rank(self.config.width) if self.rank is None else self.rank
+
+    @property
+    def within(self) -> float:
+        """Bytes a GPU sends to others of its machine: two gathers of the weights, one scatter of gradients."""
+        return 3 * (self.m - 1) / self.m * sum(self.sizes) * _HALF
+
+    def between(self, compressed: bool) -> float:
+        """Bytes a GPU sends to other machines: a ring all-reduce of its shard's gradients (Table 2)."""
+        others = self.sizes[1] / self.m * _MASTER  # never compressed
+        table = table2(self.config.width, self.r, self.m)["total size"]
+        matrices = self.config.depth * (sum(table[1:]) if compressed else table[0]) * _HALF
+        return 2 * (self.machines - 1) / self.machines * (matrices + others)
+
+    def seconds(self, gpu: str, checkpointing: bool, compressed: bool) -> float:
+        """A step: arithmetic, which hides the traffic within a machine (Figure 5), then that between machines."""
+        kind = GPUS[gpu]
+        work = self.flops(checkpointing) / self.gpus / (kind.rate * kind.share)
+        return max(work, self.within / kind.within) + self.between(compressed) / kind.between
+
+
+def default_rank(width: int) -> int:
+    """The paper's choice at its three sizes (Table 1), between and beyond them in proportion."""
+    return max(128, 128 * ceil(0.225 * width / 128))
+
+
+def compression_rate(width: int, rank: int, m: int = 8) -> float:
+    """1 - r (m + 2) / (2 d m): the share of traffic saved, 1 - 5 r / 8 d at m = 8 (§2.5, App. E.1)."""
+    return 1 - rank * (m + 2) / (2 * width * m)
+
+
+def table1() -> list[tuple[int, int, int, float]]:
+    """Table 1: effective parameters, width, rank, compression rate, at 64 layers."""
+    return [(12 * 64 * d * d, d, r, compression_rate(d, r)) for d, r in ((1920, 512), (2688, 640), (3968, 896))]
+
+
+def table2(d: int, r: int, m: int) -> dict[str, tuple[float, float, float]]:
+    """Table 2: values of a layer's gradient shard, and of its factors P and Q, that one GPU sends."""
+    rows: dict[str, tuple[float, float, float]] = {
+        "qkv and post-attention matrices": (4 * d * d / m, 4 * d * r / m, 4 * r / m * d / m),
+        "first MLP matrix": (d * 4 * d / m, d * r / m, r / m * 4 * d / m),
+        "second MLP matrix": (4 * d / m * d, 4 * d / m * r / m, r / m * d),
+    }
+    rows["total size"] = tuple(map(sum, zip(*rows.values(), strict=True)))  # pyright: ignore[reportArgumentType]
+    return rows

@@ -1,0 +1,152 @@
+"""The plan's figures against the paper's tables, closed forms, and what a process really takes."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from limner import recipes
+from limner.layers.attention import visible
+from limner.layers.cache import held
+from limner.models.transformer import SIZES, TransformerConfig
+from limner.recipes import plan
+from limner.recipes.plan import GPUS, Plan
+
+PAPER = Plan(config=SIZES["dalle-12b"], gpus=1024, batch=1024)
+
+
+def test_the_papers_model_has_its_parameters():
+    d, layers, text, image = 3968, 64, 16_384, 8_192
+    counts = plan.parameters(SIZES["dalle-12b"])
+    assert counts == {
+        "queries, keys, values": 3 * layers * d * d,
+        "attention outputs": layers * d * d,
+        "first MLP matrices": 4 * layers * d * d,
+        "second MLP matrices": 4 * layers * d * d,
+        "gains and biases": layers * (4 * d + 3 * d + d + 4 * d + d) + 2 * d + text + image,
+        "text embedding": text * d,
+        "text positions": 256 * d,
+        "padding, one a position": 256 * d,
+        "start of image": d,
+        "image embedding": image * d,
+        "rows": 32 * d,
+        "columns": 32 * d,
+        "text unembedding": text * d,
+        "image unembedding": image * d,
+    }
+    assert sum(counts[kind] for kind in plan.MATRICES) == PAPER.effective == 12 * layers * d * d
+    assert f"{PAPER.effective / 1e9:.2f}" == "12.09"
+
+
+def test_tables_1_and_2():
+    assert [(round(n / 1e9, 1), rank, round(100 * rate)) for n, _, rank, rate in plan.table1()] == [
+        (2.8, 512, 83), (5.5, 640, 85), (12.1, 896, 86),
+    ]  # fmt: skip
+    assert [plan.default_rank(d) for d in (1920, 2688, 3968)] == [512, 640, 896]
+    for d, r, m in ((1920, 512, 8), (3968, 896, 8), (64, 16, 4), (96, 8, 1)):
+        rows = plan.table2(d, r, m)
+        total, p, q = rows["total size"]
+        assert (total, p, q) == pytest.approx(
+            (12 * d * d / m, (5 * d * r * m + 4 * d * r) / m**2, (d * r * m + 8 * d * r) / m**2)
+        )
+        assert 1 - (p + q) / total == pytest.approx(plan.compression_rate(d, r, m))
+    assert plan.compression_rate(3968, 896, 8) == 1 - 5 * 896 / (8 * 3968)
+
+
+def test_the_papers_model_fits_the_papers_gpu_only_as_the_paper_stored_it():
+    memory = GPUS["v100-16gb"].memory
+    fits = {(half, saved): PAPER.memory(half, saved) <= memory for half in (False, True) for saved in (False, True)}
+    assert fits == {(False, False): False, (False, True): False, (True, False): False, (True, True): True}
+    assert 24 < 2 * PAPER.effective / 1e9 < 24.5  # "about 24 GB of memory when stored in 16-bit precision"
+
+
+@pytest.mark.parametrize("kind", ["row", "column", "conv", "dense"])
+def test_pairs_that_see_each_other_are_those_of_the_mask(kind):
+    config = TransformerConfig(text_len=5, grid=(4, 6), kernel=3, width=16, heads=2, depth=1)
+    assert plan.seen(config, kind) == visible(kind, 6, (4, 6), 3).sum()
+
+
+def test_positions_held_when_sampling_at_the_papers_size():
+    config = SIZES["dalle-12b"]
+    mean = sum(held(kind, config.grid, config.kernel) for kind in config.kinds) / config.depth
+    assert round(mean) == 283
+    shared, each = PAPER.cache()
+    assert each == mean * config.depth * 2 * config.width * 2
+    assert PAPER.cache(dense=True)[1] / each == pytest.approx(1281 / mean)
+    assert shared == config.depth * 257 * 2 * config.width * 2
+
+
+def test_compression_saves_what_it_says_between_machines():
+    bare = replace(PAPER, gpus=16, batch=16)
+    others = 2 * (1 / 2) * bare.sizes[1] / 8 * 4
+    saved = 1 - (bare.between(True) - others) / (bare.between(False) - others)
+    assert saved == pytest.approx(plan.compression_rate(3968, 896))
+    assert replace(bare, gpus=8).between(False) == replace(bare, gpus=8).between(True) == 0
+    assert replace(bare, gpus=1).within == 0
+
+
+PEAK = """
+import resource, sys, torch
+from limner.models.transformer import TransformerConfig
+from limner.objectives.autoregressive import Autoregressive
+from limner.optim.ema import Ema
+from limner.optim.optimizers import AdamW
+
+def peak():
+    return int(next(x for x in open('/proc/self/status') if x.startswith('VmHWM')).split()[1]) * 1024
+
+config, batch = TransformerConfig(**eval(sys.argv[1])), int(sys.argv[2])
+def step(model, optimizers):
+    h, w = config.grid
+    data = {'text': torch.randint(0, config.text_vocab, (rows, config.text_len)),
+            'image': torch.randint(0, config.image_vocab, (rows, h * w))}
+    with torch.autocast('cpu', torch.bfloat16):
+        loss, _ = Autoregressive()(model, data, 0, None)
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+full, rows = config, 1  # whatever torch loads on its first step is not the model's
+config = TransformerConfig(text_vocab=8, image_vocab=8, text_len=3, grid=(32, 32), width=16, heads=2, depth=4)
+model = config.build()
+step(model, AdamW().build(model))
+del model
+before, config, rows = peak(), full, batch
+model = config.build()
+model.set_checkpointing(sys.argv[3] == 'True')
+optimizers, average = AdamW().build(model), Ema(model, 0.9)
+for _ in range(2):
+    step(model, optimizers)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads the peak from /proc")
+@pytest.mark.parametrize(
+    ("config", "batch", "checkpointing"),
+    [
+        ({"width": 192, "depth": 8, "heads": 4, "image_vocab": 512, "text_len": 15}, 1, False),
+        ({"width": 128, "depth": 8, "heads": 4, "image_vocab": 512, "text_len": 63}, 2, False),
+        ({"width": 128, "depth": 8, "heads": 4, "image_vocab": 512, "text_len": 63}, 2, True),
+        ({"width": 64, "depth": 2, "heads": 2, "image_vocab": 8192, "text_len": 15}, 2, False),
+    ],
+)
+def test_memory_is_what_a_training_process_takes(config, batch, checkpointing):
+    config = {**config, "text_vocab": 512, "grid": (32, 32)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536"}
+    ran = subprocess.run(
+        [sys.executable, "-c", PEAK, repr(config), str(batch), str(checkpointing)],
+        capture_output=True, text=True, check=True, env=environment,
+    )  # fmt: skip
+    planned = Plan(config=TransformerConfig(**config), gpus=1, batch=batch).memory(False, checkpointing)
+    assert planned == pytest.approx(int(ran.stdout), rel=0.15)
+
+
+def test_every_size_is_a_recipe_and_sizes_have_the_parameters_they_are_known_for():
+    for name, config in SIZES.items():
+        assert recipes.get(name).prior.model == config
+    effective = {name: Plan(config=config).effective for name, config in SIZES.items()}
+    assert [round(n / 1e6) for n in effective.values()] == [5, 25, 113, 302, 1208, 2831, 5549, 12092]
