@@ -12,9 +12,8 @@ rounding, which may flip a choice between two equally likely tokens).
 A *bundle* is a folder that draws: `config.json`, `dvae.safetensors`, `prior.safetensors`,
 `contrastive.safetensors`, `tokenizer.json` and `README.md`, a model card. It may come from anywhere, so
 nothing in it is executed or unpickled, and each size and key is checked against the configuration
-before memory is taken. Weights are stored in half precision and computed with in single precision:
-decoding on a CPU is bound by the cache of keys and values, and bf16 measured no faster there. A GPU draws
-in bf16.
+before memory is taken. Weights are stored in half precision; drawing computes in bf16 where the hardware
+multiplies it fast, else in single precision.
 
 Every PNG says that a model drew it: caption, seed and model as text, and an XMP packet with the IPTC
 digital source type "trained algorithmic media".
@@ -57,7 +56,7 @@ from limner.files import atomic_write_bytes, atomic_write_text
 from limner.models.contrastive import Contrastive, ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
-from limner.numerics.precision import Precision, has_fast_bf16
+from limner.numerics.precision import Precision, choose_precision
 from limner.sampling.generate import FREE, Sampler, generate
 from limner.sampling.rerank import best, scores
 from limner.text.bpe import Tokenizer
@@ -225,7 +224,7 @@ class TextToImage:
     Args:
         dvae, prior, contrastive, tokenizer: that belong together.
         info: JSON values for the model card: "name", "recipe", "data", "scores", ...
-        precision: of drawing; "auto" is bf16 on a GPU that has it and fp32 elsewhere.
+        precision: of drawing; "auto" is bf16 where the hardware multiplies it fast, and fp32 elsewhere.
 
     Raises:
         UserError: the parts do not fit together.
@@ -436,10 +435,7 @@ class TextToImage:
 
     def _fast(self, key: str, model: M) -> M:
         """The model in the precision of drawing: itself, or a copy in bf16 that is kept."""
-        bf16 = self.precision == "bf16" or (
-            self.precision == "auto" and self.device.type == "cuda" and has_fast_bf16(self.device)
-        )
-        if not bf16:
+        if choose_precision(self.device, self.precision) != torch.bfloat16:
             return model
         if key not in self._cast:
             self._cast[key] = copy.deepcopy(model).to(torch.bfloat16)

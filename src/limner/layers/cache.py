@@ -4,7 +4,7 @@ The prefix is the same for all candidates of a caption: its keys and values are 
 once a step. Of the image, a candidate holds
 
     row     a ring of w + 1 positions
-    conv    a ring of (k // 2) (w + 1) + 1 positions, of which a step reads those in its window
+    conv    a ring of (k // 2) (w + 1) + 1 positions, of which a mask hides those outside the window
     column  the grid, by columns, of which a step reads its own column so far
     dense   the grid
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -59,12 +60,17 @@ class LayerCache:
         """Store the keys and values of an image position and attend from it: [M, H, 1, C] each."""
         slot = self._slot(position)
         self.keys[:, :, slot], self.values[:, :, slot] = k[:, :, 0], v[:, :, 0]
-        keys, values = self._read(position)
+        slots = self._slots(position)
+        keys, values = self.keys[:, :, slots], self.values[:, :, slots]
         b, heads, p, c = self.prefix_keys.shape
         q = q * c**-0.5
         shared = q.view(b, -1, heads, c).transpose(1, 2)  # [B, H, N, C]: one product for all candidates
         by_prefix = (shared @ self.prefix_keys.transpose(2, 3)).transpose(1, 2).reshape(len(q), heads, 1, p)
-        weights = torch.cat([by_prefix, q @ keys.transpose(2, 3)], -1).float().softmax(-1).to(q.dtype)
+        by_image = q @ keys.transpose(2, 3)
+        if self.kind == "conv":  # to read all of the ring costs less than to gather the window
+            back = (position - torch.arange(slots.stop, device=q.device)) % self.keys.shape[2]
+            by_image = by_image + _outside(self.grid, self.kernel, q.device, q.dtype)[back]
+        weights = torch.cat([by_prefix, by_image], -1).float().softmax(-1).to(q.dtype)
         of_prefix = weights[..., :p].view(b, -1, heads, p).transpose(1, 2) @ self.prefix_values
         return of_prefix.transpose(1, 2).reshape(q.shape) + weights[..., p:] @ values
 
@@ -74,18 +80,21 @@ class LayerCache:
             return position % w * h + position // w
         return position % self.keys.shape[2]
 
-    def _read(self, position: int) -> tuple[Tensor, Tensor]:
-        """What `position` sees of the image, itself among it."""
-        h, w = self.grid
-        n = self.keys.shape[2]
+    def _slots(self, position: int) -> slice:
+        """Where what `position` sees of the image is stored, itself among it."""
         if self.kind == "column":
-            slots = slice(position % w * h, position % w * h + position // w + 1)
-        elif self.kind == "conv":
-            back = offsets(self.kind, self.grid, self.kernel)
-            slots = ((position - back[back <= position]) % n).to(self.keys.device)
-        else:  # a ring has no order, and a softmax needs none
-            slots = slice(min(position + 1, n))
-        return self.keys[:, :, slots], self.values[:, :, slots]
+            first = position % self.grid[1] * self.grid[0]
+            return slice(first, first + position // self.grid[1] + 1)
+        return slice(min(position + 1, self.keys.shape[2]))  # a ring has no order, and a softmax needs none
+
+
+@lru_cache(maxsize=16)
+def _outside(grid: tuple[int, int], kernel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """-inf for the positions of the convolution's ring that are outside its window, else 0: [steps back]."""
+    with torch.inference_mode(False):
+        hidden = torch.ones(held("conv", grid, kernel), dtype=torch.bool)
+        hidden[[back for back in offsets("conv", grid, kernel).tolist() if back < len(hidden)]] = False
+        return torch.zeros(len(hidden)).masked_fill_(hidden, -torch.inf).to(device, dtype)
 
 
 @dataclass

@@ -40,15 +40,22 @@ class Sampler:
         """fp32 [M, V] and numbers in [0, 1) [M] -> tokens [M]."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        p, tokens = (logits / self.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
-        if self.top_k is not None:
-            p[:, self.top_k :] = 0
-        if self.top_p is not None:  # a token stays if the mass before it has not reached p
-            p = p * (p.cumsum(-1) - p < self.top_p * p.sum(-1, keepdim=True))
+        p = (logits / self.temperature).softmax(-1)
+        if self.top_k is not None or self.top_p is not None:
+            p = self._filtered(p)
         cdf = p.cumsum(-1)
-        at = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
-        last = (p > 0).sum(-1, keepdim=True) - 1  # rounding must not reach past the kept tokens
-        return tokens.gather(1, at.minimum(last)).squeeze(1)
+        mass = cdf[:, -1:]
+        at = (uniform[:, None] * mass).minimum(mass.nextafter(torch.zeros_like(mass)))  # rounding must not reach 1
+        return torch.searchsorted(cdf, at, right=True).squeeze(1)
+
+    def _filtered(self, p: Tensor) -> Tensor:
+        """Probabilities [M, V] with those that are not kept set to 0."""
+        falling, tokens = p.sort(dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            falling[:, self.top_k :] = 0
+        if self.top_p is not None:  # a token stays if the mass before it has not reached p
+            falling *= falling.cumsum(-1) - falling < self.top_p * falling.sum(-1, keepdim=True)
+        return torch.zeros_like(p).scatter_(1, tokens, falling)
 
 
 def uniforms(seed: int, candidates: range, length: int) -> Tensor:
