@@ -1,4 +1,4 @@
-"""`limner evaluate composition | reconstruction | emoji`: measure a trained model."""
+"""`limner evaluate composition | pairs | reconstruction | emoji`: measure a trained model."""
 
 from __future__ import annotations
 
@@ -32,6 +32,22 @@ class CompositionOptions:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Write all results as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsOptions:
+    """Give the upper half of a pair ("the exact same scene on the top as a sketch at the bottom") and let the
+    oracle judge the lower half that is drawn."""
+
+    model: Positional[str] = "scenes"
+    """A bundled model by name, or a folder."""
+    split: Literal["held-out", "train"] = "held-out"
+    """Pairs with combinations kept out of training, or of the training kind."""
+    pairs: int = 128
+    candidates: int = 16
+    seed: int = 0
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
 
@@ -72,7 +88,7 @@ class EmojiOptions:
 
 
 def main(argv: Sequence[str]) -> None:
-    kinds = {"composition": composition, "reconstruction": reconstruction, "emoji": emoji}
+    kinds = {"composition": composition, "pairs": pairs, "reconstruction": reconstruction, "emoji": emoji}
     dispatch("limner evaluate", kinds, argv)
 
 
@@ -87,17 +103,42 @@ def composition(argv: Sequence[str]) -> None:
     sampler = make_sampler(options.temperature, options.top_k, options.top_p)
     pipe = load(options.model)
     captions = evaluation.captions_for(options.split, options.things, options.captions, options.seed)
-    ks = sorted({k for k in (1, 8, 16, 32, 64, options.candidates) if k <= options.candidates})
     begun = time.monotonic()
     with progress("drawing and judging", len(captions) * options.candidates, unit="drawing") as bar:
         result = evaluation.score(
-            pipe, captions, candidates=options.candidates, best_of=ks, seed=options.seed, sampler=sampler,
-            progress=bar.advance,
+            pipe, captions, candidates=options.candidates, best_of=_ks(options.candidates), seed=options.seed,
+            sampler=sampler, progress=bar.advance,
         )  # fmt: skip
     print(f"{pipe.name}, {options.split} combinations, {clock(time.monotonic() - begun)}\n{result.table()}")
     if options.output:
         result.save(options.output)
         print(f"written: {options.output}")
+
+
+def pairs(argv: Sequence[str]) -> None:
+    """given the upper half, is the lower half drawn as the caption says?"""
+    options = parse(PairsOptions, argv, "limner evaluate pairs")
+    if options.pairs < 1:
+        raise UserError(f"pairs must be at least 1, not {options.pairs}")
+    from limner.evaluation import composition as evaluation
+    from limner.pipeline import load
+
+    pipe = load(options.model)
+    asked = evaluation.pairs_for(options.split, options.pairs, options.seed)
+    with progress("drawing and judging", len(asked) * options.candidates, unit="drawing") as bar:
+        result = evaluation.score_pairs(
+            pipe, asked, candidates=options.candidates, best_of=_ks(options.candidates), seed=options.seed,
+            progress=bar.advance,
+        )  # fmt: skip
+    print(f"{pipe.name}, {options.split} combinations\n{result.table()}")
+    if options.output:
+        result.save(options.output)
+        print(f"written: {options.output}")
+
+
+def _ks(candidates: int) -> list[int]:
+    """The k to report best of k for."""
+    return sorted({k for k in (1, 8, 16, 32, 64, candidates) if k <= candidates})
 
 
 def reconstruction(argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Does a drawing show what its caption says? On the scenes world, the oracle can tell.
+"""Does a drawing show what was asked for? On the scenes world, the oracle can tell.
 
 Captions of scenes whose attribute combinations were held out of training (or of training scenes, for
 comparison) are drawn with many candidates each. A drawing is right if *everything* in the caption is:
@@ -7,6 +7,9 @@ the number of things, and for each its size, fill, color and shape, their relati
 "Best of k" is what a user gets who asks for k candidates: of the first k, the one that the contrastive
 model likes best. The *ceiling* is what a perfect reranker would get: any of the first k is right. Both come
 from one set of drawings. Intervals are Wilson's, 95%.
+
+Pairs are asked with the upper half given (Ramesh et al. 2021, Figure 14): a right drawing leaves it as it
+is and shows below what the caption says of it, upside down, say, with every thing in its place.
 """
 
 from __future__ import annotations
@@ -15,17 +18,19 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from limner.config import read_json
 from limner.data import scenes
-from limner.data.oracle import satisfies
-from limner.data.scenes import Scene, Split
+from limner.data.oracle import pair_holds, satisfies
+from limner.data.scenes import Pair, Scene, Split, render_pair
 from limner.errors import UserError
 from limner.files import atomic_write_text
 from limner.pipeline import Candidates, TextToImage
@@ -34,6 +39,7 @@ from limner.sampling.generate import Sampler
 _TOGETHER = 16  # captions drawn between two rounds of judging, so that memory stays small
 
 Advance = Callable[[int], object]  # drawings done since the last call
+Judge = Callable[[np.ndarray], bool]  # whether uint8 [H, W, 3] shows what was asked for
 
 
 def captions_for(
@@ -50,6 +56,16 @@ def captions_for(
         while not _full(caption := scenes.describe(scene, rng)):
             pass
         found.append((caption, scene))
+    return found
+
+
+def pairs_for(split: Split = "held-out", n: int = 256, seed: int = 0) -> list[tuple[str, Pair]]:
+    """`n` pairs with a caption each. Pair i depends on the seed and i alone."""
+    found = []
+    for i in range(n):
+        rng = np.random.default_rng([seed, i])
+        pair = scenes.sample_pair(rng, split=split)
+        found.append((scenes.describe_pair(pair, rng), pair))
     return found
 
 
@@ -99,14 +115,14 @@ class Composition:
 
     Attributes:
         captions: B captions.
-        counts: how many things each scene has, [B].
+        kinds: of each caption, "2 things" or "upside down", say.
         right: bool [B, N], the oracle's verdict on every candidate.
         scores: float32 [B, N], the contrastive model's.
         settings: how it was drawn.
     """
 
     captions: list[str]
-    counts: np.ndarray
+    kinds: list[str]
     right: np.ndarray
     scores: np.ndarray
     best_of: tuple[int, ...]
@@ -116,65 +132,64 @@ class Composition:
         """Index of the candidate that best of k chooses, [B]."""
         return self.scores[:, :k].argmax(1)
 
-    def rate(self, k: int, count: int | None = None) -> Rate:
-        """Best of k, over all captions or those with `count` things."""
+    def rate(self, k: int, kind: str | None = None) -> Rate:
+        """Best of k, over all captions or those of a kind."""
         verdicts = np.take_along_axis(self.right, self.chosen(k)[:, None], 1)[:, 0]
-        return self._rate(verdicts, count)
+        return self._rate(verdicts, kind)
 
-    def ceiling(self, k: int, count: int | None = None) -> Rate:
+    def ceiling(self, k: int, kind: str | None = None) -> Rate:
         """How often any of the first k is right."""
-        return self._rate(np.any(self.right[:, :k], axis=1), count)
+        return self._rate(np.any(self.right[:, :k], axis=1), kind)
 
-    def single(self, count: int | None = None) -> float:
+    def single(self, kind: str | None = None) -> float:
         """The share of all candidates that are right: best of 1 with less noise."""
-        return float(self.right[self._where(count)].mean())
+        return float(self.right[self._where(kind)].mean())
 
-    def _where(self, count: int | None) -> np.ndarray:
-        return np.ones(len(self.counts), bool) if count is None else self.counts == count
+    def _where(self, kind: str | None) -> np.ndarray:
+        return np.array([kind in (None, other) for other in self.kinds])
 
-    def _rate(self, verdicts: np.ndarray, count: int | None) -> Rate:
-        mine = verdicts[self._where(count)]
+    def _rate(self, verdicts: np.ndarray, kind: str | None) -> Rate:
+        mine = verdicts[self._where(kind)]
         return Rate(right=int(mine.sum()), total=len(mine))
 
-    def groups(self) -> dict[str, int | None]:
-        """Rows of the table: all captions, then by number of things."""
-        kinds = sorted({int(c) for c in self.counts})
-        names = {f"{c} thing{'s' if c > 1 else ''}": c for c in kinds}
-        return {"all": None, **names} if len(kinds) > 1 else {"all": None}
+    def groups(self) -> dict[str, str | None]:
+        """Rows of the table: all captions, then each kind if there are several."""
+        kinds = sorted(set(self.kinds))
+        return {"all": None, **{kind: kind for kind in kinds if len(kinds) > 1}}
 
     def table(self) -> str:
         """For people, in lines of less than 80 columns."""
         lines = []
-        for name, count in self.groups().items():
-            total = self.rate(1, count).total
-            lines.append(f"{name}, {total} captions (any candidate: {self.single(count):.1%})")
+        for name, kind in self.groups().items():
+            total = self.rate(1, kind).total
+            lines.append(f"{name}, {total} captions (any candidate: {self.single(kind):.1%})")
             for k in self.best_of:
-                lines.append(f"  best of {k:<4}{self.rate(k, count)}   ceiling {self.ceiling(k, count)}")
+                lines.append(f"  best of {k:<4}{self.rate(k, kind)}   ceiling {self.ceiling(k, kind)}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values: the table, the settings, and for each caption the scores and which candidates are right."""
         table = {
             name: {
-                "any candidate": self.single(count),
+                "any candidate": self.single(kind),
                 **{
                     f"best of {k}": {
-                        **self.rate(k, count).to_dict(),
-                        "ceiling": self.ceiling(k, count).to_dict(),
+                        **self.rate(k, kind).to_dict(),
+                        "ceiling": self.ceiling(k, kind).to_dict(),
                     }
                     for k in self.best_of
                 },
             }
-            for name, count in self.groups().items()
+            for name, kind in self.groups().items()
         }
         rows = [
             {
                 "caption": caption,
-                "things": int(count),
+                "kind": kind,
                 "right": np.flatnonzero(right).tolist(),
                 "scores": [round(float(value), 5) for value in self.scores[i]],
             }
-            for i, (caption, count, right) in enumerate(zip(self.captions, self.counts, self.right, strict=True))
+            for i, (caption, kind, right) in enumerate(zip(self.captions, self.kinds, self.right, strict=True))
         ]
         return {"table": table, "settings": {**self.settings, "best_of": self.best_of}, "captions": rows}
 
@@ -192,7 +207,7 @@ class Composition:
                 verdicts[row["right"]] = True
             return Composition(
                 [row["caption"] for row in rows],
-                np.array([row["things"] for row in rows]),
+                [row["kind"] for row in rows],
                 right,
                 np.array([row["scores"] for row in rows], np.float32),
                 tuple(settings.pop("best_of")),
@@ -222,33 +237,70 @@ def score(
         best_of: values of k to report; those above `candidates` are left out.
         keep: called with (index of the first caption, their candidates) for each part.
     """
-    sampler = sampler or Sampler()
-    right = np.zeros((len(captions), candidates), bool)
-    scores = np.zeros((len(captions), candidates), np.float32)
-    texts = [caption for caption, _ in captions]
+    counts = [len(scene.things) for _, scene in captions]
+    kinds = [f"{count} thing{'s' if count > 1 else ''}" for count in counts]
+    asked = [(caption, partial(satisfies, caption=caption)) for caption, _ in captions]
+    return _judged(pipe, asked, kinds, candidates, best_of, seed, sampler or Sampler(), progress, keep)
+
+
+def score_pairs(
+    pipe: TextToImage,
+    pairs: Sequence[tuple[str, Pair]],
+    *,
+    candidates: int = 64,
+    best_of: Sequence[int] = (1, 8, 64),
+    seed: int = 0,
+    sampler: Sampler | None = None,
+    progress: Advance | None = None,
+) -> Composition:
+    """Draw the lower half of every pair, the upper one given. As `score` otherwise."""
+    size, rows = pipe.dvae.config.size, pipe.dvae.config.grid[0] // 2
+    tops = [pipe.given(Image.fromarray(render_pair(pair, size)), keep=f"top:{rows}") for _, pair in pairs]
+    kinds = [pair.transform for _, pair in pairs]
+    asked = [(caption, partial(pair_holds, pair)) for caption, pair in pairs]
+    given = torch.cat(tops)
+    return _judged(pipe, asked, kinds, candidates, best_of, seed, sampler or Sampler(), progress, None, given)
+
+
+def _judged(
+    pipe: TextToImage,
+    asked: Sequence[tuple[str, Judge]],
+    kinds: Sequence[str],
+    candidates: int,
+    best_of: Sequence[int],
+    seed: int,
+    sampler: Sampler,
+    progress: Advance | None,
+    keep: Callable[[int, Candidates], object] | None,
+    given: Tensor | None = None,
+) -> Composition:
+    right = np.zeros((len(asked), candidates), bool)
+    scores = np.zeros((len(asked), candidates), np.float32)
+    texts = [caption for caption, _ in asked]
     for start in range(0, len(texts), _TOGETHER):
-        part = texts[start : start + _TOGETHER]
-        seeds = [seed + start + i for i in range(len(part))]
-        made = pipe.candidates(part, candidates, seed=seeds, sampler=sampler, progress=_per_drawing(progress, pipe))
-        for i, caption in enumerate(part):
-            right[start + i] = verdicts(made.pictures[i], caption)
-        scores[start : start + len(part)] = made.scores.numpy()
+        part = range(start, min(start + _TOGETHER, len(texts)))
+        made = pipe.candidates(
+            [texts[i] for i in part], candidates, seed=[seed + i for i in part], sampler=sampler,
+            given=None if given is None else given[part.start : part.stop], progress=_per_drawing(progress, pipe),
+        )  # fmt: skip
+        for i, pictures in zip(part, made.pictures, strict=True):
+            right[i] = verdicts(pictures, asked[i][1])
+        scores[part.start : part.stop] = made.scores.numpy()
         if keep:
             keep(start, made)
     settings = {
         "model": pipe.name, "candidates": candidates, "seed": seed, "temperature": sampler.temperature,
         "top_k": sampler.top_k, "top_p": sampler.top_p,
     }  # fmt: skip
-    counts = np.array([len(scene.things) for _, scene in captions])
     ks = tuple(k for k in best_of if k <= candidates) or (candidates,)
-    return Composition(texts, counts, right, scores, ks, settings)
+    return Composition(texts, list(kinds), right, scores, ks, settings)
 
 
-def verdicts(pictures: Tensor, caption: str) -> np.ndarray:
+def verdicts(pictures: Tensor, judge: Judge) -> np.ndarray:
     """The oracle's verdict on each of uint8 [N, 3, H, W], bool [N]; equal pictures are read once."""
     flat, same = torch.unique(pictures.flatten(1), dim=0, return_inverse=True)
     distinct = flat.unflatten(1, pictures.shape[1:]).permute(0, 2, 3, 1).numpy()
-    return np.array([satisfies(picture, caption) for picture in distinct])[same.numpy()]
+    return np.array([judge(picture) for picture in distinct])[same.numpy()]
 
 
 def _per_drawing(progress: Advance | None, pipe: TextToImage) -> Callable[[int, int], None] | None:

@@ -259,10 +259,7 @@ def _page(demo: Demo, pipe: TextToImage, shown: Sequence[Shown], result: composi
         *(_article(one) for one in shown),
         f"<h2>Score over {best.total} held-out captions</h2>",
         report.table(
-            [
-                (name, f"{result.single(count):.1%}", *_cells(result, k, count))
-                for name, count in result.groups().items()
-            ],
+            [(name, f"{result.single(kind):.1%}", *_cells(result, k, kind)) for name, kind in result.groups().items()],
             ("captions", "any candidate", "best of 1", f"best of {k}", f"any of {k} right"),
         ),
         '<p class="dim">With 95% intervals. Right means: number, size, fill, color and shape of all things, their '
@@ -277,8 +274,8 @@ def _page(demo: Demo, pipe: TextToImage, shown: Sequence[Shown], result: composi
     return "\n".join(parts)
 
 
-def _cells(result: composition.Composition, k: int, count: int | None) -> tuple[str, str, str]:
-    return str(result.rate(1, count)), str(result.rate(k, count)), str(result.ceiling(k, count))
+def _cells(result: composition.Composition, k: int, kind: str | None) -> tuple[str, str, str]:
+    return str(result.rate(1, kind)), str(result.rate(k, kind)), str(result.ceiling(k, kind))
 
 
 def _article(one: Shown) -> str:

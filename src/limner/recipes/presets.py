@@ -62,10 +62,10 @@ def emoji() -> Recipe:
         dvae=_small_dvae(64, groups=4, vocab=1_024, steps=3_000),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4),
-            training=_training(steps=6_000, batch=32, ema=0.998),
+            training=_training(steps=4_000, batch=32, ema=0.998),
             augment=False,
         ),
-        contrastive=_small_contrastive(steps=500),
+        contrastive=_small_contrastive(steps=400),
     )
 
 

@@ -43,6 +43,10 @@ def test_help_names_every_command(capsys):
         (["data", "show", "no-such-folder"], "does not exist"),
         (["evaluate", "composition", "--things", "5"], "from 1 to 4"),
         (["evaluate", "emojis"], "did you mean 'emoji'"),
+        (["evaluate", "pairs", "--pairs", "0"], "pairs must be at least 1"),
+        (["plan", "--gpu", "v100"], "did you mean 'v100-16gb'"),
+        (["plan", "--gpus", "0"], "gpus must be at least 1"),
+        (["plan", "--recipe", "dalle-21b"], "did you mean 'dalle-12b'"),
         (["train", "data", "--out", "run"], "--recipe"),
         (["train", "data", "--out", "run", "--recipe", "dmeo"], "did you mean 'demo'"),
         (["train", "data", "--out", "run", "--recipe", "demo", "--prior.training.step", "1"], "prior.training.steps"),
@@ -179,3 +183,10 @@ def test_recipe_settings_can_be_overridden_and_wrong_files_are_refused(tmp_path,
     assert main(["train", "data", "--out", str(out), "--recipe", str(out / "recipe.json")]) == 0
     assert seen[1][0] == recipe
     assert seen[1][3] is None
+
+
+def test_plan_prints_the_papers_tables_without_a_gpu(capsys):
+    assert main(["plan", "--gpus", "1024", "--gpu", "v100-16gb", "--batch", "1024"]) == 0
+    out = capsys.readouterr().out
+    for text in ("12,092,178,432", "2,444,288", "85.9%", "Table 1", "3,968   896    86%", "fits", "h200-141gb"):
+        assert text in out

@@ -1,6 +1,7 @@
 """Captions are full and of the split asked for; rates count what they say."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,15 @@ from scipy.stats import binomtest
 from limner.data import scenes
 from limner.data.oracle import satisfies
 from limner.errors import UserError
-from limner.evaluation.composition import Composition, captions_for, score, verdicts, wilson
+from limner.evaluation.composition import (
+    Composition,
+    captions_for,
+    pairs_for,
+    score,
+    score_pairs,
+    verdicts,
+    wilson,
+)
 from limner.pipeline import Candidates
 
 
@@ -54,7 +63,8 @@ class Painter:
         self.asked = {caption: (scene, r, m) for (caption, scene), r, m in zip(asked, right, marks, strict=True)}
         self.seeds = []
 
-    def candidates(self, captions, count, *, seed, sampler, progress):
+    def candidates(self, captions, count, *, seed, sampler, given, progress):
+        assert given is None
         self.seeds += seed
         pictures, marks = [], []
         for caption in captions:
@@ -84,7 +94,7 @@ def test_best_of_k_is_the_highest_score_among_the_first_k():
     assert result.best_of == (1, 2, 3)
     assert [result.rate(k).right for k in (1, 2, 3)] == [1, 2, 2]
     assert [result.ceiling(k).right for k in (1, 2, 3)] == [1, 2, 3]
-    assert [result.rate(3, count).right for count in (1, 2)] == [0, 2]
+    assert [result.rate(3, kind).right for kind in ("1 thing", "2 things")] == [0, 2]
     assert result.single() == pytest.approx(3 / 12)
     assert sum(advanced) == 12
     assert painter.seeds == [5, 6, 7, 8]  # captions are independent
@@ -113,4 +123,34 @@ def test_equal_pictures_get_equal_verdicts():
     real, other = scenes.render(scene), scenes.render(captions_for(n=1, seed=6)[0][1])
     assert satisfies(real, caption)
     assert not satisfies(other, caption)
-    assert verdicts(as_tensor([other, real, other, real]), caption).tolist() == [False, True, False, True]
+    assert verdicts(as_tensor([other, real, other, real]), partial(satisfies, caption=caption)).tolist() == [
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+class Copier:
+    """Stands in for a pipeline that is given upper halves: candidate 0 is the real pair, 1 has its top below too."""
+
+    name = "copier"
+    dvae = SimpleNamespace(config=SimpleNamespace(grid=(12, 12), size=48))
+
+    def given(self, image, keep):
+        assert keep == "top:6"
+        return torch.from_numpy(np.array(image)).flatten()[None]
+
+    def candidates(self, captions, count, *, seed, sampler, given, progress):
+        real = given.view(len(captions), 48, 48, 3).permute(0, 3, 1, 2)
+        twice = torch.cat([real[:, :, :24], real[:, :, :24]], 2)
+        return Candidates(torch.stack([real, twice], 1), torch.zeros(len(captions), 2), torch.zeros(0))
+
+
+def test_a_pair_is_right_if_the_lower_half_is_what_the_caption_makes_of_the_upper_one():
+    asked = pairs_for(n=12, seed=1)
+    assert asked[:3] == pairs_for(n=3, seed=1)
+    result = score_pairs(Copier(), asked, candidates=2, best_of=(1, 2))
+    assert set(result.kinds) == {pair.transform for _, pair in asked} >= {"sketch", "upside down", "grayscale"}
+    assert result.right[:, 0].all()
+    assert not result.right[:, 1].any()
