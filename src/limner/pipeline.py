@@ -9,11 +9,8 @@ against the caption, and the best `n` are returned. Candidate i of a caption dep
 seed and i alone: drawing more candidates, or other captions beside it, changes none (apart from float
 rounding, which may flip a choice between two equally likely tokens).
 
-A *bundle* is a folder that draws: `config.json`, `dvae.safetensors`, `prior.safetensors`,
-`contrastive.safetensors`, `tokenizer.json` and `README.md`, a model card. It may come from anywhere, so
-nothing in it is executed or unpickled, and each size and key is checked against the configuration
-before memory is taken. Weights are stored in half precision; drawing computes in bf16 where the hardware
-multiplies it fast, else in single precision.
+Weights are stored in half precision (`bundles.py`); drawing computes in bf16 where the hardware multiplies
+it fast, else in single precision.
 
 Every PNG says that a model drew it: caption, seed and model as text, and an XMP packet with the IPTC
 digital source type "trained algorithmic media".
@@ -24,17 +21,10 @@ Shapes: B captions, N candidates, T text positions, S image positions, H x W pix
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
-import json
 import math
-import os
-import secrets
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, overload
 from xml.sax.saxutils import escape
@@ -43,16 +33,12 @@ import numpy as np
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from limner import __version__
-from limner.config import from_dict, read_json, to_dict
+from limner import __version__, bundles
 from limner.data.augment import augment_none
 from limner.errors import UserError
-from limner.files import atomic_write_bytes, atomic_write_text
+from limner.files import atomic_write_bytes
 from limner.models.contrastive import Contrastive, ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
@@ -61,18 +47,11 @@ from limner.sampling.generate import FREE, Sampler, generate
 from limner.sampling.rerank import best, scores
 from limner.text.bpe import Tokenizer
 
-FORMAT = "limner-bundle-1"
-DVAE_FORMAT = "limner-dvae-1"
-ASSETS = Path(__file__).parent / "assets"  # bundles that come with the package, a folder each
-DEFAULT = "scenes"
 SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
 
 _VIEWABLE = 384  # pixels: saved drawings are enlarged by a whole factor to at least this side
 _ROWS = 256  # candidates in one batch at most; beyond, the caches no longer help
 _CACHE_BYTES = 1 << 30  # of keys and values in one batch at most
-_LIMIT = 1 << 24  # no size in a bundle's configuration is beyond this,
-_POSITIONS = 1 << 14  # nor the length of a sequence beyond this: masks grow with its square
-_STORED = (torch.float32, torch.float16, torch.bfloat16)
 
 Advance = Callable[[int, int], None]  # (image tokens drawn, image tokens in all)
 M = TypeVar("M", bound=nn.Module)
@@ -241,7 +220,8 @@ class TextToImage:
         precision: Precision = "auto",
     ) -> None:
         self.dvae, self.prior, self.contrastive = dvae.eval(), prior.eval(), contrastive.eval()
-        self.tokenizer, self.info, self.precision = tokenizer, dict(info or {}), precision
+        self.tokenizer, self.info = tokenizer, dict(info or {})
+        self.precision: Precision = precision
         _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
         self._cast: dict[str, nn.Module] = {}
 
@@ -448,33 +428,10 @@ class TextToImage:
 
         Raises `UserError` if the folder holds something else.
         """
-        folder = Path(folder)
-        if folder.exists() and not _is_bundle(folder) and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder} exists and is not a bundle: name a new folder")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-        fresh.mkdir()
-        try:
-            for name in _PARTS:
-                model: nn.Module = getattr(self, name)
-                tensors = {key: _stored(value, dtype) for key, value in model.state_dict().items()}
-                # The library's own `save_file` makes a file that only its owner can read.
-                atomic_write_bytes(fresh / f"{name}.safetensors", save(tensors))
-            self.tokenizer.save(fresh / "tokenizer.json")
-            info = {
-                "name": folder.resolve().parent.name if folder.name == "bundle" else folder.name,
-                "limner": __version__,
-                "created": datetime.now(UTC).date().isoformat(),
-                **self.info,
-            }
-            self.info = info
-            config = {"format": FORMAT, **{name: to_dict(getattr(self, name).config) for name in _PARTS}, "info": info}
-            atomic_write_text(fresh / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-            atomic_write_text(fresh / "README.md", model_card(self))
-            _swap(fresh, folder)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
-        return folder
+        models = {"dvae": self.dvae, "prior": self.prior, "contrastive": self.contrastive}
+        info = {"limner": __version__, **self.info}
+        self.info = bundles.write(Path(folder), models, self.tokenizer, info, dtype)
+        return Path(folder)
 
     @classmethod
     def from_pretrained(
@@ -484,21 +441,8 @@ class TextToImage:
 
         Raises `UserError` in one sentence for whatever is missing, damaged or contradictory.
         """
-        folder = Path(folder)
-        if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder: name a bundle, or the folder that `limner train` wrote")
-        if not _is_bundle(folder):
-            if _is_bundle(folder / "bundle"):  # the folder of a run
-                folder = folder / "bundle"
-            else:
-                raise UserError(f"{folder} is not a bundle: it has no config.json that says {FORMAT!r}")
-        path = folder / "config.json"
-        data = read_json(path)
-        info = data.get("info", {})
-        if not isinstance(info, dict):
-            raise UserError(f"{path}: info must be a mapping")
-        models: dict[str, Any] = {name: _load_part(folder, name, kind, data) for name, kind in _PARTS.items()}
-        tokenizer = Tokenizer.load(folder / "tokenizer.json")
+        folder = bundles.find(folder)
+        models, tokenizer, info = bundles.read(folder)
         try:
             pipe = cls(**models, tokenizer=tokenizer, info=info, precision=precision)
         except UserError as error:
@@ -508,47 +452,12 @@ class TextToImage:
         return pipe.to(device)
 
 
-def load(name_or_folder: str | Path = DEFAULT, **options: Any) -> TextToImage:
+def load(name_or_folder: str | Path = bundles.DEFAULT, **options: Any) -> TextToImage:
     """A model that comes with the package, by name, or any bundle, by folder.
 
     `options` are those of `TextToImage.from_pretrained`. Raises `UserError`.
     """
-    name = str(name_or_folder)
-    names = bundled()
-    if name in names:
-        return TextToImage.from_pretrained(ASSETS / name, **options)
-    if not Path(name).exists():
-        close = get_close_matches(name, names, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"bundled: {', '.join(names) or 'none'}"
-        raise UserError(f"there is no model {name!r}, neither in the package nor as a folder ({hint})")
-    return TextToImage.from_pretrained(name, **options)
-
-
-def save_dvae(dvae: DVAE, folder: str | Path, info: Mapping[str, Any]) -> Path:
-    """Write a folder that holds a dVAE alone. Raises `UserError` if the folder holds something else."""
-    folder = Path(folder)
-    if folder.exists() and not (_is_bundle(folder, DVAE_FORMAT) or (folder.is_dir() and not any(folder.iterdir()))):
-        raise UserError(f"{folder} exists and is not a dVAE: name a new folder")
-    tensors = {key: _stored(value, torch.float16) for key, value in dvae.state_dict().items()}
-    atomic_write_bytes(folder / "dvae.safetensors", save(tensors))
-    config = {"format": DVAE_FORMAT, "dvae": to_dict(dvae.config), "info": dict(info)}
-    atomic_write_text(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    return folder
-
-
-def load_dvae(name_or_folder: str | Path) -> DVAE:
-    """The dVAE of a bundle (by name or folder), or of a folder that holds one alone. Raises `UserError`."""
-    folder = Path(name_or_folder)
-    if _is_bundle(folder, DVAE_FORMAT):
-        model = _load_part(folder, "dvae", DVAEConfig, read_json(folder / "config.json"))
-        assert isinstance(model, DVAE)
-        return model
-    return load(name_or_folder).dvae
-
-
-def bundled() -> list[str]:
-    """Names of the models that come with the package."""
-    return sorted(path.name for path in ASSETS.iterdir() if _is_bundle(path)) if ASSETS.is_dir() else []
+    return TextToImage.from_pretrained(bundles.named(name_or_folder), **options)
 
 
 def make_sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Sampler:
@@ -586,19 +495,6 @@ def _batches(seeds: Sequence[int], count: int, rows: int) -> list[tuple[list[int
     ]
 
 
-# ---------------------------------------------------------------------------- bundles on disk
-
-_PARTS: dict[str, type] = {"dvae": DVAEConfig, "prior": TransformerConfig, "contrastive": ContrastiveConfig}
-
-
-def _is_bundle(folder: Path, kind: str = FORMAT) -> bool:
-    try:
-        config = read_json(folder / "config.json")
-    except UserError:
-        return False
-    return isinstance(config, dict) and config.get("format") == kind
-
-
 def _check_fit(
     dvae: DVAEConfig, prior: TransformerConfig, contrastive: ContrastiveConfig, tokenizer: Tokenizer
 ) -> None:
@@ -612,132 +508,3 @@ def _check_fit(
     for left, a, right, b in pairs:
         if a != b:
             raise UserError(f"these models do not belong together: the {left} has size {a}, the {right} {b}")
-
-
-def _load_part(folder: Path, name: str, kind: type, data: Mapping[str, Any]) -> nn.Module:
-    """Build one model and fill it, after every name, shape and number format was found to be right."""
-    where = folder / "config.json"
-    if name not in data:
-        raise UserError(f"{where} lacks the settings of {name!r}")
-    try:
-        config = from_dict(kind, data[name], name)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-    path = folder / f"{name}.safetensors"
-    try:
-        with safe_open(path, "pt") as file:
-            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-            model = _blank(config, len(found), f"{where}: {name}")
-            expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-            for key in (*(expected.keys() - found.keys()), *(found.keys() - expected.keys())):
-                verb = "lacks" if key in expected else "has an unknown tensor"
-                raise UserError(f"{path} {verb} {key!r}: it belongs to another configuration")
-            for key, shape in expected.items():
-                if found[key] != shape:
-                    raise UserError(f"{path}: {key!r} has shape {found[key]}, its configuration says {shape}")
-            model.load_state_dict({key: _checked(file.get_tensor(key), key, path) for key in expected})
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: the bundle is incomplete") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    return model.eval().requires_grad_(False)
-
-
-def _blank(config: Any, tensors: int, where: str) -> nn.Module:
-    """The model without values: its parameters are claimed, but no memory is touched before they are filled.
-
-    `tensors` in the file bound what counts layers. (Building on the meta device would be the obvious
-    way; it imports much of torch, which costs two seconds.)
-    """
-    limits = {"depth": tensors, "groups": tensors, "blocks": tensors, "text_len": _POSITIONS, "grid": _POSITIONS}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if type(v) is int]
-        if not all(1 <= v <= limits.get(item.name, _LIMIT) for v in numbers):
-            raise UserError(f"{where}.{item.name} cannot be {value}")
-    reranker = isinstance(config, ContrastiveConfig)
-    positions = (config.size // config.patch) ** 2 if reranker else math.prod(config.grid)
-    if positions > _POSITIONS:
-        raise UserError(f"{where} has {positions} positions: more than {_POSITIONS}")
-    try:
-        with torch.random.fork_rng(devices=[]), _NoInitialValues():
-            return config.build()
-    except (ValueError, RuntimeError, ZeroDivisionError, OverflowError) as error:
-        raise UserError(f"{where} describes no model: {error}".splitlines()[0]) from None
-
-
-class _NoInitialValues(TorchFunctionMode):
-    """Leaves out the filling of new weights with random numbers that a file is about to replace."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in (Tensor.normal_, Tensor.uniform_) or getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
-
-
-def _checked(tensor: Tensor, key: str, path: Path) -> Tensor:
-    if tensor.dtype not in _STORED:
-        raise UserError(f"{path}: {key!r} is stored as {tensor.dtype}, not as a floating-point format of a bundle")
-    tensor = tensor.float()
-    if not tensor.isfinite().all():
-        raise UserError(f"{path}: {key!r} holds values that are not finite")
-    return tensor
-
-
-def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """In `dtype`, unless a value would overflow it."""
-    value = value.detach().cpu().contiguous()
-    small = value.to(dtype)
-    return small if small.isfinite().all() else value
-
-
-def _swap(fresh: Path, folder: Path) -> None:
-    """Put `fresh` in the place of `folder`; a reader finds the old one, nothing, or the new one."""
-    old = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.old")
-    if folder.exists():
-        os.replace(folder, old)
-    try:
-        os.replace(fresh, folder)
-    except OSError:
-        if old.exists():
-            os.replace(old, folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def model_card(pipe: TextToImage) -> str:
-    """README.md of a bundle: what it is, from what it was made, how well it does."""
-    info = pipe.info
-    size, (h, w) = pipe.dvae.config.size, pipe.dvae.config.grid
-    lines = [
-        f"# {info.get('name', 'A bundle of limner')}",
-        "",
-        str(info.get("about") or "A text-to-image model trained with limner: dVAE, transformer prior, reranker."),
-        "",
-        f"- pictures: {size} x {size} pixels, {h} x {w} tokens of {pipe.dvae.config.vocab} codes",
-        f"- captions: at most {pipe.prior.config.text_len} tokens of {pipe.tokenizer.vocab_size}, lowercased",
-    ]
-    names = {"dvae": "dVAE", "prior": "prior", "contrastive": "contrastive model"}
-    for part, title in names.items():
-        count = sum(p.numel() for p in getattr(pipe, part).parameters())
-        lines.append(f"- {title}: {count / 1e6:.2f} M parameters")
-    for key in ("data", "samples", "created", "limner", "license"):
-        if key in info:
-            lines.append(f"- {key}: {info[key]}")
-    lines += [
-        "", "## Use", "", "```python", "import limner", "",
-        'limner.load("THIS/FOLDER")("a caption", n=4, candidates=64, seed=0).save("drawing.png")', "```",
-    ]  # fmt: skip
-    for key, title in (("scores", "Scores"), ("recipe", "Recipe")):
-        if info.get(key):
-            text = json.dumps(info[key], indent=2, ensure_ascii=False)
-            lines += ["", f"## {title}", "", "```json", text, "```"]
-    lines += [
-        "", "## Limits", "",
-        "It draws what its training data shows and nothing else; captions of another kind give pictures that mean",
-        "little. Each PNG it writes says in its metadata that a model drew it.", "",
-    ]  # fmt: skip
-    return "\n".join(lines)

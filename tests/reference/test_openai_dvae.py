@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from limner.bundles import load_dvae
 from limner.errors import UserError
 from limner.models.dvae import DVAEConfig
 from limner.models.openai import from_openai
-from limner.pipeline import load_dvae
 
 
 def small():

@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import limner
-from limner import pipeline
+from limner import bundles, pipeline
 from limner.errors import UserError
 from limner.pipeline import SOURCE_TYPE, TextToImage, load
 from tiny import WORDS, tiny_pipe
@@ -237,7 +237,7 @@ def test_saving_again_replaces_a_bundle_but_nothing_else(pipe, bundle, tmp_path)
 
 def test_a_failed_save_leaves_the_old_bundle(pipe, bundle, monkeypatch):
     before = (bundle / "config.json").read_bytes()
-    monkeypatch.setattr(pipeline, "model_card", lambda _: 1 / 0)
+    monkeypatch.setattr(bundles, "model_card", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         pipe.save_pretrained(bundle)
     assert (bundle / "config.json").read_bytes() == before
@@ -336,8 +336,8 @@ def test_models_that_do_not_belong_together_are_refused(pipe):
 
 
 def test_names_are_looked_up_in_the_package(saved, monkeypatch):
-    monkeypatch.setattr(pipeline, "ASSETS", saved.parent)
-    assert pipeline.bundled() == sorted(pipeline.bundled())
+    monkeypatch.setattr(bundles, "ASSETS", saved.parent)
+    assert bundles.bundled() == sorted(bundles.bundled())
     assert limner.load("tiny").name == "tiny"
     with pytest.raises(UserError, match="did you mean 'tiny'"):
         load("tinny")

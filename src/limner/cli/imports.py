@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> None:
 def openai_dvae(argv: Sequence[str]) -> None:
     """a dVAE with the names of OpenAI's release"""
     options = parse(OpenAIDVAE, argv, "limner import openai-dvae")
+    from limner.bundles import save_dvae
     from limner.models.openai import from_openai
-    from limner.pipeline import save_dvae
 
     dvae = from_openai(_state(options.encoder), _state(options.decoder), options.size)
     save_dvae(dvae, options.out, {"name": options.out.resolve().name, "about": "an imported dVAE"})

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from limner.bundles import load_dvae
 from limner.config import to_dict
 from limner.data.datasets import ImageCaptionDataset, TokenDataset
 from limner.data.distractors import Distractors
@@ -34,7 +35,7 @@ from limner.models.contrastive import Contrastive
 from limner.models.dvae import DVAE, unmap_pixels
 from limner.models.transformer import Transformer
 from limner.objectives.elbo import gumbel_softmax
-from limner.pipeline import TextToImage, load_dvae
+from limner.pipeline import TextToImage
 from limner.recipes.recipe import (
     Bundled,
     ContrastiveStage,

@@ -1,0 +1,294 @@
+"""Bundles on disk: a folder that draws.
+
+`config.json`, `dvae.safetensors`, `prior.safetensors`, `contrastive.safetensors`, `tokenizer.json` and
+`README.md`, a model card. A bundle may come from anywhere, so nothing in it is executed or unpickled, and
+each size and key is checked against the configuration before memory is taken. Weights are stored in half
+precision. A dVAE alone has a folder too, with `config.json` and `dvae.safetensors`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from limner.config import from_dict, read_json, to_dict
+from limner.errors import UserError
+from limner.files import atomic_write_bytes, atomic_write_text
+from limner.models.contrastive import ContrastiveConfig
+from limner.models.dvae import DVAE, DVAEConfig
+from limner.models.transformer import TransformerConfig
+from limner.text.bpe import Tokenizer
+
+FORMAT = "limner-bundle-1"
+DVAE_FORMAT = "limner-dvae-1"
+ASSETS = Path(__file__).parent / "assets"  # bundles that come with the package, a folder each
+DEFAULT = "scenes"
+
+_PARTS: dict[str, type] = {"dvae": DVAEConfig, "prior": TransformerConfig, "contrastive": ContrastiveConfig}
+_LIMIT = 1 << 24  # no size in a bundle's configuration is beyond this,
+_POSITIONS = 1 << 14  # nor the length of a sequence beyond this: masks grow with its square
+_STORED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+# ---------------------------------------------------------------------------- where they are
+
+
+def bundled() -> list[str]:
+    """Names of the models that come with the package."""
+    return sorted(path.name for path in ASSETS.iterdir() if _is_bundle(path)) if ASSETS.is_dir() else []
+
+
+def named(name_or_folder: str | Path) -> Path:
+    """The folder of a bundle that comes with the package, by name, or the folder that is named."""
+    name = str(name_or_folder)
+    names = bundled()
+    if name in names:
+        return ASSETS / name
+    if not Path(name).exists():
+        close = get_close_matches(name, names, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"bundled: {', '.join(names) or 'none'}"
+        raise UserError(f"there is no model {name!r}, neither in the package nor as a folder ({hint})")
+    return Path(name)
+
+
+def find(folder: str | Path) -> Path:
+    """The bundle in a folder: itself, or that of the run in it. Raises `UserError` if there is none."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: name a bundle, or the folder that `limner train` wrote")
+    for place in (folder, folder / "bundle"):
+        if _is_bundle(place):
+            return place
+    raise UserError(f"{folder} is not a bundle: it has no config.json that says {FORMAT!r}")
+
+
+def _is_bundle(folder: Path, kind: str = FORMAT) -> bool:
+    try:
+        config = read_json(folder / "config.json")
+    except UserError:
+        return False
+    return isinstance(config, dict) and config.get("format") == kind
+
+
+# ---------------------------------------------------------------------------- writing
+
+
+def write(
+    folder: Path, models: Mapping[str, Any], tokenizer: Tokenizer, info: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Write a bundle, all or nothing; one that is there already is replaced. Returns the info as written.
+
+    Raises `UserError` if the folder holds something else.
+    """
+    if folder.exists() and not _is_bundle(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not a bundle: name a new folder")
+    info = {
+        "name": folder.resolve().parent.name if folder.name == "bundle" else folder.name,
+        "created": datetime.now(UTC).date().isoformat(),
+        **info,
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    fresh.mkdir()
+    try:
+        _write_weights(fresh, models, dtype)
+        tokenizer.save(fresh / "tokenizer.json")
+        _write_config(fresh, FORMAT, models, info)
+        atomic_write_text(fresh / "README.md", model_card(models, tokenizer, info))
+        _swap(fresh, folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return info
+
+
+def save_dvae(dvae: DVAE, folder: str | Path, info: Mapping[str, Any]) -> Path:
+    """Write a folder that holds a dVAE alone. Raises `UserError` if the folder holds something else."""
+    folder = Path(folder)
+    if folder.exists() and not (_is_bundle(folder, DVAE_FORMAT) or (folder.is_dir() and not any(folder.iterdir()))):
+        raise UserError(f"{folder} exists and is not a dVAE: name a new folder")
+    _write_weights(folder, {"dvae": dvae}, torch.float16)
+    _write_config(folder, DVAE_FORMAT, {"dvae": dvae}, info)
+    return folder
+
+
+def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype) -> None:
+    for name, model in models.items():
+        tensors = {key: _stored(value, dtype) for key, value in model.state_dict().items()}
+        # The library's own `save_file` makes a file that only its owner can read.
+        atomic_write_bytes(folder / f"{name}.safetensors", save(tensors))
+
+
+def _write_config(folder: Path, kind: str, models: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+    config = {"format": kind, **{name: to_dict(model.config) for name, model in models.items()}, "info": dict(info)}
+    atomic_write_text(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """In `dtype`, unless a value would overflow it."""
+    value = value.detach().cpu().contiguous()
+    small = value.to(dtype)
+    return small if small.isfinite().all() else value
+
+
+def _swap(fresh: Path, folder: Path) -> None:
+    """Put `fresh` in the place of `folder`; a reader finds the old one, nothing, or the new one."""
+    old = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.old")
+    if folder.exists():
+        os.replace(folder, old)
+    try:
+        os.replace(fresh, folder)
+    except OSError:
+        if old.exists():
+            os.replace(old, folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def model_card(models: Mapping[str, Any], tokenizer: Tokenizer, info: Mapping[str, Any]) -> str:
+    """README.md of a bundle: what it is, from what it was made, how well it does."""
+    dvae, prior = models["dvae"].config, models["prior"].config
+    h, w = dvae.grid
+    lines = [
+        f"# {info.get('name', 'A bundle of limner')}",
+        "",
+        str(info.get("about") or "A text-to-image model trained with limner: dVAE, transformer prior, reranker."),
+        "",
+        f"- pictures: {dvae.size} x {dvae.size} pixels, {h} x {w} tokens of {dvae.vocab} codes",
+        f"- captions: at most {prior.text_len} tokens of {tokenizer.vocab_size}, lowercased",
+    ]
+    names = {"dvae": "dVAE", "prior": "prior", "contrastive": "contrastive model"}
+    for part, title in names.items():
+        count = sum(p.numel() for p in models[part].parameters())
+        lines.append(f"- {title}: {count / 1e6:.2f} M parameters")
+    for key in ("data", "samples", "created", "limner", "license"):
+        if key in info:
+            lines.append(f"- {key}: {info[key]}")
+    lines += [
+        "", "## Use", "", "```python", "import limner", "",
+        'limner.load("THIS/FOLDER")("a caption", n=4, candidates=64, seed=0).save("drawing.png")', "```",
+    ]  # fmt: skip
+    for key, title in (("scores", "Scores"), ("recipe", "Recipe")):
+        if info.get(key):
+            text = json.dumps(info[key], indent=2, ensure_ascii=False)
+            lines += ["", f"## {title}", "", "```json", text, "```"]
+    lines += [
+        "", "## Limits", "",
+        "It draws what its training data shows and nothing else; captions of another kind give pictures that mean",
+        "little. Each PNG it writes says in its metadata that a model drew it.", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+def read(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Any]]:
+    """The models by name, the tokenizer and the info of a bundle.
+
+    Raises `UserError` in one sentence for whatever is missing, damaged or contradictory.
+    """
+    path = folder / "config.json"
+    data = read_json(path)
+    info = data.get("info", {})
+    if not isinstance(info, dict):
+        raise UserError(f"{path}: info must be a mapping")
+    models = {name: _load_part(folder, name, kind, data) for name, kind in _PARTS.items()}
+    return models, Tokenizer.load(folder / "tokenizer.json"), info
+
+
+def load_dvae(name_or_folder: str | Path) -> DVAE:
+    """The dVAE of a bundle (by name or folder), or of a folder that holds one alone. Raises `UserError`."""
+    folder = Path(name_or_folder)
+    if not _is_bundle(folder, DVAE_FORMAT):
+        folder = find(named(name_or_folder))
+    model = _load_part(folder, "dvae", DVAEConfig, read_json(folder / "config.json"))
+    assert isinstance(model, DVAE)
+    return model
+
+
+def _load_part(folder: Path, name: str, kind: type, data: Mapping[str, Any]) -> nn.Module:
+    """Build one model and fill it, after every name, shape and number format was found to be right."""
+    where = folder / "config.json"
+    if name not in data:
+        raise UserError(f"{where} lacks the settings of {name!r}")
+    try:
+        config = from_dict(kind, data[name], name)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    path = folder / f"{name}.safetensors"
+    try:
+        with safe_open(path, "pt") as file:
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            model = _blank(config, len(found), f"{where}: {name}")
+            expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+            for key in (*(expected.keys() - found.keys()), *(found.keys() - expected.keys())):
+                verb = "lacks" if key in expected else "has an unknown tensor"
+                raise UserError(f"{path} {verb} {key!r}: it belongs to another configuration")
+            for key, shape in expected.items():
+                if found[key] != shape:
+                    raise UserError(f"{path}: {key!r} has shape {found[key]}, its configuration says {shape}")
+            model.load_state_dict({key: _checked(file.get_tensor(key), key, path) for key in expected})
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: the bundle is incomplete") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    return model.eval().requires_grad_(False)
+
+
+def _blank(config: Any, tensors: int, where: str) -> nn.Module:
+    """The model without values: its parameters are claimed, but no memory is touched before they are filled.
+
+    `tensors` in the file bound what counts layers. (Building on the meta device would be the obvious
+    way; it imports much of torch, which costs two seconds.)
+    """
+    limits = {"depth": tensors, "groups": tensors, "blocks": tensors, "text_len": _POSITIONS, "grid": _POSITIONS}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if type(v) is int]
+        if not all(1 <= v <= limits.get(item.name, _LIMIT) for v in numbers):
+            raise UserError(f"{where}.{item.name} cannot be {value}")
+    reranker = isinstance(config, ContrastiveConfig)
+    positions = (config.size // config.patch) ** 2 if reranker else math.prod(config.grid)
+    if positions > _POSITIONS:
+        raise UserError(f"{where} has {positions} positions: more than {_POSITIONS}")
+    try:
+        with torch.random.fork_rng(devices=[]), _NoInitialValues():
+            return config.build()
+    except (ValueError, RuntimeError, ZeroDivisionError, OverflowError) as error:
+        raise UserError(f"{where} describes no model: {error}".splitlines()[0]) from None
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Leaves out the filling of new weights with random numbers that a file is about to replace."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.normal_, Tensor.uniform_) or getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def _checked(tensor: Tensor, key: str, path: Path) -> Tensor:
+    if tensor.dtype not in _STORED:
+        raise UserError(f"{path}: {key!r} is stored as {tensor.dtype}, not as a floating-point format of a bundle")
+    tensor = tensor.float()
+    if not tensor.isfinite().all():
+        raise UserError(f"{path}: {key!r} holds values that are not finite")
+    return tensor
