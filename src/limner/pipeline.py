@@ -39,6 +39,7 @@ from limner import __version__, bundles
 from limner.data.augment import augment_none
 from limner.errors import UserError
 from limner.files import atomic_write_bytes
+from limner.layers.linear import packed
 from limner.models.contrastive import Contrastive, ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
@@ -418,7 +419,8 @@ class TextToImage:
         if choose_precision(self.device, self.precision) != torch.bfloat16:
             return model
         if key not in self._cast:
-            self._cast[key] = copy.deepcopy(model).to(torch.bfloat16)
+            fast = copy.deepcopy(model).to(torch.bfloat16)
+            self._cast[key] = packed(fast) if self.device.type == "cpu" else fast
         return self._cast[key]  # pyright: ignore[reportReturnType]
 
     # ------------------------------------------------------------------------ bundles

@@ -70,7 +70,7 @@ class LayerCache:
         if self.kind == "conv":  # to read all of the ring costs less than to gather the window
             back = (position - torch.arange(slots.stop, device=q.device)) % self.keys.shape[2]
             by_image = by_image + _outside(self.grid, self.kernel, q.device, q.dtype)[back]
-        weights = torch.cat([by_prefix, by_image], -1).float().softmax(-1).to(q.dtype)
+        weights = torch.cat([by_prefix, by_image], -1).softmax(-1)  # accumulates in fp32 whatever the format
         of_prefix = weights[..., :p].view(b, -1, heads, p).transpose(1, 2) @ self.prefix_values
         return of_prefix.transpose(1, 2).reshape(q.shape) + weights[..., p:] @ values
 

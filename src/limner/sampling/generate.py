@@ -40,7 +40,9 @@ class Sampler:
         """fp32 [M, V] and numbers in [0, 1) [M] -> tokens [M]."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        p = (logits / self.temperature).softmax(-1)
+        if self.temperature != 1:
+            logits = logits / self.temperature
+        p = (logits - logits.amax(-1, keepdim=True)).exp_()  # a softmax but for a factor
         if self.top_k is not None or self.top_p is not None:
             p = self._filtered(p)
         cdf = p.cumsum(-1)
@@ -49,7 +51,7 @@ class Sampler:
         return torch.searchsorted(cdf, at, right=True).squeeze(1)
 
     def _filtered(self, p: Tensor) -> Tensor:
-        """Probabilities [M, V] with those that are not kept set to 0."""
+        """Probabilities [M, V], of whatever sum, with those that are not kept set to 0."""
         falling, tokens = p.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             falling[:, self.top_k :] = 0

@@ -1,0 +1,42 @@
+"""Packed layers give the bits of plain ones."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from limner.layers.linear import PackedLinear, packed
+from limner.models.transformer import TransformerConfig
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+
+
+@needs_onednn
+@pytest.mark.parametrize("rows", [1, 5, 64, 300])
+@pytest.mark.parametrize(("n_in", "n_out"), [(16, 48), (48, 16), (33, 7)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_layer_is_the_layer(rows, n_in, n_out, bias):
+    torch.manual_seed(rows)
+    layer = nn.Linear(n_in, n_out, bias=bias).bfloat16()
+    x = torch.randn(rows, 2, n_in, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        torch.testing.assert_close(PackedLinear(layer)(x), layer(x), rtol=1e-2, atol=1e-2)
+
+
+@needs_onednn
+def test_a_packed_model_draws_what_the_plain_one_draws():
+    torch.manual_seed(0)
+    model = TransformerConfig(
+        text_vocab=20, image_vocab=12, text_len=3, grid=(4, 4), width=32, depth=3, heads=2, kernel=3
+    ).build()
+    model = model.eval().bfloat16()
+    fast = packed(copy.deepcopy(model))
+    assert not any(type(module) is nn.Linear for module in fast.modules())
+    with torch.inference_mode():
+        text = torch.randint(0, 20, (2, 3))
+        (cache, _), (fast_cache, _) = model.prefill(text), fast.prefill(text)
+        cache, fast_cache = cache.expand(3), fast_cache.expand(3)
+        for _ in range(5):
+            token = torch.randint(0, 12, (6,))
+            torch.testing.assert_close(fast.step(fast_cache, token), model.step(cache, token), rtol=2e-2, atol=2e-2)
