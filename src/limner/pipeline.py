@@ -39,6 +39,7 @@ from limner import __version__, bundles
 from limner.data.augment import augment_none
 from limner.errors import UserError
 from limner.files import atomic_write_bytes
+from limner.layers.cache import Store
 from limner.layers.linear import packed
 from limner.models.contrastive import Contrastive, ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
@@ -199,7 +200,8 @@ def _xmp(caption: str, model: str) -> str:
 
 
 class TextToImage:
-    """Draws pictures from captions.
+    """Draws pictures from captions. Set `store = Int8Store` (`layers/cache.py`) to halve the memory that
+    each candidate takes while it is drawn.
 
     Args:
         dvae, prior, contrastive, tokenizer: that belong together.
@@ -223,6 +225,7 @@ class TextToImage:
         self.dvae, self.prior, self.contrastive = dvae.eval(), prior.eval(), contrastive.eval()
         self.tokenizer, self.info = tokenizer, dict(info or {})
         self.precision: Precision = precision
+        self.store: type[Store] = Store
         _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
         self._cast: dict[str, nn.Module] = {}
 
@@ -391,7 +394,7 @@ class TextToImage:
 
             drawn = generate(
                 prior, text[rows].to(device), part, sampler, seed=seeds[rows[0]], guidance=guidance,
-                given=None if given is None else given[rows], progress=report,
+                given=None if given is None else given[rows], store=self.store, progress=report,
             )  # fmt: skip
             shown = self.dvae.pictures(drawn.flatten(0, 1)).unflatten(0, drawn.shape[:2])
             where = slice(part.start, part.stop)

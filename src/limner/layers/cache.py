@@ -9,7 +9,8 @@ once a step. Of the image, a candidate holds
     dense   the grid
 
 At the paper's size (64 layers, 32 x 32 tokens) that is 283 positions a layer on average, where a dense
-cache holds 1,280 and the text again for each candidate.
+cache holds 1,280 and the text again for each candidate. A candidate's states are stored in the model's own
+format, or as int8 with a scale for each position and head.
 
 Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width, n positions held.
 """
@@ -17,8 +18,10 @@ Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,6 +29,7 @@ from torch import Tensor
 from limner.layers.attention import Kind, offsets
 
 
+@lru_cache(maxsize=64)
 def held(kind: Kind, grid: tuple[int, int], kernel: int = 11) -> int:
     """Image positions that a layer's cache holds for each candidate."""
     if kind in ("row", "conv"):
@@ -33,59 +37,108 @@ def held(kind: Kind, grid: tuple[int, int], kernel: int = 11) -> int:
     return grid[0] * grid[1]
 
 
+class Store:
+    """States of candidates, [M, H, n, C], in the model's format."""
+
+    def __init__(self, like: Tensor, n: int) -> None:
+        """Empty, for the candidates, heads, width and format of `like` [M, H, ..., C]."""
+        self.parts: list[Tensor] = [like.new_zeros(*like.shape[:2], n, like.shape[-1])]
+
+    def write(self, slot: int, x: Tensor) -> None:
+        """x [M, H, C]"""
+        self.parts[0][:, :, slot] = x
+
+    def read(self, slots: slice) -> Tensor:
+        return self.parts[0][:, :, slots]
+
+    def expand(self, n: int) -> Self:
+        """`n` candidates in the place of each."""
+        twin = copy(self)
+        twin.parts = [part.repeat_interleave(n, 0) for part in self.parts]
+        return twin
+
+    @property
+    def bytes_per_candidate(self) -> int:
+        return sum(part[0].numel() * part.element_size() for part in self.parts)
+
+
+class Int8Store(Store):
+    """As 8-bit integers, each position and head with the scale that its largest value needs."""
+
+    def __init__(self, like: Tensor, n: int) -> None:
+        super().__init__(like, n)
+        values = self.parts[0]
+        self.parts = [values.to(torch.int8), values.new_ones(*values.shape[:3], 1)]
+
+    def write(self, slot: int, x: Tensor) -> None:
+        scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-6) / 127
+        self.parts[0][:, :, slot] = (x / scale).round().clamp(-127, 127).to(torch.int8)
+        self.parts[1][:, :, slot] = scale
+
+    def read(self, slots: slice) -> Tensor:
+        values, scale = (part[:, :, slots] for part in self.parts)
+        return values * scale
+
+
 @dataclass
 class LayerCache:
-    """One layer's keys and values: prefix [B, H, P, C], image [M, H, n, C]."""
+    """One layer's keys and values: prefix [B, H, P, C], and those of the image."""
 
     kind: Kind
     grid: tuple[int, int]
     kernel: int
     prefix_keys: Tensor
     prefix_values: Tensor
-    keys: Tensor
-    values: Tensor
+    keys: Store
+    values: Store
 
     @classmethod
-    def of(cls, kind: Kind, grid: tuple[int, int], kernel: int, keys: Tensor, values: Tensor) -> LayerCache:
+    def of(
+        cls, kind: Kind, grid: tuple[int, int], kernel: int, keys: Tensor, values: Tensor, store: type[Store] = Store
+    ) -> LayerCache:
         """After the prefix was read, whose keys and values [B, H, P, C] these are; one candidate each."""
-        b, heads, _, c = keys.shape
-        empty = keys.new_zeros(b, heads, held(kind, grid, kernel), c)
-        return cls(kind, grid, kernel, keys, values, empty, empty.clone())
+        n = held(kind, grid, kernel)
+        return cls(kind, grid, kernel, keys, values, store(keys, n), store(values, n))
 
     def expand(self, n: int) -> LayerCache:
         """`n` candidates of each caption that go on from here: B -> B * n; the prefix stays shared."""
-        return replace(self, keys=self.keys.repeat_interleave(n, 0), values=self.values.repeat_interleave(n, 0))
+        return replace(self, keys=self.keys.expand(n), values=self.values.expand(n))
 
     def attend(self, position: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the keys and values of an image position and attend from it: [M, H, 1, C] each."""
         slot = self._slot(position)
-        self.keys[:, :, slot], self.values[:, :, slot] = k[:, :, 0], v[:, :, 0]
+        self.keys.write(slot, k[:, :, 0])
+        self.values.write(slot, v[:, :, 0])
         slots = self._slots(position)
-        keys, values = self.keys[:, :, slots], self.values[:, :, slots]
+        keys, values = self.keys.read(slots), self.values.read(slots)
         b, heads, p, c = self.prefix_keys.shape
         q = q * c**-0.5
         shared = q.view(b, -1, heads, c).transpose(1, 2)  # [B, H, N, C]: one product for all candidates
         by_prefix = (shared @ self.prefix_keys.transpose(2, 3)).transpose(1, 2).reshape(len(q), heads, 1, p)
         by_image = q @ keys.transpose(2, 3)
         if self.kind == "conv":  # to read all of the ring costs less than to gather the window
-            back = (position - torch.arange(slots.stop, device=q.device)) % self.keys.shape[2]
+            back = (position - torch.arange(slots.stop, device=q.device)) % self._ring
             by_image = by_image + _outside(self.grid, self.kernel, q.device, q.dtype)[back]
         weights = torch.cat([by_prefix, by_image], -1).softmax(-1)  # accumulates in fp32 whatever the format
         of_prefix = weights[..., :p].view(b, -1, heads, p).transpose(1, 2) @ self.prefix_values
         return of_prefix.transpose(1, 2).reshape(q.shape) + weights[..., p:] @ values
 
+    @property
+    def _ring(self) -> int:
+        return held(self.kind, self.grid, self.kernel)
+
     def _slot(self, position: int) -> int:
         h, w = self.grid
         if self.kind == "column":
             return position % w * h + position // w
-        return position % self.keys.shape[2]
+        return position % self._ring
 
     def _slots(self, position: int) -> slice:
         """Where what `position` sees of the image is stored, itself among it."""
         if self.kind == "column":
             first = position % self.grid[1] * self.grid[0]
             return slice(first, first + position // self.grid[1] + 1)
-        return slice(min(position + 1, self.keys.shape[2]))  # a ring has no order, and a softmax needs none
+        return slice(min(position + 1, self._ring))  # a ring has no order, and a softmax needs none
 
 
 @lru_cache(maxsize=16)
@@ -111,5 +164,4 @@ class Cache:
     @property
     def bytes_per_candidate(self) -> int:
         """Memory that one more candidate takes."""
-        layers = self.layers
-        return sum(2 * x.keys[0].numel() * x.keys.element_size() for x in layers)
+        return sum(x.keys.bytes_per_candidate + x.values.bytes_per_candidate for x in self.layers)

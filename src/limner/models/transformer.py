@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from limner.layers.attention import Attend, Attention, Kind, MaskedAttention, attend, paper_pattern, visible
-from limner.layers.cache import Cache, LayerCache
+from limner.layers.cache import Cache, LayerCache, Store
 from limner.layers.linear import LinearFactory, plain
 from limner.layers.sparse import SparseAttention
 from limner.text import PAD
@@ -183,14 +183,17 @@ class Transformer(nn.Module):
         t = text.shape[1]
         return self.head.text(x[:, : t - 1]).float(), self.head.image(x[:, t:-1]).float()
 
-    def prefill(self, text: Tensor) -> tuple[Cache, Tensor]:
-        """Read the captions: text [B, T] -> a cache with one candidate each, logits [B, V] of image_0."""
+    def prefill(self, text: Tensor, store: type[Store] = Store) -> tuple[Cache, Tensor]:
+        """Read the captions: text [B, T] -> a cache with one candidate each, logits [B, V] of image_0.
+
+        `store` says how the cache holds the candidates' keys and values.
+        """
         c, x = self.config, self.embed.prefix(text)
         causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         layers: list[LayerCache] = []
 
         def read(kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            layers.append(LayerCache.of(kind, c.grid, c.kernel, k.contiguous(), v.contiguous()))
+            layers.append(LayerCache.of(kind, c.grid, c.kernel, k.contiguous(), v.contiguous(), store))
             return attend(q, k, v, causal)
 
         for block, kind in zip(self.blocks, c.kinds, strict=True):

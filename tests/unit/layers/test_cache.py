@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from limner.layers.attention import Attention, MaskedAttention, attend, paper_pattern, visible
-from limner.layers.cache import Cache, LayerCache, held
+from limner.layers.cache import Cache, Int8Store, LayerCache, Store, held
+from limner.models.transformer import TransformerConfig
 
 KINDS = ["row", "column", "conv", "dense"]
 
@@ -58,4 +59,22 @@ def test_a_candidate_costs_no_text():
     ]
     cache = Cache(layers).expand(5)
     assert cache.bytes_per_candidate == 2 * 4 * 2 * 8 * (5 + 16)
-    assert cache.layers[0].keys.shape == (5, 2, 5, 8)
+    assert cache.layers[0].keys.parts[0].shape == (5, 2, 5, 8)
+
+
+def test_an_8_bit_cache_takes_half_of_bf16s_memory_and_gives_nearly_the_same_logits():
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        text_vocab=20, image_vocab=12, text_len=4, grid=(6, 6), width=128, depth=4, heads=2, kernel=3
+    )
+    model, text = config.build().eval(), torch.randint(0, 20, (2, 4))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.05)
+    with torch.inference_mode():
+        caches = [model.prefill(text, store)[0].expand(3) for store in (Store, Int8Store)]
+        for _ in range(36):
+            token = torch.randint(0, 12, (6,))
+            whole, small = (model.step(cache, token) for cache in caches)
+            torch.testing.assert_close(small, whole, atol=0.02 * whole.std().item(), rtol=0)
+        half, small = (model.bfloat16().prefill(text, store)[0].bytes_per_candidate for store in (Store, Int8Store))
+    assert small / half == pytest.approx((64 + 2) / 128)
