@@ -44,7 +44,7 @@ from limner.recipes.recipe import DVAEStage, Recipe
 from limner.training.metrics_log import read_metrics
 from limner.training.progress import clock, progress
 
-COUNTS = (0.4, 0.6, 0.0, 0.0)  # shares of scenes with one, two, three and four things
+COUNTS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four things
 _CURVES = {
     "dvae": ("dVAE", ("loss", "eval/psnr")),
     "prior": ("prior", ("image", "text", "eval/image")),
