@@ -36,13 +36,9 @@ class ContrastiveLoss:
     def __call__(
         self, model: Contrastive, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        text, pixels = batch["text"], [batch["pixels"]]
-        intact = torch.zeros(0, len(text), dtype=torch.bool, device=text.device)
-        if self.spoiled:
-            copies = [spoil(pixels[0], shift, generator) for shift in range(self.spoiled)]
-            pixels += [copy for copy, _ in copies]
-            intact = torch.stack([intact for _, intact in copies])
-        images, *wrong = model.encode_image(torch.cat(pixels)).split(len(text))
+        text, pixels = batch["text"], batch["pixels"]
+        copies = [spoil(pixels, shift, generator) for shift in range(self.spoiled)]
+        images, *wrong = model.encode_image(torch.cat([pixels, *(copy for copy, _ in copies)])).split(len(text))
         texts, scale = model.encode_text(text), model.scale()
         logits = scale * images @ texts.T
         same = (text[:, None] == text[None]).all(-1).float()
@@ -51,6 +47,7 @@ class ContrastiveLoss:
         if "distractors" in batch:
             captions = torch.cat([captions, _distractor_logits(model, images, batch["distractors"])], 1)
         if wrong:
+            intact = torch.stack([unchanged for _, unchanged in copies])
             against = scale * (torch.stack(wrong) * texts).sum(-1)
             pictures = torch.cat([pictures, against.masked_fill(intact, -torch.inf).T], 1)
         b = len(text)

@@ -138,6 +138,12 @@ class Plan:
     def positions(self) -> int:
         return self.config.text_len + 1 + self.config.grid[0] * self.config.grid[1]
 
+    @property
+    def _predicted(self) -> int:
+        """Logits of one sample: text_1 and on, then all of the image."""
+        c = self.config
+        return (c.text_len - 1) * c.text_vocab + c.grid[0] * c.grid[1] * c.image_vocab
+
     @cached_property
     def sizes(self) -> tuple[int, int]:
         """Parameters in the blocks' matrices, and all others."""
@@ -187,9 +193,7 @@ class Plan:
     @property
     def _logits(self) -> float:
         """Log-probabilities and two gradients in 32 bits, as the backward pass begins."""
-        c = self.config
-        values = (c.text_len - 1) * c.text_vocab + c.grid[0] * c.grid[1] * c.image_vocab
-        return self.samples * values * 3 * _MASTER
+        return self.samples * self._predicted * 3 * _MASTER
 
     @property
     def working(self) -> float:
@@ -220,9 +224,8 @@ class Plan:
     def flops(self, checkpointing: bool = False) -> float:
         """Of all GPUs: forward once, or twice with checkpointing, and backward, which costs two forwards."""
         c = self.config
-        heads = (c.text_len - 1) * c.text_vocab + c.grid[0] * c.grid[1] * c.image_vocab
         attention = sum(seen(c, kind) for kind in c.kinds)
-        forward = 2 * (self.effective * self.positions + c.width * heads) + 4 * c.width * attention
+        forward = 2 * (self.effective * self.positions + c.width * self._predicted) + 4 * c.width * attention
         return self.batch * forward * (4 if checkpointing else 3)
 
     def traffic(self, half: bool, checkpointing: bool) -> float:
