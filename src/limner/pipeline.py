@@ -56,6 +56,7 @@ _ROWS = 256  # candidates in one batch at most; beyond, the caches no longer hel
 _CACHE_BYTES = 1 << 30  # of keys and values in one batch at most
 
 Advance = Callable[[int, int], None]  # (image tokens drawn, image tokens in all)
+Watch = Callable[["Partial"], object]
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -173,6 +174,22 @@ class Candidates:
     tokens: Tensor
 
 
+@dataclass(frozen=True)
+class Partial:
+    """The top of drawings under way, for whom waits to see something.
+
+    Attributes:
+        captions: numbers of the captions, b of them.
+        candidates: numbers of their candidates, n of them.
+        pictures: uint8 [b, n, 3, height so far, W]. Its last rows may still change a little, since the dVAE's
+            decoder looks at what is below.
+    """
+
+    captions: Sequence[int]
+    candidates: range
+    pictures: Tensor
+
+
 def _printable(text: str) -> str:
     """Without characters that XML and PNG text cannot hold."""
     return "".join(c if c.isprintable() else " " for c in text).strip()
@@ -205,7 +222,8 @@ class TextToImage:
 
     Args:
         dvae, prior, contrastive, tokenizer: that belong together.
-        info: JSON values for the model card: "name", "recipe", "data", "scores", ...
+        info: JSON values for the model card: "name", "recipe", "data", "scores", ...; "guidance" is what
+            drawings are made with where nothing else is asked.
         precision: of drawing; "auto" is bf16 where the hardware multiplies it fast, and fp32 elsewhere.
 
     Raises:
@@ -226,6 +244,7 @@ class TextToImage:
         self.tokenizer, self.info = tokenizer, dict(info or {})
         self.precision: Precision = precision
         self.store: type[Store] = Store
+        self.guidance = float(self.info.get("guidance") or 1.0)
         _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
         self._cast: dict[str, nn.Module] = {}
 
@@ -254,9 +273,11 @@ class TextToImage:
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        guidance: float = 1.0,
+        guidance: float | None = None,
         given: Tensor | None = None,
         progress: Advance | None = None,
+        watch: Watch | None = None,
+        every: int = 2,
     ) -> Drawings:
         """Draw a caption, or around what is given: `pipe(caption, given=pipe.given(picture, keep="top:6"))`.
 
@@ -266,9 +287,10 @@ class TextToImage:
             temperature: 1 samples what the prior learned, 0 takes the likeliest token everywhere.
             top_k, top_p: keep only the likeliest image tokens.
             guidance: above 1 follows the caption more closely, if the prior was trained with
-                `caption_dropout`; 1 is none.
+                `caption_dropout`; 1 is none, None the model's own.
             given: tokens of a picture that stay, from the method `given`.
             progress: called with (image tokens drawn, image tokens in all).
+            watch: called with the `Partial` pictures of a batch of candidates after `every` rows of tokens.
 
         Raises:
             UserError: the caption is empty or a setting is out of range.
@@ -277,7 +299,7 @@ class TextToImage:
             raise UserError(f"a caption is a text, not {caption!r}; draw_many takes several")
         return self.draw_many(
             [caption], n=n, candidates=candidates, seed=seed, temperature=temperature,
-            top_k=top_k, top_p=top_p, guidance=guidance, given=given, progress=progress,
+            top_k=top_k, top_p=top_p, guidance=guidance, given=given, progress=progress, watch=watch, every=every,
         )[0]  # fmt: skip
 
     def given(self, image: Image.Image, keep: str | None = None, mask: Image.Image | None = None) -> Tensor:
@@ -318,9 +340,11 @@ class TextToImage:
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        guidance: float = 1.0,
+        guidance: float | None = None,
         given: Tensor | None = None,
         progress: Advance | None = None,
+        watch: Watch | None = None,
+        every: int = 2,
     ) -> list[Drawings]:
         """Draw several captions; `seed` is one for all or one for each, `given` holds the tokens that are
         fixed (`sampling.generate`). As `__call__` otherwise."""
@@ -330,11 +354,10 @@ class TextToImage:
         seeds = _seeds(seed, len(captions))
         made = self.candidates(
             captions, max(n, candidates), seed=seeds, sampler=sampler, guidance=guidance, given=given,
-            progress=progress,
+            progress=progress, watch=watch, every=every,
         )  # fmt: skip
-        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        if guidance != 1:
-            settings["guidance"] = guidance
+        guidance = self.guidance if guidance is None else guidance
+        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "guidance": guidance}
         order = best(made.scores, n)
         return [
             Drawings(
@@ -362,13 +385,18 @@ class TextToImage:
         *,
         seed: int | Sequence[int] = 0,
         sampler: Sampler | None = None,
-        guidance: float = 1.0,
+        guidance: float | None = None,
         given: Tensor | None = None,
         progress: Advance | None = None,
+        watch: Watch | None = None,
+        every: int = 2,
     ) -> Candidates:
         """All `count` candidates of each caption, unranked, on the CPU."""
         if count < 1:
             raise UserError(f"candidates is the number of drawings to choose from: at least 1, not {count}")
+        if every < 1:
+            raise UserError(f"every is a number of rows of tokens: at least 1, not {every}")
+        guidance = self.guidance if guidance is None else guidance
         if not 0 <= guidance <= 100:
             raise UserError(f"guidance must be from 0 to 100, where 1 is none, not {guidance}")
         sampler = sampler or Sampler()
@@ -377,7 +405,8 @@ class TextToImage:
         judged = text
         if self.contrastive.config.text_len != self.prior.config.text_len:
             judged = self._encode(captions, self.contrastive.config.text_len)
-        length = math.prod(self.dvae.config.grid)
+        height, width = self.dvae.config.grid
+        length = height * width
         side, device = self.dvae.config.size, self.device
         b = len(captions)
         tokens = torch.empty(b, count, length, dtype=torch.long)
@@ -392,16 +421,26 @@ class TextToImage:
                 if progress:
                     progress(done + position * size, total)
 
+            def look(found: Tensor, h: int, rows: list[int] = rows, part: range = part) -> None:
+                if watch and h % every == 0:
+                    watch(Partial(rows, part, self._shown(found[..., : h * width], h)))
+
             drawn = generate(
                 prior, text[rows].to(device), part, sampler, seed=seeds[rows[0]], guidance=guidance,
                 given=None if given is None else given[rows], store=self.store, progress=report,
+                watch=look if watch else None,
             )  # fmt: skip
-            shown = self.dvae.pictures(drawn.flatten(0, 1)).unflatten(0, drawn.shape[:2])
+            shown = self._shown(drawn, height)
             where = slice(part.start, part.stop)
             score[rows, where] = scores(contrastive, judged[rows].to(device), shown).float().cpu()
             tokens[rows, where], pictures[rows, where] = drawn.cpu(), shown.cpu()
             done += size * length
         return Candidates(pictures, score, tokens)
+
+    def _shown(self, tokens: Tensor, rows: int) -> Tensor:
+        """Tokens [b, n, rows * w] -> uint8 [b, n, 3, height, W]."""
+        grid = rows, self.dvae.config.grid[1]
+        return self.dvae.pictures(tokens.flatten(0, 1), grid).unflatten(0, tokens.shape[:2])
 
     def _encode(self, captions: Sequence[str], length: int) -> Tensor:
         for caption in captions:

@@ -128,6 +128,23 @@ def test_progress_reaches_the_end_exactly_once(pipe, monkeypatch):
     assert seen[-1] == (6 * 36, 6 * 36)
 
 
+def test_partial_pictures_come_every_few_rows_and_end_in_the_drawing(pipe, monkeypatch):
+    monkeypatch.setattr(pipeline, "_ROWS", 4)
+    parts = []
+    made = pipe.candidates(WORDS, 6, seed=[1, 2], watch=parts.append, every=4)
+    (h, _), side = pipe.dvae.config.grid, pipe.dvae.config.size
+    assert [(p.captions, p.candidates) for p in parts if p.pictures.shape[3] == side * 4 // h] == [
+        ([0], range(4)), ([0], range(4, 6)), ([1], range(4)), ([1], range(4, 6)),
+    ]  # fmt: skip
+    assert {p.pictures.shape[3] * h // side for p in parts} == set(range(4, h + 1, 4))
+    assert torch.equal(made.pictures, pipe.candidates(WORDS, 6, seed=[1, 2]).pictures)
+    whole = []
+    made = pipe.candidates(WORDS[:1], 2, watch=whole.append, every=h)
+    assert torch.equal(whole[0].pictures, made.pictures)
+    with pytest.raises(UserError, match="every is a number of rows"):
+        pipe(CAPTION, candidates=1, watch=parts.append, every=0)
+
+
 def test_more_drawings_than_candidates_means_more_candidates(pipe):
     assert len(pipe(CAPTION, n=5, candidates=2)) == 5
 

@@ -36,6 +36,7 @@ COMMANDS = {
     "data": Command("limner.cli.data", "make, prepare or look at training data"),
     "train": Command("limner.cli.train", "train a recipe on image-caption data", True, True),
     "plan": Command("limner.cli.plan", "what a recipe would take on a cluster: memory, traffic, time"),
+    "bench": Command("limner.cli.bench", "how fast a prior draws and trains on this machine", True),
     "bundle": Command("limner.cli.bundle", "pack a trained model, with its name and scores, to pass on"),
     "import": Command("limner.cli.imports", "convert published weights to our format"),
     "evaluate": Command("limner.cli.evaluate", "measure a trained model", True),

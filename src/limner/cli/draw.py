@@ -31,8 +31,9 @@ class Settings:
     """Sample among the k likeliest tokens only."""
     top_p: float | None = None
     """Sample among the likeliest tokens that make up this much probability."""
-    guidance: float = 1.0
-    """Above 1 follows the caption more closely, for a prior trained with captions dropped."""
+    guidance: float | None = None
+    """Above 1 follows the caption more closely (for a prior trained with captions dropped), 1 is none; by default
+    the model's own."""
     model: str = "scenes"
     """A bundled model by name, or a folder that `limner train` wrote."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -14,6 +14,9 @@ from limner.cli import dispatch
 from limner.cli.arguments import parse
 from limner.errors import UserError
 from limner.training.progress import clock, progress
+
+if TYPE_CHECKING:
+    from limner.evaluation.composition import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,8 @@ class CompositionOptions:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    guidance: float | None = None
+    """The model's own by default, 1 is none."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
 
@@ -48,6 +53,8 @@ class PairsOptions:
     pairs: int = 128
     candidates: int = 16
     seed: int = 0
+    guidance: float | None = None
+    """The model's own by default, 1 is none."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
 
@@ -105,10 +112,7 @@ def composition(argv: Sequence[str]) -> None:
     captions = evaluation.captions_for(options.split, options.things, options.captions, options.seed)
     begun = time.monotonic()
     with progress("drawing and judging", len(captions) * options.candidates, unit="drawing") as bar:
-        result = evaluation.score(
-            pipe, captions, candidates=options.candidates, best_of=_ks(options.candidates), seed=options.seed,
-            sampler=sampler, progress=bar.advance,
-        )  # fmt: skip
+        result = evaluation.score(pipe, captions, _settings(options, sampler=sampler), progress=bar.advance)
     print(f"{pipe.name}, {options.split} combinations, {clock(time.monotonic() - begun)}\n{result.table()}")
     if options.output:
         result.save(options.output)
@@ -126,19 +130,20 @@ def pairs(argv: Sequence[str]) -> None:
     pipe = load(options.model)
     asked = evaluation.pairs_for(options.split, options.pairs, options.seed)
     with progress("drawing and judging", len(asked) * options.candidates, unit="drawing") as bar:
-        result = evaluation.score_pairs(
-            pipe, asked, candidates=options.candidates, best_of=_ks(options.candidates), seed=options.seed,
-            progress=bar.advance,
-        )  # fmt: skip
+        result = evaluation.score_pairs(pipe, asked, _settings(options), progress=bar.advance)
     print(f"{pipe.name}, {options.split} combinations\n{result.table()}")
     if options.output:
         result.save(options.output)
         print(f"written: {options.output}")
 
 
-def _ks(candidates: int) -> list[int]:
-    """The k to report best of k for."""
-    return sorted({k for k in (1, 8, 16, 32, 64, candidates) if k <= candidates})
+def _settings(options: CompositionOptions | PairsOptions, **more: Any) -> Settings:
+    from limner.evaluation.composition import Settings
+
+    best_of = tuple(sorted({k for k in (1, 8, 16, 32, 64, options.candidates) if k <= options.candidates}))
+    return Settings(
+        candidates=options.candidates, best_of=best_of, seed=options.seed, guidance=options.guidance, **more
+    )
 
 
 def reconstruction(argv: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -217,83 +217,86 @@ class Composition:
             raise UserError(f"{path} is not the result of an evaluation: delete it") from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How an evaluation draws.
+
+    Args:
+        candidates: drawings of each caption.
+        best_of: values of k to report; those above `candidates` are left out.
+        seed: caption i is drawn with the seed `seed + i`, so that captions are independent;
+            `pipe(caption, seed=seed + i)` draws the same.
+        guidance: as `TextToImage.__call__` has it; None is the model's own.
+    """
+
+    candidates: int = 64
+    best_of: tuple[int, ...] = (1, 8, 64)
+    seed: int = 0
+    sampler: Sampler = field(default_factory=Sampler)
+    guidance: float | None = None
+
+
 def score(
     pipe: TextToImage,
     captions: Sequence[tuple[str, Scene]],
+    settings: Settings,
     *,
-    candidates: int = 64,
-    best_of: Sequence[int] = (1, 8, 64),
-    seed: int = 0,
-    sampler: Sampler | None = None,
     progress: Advance | None = None,
     keep: Callable[[int, Candidates], object] | None = None,
 ) -> Composition:
     """Draw every caption and let the oracle judge every candidate.
 
-    Caption i is drawn with the seed `seed + i`, so that captions are independent; `pipe(caption,
-    seed=seed + i)` draws the same.
-
-    Args:
-        best_of: values of k to report; those above `candidates` are left out.
-        keep: called with (index of the first caption, their candidates) for each part.
+    `keep` is called with (index of the first caption, their candidates) for each part.
     """
     counts = [len(scene.things) for _, scene in captions]
     kinds = [f"{count} thing{'s' if count > 1 else ''}" for count in counts]
     asked = [(caption, partial(satisfies, caption=caption)) for caption, _ in captions]
-    return _judged(pipe, asked, kinds, candidates, best_of, seed, sampler or Sampler(), progress, keep)
+    return _judged(pipe, asked, kinds, settings, progress, keep=keep)
 
 
 def score_pairs(
-    pipe: TextToImage,
-    pairs: Sequence[tuple[str, Pair]],
-    *,
-    candidates: int = 64,
-    best_of: Sequence[int] = (1, 8, 64),
-    seed: int = 0,
-    sampler: Sampler | None = None,
-    progress: Advance | None = None,
+    pipe: TextToImage, pairs: Sequence[tuple[str, Pair]], settings: Settings, *, progress: Advance | None = None
 ) -> Composition:
     """Draw the lower half of every pair, the upper one given. As `score` otherwise."""
     size, rows = pipe.dvae.config.size, pipe.dvae.config.grid[0] // 2
     tops = [pipe.given(Image.fromarray(render_pair(pair, size)), keep=f"top:{rows}") for _, pair in pairs]
     kinds = [pair.transform for _, pair in pairs]
     asked = [(caption, partial(pair_holds, pair)) for caption, pair in pairs]
-    given = torch.cat(tops)
-    return _judged(pipe, asked, kinds, candidates, best_of, seed, sampler or Sampler(), progress, None, given)
+    return _judged(pipe, asked, kinds, settings, progress, given=torch.cat(tops))
 
 
 def _judged(
     pipe: TextToImage,
     asked: Sequence[tuple[str, Judge]],
     kinds: Sequence[str],
-    candidates: int,
-    best_of: Sequence[int],
-    seed: int,
-    sampler: Sampler,
+    settings: Settings,
     progress: Advance | None,
-    keep: Callable[[int, Candidates], object] | None,
+    keep: Callable[[int, Candidates], object] | None = None,
     given: Tensor | None = None,
 ) -> Composition:
+    candidates, sampler = settings.candidates, settings.sampler
+    guidance = pipe.guidance if settings.guidance is None else settings.guidance
     right = np.zeros((len(asked), candidates), bool)
     scores = np.zeros((len(asked), candidates), np.float32)
     texts = [caption for caption, _ in asked]
     for start in range(0, len(texts), _TOGETHER):
         part = range(start, min(start + _TOGETHER, len(texts)))
         made = pipe.candidates(
-            [texts[i] for i in part], candidates, seed=[seed + i for i in part], sampler=sampler,
-            given=None if given is None else given[part.start : part.stop], progress=_per_drawing(progress, pipe),
+            [texts[i] for i in part], candidates, seed=[settings.seed + i for i in part], sampler=sampler,
+            guidance=guidance, given=None if given is None else given[part.start : part.stop],
+            progress=_per_drawing(progress, pipe),
         )  # fmt: skip
         for i, pictures in zip(part, made.pictures, strict=True):
             right[i] = verdicts(pictures, asked[i][1])
         scores[part.start : part.stop] = made.scores.numpy()
         if keep:
             keep(start, made)
-    settings = {
-        "model": pipe.name, "candidates": candidates, "seed": seed, "temperature": sampler.temperature,
-        "top_k": sampler.top_k, "top_p": sampler.top_p,
+    how = {
+        "model": pipe.name, "candidates": candidates, "seed": settings.seed, "temperature": sampler.temperature,
+        "top_k": sampler.top_k, "top_p": sampler.top_p, "guidance": guidance,
     }  # fmt: skip
-    ks = tuple(k for k in best_of if k <= candidates) or (candidates,)
-    return Composition(texts, list(kinds), right, scores, ks, settings)
+    ks = tuple(k for k in settings.best_of if k <= candidates) or (candidates,)
+    return Composition(texts, list(kinds), right, scores, ks, how)
 
 
 def verdicts(pictures: Tensor, judge: Judge) -> np.ndarray:

@@ -228,6 +228,16 @@ class Plan:
         forward = 2 * (self.effective * self.positions + c.width * self._predicted) + 4 * c.width * attention
         return self.batch * forward * (4 if checkpointing else 3)
 
+    def drawing(self, candidates: int) -> tuple[float, float]:
+        """FLOPs, and bytes read in 16 bits, of one position of a caption's candidates, averaged over a picture:
+        weights and text once, and for each candidate what its pattern sees of the image."""
+        c = self.config
+        p, s = c.text_len + 1, c.grid[0] * c.grid[1]
+        weights = self.effective + c.width * c.image_vocab
+        image = sum((seen(c, kind) - p * (p + 1) // 2) / s - p for kind in c.kinds)
+        flops = candidates * (2 * weights + 4 * c.width * (image + c.depth * p))
+        return flops, _HALF * (weights + 2 * c.width * (candidates * image + c.depth * p))
+
     def traffic(self, half: bool, checkpointing: bool) -> float:
         """Memory that a GPU reads and writes at least: weights once a pass, state once an update,
         activations out and back."""

@@ -48,7 +48,8 @@ class Bundled:
 class PriorStage:
     """With `augment` (Listing 2) pictures are encoded on the fly, else once and cached.
 
-    `caption_dropout` is the share of captions left empty in training, which guidance needs (0.1, say).
+    `caption_dropout` is the share of captions left empty in training, which guidance needs (0.1, say);
+    `guidance` is what the trained model is drawn with where nothing else is asked, 1 is none.
     """
 
     model: TransformerConfig = field(default_factory=TransformerConfig)
@@ -56,6 +57,7 @@ class PriorStage:
     training: TrainConfig
     augment: bool = True
     caption_dropout: float = 0.0
+    guidance: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,12 @@ def train_all(
     contrastive = plan.contrastive(tokenizer, dvae, train="contrastive" in wanted)
     if prior is None or contrastive is None:
         return None
-    info = {"data": Path(data).name, "samples": len(plan.seen), "recipe": to_dict(recipe)}
+    info = {
+        "data": Path(data).name,
+        "samples": len(plan.seen),
+        "recipe": to_dict(recipe),
+        "guidance": recipe.prior.guidance,
+    }
     bundle = TextToImage(dvae, prior, contrastive, tokenizer, info)
     bundle.save_pretrained(plan.out / "bundle")
     return bundle

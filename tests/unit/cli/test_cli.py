@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from limner import cli
 from limner.cli import COMMANDS, Command, main
@@ -47,6 +48,8 @@ def test_help_names_every_command(capsys):
         (["plan", "--gpu", "v100"], "did you mean 'v100-16gb'"),
         (["plan", "--gpus", "0"], "gpus must be at least 1"),
         (["plan", "--recipe", "dalle-21b"], "did you mean 'dalle-12b'"),
+        (["bench", "--size", "smal"], "did you mean 'small'"),
+        (["bench", "--candidates", "0"], "candidates, grids and rounds must be at least 1"),
         (["train", "data", "--out", "run"], "--recipe"),
         (["train", "data", "--out", "run", "--recipe", "dmeo"], "did you mean 'demo'"),
         (["train", "data", "--out", "run", "--recipe", "demo", "--prior.training.step", "1"], "prior.training.steps"),
@@ -190,3 +193,16 @@ def test_plan_prints_the_papers_tables_without_a_gpu(capsys):
     out = capsys.readouterr().out
     for text in ("12,092,178,432", "2,444,288", "85.9%", "Table 1", "3,968   896    86%", "fits", "h200-141gb"):
         assert text in out
+
+
+def test_bench_times_both_sides_and_draws_the_cost(capsys, tmp_path):
+    plot = tmp_path / "cost.png"
+    sizes = ["--size", "tiny", "--grids", "2", "4", "--candidates", "1", "3", "--batch", "1", "--rounds", "1"]
+    assert main(["bench", *sizes, "-o", str(plot)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("sparse is") == 4  # in each grid's table and its line on training
+    assert [line.split()[:2] for line in said.splitlines() if line.startswith("     ")] == 2 * [
+        ["1", "sparse"], ["1", "dense"], ["3", "sparse"], ["3", "dense"],
+    ]  # fmt: skip
+    with Image.open(plot) as picture:
+        assert picture.format == "PNG"

@@ -14,6 +14,7 @@ from limner.data.oracle import satisfies
 from limner.errors import UserError
 from limner.evaluation.composition import (
     Composition,
+    Settings,
     captions_for,
     pairs_for,
     score,
@@ -56,14 +57,14 @@ def as_tensor(pictures):
 class Painter:
     """Stands in for a pipeline: some candidates are the real scene, others are empty."""
 
-    name = "painter"
+    name, guidance = "painter", 1.0
     dvae = SimpleNamespace(config=SimpleNamespace(grid=(2, 3)))
 
     def __init__(self, asked, right, marks):
         self.asked = {caption: (scene, r, m) for (caption, scene), r, m in zip(asked, right, marks, strict=True)}
         self.seeds = []
 
-    def candidates(self, captions, count, *, seed, sampler, given, progress):
+    def candidates(self, captions, count, *, seed, sampler, guidance, given, progress):
         assert given is None
         self.seeds += seed
         pictures, marks = [], []
@@ -89,7 +90,7 @@ def example():
 def test_best_of_k_is_the_highest_score_among_the_first_k():
     asked, right, marks = example()
     painter, advanced = Painter(asked, right, marks), []
-    result = score(painter, asked, candidates=3, best_of=(1, 2, 3, 64), seed=5, progress=advanced.append)
+    result = score(painter, asked, Settings(candidates=3, best_of=(1, 2, 3, 64), seed=5), progress=advanced.append)
     assert result.right.tolist() == [[bool(r) for r in row] for row in right]
     assert result.best_of == (1, 2, 3)
     assert [result.rate(k).right for k in (1, 2, 3)] == [1, 2, 2]
@@ -102,7 +103,7 @@ def test_best_of_k_is_the_highest_score_among_the_first_k():
 
 def test_results_survive_the_disk_and_the_table_shows_all_groups(tmp_path):
     asked, right, marks = example()
-    result = score(Painter(asked, right, marks), asked, candidates=3, best_of=(1, 3), progress=lambda _: None)
+    result = score(Painter(asked, right, marks), asked, Settings(candidates=3, best_of=(1, 3)), progress=lambda _: None)
     path = tmp_path / "result.json"
     result.save(path)
     table = json.loads(path.read_text())["table"]
@@ -134,14 +135,14 @@ def test_equal_pictures_get_equal_verdicts():
 class Copier:
     """Stands in for a pipeline that is given upper halves: candidate 0 is the real pair, 1 has its top below too."""
 
-    name = "copier"
+    name, guidance = "copier", 1.0
     dvae = SimpleNamespace(config=SimpleNamespace(grid=(12, 12), size=48))
 
     def given(self, image, keep):
         assert keep == "top:6"
         return torch.from_numpy(np.array(image)).flatten()[None]
 
-    def candidates(self, captions, count, *, seed, sampler, given, progress):
+    def candidates(self, captions, count, *, seed, sampler, guidance, given, progress):
         real = given.view(len(captions), 48, 48, 3).permute(0, 3, 1, 2)
         twice = torch.cat([real[:, :, :24], real[:, :, :24]], 2)
         return Candidates(torch.stack([real, twice], 1), torch.zeros(len(captions), 2), torch.zeros(0))
@@ -150,7 +151,7 @@ class Copier:
 def test_a_pair_is_right_if_the_lower_half_is_what_the_caption_makes_of_the_upper_one():
     asked = pairs_for(n=12, seed=1)
     assert asked[:3] == pairs_for(n=3, seed=1)
-    result = score_pairs(Copier(), asked, candidates=2, best_of=(1, 2))
+    result = score_pairs(Copier(), asked, Settings(candidates=2, best_of=(1, 2)))
     assert set(result.kinds) == {pair.transform for _, pair in asked} >= {"sketch", "upside down", "grayscale"}
     assert result.right[:, 0].all()
     assert not result.right[:, 1].any()

@@ -1,0 +1,150 @@
+"""`limner bench`: how fast a prior draws and trains on this machine."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+from tyro.conf import arg
+
+from limner.cli import choose
+from limner.cli.arguments import parse
+from limner.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Time drawing and training of a prior with random weights: the paper's sparse pattern beside dense attention,
+    against what the machine allows. Close other programs first."""
+
+    size: str = "small"
+    """A size by name, tiny to dalle-12b; 256 text tokens, 8,192 image codes."""
+    candidates: tuple[int, ...] = (1, 64)
+    """Drawn together, of one caption."""
+    grids: tuple[int, ...] = (32,)
+    """Sides of the image's grid of tokens."""
+    batch: int = 4
+    """Samples of a training step; 0 leaves training out."""
+    checkpointing: bool = False
+    """Train with activations computed again in the backward pass."""
+    rounds: int = 3
+    """Sparse and dense take turns; medians are shown, and ratios within rounds."""
+    plot: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Also draw the cost against candidates and grids as a PNG (needs matplotlib)."""
+
+
+def main(argv: Sequence[str]) -> None:
+    options = parse(Options, argv, "limner bench")
+    numbers = (*options.candidates, *options.grids, options.rounds)
+    if not options.candidates or not options.grids or min(numbers) < 1 or options.batch < 0:
+        raise UserError("candidates, grids and rounds must be at least 1, and batch at least 0")
+    from limner.models.transformer import SIZES
+
+    choose(options.size, list(SIZES), "size")
+    if options.plot:
+        _pyplot()  # complains before anything is measured
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, {name}")
+    found = [_measured(options, replace(SIZES[options.size], grid=(side, side)), device) for side in options.grids]
+    if options.plot:
+        _plot(options, found)
+        print(f"written: {options.plot}")
+
+
+def _measured(options: Options, config: Any, device: Any) -> dict[str, Any]:
+    """Print a grid's figures as they are found; returns seconds a picture by candidates and side, and of training."""
+    from limner.recipes import speed
+
+    sides = {"sparse": config, "dense": replace(config, pattern="dense")}
+    here = speed.machine(device)
+    h, w = config.grid
+    print(
+        f"\n{options.size}: width {config.width}, {config.depth} layers, {config.heads} heads; {config.text_len} text "
+        f"and {h} x {w} image tokens\nproduct {here.gemm / 1e12:.2f} TFLOP/s, copy {here.copy / 1e9:.1f} GB/s"
+    )
+    head = "drawing           ms a step  pictures/s  MB a candidate  sparse is  over its floor"
+    print(f"{head}\n{'-' * len(head)}")
+    drawn = {n: _drawing(options, sides, n, here, device) for n in options.candidates}
+    return {"grid": h, "drawn": drawn, "trained": _training(options, sides, here, device) if options.batch else {}}
+
+
+def _drawing(options: Options, sides: dict[str, Any], n: int, here: Any, device: Any) -> dict[str, float]:
+    from limner.recipes import speed
+
+    rounds = [
+        {name: speed.drawing(config, n, device, shared=name == "sparse") for name, config in sides.items()}
+        for _ in range(options.rounds)
+    ]
+    ratio = median(found["dense"].seconds / found["sparse"].seconds for found in rounds)
+    took = {name: median(found[name].seconds for found in rounds) for name in sides}
+    for name in sides:
+        step = median(found[name].step for found in rounds)
+        line = f"{n:6,} {name:7} {step * 1e3:12.2f} {n / took[name]:11.3f} {rounds[0][name].each / 1e6:15.2f}"
+        over = f"{step / speed.floor(sides[name], n, here):26.2f}"
+        print(line + (over if name == "sparse" else f"{ratio:10.1f}x"), flush=True)
+    return {name: value / n for name, value in took.items()}
+
+
+def _training(options: Options, sides: dict[str, Any], here: Any, device: Any) -> dict[str, float]:
+    from limner.recipes import speed
+
+    rounds = [
+        {
+            name: speed.training(config, options.batch, device, checkpointing=options.checkpointing)
+            for name, config in sides.items()
+        }
+        for _ in range(options.rounds)
+    ]
+    took = {name: median(found[name] for found in rounds) for name in sides}
+    share = median(speed.useful(sides["sparse"], options.batch, found["sparse"], here) for found in rounds)
+    ratio = median(found["dense"] / found["sparse"] for found in rounds)
+    print(
+        f"training, a step of {options.batch}: sparse {took['sparse'] * 1e3:,.0f} ms, dense {took['dense'] * 1e3:,.0f} "
+        f"ms, sparse is {ratio:.1f}x; useful arithmetic at {share:.0%} of the product's rate"
+    )
+    return {name: value / options.batch for name, value in took.items()}
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise UserError('plots need matplotlib: pip install "limner[plot]"') from None
+    return pyplot
+
+
+def _plot(options: Options, found: Sequence[dict[str, Any]]) -> None:
+    """Seconds a picture against candidates, and against the grid with the seconds of a training sample."""
+    pyplot = _pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    most = max(options.candidates)
+    for name, color in (("sparse", "tab:blue"), ("dense", "tab:gray")):
+        for part in found:
+            line = ["-", "--", ":"][min(found.index(part), 2)]
+            grid = f"{part['grid']} x {part['grid']}"
+            values = [part["drawn"][n][name] for n in options.candidates]
+            left.loglog(options.candidates, values, line, marker="o", color=color, label=f"{name}, {grid}")
+        sides = [part["grid"] for part in found]
+        right.loglog(sides, [p["drawn"][most][name] for p in found], marker="o", color=color, label=f"{name}, drawing")
+        if options.batch:
+            values = [part["trained"][name] for part in found]
+            right.loglog(sides, values, "--", marker="s", color=color, label=f"{name}, training")
+    left.set(xlabel="candidates of one caption", ylabel="seconds a picture", title=f"drawing, {options.size}")
+    right.set(xlabel="side of the grid", ylabel="seconds a picture", title=f"{most} candidates; training a sample")
+    right.set_xticks(sides, [str(side) for side in sides], minor=False)
+    right.minorticks_off()
+    for axes in (left, right):
+        axes.legend(fontsize="small")
+        axes.grid(alpha=0.3)
+    figure.savefig(options.plot, dpi=110)
+    pyplot.close(figure)

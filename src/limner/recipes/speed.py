@@ -1,0 +1,170 @@
+"""What a prior costs here, measured; `plan.py` says what it should cost.
+
+Weights are random, since speed does not depend on them. A step of drawing is timed at several places of the
+picture, because caches of columns grow; a picture is the prefill and a step for each of its positions. The
+floor of a step is its arithmetic at the rate of a large matrix product and its bytes at the rate of a large
+copy, both measured by `machine`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from limner.layers.cache import Cache
+from limner.layers.linear import packed
+from limner.models.transformer import Transformer, TransformerConfig
+from limner.numerics.precision import autocast, choose_precision
+from limner.objectives.autoregressive import Autoregressive
+from limner.recipes.plan import Plan
+from limner.sampling.generate import Sampler
+
+_PLACES = (0.0, 0.25, 0.5, 0.75, 0.99)  # of a picture, where a step is timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """FLOP/s of a large product in the format of training, bytes/s of a large copy, read and written."""
+
+    gemm: float
+    copy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """Drawing `candidates` of one caption together.
+
+    Args:
+        step, prefill: seconds.
+        positions: of a picture.
+        each, shared: bytes of the cache, for each candidate and for all of them together.
+    """
+
+    candidates: int
+    step: float
+    prefill: float
+    positions: int
+    each: int
+    shared: int
+
+    @property
+    def seconds(self) -> float:
+        """For all candidates."""
+        return self.prefill + self.positions * self.step
+
+    @property
+    def pictures(self) -> float:
+        """A second."""
+        return self.candidates / self.seconds
+
+
+def seconds(function: Callable[[], object], times: int) -> float:
+    """Median of several calls, after one that warms up."""
+    found = []
+    for _ in range(times + 1):
+        _settle()
+        began = time.perf_counter()
+        function()
+        _settle()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[1:])
+
+
+def machine(device: torch.device) -> Machine:
+    """Measured with a square product of 2,048 (8,192 on a GPU) and a copy of a quarter of a gigabyte."""
+    side = 2_048 if device.type == "cpu" else 8_192
+    a, b = (torch.randn(side, side, device=device).to(choose_precision(device)) for _ in range(2))
+    x = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return Machine(gemm=2 * side**3 / seconds(lambda: a @ b, 8), copy=2 * len(x) / seconds(lambda: y.copy_(x), 4))
+
+
+@torch.inference_mode()
+def drawing(config: TransformerConfig, candidates: int, device: torch.device, *, shared: bool = True) -> Drawing:
+    """Time drawing as the pipeline does it. Without `shared`, each candidate has the text's keys and values
+    copied, as is usual elsewhere."""
+    model = _model(config, device)
+    sampler, uniform = Sampler(), torch.rand(candidates, device=device)
+    text = torch.randint(0, config.text_vocab, (1, config.text_len), device=device)
+    prefill = seconds(lambda: model.prefill(text), 1)
+    cache, logits = model.prefill(text)
+    cache = cache.expand(candidates)
+    prefix = sum(x.prefix_keys.nbytes + x.prefix_values.nbytes for x in cache.layers)
+    if not shared:
+        cache = _copied(cache, candidates)
+    token = sampler(logits.expand(candidates, -1), uniform)
+
+    def step(position: int) -> None:
+        nonlocal token
+        cache.length = position
+        token = sampler(model.step(cache, token), uniform)
+
+    found = [seconds(partial(step, int(place * prod(config.grid))), 4) for place in _PLACES]
+    each = cache.bytes_per_candidate
+    return Drawing(
+        candidates=candidates, step=statistics.mean(found), prefill=prefill, positions=prod(config.grid),
+        each=each if shared else each + prefix, shared=prefix if shared else 0,
+    )  # fmt: skip
+
+
+def floor(config: TransformerConfig, candidates: int, here: Machine) -> float:
+    """Seconds that a step of drawing takes at least."""
+    flops, read = Plan(config=config).drawing(candidates)
+    return flops / here.gemm + read / here.copy
+
+
+def training(config: TransformerConfig, batch: int, device: torch.device, *, checkpointing: bool = False) -> float:
+    """Seconds of a step: forward and backward in the format of training, AdamW."""
+    model = config.build().to(device).train()
+    model.set_checkpointing(checkpointing)
+    text = torch.randint(0, config.text_vocab, (batch, config.text_len), device=device)
+    image = torch.randint(0, config.image_vocab, (batch, prod(config.grid)), device=device)
+    return trained(model, lambda: Autoregressive()(model, {"text": text, "image": image}, 0, None)[0], device)
+
+
+def trained(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> float:
+    """Seconds of a training step of any model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        with autocast(device, choose_precision(device)):
+            value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return seconds(step, 3)
+
+
+def useful(config: TransformerConfig, batch: int, step: float, here: Machine) -> float:
+    """The share of the product's rate that a training step of so many seconds reaches."""
+    return Plan(config=config, gpus=1, batch=batch).flops() / step / here.gemm
+
+
+def _model(config: TransformerConfig, device: torch.device) -> Transformer:
+    dtype = choose_precision(device)
+    model = config.build().to(device, dtype).eval()
+    return packed(model) if device.type == "cpu" and dtype == torch.bfloat16 else model
+
+
+def _copied(cache: Cache, n: int) -> Cache:
+    """The same for `n` candidates that share nothing."""
+    layers = [
+        replace(
+            x, prefix_keys=x.prefix_keys.repeat_interleave(n, 0), prefix_values=x.prefix_values.repeat_interleave(n, 0)
+        )
+        for x in cache.layers
+    ]
+    return Cache(layers, cache.length)
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
