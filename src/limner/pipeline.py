@@ -40,7 +40,7 @@ from limner.data.augment import augment_none
 from limner.errors import UserError
 from limner.files import atomic_write_bytes
 from limner.layers.cache import Store
-from limner.layers.linear import packed
+from limner.layers.linear import int8, packed
 from limner.models.contrastive import Contrastive, ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
@@ -217,8 +217,10 @@ def _xmp(caption: str, model: str) -> str:
 
 
 class TextToImage:
-    """Draws pictures from captions. Set `store = Int8Store` (`layers/cache.py`) to halve the memory that
-    each candidate takes while it is drawn.
+    """Draws pictures from captions.
+
+    Two attributes save memory while drawing: `store = Int8Store` (`layers/cache.py`) halves what each candidate
+    takes, `int8_weights = True` what the prior takes.
 
     Args:
         dvae, prior, contrastive, tokenizer: that belong together.
@@ -244,6 +246,7 @@ class TextToImage:
         self.tokenizer, self.info = tokenizer, dict(info or {})
         self.precision: Precision = precision
         self.store: type[Store] = Store
+        self.int8_weights = False
         self.guidance = float(self.info.get("guidance") or 1.0)
         _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
         self._cast: dict[str, nn.Module] = {}
@@ -457,13 +460,16 @@ class TextToImage:
         return max(1, min(_ROWS, _CACHE_BYTES // (2 * 4 * c.depth * c.width * positions)))
 
     def _fast(self, key: str, model: M) -> M:
-        """The model in the precision of drawing: itself, or a copy in bf16 that is kept."""
-        if choose_precision(self.device, self.precision) != torch.bfloat16:
+        """The model in the precision of drawing: itself, or a copy that is kept."""
+        dtype = choose_precision(self.device, self.precision)
+        small = self.int8_weights and key == "prior"
+        if dtype != torch.bfloat16 and not small:
             return model
-        if key not in self._cast:
-            fast = copy.deepcopy(model).to(torch.bfloat16)
-            self._cast[key] = packed(fast) if self.device.type == "cpu" else fast
-        return self._cast[key]  # pyright: ignore[reportReturnType]
+        kept = f"{key} {dtype} {small}"
+        if kept not in self._cast:
+            fast = copy.deepcopy(model).to(dtype)
+            self._cast[kept] = int8(fast) if small else packed(fast) if self.device.type == "cpu" else fast
+        return self._cast[kept]  # pyright: ignore[reportReturnType]
 
     # ------------------------------------------------------------------------ bundles
 

@@ -1,12 +1,15 @@
 """Sparse attention against the dense mask: output and gradients, every kind, odd sizes."""
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from compare import assert_same_with_gradients
 from limner.layers import sparse
 from limner.layers.attention import attend, visible
 from limner.layers.sparse import SparseAttention
+from limner.models import transformer
+from limner.models.transformer import TransformerConfig
 
 KINDS = ["row", "column", "conv", "dense"]
 
@@ -28,3 +31,35 @@ def test_it_equals_the_dense_mask(kind, grid, prefix, kernel, queries, weights, 
         mask = visible(kind, prefix, grid, kernel)
         fast = SparseAttention(kind, prefix, grid, kernel)
         assert_same_with_gradients(fast, lambda q, k, v: attend(q, k, v, mask), (2, 3, len(mask), 8), seed)
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_in_bf16_it_is_as_near_to_fp32_as_the_dense_mask_in_bf16(kind):
+    torch.manual_seed(0)
+    mask = visible(kind, 5, (8, 6), 5)
+    fast = SparseAttention(kind, 5, (8, 6), 5)
+    q, k, v = (torch.randn(2, 3, len(mask), 16) for _ in range(3))
+    exact = attend(q, k, v, mask)
+    half = [x.bfloat16() for x in (q, k, v)]
+    error, usual = ((path - exact).abs().max() for path in (fast(*half), attend(*half, mask)))
+    assert fast(*half).dtype == torch.bfloat16
+    assert error < 2 * usual < 0.1
+
+
+def test_compiled_it_gives_the_same_loss_and_gradients(monkeypatch):
+    monkeypatch.setattr(transformer, "_SHORT", 0)  # sparse at any size
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        text_vocab=40, image_vocab=30, text_len=5, grid=(6, 4), width=32, depth=4, heads=2, kernel=3
+    )
+    model = config.build()
+    text, image = torch.randint(0, 40, (2, 5)), torch.randint(0, 30, (2, 24))
+
+    def run(forward):
+        model.zero_grad()
+        loss = sum(logits.square().mean() for logits in forward(text, image))
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    for got, want in zip(run(torch.compile(model, backend="aot_eager")), run(model), strict=True):
+        torch.testing.assert_close(got, want)

@@ -175,6 +175,14 @@ def test_a_long_caption_is_cut_with_a_warning(pipe):
         pipe("red " * 40, candidates=1)
 
 
+def test_8_bit_weights_draw_too(saved):
+    pipe = load(saved)
+    pipe.int8_weights = True
+    made = pipe.candidates([CAPTION], 2)
+    assert made.pictures.shape[:2] == (1, 2)
+    assert pipe.prior.head.image.weight.dtype == torch.float32  # the model itself is as it was
+
+
 def test_bf16_draws_too(saved):
     drawings = load(saved, precision="bf16")(CAPTION, n=2, candidates=3)
     assert all(np.isfinite(drawings.scores))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from limner.layers.linear import PackedLinear, packed
+from limner.layers.linear import Int8Linear, PackedLinear, packed
 from limner.models.transformer import TransformerConfig
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
@@ -22,6 +22,23 @@ def test_a_packed_layer_is_the_layer(rows, n_in, n_out, bias):
     x = torch.randn(rows, 2, n_in, dtype=torch.bfloat16)
     with torch.inference_mode():
         torch.testing.assert_close(PackedLinear(layer)(x), layer(x), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_8_bit_weights_are_off_by_half_a_step_at_most(rows, dtype, bias):
+    torch.manual_seed(rows)
+    layer = nn.Linear(48, 32, bias=bias)
+    x = torch.randn(rows, 2, 48)
+    step = layer.weight.abs().amax(1) / 127
+    bound = x.abs().sum(-1, keepdim=True) * step / 2
+    with torch.inference_mode():
+        want, got = layer(x), Int8Linear(layer.to(dtype))(x.to(dtype))
+    assert got.dtype == dtype
+    slack = 1e-5 if dtype == torch.float32 else 3e-2
+    assert ((got - want).abs() <= bound + slack).all()
+    assert Int8Linear(layer).weight.nbytes * torch.finfo(dtype).bits // 8 == layer.weight.nbytes
 
 
 @needs_onednn
