@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 
 from limner import recipes
 from limner.cli.arguments import parse
-from limner.config import load_json, save_json
+from limner.config import load_json
 from limner.errors import UserError
 from limner.recipes import stages
 from limner.recipes.recipe import Recipe
@@ -43,8 +43,6 @@ def main(argv: Sequence[str]) -> None:
     required: Any = tyro.MISSING
     default = Train(data=required, out=required, recipe=required, settings=settings or recipes.get("scenes"))
     options = parse(Train, argv, "limner train", default)
-    options.out.mkdir(parents=True, exist_ok=True)
-    save_json(options.settings, options.out / "recipe.json")
     bundle = stages.train_all(options.settings, options.data, options.out, options.stages or None)
     print(f"the run is in {options.out}")
     if bundle is not None:

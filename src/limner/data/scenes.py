@@ -60,6 +60,7 @@ TRANSFORMS: tuple[Transform, ...] = ("sketch", "upside down", "recolored", "gray
 UNITS = 12  # side of the lattice
 EXTENT: dict[Size, int] = {"small": 3, "large": 5}  # side of a thing's box, in units
 _HELD_OUT_EVERY = 8
+_SAID = 0.9  # how often a caption says the sizes, and the background
 _RELATION_MARGIN = UNITS / 8  # how far apart two centres must be for a relation to hold, in units
 _OPPOSITE: dict[Relation, Relation] = {
     "above": "below", "below": "above", "left of": "right of", "right of": "left of",
@@ -323,7 +324,7 @@ def _noun(look: tuple[str, ...], rng: np.random.Generator, sized: bool, count: i
 
 def describe(scene: Scene, rng: np.random.Generator) -> str:
     """One of the ways to say a scene. Now and then it leaves out the sizes or the background."""
-    sized, placed = rng.random() < 0.9, rng.random() < 0.9
+    sized, placed = rng.random() < _SAID, rng.random() < _SAID
     things = [scene.things[i] for i in rng.permutation(len(scene.things))]
     looks = [t.look for t in things]
     if len(set(looks)) == 1:

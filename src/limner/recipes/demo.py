@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from limner import recipes
-from limner.config import read_json, save_json, to_dict
+from limner.config import read_json, to_dict
 from limner.data.scenes import Scene, render
 from limner.data.worlds import write_scenes
 from limner.errors import UserError
@@ -153,8 +153,6 @@ def _train(demo: Demo, recipe: Recipe) -> TextToImage:
     folder = demo.out / "run"
     if (folder / "bundle" / "config.json").exists():
         return TextToImage.from_pretrained(folder)
-    folder.mkdir(exist_ok=True)
-    save_json(recipe, folder / "recipe.json")
     if demo.from_scratch:
         stages.train_all(recipe, demo.out / "crowds", folder, ("dvae",))
     pipe = stages.train_all(recipe, demo.out / "data", folder)

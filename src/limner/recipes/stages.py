@@ -1,6 +1,6 @@
 """Run a recipe: tokenizer, dVAE, prior, contrastive model, bundle.
 
-    RUN/tokenizer.json   RUN/dvae/   RUN/tokens/   RUN/prior/   RUN/contrastive/   RUN/bundle/
+    RUN/recipe.json   RUN/tokenizer.json   RUN/dvae/   RUN/tokens/   RUN/prior/   RUN/contrastive/   RUN/bundle/
 
 Each stage is one call of the training loop in its own folder, which goes on from its newest checkpoint;
 a finished stage is loaded, not repeated. So the same command, given again after Ctrl-C or a crash,
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from limner.bundles import load_dvae
-from limner.config import to_dict
+from limner.config import save_json, to_dict
 from limner.data.datasets import ImageCaptionDataset, TokenDataset
 from limner.data.distractors import Distractors
 from limner.data.samples import Rejected, Selection, Source, select_split
@@ -36,6 +37,7 @@ from limner.models.dvae import DVAE, unmap_pixels
 from limner.models.transformer import Transformer
 from limner.objectives.elbo import gumbel_softmax
 from limner.pipeline import TextToImage
+from limner.recipes.beside import contrastive_beside
 from limner.recipes.recipe import (
     Bundled,
     ContrastiveStage,
@@ -59,14 +61,21 @@ _EVALUATED = 512  # held-out samples that an evaluation during training looks at
 def train_all(
     recipe: Recipe, data: str | Path, out: str | Path, stages: Sequence[Stage] | None = None
 ) -> TextToImage | None:
-    """Train the stages (all by default) and write `out/bundle`, which is returned once all three exist."""
+    """Train the stages (all by default) and write `out/bundle`, which is returned once all three exist.
+
+    On a CPU with several threads the prior and the contrastive model train at the same time.
+    """
     plan = Plan.of(recipe, data, out)
+    plan.out.mkdir(parents=True, exist_ok=True)
+    save_json(recipe, plan.out / "recipe.json")
     wanted = stages or STAGES
     dvae = plan.dvae(train="dvae" in wanted)
     if not {"prior", "contrastive"} & set(wanted):
         return None
     tokenizer = plan.tokenizer()
-    prior = plan.prior(tokenizer, dvae, train="prior" in wanted)
+    both = {"prior", "contrastive"} <= set(wanted) and plan.device.type == "cpu" and torch.get_num_threads() > 1
+    with contrastive_beside(recipe, data, plan.out) if both else nullcontext() as watch:
+        prior = plan.prior(tokenizer, dvae, "prior" in wanted, [watch] if watch else [])
     contrastive = plan.contrastive(tokenizer, dvae, train="contrastive" in wanted)
     if prior is None or contrastive is None:
         return None
@@ -136,7 +145,9 @@ class Plan:
         self._run("dvae", model, stage, images, evaluate, record, callbacks=[warning])
         return model.eval()
 
-    def prior(self, tokenizer: Tokenizer, dvae: DVAE, train: bool = True) -> Transformer | None:
+    def prior(
+        self, tokenizer: Tokenizer, dvae: DVAE, train: bool = True, callbacks: Sequence[Callback] = ()
+    ) -> Transformer | None:
         """Stage two (§2.2): the transformer over text and image tokens."""
         stage, text = self.recipe.prior, self.recipe.text
         config = fitted_prior(stage, text, tokenizer.vocab_size, dvae.config)
@@ -173,7 +184,7 @@ class Plan:
         if len(self.unseen):
             evaluate = self._held_out(cached(_some(self.unseen), 0.0, 0.0), stage.objective, 64)
         record = {"model": to_dict(config), "objective": to_dict(stage.objective), "dvae": key}
-        self._run("prior", model, stage, data, evaluate, record)
+        self._run("prior", model, stage, data, evaluate, record, callbacks)
         return model.eval()
 
     def contrastive(self, tokenizer: Tokenizer, dvae: DVAE, train: bool = True) -> Contrastive | None:

@@ -1,0 +1,90 @@
+"""The reranker, trained in a process of its own while the prior trains here.
+
+The operations of small models are too short to share among a CPU's threads: two processes with half of the
+threads each get through a fifth to two fifths more than one after the other with all of them (docs/LOG.md).
+The other process goes where this one goes: it saves and stops when this one is interrupted or dies.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from limner.config import load_json
+from limner.errors import UserError
+from limner.recipes.recipe import Recipe
+from limner.training.loop import Callback
+from limner.training.metrics_log import read_metrics
+from limner.training.progress import progress
+
+LOG = "contrastive.log"
+
+
+class _Watch(Callback):
+    """Ends the prior's training when the other process has failed."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process, self.log = process, log
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.process.poll():
+            said = self.log.read_text("utf-8", "replace").strip().splitlines() or ["it said nothing"]
+            raise UserError(f"training the contrastive model beside the prior failed ({said[-1]}): see {self.log}")
+
+
+@contextmanager
+def contrastive_beside(recipe: Recipe, data: str | Path, out: Path) -> Iterator[Callback]:
+    """Half of the threads train the contrastive model of the run `out`, whose recipe and tokenizer are written, as
+    long as this lasts and until it is done. Gives a callback for the training here."""
+    threads = torch.get_num_threads()
+    log = out / LOG
+    command = [sys.executable, "-m", "limner.recipes.beside", str(data), str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads // 2)}
+    with log.open("ab") as written:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=written, stderr=written, env=environment, start_new_session=True
+        )
+    assert process.stdin is not None
+    print(f"training the contrastive model beside it: {log}", file=sys.stderr)
+    watch = _Watch(process, log)
+    torch.set_num_threads(threads - threads // 2)
+    try:
+        yield watch
+        steps = recipe.contrastive.training.steps
+        with progress("training the contrastive model", steps) as bar:
+            while process.poll() is None:
+                rows = read_metrics(out / "contrastive" / "metrics.jsonl")
+                bar.advance((int(rows[-1]["step"]) if rows else 0) - bar.done)
+                time.sleep(1)
+            bar.advance(steps - bar.done)
+        watch.on_step(0, {})
+    finally:
+        process.stdin.close()  # tells the other process to save and stop
+        process.wait()
+        torch.set_num_threads(threads)
+
+
+def main(data: str, out: str) -> None:
+    """The other process. It stops when its standard input ends."""
+    from limner.recipes.stages import Plan
+
+    def until_the_end() -> None:
+        os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer would be locked when Python ends
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=until_the_end, daemon=True).start()
+    plan = Plan.of(load_json(Recipe, Path(out) / "recipe.json"), data, out)
+    plan.contrastive(plan.tokenizer(), plan.dvae(train=False))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
