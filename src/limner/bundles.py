@@ -260,7 +260,8 @@ def _blank(config: Any, tensors: int, where: str) -> nn.Module:
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if type(v) is int]
-        if not all(1 <= v <= limits.get(item.name, _LIMIT) for v in numbers):
+        least = 0 if item.name == "context_groups" else 1
+        if not all(least <= v <= limits.get(item.name, _LIMIT) for v in numbers):
             raise UserError(f"{where}.{item.name} cannot be {value}")
     reranker = isinstance(config, ContrastiveConfig)
     positions = (config.size // config.patch) ** 2 if reranker else math.prod(config.grid)

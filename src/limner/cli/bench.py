@@ -126,7 +126,7 @@ def _pyplot() -> Any:
 def _plot(options: Options, found: Sequence[dict[str, Any]]) -> None:
     """Seconds a picture against candidates, and against the grid with the seconds of a training sample."""
     pyplot = _pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
     most = max(options.candidates)
     for name, color in (("sparse", "tab:blue"), ("dense", "tab:gray")):
         for part in found:
@@ -139,12 +139,12 @@ def _plot(options: Options, found: Sequence[dict[str, Any]]) -> None:
         if options.batch:
             values = [part["trained"][name] for part in found]
             right.loglog(sides, values, "--", marker="s", color=color, label=f"{name}, training")
-    left.set(xlabel="candidates of one caption", ylabel="seconds a picture", title=f"drawing, {options.size}")
-    right.set(xlabel="side of the grid", ylabel="seconds a picture", title=f"{most} candidates; training a sample")
-    right.set_xticks(sides, [str(side) for side in sides], minor=False)
-    right.minorticks_off()
-    for axes in (left, right):
-        axes.legend(fontsize="small")
+    left.set(xlabel="candidates of one caption", ylabel="seconds a picture", title=f"drawing, size {options.size}")
+    right.set(xlabel="side of the grid", ylabel="seconds", title=f"a picture of {most}; a training sample")
+    for axes, ticks in ((left, options.candidates), (right, sides)):
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
+        axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.17))
     figure.savefig(options.plot, dpi=110)
     pyplot.close(figure)

@@ -485,8 +485,8 @@ def parse_pair(caption: str) -> PairClaims | None:
     if match is None:
         return None
     what, how = match.groups()
-    top = None if what == "scene" else scenes.parse(f"a {what}")
-    if what != "scene" and (top is None or len(top.looks) != 1):
+    top = None if what == "scene" else scenes.parse(what) or scenes.parse(f"a {what}")
+    if what != "scene" and top is None:
         return None
     color = how.removeprefix("colored ")
     if how.startswith("colored ") and color in COLORS:

@@ -98,14 +98,21 @@ class Encoder(nn.Module):
     def __init__(self, config: DVAEConfig) -> None:
         super().__init__()
         widths = [config.width, *(config.width * 2**g for g in range(config.groups))]
-        near = config.groups if config.context_groups is None else config.context_groups
+        self.patch = config.stride if config.context_groups == 0 else None
+        near = config.context_groups or config.groups
         self.blocks = _stack(
             Conv2d(3, config.width, 7), widths, nn.MaxPool2d(2), Conv2d(widths[-1], config.vocab, 1), config,
             lambda group: (3, 3, 3, 1) if group <= near else (1, 1, 1, 1),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
+        if self.patch is None:
+            return self.blocks(x)
+        b, _, height, width = x.shape
+        h, w = height // self.patch, width // self.patch
+        patches = x.view(b, 3, h, self.patch, w, self.patch).permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
+        logits = self.blocks(patches.contiguous(memory_format=torch.channels_last))
+        return logits.view(b, h, w, -1).permute(0, 3, 1, 2)
 
 
 class Decoder(nn.Module):
@@ -138,9 +145,10 @@ class DVAEConfig:
         code_width: width of the decoder's first layer (n_init), that is of a code's embedding.
         gain: of the residual branches; None is the released code's `1 / (groups * blocks)^2`.
         init_gain, code_gain: of the initial weights in the branches and of the codebook.
-        context_groups: encoder groups whose blocks look around (3x3); later ones are 1x1, so that a code
-            says what is at its place and little of what is near, which makes the prior's work easier
-            where pictures are small and flat. None is all of them, as in the paper.
+        context_groups: encoder groups whose blocks look around (3x3); later ones are 1x1. None is all of them, as
+            in the paper. With 0 every patch of `stride` x `stride` pixels is encoded alone, so that equal
+            patches have equal codes whatever is near them: on small, flat pictures other encoders make codes
+            of context that a prior cannot know (docs/LOG.md).
     """
 
     size: int = 256

@@ -20,34 +20,18 @@ from limner.text import PAD
 
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive:
-    """
-    Args:
-        text_weight: of the text's loss; the image's is the rest.
-        corrupt: share of the image tokens that are replaced by random ones where they are read, never where
-            they are the target. A model that has only read true pictures goes astray after a token that it
-            drew badly; one that has met wrong tokens goes back to the caption (Esser et al. 2021 have the same
-            in the code of their VQGAN transformer). None in the paper.
-    """
+    """`text_weight` of the text's loss; the image's is the rest."""
 
     text_weight: float = 1 / 8
-    corrupt: float = 0.0
 
     def __call__(
         self, model: Transformer, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         text, image = batch["text"], batch["image"]
-        text_logits, image_logits = model(text, self._read(image, model.config.image_vocab, generator))
+        text_logits, image_logits = model(text, image)
         text_loss = F.cross_entropy(
             text_logits.flatten(0, 1), text[:, 1:].flatten(), ignore_index=PAD, reduction="sum"
         ) / (text[:, 1:] != PAD).sum().clamp_min(1)
         image_loss = F.cross_entropy(image_logits.flatten(0, 1), image.flatten())
         loss = self.text_weight * text_loss + (1 - self.text_weight) * image_loss
         return loss, {"text": text_loss.detach(), "image": image_loss.detach()}
-
-    def _read(self, image: Tensor, vocab: int, generator: torch.Generator | None) -> Tensor:
-        """What the model reads of the image tokens [B, S] while it is being trained."""
-        if self.corrupt == 0 or not torch.is_grad_enabled():
-            return image
-        wrong = torch.rand(image.shape, device=image.device, generator=generator) < self.corrupt
-        noise = torch.randint(vocab, image.shape, device=image.device, generator=generator)
-        return torch.where(wrong, noise, image)

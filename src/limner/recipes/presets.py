@@ -14,25 +14,27 @@ from limner.training.loop import TrainConfig
 
 
 def scenes() -> Recipe:
-    """The bundled model; two hours of one core, or a little over one hour on two.
+    """The bundled model; an hour and a half on two cores.
 
-    The dVAE learns from crowded scenes, which are full of things, the other two from described ones:
+    The dVAE learns from crowded scenes, which are full of things, and its decoder goes on with the argmax
+    codes; the other two learn from described scenes:
 
         limner data scenes data/crowds --kind crowded --count 20000 --seed 11 --held-out 0.03
         limner data scenes data/scenes --count 60000 --seed 1 --held-out 0.02 --pairs 0.08
         limner train data/crowds --recipe scenes --out runs/scenes --stages dvae
+        limner train data/crowds --recipe scenes --out runs/scenes --stages dvae --dvae.training.steps 14000
         limner train data/scenes --recipe scenes --out runs/scenes --stages prior contrastive
         limner bundle runs/scenes src/limner/assets/scenes --name scenes
     """
     return Recipe(
         text=TextConfig(vocab=1_024, length=32, dropout=0.0),
-        dvae=_small_dvae(48, groups=3, vocab=1_024, steps=7_000),
+        dvae=_small_dvae(48, groups=3, vocab=512, steps=8_000, context=0),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4),
             training=_training(steps=8_000, batch=16, ema=0.998),
             augment=False,
         ),
-        contrastive=_small_contrastive(steps=1_000),
+        contrastive=_small_contrastive(steps=2_000),
     )
 
 
@@ -43,10 +45,10 @@ def demo() -> Recipe:
         dvae=Bundled(),
         prior=PriorStage(
             model=TransformerConfig(width=192, depth=6, heads=4),
-            training=_training(steps=1_800, batch=16, ema=0.99),
+            training=_training(steps=1_900, batch=16, ema=0.99),
             augment=False,
         ),
-        contrastive=_small_contrastive(steps=150),
+        contrastive=_small_contrastive(steps=600),
     )
 
 
@@ -62,7 +64,7 @@ def emoji() -> Recipe:
     """
     return Recipe(
         text=TextConfig(vocab=2_048, length=24, dropout=0.1),
-        dvae=_small_dvae(64, groups=4, vocab=1_024, steps=3_000),
+        dvae=_small_dvae(64, groups=4, vocab=1_024, steps=3_000, context=1),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4),
             training=_training(steps=4_000, batch=32, ema=0.998),
@@ -170,13 +172,12 @@ def _training(steps: int, batch: int, ema: float) -> TrainConfig:
     )  # fmt: skip
 
 
-def _small_dvae(size: int, groups: int, vocab: int, steps: int) -> DVAEStage:
+def _small_dvae(size: int, groups: int, vocab: int, steps: int, context: int) -> DVAEStage:
     """A dVAE for small, flat pictures; docs/LOG.md says how these numbers were found."""
     return DVAEStage(
         model=DVAEConfig(
             size=size, width=48, groups=groups, blocks=1, vocab=vocab, code_width=64, gain=0.5, init_gain=2**0.5,
-            code_gain=3.0,
-            context_groups=1,
+            code_gain=3.0, context_groups=context,
         ),
         objective=BalancedELB(tau=Anneal(start=1.0, end=0.1, steps=steps // 2), hard_from=steps * 3 // 4),
         training=TrainConfig(

@@ -55,7 +55,10 @@ def test_resize_is_exact_and_a_window_is_a_part_of_it(h, w, height, width, seed,
     top, left = data.draw(st.integers(0, height - 1)), data.draw(st.integers(0, width - 1))
     rows, columns = data.draw(st.integers(1, height - top)), data.draw(st.integers(1, width - left))
     part = area_resize(image, height, width, (top, left, rows, columns))
-    assert np.array_equal(part, full[top : top + rows, left : left + columns])
+    true = exact(image, height, width)[top : top + rows, left : left + columns]
+    tie = np.abs(true % 1 - 0.5) < 1e-4  # which float32 may round either way
+    assert np.array_equal(part[~tie], full[top : top + rows, left : left + columns][~tie])
+    assert np.abs(part - true).max() <= 0.5 + 1e-4
 
 
 def test_large_pictures_in_several_products():

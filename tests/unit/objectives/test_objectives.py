@@ -45,7 +45,7 @@ def test_gumbel_argmax_samples_the_categorical():
 
 
 def test_relaxation_becomes_one_hot_as_tau_falls():
-    logits = torch.randn(4, 8, 2, 2)
+    logits = torch.randn(4, 8, 2, 2, generator=torch.Generator().manual_seed(0))
     z = gumbel_softmax(logits, 1e-3, torch.Generator().manual_seed(1))
     assert z.amax(1).mean() > 0.99
 
@@ -90,27 +90,6 @@ def test_prior_loss_weighs_kinds_and_leaves_padding_out():
     torch.testing.assert_close(metrics["text"], by_hand)
     torch.testing.assert_close(metrics["image"], F.cross_entropy(image_logits.flatten(0, 1), image.flatten()))
     torch.testing.assert_close(loss.detach(), metrics["text"] / 8 + metrics["image"] * 7 / 8)
-
-
-def test_corrupted_image_tokens_are_read_in_training_and_never_the_target():
-    torch.manual_seed(0)
-    config = TransformerConfig(text_vocab=9, image_vocab=50, text_len=3, grid=(4, 4), width=16, depth=1, heads=2)
-    model, read = config.build(), []
-    model.embed.image.register_forward_pre_hook(lambda _, args: read.append(args[0]))
-    batch = {"text": torch.full((8, 3), 3), "image": torch.zeros(8, 16, dtype=torch.long)}
-    objective = Autoregressive(corrupt=0.3)
-
-    def loss():
-        return objective(model, batch, 0, torch.Generator().manual_seed(1))[1]["image"]
-
-    first, again = loss(), loss()
-    assert torch.equal(first, again)  # fixed by the generator, so that a run can be resumed
-    assert 0.15 < (read[0] != 0).float().mean() < 0.45
-    logits = model(batch["text"], read[0])[1]
-    torch.testing.assert_close(first, F.cross_entropy(logits.flatten(0, 1), batch["image"].flatten()).detach())
-    with torch.no_grad():
-        loss()
-    assert not read[-1].any()  # an evaluation reads what is there
 
 
 def test_a_batch_of_empty_captions_has_no_text_loss():

@@ -1,0 +1,120 @@
+"""`limner train` as a user runs it: two stages at a time, interrupted, killed, continued."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from limner import errors
+from limner.config import save_json
+from limner.data.worlds import write_scenes
+from limner.models.contrastive import ContrastiveConfig
+from limner.models.dvae import DVAEConfig
+from limner.models.transformer import TransformerConfig
+from limner.recipes import get
+from limner.recipes.beside import LOG
+from limner.training.checkpoint import latest
+from limner.training.metrics_log import read_metrics
+
+STEPS = 40
+
+
+def tiny_recipe():
+    """Seconds on one core, of which the prior takes the longer part."""
+    r = get("scenes")
+    often = {"batch_size": 4, "eval_every": 1_000, "log_every": 1, "checkpoint_every": 5}
+    dvae = DVAEConfig(size=24, width=8, groups=3, blocks=1, vocab=32, code_width=8, context_groups=0)
+    return replace(
+        r,
+        text=replace(r.text, vocab=300),
+        dvae=replace(r.dvae, model=dvae, training=replace(r.dvae.training, steps=3, **often)),
+        prior=replace(
+            r.prior,
+            model=TransformerConfig(width=32, depth=2, heads=2),
+            training=replace(r.prior.training, steps=STEPS, **often),
+        ),
+        contrastive=replace(
+            r.contrastive,
+            model=ContrastiveConfig(patch=8, width=32, depth=1, heads=2, embedding=16),
+            training=replace(r.contrastive.training, steps=STEPS, **{**often, "batch_size": 8}),
+        ),
+    )
+
+
+@pytest.fixture
+def data(tmp_path):
+    write_scenes(tmp_path / "data", 24, 0, size=24, held_out=0.2)
+    save_json(tiny_recipe(), tmp_path / "recipe.json")
+    return tmp_path
+
+
+def start(folder: Path) -> subprocess.Popen:
+    env = {**os.environ, "PYTHONPATH": str(Path(errors.__file__).parents[1]), "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-m", "limner", "train", "data", "--recipe", "recipe.json", "--out", "run"]
+    return subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def wait_for(folder: Path, stage: str, step: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not any(row["step"] >= step for row in read_metrics(folder / "run" / stage / "metrics.jsonl")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def beside(folder: Path) -> list[str]:
+    """Processes that train this folder's contrastive model."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"limner.recipes.beside" in (path / "cmdline").read_bytes() and (path / "cwd").resolve() == folder:
+                found.append(path.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_two_stages_train_together_and_stop_together(data):
+    with start(data) as process:
+        wait_for(data, "prior", 3, process)
+        wait_for(data, "contrastive", 3, process)
+        assert len(beside(data)) == 1
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "the same command goes on" in said
+    assert not beside(data)
+    saved = latest(data / "run" / "contrastive")
+    assert saved is not None
+    assert 3 <= int(saved.name.removeprefix("step-")) < STEPS
+
+    with start(data) as process:  # killed, it leaves none behind
+        wait_for(data, "contrastive", int(saved.name.removeprefix("step-")) + 1, process)
+        process.kill()
+    deadline = time.monotonic() + 60
+    while beside(data):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+    with start(data) as process:
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    for stage in ("prior", "contrastive"):
+        assert [row["step"] for row in read_metrics(data / "run" / stage / "metrics.jsonl")] == list(
+            range(1, STEPS + 1)
+        )
+    assert (data / "run" / "bundle" / "config.json").exists()
+
+
+def test_what_goes_wrong_beside_is_said(data):
+    (data / "run").mkdir()
+    (data / "run" / "contrastive").write_text("where a folder should be")
+    with start(data) as process:
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert said.splitlines()[-1].startswith("limner: training the contrastive model beside the prior failed")
+    assert LOG in said
