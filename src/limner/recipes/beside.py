@@ -59,18 +59,28 @@ def contrastive_beside(recipe: Recipe, data: str | Path, out: Path) -> Iterator[
     torch.set_num_threads(threads - threads // 2)
     try:
         yield watch
-        steps = recipe.contrastive.training.steps
-        with progress("training the contrastive model", steps) as bar:
-            while process.poll() is None:
-                rows = read_metrics(out / "contrastive" / "metrics.jsonl")
-                bar.advance((int(rows[-1]["step"]) if rows else 0) - bar.done)
-                time.sleep(1)
-            bar.advance(steps - bar.done)
+        if process.poll() is None:
+            _wait(process, recipe.contrastive.training.steps, out / "contrastive" / "metrics.jsonl")
         watch.on_step(0, {})
     finally:
         process.stdin.close()  # tells the other process to save and stop
         process.wait()
         torch.set_num_threads(threads)
+
+
+def _wait(process: subprocess.Popen[bytes], steps: int, metrics: Path) -> None:
+    """Show how far the other process is until it ends."""
+    with progress("training the contrastive model", steps) as bar:
+        bar.resume(_step(metrics))
+        while process.poll() is None:
+            bar.advance(_step(metrics) - bar.done)
+            time.sleep(1)
+        bar.advance(_step(metrics) - bar.done)
+
+
+def _step(metrics: Path) -> int:
+    rows = read_metrics(metrics)
+    return int(rows[-1]["step"]) if rows else 0
 
 
 def main(data: str, out: str) -> None:

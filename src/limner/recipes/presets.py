@@ -45,10 +45,10 @@ def demo() -> Recipe:
         dvae=Bundled(),
         prior=PriorStage(
             model=TransformerConfig(width=192, depth=6, heads=4),
-            training=_training(steps=1_900, batch=16, ema=0.99),
+            training=_training(steps=2_500, batch=16, ema=0.99),
             augment=False,
         ),
-        contrastive=_small_contrastive(steps=600),
+        contrastive=_small_contrastive(steps=900),
     )
 
 

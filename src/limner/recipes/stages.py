@@ -76,7 +76,7 @@ def train_all(
     both = {"prior", "contrastive"} <= set(wanted) and plan.device.type == "cpu" and torch.get_num_threads() > 1
     with contrastive_beside(recipe, data, plan.out) if both else nullcontext() as watch:
         prior = plan.prior(tokenizer, dvae, "prior" in wanted, [watch] if watch else [])
-    contrastive = plan.contrastive(tokenizer, dvae, train="contrastive" in wanted)
+    contrastive = plan.contrastive(tokenizer, dvae, train="contrastive" in wanted and not both)
     if prior is None or contrastive is None:
         return None
     info = {
