@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,9 +17,8 @@ import torch
 from torch import Tensor
 
 from limner.models.transformer import TransformerConfig
-from limner.recipes.speed import Drawing, seconds, trained
+from limner.recipes.speed import PLACES, Drawing, mean_step, seconds, trained
 
-PLACES = (0.0, 0.25, 0.5, 0.75, 0.99)
 CPU = torch.device("cpu")
 
 
@@ -60,7 +57,9 @@ class LlamaGen:
         took = seconds(prefill, 1)
         cache = model.layers[0].attention.kv_cache.k_cache
         each = 2 * len(model.layers) * cache[0].numel() * cache.element_size()
-        return Drawing(candidates=n, step=_mean(step, length, 2), prefill=took, positions=length, each=each, shared=0)
+        return Drawing(
+            candidates=n, step=mean_step(step, length, 2), prefill=took, positions=length, each=each, shared=0
+        )
 
     def training(self, batch: int) -> float:
         text, length = self.config.text_len, prod(self.config.grid)
@@ -139,10 +138,6 @@ class DallePytorch:
         text = torch.randint(1, c.text_vocab, (batch, c.text_len))
         image = torch.randint(0, c.image_vocab, (batch, prod(c.grid)))
         return trained(model, lambda: model(text, image, return_loss=True), CPU)
-
-
-def _mean(step: Callable[[int], None], length: int, times: int) -> float:
-    return sum(seconds(partial(step, int(place * length)), times) for place in PLACES) / len(PLACES)
 
 
 def _repeat(value: Any, n: int) -> Any:

@@ -468,7 +468,7 @@ class TextToImage:
         kept = f"{key} {dtype} {small}"
         if kept not in self._cast:
             fast = copy.deepcopy(model).to(dtype)
-            self._cast[kept] = int8(fast) if small else packed(fast) if self.device.type == "cpu" else fast
+            self._cast[kept] = int8(fast) if small else packed(fast)
         return self._cast[kept]  # pyright: ignore[reportReturnType]
 
     # ------------------------------------------------------------------------ bundles

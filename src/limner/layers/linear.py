@@ -73,8 +73,12 @@ class Int8Linear(nn.Module):
 
 
 def packed(model: M) -> M:
-    """Replace the linear layers of a bf16 model on a CPU, in place, where torch was built with oneDNN."""
-    return _replaced(model, PackedLinear) if torch.backends.mkldnn.is_available() else model
+    """Replace the linear layers of a bf16 model on a CPU, in place, where torch was built with oneDNN; any
+    other model stays as it is."""
+    kinds = {(p.dtype, p.device.type) for p in model.parameters()}
+    if kinds != {(torch.bfloat16, "cpu")} or not torch.backends.mkldnn.is_available():
+        return model
+    return _replaced(model, PackedLinear)
 
 
 def int8(model: M) -> M:

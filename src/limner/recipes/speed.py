@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from limner.layers.cache import Cache
 from limner.layers.linear import packed
-from limner.models.transformer import Transformer, TransformerConfig
+from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import autocast, choose_precision
 from limner.objectives.autoregressive import Autoregressive
 from limner.recipes.plan import Plan
 from limner.sampling.generate import Sampler
 
-_PLACES = (0.0, 0.25, 0.5, 0.75, 0.99)  # of a picture, where a step is timed
+PLACES = (0.0, 0.25, 0.5, 0.75, 0.99)  # of a picture, where a step is timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,11 @@ def seconds(function: Callable[[], object], times: int) -> float:
     return statistics.median(found[1:])
 
 
+def mean_step(step: Callable[[int], object], positions: int, times: int) -> float:
+    """Seconds of `step(position)` on average over a picture of so many positions."""
+    return statistics.mean(seconds(partial(step, int(place * positions)), times) for place in PLACES)
+
+
 def machine(device: torch.device) -> Machine:
     """Measured with a square product of 2,048 (8,192 on a GPU) and a copy of a quarter of a gigabyte."""
     side = 2_048 if device.type == "cpu" else 8_192
@@ -90,7 +95,7 @@ def machine(device: torch.device) -> Machine:
 def drawing(config: TransformerConfig, candidates: int, device: torch.device, *, shared: bool = True) -> Drawing:
     """Time drawing as the pipeline does it. Without `shared`, each candidate has the text's keys and values
     copied, as is usual elsewhere."""
-    model = _model(config, device)
+    model = packed(config.build().to(device, choose_precision(device)).eval())
     sampler, uniform = Sampler(), torch.rand(candidates, device=device)
     text = torch.randint(0, config.text_vocab, (1, config.text_len), device=device)
     prefill = seconds(lambda: model.prefill(text), 1)
@@ -106,10 +111,9 @@ def drawing(config: TransformerConfig, candidates: int, device: torch.device, *,
         cache.length = position
         token = sampler(model.step(cache, token), uniform)
 
-    found = [seconds(partial(step, int(place * prod(config.grid))), 4) for place in _PLACES]
     each = cache.bytes_per_candidate
     return Drawing(
-        candidates=candidates, step=statistics.mean(found), prefill=prefill, positions=prod(config.grid),
+        candidates=candidates, step=mean_step(step, prod(config.grid), 4), prefill=prefill, positions=prod(config.grid),
         each=each if shared else each + prefix, shared=prefix if shared else 0,
     )  # fmt: skip
 
@@ -146,12 +150,6 @@ def trained(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) 
 def useful(config: TransformerConfig, batch: int, step: float, here: Machine) -> float:
     """The share of the product's rate that a training step of so many seconds reaches."""
     return Plan(config=config, gpus=1, batch=batch).flops() / step / here.gemm
-
-
-def _model(config: TransformerConfig, device: torch.device) -> Transformer:
-    dtype = choose_precision(device)
-    model = config.build().to(device, dtype).eval()
-    return packed(model) if device.type == "cpu" and dtype == torch.bfloat16 else model
 
 
 def _copied(cache: Cache, n: int) -> Cache:
