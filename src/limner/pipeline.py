@@ -247,7 +247,10 @@ class TextToImage:
         self.precision: Precision = precision
         self.store: type[Store] = Store
         self.int8_weights = False
-        self.guidance = float(self.info.get("guidance") or 1.0)
+        guidance = self.info.get("guidance", 1.0)
+        if type(guidance) not in (int, float):
+            raise UserError(f"the model's own guidance is a number, not {guidance!r}: correct its config.json")
+        self.guidance = float(guidance)
         _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
         self._cast: dict[str, nn.Module] = {}
 

@@ -328,6 +328,7 @@ SPOILED = {
     "heads that do not divide": (lambda b: edit(b, put("prior", "heads", 0)), "heads cannot be"),
     "huge grid": (lambda b: edit(b, put("prior", "grid", [10_000, 10_000])), "positions"),
     "negative size": (lambda b: edit(b, put("dvae", "vocab", -5)), "vocab cannot be"),
+    "guidance in words": (lambda b: edit(b, put("info", "guidance", "much")), "guidance is a number"),
     "other grid": (lambda b: edit(b, put("dvae", "size", 48)), "do not belong together"),
     "missing weights": (lambda b: (b / "prior.safetensors").unlink(), "missing"),
     "cut weights": (lambda b: cut(b / "prior.safetensors"), "damaged"),
