@@ -211,14 +211,13 @@ def read(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Any]]:
     return models, Tokenizer.load(folder / "tokenizer.json"), info
 
 
-def load_dvae(name_or_folder: str | Path) -> DVAE:
-    """The dVAE of a bundle (by name or folder), or of a folder that holds one alone. Raises `UserError`."""
+def load_model(name_or_folder: str | Path, part: str) -> Any:
+    """One model of a bundle (by name or folder): "dvae", "prior" or "contrastive". The first may also lie in a
+    folder that holds a dVAE alone. Raises `UserError`."""
     folder = Path(name_or_folder)
-    if not _is_bundle(folder, DVAE_FORMAT):
+    if part != "dvae" or not _is_bundle(folder, DVAE_FORMAT):
         folder = find(named(name_or_folder))
-    model = _load_part(folder, "dvae", DVAEConfig, read_json(folder / "config.json"))
-    assert isinstance(model, DVAE)
-    return model
+    return _load_part(folder, part, _PARTS[part], read_json(folder / "config.json"))
 
 
 def _load_part(folder: Path, name: str, kind: type, data: Mapping[str, Any]) -> nn.Module:

@@ -9,15 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from limner import errors
+from limner import bundles, errors
 from limner.config import save_json
 from limner.data.worlds import write_scenes
+from limner.errors import UserError
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.recipes import get
 from limner.recipes.beside import LOG
+from limner.recipes.stages import train_all
 from limner.training.checkpoint import latest
 from limner.training.metrics_log import read_metrics
 
@@ -118,3 +121,30 @@ def test_what_goes_wrong_beside_is_said(data):
     assert process.returncode == 2
     assert said.splitlines()[-1].startswith("limner: training the contrastive model beside the prior failed")
     assert LOG in said
+
+
+def test_training_goes_on_from_a_bundle(data):
+    recipe = tiny_recipe()
+    few = {
+        stage: replace(getattr(recipe, stage), training=replace(getattr(recipe, stage).training, steps=2))
+        for stage in ("dvae", "prior", "contrastive")
+    }
+    first = train_all(replace(recipe, **few), data / "data", data / "first")
+    assert first is not None
+    start = str(data / "first")
+    rested = replace(few["prior"], training=replace(few["prior"].training, steps=1, warmup_steps=10**9, ema_decay=None))
+    told = replace(recipe, **{**few, "prior": rested}, start=start)
+    second = train_all(told, data / "data", data / "second", ("prior",))
+    assert second is not None
+    assert second.tokenizer.hash == first.tokenizer.hash
+    models, _, _ = bundles.read(data / "first" / "bundle")
+    for part, near in (("dvae", 0), ("contrastive", 0), ("prior", 1e-3)):  # the prior made a step of no size
+        weights = getattr(second, part).state_dict()
+        for name, value in models[part].state_dict().items():
+            torch.testing.assert_close(weights[name], value, atol=near, rtol=near)
+
+    other = replace(told, prior=replace(rested, model=TransformerConfig(width=48, depth=2, heads=2)))
+    with pytest.raises(UserError, match="the prior of .* has other settings than the recipe: width"):
+        train_all(other, data / "data", data / "third", ("prior",))
+    with pytest.raises(UserError, match="start"):  # the same folder, from elsewhere
+        train_all(replace(told, start=str(data / "first" / "bundle")), data / "data", data / "second", ("prior",))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from limner.bundles import load_dvae
+from limner.bundles import load_model
 from limner.errors import UserError
 from limner.models.dvae import DVAEConfig
 from limner.models.openai import from_openai
@@ -49,7 +49,7 @@ def test_files_of_either_kind_are_imported_and_bad_ones_refused(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert "64 codes, 8x" in done.stdout
     pixels = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8)
-    found = load_dvae(tmp_path / "out")
+    found = load_model(tmp_path / "out", "dvae")
     assert found.config.grid == (8, 8)
     torch.testing.assert_close(found.encode(pixels), model.encode(pixels), atol=2e-2, rtol=2e-2)  # stored in 16 bits
     torch.save(model.encoder, tmp_path / "pickled.pt")  # a whole module, as the original release has it

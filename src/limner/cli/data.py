@@ -35,6 +35,8 @@ class ScenesOptions:
     """Share of samples with a held-out combination."""
     pairs: float = 0.1
     """Share of top-and-bottom pairs ("the exact same scene on the top as a sketch at the bottom")."""
+    things: tuple[float, float, float, float] = (3, 5, 1, 1)
+    """How often described scenes have one, two, three and four things, relative to each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +101,14 @@ def scenes(argv: Sequence[str]) -> None:
     for name in ("held_out", "pairs"):
         if not 0 <= getattr(options, name) <= 1:
             raise UserError(f"{name.replace('_', '-')} is a share from 0 to 1, not {getattr(options, name)}")
+    if min(options.things) < 0 or not 0 < sum(options.things) < float("inf"):
+        raise UserError(f"things are four shares of which one at least is above 0, not {options.things}")
     from limner.data.worlds import write_scenes
 
     with progress("drawing scenes", options.count, unit="scene") as bar:
         summary = write_scenes(
             options.out, options.count, options.seed, size=options.size, kind=options.kind,
-            held_out=options.held_out, pairs=options.pairs, progress=bar.advance,
+            held_out=options.held_out, pairs=options.pairs, things=options.things, progress=bar.advance,
         )  # fmt: skip
     _tell(options.out, summary["kept"], summary["rejected"], summary["splits"])
 

@@ -155,8 +155,8 @@ class ImageCaptionDataset:
         if self.tokenizer:
             batch["text"] = _encode(self.tokenizer, texts, self.text_len, self.bpe_dropout)
         if self.tokenizer and self.distractors:
-            exchange, count = self.distractors[0].exchange, self.distractors[1]
-            wrong = [(caption and exchange(caption, rng), rng) for caption, rng in texts for _ in range(count)]
+            distract, count = self.distractors[0].distract, self.distractors[1]
+            wrong = [(caption and distract(caption, rng), rng) for caption, rng in texts for _ in range(count)]
             encoded = _encode(self.tokenizer, wrong, self.text_len, self.bpe_dropout)
             batch["distractors"] = encoded.unflatten(0, (-1, count))
         return batch

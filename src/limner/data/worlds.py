@@ -26,7 +26,7 @@ from limner.data.scenes import (
 )
 from limner.data.shards import ShardWriter
 
-COUNTS = (0.3, 0.5, 0.1, 0.1)  # shares of scenes with one, two, three and four things
+THINGS = (3.0, 5.0, 1.0, 1.0)  # how often described scenes have one, two, three and four things
 PHRASINGS = 4
 
 
@@ -39,7 +39,7 @@ def write_scenes(
     kind: Literal["described", "crowded"] = "described",
     held_out: float = 0.05,
     pairs: float = 0.1,
-    counts: tuple[float, float, float, float] = COUNTS,
+    things: tuple[float, float, float, float] = THINGS,
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, Any]:
     """Write `count` samples as shards of PNG, captions and ground truth; the summary is returned.
@@ -50,9 +50,10 @@ def write_scenes(
             full of things, to train a dVAE on, with the caption "a crowded scene".
         held_out: share of samples that contain a held-out combination, marked as that split.
         pairs: share of image-to-image pairs, in either kind.
-        counts: shares of described scenes with one, two, three and four things.
+        things: how often described scenes have one, two, three and four things, relative to each other.
         progress: called with 1 after every sample.
     """
+    shares = np.array(things) / sum(things)
     with ShardWriter(out) as writer:
         for i in range(count):
             rng = np.random.default_rng((seed, i))
@@ -65,7 +66,7 @@ def write_scenes(
                 scene = sample_crowd(rng, split=split)
                 picture, truth, captions = render(scene, size), {"scene": scene.to_dict()}, ["a crowded scene"]
             else:
-                scene = sample_scene(rng, count=1 + int(rng.choice(4, p=counts)), split=split)
+                scene = sample_scene(rng, count=1 + int(rng.choice(4, p=shares)), split=split)
                 picture, truth = render(scene, size), {"scene": scene.to_dict()}
                 captions = [describe(scene, rng) for _ in range(PHRASINGS)]
             writer.write(png(picture), tuple(dict.fromkeys(captions)), {**truth, "split": split})

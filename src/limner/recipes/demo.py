@@ -44,7 +44,7 @@ from limner.recipes.recipe import DVAEStage, Recipe
 from limner.training.metrics_log import read_metrics
 from limner.training.progress import clock, progress
 
-COUNTS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four things
+THINGS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four things
 _CURVES = {
     "dvae": ("dVAE", ("loss", "eval/psnr")),
     "prior": ("prior", ("image", "text", "eval/image")),
@@ -145,7 +145,7 @@ def _write(demo: Demo) -> None:
             continue
         with progress(f"writing {kind} scenes", demo.scenes, unit="scene") as bar:
             write_scenes(
-                demo.out / folder, demo.scenes, seed=1, kind=kind, pairs=0.0, counts=COUNTS, progress=bar.advance
+                demo.out / folder, demo.scenes, seed=1, kind=kind, pairs=0.0, things=THINGS, progress=bar.advance
             )
 
 

@@ -73,8 +73,13 @@ class ContrastiveStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole plan. `limner train DATA --recipe NAME` runs it, with any field overridden."""
+    """A whole plan. `limner train DATA --recipe NAME` runs it, with any field overridden.
 
+    `start` is a bundle (a name or a folder) to go on from: its tokenizer, the weights that each training begins
+    with, which must have the same settings, and whatever is not trained. None begins with random weights.
+    """
+
+    start: str | None = None
     text: TextConfig = field(default_factory=TextConfig)
     dvae: DVAEStage | Bundled
     prior: PriorStage

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limner.bundles import load_dvae
-from limner.config import save_json, to_dict
+from limner import bundles
+from limner.config import differences, save_json, to_dict
 from limner.data.datasets import ImageCaptionDataset, TokenDataset
 from limner.data.distractors import Distractors
 from limner.data.samples import Rejected, Selection, Source, select_split
@@ -94,7 +94,7 @@ def train_all(
 class Plan:
     """A recipe with its data and its folder; a method for each stage.
 
-    With `train=False` a stage only loads what an earlier call has trained.
+    With `train=False` a stage only loads what an earlier call has trained, or the recipe starts from.
     """
 
     recipe: Recipe
@@ -114,22 +114,24 @@ class Plan:
         return cls(recipe=recipe, seen=seen, unseen=unseen, out=Path(out), device=device)
 
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer, trained on the captions the first time."""
+        """The run's tokenizer, trained on the captions the first time if it is not that of the recipe's start."""
         path = self.out / "tokenizer.json"
         if not path.exists():
             self.out.mkdir(parents=True, exist_ok=True)
-            Tokenizer.train(_captions(self.seen), self.recipe.text.vocab).save(path)
+            start = self.recipe.start
+            known = start and Tokenizer.load(bundles.find(bundles.named(start)) / "tokenizer.json")
+            (known or Tokenizer.train(_captions(self.seen), self.recipe.text.vocab)).save(path)
         return Tokenizer.load(path)
 
     def dvae(self, train: bool = True) -> DVAE:
         """Stage one (§2.1), or the dVAE that the recipe borrows."""
         stage = self.recipe.dvae
         if isinstance(stage, Bundled):
-            return load_dvae(stage.bundle).to(self.device)
+            return bundles.load_model(stage.bundle, "dvae").to(self.device)
         torch.manual_seed(stage.training.seed)
         model = stage.model.build()
         if not train:
-            if not _trained(model, self.out / "dvae"):
+            if not self._load("dvae", model):
                 raise UserError(f"there is no dVAE in {self.out / 'dvae'}: train the stage 'dvae' first")
             return model.to(self.device).eval()
         size = stage.model.size
@@ -154,7 +156,7 @@ class Plan:
         torch.manual_seed(stage.training.seed)
         model = config.build()
         if not train:
-            return model.to(self.device).eval() if _trained(model, self.out / "prior") else None
+            return model.to(self.device).eval() if self._load("prior", model) else None
         dvae = dvae.to(self.device).eval()
         key, size = weights_hash(dvae), dvae.config.size
 
@@ -194,7 +196,7 @@ class Plan:
         torch.manual_seed(stage.training.seed)
         model = config.build()
         if not train:
-            return model.to(self.device).eval() if _trained(model, self.out / "contrastive") else None
+            return model.to(self.device).eval() if self._load("contrastive", model) else None
         augment = "prior" if stage.augment else "none"
         distractors = (Distractors(_captions(self.seen)), stage.distractors) if stage.distractors else None
 
@@ -233,10 +235,28 @@ class Plan:
 
         return evaluate
 
+    def _begin(self, name: Stage, model: DVAE | Transformer | Contrastive) -> bool:
+        """Fill the model with the weights that the recipe starts from; False if it starts from random ones."""
+        start = self.recipe.start
+        if start is None:
+            return False
+        begun = bundles.load_model(start, name)
+        if wrong := differences(to_dict(begun.config), to_dict(model.config)):
+            raise UserError(f"the {name} of {start} has other settings than the recipe: {', '.join(wrong)}")
+        model.load_state_dict(begun.state_dict())
+        return True
+
+    def _load(self, name: Stage, model: DVAE | Transformer | Contrastive) -> bool:
+        """Fill the model with what an earlier call has trained, or the recipe starts from; False if there is none."""
+        if latest(self.out / name) is None:
+            return self._begin(name, model)
+        load_weights(model, self.out / name)
+        return True
+
     def _run(
         self,
         name: Stage,
-        model: torch.nn.Module,
+        model: DVAE | Transformer | Contrastive,
         stage: DVAEStage | PriorStage | ContrastiveStage,
         data: Dataset,
         evaluate: Evaluate | None,
@@ -244,6 +264,8 @@ class Plan:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         config = stage.training
+        if self._begin(name, model):
+            record = {**record, "start": self.recipe.start}
         stream = Stream(data, config.batch_size, config.seed, prefetch=2)
         title = {"dvae": "dVAE", "prior": "prior", "contrastive": "contrastive model"}[name]
         with progress(f"training the {title}", config.steps) as bar:
@@ -321,14 +343,6 @@ def weights_hash(model: torch.nn.Module) -> str:
         state.update(f"{name} {tuple(tensor.shape)}".encode())
         state.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return state.hexdigest()
-
-
-def _trained(model: torch.nn.Module, folder: Path) -> bool:
-    """Load the newest weights of a stage's folder into `model`; False if there are none."""
-    if latest(folder) is None:
-        return False
-    load_weights(model, folder)
-    return True
 
 
 def _captions(source: Source) -> Iterable[str]:
