@@ -19,6 +19,7 @@ n blocks of q queries with m keys each in their windows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -89,17 +90,41 @@ class SparseAttention(nn.Module):
             return self._blocks(x)
         return F.pad(x, (0, 0, self.reach, 0)).unfold(1, self.window, self.queries).transpose(2, 3)
 
-    def image(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        """The image positions' attention: q [R, S, C]; k, v [R, P + S, C] -> [R, S, C]."""
-        p, r, c = self.prefix, q.shape[0], q.shape[-1]
-        q = self._blocks(q * c**-0.5)
-        flat = q.reshape(r, -1, c)
-        by_window = q @ self._windows(k[:, p:]).transpose(2, 3) + bias
-        by_prefix = (flat @ k[:, :p].transpose(1, 2)).view(r, self.blocks, self.queries, p)
-        weights = torch.cat([by_prefix, by_window], -1).softmax(-1)
-        of_prefix = weights[..., :p].reshape(r, -1, p) @ v[:, :p]
-        of_window = weights[..., p:] @ self._windows(v[:, p:])
-        return self._raster(of_prefix.view(q.shape) + of_window)
+    def _raster_windows(self, x: Tensor) -> Tensor:
+        """The transpose of `_windows`: what lies in several windows [R, n, m, C] is added up, [R, S, C]."""
+        if self.kind == "column":
+            return self._raster(x)
+        size = self.blocks * self.queries
+        whole = x.new_zeros(len(x), -(-self.window // self.queries) * self.queries + size, x.shape[-1])
+        for begin in range(0, self.window, self.queries):  # a part of all windows, as long as a block, does not overlap
+            part = x[:, :, begin : begin + self.queries]
+            whole[:, begin : begin + size].unflatten(1, (self.blocks, -1))[:, :, : part.shape[2]] += part
+        return whole[:, self.reach : self.reach + size]
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Products of blocks [R, n, q, C] with the states [R, P + S, C] that they may see, [R, n, q, P + m]."""
+        p = self.prefix
+        by_prefix = q.flatten(1, 2) @ k[:, :p].mT
+        return torch.cat([by_prefix.unflatten(1, q.shape[1:3]), q @ self._windows(k[:, p:]).mT], -1)
+
+    def mix(self, weights: Tensor, v: Tensor) -> Tensor:
+        """Sums of states [R, P + S, C] with weights [R, n, q, P + m], in blocks [R, n, q, C]."""
+        p = self.prefix
+        of_prefix = weights[..., :p].flatten(1, 2) @ v[:, :p]
+        return of_prefix.unflatten(1, weights.shape[1:3]) + weights[..., p:] @ self._windows(v[:, p:])
+
+    def spread(self, weights: Tensor, y: Tensor) -> Tensor:
+        """The transpose of `mix`: blocks [R, n, q, C] to the states that they saw, [R, P + S, C]."""
+        p = self.prefix
+        to_prefix = weights[..., :p].flatten(1, 2).mT @ y.flatten(1, 2)
+        return torch.cat([to_prefix, self._raster_windows(weights[..., p:].mT @ y)], 1)
+
+    def weights(self, q: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """q [R, S, C] in blocks and scaled, and its weights."""
+        q = self._blocks(q * q.shape[-1] ** -0.5)
+        scores = self.scores(q, k)
+        scores[..., self.prefix :] += bias
+        return q, scores.softmax(-1)
 
     @property
     def at_once(self) -> int:
@@ -108,23 +133,32 @@ class SparseAttention(nn.Module):
 
 
 class _Recomputed(torch.autograd.Function):
-    """`SparseAttention.image` a few sequences at a time, forward and, computed again, backward."""
+    """The image positions' attention, q [R, S, C], k and v [R, P + S, C] -> [R, S, C], a few sequences at a time;
+    backward computes the weights again."""
 
     @staticmethod
     def forward(ctx: Any, attention: SparseAttention, bias: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.attention = attention
         ctx.save_for_backward(bias, q, k, v)
-        parts = zip(*(x.split(attention.at_once) for x in (q, k, v)), strict=True)
+        found = []
         with torch.autocast(q.device.type, enabled=False):  # as it is in the backward pass
-            return torch.cat([attention.image(part[0], part[1], part[2], bias) for part in parts])
+            for part_q, part_k, part_v in _parts(attention, q, k, v):
+                _, weights = attention.weights(part_q, part_k, bias)
+                found.append(attention._raster(attention.mix(weights, part_v)))
+        return torch.cat(found)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        bias, *states = ctx.saved_tensors
-        found: list[tuple[Tensor, ...]] = []
-        for q, k, v, g in zip(*(x.split(ctx.attention.at_once) for x in (*states, upstream[0])), strict=True):
-            part = [x.detach().requires_grad_() for x in (q, k, v)]
-            with torch.enable_grad():
-                y = ctx.attention.image(part[0], part[1], part[2], bias)
-            found.append(torch.autograd.grad(y, part, g))
+        attention, (bias, *states) = ctx.attention, ctx.saved_tensors
+        found = []
+        for q, k, v, g in _parts(attention, *states, upstream[0]):
+            scaled, weights = attention.weights(q, k, bias)
+            g = attention._blocks(g)
+            by_score = torch._softmax_backward_data(attention.scores(g, v), weights, -1, weights.dtype)
+            by_q = attention._raster(attention.mix(by_score, k)) * q.shape[-1] ** -0.5
+            found.append((by_q, attention.spread(by_score, scaled), attention.spread(weights, g)))
         return None, None, *(torch.cat(grads) for grads in zip(*found, strict=True))
+
+
+def _parts(attention: SparseAttention, *states: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    return zip(*(x.split(attention.at_once) for x in states), strict=True)
