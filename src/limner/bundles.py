@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,6 +33,8 @@ from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.text.bpe import Tokenizer
+
+M = TypeVar("M", bound=nn.Module)
 
 FORMAT = "limner-bundle-1"
 DVAE_FORMAT = "limner-dvae-1"
@@ -143,6 +145,12 @@ def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
     value = value.detach().cpu().contiguous()
     small = value.to(dtype)
     return small if small.isfinite().all() else value
+
+
+def rounded(model: M, dtype: torch.dtype = torch.float16) -> M:
+    """The model, in place, with the values that its bundle will have: what learns from it meets it again."""
+    model.load_state_dict({key: _stored(value, dtype) for key, value in model.state_dict().items()})
+    return model
 
 
 def _swap(fresh: Path, folder: Path) -> None:

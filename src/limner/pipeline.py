@@ -167,11 +167,13 @@ class Candidates:
         pictures: uint8 [B, N, 3, H, W].
         scores: float32 [B, N].
         tokens: int64 [B, N, S].
+        guidance: that they were drawn with.
     """
 
     pictures: Tensor
     scores: Tensor
     tokens: Tensor
+    guidance: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -362,8 +364,7 @@ class TextToImage:
             captions, max(n, candidates), seed=seeds, sampler=sampler, guidance=guidance, given=given,
             progress=progress, watch=watch, every=every,
         )  # fmt: skip
-        guidance = self.guidance if guidance is None else guidance
-        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "guidance": guidance}
+        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "guidance": made.guidance}
         order = best(made.scores, n)
         return [
             Drawings(
@@ -441,7 +442,7 @@ class TextToImage:
             score[rows, where] = scores(contrastive, judged[rows].to(device), shown).float().cpu()
             tokens[rows, where], pictures[rows, where] = drawn.cpu(), shown.cpu()
             done += size * length
-        return Candidates(pictures, score, tokens)
+        return Candidates(pictures, score, tokens, guidance)
 
     def _shown(self, tokens: Tensor, rows: int) -> Tensor:
         """Tokens [b, n, rows * w] -> uint8 [b, n, 3, height, W]."""

@@ -131,6 +131,9 @@ def test_training_goes_on_from_a_bundle(data):
     }
     first = train_all(replace(recipe, **few), data / "data", data / "first")
     assert first is not None
+    stored = bundles.load_model(data / "first", "dvae").state_dict()
+    for name, value in first.dvae.state_dict().items():  # what the prior learned from is what the bundle holds
+        assert torch.equal(value, stored[name])
     start = str(data / "first")
     rested = replace(few["prior"], training=replace(few["prior"].training, steps=1, warmup_steps=10**9, ema_decay=None))
     told = replace(recipe, **{**few, "prior": rested}, start=start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -114,9 +114,7 @@ def composition(argv: Sequence[str]) -> None:
     with progress("drawing and judging", len(captions) * options.candidates, unit="drawing") as bar:
         result = evaluation.score(pipe, captions, _settings(options, sampler=sampler), progress=bar.advance)
     print(f"{pipe.name}, {options.split} combinations, {clock(time.monotonic() - begun)}\n{result.table()}")
-    if options.output:
-        result.save(options.output)
-        print(f"written: {options.output}")
+    _keep(result.save, options.output)
 
 
 def pairs(argv: Sequence[str]) -> None:
@@ -132,9 +130,13 @@ def pairs(argv: Sequence[str]) -> None:
     with progress("drawing and judging", len(asked) * options.candidates, unit="drawing") as bar:
         result = evaluation.score_pairs(pipe, asked, _settings(options), progress=bar.advance)
     print(f"{pipe.name}, {options.split} combinations\n{result.table()}")
-    if options.output:
-        result.save(options.output)
-        print(f"written: {options.output}")
+    _keep(result.save, options.output)
+
+
+def _keep(save: Callable[[Path], object], path: Path | None) -> None:
+    if path:
+        save(path)
+        print(f"written: {path}")
 
 
 def _settings(options: CompositionOptions | PairsOptions, **more: Any) -> Settings:
@@ -174,9 +176,7 @@ def reconstruction(argv: Sequence[str]) -> None:
     with progress("reconstructing", len(pictures), unit="picture") as bar:
         result = evaluation.measure(pipe.dvae, pictures, read=options.data is None, progress=bar.advance)
     print(f"{pipe.name}\n{result.table()}")
-    if options.output:
-        result.save(options.output)
-        print(f"written: {options.output}")
+    _keep(result.save, options.output)
 
 
 def emoji(argv: Sequence[str]) -> None:
@@ -205,6 +205,4 @@ def emoji(argv: Sequence[str]) -> None:
         if options.mosaic:
             path = options.mosaic.with_stem(f"{options.mosaic.stem}-{split}")
             print(f"written: {save_png(evaluation.mosaic(gallery, result), path)}")
-    if options.output:
-        evaluation.save(options.output, gallery, results)
-        print(f"written: {options.output}")
+    _keep(lambda path: evaluation.save(path, gallery, results), options.output)

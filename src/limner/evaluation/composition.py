@@ -275,7 +275,7 @@ def _judged(
     given: Tensor | None = None,
 ) -> Composition:
     candidates, sampler = settings.candidates, settings.sampler
-    guidance = pipe.guidance if settings.guidance is None else settings.guidance
+    guidance = settings.guidance
     right = np.zeros((len(asked), candidates), bool)
     scores = np.zeros((len(asked), candidates), np.float32)
     texts = [caption for caption, _ in asked]
@@ -283,12 +283,12 @@ def _judged(
         part = range(start, min(start + _TOGETHER, len(texts)))
         made = pipe.candidates(
             [texts[i] for i in part], candidates, seed=[settings.seed + i for i in part], sampler=sampler,
-            guidance=guidance, given=None if given is None else given[part.start : part.stop],
+            guidance=settings.guidance, given=None if given is None else given[part.start : part.stop],
             progress=_per_drawing(progress, pipe),
         )  # fmt: skip
         for i, pictures in zip(part, made.pictures, strict=True):
             right[i] = verdicts(pictures, asked[i][1])
-        scores[part.start : part.stop] = made.scores.numpy()
+        scores[part.start : part.stop], guidance = made.scores.numpy(), made.guidance
         if keep:
             keep(start, made)
     how = {

@@ -124,7 +124,10 @@ class Plan:
         return Tokenizer.load(path)
 
     def dvae(self, train: bool = True) -> DVAE:
-        """Stage one (§2.1), or the dVAE that the recipe borrows."""
+        """Stage one (§2.1), or the dVAE that the recipe borrows.
+
+        Its weights are rounded as the bundle will store them, so that the prior learns the tokens of the bundle.
+        """
         stage = self.recipe.dvae
         if isinstance(stage, Bundled):
             return bundles.load_model(stage.bundle, "dvae").to(self.device)
@@ -133,7 +136,7 @@ class Plan:
         if not train:
             if not self._load("dvae", model):
                 raise UserError(f"there is no dVAE in {self.out / 'dvae'}: train the stage 'dvae' first")
-            return model.to(self.device).eval()
+            return bundles.rounded(model).to(self.device).eval()
         size = stage.model.size
         images = ImageCaptionDataset(self.seen, size, "dvae" if stage.augment else "none", keep_bytes=_KEPT_BYTES)
         some = _some(self.unseen if len(self.unseen) else self.seen)
@@ -145,7 +148,7 @@ class Plan:
         record = {"model": to_dict(stage.model), "objective": to_dict(stage.objective)}
         warning = CollapseWarning(stage.model.vocab)
         self._run("dvae", model, stage, images, evaluate, record, callbacks=[warning])
-        return model.eval()
+        return bundles.rounded(model).eval()
 
     def prior(
         self, tokenizer: Tokenizer, dvae: DVAE, train: bool = True, callbacks: Sequence[Callback] = ()
