@@ -26,6 +26,8 @@ class Bundle:
     license: str | None = None
     scores: tuple[Path, ...] = ()
     """JSON files of `limner evaluate` whose tables go into the card."""
+    prune: str | None = None
+    """Leave out the codes of the dVAE that no picture of this data has."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -34,6 +36,13 @@ def main(argv: Sequence[str]) -> None:
     from limner.pipeline import load
 
     pipe = load(options.source)
+    if options.prune:
+        from limner.data.sources import open_source
+        from limner.recipes.prune import prune, used_codes
+
+        codes = used_codes(pipe.dvae, open_source(options.prune))
+        print(f"{len(codes)} of {pipe.dvae.config.vocab} codes are in use")
+        pipe = prune(pipe, codes)
     said: dict[str, Any] = {"about": options.about, "license": options.license}
     pipe.info |= {key: value for key, value in said.items() if value}
     pipe.info["name"] = options.name or options.out.resolve().name

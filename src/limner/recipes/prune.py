@@ -1,0 +1,52 @@
+"""Leave out the codes that no picture uses: the same pictures from a smaller vocabulary.
+
+A dVAE that was trained to need few codes (a negative `balance`) keeps a row for each that it gave up, and so
+does the prior, which has learned never to draw them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from limner.data.datasets import ImageCaptionDataset
+from limner.data.samples import Source
+from limner.models.dvae import DVAE
+from limner.pipeline import TextToImage
+from limner.training.progress import progress
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def used_codes(dvae: DVAE, source: Source) -> Tensor:
+    """The codes that pictures of `source` are encoded with, in order: int64 [K]."""
+    images, used = ImageCaptionDataset(source, dvae.config.size), torch.zeros(dvae.config.vocab, dtype=torch.bool)
+    with progress("looking for codes in use", len(source), unit="image") as bar:
+        for part in np.array_split(np.arange(len(source)), -(-len(source) // 64)):
+            pixels = images.load(part)[1]
+            used[dvae.tokens(pixels).unique()] = True
+            bar.advance(len(part))
+    return used.nonzero()[:, 0]
+
+
+def prune(pipe: TextToImage, used: Tensor) -> TextToImage:
+    """A pipeline whose code k is code `used[k]` of `pipe`, int64 [K]."""
+    k = len(used)
+    dvae = _kept(pipe.dvae, replace(pipe.dvae.config, vocab=k).build(), used)
+    prior = _kept(pipe.prior, replace(pipe.prior.config, image_vocab=k).build(), used)
+    return TextToImage(dvae, prior, pipe.contrastive, pipe.tokenizer, pipe.info)
+
+
+def _kept(model: nn.Module, smaller: M, used: Tensor) -> M:
+    """Fill `smaller`: wherever a tensor of `model` is longer, what is kept lies at `used`."""
+    values = model.state_dict()
+    for name, there in smaller.state_dict().items():
+        for dim in range(there.ndim):
+            if values[name].shape[dim] != there.shape[dim]:
+                values[name] = values[name].index_select(dim, used)
+    smaller.load_state_dict(values)
+    return smaller.eval().requires_grad_(False)

@@ -1,0 +1,32 @@
+"""A bundle without the codes that nothing uses draws what it drew."""
+
+import numpy as np
+import torch
+
+from limner.cli import main
+from limner.data.datasets import ImageCaptionDataset
+from limner.data.sources import open_source
+from limner.data.worlds import write_scenes
+from limner.pipeline import load
+from limner.recipes.prune import prune, used_codes
+from tiny import tiny_pipe
+
+
+def test_pictures_and_likelihoods_of_the_kept_codes_stay(tmp_path, capsys):
+    write_scenes(tmp_path / "data", 70, 0, size=24, pairs=0.0)
+    pipe, source = tiny_pipe(), open_source(str(tmp_path / "data"))
+    used = used_codes(pipe.dvae, source)
+    assert 1 < len(used) < pipe.dvae.config.vocab
+    small = prune(pipe, used)
+    pixels = ImageCaptionDataset(source, 24).load(np.arange(70))[1]
+    tokens, fewer = pipe.dvae.tokens(pixels), small.dvae.tokens(pixels)
+    assert torch.equal(used[fewer], tokens)
+    assert torch.equal(small.dvae.pictures(fewer), pipe.dvae.pictures(tokens))
+    text = torch.randint(0, 99, (70, 30))
+    for got, want in zip(small.prior(text, fewer), pipe.prior(text, tokens), strict=True):
+        torch.testing.assert_close(got, want if got.shape == want.shape else want[..., used])
+
+    pipe.save_pretrained(tmp_path / "whole")
+    assert main(["bundle", str(tmp_path / "whole"), str(tmp_path / "less"), "--prune", str(tmp_path / "data")]) == 0
+    assert f"{len(used)} of 32 codes" in capsys.readouterr().out
+    assert load(tmp_path / "less").dvae.config.vocab == len(used)
