@@ -14,7 +14,7 @@ from limner.training.loop import TrainConfig
 
 
 def scenes() -> Recipe:
-    """The bundled model; an hour and a half on two cores.
+    """The bundled model; some three hours on two cores.
 
     The dVAE learns from crowded scenes, which are full of things, and its decoder goes on with the argmax
     codes; the other two learn from described scenes:
@@ -24,7 +24,20 @@ def scenes() -> Recipe:
         limner train data/crowds --recipe scenes --out runs/scenes --stages dvae
         limner train data/crowds --recipe scenes --out runs/scenes --stages dvae --dvae.training.steps 14000
         limner train data/scenes --recipe scenes --out runs/scenes --stages prior contrastive
-        limner bundle runs/scenes src/limner/assets/scenes --name scenes
+
+    From that bundle, a dVAE that gives up the codes it does not need, and the prior again, on more scenes of two
+    things:
+
+        limner data scenes data/twos --count 100000 --seed 2 --held-out 0.01 --pairs 0.08 --things 2 7 0.5 0.5
+        CODES="--dvae.objective.balance -0.004 --dvae.objective.hard-from 800 --dvae.objective.tau.start 0.6
+            --dvae.objective.tau.steps 500 --dvae.training.optimizer.lr 1.5e-3"
+        limner train data/crowds --recipe scenes --start runs/scenes --out runs/fewer --stages dvae $CODES \\
+            --dvae.training.steps 3000
+        limner train data/crowds --recipe scenes --start runs/scenes --out runs/fewer --stages dvae $CODES \\
+            --dvae.training.steps 7000
+        limner train data/twos --recipe scenes --start runs/scenes --out runs/fewer --stages prior \\
+            --prior.training.steps 5000
+        limner bundle runs/fewer src/limner/assets/scenes --name scenes --prune data/crowds
     """
     return Recipe(
         text=TextConfig(vocab=1_024, length=32, dropout=0.0),
