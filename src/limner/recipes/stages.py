@@ -129,12 +129,10 @@ class Plan:
         Its weights are rounded as the bundle will store them, so that the prior learns the tokens of the bundle.
         """
         stage = self.recipe.dvae
-        borrowed = stage.bundle if isinstance(stage, Bundled) else None
-        if not train and latest(self.out / "dvae") is None:
-            borrowed = borrowed or self.recipe.start
-        if borrowed is not None:
-            return bundles.load_model(borrowed, "dvae").to(self.device)
-        assert isinstance(stage, DVAEStage)
+        if isinstance(stage, Bundled):
+            return bundles.load_model(stage.bundle, "dvae").to(self.device)
+        if not train and self.recipe.start and latest(self.out / "dvae") is None:  # whatever its settings
+            return bundles.load_model(self.recipe.start, "dvae").to(self.device)
         torch.manual_seed(stage.training.seed)
         model = stage.model.build()
         if not train:
