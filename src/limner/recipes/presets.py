@@ -47,7 +47,7 @@ def scenes() -> Recipe:
             training=_training(steps=8_000, batch=16, ema=0.998),
             augment=False,
         ),
-        contrastive=_small_contrastive(steps=2_000),
+        contrastive=_small_contrastive(steps=3_000),
     )
 
 
