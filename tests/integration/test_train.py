@@ -59,7 +59,10 @@ def data(tmp_path):
 def start(folder: Path) -> subprocess.Popen:
     env = {**os.environ, "PYTHONPATH": str(Path(errors.__file__).parents[1]), "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-m", "limner", "train", "data", "--recipe", "recipe.json", "--out", "run"]
-    return subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )  # fmt: skip
 
 
 def wait_for(folder: Path, stage: str, step: int, process: subprocess.Popen) -> None:
@@ -147,7 +150,7 @@ def test_training_goes_on_from_a_bundle(data):
             torch.testing.assert_close(weights[name], value, atol=near, rtol=near)
 
     other = replace(told, prior=replace(rested, model=TransformerConfig(width=48, depth=2, heads=2)))
-    with pytest.raises(UserError, match="the prior of .* has other settings than the recipe: width"):
+    with pytest.raises(UserError, match="the prior of .* has other settings than the recipe .width"):
         train_all(other, data / "data", data / "third", ("prior",))
     with pytest.raises(UserError, match="start"):  # the same folder, from elsewhere
         train_all(replace(told, start=str(data / "first" / "bundle")), data / "data", data / "second", ("prior",))

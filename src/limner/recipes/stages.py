@@ -248,7 +248,8 @@ class Plan:
             return False
         begun = bundles.load_model(start, name)
         if wrong := differences(to_dict(begun.config), to_dict(model.config)):
-            raise UserError(f"the {name} of {start} has other settings than the recipe: {', '.join(wrong)}")
+            what = f"the {name} of {start} has other settings than the recipe ({', '.join(wrong)})"
+            raise UserError(f"{what}: start from it with the recipe that made it")
         model.load_state_dict(begun.state_dict())
         return True
 
