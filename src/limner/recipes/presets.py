@@ -14,7 +14,7 @@ from limner.training.loop import TrainConfig
 
 
 def scenes() -> Recipe:
-    """The bundled model; some three hours on two cores.
+    """The bundled model; a few hours on two cores.
 
     The dVAE learns from crowded scenes, which are full of things, and its decoder goes on with the argmax
     codes; the other two learn from described scenes:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.samples import Source
+from limner.errors import UserError
 from limner.models.dvae import DVAE
 from limner.pipeline import TextToImage
 from limner.training.progress import progress
@@ -23,13 +24,17 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def used_codes(dvae: DVAE, source: Source) -> Tensor:
-    """The codes that pictures of `source` are encoded with, in order: int64 [K]."""
+    """The codes that pictures of `source` are encoded with, in order: int64 [K]. Raises `UserError` if none is good."""
     images, used = ImageCaptionDataset(source, dvae.config.size), torch.zeros(dvae.config.vocab, dtype=torch.bool)
+    device = next(dvae.parameters()).device
     with progress("looking for codes in use", len(source), unit="image") as bar:
         for part in np.array_split(np.arange(len(source)), -(-len(source) // 64)):
             pixels = images.load(part)[1]
-            used[dvae.tokens(pixels).unique()] = True
+            if len(pixels):
+                used[dvae.tokens(pixels.to(device)).unique().cpu()] = True
             bar.advance(len(part))
+    if not used.any():
+        raise UserError("no picture of the data can be read, so no code is in use: `limner data show` says why")
     return used.nonzero()[:, 0]
 
 
@@ -38,12 +43,13 @@ def prune(pipe: TextToImage, used: Tensor) -> TextToImage:
     k = len(used)
     dvae = _kept(pipe.dvae, replace(pipe.dvae.config, vocab=k).build(), used)
     prior = _kept(pipe.prior, replace(pipe.prior.config, image_vocab=k).build(), used)
-    return TextToImage(dvae, prior, pipe.contrastive, pipe.tokenizer, pipe.info)
+    contrastive = _kept(pipe.contrastive, pipe.contrastive.config.build(), used)  # it knows no codes
+    return TextToImage(dvae, prior, contrastive, pipe.tokenizer, pipe.info)
 
 
 def _kept(model: nn.Module, smaller: M, used: Tensor) -> M:
-    """Fill `smaller`: wherever a tensor of `model` is longer, what is kept lies at `used`."""
-    values = model.state_dict()
+    """Fill `smaller`, on the CPU: wherever a tensor of `model` is longer, what is kept lies at `used`."""
+    values = {name: value.cpu() for name, value in model.state_dict().items()}
     for name, there in smaller.state_dict().items():
         for dim in range(there.ndim):
             if values[name].shape[dim] != there.shape[dim]:

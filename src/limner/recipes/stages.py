@@ -249,7 +249,7 @@ class Plan:
         begun = bundles.load_model(start, name)
         if wrong := differences(to_dict(begun.config), to_dict(model.config)):
             what = f"the {name} of {start} has other settings than the recipe ({', '.join(wrong)})"
-            raise UserError(f"{what}: start from it with the recipe that made it")
+            raise UserError(f"{what}: give the recipe those of its config.json")
         model.load_state_dict(begun.state_dict())
         return True
 

@@ -30,3 +30,13 @@ def test_pictures_and_likelihoods_of_the_kept_codes_stay(tmp_path, capsys):
     assert main(["bundle", str(tmp_path / "whole"), str(tmp_path / "less"), "--prune", str(tmp_path / "data")]) == 0
     assert f"{len(used)} of 32 codes" in capsys.readouterr().out
     assert load(tmp_path / "less").dvae.config.vocab == len(used)
+
+
+def test_data_without_a_good_picture_is_said(tmp_path, capsys):
+    tiny_pipe().save_pretrained(tmp_path / "whole")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.png").write_text("no picture")
+    (tmp_path / "data" / "a.txt").write_text("a caption")
+    assert main(["bundle", str(tmp_path / "whole"), str(tmp_path / "less"), "--prune", str(tmp_path / "data")]) == 2
+    assert "no picture of the data can be read" in capsys.readouterr().err
+    assert not (tmp_path / "less").exists()
