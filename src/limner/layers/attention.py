@@ -76,7 +76,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """x [B, n, D] -> [B, n, D]."""
         b, n, d = x.shape
-        q, k, v = self.qkv(x).view(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (y.view(b, n, self.heads, d // self.heads).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         return self.out(attend(q, k, v).transpose(1, 2).reshape(b, n, d))
 
 

@@ -10,8 +10,8 @@ image lies in a window of contiguous states, once the states are laid out for it
 
 A block's scores against its window, under one small mask, stand next to those against the prefix, and
 one softmax runs over both (footnote 7). Work and memory grow with S * (P + window), not with (P + S)^2.
-The weights are not kept for the backward pass: they are computed again, some heads at a time, so that
-what is alive at once stays in the processor's cache.
+The prefix sees itself causally. The weights are not kept for the backward pass: they are computed again,
+some heads at a time, so that what is alive at once stays in the processor's cache.
 
 Shapes: B batch, H heads, P prefix, h x w grid, S = h * w, C head width; R some of the B * H sequences,
 n blocks of q queries with m keys each in their windows.
@@ -19,17 +19,19 @@ n blocks of q queries with m keys each in their windows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from limner.layers.attention import Kind, attend, offsets
+from limner.layers.attention import Kind, offsets
 
 _QUERIES = 64  # of a block, at least, where the grid allows: small products keep no machine busy
-_WEIGHTS = 1 << 22  # attention weights alive at once
+Pair = tuple[Tensor, Tensor]
+
+_WEIGHTS = 3 << 20  # attention weights of a part, several of which are alive at once
 
 
 class SparseAttention(nn.Module):
@@ -54,15 +56,14 @@ class SparseAttention(nn.Module):
             self.queries, self.window = rows * w, rows * w + self.reach
         self.blocks = h * w // self.queries
         self.register_buffer("bias", self._bias(), persistent=False)
-        self.register_buffer("causal", torch.ones(prefix, prefix, dtype=torch.bool).tril(), persistent=False)
+        later = torch.ones(prefix, prefix, dtype=torch.bool, device="cpu").triu(1)
+        self.register_buffer("causal", torch.zeros(later.shape).masked_fill_(later, -torch.inf), persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        p = self.prefix
-        if q.shape[2] != p + self.grid[0] * self.grid[1]:
-            raise ValueError(f"{q.shape[2]} positions where {p} of prefix and a grid of {self.grid} were expected")
-        text = attend(q[:, :, :p], k[:, :, :p], v[:, :, :p], self.causal)
-        image = _Recomputed.apply(self, self.bias.to(q.dtype), *(x.flatten(0, 1) for x in (q[:, :, p:], k, v)))
-        return torch.cat([text, image.unflatten(0, q.shape[:2])], 2)
+        p, n = self.prefix, q.shape[2]
+        if n != p + self.grid[0] * self.grid[1]:
+            raise ValueError(f"{n} positions where {p} of prefix and a grid of {self.grid} were expected")
+        return _Recomputed.apply(self, q, k, v)
 
     def _bias(self) -> Tensor:
         """0 where a query of a block sees a key of its window, else -inf: [n, q, m]."""
@@ -101,30 +102,42 @@ class SparseAttention(nn.Module):
             whole[:, begin : begin + size].unflatten(1, (self.blocks, -1))[:, :, : part.shape[2]] += part
         return whole[:, self.reach : self.reach + size]
 
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Products of blocks [R, n, q, C] with the states [R, P + S, C] that they may see, [R, n, q, P + m]."""
-        p = self.prefix
-        by_prefix = q.flatten(1, 2) @ k[:, :p].mT
-        return torch.cat([by_prefix.unflatten(1, q.shape[1:3]), q @ self._windows(k[:, p:]).mT], -1)
+    # Three linear maps and the derivative of the softmax are all of attention, forward and backward. `Pair`s hold
+    # what belongs to queries of the prefix, [R, P, ...], and of the image, in blocks [R, n, q, ...]; or, of keys, the
+    # prefix [R, P, C] and the windows [R, n, m, C].
 
-    def mix(self, weights: Tensor, v: Tensor) -> Tensor:
-        """Sums of states [R, P + S, C] with weights [R, n, q, P + m], in blocks [R, n, q, C]."""
-        p = self.prefix
-        of_prefix = weights[..., :p].flatten(1, 2) @ v[:, :p]
-        return of_prefix.unflatten(1, weights.shape[1:3]) + weights[..., p:] @ self._windows(v[:, p:])
+    def queries_of(self, x: Tensor) -> Pair:
+        """States [R, P + S, C] as those who look."""
+        return x[:, : self.prefix], self._blocks(x[:, self.prefix :])
 
-    def spread(self, weights: Tensor, y: Tensor) -> Tensor:
-        """The transpose of `mix`: blocks [R, n, q, C] to the states that they saw, [R, P + S, C]."""
-        p = self.prefix
-        to_prefix = weights[..., :p].flatten(1, 2).mT @ y.flatten(1, 2)
-        return torch.cat([to_prefix, self._raster_windows(weights[..., p:].mT @ y)], 1)
+    def keys_of(self, x: Tensor) -> Pair:
+        """States [R, P + S, C] as those who are seen."""
+        return x[:, : self.prefix], self._windows(x[:, self.prefix :]).contiguous()
 
-    def weights(self, q: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """q [R, S, C] in blocks and scaled, and its weights."""
-        q = self._blocks(q * q.shape[-1] ** -0.5)
-        scores = self.scores(q, k)
-        scores[..., self.prefix :] += bias
-        return q, scores.softmax(-1)
+    def scores(self, queries: Pair, keys: Pair) -> Pair:
+        """Products of queries with the keys that they may see: [R, P, P] and [R, n, q, P + m]."""
+        (text, image), (prefix, windows) = queries, keys
+        by_prefix = (image.flatten(1, 2) @ prefix.mT).unflatten(1, image.shape[1:3])
+        return text @ prefix.mT, torch.cat([by_prefix, image @ windows.mT], -1)
+
+    def mix(self, weights: Pair, values: Pair) -> Tensor:
+        """Sums of what is seen, with weights shaped as scores: [R, P + S, C]."""
+        p, (text, image), (prefix, windows) = self.prefix, weights, values
+        of_prefix = (image[..., :p].flatten(1, 2) @ prefix).unflatten(1, image.shape[1:3])
+        return torch.cat([text @ prefix, self._raster(of_prefix + image[..., p:] @ windows)], 1)
+
+    def spread(self, weights: Pair, queries: Pair) -> Tensor:
+        """The transpose of `mix`: what queries give back to the states that they saw, [R, P + S, C]."""
+        p, (text, image), (y, blocks) = self.prefix, weights, queries
+        of_prefix = image[..., :p].flatten(1, 2).contiguous()  # else the product copies it, slowly
+        to_prefix = text.mT @ y + of_prefix.mT @ blocks.flatten(1, 2)
+        return torch.cat([to_prefix, self._raster_windows(image[..., p:].mT @ blocks)], 1)
+
+    def weights(self, queries: Pair, keys: Pair) -> Pair:
+        """The softmax of scores, hidden keys at 0."""
+        text, image = self.scores(queries, keys)
+        image[..., self.prefix :] += self.bias.to(image.dtype)
+        return (text + self.causal.to(text.dtype)).softmax(-1), image.softmax(-1)
 
     @property
     def at_once(self) -> int:
@@ -133,32 +146,50 @@ class SparseAttention(nn.Module):
 
 
 class _Recomputed(torch.autograd.Function):
-    """The image positions' attention, q [R, S, C], k and v [R, P + S, C] -> [R, S, C], a few sequences at a time;
-    backward computes the weights again."""
+    """softmax(q k^T / sqrt(C)) v a few sequences at a time; backward computes the weights again."""
 
     @staticmethod
-    def forward(ctx: Any, attention: SparseAttention, bias: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, attention: SparseAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.attention = attention
-        ctx.save_for_backward(bias, q, k, v)
-        found = []
+        ctx.save_for_backward(q, k, v)
+        out, scale = _like(q), q.shape[-1] ** -0.5
         with torch.autocast(q.device.type, enabled=False):  # as it is in the backward pass
-            for part_q, part_k, part_v in _parts(attention, q, k, v):
-                _, weights = attention.weights(part_q, part_k, bias)
-                found.append(attention._raster(attention.mix(weights, part_v)))
-        return torch.cat(found)
+            for part in _parts(q, attention.at_once):
+                looking, keys, values = (x[part].flatten(0, 1) for x in (q, k, v))
+                weights = attention.weights(attention.queries_of(looking * scale), attention.keys_of(keys))
+                out[part] = attention.mix(weights, attention.keys_of(values)).view(out[part].shape)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        attention, (bias, *states) = ctx.attention, ctx.saved_tensors
-        found = []
-        for q, k, v, g in _parts(attention, *states, upstream[0]):
-            scaled, weights = attention.weights(q, k, bias)
-            g = attention._blocks(g)
-            by_score = torch._softmax_backward_data(attention.scores(g, v), weights, -1, weights.dtype)
-            by_q = attention._raster(attention.mix(by_score, k)) * q.shape[-1] ** -0.5
-            found.append((by_q, attention.spread(by_score, scaled), attention.spread(weights, g)))
-        return None, None, *(torch.cat(grads) for grads in zip(*found, strict=True))
+        attention, (q, k, v) = ctx.attention, ctx.saved_tensors
+        by_q, by_k, by_v, scale = _like(q), _like(k), _like(v), q.shape[-1] ** -0.5
+        for part in _parts(q, attention.at_once):
+            g, looking, keys, values = (x[part].flatten(0, 1) for x in (*upstream, q, k, v))
+            g, looking = attention.queries_of(g), attention.queries_of(looking * scale)
+            keys, values = attention.keys_of(keys), attention.keys_of(values)
+            weights = attention.weights(looking, keys)
+            by_weight = attention.scores(g, values)
+            text, image = (
+                torch._softmax_backward_data(y, w, -1, w.dtype) for y, w in zip(by_weight, weights, strict=True)
+            )
+            by_q[part] = attention.mix((text, image), keys).mul_(scale).view(by_q[part].shape)
+            by_k[part] = attention.spread((text, image), looking).view(by_k[part].shape)
+            by_v[part] = attention.spread(weights, g).view(by_v[part].shape)
+        return None, by_q, by_k, by_v
 
 
-def _parts(attention: SparseAttention, *states: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    return zip(*(x.split(attention.at_once) for x in states), strict=True)
+def _like(x: Tensor) -> Tensor:
+    """Room for [B, H, n, C] that lies in memory as [B, n, H, C], which is how the layers around it need it."""
+    b, h, n, c = x.shape
+    return x.new_empty(b, n, h, c).transpose(1, 2)
+
+
+def _parts(x: Tensor, at_once: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and heads of [B, H, ...] to take together: at most `at_once` sequences, or one."""
+    b, h = x.shape[:2]
+    rows, groups = max(1, at_once // h), -(-h // at_once)
+    heads = -(-h // groups)
+    for row in range(0, b, rows):
+        for head in range(0, h, heads):
+            yield slice(row, row + rows), slice(head, head + heads)

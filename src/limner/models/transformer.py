@@ -133,7 +133,7 @@ class Head(nn.Module):
 
 
 class Transformer(nn.Module):
-    """See the module's docstring. `forward` trains, `prefill` and `step` decode."""
+    """See the module's docstring. `states` trains, `prefill` and `step` decode."""
 
     def __init__(self, config: TransformerConfig, linear: LinearFactory = plain) -> None:
         super().__init__()
@@ -164,14 +164,19 @@ class Transformer(nn.Module):
         self.checkpointing = on
 
     def forward(self, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-        """Teacher-forced logits.
+        """Teacher-forced logits: those of `states`, fp32 [B, T - 1, V_text] and [B, S, V_image]."""
+        by_text, by_image = self.states(text, image)
+        return self.head.text(by_text).float(), self.head.image(by_image).float()
+
+    def states(self, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head's two matrices read.
 
         Args:
             text: int64 [B, T], PAD where there is no token.
             image: int64 [B, S].
 
         Returns:
-            fp32 [B, T - 1, V_text] that predict text[:, 1:], and fp32 [B, S, V_image].
+            [B, T - 1, D], which predicts text[:, 1:], and [B, S, D], which predicts the image.
         """
         x = torch.cat([self.embed.prefix(text), self.embed.tokens(image)], 1)
         for block, kind in zip(self.blocks, self.config.kinds, strict=True):
@@ -179,9 +184,8 @@ class Transformer(nn.Module):
                 x = checkpoint(block, x, self.attend[kind], use_reentrant=False)
             else:
                 x = block(x, self.attend[kind])
-        x = self.head.norm(x)
-        t = text.shape[1]
-        return self.head.text(x[:, : t - 1]).float(), self.head.image(x[:, t:-1]).float()
+        x, t = self.head.norm(x), text.shape[1]
+        return x[:, : t - 1], x[:, t:-1]
 
     def prefill(self, text: Tensor, store: type[Store] = Store) -> tuple[Cache, Tensor]:
         """Read the captions: text [B, T] -> a cache with one candidate each, logits [B, V] of image_0.

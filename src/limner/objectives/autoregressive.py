@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from limner.layers.cross_entropy import linear_cross_entropy
 from limner.models.transformer import Transformer
 from limner.text import PAD
 
@@ -28,10 +28,10 @@ class Autoregressive:
         self, model: Transformer, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         text, image = batch["text"], batch["image"]
-        text_logits, image_logits = model(text, image)
-        text_loss = F.cross_entropy(
-            text_logits.flatten(0, 1), text[:, 1:].flatten(), ignore_index=PAD, reduction="sum"
-        ) / (text[:, 1:] != PAD).sum().clamp_min(1)
-        image_loss = F.cross_entropy(image_logits.flatten(0, 1), image.flatten())
+        by_text, by_image = model.states(text, image)
+        expected = text[:, 1:].flatten()  # PAD is negative: no target
+        text_loss = linear_cross_entropy(by_text.flatten(0, 1), model.head.text, expected)
+        text_loss = text_loss / (expected != PAD).sum().clamp_min(1)
+        image_loss = linear_cross_entropy(by_image.flatten(0, 1), model.head.image, image.flatten()) / image.numel()
         loss = self.text_weight * text_loss + (1 - self.text_weight) * image_loss
         return loss, {"text": text_loss.detach(), "image": image_loss.detach()}

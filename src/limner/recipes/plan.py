@@ -23,6 +23,7 @@ import torch
 
 from limner.layers.attention import Kind, offsets
 from limner.layers.cache import held
+from limner.layers.cross_entropy import LOGITS
 from limner.layers.sparse import SparseAttention
 from limner.models.transformer import TransformerConfig
 
@@ -192,8 +193,11 @@ class Plan:
 
     @property
     def _logits(self) -> float:
-        """Log-probabilities and two gradients in 32 bits, as the backward pass begins."""
-        return self.samples * self._predicted * 3 * _MASTER
+        """Some of them and their log-probabilities in 32 bits, and the gradients of what made them."""
+        c = self.config
+        vocab = max(c.text_vocab, c.image_vocab)
+        made = (self.samples * self.positions + 2 * vocab) * c.width * _MASTER
+        return 2 * _MASTER * min(LOGITS, self.samples * self.positions * vocab) + made
 
     @property
     def working(self) -> float:

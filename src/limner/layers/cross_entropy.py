@@ -1,0 +1,64 @@
+"""Cross-entropy of a linear layer's outputs without ever holding all of them.
+
+The logits of a large vocabulary in fp32 are the largest tensor of training, and their gradient is another.
+Here a few rows of them are made at a time, give their share of the loss and at once of the gradients, and
+go. The gradients are those of the sum, which autograd scales when their turn comes: so nothing is computed
+twice, and no small number passes through a 16-bit format.
+
+Shapes: N positions, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+LOGITS = 1 << 23  # alive at once, twice in fp32
+
+
+def linear_cross_entropy(x: Tensor, layer: nn.Linear, target: Tensor) -> Tensor:
+    """-sum of log softmax(layer(x))[target] over the positions whose target is not negative, fp32 [].
+
+    x [N, D], target int64 [N]. Products run in autocast's format, the softmax in fp32. Equals
+    `F.cross_entropy(layer(x).float(), target, ignore_index=-1, reduction="sum")`.
+    """
+    there = (target >= 0).nonzero().squeeze(1)
+    if len(there) < len(target):
+        x, target = x[there], target[there]
+    return _Summed.apply(x, layer.weight, layer.bias, target)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
+        kind, learns = x.device.type, any(ctx.needs_input_grad)
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        matrix, offset, rows = weight.to(dtype), bias.to(dtype), max(1, LOGITS // len(weight))
+        loss = torch.zeros((), device=x.device)
+        by_x = torch.empty_like(x)
+        by_weight, by_bias = (torch.zeros_like(y if learns else y[:0], dtype=torch.float32) for y in (weight, bias))
+
+        def add(part: Tensor, aim: Tensor, by_part: Tensor) -> None:  # whose logits go when it returns
+            likely = F.linear(part, matrix, offset).float().log_softmax(-1)
+            loss.sub_(likely.gather(1, aim[:, None]).sum())
+            if learns:  # d loss / d logits = softmax - 1 at the target
+                by_logits = likely.exp_().scatter_add_(1, aim[:, None], likely.new_full((len(aim), 1), -1))
+                by_bias.add_(by_logits.sum(0))
+                by_logits = by_logits.to(dtype)
+                by_part.copy_(by_logits @ matrix)
+                by_weight.add_(by_logits.mT @ part)
+
+        with torch.autocast(kind, enabled=False):
+            for some in zip(x.to(dtype).split(rows), target.split(rows), by_x.split(rows), strict=True):
+                add(*some)
+        ctx.save_for_backward(by_x, by_weight, by_bias)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return *(gradient * upstream[0] for gradient in ctx.saved_tensors), None
