@@ -1,12 +1,17 @@
 """Wrong captions that look right, for training a reranker (Yuksekgonul et al. 2023 call them hard negatives).
 
 The captions of a batch differ in so many words that a model which reads half of them tells them apart.
-Candidates of *one* caption differ in a single thing. So a word is exchanged for another that stands
-between the same two neighbours elsewhere in the data: "a small red circle" becomes "a small blue circle"
-or "a small red square". And two words of a caption change places where each could stand in the other's:
-"a red circle above a blue square" becomes "a red square above a blue circle", which the same words say.
-That needs no list of words and serves any data; now and then the result is still true of the picture,
-which a contrastive loss bears.
+Candidates of *one* caption differ in a single thing. So, a third of the time each, where it can be,
+
+- a word is exchanged for another that stands between the same two neighbours elsewhere in the data:
+  "a small red circle" becomes "a small blue circle" or "a small red square";
+- two words change places where each could stand in the other's: "a red circle above a blue square"
+  becomes "a red square above a blue circle";
+- two phrases do: it becomes "a blue square above a red circle". Without these a model learns what there
+  is, and not where (docs/LOG.md).
+
+That needs no grammar and serves any data; now and then the result is still true of the picture, which a
+contrastive loss bears.
 """
 
 from __future__ import annotations
@@ -14,17 +19,18 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from itertools import combinations, islice
+from itertools import combinations, islice, product
 
 import numpy as np
 
 _PIECE = re.compile(r"\w+|[^\w\s]")
 _ENOUGH = 100_000  # captions that are looked at
 _SEEN = 3  # times a word must stand in a place to be a choice for it
+_LIST = re.compile(r",|\band\b|\bor\b")  # around these, phrases change places and say the same
 
 
 class Distractors:
-    """`distract(caption, rng)` gives a distractor, or None where no word has an alternative."""
+    """`distract(caption, rng)` gives a distractor, or None where there is none."""
 
     def __init__(self, captions: Iterable[str]) -> None:
         places: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
@@ -32,15 +38,16 @@ class Distractors:
             for place, word, _ in _places(caption):
                 places[place][word] += 1
         self.choices = {
-            place: choices
-            for place, counts in places.items()
-            if len(choices := sorted(word for word, count in counts.items() if count >= _SEEN)) > 1
+            place: sorted(word for word, count in counts.items() if count >= _SEEN) for place, counts in places.items()
         }
 
     def distract(self, caption: str, rng: np.random.Generator) -> str | None:
-        """Two words swapped or one exchanged, each half of the time where both can be."""
-        first, second = (self._swap, self._exchange) if rng.random() < 0.5 else (self._exchange, self._swap)
-        return first(caption, rng) or second(caption, rng)
+        """A word exchanged, two words swapped or two phrases turned round."""
+        kinds = (self._exchange, self._swap, self._turn)
+        return next(filter(None, (kinds[i](caption, rng) for i in rng.permutation(len(kinds)))), None)
+
+    def _fits(self, word: str, left: str, right: str) -> bool:
+        return word in self.choices.get((left, right), ())
 
     def _exchange(self, caption: str, rng: np.random.Generator) -> str | None:
         places = list(_places(caption))
@@ -55,14 +62,40 @@ class Distractors:
         pairs = [
             (one, other)
             for one, other in combinations(_places(caption), 2)
-            if one[1] != other[1]
-            and other[1] in self.choices.get(one[0], ())
-            and one[1] in self.choices.get(other[0], ())
+            if one[1] != other[1] and self._fits(other[1], *one[0]) and self._fits(one[1], *other[0])
         ]
         if not pairs:
             return None
-        (_, word, (begin, end)), (_, other, (start, stop)) = pairs[int(rng.integers(len(pairs)))]
-        return caption[:begin] + other + caption[end:start] + word + caption[stop:]
+        (*_, first), (*_, second) = pairs[int(rng.integers(len(pairs)))]
+        return _swapped(caption, first, second)
+
+    def _turn(self, caption: str, rng: np.random.Generator) -> str | None:
+        """The longest two phrases that can change places so that every word stands where it could."""
+        words = list(_places(caption))
+        pairs = [(one, other) for one, other in combinations(words, 2) if one[1] != other[1]]
+        starts, ends = [], []
+        for one, other in pairs:
+            ((left, right), word, (begin, end)), ((before, after), second, (start, stop)) = one, other
+            if self._fits(second, left, after) and self._fits(word, before, right):
+                starts.append((begin, start))
+            if self._fits(second, before, right) and self._fits(word, left, after):
+                ends.append((end, stop))
+        turns = [
+            ((begin, end), (start, stop))
+            for (begin, start), (end, stop) in product(starts, ends)
+            if begin < end < start < stop and not _LIST.search(caption, begin, stop)
+        ]
+        for first, second in sorted(turns, key=lambda turn: turn[0][0] - turn[0][1] + turn[1][0] - turn[1][1]):
+            made = _swapped(caption, first, second)
+            if all(self._fits(word, *place) for place, word, _ in _places(made)):
+                return made
+        return None
+
+
+def _swapped(caption: str, first: tuple[int, int], second: tuple[int, int]) -> str:
+    """With two stretches of it in each other's place; the first ends before the second begins."""
+    (begin, end), (start, stop) = first, second
+    return caption[:begin] + caption[start:stop] + caption[end:start] + caption[begin:end] + caption[stop:]
 
 
 def _places(caption: str) -> Iterable[tuple[tuple[str, str], str, tuple[int, int]]]:

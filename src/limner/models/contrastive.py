@@ -55,13 +55,13 @@ class Contrastive(nn.Module):
     def __init__(self, config: ContrastiveConfig, linear: LinearFactory = plain) -> None:
         super().__init__()
         self.config = config
-        d, patches = config.width, (config.size // config.patch) ** 2
+        d, side = config.width, config.size // config.patch
 
         def tower() -> nn.ModuleList:
             return nn.ModuleList(Block(d, config.heads, linear) for _ in range(config.depth))
 
         self.patches = nn.Conv2d(3, d, config.patch, config.patch)
-        self.image_position = nn.Parameter(torch.randn(patches + 1, d) * 0.02)
+        self.image_position = nn.Parameter(torch.cat([torch.randn(1, d) * 0.02, sinusoids(side, d)]))
         self.image_blocks, self.text_blocks = tower(), tower()
         self.text = nn.Embedding(config.text_vocab, d)
         self.text_position = nn.Embedding(config.text_len, d)
@@ -73,7 +73,7 @@ class Contrastive(nn.Module):
         nn.init.normal_(self.text_position.weight, std=0.02)
         t = config.text_len
         self.register_buffer("causal", torch.ones(t, t, dtype=torch.bool).tril(), persistent=False)
-        self.everywhere = MaskedAttention(torch.ones(patches + 1, patches + 1, dtype=torch.bool))
+        self.everywhere = MaskedAttention(torch.ones(side**2 + 1, side**2 + 1, dtype=torch.bool))
 
     def encode_image(self, pixels: Tensor) -> Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, E] of unit length. Position 0 is the class token."""
@@ -97,3 +97,17 @@ class Contrastive(nn.Module):
     def scale(self) -> Tensor:
         """exp of the learned log temperature, at most 100."""
         return self.log_scale.clamp(max=MAX_LOG_SCALE).exp()
+
+
+def sinusoids(side: int, width: int) -> Tensor:
+    """Where the positions of side x side patches begin (Beyer et al. 2022): [side^2, width].
+
+    As large as what patches hold, so that the first layer sees where a patch is: positions that begin as small
+    noise stay small, and a model without them tells "a above b" from "b above a" no better than a coin.
+    Wavelengths go from two patches to four times the picture.
+    """
+    waves = torch.pi * torch.logspace(0, -1, width // 4, 2 * side)
+    angles = torch.arange(side)[:, None] * waves
+    axis = torch.cat([angles.sin(), angles.cos()], 1)
+    both = torch.cat([axis[:, None].expand(-1, side, -1), axis.expand(side, -1, -1)], -1).flatten(0, 1)
+    return F.pad(both, (0, width - both.shape[1]))
