@@ -324,9 +324,13 @@ def _noun(look: tuple[str, ...], rng: np.random.Generator, sized: bool, count: i
     return " ".join(["an" if words[0][0] in "aeiou" else "a", *words])
 
 
-def describe(scene: Scene, rng: np.random.Generator) -> str:
-    """One of the ways to say a scene. Now and then it leaves out the sizes or the background."""
-    body = _body(scene, rng)
+def describe(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> str:
+    """One of the ways to say a scene. Now and then it leaves out the sizes or the background.
+
+    Of two things that are above, below, left or right of each other, either is said first; but with
+    probability `in_order`, always the upper or left one.
+    """
+    body = _body(scene, rng, in_order)
     if rng.random() >= _SAID:
         return body
     forms = (
@@ -338,7 +342,7 @@ def describe(scene: Scene, rng: np.random.Generator) -> str:
     return forms[rng.integers(len(forms))]
 
 
-def _body(scene: Scene, rng: np.random.Generator) -> str:
+def _body(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> str:
     """The things, and how two of them stand, in any order."""
     sized = rng.random() < _SAID
     things = [scene.things[i] for i in rng.permutation(len(scene.things))]
@@ -347,9 +351,11 @@ def _body(scene: Scene, rng: np.random.Generator) -> str:
         return _noun(looks[0], rng, sized, len(looks))
     nouns = [_noun(look, rng, sized) for look in looks]
     if len(things) == 2 and (relations := relations_of(things[0], things[1])):
-        link = str(rng.choice(relations))
+        link: Relation = relations[rng.integers(len(relations))]
+        if in_order and link in ("below", "right of") and rng.random() < in_order:
+            nouns, link = nouns[::-1], _OPPOSITE[link]
         if link in ("left of", "right of"):
-            link = ("to the " if rng.random() < 0.7 else "") + link
+            return f"{nouns[0]}{' to the' if rng.random() < 0.7 else ''} {link} {nouns[1]}"
         return f"{nouns[0]} {link} {nouns[1]}"
     return f"{', '.join(nouns[:-1])} and {nouns[-1]}"
 

@@ -40,6 +40,7 @@ def write_scenes(
     held_out: float = 0.05,
     pairs: float = 0.1,
     things: tuple[float, float, float, float] = THINGS,
+    in_order: float = 0.0,
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, Any]:
     """Write `count` samples as shards of PNG, captions and ground truth; the summary is returned.
@@ -51,6 +52,7 @@ def write_scenes(
         held_out: share of samples that contain a held-out combination, marked as that split.
         pairs: share of image-to-image pairs, in either kind.
         things: how often described scenes have one, two, three and four things, relative to each other.
+        in_order: how often captions of two things say the upper or left one first whatever else they would say.
         progress: called with 1 after every sample.
     """
     shares = np.array(things) / sum(things)
@@ -68,7 +70,7 @@ def write_scenes(
             else:
                 scene = sample_scene(rng, count=1 + int(rng.choice(4, p=shares)), split=split)
                 picture, truth = render(scene, size), {"scene": scene.to_dict()}
-                captions = [describe(scene, rng) for _ in range(PHRASINGS)]
+                captions = [describe(scene, rng, in_order) for _ in range(PHRASINGS)]
             writer.write(png(picture), tuple(dict.fromkeys(captions)), {**truth, "split": split})
             if progress:
                 progress(1)

@@ -51,6 +51,7 @@ class Contrastive(nn.Module):
     """`encode_image` and `encode_text` give unit vectors; `scale()` is the inverse temperature."""
 
     causal: Tensor
+    waves: Tensor
 
     def __init__(self, config: ContrastiveConfig, linear: LinearFactory = plain) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class Contrastive(nn.Module):
             return nn.ModuleList(Block(d, config.heads, linear) for _ in range(config.depth))
 
         self.patches = nn.Conv2d(3, d, config.patch, config.patch)
-        self.image_position = nn.Parameter(torch.cat([torch.randn(1, d) * 0.02, sinusoids(side, d)]))
+        self.image_position = nn.Parameter(torch.randn(side**2 + 1, d) * 0.02)
         self.image_blocks, self.text_blocks = tower(), tower()
         self.text = nn.Embedding(config.text_vocab, d)
         self.text_position = nn.Embedding(config.text_len, d)
@@ -73,12 +74,13 @@ class Contrastive(nn.Module):
         nn.init.normal_(self.text_position.weight, std=0.02)
         t = config.text_len
         self.register_buffer("causal", torch.ones(t, t, dtype=torch.bool).tril(), persistent=False)
+        self.register_buffer("waves", F.pad(sinusoids(side, d), (0, 0, 1, 0)), persistent=False)
         self.everywhere = MaskedAttention(torch.ones(side**2 + 1, side**2 + 1, dtype=torch.bool))
 
     def encode_image(self, pixels: Tensor) -> Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, E] of unit length. Position 0 is the class token."""
         x = self.patches(pixels.to(self.patches.weight.dtype) / 127.5 - 1).flatten(2).transpose(1, 2)
-        x = F.pad(x, (0, 0, 1, 0)) + self.image_position
+        x = F.pad(x, (0, 0, 1, 0)) + self.image_position + self.waves
         for block in self.image_blocks:
             x = block(x, self.everywhere)
         return F.normalize(self.image_out(self.image_norm(x[:, 0])).float(), dim=-1)
@@ -100,11 +102,10 @@ class Contrastive(nn.Module):
 
 
 def sinusoids(side: int, width: int) -> Tensor:
-    """Where the positions of side x side patches begin (Beyer et al. 2022): [side^2, width].
+    """Where each of side x side patches is (Beyer et al. 2022): [side^2, width], as large as what patches hold.
 
-    As large as what patches hold, so that the first layer sees where a patch is: positions that begin as small
-    noise stay small, and a model without them tells "a above b" from "b above a" no better than a coin.
-    Wavelengths go from two patches to four times the picture.
+    Learned positions alone begin as small noise and stay small, and a model without others tells "a above b"
+    from "b above a" no better than a coin. Wavelengths go from two patches to four times the picture.
     """
     waves = torch.pi * torch.logspace(0, -1, width // 4, 2 * side)
     angles = torch.arange(side)[:, None] * waves

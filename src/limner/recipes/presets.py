@@ -38,6 +38,23 @@ def scenes() -> Recipe:
         limner train data/twos --recipe scenes --start runs/scenes --out runs/fewer --stages prior \\
             --prior.training.steps 5000
         limner bundle runs/fewer src/limner/assets/scenes --name scenes --prune data/crowds
+
+    From that one, which does not know above from below, with captions that say the upper or left thing first more
+    often, and then do not. SLOW is `--prior.training.optimizer.lr 0.012`:
+
+        limner data scenes data/more --count 120000 --seed 3 --held-out 0.01 --pairs 0.14 --things 2 7 0.5 0.5
+        limner data scenes data/ordered --count 90000 --seed 4 --held-out 0.01 --pairs 0.14 --things 2 7 0.5 0.5 \\
+            --in-order 0.7
+        limner data scenes data/relations --count 30000 --seed 5 --held-out 0.02 --pairs 0 --things 0 1 0 0 \\
+            --in-order 0.9
+        limner train data/more --recipe scenes --start scenes --out runs/more --stages prior \\
+            --prior.training.steps 3140
+        limner train data/ordered --recipe scenes --start runs/more --out runs/ordered --stages prior \\
+            --prior.training.steps 614 SLOW
+        limner train data/relations --recipe scenes --start runs/ordered --out runs/relations --stages prior \\
+            --prior.training.steps 700 SLOW
+        limner train data/more --recipe scenes --start runs/relations --out runs/final --stages prior \\
+            --prior.training.steps 1700 SLOW
     """
     return Recipe(
         text=TextConfig(vocab=1_024, length=32, dropout=0.0),

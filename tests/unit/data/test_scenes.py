@@ -275,3 +275,15 @@ def test_neither_panel_of_a_training_pair_shows_a_held_out_combination():
         assert pair.top.split == "train"
         assert pair.bottom is None or pair.bottom.split == "train"
     assert {scenes.sample_pair(rng, split="held-out").split for _ in range(20)} == {"held-out"}
+
+
+def test_in_order_the_upper_or_left_thing_is_said_first_more_often_and_stays_true():
+    rng = np.random.default_rng(0)
+    for in_order, low, high in ((0.0, 0.42, 0.58), (0.7, 0.8, 0.9), (1.0, 1.0, 1.0)):
+        first = []
+        for _ in range(300):
+            scene = scenes.sample_scene(rng, count=2, identical=0)
+            claims = scenes.parse(scenes.describe(scene, rng, in_order))
+            assert claims is not None and claims.hold(scene)
+            first.append(claims.relation in ("above", "left of"))
+        assert low <= sum(first) / len(first) <= high
