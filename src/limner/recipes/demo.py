@@ -2,6 +2,7 @@
 
     OUT/data/                scenes of one and two things, written here
     OUT/crowds/              crowded scenes for the dVAE, with --from-scratch
+    OUT/steps.json           how many steps of training this machine has time for
     OUT/run/                 the training run, with its bundle
     OUT/composition.json     the score over the held-out captions
     OUT/drawings.safetensors all candidates of those that the report shows
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from html import escape
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,9 +30,9 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor
+from torch import Tensor, nn
 
-from limner import recipes
+from limner import bundles, recipes
 from limner.config import read_json, to_dict
 from limner.data.scenes import Scene, render
 from limner.data.worlds import write_scenes
@@ -40,11 +42,21 @@ from limner.files import atomic_write_bytes, atomic_write_text
 from limner.numerics.precision import autocast, choose_precision
 from limner.pipeline import Candidates, TextToImage
 from limner.recipes import stages
-from limner.recipes.recipe import DVAEStage, Recipe
+from limner.recipes.recipe import (
+    Bundled,
+    ContrastiveStage,
+    DVAEStage,
+    PriorStage,
+    Recipe,
+    fitted_contrastive,
+    fitted_prior,
+)
 from limner.training.metrics_log import read_metrics
 from limner.training.progress import clock, progress
 
 THINGS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four things
+_TRAINING = 600  # seconds, of twelve minutes
+_COMPANY = 1.25  # how much longer a step takes beside the other stage
 _CURVES = {
     "dvae": ("dVAE", ("loss", "eval/psnr")),
     "prior": ("prior", ("image", "text", "eval/image")),
@@ -94,7 +106,7 @@ def run(demo: Demo) -> composition.Composition:
     with _timed(out, "writing scenes"):
         _write(demo)
     with _timed(out, "training"):
-        pipe = _train(demo, recipe)
+        pipe = _train(demo, paced(recipe, out))
     asked = composition.captions_for("held-out", (1, 2), max(demo.captions, demo.evaluated), demo.seed)
     with _timed(out, "drawing"):
         result, pictures = _draw(demo, pipe, asked)
@@ -110,18 +122,79 @@ def run(demo: Demo) -> composition.Composition:
 # ---------------------------------------------------------------------------- phases
 
 
-def dvae_minutes(stage: DVAEStage, probes: int = 3) -> float:
-    """Time that the dVAE's steps will take here, from a few of them on random pixels."""
-    model, size = stage.model.build(), stage.model.size
-    pixels = torch.randint(0, 256, (stage.training.batch_size, 3, size, size), dtype=torch.uint8)
-    generator, seconds = torch.Generator().manual_seed(0), []
-    for step in range(probes):
+def seconds_a_step(
+    model: nn.Module, stage: DVAEStage | PriorStage | ContrastiveStage, batch: dict[str, Tensor], probes: int = 3
+) -> float:
+    """What a step of a stage takes here: the fastest of a few, after one that warms up."""
+    optimizers, generator, found = stage.training.optimizer.build(model), torch.Generator().manual_seed(0), []
+    for step in range(probes + 1):
         begun = time.monotonic()
         with autocast("cpu", choose_precision("cpu", stage.training.precision)):
-            loss, _ = stage.objective(model, {"pixels": pixels}, step, generator)
+            loss, _ = stage.objective(model, batch, step, generator)  # pyright: ignore[reportArgumentType]
         loss.backward()
-        seconds.append(time.monotonic() - begun)
-    return min(seconds) * stage.training.steps / 60
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(time.monotonic() - begun)
+    return min(found[1:])
+
+
+def dvae_minutes(stage: DVAEStage) -> float:
+    """Time that the dVAE's steps will take here."""
+    size = stage.model.size
+    pixels = torch.randint(0, 256, (stage.training.batch_size, 3, size, size), dtype=torch.uint8)
+    return seconds_a_step(stage.model.build(), stage, {"pixels": pixels}) * stage.training.steps / 60
+
+
+def paced(recipe: Recipe, out: Path) -> Recipe:
+    """The recipe with fewer steps where a machine would need more than `_TRAINING` seconds for them.
+
+    They are measured once and kept in `out/steps.json`, so that the same command goes on with the same steps.
+    """
+    path = out / "steps.json"
+    if not path.exists():
+        atomic_write_text(path, json.dumps(_affordable(recipe)) + "\n")
+    steps = read_json(path)
+
+    def with_steps(stage: Any, name: str) -> Any:
+        return replace(stage, training=replace(stage.training, steps=int(steps[name])))
+
+    return replace(
+        recipe,
+        prior=with_steps(recipe.prior, "prior"),
+        contrastive=with_steps(recipe.contrastive, "contrastive"),
+    )
+
+
+def _affordable(recipe: Recipe) -> dict[str, int]:
+    stages: dict[str, PriorStage | ContrastiveStage] = {"prior": recipe.prior, "contrastive": recipe.contrastive}
+    steps = {name: stage.training.steps for name, stage in stages.items()}
+    if torch.cuda.is_available():
+        return steps
+    text, dvae = recipe.text, recipe.dvae
+    pictures = bundles.load_model(dvae.bundle, "dvae").config if isinstance(dvae, Bundled) else dvae.model
+    threads = torch.get_num_threads()
+    beside = threads > 1  # each has half of them, and is slower in the other's company
+    torch.set_num_threads(threads - threads // 2)
+    costs = {}
+    for name, stage in stages.items():
+        n, k = stage.training.batch_size, getattr(stage, "distractors", 0)
+        batch = {"text": torch.randint(0, text.vocab, (n, text.length))}
+        if isinstance(stage, PriorStage):
+            batch["image"] = torch.randint(0, pictures.vocab, (n, prod(pictures.grid)))
+            model: nn.Module = fitted_prior(stage, text, text.vocab, pictures).build()
+        else:
+            batch["pixels"] = torch.randint(0, 256, (n, 3, pictures.size, pictures.size), dtype=torch.uint8)
+            if k:
+                batch["distractors"] = torch.randint(0, text.vocab, (n, k, text.length))
+            model = fitted_contrastive(stage, text, text.vocab, pictures).build()
+        costs[name] = seconds_a_step(model, stage, batch) * steps[name] * (_COMPANY if beside else 1)
+    torch.set_num_threads(threads)
+    longest = max(costs.values()) if beside else sum(costs.values())
+    if longest > _TRAINING:
+        _say(f"training is cut to {_TRAINING // 60} minutes; all of the recipe would take {longest / 60:.0f} here")
+    rooms = {name: _TRAINING if beside else _TRAINING * cost / longest for name, cost in costs.items()}
+    return {name: max(1, min(steps[name], int(steps[name] * rooms[name] / costs[name]))) for name in stages}
 
 
 def _claim(out: Path, settings: dict[str, Any]) -> None:

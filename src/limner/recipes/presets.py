@@ -40,7 +40,8 @@ def scenes() -> Recipe:
         limner bundle runs/fewer src/limner/assets/scenes --name scenes --prune data/crowds
 
     From that one, which does not know above from below, with captions that say the upper or left thing first more
-    often, and then do not. SLOW is `--prior.training.optimizer.lr 0.012`:
+    often, and then do not. SLOW is `--prior.training.optimizer.lr 0.012`; the first two runs were stopped there, of 4500
+    and 3000 steps:
 
         limner data scenes data/more --count 120000 --seed 3 --held-out 0.01 --pairs 0.14 --things 2 7 0.5 0.5
         limner data scenes data/ordered --count 90000 --seed 4 --held-out 0.01 --pairs 0.14 --things 2 7 0.5 0.5 \\
@@ -55,6 +56,12 @@ def scenes() -> Recipe:
             --prior.training.steps 700 SLOW
         limner train data/more --recipe scenes --start runs/relations --out runs/final --stages prior \\
             --prior.training.steps 1700 SLOW
+        limner train DATA --recipe scenes --start scenes --out runs/final --stages contrastive \\
+            --contrastive.training.steps 2600 --contrastive.training.optimizer.lr 0.01 \\
+            --contrastive.training.optimizer.others.lr 5e-4
+
+    with more, ordered, relations, ordered and more as DATA in turn, each from where the other was stopped (Ctrl-C after
+    steps 315, 639, 1066 and 1371), and 2350 as the number of steps from 1641 on.
     """
     return Recipe(
         text=TextConfig(vocab=1_024, length=32, dropout=0.0),
@@ -69,7 +76,7 @@ def scenes() -> Recipe:
 
 
 def demo() -> Recipe:
-    """What `limner demo` trains; sized for 12 minutes on two cores."""
+    """What `limner demo` trains, with fewer steps where these take more than nine of its 12 minutes."""
     return Recipe(
         text=TextConfig(vocab=1_024, length=20, dropout=0.0),
         dvae=Bundled(),
