@@ -40,8 +40,8 @@ def scenes() -> Recipe:
         limner bundle runs/fewer src/limner/assets/scenes --name scenes --prune data/crowds
 
     From that one, which does not know above from below, with captions that say the upper or left thing first more
-    often, and then do not. SLOW is `--prior.training.optimizer.lr 0.012`; the first two runs were stopped there, of 4500
-    and 3000 steps:
+    often, and then do not. SLOW is `--prior.training.optimizer.lr 0.012`; the first two runs were stopped there, of
+    4500 and 3000 steps:
 
         limner data scenes data/more --count 120000 --seed 3 --held-out 0.01 --pairs 0.14 --things 2 7 0.5 0.5
         limner data scenes data/ordered --count 90000 --seed 4 --held-out 0.01 --pairs 0.14 --things 2 7 0.5 0.5 \\
