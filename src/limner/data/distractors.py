@@ -38,7 +38,9 @@ class Distractors:
             for place, word, _ in _places(caption):
                 places[place][word] += 1
         self.choices = {
-            place: sorted(word for word, count in counts.items() if count >= _SEEN) for place, counts in places.items()
+            place: choices
+            for place, counts in places.items()
+            if (choices := sorted(word for word, count in counts.items() if count >= _SEEN))
         }
 
     def distract(self, caption: str, rng: np.random.Generator) -> str | None:

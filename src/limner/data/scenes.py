@@ -354,9 +354,8 @@ def _body(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> str:
         link: Relation = relations[rng.integers(len(relations))]
         if in_order and link in ("below", "right of") and rng.random() < in_order:
             nouns, link = nouns[::-1], _OPPOSITE[link]
-        if link in ("left of", "right of"):
-            return f"{nouns[0]}{' to the' if rng.random() < 0.7 else ''} {link} {nouns[1]}"
-        return f"{nouns[0]} {link} {nouns[1]}"
+        said = f"to the {link}" if link in ("left of", "right of") and rng.random() < 0.7 else link
+        return f"{nouns[0]} {said} {nouns[1]}"
     return f"{', '.join(nouns[:-1])} and {nouns[-1]}"
 
 

@@ -178,15 +178,15 @@ def _affordable(recipe: Recipe) -> dict[str, int]:
     torch.set_num_threads(threads - threads // 2)
     costs = {}
     for name, stage in stages.items():
-        n, k = stage.training.batch_size, getattr(stage, "distractors", 0)
+        n = stage.training.batch_size
         batch = {"text": torch.randint(0, text.vocab, (n, text.length))}
         if isinstance(stage, PriorStage):
             batch["image"] = torch.randint(0, pictures.vocab, (n, prod(pictures.grid)))
             model: nn.Module = fitted_prior(stage, text, text.vocab, pictures).build()
         else:
             batch["pixels"] = torch.randint(0, 256, (n, 3, pictures.size, pictures.size), dtype=torch.uint8)
-            if k:
-                batch["distractors"] = torch.randint(0, text.vocab, (n, k, text.length))
+            if stage.distractors:
+                batch["distractors"] = torch.randint(0, text.vocab, (n, stage.distractors, text.length))
             model = fitted_contrastive(stage, text, text.vocab, pictures).build()
         costs[name] = seconds_a_step(model, stage, batch) * steps[name] * (_COMPANY if beside else 1)
     torch.set_num_threads(threads)
