@@ -81,11 +81,11 @@ def demo() -> Recipe:
         text=TextConfig(vocab=1_024, length=20, dropout=0.0),
         dvae=Bundled(),
         prior=PriorStage(
-            model=TransformerConfig(width=192, depth=6, heads=4),
-            training=_training(steps=2_500, batch=16, ema=0.99),
+            model=TransformerConfig(width=96, depth=6, heads=4),
+            training=_training(steps=3_000, batch=16, ema=0.99, others=5e-3),
             augment=False,
         ),
-        contrastive=_small_contrastive(steps=900),
+        contrastive=_small_contrastive(steps=1_000, width=96, distractors=1),
     )
 
 
@@ -200,10 +200,10 @@ def paper(size: str = "dalle-12b") -> Recipe:
     )
 
 
-def _training(steps: int, batch: int, ema: float) -> TrainConfig:
+def _training(steps: int, batch: int, ema: float, others: float = 1.5e-3) -> TrainConfig:
     """What small priors learn fastest from (docs/LOG.md): small batches, Muon, a cosine to a fiftieth."""
     return TrainConfig(
-        steps=steps, batch_size=batch, optimizer=Muon(others=AdamW(lr=1.5e-3)), clip_norm=1.0,
+        steps=steps, batch_size=batch, optimizer=Muon(others=AdamW(lr=others)), clip_norm=1.0,
         warmup_steps=min(200, steps // 10), schedule=Cosine(end=0.02), ema_decay=ema, eval_every=500,
         checkpoint_every=250,
     )  # fmt: skip
@@ -225,10 +225,10 @@ def _small_dvae(size: int, groups: int, vocab: int, steps: int, context: int) ->
     )  # fmt: skip
 
 
-def _small_contrastive(steps: int) -> ContrastiveStage:
+def _small_contrastive(steps: int, width: int = 128, distractors: int = 3) -> ContrastiveStage:
     """Muon tells captions apart after a third of the steps that AdamW needs (docs/LOG.md)."""
     return ContrastiveStage(
-        model=ContrastiveConfig(patch=8, width=128, depth=4, heads=4, embedding=128),
+        model=ContrastiveConfig(patch=8, width=width, depth=4, heads=4, embedding=128),
         objective=ContrastiveLoss(spoiled=1),
         training=TrainConfig(
             steps=steps, batch_size=128, optimizer=Muon(others=AdamW(lr=1e-3, betas=(0.9, 0.98), weight_decay=0.05)),
@@ -236,5 +236,5 @@ def _small_contrastive(steps: int) -> ContrastiveStage:
             checkpoint_every=250,
         ),
         augment=False,
-        distractors=3,
+        distractors=distractors,
     )  # fmt: skip
