@@ -1,17 +1,18 @@
 """The paper's sparse attention, computed sparsely (Ramesh et al. 2021, §2.2, Figure 11, App. B.1).
 
-`attention.py` says what is visible with a dense mask; here only visible keys are worked on. Every image
-position sees all of the prefix, so its scores against the prefix are one product. What it sees of the
-image lies in a window of contiguous states, once the states are laid out for it:
+`attention.py` says what is visible with a dense mask; here only visible keys are worked on. The image's
+queries are taken in blocks of neighbours, in raster order (for columns: transposed, so that a column's
+positions are neighbours). What a block sees of the image then lies in a window that ends where the block
+ends and begins
 
-    row     in raster order, blocks of whole rows; the window begins w positions before its block
-    conv    the same, with a window that begins (k // 2) (w + 1) positions before
-    column  rows and columns transposed: a block is a column, and its own window
+    row     w positions before it
+    conv    (k // 2) (w + 1) positions before it
+    column  with it
 
-A block's scores against its window, under one small mask, stand next to those against the prefix, and
-one softmax runs over both (footnote 7). Work and memory grow with S * (P + window), not with (P + S)^2.
-The prefix sees itself causally. The weights are not kept for the backward pass: they are computed again,
-some heads at a time, so that what is alive at once stays in the processor's cache.
+and everybody sees all of the prefix. So the keys of a block are the prefix and its window, copied next to
+each other, and one softmax under one small mask runs over both (footnote 7). Work and memory grow with
+S * (P + window), not with (P + S)^2. The prefix sees itself causally. The weights are not kept for the
+backward pass: they are computed again, some heads at a time, so that what is alive at once stays small.
 
 Shapes: B batch, H heads, P prefix, h x w grid, S = h * w, C head width; R some of the B * H sequences,
 n blocks of q queries with m keys each in their windows.
@@ -19,7 +20,7 @@ n blocks of q queries with m keys each in their windows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,9 +30,8 @@ from torch import Tensor, nn
 from limner.layers.attention import Kind, offsets
 
 _QUERIES = 64  # of a block, at least, where the grid allows: small products keep no machine busy
-Pair = tuple[Tensor, Tensor]
-
-_WEIGHTS = 3 << 20  # attention weights of a part, several of which are alive at once
+_ALIGNED = 8  # keys of a block are a multiple of this: odd numbers make slow products
+_WEIGHTS = 3 << 19  # attention weights of a part, several of which are alive at once
 
 
 class SparseAttention(nn.Module):
@@ -47,17 +47,15 @@ class SparseAttention(nn.Module):
         super().__init__()
         self.kind: Kind = kind
         self.prefix, self.grid, self.kernel = prefix, grid, kernel
-        h, w = grid
-        if kind == "column":
-            self.queries, self.reach, self.window = h, 0, h
-        else:
-            self.reach = min(int(offsets(kind, grid, kernel).max()), h * w)
-            rows = next(r for r in range(1, h + 1) if h % r == 0 and (r * w >= _QUERIES or r == h))
-            self.queries, self.window = rows * w, rows * w + self.reach
-        self.blocks = h * w // self.queries
+        lines, line = grid[::-1] if kind == "column" else grid  # lines of neighbours
+        some = next(n for n in range(1, lines + 1) if lines % n == 0 and (n * line >= _QUERIES or n == lines))
+        self.queries, self.blocks = some * line, lines // some
+        reach = 0 if kind == "column" else min(int(offsets(kind, grid, kernel).max()), lines * line)
+        self.reach = reach + -(prefix + self.queries + reach) % _ALIGNED
+        self.window = self.queries + self.reach
         self.register_buffer("bias", self._bias(), persistent=False)
         later = torch.ones(prefix, prefix, dtype=torch.bool, device="cpu").triu(1)
-        self.register_buffer("causal", torch.zeros(later.shape).masked_fill_(later, -torch.inf), persistent=False)
+        self.register_buffer("causal", _hidden(later), persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         p, n = self.prefix, q.shape[2]
@@ -66,83 +64,76 @@ class SparseAttention(nn.Module):
         return _Recomputed.apply(self, q, k, v)
 
     def _bias(self) -> Tensor:
-        """0 where a query of a block sees a key of its window, else -inf: [n, q, m]."""
+        """0 where a query of a block sees a key, else -inf: [n, q, P + m]."""
         h, w = self.grid
-        query = self._blocks(torch.arange(h * w, device="cpu").view(1, h * w, 1)).view(self.blocks, self.queries, 1)
-        key = self._windows(torch.arange(1, h * w + 1, device="cpu").view(1, h * w, 1))
-        key = key.view(self.blocks, 1, self.window) - 1
-        back = query - key  # a key of -1 lies before the image
-        seen = torch.isin(back, offsets(self.kind, self.grid, self.kernel)) & (key >= 0)
-        return torch.zeros(seen.shape, device="cpu").masked_fill_(~seen, -torch.inf)
+        at = torch.arange(1, h * w + 1, device="cpu").view(1, h * w, 1)
+        query, key = self._blocks(at)[0], self._windows(at)[0].transpose(1, 2)
+        seen = torch.isin(query - key, offsets(self.kind, self.grid, self.kernel)) & (key > 0)  # 0: before the image
+        return _hidden(F.pad(~seen, (self.prefix, 0), value=False))
 
     def _blocks(self, x: Tensor) -> Tensor:
         """Image states in raster order [R, S, C] -> [R, n, q, C]."""
-        if self.kind == "column":
-            return x.unflatten(1, self.grid).transpose(1, 2)
-        return x.unflatten(1, (self.blocks, self.queries))
+        return self._neighbours(x).unflatten(1, (self.blocks, self.queries))
 
     def _raster(self, x: Tensor) -> Tensor:
         """The inverse of `_blocks`."""
-        return (x.transpose(1, 2) if self.kind == "column" else x).flatten(1, 2)
+        return self._back(x.flatten(1, 2))
 
     def _windows(self, x: Tensor) -> Tensor:
         """Image states [R, S, C] -> what the blocks see, [R, n, m, C]; zeros before the image."""
-        if self.kind == "column":
-            return self._blocks(x)
-        return F.pad(x, (0, 0, self.reach, 0)).unfold(1, self.window, self.queries).transpose(2, 3)
+        return F.pad(self._neighbours(x), (0, 0, self.reach, 0)).unfold(1, self.window, self.queries).transpose(2, 3)
 
     def _raster_windows(self, x: Tensor) -> Tensor:
         """The transpose of `_windows`: what lies in several windows [R, n, m, C] is added up, [R, S, C]."""
-        if self.kind == "column":
-            return self._raster(x)
         size = self.blocks * self.queries
         whole = x.new_zeros(len(x), -(-self.window // self.queries) * self.queries + size, x.shape[-1])
         for begin in range(0, self.window, self.queries):  # a part of all windows, as long as a block, does not overlap
             part = x[:, :, begin : begin + self.queries]
             whole[:, begin : begin + size].unflatten(1, (self.blocks, -1))[:, :, : part.shape[2]] += part
-        return whole[:, self.reach : self.reach + size]
+        return self._back(whole[:, self.reach : self.reach + size])
 
-    # Three linear maps and the derivative of the softmax are all of attention, forward and backward. `Pair`s hold
-    # what belongs to queries of the prefix, [R, P, ...], and of the image, in blocks [R, n, q, ...]; or, of keys, the
-    # prefix [R, P, C] and the windows [R, n, m, C].
+    def _neighbours(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, self.grid).transpose(1, 2).flatten(1, 2) if self.kind == "column" else x
 
-    def queries_of(self, x: Tensor) -> Pair:
-        """States [R, P + S, C] as those who look."""
-        return x[:, : self.prefix], self._blocks(x[:, self.prefix :])
+    def _back(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, self.grid[::-1]).transpose(1, 2).flatten(1, 2) if self.kind == "column" else x
 
-    def keys_of(self, x: Tensor) -> Pair:
-        """States [R, P + S, C] as those who are seen."""
-        return x[:, : self.prefix], self._windows(x[:, self.prefix :]).contiguous()
+    # The prefix and the image are two attentions, each with queries, keys and values of its own; the two maps here and
+    # their transposes are all that makes them one.
 
-    def scores(self, queries: Pair, keys: Pair) -> Pair:
-        """Products of queries with the keys that they may see: [R, P, P] and [R, n, q, P + m]."""
-        (text, image), (prefix, windows) = queries, keys
-        by_prefix = (image.flatten(1, 2) @ prefix.mT).unflatten(1, image.shape[1:3])
-        return text @ prefix.mT, torch.cat([by_prefix, image @ windows.mT], -1)
+    def looking(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """States [R, P + S, C] as those who look: the prefix [R, P, C] and blocks of the image [R n, q, C]."""
+        return x[:, : self.prefix], self._blocks(x[:, self.prefix :]).flatten(0, 1)
 
-    def mix(self, weights: Pair, values: Pair) -> Tensor:
-        """Sums of what is seen, with weights shaped as scores: [R, P + S, C]."""
-        p, (text, image), (prefix, windows) = self.prefix, weights, values
-        of_prefix = (image[..., :p].flatten(1, 2) @ prefix).unflatten(1, image.shape[1:3])
-        return torch.cat([text @ prefix, self._raster(of_prefix + image[..., p:] @ windows)], 1)
+    def looked(self, parts: Iterable[Tensor]) -> Tensor:
+        """The inverse of `looking`, and its transpose."""
+        prefix, blocks = parts
+        return torch.cat([prefix, self._raster(blocks.unflatten(0, (-1, self.blocks)))], 1)
 
-    def spread(self, weights: Pair, queries: Pair) -> Tensor:
-        """The transpose of `mix`: what queries give back to the states that they saw, [R, P + S, C]."""
-        p, (text, image), (y, blocks) = self.prefix, weights, queries
-        of_prefix = image[..., :p].flatten(1, 2).contiguous()  # else the product copies it, slowly
-        to_prefix = text.mT @ y + of_prefix.mT @ blocks.flatten(1, 2)
-        return torch.cat([to_prefix, self._raster_windows(image[..., p:].mT @ blocks)], 1)
+    def seen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """States [R, P + S, C] as those who are seen: by the prefix [R, P, C], by blocks [R n, P + m, C]."""
+        p, prefix = self.prefix, x[:, : self.prefix]
+        keys = x.new_empty(len(x), self.blocks, p + self.window, x.shape[-1])
+        keys[:, :, :p] = prefix[:, None]
+        keys[:, :, p:] = self._windows(x[:, p:])
+        return prefix, keys.flatten(0, 1)
 
-    def weights(self, queries: Pair, keys: Pair) -> Pair:
-        """The softmax of scores, hidden keys at 0."""
-        text, image = self.scores(queries, keys)
-        image[..., self.prefix :] += self.bias.to(image.dtype)
-        return (text + self.causal.to(text.dtype)).softmax(-1), image.softmax(-1)
+    def unseen(self, parts: Iterable[Tensor]) -> Tensor:
+        """The transpose of `seen`: what the same state was given in several places is added up, [R, P + S, C]."""
+        prefix, keys = parts
+        p, keys = self.prefix, keys.unflatten(0, (-1, self.blocks))
+        return torch.cat([prefix + keys[:, :, :p].sum(1), self._raster_windows(keys[:, :, p:])], 1)
+
+    def weights(self, queries: Iterable[Tensor], keys: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+        """The softmax of scores, hidden keys at 0: [R, P, P] and [R n, q, P + m]."""
+        text, image = _times(queries, _transposed(keys))
+        image.unflatten(0, (-1, self.blocks)).add_(self.bias.to(image.dtype))
+        return text.add_(self.causal.to(text.dtype)).softmax(-1), image.softmax(-1)
 
     @property
     def at_once(self) -> int:
         """Sequences whose weights are alive at the same time."""
-        return max(1, _WEIGHTS // (self.grid[0] * self.grid[1] * (self.prefix + self.window)))
+        return max(1, _WEIGHTS // self.bias.numel())
 
 
 class _Recomputed(torch.autograd.Function):
@@ -155,9 +146,9 @@ class _Recomputed(torch.autograd.Function):
         out, scale = _like(q), q.shape[-1] ** -0.5
         with torch.autocast(q.device.type, enabled=False):  # as it is in the backward pass
             for part in _parts(q, attention.at_once):
-                looking, keys, values = (x[part].flatten(0, 1) for x in (q, k, v))
-                weights = attention.weights(attention.queries_of(looking * scale), attention.keys_of(keys))
-                out[part] = attention.mix(weights, attention.keys_of(values)).view(out[part].shape)
+                queries, keys, values = (x[part].flatten(0, 1) for x in (q, k, v))
+                weights = attention.weights(attention.looking(queries * scale), attention.seen(keys))
+                out[part] = attention.looked(_times(weights, attention.seen(values))).view(out[part].shape)
         return out
 
     @staticmethod
@@ -165,18 +156,31 @@ class _Recomputed(torch.autograd.Function):
         attention, (q, k, v) = ctx.attention, ctx.saved_tensors
         by_q, by_k, by_v, scale = _like(q), _like(k), _like(v), q.shape[-1] ** -0.5
         for part in _parts(q, attention.at_once):
-            g, looking, keys, values = (x[part].flatten(0, 1) for x in (*upstream, q, k, v))
-            g, looking = attention.queries_of(g), attention.queries_of(looking * scale)
-            keys, values = attention.keys_of(keys), attention.keys_of(values)
-            weights = attention.weights(looking, keys)
-            by_weight = attention.scores(g, values)
-            text, image = (
+            g, queries, keys, values = (x[part].flatten(0, 1) for x in (*upstream, q, k, v))
+            g, queries = attention.looking(g), attention.looking(queries * scale)
+            keys, values = attention.seen(keys), attention.seen(values)
+            weights = attention.weights(queries, keys)
+            by_v[part] = attention.unseen(_times(_transposed(weights), g)).view(by_v[part].shape)
+            by_weight = _times(g, _transposed(values))
+            by_score = [
                 torch._softmax_backward_data(y, w, -1, w.dtype) for y, w in zip(by_weight, weights, strict=True)
-            )
-            by_q[part] = attention.mix((text, image), keys).mul_(scale).view(by_q[part].shape)
-            by_k[part] = attention.spread((text, image), looking).view(by_k[part].shape)
-            by_v[part] = attention.spread(weights, g).view(by_v[part].shape)
+            ]
+            by_q[part] = attention.looked(_times(by_score, keys)).mul_(scale).view(by_q[part].shape)
+            by_k[part] = attention.unseen(_times(_transposed(by_score), queries)).view(by_k[part].shape)
         return None, by_q, by_k, by_v
+
+
+def _times(left: Iterable[Tensor], right: Iterable[Tensor]) -> list[Tensor]:
+    return [x @ y for x, y in zip(left, right, strict=True)]
+
+
+def _transposed(matrices: Iterable[Tensor]) -> list[Tensor]:
+    return [x.mT for x in matrices]
+
+
+def _hidden(these: Tensor) -> Tensor:
+    """-inf where true, else 0."""
+    return torch.zeros(these.shape, device=these.device).masked_fill_(these, -torch.inf)
 
 
 def _like(x: Tensor) -> Tensor:
