@@ -55,7 +55,7 @@ from limner.training.metrics_log import read_metrics
 from limner.training.progress import clock, progress
 
 THINGS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four things
-_TRAINING = 600  # seconds, of twelve minutes
+_TRAINING = 570  # seconds, of twelve minutes
 _COMPANY = 1.25  # how much longer a step takes beside the other stage
 _CURVES = {
     "dvae": ("dVAE", ("loss", "eval/psnr")),
@@ -192,7 +192,7 @@ def _affordable(recipe: Recipe) -> dict[str, int]:
     torch.set_num_threads(threads)
     longest = max(costs.values()) if beside else sum(costs.values())
     if longest > _TRAINING:
-        _say(f"training is cut to {_TRAINING // 60} minutes; all of the recipe would take {longest / 60:.0f} here")
+        _say(f"training is cut to {_TRAINING / 60:.0f} minutes; all of the recipe would take {longest / 60:.0f} here")
     rooms = {name: _TRAINING if beside else _TRAINING * cost / longest for name, cost in costs.items()}
     return {name: max(1, min(steps[name], int(steps[name] * rooms[name] / costs[name]))) for name in stages}
 
