@@ -5,7 +5,7 @@ set of `n`; which element it is follows from (seed, epoch), and all its randomne
 phrasing, BPE dropout) from its own seed, a hash of (seed, k). Nothing else enters: not the batch
 size, not the number of ranks, not threads. Hence
 
-- resuming needs one number, the position;
+- resuming needs one number, the position (the data set's size comes along, to tell that it is another one);
 - `world` ranks only divide each batch: rank r takes the r-th slice, and the slices together are the
   batch that a single rank would have seen;
 - the order is a sort by hash rather than a library's shuffle, so it cannot change with a version.
@@ -13,6 +13,7 @@ size, not the number of ranks, not threads. Hence
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -124,11 +125,17 @@ class Stream:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """The position and nothing else: the seed belongs to the configuration."""
-        return {"position": self.position}
+        """The position, and the size of the data set; the seed belongs to the configuration."""
+        return {"position": self.position, "samples": len(self.dataset)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the batches that were consumed when `state` was taken."""
+        """Go on after the batches that were consumed when `state` was taken; with other data, warn."""
+        before, now = state.get("samples"), len(self.dataset)
+        if before not in (None, now):
+            warnings.warn(
+                f"the data has {now:,} samples and had {before:,} at the checkpoint: going on with other data",
+                stacklevel=2,
+            )
         self._drop_ahead()
         self.position = int(state["position"])
 

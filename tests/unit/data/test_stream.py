@@ -65,7 +65,7 @@ def test_resuming_goes_on_where_it_stopped(prefetch):
     expected = take(Stream(Numbers(11), 4, 1), 12)
     first = Stream(Numbers(11), 4, 1, prefetch=prefetch)
     assert equal(take(first, 5), expected[:5])
-    assert first.state_dict() == {"position": 20}  # consumed, not prefetched
+    assert first.state_dict() == {"position": 20, "samples": 11}  # consumed, not prefetched
     second = Stream(Numbers(11), 4, 1, prefetch=prefetch)
     next(second)
     second.load_state_dict(first.state_dict())
@@ -74,6 +74,11 @@ def test_resuming_goes_on_where_it_stopped(prefetch):
     assert equal(take(first, 12), expected)
     first.close()
     second.close()
+
+
+def test_other_data_is_pointed_out():
+    with pytest.warns(UserWarning, match="has 12 samples and had 11"):
+        Stream(Numbers(12), 4, 1).load_state_dict(Stream(Numbers(11), 4, 1).state_dict())
 
 
 def test_the_order_is_pinned():
