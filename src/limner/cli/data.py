@@ -69,6 +69,8 @@ class PrepareOptions:
     """A new folder, for tar shards."""
     size: int | None = None
     """Shrink pictures to this shorter side; never enlarges."""
+    held_out: float = 0.02
+    """Share of samples to keep from training, for evaluation; samples that name a split stay in it."""
     caption: str | None = None
     """The caption column of a table, where its name does not tell."""
     image: str | None = None
@@ -132,6 +134,8 @@ def emoji(argv: Sequence[str]) -> None:
 def prepare(argv: Sequence[str]) -> None:
     """filter, shrink and pack data of your own"""
     options = parse(PrepareOptions, argv, "limner data prepare")
+    if not 0 <= options.held_out < 1:
+        raise UserError(f"held-out is a share from 0 to below 1, not {options.held_out}")
     from limner.data.prepare import prepare as write
     from limner.data.sources import open_source
 
@@ -139,8 +143,11 @@ def prepare(argv: Sequence[str]) -> None:
         options.source, caption=options.caption, image=options.image, allow_outside=options.allow_outside
     )
     with progress("preparing", len(source), unit="sample") as bar:
-        counts = write(source, options.out, filters=options.filters, size=options.size, progress=_absolute(bar))
-    _tell(options.out, counts.kept, counts.rejected)
+        counts = write(
+            source, options.out, filters=options.filters, size=options.size, held_out=options.held_out,
+            progress=_absolute(bar),
+        )  # fmt: skip
+    _tell(options.out, counts.kept, counts.rejected, counts.splits)
 
 
 def show(argv: Sequence[str]) -> None:

@@ -31,10 +31,11 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class Counts:
-    """How many samples were kept, and how many were rejected for each reason."""
+    """How many samples were kept, how many were rejected for each reason, and how many are of each split."""
 
     kept: int
     rejected: dict[str, int] = field(default_factory=dict)
+    splits: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -55,6 +56,7 @@ def prepare(
     *,
     filters: Filters | None = None,
     size: int | None = None,
+    held_out: float = 0.02,
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> Counts:
@@ -62,7 +64,8 @@ def prepare(
 
     `filters` defaults to the paper's. With `size`, a picture whose shorter side is longer is resized
     by area until it is `size` (JPEGs are stored again at quality 95, others as PNG); otherwise the
-    encoded bytes are copied. `progress(done, total)` is called for each sample.
+    encoded bytes are copied. Of samples that name no split, the share `held_out` is kept from training,
+    evenly spread. `progress(done, total)` is called for each sample.
     Raises `UserError` if `out` is in use, or if no sample is good: `out` then counts as incomplete.
     """
     if isinstance(source, str | os.PathLike):
@@ -75,6 +78,7 @@ def prepare(
         except Rejected as rejected:
             return rejected.reason
 
+    unnamed = 0
     with ShardWriter(out) as writer:
         for done, result in enumerate(_map_ahead(work, range(len(data)), threads), start=1):
             if isinstance(result, str):
@@ -82,10 +86,13 @@ def prepare(
             else:
                 sample, suffix = result
                 meta = {k: v for k, v in sample.meta.items() if k != "key"}
+                if held_out and "split" not in meta:
+                    meta["split"] = "held-out" if _crosses(unnamed, held_out) else "train"
+                    unnamed += 1
                 writer.write(sample.image, sample.captions, meta, suffix)
             if progress:
                 progress(done, len(data))
-        counts = Counts(writer.kept, dict(writer.rejected.most_common()))
+        counts = Counts(writer.kept, dict(writer.rejected.most_common()), dict(writer.splits))
         if not writer.kept:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in counts.rejected.items())
             raise UserError(f"not one of the {counts.total} samples can be used ({reasons})")
@@ -107,6 +114,11 @@ def _prepare_one(sample: Sample, filters: Filters, size: int | None) -> tuple[Sa
     if suffix is None:  # TIFF, BMP and other formats that are no use in a shard
         return Sample(encode_image(image, "png"), captions, sample.meta), "png"
     return Sample(sample.image, captions, sample.meta), suffix
+
+
+def _crosses(n: int, share: float) -> bool:
+    """True for that share of all n, evenly spread: the second one first, so that few samples have one as well."""
+    return n > 0 and (n == 1 or int((n - 1) * share) > int((n - 2) * share))
 
 
 def encode_image(image: np.ndarray, suffix: str = "png") -> bytes:

@@ -179,7 +179,8 @@ def open_source(
         return source
     chosen = select_split(source, split)
     if len(chosen) == 0:
-        raise UserError(f'{path} has no samples of the split "{split}"')
+        other = "train" if split == "held-out" else "held-out"
+        raise UserError(f'{path} has no samples of the split "{split}": take "{other}", or `limner data prepare` it')
     return chosen
 
 

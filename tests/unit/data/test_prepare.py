@@ -72,7 +72,7 @@ REJECTED = {
 def test_every_defect_is_counted(messy, tmp_path):
     calls = []
     counts = prepare(messy, tmp_path / "out", progress=lambda *at: calls.append(at))
-    assert counts == Counts(3, REJECTED)
+    assert counts == Counts(3, REJECTED, {"train": 2, "held-out": 1})
     assert calls == [(n + 1, 13) for n in range(13)]
     source = open_source(tmp_path / "out")
     assert [source[n].captions[0] for n in range(3)] == [
@@ -95,6 +95,19 @@ def test_filters_are_optional_and_threads_do_not_matter(messy, tmp_path):
     prepare(tmp_path / "a", tmp_path / "c", filters=NO_FILTERS)
     again, first = open_source(tmp_path / "c"), open_source(tmp_path / "a")
     assert [again[n] for n in range(8)] == [first[n] for n in range(8)]
+
+
+def test_some_samples_are_held_out(tmp_path):
+    (tmp_path / "in").mkdir()
+    for n in range(60):
+        (tmp_path / f"in/{n:02}.png").write_bytes(png(seed=n))
+        (tmp_path / f"in/{n:02}.txt").write_text(f"a picture of {n} things")
+    counts = prepare(tmp_path / "in", tmp_path / "out", filters=NO_FILTERS)
+    assert counts.splits == {"train": 58, "held-out": 2}
+    assert len(open_source(tmp_path / "out", split="held-out")) == 2
+    assert prepare(tmp_path / "in", tmp_path / "all", filters=NO_FILTERS, held_out=0.0).splits == {}
+    # A split that is named stays.
+    assert prepare(tmp_path / "out", tmp_path / "again", filters=NO_FILTERS, held_out=0.5).splits == counts.splits
 
 
 def test_size_bounds_the_shorter_side(tmp_path):
