@@ -87,7 +87,7 @@ def prepare(
                 sample, suffix = result
                 meta = {k: v for k, v in sample.meta.items() if k != "key"}
                 if held_out and "split" not in meta:
-                    meta["split"] = "held-out" if _crosses(unnamed, held_out) else "train"
+                    meta["split"] = "held-out" if _kept_back(unnamed, held_out) else "train"
                     unnamed += 1
                 writer.write(sample.image, sample.captions, meta, suffix)
             if progress:
@@ -116,7 +116,7 @@ def _prepare_one(sample: Sample, filters: Filters, size: int | None) -> tuple[Sa
     return Sample(sample.image, captions, sample.meta), suffix
 
 
-def _crosses(n: int, share: float) -> bool:
+def _kept_back(n: int, share: float) -> bool:
     """True for that share of all n, evenly spread: the second one first, so that few samples have one as well."""
     return n > 0 and (n == 1 or int((n - 1) * share) > int((n - 2) * share))
 

@@ -193,7 +193,7 @@ def _affordable(recipe: Recipe) -> dict[str, int]:
     torch.set_num_threads(threads)
     longest = max(costs.values()) if beside else sum(costs.values())
     if longest > _TRAINING:
-        _say(f"training is cut to {_TRAINING} seconds; all of the recipe would take {longest / 60:.0f} here")
+        _say(f"training is cut to {_TRAINING / 60:.0f} minutes; all of the recipe would take {longest / 60:.0f} here")
     rooms = {name: _TRAINING if beside else _TRAINING * cost / longest for name, cost in costs.items()}
     return {name: max(1, min(steps[name], int(steps[name] * rooms[name] / costs[name]))) for name in stages}
 
