@@ -378,7 +378,7 @@ def _charts(folder: Path) -> Iterator[str]:
 
 
 def _settings(demo: Demo, pipe: TextToImage) -> list[tuple[str, object]]:
-    recipe, size, (h, w) = demo.recipe(), pipe.dvae.config.size, pipe.dvae.config.grid
+    recipe, size, (h, w) = paced(demo.recipe(), demo.out), pipe.dvae.config.size, pipe.dvae.config.grid
 
     def sizes(model: torch.nn.Module, steps: int) -> str:
         return f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {steps:,} steps"
