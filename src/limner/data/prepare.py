@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import floor
 from typing import TypeVar
 
 import numpy as np
@@ -118,7 +119,7 @@ def _prepare_one(sample: Sample, filters: Filters, size: int | None) -> tuple[Sa
 
 def _kept_back(n: int, share: float) -> bool:
     """True for that share of all n, evenly spread: the second one first, so that few samples have one as well."""
-    return n > 0 and (n == 1 or int((n - 1) * share) > int((n - 2) * share))
+    return n > 0 and floor((n - 1) * share) > floor((n - 2) * share)
 
 
 def encode_image(image: np.ndarray, suffix: str = "png") -> bytes:

@@ -94,7 +94,7 @@ def _weights(config: TransformerConfig, kind: Kind) -> tuple[bool, int, int]:
     """How a kind of layer attends: sparsely or not, weights of one sequence, and sequences at once."""
     path = config.attend(kind)
     if isinstance(path, SparseAttention):
-        return True, config.grid[0] * config.grid[1] * (path.prefix + path.window), path.at_once
+        return True, path.bias.numel(), path.at_once
     return False, (config.text_len + 1 + config.grid[0] * config.grid[1]) ** 2, 1 << 62
 
 
