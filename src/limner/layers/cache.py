@@ -5,14 +5,15 @@ once a step. Of the image, a candidate holds
 
     row     a ring of w + 1 positions
     conv    a ring of (k // 2) (w + 1) + 1 positions, of which a mask hides those outside the window
-    column  the grid, by columns, of which a step reads its own column so far
+    column  the grid, by columns, of which a step reads its own and a mask hides the rows to come
     dense   the grid
 
 At the paper's size (64 layers, 32 x 32 tokens) that is 283 positions a layer on average, where a dense
 cache holds 1,280 and the text again for each candidate. A candidate's states are stored in the model's own
 format, or as int8 with a scale for each position and head.
 
-Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width, n positions held.
+Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width; n positions held, L lines of
+which a step reads one (columns; other kinds hold one line).
 """
 
 from __future__ import annotations
@@ -38,45 +39,50 @@ def held(kind: Kind, grid: tuple[int, int], kernel: int = 11) -> int:
 
 
 class Store:
-    """States of candidates, [M, H, n, C], in the model's format."""
+    """States of candidates, [L, M, H, n / L, C], in the model's format.
 
-    def __init__(self, like: Tensor, n: int) -> None:
+    A line lies together: a product of many small matrices on a CPU copies those that do not, which costs as
+    much as the product.
+    """
+
+    def __init__(self, like: Tensor, lines: int, n: int) -> None:
         """Empty, for the candidates, heads, width and format of `like` [M, H, ..., C]."""
-        self.parts: list[Tensor] = [like.new_zeros(*like.shape[:2], n, like.shape[-1])]
+        self.parts: list[Tensor] = [like.new_zeros(lines, *like.shape[:2], n // lines, like.shape[-1])]
 
-    def write(self, slot: int, x: Tensor) -> None:
+    def write(self, line: int, slot: int, x: Tensor) -> None:
         """x [M, H, C]"""
-        self.parts[0][:, :, slot] = x
+        self.parts[0][line, :, :, slot] = x
 
-    def read(self, slots: slice) -> Tensor:
-        return self.parts[0][:, :, slots]
+    def read(self, line: int, slots: slice) -> Tensor:
+        """[M, H, slots, C]"""
+        return self.parts[0][line, :, :, slots]
 
     def expand(self, n: int) -> Self:
         """`n` candidates in the place of each."""
         twin = copy(self)
-        twin.parts = [part.repeat_interleave(n, 0) for part in self.parts]
+        twin.parts = [part.repeat_interleave(n, 1) for part in self.parts]
         return twin
 
     @property
     def bytes_per_candidate(self) -> int:
-        return sum(part[0].numel() * part.element_size() for part in self.parts)
+        return sum(part[:, 0].numel() * part.element_size() for part in self.parts)
 
 
 class Int8Store(Store):
     """As 8-bit integers, each position and head with the scale that its largest value needs."""
 
-    def __init__(self, like: Tensor, n: int) -> None:
-        super().__init__(like, n)
+    def __init__(self, like: Tensor, lines: int, n: int) -> None:
+        super().__init__(like, lines, n)
         values = self.parts[0]
-        self.parts = [values.to(torch.int8), values.new_ones(*values.shape[:3], 1)]
+        self.parts = [values.to(torch.int8), values.new_ones(*values.shape[:-1], 1)]
 
-    def write(self, slot: int, x: Tensor) -> None:
+    def write(self, line: int, slot: int, x: Tensor) -> None:
         scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-6) / 127
-        self.parts[0][:, :, slot] = (x / scale).round().clamp(-127, 127).to(torch.int8)
-        self.parts[1][:, :, slot] = scale
+        self.parts[0][line, :, :, slot] = (x / scale).round().clamp(-127, 127).to(torch.int8)
+        self.parts[1][line, :, :, slot] = scale
 
-    def read(self, slots: slice) -> Tensor:
-        values, scale = (part[:, :, slots] for part in self.parts)
+    def read(self, line: int, slots: slice) -> Tensor:
+        values, scale = (part[line, :, :, slots] for part in self.parts)
         return values * scale
 
 
@@ -97,8 +103,8 @@ class LayerCache:
         cls, kind: Kind, grid: tuple[int, int], kernel: int, keys: Tensor, values: Tensor, store: type[Store] = Store
     ) -> LayerCache:
         """After the prefix was read, whose keys and values [B, H, P, C] these are; one candidate each."""
-        n = held(kind, grid, kernel)
-        return cls(kind, grid, kernel, keys, values, store(keys, n), store(values, n))
+        n, lines = held(kind, grid, kernel), grid[1] if kind == "column" else 1
+        return cls(kind, grid, kernel, keys, values, store(keys, lines, n), store(values, lines, n))
 
     def expand(self, n: int) -> LayerCache:
         """`n` candidates of each caption that go on from here: B -> B * n; the prefix stays shared."""
@@ -106,11 +112,10 @@ class LayerCache:
 
     def attend(self, position: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the keys and values of an image position and attend from it: [M, H, 1, C] each."""
-        slot = self._slot(position)
-        self.keys.write(slot, k[:, :, 0])
-        self.values.write(slot, v[:, :, 0])
-        slots = self._slots(position)
-        keys, values = self.keys.read(slots), self.values.read(slots)
+        line, slot, slots = self._place(position)
+        self.keys.write(line, slot, k[:, :, 0])
+        self.values.write(line, slot, v[:, :, 0])
+        keys, values = self.keys.read(line, slots), self.values.read(line, slots)
         b, heads, p, c = self.prefix_keys.shape
         q = q * c**-0.5
         shared = q.view(b, -1, heads, c).transpose(1, 2)  # [B, H, N, C]: one product for all candidates
@@ -119,6 +124,8 @@ class LayerCache:
         if self.kind == "conv":  # to read all of the ring costs less than to gather the window
             back = (position - torch.arange(slots.stop, device=q.device)) % self._ring
             by_image = by_image + _outside(self.grid, self.kernel, q.device, q.dtype)[back]
+        if self.kind == "column":
+            by_image = by_image + _below(self.grid[0], q.device, q.dtype)[slot]
         weights = torch.cat([by_prefix, by_image], -1).softmax(-1)  # accumulates in fp32 whatever the format
         of_prefix = weights[..., :p].view(b, -1, heads, p).transpose(1, 2) @ self.prefix_values
         return of_prefix.transpose(1, 2).reshape(q.shape) + weights[..., p:] @ values
@@ -127,18 +134,20 @@ class LayerCache:
     def _ring(self) -> int:
         return held(self.kind, self.grid, self.kernel)
 
-    def _slot(self, position: int) -> int:
-        h, w = self.grid
+    def _place(self, position: int) -> tuple[int, int, slice]:
+        """The line that `position` sees of the image, its slot there, and the slots to read."""
         if self.kind == "column":
-            return position % w * h + position // w
-        return position % self._ring
+            row, column = divmod(position, self.grid[1])
+            return column, row, slice(self.grid[0])
+        # a ring has no order, and a softmax needs none
+        return 0, position % self._ring, slice(min(position + 1, self._ring))
 
-    def _slots(self, position: int) -> slice:
-        """Where what `position` sees of the image is stored, itself among it."""
-        if self.kind == "column":
-            first = position % self.grid[1] * self.grid[0]
-            return slice(first, first + position // self.grid[1] + 1)
-        return slice(min(position + 1, self._ring))  # a ring has no order, and a softmax needs none
+
+@lru_cache(maxsize=16)
+def _below(h: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """-inf for the rows below a position's, else 0: [row of the position, h]."""
+    with torch.inference_mode(False):
+        return torch.full((h, h), -torch.inf).triu(1).to(device, dtype)
 
 
 @lru_cache(maxsize=16)

@@ -43,10 +43,10 @@ class Sampler:
             return logits.argmax(-1)
         if self.temperature != 1:
             logits = logits / self.temperature
-        p = (logits - logits.amax(-1, keepdim=True)).exp_()  # a softmax but for a factor
+        p = logits.softmax(-1)
         if self.top_k is not None or self.top_p is not None:
             p = self._filtered(p)
-        cdf = p.cumsum(-1)
+        cdf = p.cumsum_(-1)
         mass = cdf[:, -1:]
         at = (uniform[:, None] * mass).minimum(mass.nextafter(torch.zeros_like(mass)))  # rounding must not reach 1
         return torch.searchsorted(cdf, at, right=True).squeeze(1)

@@ -59,7 +59,7 @@ def test_a_candidate_costs_no_text():
     ]
     cache = Cache(layers).expand(5)
     assert cache.bytes_per_candidate == 2 * 4 * 2 * 8 * (5 + 16)
-    assert cache.layers[0].keys.parts[0].shape == (5, 2, 5, 8)
+    assert [x.keys.parts[0].shape for x in cache.layers] == [(1, 5, 2, 5, 8), (4, 5, 2, 4, 8)]
 
 
 def test_an_8_bit_cache_takes_half_of_bf16s_memory_and_gives_nearly_the_same_logits():
