@@ -81,11 +81,12 @@ def test_edit_draws_below_what_is_kept_and_under_a_mask(bundle, tmp_path):
     assert limner("draw", CAPTION, *options, "-o", "first.png", cwd=tmp_path)[0] == 0
     Image.new("L", (24, 24), 255).save(tmp_path / "mask.png")
     (tmp_path / "text.png").write_text("no picture")
-    for says in (["--keep", "top:3"], ["--mask", "mask.png"]):
-        code, out, err = limner("edit", "first.png", CAPTION, *says, *options, "-o", "second.png", cwd=tmp_path)
+    default = CAPTION.replace(" ", "-") + "-edited.png"  # not the name of the drawing that it may have come from
+    for says, name in (["--keep", "top:3"], default), (["--mask", "mask.png", "-o", "second.png"], "second.png"):
+        code, out, err = limner("edit", "first.png", CAPTION, *says, *options, cwd=tmp_path)
         assert code == 0, err
-        assert out.startswith("second.png")
-        assert Image.open(tmp_path / "second.png").text["caption"] == CAPTION
+        assert out.startswith(name + " ")
+        assert Image.open(tmp_path / name).text["caption"] == CAPTION
     for wrong in (
         ["first.png", CAPTION], ["first.png", CAPTION, "--keep", "left:2"], ["text.png", CAPTION, "--keep", "top:2"],
         ["none.png", CAPTION, "--keep", "top:2"], ["first.png", CAPTION, "--keep", "top:2", "--mask", "mask.png"],

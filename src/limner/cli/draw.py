@@ -117,6 +117,8 @@ def _draw(options: Settings, caption: str, given: Callable[[Any], Any] | None = 
 def output_path(options: Settings, caption: str) -> Path:
     """Where to write, checked before any work is done."""
     name = re.sub(r"[^\w]+", "-", caption.lower()).strip("-")[:80].strip("-") or "drawing"
+    if isinstance(options, Edit):  # which often has the caption of the picture that it edits
+        name += "-edited"
     if options.seed:
         name += f"-seed-{options.seed}"
     out = options.output

@@ -56,7 +56,7 @@ from limner.training.metrics_log import read_metrics
 from limner.training.progress import clock, progress
 
 THINGS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four things
-_TRAINING = 500  # seconds of twelve minutes; the rest takes a minute and a half, and machines slow down at times
+_TRAINING = 540  # seconds of twelve minutes; the rest takes a minute and a half, and machines slow down at times
 _COMPANY = 1.25  # how much longer a step takes beside the other stage
 _CURVES = {
     "dvae": ("dVAE", ("loss", "eval/psnr")),
