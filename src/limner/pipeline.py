@@ -39,21 +39,24 @@ from limner import __version__, bundles
 from limner.data.augment import augment_none
 from limner.errors import UserError
 from limner.files import atomic_write_bytes
-from limner.layers.cache import Store
+from limner.layers.cache import Store, held
 from limner.layers.linear import int8, packed
 from limner.models.contrastive import Contrastive, ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Precision, choose_precision
 from limner.sampling.generate import FREE, Sampler, generate
+from limner.sampling.recorded import decoder
 from limner.sampling.rerank import best, scores
 from limner.text.bpe import Tokenizer
 
 SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
 
 _VIEWABLE = 384  # pixels: saved drawings are enlarged by a whole factor to at least this side
-_ROWS = 256  # candidates in one batch at most; beyond, the caches no longer help
-_CACHE_BYTES = 1 << 30  # of keys and values in one batch at most
+_ROWS = 256  # candidates in one batch at most on a CPU; beyond, its caches no longer help
+_CACHE_BYTES = 1 << 30  # of keys and values in one batch on a CPU
+_GPU_ROWS = 1_024  # on a GPU, where half of the free memory may hold them
+_PICTURE_BYTES = 1 << 28  # of codes and activations when tokens become pictures
 
 Advance = Callable[[int, int], None]  # (image tokens drawn, image tokens in all)
 Watch = Callable[["Partial"], object]
@@ -419,7 +422,7 @@ class TextToImage:
         tokens = torch.empty(b, count, length, dtype=torch.long)
         pictures = torch.empty(b, count, 3, side, side, dtype=torch.uint8)
         score = torch.empty(b, count)
-        prior, contrastive = self._fast("prior", self.prior), self._fast("contrastive", self.contrastive)
+        prior, contrastive = decoder(self._fast("prior", self.prior)), self._fast("contrastive", self.contrastive)
         done, total = 0, b * count * length
         for rows, part in _batches(seeds, count, self._rows()):
             size = len(rows) * len(part)
@@ -434,7 +437,7 @@ class TextToImage:
 
             drawn = generate(
                 prior, text[rows].to(device), part, sampler, seed=seeds[rows[0]], guidance=guidance,
-                given=None if given is None else given[rows], store=self.store, progress=report,
+                given=None if given is None else given[rows].to(device), store=self.store, progress=report,
                 watch=look if watch else None,
             )  # fmt: skip
             shown = self._shown(drawn, height)
@@ -446,8 +449,11 @@ class TextToImage:
 
     def _shown(self, tokens: Tensor, rows: int) -> Tensor:
         """Tokens [b, n, rows * w] -> uint8 [b, n, 3, height, W]."""
-        grid = rows, self.dvae.config.grid[1]
-        return self.dvae.pictures(tokens.flatten(0, 1), grid).unflatten(0, tokens.shape[:2])
+        c = self.dvae.config
+        each = c.grid[0] * c.grid[1] * c.vocab * 8 + c.size**2 * c.width * 4 * 4
+        parts = tokens.flatten(0, 1).split(max(1, _PICTURE_BYTES // each))
+        shown = torch.cat([self.dvae.pictures(part, (rows, c.grid[1])) for part in parts])
+        return shown.unflatten(0, tokens.shape[:2])
 
     def _encode(self, captions: Sequence[str], length: int) -> Tensor:
         for caption in captions:
@@ -459,9 +465,14 @@ class TextToImage:
 
     def _rows(self) -> int:
         """Candidates in one batch: what the keys and values of all layers leave room for."""
-        c = self.prior.config
-        positions = c.text_len + 1 + math.prod(c.grid)
-        return max(1, min(_ROWS, _CACHE_BYTES // (2 * 4 * c.depth * c.width * positions)))
+        c, dtype = self.prior.config, choose_precision(self.device, self.precision)
+        like = torch.empty(1, c.heads, 0, c.width // c.heads, dtype=dtype, device="meta")
+        stores = (self.store(like, 1, held(kind, c.grid, c.kernel)) for kind in c.kinds)
+        each = 2 * sum(store.bytes_per_candidate for store in stores)
+        most, room = _ROWS, _CACHE_BYTES
+        if self.device.type == "cuda":
+            most, room = _GPU_ROWS, torch.cuda.mem_get_info(self.device)[0] // 2
+        return max(1, min(most, room // each))
 
     def _fast(self, key: str, model: M) -> M:
         """The model in the precision of drawing: itself, or a copy that is kept."""

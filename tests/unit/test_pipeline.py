@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 import limner
 from limner import bundles, pipeline
 from limner.errors import UserError
+from limner.layers.cache import Int8Store
+from limner.numerics.precision import choose_precision
 from limner.pipeline import SOURCE_TYPE, TextToImage, load
 from tiny import WORDS, tiny_pipe
 
@@ -112,6 +114,25 @@ def test_batches_do_not_change_what_is_drawn(pipe, monkeypatch):
     torch.testing.assert_close(whole.scores, parts.scores, atol=1e-5, rtol=1e-5)
     alone = pipe.candidates(WORDS[1:], 3, seed=2)
     assert torch.equal(alone.tokens[0], whole.tokens[1, :3])
+
+
+def test_what_a_batch_holds_follows_from_what_the_layers_keep(pipe, monkeypatch):
+    monkeypatch.setattr(pipeline, "_ROWS", 1_000_000)
+    each = pipe.prior.prefill(torch.zeros(1, pipe.prior.config.text_len, dtype=torch.long), pipe.store)[0]
+    dtype = choose_precision(pipe.device, pipe.precision)
+    each = each.bytes_per_candidate * dtype.itemsize // 4
+    assert pipe._rows() == pipeline._CACHE_BYTES // each
+    monkeypatch.setattr(pipe, "store", Int8Store)
+    assert pipe._rows() > 1.3 * pipeline._CACHE_BYTES // each
+    monkeypatch.setattr(pipeline, "_CACHE_BYTES", 1)
+    assert pipe._rows() == 1
+
+
+def test_pictures_are_the_same_however_many_are_decoded_at_once(pipe, monkeypatch):
+    tokens = torch.randint(0, pipe.dvae.config.vocab, (2, 5, 36))
+    whole = pipe._shown(tokens, 6)
+    monkeypatch.setattr(pipeline, "_PICTURE_BYTES", 1)
+    assert torch.equal(pipe._shown(tokens, 6), whole)
 
 
 def test_captions_of_one_seed_share_a_batch_and_agree_with_drawing_alone(pipe):

@@ -12,6 +12,10 @@ At the paper's size (64 layers, 32 x 32 tokens) that is 283 positions a layer on
 cache holds 1,280 and the text again for each candidate. A candidate's states are stored in the model's own
 format, or as int8 with a scale for each position and head.
 
+A position is a number, or a tensor [1]: then a step does the same operations on the same memory wherever it
+is in the picture, so that it can be recorded once and replayed (`sampling/recorded.py`), at the price of reading
+and hiding what is not there yet.
+
 Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width; n positions held, L lines of
 which a step reads one (columns; other kinds hold one line).
 """
@@ -28,6 +32,8 @@ import torch
 from torch import Tensor
 
 from limner.layers.attention import Kind, offsets
+
+Position = int | Tensor  # a tensor is int64 [1]
 
 
 @lru_cache(maxsize=64)
@@ -49,13 +55,13 @@ class Store:
         """Empty, for the candidates, heads, width and format of `like` [M, H, ..., C]."""
         self.parts: list[Tensor] = [like.new_zeros(lines, *like.shape[:2], n // lines, like.shape[-1])]
 
-    def write(self, line: int, slot: int, x: Tensor) -> None:
+    def write(self, line: Position, slot: Position, x: Tensor) -> None:
         """x [M, H, C]"""
         self.parts[0][line, :, :, slot] = x
 
-    def read(self, line: int, slots: slice) -> Tensor:
+    def read(self, line: Position, slots: slice) -> Tensor:
         """[M, H, slots, C]"""
-        return self.parts[0][line, :, :, slots]
+        return _line(self.parts[0], line)[:, :, slots]
 
     def expand(self, n: int) -> Self:
         """`n` candidates in the place of each."""
@@ -76,23 +82,31 @@ class Int8Store(Store):
         values = self.parts[0]
         self.parts = [values.to(torch.int8), values.new_ones(*values.shape[:-1], 1)]
 
-    def write(self, line: int, slot: int, x: Tensor) -> None:
+    def write(self, line: Position, slot: Position, x: Tensor) -> None:
         scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-6) / 127
         self.parts[0][line, :, :, slot] = (x / scale).round().clamp(-127, 127).to(torch.int8)
         self.parts[1][line, :, :, slot] = scale
 
-    def read(self, line: int, slots: slice) -> Tensor:
-        values, scale = (part[line, :, :, slots] for part in self.parts)
+    def read(self, line: Position, slots: slice) -> Tensor:
+        values, scale = (_line(part, line)[:, :, slots] for part in self.parts)
         return values * scale
+
+
+def _line(part: Tensor, line: Position) -> Tensor:
+    """One of a part's lines [M, H, n / L, C]; a copy if the number is a tensor and there are several."""
+    return part[0] if len(part) == 1 else part[line].view(part.shape[1:])
 
 
 @dataclass
 class LayerCache:
-    """One layer's keys and values: prefix [B, H, P, C], and those of the image."""
+    """One layer's keys and values: prefix [B, H, P, C], and those of the image.
+
+    `outside` [n] is -inf for what is held and not seen, by steps back: the convolution's, outside its window.
+    """
 
     kind: Kind
-    grid: tuple[int, int]
-    kernel: int
+    lines: int
+    outside: Tensor
     prefix_keys: Tensor
     prefix_values: Tensor
     keys: Store
@@ -104,13 +118,14 @@ class LayerCache:
     ) -> LayerCache:
         """After the prefix was read, whose keys and values [B, H, P, C] these are; one candidate each."""
         n, lines = held(kind, grid, kernel), grid[1] if kind == "column" else 1
-        return cls(kind, grid, kernel, keys, values, store(keys, lines, n), store(values, lines, n))
+        outside = _outside(kind, grid, kernel, keys.device, keys.dtype)
+        return cls(kind, lines, outside, keys, values, store(keys, lines, n), store(values, lines, n))
 
     def expand(self, n: int) -> LayerCache:
         """`n` candidates of each caption that go on from here: B -> B * n; the prefix stays shared."""
         return replace(self, keys=self.keys.expand(n), values=self.values.expand(n))
 
-    def attend(self, position: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, position: Position, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the keys and values of an image position and attend from it: [M, H, 1, C] each."""
         line, slot, slots = self._place(position)
         self.keys.write(line, slot, k[:, :, 0])
@@ -121,41 +136,41 @@ class LayerCache:
         shared = q.view(b, -1, heads, c).transpose(1, 2)  # [B, H, N, C]: one product for all candidates
         by_prefix = (shared @ self.prefix_keys.transpose(2, 3)).transpose(1, 2).reshape(len(q), heads, 1, p)
         by_image = q @ keys.transpose(2, 3)
-        if self.kind == "conv":  # to read all of the ring costs less than to gather the window
-            back = (position - torch.arange(slots.stop, device=q.device)) % self._ring
-            by_image = by_image + _outside(self.grid, self.kernel, q.device, q.dtype)[back]
-        if self.kind == "column":
-            by_image = by_image + _below(self.grid[0], q.device, q.dtype)[slot]
+        if (bias := self._bias(position, slots)) is not None:
+            by_image = by_image + bias
         weights = torch.cat([by_prefix, by_image], -1).softmax(-1)  # accumulates in fp32 whatever the format
         of_prefix = weights[..., :p].view(b, -1, heads, p).transpose(1, 2) @ self.prefix_values
         return of_prefix.transpose(1, 2).reshape(q.shape) + weights[..., p:] @ values
 
     @property
     def _ring(self) -> int:
-        return held(self.kind, self.grid, self.kernel)
+        """Steps until a line is written over."""
+        return len(self.outside) // self.lines
 
-    def _place(self, position: int) -> tuple[int, int, slice]:
-        """The line that `position` sees of the image, its slot there, and the slots to read."""
-        if self.kind == "column":
-            row, column = divmod(position, self.grid[1])
-            return column, row, slice(self.grid[0])
-        # a ring has no order, and a softmax needs none
-        return 0, position % self._ring, slice(min(position + 1, self._ring))
+    def _place(self, position: Position) -> tuple[Position, Position, slice]:
+        """The line that a position sees of the image, its own slot there, and the slots to read."""
+        line, step = position % self.lines, position // self.lines
+        # a column is read as a whole, since a part of it does not lie together
+        whole = self.kind == "column" or isinstance(step, Tensor)
+        return line, step % self._ring, slice(self._ring if whole else min(step + 1, self._ring))
+
+    def _bias(self, position: Position, slots: slice) -> Tensor | None:
+        """-inf for what lies in the slots and is not to be seen, else 0; None if all of it is to be seen."""
+        step = position // self.lines
+        ahead = self.kind == "column" or isinstance(step, Tensor)  # slots that are not written yet are read
+        if not ahead and self.kind != "conv":
+            return None
+        back = (step - torch.arange(slots.stop, device=self.outside.device)) % self._ring
+        bias = self.outside[back * self.lines]
+        return bias.masked_fill_(back > step, -torch.inf) if ahead else bias
 
 
 @lru_cache(maxsize=16)
-def _below(h: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """-inf for the rows below a position's, else 0: [row of the position, h]."""
+def _outside(kind: Kind, grid: tuple[int, int], kernel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """-inf for the positions that a layer holds and does not see, else 0: [steps back]."""
     with torch.inference_mode(False):
-        return torch.full((h, h), -torch.inf).triu(1).to(device, dtype)
-
-
-@lru_cache(maxsize=16)
-def _outside(grid: tuple[int, int], kernel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """-inf for the positions of the convolution's ring that are outside its window, else 0: [steps back]."""
-    with torch.inference_mode(False):
-        hidden = torch.ones(held("conv", grid, kernel), dtype=torch.bool)
-        hidden[[back for back in offsets("conv", grid, kernel).tolist() if back < len(hidden)]] = False
+        hidden = torch.ones(held(kind, grid, kernel), dtype=torch.bool)
+        hidden[[back for back in offsets(kind, grid, kernel).tolist() if back < len(hidden)]] = False
         return torch.zeros(len(hidden)).masked_fill_(hidden, -torch.inf).to(device, dtype)
 
 
@@ -164,7 +179,7 @@ class Cache:
     """All layers' caches; `length` image positions have been read."""
 
     layers: Sequence[LayerCache]
-    length: int = 0
+    length: Position = 0
 
     def expand(self, n: int) -> Cache:
         """`n` candidates of each caption, which go on from here."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from limner.layers.attention import Attend, Attention, Kind, MaskedAttention, attend, paper_pattern, visible
-from limner.layers.cache import Cache, LayerCache, Store
+from limner.layers.cache import Cache, LayerCache, Position, Store
 from limner.layers.linear import LinearFactory, plain
 from limner.layers.sparse import SparseAttention
 from limner.text import PAD
@@ -102,9 +102,9 @@ class Embedding(nn.Module):
         x = torch.where(there, tokens, self.padding.weight)
         return torch.cat([x, self.start.expand(len(x), 1, -1)], 1)
 
-    def tokens(self, image: Tensor, begin: int = 0) -> Tensor:
+    def tokens(self, image: Tensor, begin: Position = 0) -> Tensor:
         """image [B, n] at raster positions begin ... begin + n - 1 -> [B, n, D]."""
-        at = torch.arange(begin, begin + image.shape[1], device=image.device)
+        at = begin + torch.arange(image.shape[1], device=image.device)
         return self.image(image) + self.row(at // self.grid[1]) + self.column(at % self.grid[1])
 
 

@@ -25,6 +25,7 @@ from limner.numerics.precision import autocast, choose_precision
 from limner.objectives.autoregressive import Autoregressive
 from limner.recipes.plan import Plan
 from limner.sampling.generate import Sampler
+from limner.sampling.recorded import decoder
 
 PLACES = (0.0, 0.25, 0.5, 0.75, 0.99)  # of a picture, where a step is timed
 
@@ -95,7 +96,7 @@ def machine(device: torch.device) -> Machine:
 def drawing(config: TransformerConfig, candidates: int, device: torch.device, *, shared: bool = True) -> Drawing:
     """Time drawing as the pipeline does it. Without `shared`, each candidate has the text's keys and values
     copied, as is usual elsewhere."""
-    model = packed(config.build().to(device, choose_precision(device)).eval())
+    model = decoder(packed(config.build().to(device, choose_precision(device)).eval()))
     sampler, uniform = Sampler(), torch.rand(candidates, device=device)
     text = torch.randint(0, config.text_vocab, (1, config.text_len), device=device)
     prefill = seconds(lambda: model.prefill(text), 1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from limner.layers.cache import Store
-from limner.models.transformer import Transformer
+from limner.sampling.recorded import Decoder
 from limner.text import PAD
 
 FREE = -1  # marks a position to draw
@@ -72,7 +72,7 @@ def uniforms(seed: int, candidates: range, length: int) -> Tensor:
 
 @torch.inference_mode()
 def generate(
-    model: Transformer,
+    model: Decoder,
     text: Tensor,
     candidates: range,
     sampler: Sampler,

@@ -1,0 +1,71 @@
+"""Steps that are recorded once do what steps do that are computed one by one."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from limner.layers.cache import Int8Store, Store
+from limner.models.transformer import TransformerConfig
+from limner.sampling.generate import FREE, Sampler, generate
+from limner.sampling.recorded import Recorded
+
+SMALL = TransformerConfig(text_vocab=20, image_vocab=12, text_len=4, grid=(5, 4), width=32, depth=3, heads=2, kernel=3)
+
+
+def prior(pattern="paper"):
+    torch.manual_seed(0)
+    model = replace(SMALL, pattern=pattern).build().eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    return model
+
+
+def memory_alone(run):
+    """Called again, nothing of Python's between the calls: as a graph would be replayed."""
+    return run
+
+
+@pytest.mark.parametrize("store", [Store, Int8Store])
+@pytest.mark.parametrize("pattern", ["paper", "dense"])
+def test_logits_are_those_of_single_steps(pattern, store):
+    model = prior(pattern)
+    assert set(model.config.kinds) == ({"row", "column", "conv"} if pattern == "paper" else {"dense"})
+    recorded = Recorded(model, memory_alone)
+    with torch.inference_mode():
+        text = torch.randint(0, 20, (2, 4))
+        caches = [x.prefill(text, store)[0].expand(3) for x in (model, recorded)]
+        for position in range(19):
+            token = torch.randint(0, 12, (6,))
+            expected, found = (x.step(cache, token) for x, cache in zip((model, recorded), caches, strict=True))
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            assert [cache.length for cache in caches] == [position + 1] * 2
+
+
+@pytest.mark.parametrize(("guidance", "primed"), [(1.0, 0), (3.0, 0), (1.0, 8)])
+def test_drawings_are_the_same(guidance, primed):
+    model, text = prior(), torch.randint(0, 20, (2, 4))
+    given = torch.full((2, 20), FREE)
+    given[:, :primed] = torch.randint(0, 12, (2, primed))
+    draw = partial(generate, text=text, candidates=range(3), sampler=Sampler(), given=given, guidance=guidance)
+    recorded = Recorded(model, memory_alone)
+    assert torch.equal(draw(recorded), draw(model))
+    assert torch.equal(draw(recorded, seed=4), draw(model, seed=4))  # another picture, another cache
+
+
+def test_a_picture_needs_one_compilation():
+    model, text, counter = prior(), torch.randint(0, 20, (1, 4)), CompileCounter()
+    compiled = Recorded(model, lambda run: torch.compile(run, backend=counter, fullgraph=True, dynamic=False))
+    drawn = generate(compiled, text, range(4), Sampler())
+    assert counter.frame_count == 1
+    assert torch.equal(drawn, generate(model, text, range(4), Sampler()))
+
+
+@pytest.mark.gpu
+def test_a_graph_draws_what_single_steps_draw():
+    model, text = prior().cuda(), torch.randint(0, 20, (2, 4), device="cuda")
+    for seed in range(2):
+        drawn = generate(Recorded(model), text, range(3), Sampler(), seed=seed)
+        assert torch.equal(drawn, generate(model, text, range(3), Sampler(), seed=seed))
