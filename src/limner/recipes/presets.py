@@ -103,8 +103,8 @@ def emoji() -> Recipe:
         text=TextConfig(vocab=2_048, length=24, dropout=0.1),
         dvae=_small_dvae(64, groups=4, vocab=1_024, steps=3_000, context=1),
         prior=PriorStage(
-            model=TransformerConfig(width=256, depth=6, heads=4),
-            training=_training(steps=4_000, batch=32, ema=0.998),
+            model=TransformerConfig(width=128, depth=6, heads=4),
+            training=_training(steps=4_000, batch=32, ema=0.998, others=5e-3),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=400),
