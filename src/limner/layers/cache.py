@@ -5,7 +5,7 @@ once a step. Of the image, a candidate holds
 
     row     a ring of w + 1 positions
     conv    a ring of (k // 2) (w + 1) + 1 positions, of which a mask hides those outside the window
-    column  the grid, by columns, of which a step reads its own and a mask hides the rows to come
+    column  the grid, by columns, of which a step reads its own
     dense   the grid
 
 At the paper's size (64 layers, 32 x 32 tokens) that is 283 positions a layer on average, where a dense
@@ -35,6 +35,8 @@ from limner.layers.attention import Kind, offsets
 
 Position = int | Tensor  # a tensor is int64 [1]
 
+_PART = 4  # a line is read as a whole from this part on, the rest hidden: a product copies what does not lie together
+
 
 @lru_cache(maxsize=64)
 def held(kind: Kind, grid: tuple[int, int], kernel: int = 11) -> int:
@@ -45,11 +47,7 @@ def held(kind: Kind, grid: tuple[int, int], kernel: int = 11) -> int:
 
 
 class Store:
-    """States of candidates, [L, M, H, n / L, C], in the model's format.
-
-    A line lies together: a product of many small matrices on a CPU copies those that do not, which costs as
-    much as the product.
-    """
+    """States of candidates, [L, M, H, n / L, C], in the model's format. A line lies together."""
 
     def __init__(self, like: Tensor, lines: int, n: int) -> None:
         """Empty, for the candidates, heads, width and format of `like` [M, H, ..., C]."""
@@ -150,14 +148,16 @@ class LayerCache:
     def _place(self, position: Position) -> tuple[Position, Position, slice]:
         """The line that a position sees of the image, its own slot there, and the slots to read."""
         line, step = position % self.lines, position // self.lines
-        # a column is read as a whole, since a part of it does not lie together
-        whole = self.kind == "column" or isinstance(step, Tensor)
-        return line, step % self._ring, slice(self._ring if whole else min(step + 1, self._ring))
+        stop = self._ring
+        if isinstance(step, int):
+            there = min(step + 1, stop)
+            stop = stop if there > stop // _PART else there
+        return line, step % self._ring, slice(stop)
 
     def _bias(self, position: Position, slots: slice) -> Tensor | None:
         """-inf for what lies in the slots and is not to be seen, else 0; None if all of it is to be seen."""
         step = position // self.lines
-        ahead = self.kind == "column" or isinstance(step, Tensor)  # slots that are not written yet are read
+        ahead = isinstance(step, Tensor) or slots.stop > step + 1  # slots that are not written yet are read
         if not ahead and self.kind != "conv":
             return None
         back = (step - torch.arange(slots.stop, device=self.outside.device)) % self._ring
