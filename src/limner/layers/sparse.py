@@ -31,7 +31,8 @@ from limner.layers.attention import Kind, offsets
 
 _QUERIES = 64  # of a block, at least, where the grid allows: small products keep no machine busy
 _ALIGNED = 8  # keys of a block are a multiple of this: odd numbers make slow products
-_WEIGHTS = 3 << 19  # attention weights of a part, several of which are alive at once
+_WEIGHTS = 3 << 19  # attention weights of a part, several of which are alive at once and fit a CPU's caches
+_GPU_WEIGHTS = 1 << 26  # of a part on a GPU, which would be told of small ones more slowly than it does them
 
 
 class SparseAttention(nn.Module):
@@ -133,7 +134,8 @@ class SparseAttention(nn.Module):
     @property
     def at_once(self) -> int:
         """Sequences whose weights are alive at the same time."""
-        return max(1, _WEIGHTS // self.bias.numel())
+        room = _WEIGHTS if self.bias.device.type == "cpu" else _GPU_WEIGHTS
+        return max(1, room // self.bias.numel())
 
 
 class _Recomputed(torch.autograd.Function):

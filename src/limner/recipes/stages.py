@@ -311,14 +311,20 @@ def reconstruction(model: DVAE, pixels: Tensor, tau: float) -> dict[str, float]:
 
 
 class CollapseWarning(Callback):
-    """Says aloud, once a run, that the codebook has collapsed, and what to try."""
+    """Says aloud, once a run, that the codebook has collapsed, and what to try.
 
-    def __init__(self, vocab: int, share: float = 0.1, after: int = 500) -> None:
-        self.vocab, self.share, self.after, self.said = vocab, share, after, False
+    A batch may use few codes now and then: so several reports in a row must, after `after` steps, say less than
+    `share` of the vocabulary.
+    """
+
+    def __init__(self, vocab: int, share: float = 0.1, after: int = 500, reports: int = 10) -> None:
+        self.vocab, self.share, self.after, self.reports = vocab, share, after, reports
+        self.few, self.said = 0, False
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         codes = metrics.get("codes", self.vocab)
-        if step >= self.after and codes < self.share * self.vocab and not self.said:
+        self.few = self.few + 1 if step >= self.after and codes < self.share * self.vocab else 0
+        if self.few >= self.reports and not self.said:
             self.said = True
             warnings.warn(
                 f"the codebook has collapsed: {codes:.0f} of {self.vocab} codes are in use after {step} steps; "
