@@ -56,7 +56,7 @@ _VIEWABLE = 384  # pixels: saved drawings are enlarged by a whole factor to at l
 _ROWS = 256  # candidates in one batch at most on a CPU; beyond, its caches no longer help
 _CACHE_BYTES = 1 << 30  # of keys and values in one batch on a CPU
 _GPU_ROWS = 1_024  # on a GPU, where half of the free memory may hold them
-_PICTURE_BYTES = 1 << 28  # of codes and activations when tokens become pictures
+_PICTURE_BYTES = 1 << 30  # of codes and activations when tokens become pictures
 
 Advance = Callable[[int, int], None]  # (image tokens drawn, image tokens in all)
 Watch = Callable[["Partial"], object]
