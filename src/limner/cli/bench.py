@@ -31,6 +31,8 @@ class Options:
     """Samples of a training step; 0 leaves training out."""
     checkpointing: bool = False
     """Train with activations computed again in the backward pass."""
+    compiled: bool = False
+    """Draw with compiled steps; half a minute of compilation for each line."""
     rounds: int = 3
     """Sparse and dense take turns; medians are shown, and ratios within rounds."""
     plot: Annotated[Path | None, arg(aliases=("-o",))] = None
@@ -79,7 +81,10 @@ def _drawing(options: Options, sides: dict[str, Any], n: int, here: Any, device:
     from limner.recipes import speed
 
     rounds = [
-        {name: speed.drawing(config, n, device, shared=name == "sparse") for name, config in sides.items()}
+        {
+            name: speed.drawing(config, n, device, shared=name == "sparse", compiled=options.compiled)
+            for name, config in sides.items()
+        }
         for _ in range(options.rounds)
     ]
     ratio = median(found["dense"].seconds / found["sparse"].seconds for found in rounds)

@@ -93,10 +93,13 @@ def machine(device: torch.device) -> Machine:
 
 
 @torch.inference_mode()
-def drawing(config: TransformerConfig, candidates: int, device: torch.device, *, shared: bool = True) -> Drawing:
+def drawing(
+    config: TransformerConfig, candidates: int, device: torch.device, *, shared: bool = True, compiled: bool = False
+) -> Drawing:
     """Time drawing as the pipeline does it. Without `shared`, each candidate has the text's keys and values
     copied, as is usual elsewhere."""
-    model = decoder(packed(config.build().to(device, choose_precision(device)).eval()))
+    model = config.build().to(device, choose_precision(device)).eval()
+    model = decoder(model if compiled else packed(model), compiled)
     sampler, uniform = Sampler(), torch.rand(candidates, device=device)
     text = torch.randint(0, config.text_vocab, (1, config.text_len), device=device)
     prefill = seconds(lambda: model.prefill(text), 1)

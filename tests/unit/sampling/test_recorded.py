@@ -1,5 +1,6 @@
 """Steps that are recorded once do what steps do that are computed one by one."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -10,13 +11,13 @@ from torch._dynamo.testing import CompileCounter
 from limner.layers.cache import Int8Store, Store
 from limner.models.transformer import TransformerConfig
 from limner.sampling.generate import FREE, Sampler, generate
-from limner.sampling.recorded import Recorded
+from limner.sampling.recorded import Recorded, decoder
 
 SMALL = TransformerConfig(text_vocab=20, image_vocab=12, text_len=4, grid=(5, 4), width=32, depth=3, heads=2, kernel=3)
 
 
-def prior(pattern="paper"):
-    torch.manual_seed(0)
+def prior(pattern="paper", seed=0):
+    torch.manual_seed(seed)
     model = replace(SMALL, pattern=pattern).build().eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2)
@@ -61,6 +62,17 @@ def test_a_picture_needs_one_compilation():
     drawn = generate(compiled, text, range(4), Sampler())
     assert counter.frame_count == 1
     assert torch.equal(drawn, generate(model, text, range(4), Sampler()))
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+def test_compiled_for_real_it_draws_the_same_and_other_weights_are_other_drawings():
+    text = torch.randint(0, 20, (1, 4))
+    first, second = (prior(seed=seed) for seed in (0, 1))
+    for model in (first, first, second):
+        assert torch.equal(
+            generate(decoder(model, compile=True), text, range(4), Sampler()),
+            generate(model, text, range(4), Sampler()),
+        )
 
 
 @pytest.mark.gpu
