@@ -452,7 +452,8 @@ class TextToImage:
     def _shown(self, tokens: Tensor, rows: int) -> Tensor:
         """Tokens [b, n, rows * w] -> uint8 [b, n, 3, height, W]."""
         c = self.dvae.config
-        each = c.grid[0] * c.grid[1] * c.vocab * 8 + c.size**2 * c.width * 4 * 4
+        codes, states = math.prod(c.grid) * c.vocab, c.size**2 * c.width
+        each = 8 * codes + 4 * 4 * states  # int64, and some four fp32 tensors of the widest layer at once
         parts = tokens.flatten(0, 1).split(max(1, _PICTURE_BYTES // each))
         shown = torch.cat([self.dvae.pictures(part, (rows, c.grid[1])) for part in parts])
         return shown.unflatten(0, tokens.shape[:2])
@@ -479,13 +480,18 @@ class TextToImage:
     def _fast(self, key: str, model: M) -> M:
         """The model in the precision of drawing: itself, or a copy that is kept."""
         dtype = choose_precision(self.device, self.precision)
-        small, compiled = (on and key == "prior" for on in (self.int8_weights, self.compiled))
+        small = self.int8_weights and key == "prior"
         if dtype != torch.bfloat16 and not small:
             return model
+        compiled = self.compiled and key == "prior"  # the compiler lays the weights out
         kept = f"{key} {dtype} {small} {compiled}"
         if kept not in self._cast:
             fast = copy.deepcopy(model).to(dtype)
-            self._cast[kept] = int8(fast) if small else fast if compiled else packed(fast)  # a compiler packs itself
+            if small:
+                fast = int8(fast)
+            elif not compiled:
+                fast = packed(fast)
+            self._cast[kept] = fast
         return self._cast[kept]  # pyright: ignore[reportReturnType]
 
     # ------------------------------------------------------------------------ bundles

@@ -125,16 +125,17 @@ class LayerCache:
 
     def attend(self, position: Position, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the keys and values of an image position and attend from it: [M, H, 1, C] each."""
-        line, slot, slots = self._place(position)
-        self.keys.write(line, slot, k[:, :, 0])
-        self.values.write(line, slot, v[:, :, 0])
+        line, step = position % self.lines, position // self.lines
+        slots = self._slots(step)
+        self.keys.write(line, step % self._ring, k[:, :, 0])
+        self.values.write(line, step % self._ring, v[:, :, 0])
         keys, values = self.keys.read(line, slots), self.values.read(line, slots)
         b, heads, p, c = self.prefix_keys.shape
         q = q * c**-0.5
         shared = q.view(b, -1, heads, c).transpose(1, 2)  # [B, H, N, C]: one product for all candidates
         by_prefix = (shared @ self.prefix_keys.transpose(2, 3)).transpose(1, 2).reshape(len(q), heads, 1, p)
         by_image = q @ keys.transpose(2, 3)
-        if (bias := self._bias(position, slots)) is not None:
+        if (bias := self._bias(step, slots)) is not None:
             by_image = by_image + bias
         weights = torch.cat([by_prefix, by_image], -1).softmax(-1)  # accumulates in fp32 whatever the format
         of_prefix = weights[..., :p].view(b, -1, heads, p).transpose(1, 2) @ self.prefix_values
@@ -145,18 +146,13 @@ class LayerCache:
         """Steps until a line is written over."""
         return len(self.outside) // self.lines
 
-    def _place(self, position: Position) -> tuple[Position, Position, slice]:
-        """The line that a position sees of the image, its own slot there, and the slots to read."""
-        line, step = position % self.lines, position // self.lines
-        stop = self._ring
-        if isinstance(step, int):
-            there = min(step + 1, stop)
-            stop = stop if there > stop // _PART else there
-        return line, step % self._ring, slice(stop)
+    def _slots(self, step: Position) -> slice:
+        """The slots of its line to read for the line's `step`-th position."""
+        there = self._ring if isinstance(step, Tensor) else min(step + 1, self._ring)
+        return slice(self._ring if there > self._ring // _PART else there)
 
-    def _bias(self, position: Position, slots: slice) -> Tensor | None:
+    def _bias(self, step: Position, slots: slice) -> Tensor | None:
         """-inf for what lies in the slots and is not to be seen, else 0; None if all of it is to be seen."""
-        step = position // self.lines
         ahead = isinstance(step, Tensor) or slots.stop > step + 1  # slots that are not written yet are read
         if not ahead and self.kind != "conv":
             return None
