@@ -1,0 +1,111 @@
+"""Files and folders that appear whole or not at all, and locks that end with their holder; real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from limner.errors import UserError
+from limner.files import atomic_folder, atomic_write_text, atomic_writer, locked
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+
+
+def process(code: str, *arguments: object) -> subprocess.Popen:
+    """Runs until its input ends; it says a line when it has come to where it waits."""
+    code += "\nprint('ready', flush=True); import sys; sys.stdin.read()"
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    started = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert started.stdout is not None and started.stdout.readline() == b"ready\n"
+    return started
+
+
+HOLDS = "import sys; from limner.files import locked; held = locked(sys.argv[1]); descriptor = held.__enter__()"
+WRITES = "import sys; from limner.files import {0}; open_ = {0}(sys.argv[1]); x = open_.__enter__()"
+
+
+def kill(holder: subprocess.Popen) -> None:
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+
+
+def test_a_locked_folder_is_refused_until_its_holder_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    holder = process(HOLDS, folder)
+    with pytest.raises(UserError, match=rf"b is being written to by another process \({holder.pid}\)"), locked(folder):
+        pass
+    kill(holder)
+    with locked(folder), pytest.raises(UserError, match=str(os.getpid())), locked(folder):
+        pass
+    assert list(folder.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file"), locked(tmp_path / "file"):
+        pass
+
+
+def test_a_child_that_inherits_the_lock_keeps_it(tmp_path: Path) -> None:
+    spawns = (
+        "\nimport subprocess; child = subprocess.Popen(['sleep', '60'], pass_fds=[descriptor], stdout=subprocess.DEVNULL)"
+        "\nprint(child.pid, flush=True)"
+    )
+    code = HOLDS + spawns.replace("print(", "open(sys.argv[2], 'w').write(str(").replace(", flush=True)", "))")
+    holder = process(code, tmp_path / "run", tmp_path / "pid")
+    kill(holder)
+    with pytest.raises(UserError, match="another process"), locked(tmp_path / "run"):
+        pass
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    for _ in range(200):  # the kill takes effect when the system gets to it
+        try:
+            with locked(tmp_path / "run"):
+                return
+        except UserError:
+            subprocess.run(["sleep", "0.02"], check=True)
+    pytest.fail("the lock has outlived its holders")
+
+
+@pytest.mark.parametrize("writer", ["atomic_writer", "atomic_folder"])
+def test_what_a_killed_writer_leaves_is_removed_and_what_a_living_one_holds_is_not(writer: str, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    other = tmp_path / ".out.txt.0123abcd.tmp"  # of another name
+    other.touch()
+    dead, living = (process(WRITES.format(writer), path) for _ in range(2))
+    kill(dead)
+    assert len(list(tmp_path.iterdir())) == 3
+    with atomic_folder(path) if writer == "atomic_folder" else atomic_writer(path):
+        pass
+    left = {entry.name for entry in tmp_path.iterdir()}
+    assert {"out", other.name} < left and len(left) == 3
+    kill(living)
+    with atomic_folder(path) if writer == "atomic_folder" else atomic_writer(path):
+        pass
+    assert {entry.name for entry in tmp_path.iterdir()} == {"out", other.name}
+
+
+def test_a_folder_is_replaced_whole_or_stays(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "out"
+    for text in ("one", "two"):
+        with atomic_folder(path) as fresh:
+            (fresh / text).touch()
+    assert [entry.name for entry in path.iterdir()] == ["two"]
+    with pytest.raises(ZeroDivisionError), atomic_folder(path) as fresh:
+        (fresh / "three").touch()
+        raise ZeroDivisionError
+    monkeypatch.setattr("ctypes.CDLL", lambda name: None)  # a system that cannot exchange names
+    with atomic_folder(path) as fresh:
+        (fresh / "four").touch()
+    assert [entry.name for entry in path.iterdir()] == ["four"] and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_raises_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    atomic_write_text(path, "old")
+    with pytest.raises(ZeroDivisionError), atomic_writer(path) as file:
+        file.write(b"new")
+        raise ZeroDivisionError
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
