@@ -46,6 +46,15 @@ def test_in_bf16_it_is_as_near_to_fp32_as_the_dense_mask_in_bf16(kind):
     assert error < 2 * usual < 0.1
 
 
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_scores_are_not_rounded_to_16_bits(kind):
+    torch.manual_seed(0)
+    fast, n = SparseAttention(kind, 5, (8, 6), 5), 5 + 48
+    q, k, v = (16 * torch.randn(2, 3, n, 16).bfloat16() for _ in range(3))  # scores of hundreds: steps of 1 in bf16
+    exact = fast(q.float(), k.float(), v.float())
+    assert (fast(q, k, v) - exact).norm() < 0.005 * exact.norm()
+
+
 def test_compiled_in_one_graph_it_gives_the_same_loss_and_gradients(monkeypatch):
     monkeypatch.setattr(transformer, "_SHORT", 0)  # sparse at any size
     torch.manual_seed(0)

@@ -13,9 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from limner.numerics.precision import product
 
 LOGITS = 1 << 23  # alive at once, twice in fp32
 
@@ -23,7 +24,7 @@ LOGITS = 1 << 23  # alive at once, twice in fp32
 def linear_cross_entropy(x: Tensor, layer: nn.Linear, target: Tensor) -> Tensor:
     """-sum of log softmax(layer(x))[target] over the positions whose target is not negative, fp32 [].
 
-    x [N, D], target int64 [N]. Products run in autocast's format, the softmax in fp32. Equals
+    x [N, D], target int64 [N]. Products are of numbers in autocast's format, logits and softmax in fp32. Equals
     `F.cross_entropy(layer(x).float(), target, ignore_index=-1, reduction="sum")`.
     """
     there = (target >= 0).nonzero().squeeze(1)
@@ -37,20 +38,20 @@ class _Summed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
         kind, learns = x.device.type, any(ctx.needs_input_grad)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        matrix, offset, rows = weight.to(dtype), bias.to(dtype), max(1, LOGITS // len(weight))
+        matrix, offset, rows = weight.to(dtype), bias.float(), max(1, LOGITS // len(weight))
         loss = torch.zeros((), device=x.device)
         by_x = torch.empty_like(x)
         by_weight, by_bias = (torch.zeros_like(y if learns else y[:0], dtype=torch.float32) for y in (weight, bias))
 
         def add(part: Tensor, aim: Tensor, by_part: Tensor) -> None:  # whose logits go when it returns
-            likely = F.linear(part, matrix, offset).float().log_softmax(-1)
+            likely = product(part, matrix.mT).add_(offset).log_softmax(-1)
             loss.sub_(likely.gather(1, aim[:, None]).sum())
             if learns:  # d loss / d logits = softmax - 1 at the target
                 by_logits = likely.exp_().scatter_add_(1, aim[:, None], likely.new_full((len(aim), 1), -1))
                 by_bias.add_(by_logits.sum(0))
                 by_logits = by_logits.to(dtype)
                 by_part.copy_(by_logits @ matrix)
-                by_weight.add_(by_logits.mT @ part)
+                by_weight.add_(product(by_logits.mT, part))
 
         with torch.autocast(kind, enabled=False):
             for some in zip(x.to(dtype).split(rows), target.split(rows), by_x.split(rows), strict=True):

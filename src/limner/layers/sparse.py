@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from limner.layers.attention import Kind, offsets
+from limner.numerics.precision import product
 
 _QUERIES = 64  # of a block, at least, where the grid allows: small products keep no machine busy
 _ALIGNED = 8  # keys of a block are a multiple of this: odd numbers make slow products
@@ -125,11 +126,12 @@ class SparseAttention(nn.Module):
         p, keys = self.prefix, keys.unflatten(0, (-1, self.blocks))
         return torch.cat([prefix + keys[:, :, :p].sum(1), self._raster_windows(keys[:, :, p:])], 1)
 
-    def weights(self, queries: Iterable[Tensor], keys: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-        """The softmax of scores, hidden keys at 0: [R, P, P] and [R n, q, P + m]."""
-        text, image = _times(queries, _transposed(keys))
-        image.unflatten(0, (-1, self.blocks)).add_(self.bias.to(image.dtype))
-        return text.add_(self.causal.to(text.dtype)).softmax(-1), image.softmax(-1)
+    def weights(self, queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The softmax of fp32 scores, hidden keys at 0, in the keys' format: [R, P, P] and [R n, q, P + m]."""
+        text, image = (product(q, k.mT) for q, k in zip(queries, keys, strict=True))
+        image.unflatten(0, (-1, self.blocks)).add_(self.bias)
+        dtype = keys[0].dtype
+        return text.add_(self.causal).softmax(-1).to(dtype), image.softmax(-1).to(dtype)
 
     @property
     def at_once(self) -> int:

@@ -5,7 +5,10 @@
 Embeddings (Figure 10): a text token is its vocabulary embedding plus a position embedding; a text
 position without a token holds a learned padding token *of its own*; an image token is its vocabulary
 embedding plus a row and a column embedding. Every position predicts the next one: text positions a
-text token, START and the image positions an image token. Logits are fp32.
+text token, START and the image positions an image token.
+
+In training, logits are computed and stored in fp32 whatever the format of the rest (App. D.2). A model that draws in
+bf16 rounds them: of the bf16 products of a CPU none sums in fp32 without reading twice the memory.
 
 `embed`, `blocks` and `head` are the whole model; whatever shards, freezes, scales or caches works on
 these three names.
@@ -165,8 +168,13 @@ class Transformer(nn.Module):
 
     def forward(self, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
         """Teacher-forced logits: those of `states`, fp32 [B, T - 1, V_text] and [B, S, V_image]."""
-        by_text, by_image = self.states(text, image)
-        return self.head.text(by_text).float(), self.head.image(by_image).float()
+        states, heads = self.states(text, image), (self.head.text, self.head.image)
+        with torch.autocast(text.device.type, enabled=False):
+            by_text, by_image = (
+                F.linear(x.float(), head.weight.float(), head.bias.float())
+                for x, head in zip(states, heads, strict=True)
+            )
+        return by_text, by_image
 
     def states(self, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
         """What the head's two matrices read.

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 Precision = Literal["auto", "bf16", "fp32"]
 
@@ -36,3 +37,30 @@ def has_fast_bf16(device: torch.device) -> bool:
     if device.type != "cpu":
         return False
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+@torch.library.custom_op(
+    "limner::product", mutates_args=()
+)  # one operation to torch.compile, which cannot see a setting
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of 16-bit (or 32-bit) matrices [..., n, m] and [..., m, k], summed and given in fp32.
+
+    `@` rounds the sums to the 16 bits of its inputs, eight of which are bf16's digits: a logit of 20 would be off by up
+    to 0.06 (App. D.2 of Ramesh et al. 2021 keeps logits in 32 bits).
+    """
+    if a.dtype == b.dtype == torch.float32:
+        return a @ b
+    if a.device.type == "cuda":
+        flat = (x.reshape(-1, *x.shape[-2:]) for x in (a, b))
+        return torch.bmm(*flat, out_dtype=torch.float32).view(*a.shape[:-1], b.shape[-1])
+    setting, before = torch.backends.mkldnn.matmul, torch.backends.mkldnn.matmul.fp32_precision
+    setting.fp32_precision = "bf16"  # oneDNN multiplies fp32 numbers as bf16, which these are, and sums in fp32
+    try:
+        return a.float() @ b.float()
+    finally:
+        setting.fp32_precision = before
+
+
+@product.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32)

@@ -54,6 +54,17 @@ def test_under_autocast_products_run_in_16_bits_and_gradients_stay_in_32():
         assert error <= 1.5 * bound + 1e-6 and (full.norm() < 1e-6 or error > 0)
 
 
+def test_under_autocast_logits_are_not_rounded():
+    torch.manual_seed(0)
+    layer, x, target = nn.Linear(64, 300), 8 * torch.randn(32, 64), torch.randint(0, 300, (32,))
+    nn.init.normal_(layer.weight)  # logits up to 200, where bf16 has steps of 1
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(x, layer, target)
+    logits = x.bfloat16().double() @ layer.weight.bfloat16().double().T + layer.bias.double()
+    exact = F.cross_entropy(logits, target, reduction="sum")
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
+
+
 def test_where_nothing_learns_it_gives_the_loss_alone():
     layer, x, target = nn.Linear(4, 7), torch.randn(5, 4), torch.randint(0, 7, (5,))
     with torch.no_grad():

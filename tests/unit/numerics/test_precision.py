@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from limner.numerics.precision import autocast, choose_precision, has_fast_bf16
+from limner.numerics.precision import autocast, choose_precision, has_fast_bf16, product
 
 
 def test_auto_is_bf16_exactly_where_the_processor_has_it() -> None:
@@ -21,3 +21,16 @@ def test_autocast_runs_matrix_products_in_the_chosen_format(name, dtype) -> None
     x = torch.ones(2, 2)
     with autocast("cpu", dtype):
         assert (x @ x).dtype == dtype
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_products_of_16_bit_matrices_are_summed_in_32(device: str, batch: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    a, b = (torch.randn(*batch, 40, 64, device=device).bfloat16() for _ in range(2))
+    found, exact = product(a, b.mT), a.double() @ b.double().mT
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, exact.float(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(product(a.float(), b.float().mT), exact.float(), rtol=0, atol=1e-4)
+    if device == "cpu":
+        assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # the setting is as it was
