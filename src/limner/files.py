@@ -77,8 +77,8 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 def locked(folder: str | os.PathLike[str]) -> Iterator[int]:
     """Make the folder, if need be, and keep every other process that asks for it out until the block ends.
 
-    Gives the descriptor of the lock (-1 where there are none): a child process that inherits it holds the lock, too, and
-    keeps it when this process dies. Raises `UserError` if another process has the folder.
+    Gives the descriptor of the lock (-1 where there are none): a child process that inherits it holds the lock, too,
+    and keeps it when this process dies. Raises `UserError` if another process has the folder.
     """
     folder = Path(folder)
     try:
