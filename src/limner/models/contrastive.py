@@ -97,8 +97,13 @@ class Contrastive(nn.Module):
         return F.normalize(self.text_out(self.text_norm(x)).float(), dim=-1)
 
     def scale(self) -> Tensor:
-        """exp of the learned log temperature, at most 100."""
-        return self.log_scale.clamp(max=MAX_LOG_SCALE).exp()
+        """The inverse of the learned temperature; `constrain` keeps it at 100 or below."""
+        return self.log_scale.exp()
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        """Clip the temperature after an update, not in the forward pass, where its gradient would be 0 from then on."""
+        self.log_scale.clamp_(max=MAX_LOG_SCALE)
 
 
 def sinusoids(side: int, width: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The prior's objective: next-token cross-entropy, 1/8 text and 7/8 image (Ramesh et al. 2021, §2.2).
 
 Each kind's loss is normalised by the number of its tokens in the batch; positions that hold padding
-are no tokens and are never a target.
+are no tokens and are never a target. A batch that is computed in parts has one number of text tokens for all of them.
 
 Shapes: B batch, T text positions, S image positions.
 """
@@ -30,8 +30,13 @@ class Autoregressive:
         text, image = batch["text"], batch["image"]
         by_text, by_image = model.states(text, image)
         expected = text[:, 1:].flatten()  # PAD is negative: no target
-        text_loss = linear_cross_entropy(by_text.flatten(0, 1), model.head.text, expected)
-        text_loss = text_loss / (expected != PAD).sum().clamp_min(1)
+        per_sample = (batch if "text_tokens" in batch else self.shared(batch))["text_tokens"]
+        text_loss = linear_cross_entropy(by_text.flatten(0, 1), model.head.text, expected) / per_sample.sum()
         image_loss = linear_cross_entropy(by_image.flatten(0, 1), model.head.image, image.flatten()) / image.numel()
         loss = self.text_weight * text_loss + (1 - self.text_weight) * image_loss
         return loss, {"text": text_loss.detach(), "image": image_loss.detach()}
+
+    def shared(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What parts of a batch must know of it: {"text_tokens": targets of a text in it, on average, [B]}."""
+        targets = (batch["text"][:, 1:] != PAD).sum().clamp_min(1)
+        return {"text_tokens": (targets / len(batch["text"])).expand(len(batch["text"]))}

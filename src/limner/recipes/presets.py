@@ -156,6 +156,9 @@ def photos() -> Recipe:
 def paper(size: str = "dalle-12b") -> Recipe:
     """Ramesh et al. 2021, App. A.2 and B.2, with the prior of that size. The largest are plans for a cluster.
 
+    Decay and averaging are as written there: all parameters decay, and averages forget evenly from the first update
+    on. The contrastive model, of which the paper gives no settings, has those of Radford et al. 2021.
+
     The step size falls with the width, as Brown et al. 2020 (Table 2.1) have it for smaller models.
     """
     model = SIZES[size]
@@ -165,10 +168,11 @@ def paper(size: str = "dalle-12b") -> Recipe:
             training=TrainConfig(
                 steps=3_000_000,
                 batch_size=512,
-                optimizer=AdamW(lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-4),
+                optimizer=AdamW(lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-4, decayed="all"),
                 clip_norm=None,
                 schedule=Cosine(end=1 / 80, steps=1_200_000),
                 ema_decay=0.999,
+                ema_warmup=False,
                 eval_every=10_000,
             ),
         ),
@@ -177,12 +181,13 @@ def paper(size: str = "dalle-12b") -> Recipe:
             training=TrainConfig(
                 steps=430_000,
                 batch_size=1_024,
-                optimizer=AdamW(lr=lr, betas=(0.9, 0.96), weight_decay=4.5e-2),
+                optimizer=AdamW(lr=lr, betas=(0.9, 0.96), weight_decay=4.5e-2, decayed="all"),
                 clip_norm=4.0,
                 warmup_steps=5_000,
                 schedule=Plateau(halvings=5),
                 ema_decay=0.99,
                 ema_every=25,
+                ema_warmup=False,
                 checkpoint_activations=True,
                 eval_every=5_000,
             ),

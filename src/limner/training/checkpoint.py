@@ -6,17 +6,19 @@
         optimizer.safetensors   "exp_avg.NAME", "exp_avg_sq.NAME", "step.NAME" for each parameter (AdamW)
         rng.safetensors         states of the random generators, as bytes
         state.json              step, data position, schedule, counters, config, versions
+        SHA256SUMS              of all these, as `sha256sum -c` reads them
 
 A folder is written under a temporary name, flushed to the disk, and renamed: a crash at any moment
 leaves either the old state or the new one. Older checkpoints go only after the new one has its
-name. Nothing is pickled, so a checkpoint from a stranger can be wrong but cannot run code; names
-and shapes are checked against the model that it is loaded into.
+name. What a disk or a hand has changed since does not have its sum any more: then the newest checkpoint that is
+whole serves, with a warning. Nothing is pickled, so a checkpoint from a stranger can be wrong but cannot run code;
+names and shapes are checked against the model that it is loaded into.
 """
 
 import json
-import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,12 @@ from torch import Tensor, nn
 
 from limner.config import read_json
 from limner.errors import UserError
+from limner.files import atomic_folder, file_hash
 
 FOLDER = "checkpoints"
 STATE = "state.json"
-_NAME = re.compile(r"step-(\d{8,})")
+SUMS = "SHA256SUMS"
+_NAME = re.compile(r"step-(\d{8,18})")
 
 
 def save(
@@ -52,21 +56,13 @@ def save(
         UserError: it cannot be written (a full disk, say); earlier checkpoints are untouched.
     """
     final = run / FOLDER / f"step-{step:08d}"
-    temporary = final.with_suffix(".tmp")
     try:
-        for stale in final.parent.glob("*.tmp"):  # of a process that was killed here
-            shutil.rmtree(stale)
-        temporary.mkdir(parents=True)
-        for name, group in tensors.items():
-            save_file(
-                {k: t.detach().cpu().contiguous() for k, t in group.items()},
-                temporary / f"{name}.safetensors",
-            )
-        (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        for path in (*temporary.iterdir(), temporary):
-            _flush(path)
-        temporary.rename(final)
-        _flush(final.parent)
+        with atomic_folder(final) as fresh:
+            for name, group in tensors.items():
+                save_file({k: t.detach().cpu().contiguous() for k, t in group.items()}, fresh / f"{name}.safetensors")
+            (fresh / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+            sums = "".join(f"{file_hash(path)}  {path.name}\n" for path in sorted(fresh.iterdir()))
+            (fresh / SUMS).write_text(sums, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise UserError(f"the checkpoint {final} cannot be written: {error}; earlier ones are intact") from None
     for old in completed(run)[:-keep]:
@@ -75,15 +71,50 @@ def save(
     return final
 
 
+def clear(run: Path) -> None:
+    """Remove what a killed process left among the checkpoints. For whoever has the run's lock."""
+    kept = completed(run)
+    for entry in (run / FOLDER).iterdir() if (run / FOLDER).is_dir() else ():
+        if entry not in kept:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
 def completed(run: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    folders = [p for p in (run / FOLDER).glob("step-*") if _NAME.fullmatch(p.name) and (p / STATE).is_file()]
+    """The checkpoints of a run, oldest first, whole or damaged."""
+    folders = [p for p in (run / FOLDER).glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()]
     return sorted(folders, key=lambda p: int(p.name.removeprefix("step-")))
 
 
 def latest(run: Path) -> Path | None:
-    """The newest complete checkpoint, or None."""
-    return next(reversed(completed(run)), None)
+    """The newest checkpoint that is whole, with a warning if a newer one is damaged; None if there is none at all.
+
+    Raises `UserError` if all are damaged.
+    """
+    damaged = []
+    for checkpoint in reversed(completed(run)):
+        if (damage := find_damage(checkpoint)) is None:
+            if damaged:
+                warnings.warn(f"{'; '.join(damaged)}: {checkpoint.name} serves instead", stacklevel=2)
+            return checkpoint
+        damaged.append(f"{checkpoint} is damaged ({damage})")
+    if damaged:
+        raise UserError(f"{damaged[0]}, and no older one is whole: delete {run} to begin again")
+    return None
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """What of a checkpoint is not as it was written; None if it is whole."""
+    try:
+        lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
+        sums = {name: known for known, name in (line.split("  ", 1) for line in lines)}
+        if STATE not in sums or any(Path(name).name != name for name in sums):
+            return f"{SUMS} is incomplete"
+        wrong = [name for name, known in sums.items() if file_hash(checkpoint / name) != known]
+        return f"{wrong[0]} has changed" if wrong else None
+    except OSError as error:
+        return f"{Path(error.filename or SUMS).name}: {error.strerror}"
+    except ValueError:
+        return f"{SUMS} cannot be read"
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -167,17 +198,8 @@ def load_optimizers(
         if p is None or p not in owner or (tensor.ndim and tensor.shape != p.shape):
             raise UserError(f"{where} holds optimiser state {entry!r} that does not fit the model")
         optimizer, i = owner[p]
+        if tensor.ndim:  # in the parameter's own layout: fused kernels go through memory without regard to strides
+            tensor = torch.empty_like(p, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         states[optimizer].setdefault(i, {})[key] = tensor
     for optimizer, state in states.items():
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _flush(path: Path) -> None:
-    """Have the operating system write a file or a folder's entries to the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows has no handle for that
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

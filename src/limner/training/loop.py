@@ -2,7 +2,9 @@
 
     train(model, objective, stream, config, out)
 
-An *objective* maps (model, batch, step, generator) to a scalar loss and detached metrics. A
+An *objective* maps (model, batch, step, generator) to a scalar loss and detached metrics. One that is no mean over
+samples may have a method `shared(batch)`, which adds what the micro-batches must know of the whole; a model whose
+parameters must stay within bounds has a method `constrain()`, called after each update. A
 *stream* yields batches endlessly and can say and restore its position. Everything else that a run
 depends on is owned by the loop: optimiser, averaged weights, schedule, random generators,
 precision, checkpoints. All of it goes into each checkpoint, so that a run which is killed and
@@ -36,7 +38,7 @@ from torch import Tensor, nn
 
 from limner.config import differences, to_dict
 from limner.errors import UserError
-from limner.files import atomic_write_text
+from limner.files import atomic_write_text, locked
 from limner.numerics.precision import Precision, autocast, choose_precision
 from limner.optim.ema import Ema
 from limner.optim.optimizers import AdamW, Muon
@@ -97,21 +99,22 @@ class TrainConfig:
         steps: updates in all.
         batch_size: samples an update, over all micro-batches.
         accumulate: micro-batches an update is computed in, to save memory. The gradient is that of
-            the whole batch for losses that are means over samples (a contrastive loss is not: its
-            negatives are those of a micro-batch).
+            the whole batch but for two losses that look at a batch as a whole: the contrastive loss,
+            whose negatives are those of a micro-batch, and the balance of codes in `BalancedELB`.
         optimizer: AdamW or Muon, with its step size and decay.
         clip_norm: longest gradient; None clips nothing.
         warmup_steps: linear ramp of the step size, on top of `schedule`.
         schedule: factor on the step size.
         ema_decay, ema_every: averaged weights, which evaluation then uses; None keeps none.
+        ema_warmup: let the first averagings forget faster (`Ema`); the paper names no such thing.
         precision: of matrix products; "auto" takes bf16 where the hardware has it.
         checkpoint_activations: recompute activations in the backward pass (models offer
             `set_checkpointing`).
         checkpoint_every, keep: steps between checkpoints, and how many stay.
         eval_every: steps between evaluations; None evaluates at the end only.
         log_every: steps between lines of `metrics.jsonl`.
-        max_bad_steps: updates in a row with a loss or gradient that is not finite, each of them
-            skipped, before the run gives up.
+        max_bad_steps: updates in a row that are skipped, since their loss or gradient is not finite, or
+            whose loss is far above that of the first, before the run gives up.
         seed: of all randomness in the loop.
     """
 
@@ -124,6 +127,7 @@ class TrainConfig:
     schedule: Constant | Cosine | Plateau = field(default_factory=Constant)
     ema_decay: float | None = None
     ema_every: int = 1
+    ema_warmup: bool = True
     precision: Precision = "auto"
     checkpoint_activations: bool = False
     checkpoint_every: int = 500
@@ -141,6 +145,8 @@ class TrainConfig:
         if self.accumulate > self.batch_size:
             raise ValueError(f"accumulate must be at most batch_size, {self.batch_size}")
 
+
+_RANGE = 10.0  # a loss that is this much (or this many times) above the first has left its range
 
 # What may differ between the run that wrote a checkpoint and the one that goes on from it.
 FREE_TO_CHANGE = {
@@ -201,44 +207,46 @@ def train(
     Raises:
         Interrupted: Ctrl-C or SIGTERM, after saving. A second signal raises `KeyboardInterrupt` at
             once.
-        UserError: the folder's run has another config, a checkpoint cannot be written, or the loss
-            stays non-finite.
+        UserError: another process trains in the folder, its run has another config, a checkpoint cannot be
+            written, or the run diverges: what is not finite or out of range is never saved.
     """
     out, progress = Path(out), progress or Progress("training")
-    out.mkdir(parents=True, exist_ok=True)
-    run = _Run(model, objective, stream, config, out, record or {}, state or {}, torch.device(device))
-    saved = run.restore()
-    if saved:
-        progress.note(f"going on from {saved}")
-    progress.resume(run.step)
-    atomic_write_text(out / "config.json", json.dumps(run.description, indent=2) + "\n")
+    with locked(out):
+        run = _Run(model, objective, stream, config, out, record or {}, state or {}, torch.device(device))
+        saved = run.restore()
+        if saved:
+            progress.note(f"going on from {saved}")
+        progress.resume(run.step)
+        atomic_write_text(out / "config.json", json.dumps(run.description, indent=2) + "\n")
 
-    model.train()
-    with _Signals() as signals, closing(MetricsLog(out / "metrics.jsonl", run.step)) as log:
-        while run.step < config.steps:
-            metrics = run.update(next(stream))
-            progress.advance(1)
-            last = run.step == config.steps
-            evaluates = last or (config.eval_every and run.step % config.eval_every == 0)
-            if evaluates or run.step % config.log_every == 0:
-                row = run.report(metrics)
-                progress.advance(0, **{name: row[name] for name in list(metrics)[:4]})
-                for callback in callbacks:
-                    callback.on_step(run.step, row)
-                if evaluate and evaluates:
-                    found = run.evaluate(evaluate)
-                    row |= {f"eval/{name}": value for name, value in found.items()}
+        model.train()
+        with _Signals() as signals, closing(MetricsLog(out / "metrics.jsonl", run.step)) as log:
+            while run.step < config.steps:
+                metrics = run.update(next(stream))
+                progress.advance(1)
+                last = run.step == config.steps
+                evaluates = last or (config.eval_every and run.step % config.eval_every == 0)
+                if evaluates or run.step % config.log_every == 0:
+                    row = run.report(metrics)
+                    progress.advance(0, **{name: row[name] for name in list(metrics)[:4]})
                     for callback in callbacks:
-                        callback.on_eval(run.step, found)
-                log.write(row)
-            if last or signals.received or run.step % config.checkpoint_every == 0:
-                saved = run.save()
-                if signals.received and not last:
-                    raise Interrupted(run.step, saved)
-    assert saved is not None  # config.steps >= 1, so that the loop has run now or before
-    if run.ema:
-        run.ema.copy_to(model)
-    return TrainResult(step=run.step, skipped=run.skipped, checkpoint=saved, metrics=log.last)
+                        callback.on_step(run.step, row)
+                    if evaluate and evaluates:
+                        found = run.evaluate(evaluate)
+                        row |= {f"eval/{name}": value for name, value in found.items()}
+                        for callback in callbacks:
+                            callback.on_eval(run.step, found)
+                    log.write(row)
+                if last and run.strays:
+                    raise UserError(run.hopeless())
+                if last or signals.received or (run.step % config.checkpoint_every == 0 and not run.bad):
+                    saved = run.save()
+                    if signals.received and not last:
+                        raise Interrupted(run.step, saved)
+        assert saved is not None  # config.steps >= 1, so that the loop has run now or before
+        if run.ema:
+            run.ema.copy_to(model)
+        return TrainResult(step=run.step, skipped=run.skipped, checkpoint=saved, metrics=log.last)
 
 
 class _Run:
@@ -269,11 +277,13 @@ class _Run:
         self.schedule = config.schedule.build(config.steps)
         self.ema = None
         if config.ema_decay is not None:
-            self.ema = Ema(model, config.ema_decay, config.ema_every)
+            self.ema = Ema(model, config.ema_decay, config.ema_every, config.ema_warmup)
         torch.manual_seed(config.seed)
         self.generator = torch.Generator(device).manual_seed(config.seed)
         self.parts: dict[str, Stateful] = {"stream": stream, "schedule": self.schedule, **state}
-        self.step = self.skipped = self.bad = 0  # bad: skipped in a row
+        self.step = self.skipped = self.bad = 0  # bad: skipped or out of range, in a row
+        self.first: float | None = None  # loss of the model that the run began with
+        self.loss = math.nan  # of the last update
         self.seconds, self.started = 0.0, time.monotonic()  # of earlier processes; of this one
         self.lr = self.norm = math.nan  # of the last update
         self.seen, self.seen_since = 0, self.started  # samples since the last report
@@ -283,6 +293,8 @@ class _Run:
         factor = warmup(self.step, self.config.warmup_steps) * self.schedule.factor(self.step)
         self.lr = self.config.optimizer.lr * factor
         rows = len(next(iter(batch.values())))
+        if self.config.accumulate > 1 and (shared := getattr(self.objective, "shared", None)):
+            batch = {**batch, **shared(batch)}
         metrics: dict[str, Tensor] = {}
         for part in _split(batch, rows, self.config.accumulate):
             part = {name: _to(tensor, self.device) for name, tensor in part.items()}
@@ -294,26 +306,34 @@ class _Run:
                 metrics[name] = metrics.get(name, 0.0) + value.detach().float() * weight
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         # The only wait for the device in a step.
-        loss, self.norm = torch.stack([metrics["loss"], norm]).tolist()
-        if math.isfinite(loss) and math.isfinite(self.norm):
+        self.loss, self.norm = torch.stack([metrics["loss"], norm]).tolist()
+        finite = math.isfinite(self.loss) and math.isfinite(self.norm)
+        if finite:
             if self.config.clip_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_norm, norm)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = group["initial_lr"] * factor
                 optimizer.step()
-            self.schedule.observe(loss)
+            if constrain := getattr(self.model, "constrain", None):
+                constrain()
+            self.schedule.observe(self.loss)
             if self.ema:
                 self.ema.update(self.model, self.step + 1)
-            self.bad = 0
-        else:
-            self.skipped, self.bad = self.skipped + 1, self.bad + 1
-            if self.bad >= self.config.max_bad_steps:
-                raise UserError(self._hopeless())
+            self.first = self.loss if self.first is None else self.first
+        self.skipped += not finite
+        self.bad = self.bad + 1 if self.strays or not finite else 0
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         self.step, self.seen = self.step + 1, self.seen + rows
+        if self.bad >= self.config.max_bad_steps:
+            raise UserError(self.hopeless())
         return metrics
+
+    @property
+    def strays(self) -> bool:
+        """Whether the last update's loss is far above that of the model that the run began with."""
+        return self.first is not None and self.loss > self.first + _RANGE * max(1.0, abs(self.first))
 
     def report(self, metrics: Mapping[str, Tensor]) -> dict[str, Any]:
         """The line for the log."""
@@ -347,7 +367,7 @@ class _Run:
         return {name: float(value) for name, value in found.items()}
 
     def save(self) -> Path:
-        """Write a checkpoint of everything here."""
+        """Write a checkpoint of everything here. Raises `UserError` if any of it is not finite."""
         tensors = {
             "model": checkpoints.model_tensors(self.model),
             "optimizer": checkpoints.optimizer_tensors(self.model, self.optimizers),
@@ -357,8 +377,12 @@ class _Run:
             tensors["ema"] = self.ema.state_dict()
         if self.device.type == "cuda":
             tensors["rng"]["cuda"] = torch.cuda.get_rng_state(self.device)
+        for group in tensors.values():
+            if not all(t.isfinite().all() for t in group.values() if t.is_floating_point()):
+                raise UserError(self.hopeless())
         state = {
             "step": self.step,
+            "first": self.first,
             "skipped": self.skipped,
             "bad": self.bad,
             "seconds": self.seconds + time.monotonic() - self.started,
@@ -370,6 +394,7 @@ class _Run:
 
     def restore(self) -> Path | None:
         """Go on from the newest checkpoint in the folder, which is returned; None without one."""
+        checkpoints.clear(self.out)
         found = checkpoints.latest(self.out)
         if found is None:
             return None
@@ -377,7 +402,7 @@ class _Run:
         try:
             self._check(state, found)
             self._load(state, found)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"{found} is no checkpoint of such a run: {error!r}") from error
         return found
 
@@ -408,7 +433,7 @@ class _Run:
             if self.device.type == "cuda":
                 torch.cuda.set_rng_state(rng["cuda"], self.device)
         self.step, self.skipped, self.bad = state["step"], state["skipped"], state["bad"]
-        self.seconds = state["seconds"]
+        self.first, self.seconds = state["first"], state["seconds"]
 
     def _made_with(self) -> dict[str, str]:
         """What may change the last bits of a result without being a setting."""
@@ -424,12 +449,18 @@ class _Run:
             "precision": precision,
         }
 
-    def _hopeless(self) -> str:
+    def hopeless(self) -> str:
+        """Why the run gives up, and from where to go on."""
+        if self.strays:
+            why = f"the loss is {self.loss:.4g} and was {self.first:.4g} at first"
+        elif self.bad:
+            why = f"{self.bad} updates in a row had a loss or gradient that is not finite"
+        else:
+            why = "its weights are not finite"
         saved = checkpoints.latest(self.out)
         return (
-            f"training stopped at step {self.step + 1} because {self.bad} updates in a row had a "
-            f"loss or gradient that is not finite; lower lr ({self.config.optimizer.lr:g}) or lengthen "
-            f"warmup_steps ({self.config.warmup_steps}); "
+            f"training diverged and stopped after step {self.step}: {why}; lower lr "
+            f"({self.config.optimizer.lr:g}) or lengthen warmup_steps ({self.config.warmup_steps}); "
             + (f"the last good state is {saved}" if saved else "there is no checkpoint yet")
         )
 

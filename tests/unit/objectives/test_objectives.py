@@ -212,6 +212,36 @@ def test_contrastive_towers_read_to_the_last_token_and_give_unit_vectors():
     a, b = model.encode_text(text), model.encode_text(longer)
     torch.testing.assert_close(a.norm(dim=-1), torch.ones(1))
     assert not torch.allclose(a, b)
+
+
+def test_a_clipped_temperature_comes_back():
+    model = contrastive()
     with torch.no_grad():
-        model.log_scale.fill_(50)
-    assert model.scale().item() == pytest.approx(math.exp(MAX_LOG_SCALE))
+        model.log_scale.fill_(MAX_LOG_SCALE + 1)
+    model.constrain()
+    assert model.scale().item() == pytest.approx(100)
+    batch = {"pixels": torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8), "text": torch.randint(0, 30, (4, 6))}
+    ContrastiveLoss()(model, batch, 0, None)[0].backward()  # sure and wrong: it wants to be less sure
+    assert model.log_scale.grad is not None and model.log_scale.grad.item() > 0
+
+
+@pytest.mark.parametrize("lengths", [(1, 6, 6, 6), (6, 1, 1, 2), (2, 2, 2, 2)])
+def test_micro_batches_of_the_prior_add_up_to_its_batch_whatever_their_captions(lengths):
+    config = TransformerConfig(text_vocab=30, image_vocab=20, text_len=6, grid=(2, 3), width=16, depth=2, heads=2)
+    torch.manual_seed(0)
+    model, objective = config.build(), Autoregressive()
+    text, image = torch.randint(0, 30, (4, 6)), torch.randint(0, 20, (4, 6))
+    for row, length in zip(text, lengths, strict=True):
+        row[length:] = PAD
+    batch = {"text": text, "image": image}
+
+    def gradients(parts: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+        model.zero_grad()
+        for part in parts:
+            (objective(model, part, 0, None)[0] * len(part["text"]) / 4).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    shared = {**batch, **objective.shared(batch)}
+    parts = [{name: tensor[rows] for name, tensor in shared.items()} for rows in (slice(1), slice(1, 4))]
+    for whole, added in zip(gradients([batch]), gradients(parts), strict=True):
+        torch.testing.assert_close(added, whole, rtol=1e-4, atol=1e-7)

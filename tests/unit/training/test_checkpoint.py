@@ -1,3 +1,4 @@
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def test_the_newest_are_kept_and_nothing_is_pickled(tmp_path: Path) -> None:
     assert [p.name for p in completed(tmp_path)] == ["step-00000900", "step-100000000"]
     assert checkpoint.read_state(completed(tmp_path)[-1]) == {"step": 100_000_000}
     suffixes = {p.suffix for p in tmp_path.rglob("*") if p.is_file()}
-    assert suffixes == {".safetensors", ".json"}
+    assert suffixes == {".safetensors", ".json", ""}  # the last are the sums
 
 
 def test_a_write_that_fails_leaves_the_last_good_one(tmp_path: Path, monkeypatch) -> None:
@@ -51,12 +52,73 @@ def test_a_write_that_fails_leaves_the_last_good_one(tmp_path: Path, monkeypatch
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
 
 
-def test_what_is_not_complete_does_not_count(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_does_not_count_and_goes(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     good = write(tmp_path, 1)
-    (tmp_path / "checkpoints" / "step-00000002.tmp").mkdir()
-    (tmp_path / "checkpoints" / "step-00000003").mkdir()
+    for name in ("step-00000002.tmp", ".step-00000003.01234567.tmp", "other"):
+        (tmp_path / "checkpoints" / name).mkdir()
     assert latest(tmp_path) == good
+    checkpoint.clear(tmp_path)
+    assert list((tmp_path / "checkpoints").iterdir()) == [good]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "gone": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-3]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "a bit": flip,
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "SHA256SUMS"])
+def test_the_newest_whole_checkpoint_serves(name: str, damage: str, tmp_path: Path) -> None:
+    good, damaged = write(tmp_path, 1), write(tmp_path, 2)
+    DAMAGES[damage](damaged / name)
+    with pytest.warns(UserWarning, match="step-00000002 is damaged .*step-00000001 serves instead") as said:
+        assert latest(tmp_path) == good
+    assert len(said) == 1
+    assert write(tmp_path, 2) == damaged == latest(tmp_path)  # written again in its place
+    for path in (good, damaged):
+        DAMAGES[damage](path / name)
+    with pytest.raises(UserError, match=r"step-00000002 is damaged .*no older one is whole"):
+        latest(tmp_path)
+
+
+def test_the_sums_are_those_of_the_usual_tool(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=path, check=True, capture_output=True)
+
+
+def test_states_come_back_in_the_layout_of_their_parameters() -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+        optimizer.step()
+
+    (model, optimizer), (other, fresh) = build(), build()
+    step(model, optimizer)
+    tensors = checkpoint.optimizer_tensors(model, [optimizer])
+    tensors = {k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}  # as on disk
+    other.load_state_dict(model.state_dict())
+    checkpoint.load_optimizers(other, [fresh], tensors, "it")
+    assert fresh.state[other.weight]["exp_avg"].stride() == other.weight.stride()
+    for pair in ((model, optimizer), (other, fresh)):
+        step(*pair)
+    assert torch.equal(model.weight, other.weight)
 
 
 def test_tied_and_buffered_models_come_back(tmp_path: Path) -> None:
@@ -92,7 +154,7 @@ def test_damaged_and_absent_files_are_user_errors(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     (path / "model.safetensors").write_bytes(b"\x80\x04pickle")
     with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
-        checkpoint.load_weights(nn.Linear(1, 1), tmp_path)
+        checkpoint.load_weights(nn.Linear(1, 1), path)
     with pytest.raises(UserError, match="holds no checkpoint"):
         checkpoint.load_weights(nn.Linear(1, 1), tmp_path / "nowhere")
 

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from limner.data.stream import Stream
 from limner.errors import UserError
+from limner.files import locked
+from limner.models.dvae import DVAE, DVAEConfig
+from limner.objectives.elbo import BalancedELB
 from limner.optim.optimizers import AdamW, Muon
 from limner.optim.schedules import Cosine, Plateau
 from limner.training.checkpoint import completed, latest, load_weights
@@ -133,6 +136,17 @@ def test_a_run_in_parts_is_the_whole_run_bit_for_bit(optimizer: AdamW | Muon, st
     assert finished.step == 12 and finished.metrics["loss"] == losses(tmp_path / "whole")[-1]
 
 
+def test_a_model_is_brought_back_within_its_bounds_after_each_update(tmp_path: Path) -> None:
+    class Bounded(nn.Linear):
+        def constrain(self) -> None:
+            self.bias.data.fill_(0.25)
+
+    bounded = Bounded(4, 1)
+    nn.init.constant_(bounded.bias, 0.25)
+    train(bounded, objective, stream(), replace(CONFIG, ema_decay=0.5, optimizer=AdamW(lr=0.5)), tmp_path)
+    assert bounded.bias.item() == 0.25  # the average of what it was after each update
+
+
 def test_evaluation_sees_the_average_and_disturbs_nothing(tmp_path: Path) -> None:
     seen = []
 
@@ -195,11 +209,86 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(where: str, tmp_pat
 
 def test_a_run_that_stays_broken_stops_and_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
     config = replace(CONFIG, max_bad_steps=3, checkpoint_every=5)
-    with pytest.raises(UserError, match=r"at step 9 .*lower lr .*step-00000005"):
+    with pytest.raises(UserError, match=r"after step 9: 3 updates in a row .*lower lr .*step-00000005"):
         train(model(), breaks(*range(6, 12)), stream(), config, tmp_path)
     assert [p.name for p in completed(tmp_path)] == ["step-00000005"]
     result = train(model(), objective, stream(), config, tmp_path)  # mended
     assert result.step == 12 and len(losses(tmp_path)) == 12
+
+
+def climbs(m, batch, step, generator):
+    """From step 6 on the loss is 100 times what it would be."""
+    loss, metrics = objective(m, batch, step, generator)
+    return loss * (100 if step >= 6 else 1), metrics
+
+
+def test_a_loss_that_leaves_its_range_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
+    config = replace(CONFIG, max_bad_steps=4, checkpoint_every=1, keep=1)
+    with pytest.raises(UserError, match=r"after step 10: the loss is .* and was .* at first; .*step-00000006"):
+        train(model(), climbs, stream(), config, tmp_path / "a")
+    with pytest.raises(UserError, match=r"after step 8: the loss is .*step-00000006"):  # at its end, before four steps
+        train(model(), climbs, stream(), replace(config, steps=8), tmp_path / "b")
+    assert train(model(), objective, stream(), config, tmp_path / "a").step == 12
+
+
+def test_a_step_size_out_of_all_reason_is_an_error_and_no_result(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"diverged .* lower lr \(1e\+06\)"):
+        train(model(), objective, stream(), replace(CONFIG, optimizer=AdamW(lr=1e6)), tmp_path)
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    class Poison(Callback):
+        def on_step(self, step, metrics):
+            if step == 6:
+                with torch.no_grad():
+                    next(poisoned.parameters()).fill_(math.inf)
+
+    poisoned = model()
+    config = replace(CONFIG, checkpoint_every=3)
+    with pytest.raises(UserError, match=r"after step 6: its weights are not finite; .*step-00000003"):
+        train(poisoned, objective, stream(), config, tmp_path, callbacks=[Poison()])
+
+
+def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(UserError, match="being written to by another process"):
+        train(model(), objective, stream(), CONFIG, tmp_path)
+
+
+def test_a_run_goes_on_from_the_older_checkpoint_where_the_newest_is_damaged(tmp_path: Path) -> None:
+    for name in ("whole", "damaged"):
+        train(model(0.2), noisy, stream(), replace(FULL, steps=8, checkpoint_every=4), tmp_path / name)
+    (tmp_path / "damaged/checkpoints/step-00000008/optimizer.safetensors").write_bytes(b"nothing")
+    train(whole := model(0.2), noisy, stream(), FULL, tmp_path / "whole")
+    with pytest.warns(UserWarning, match="step-00000008 is damaged") as said:
+        train(mended := model(0.2), noisy, stream(), FULL, tmp_path / "damaged")
+    assert len(said) == 1
+    assert losses(tmp_path / "damaged") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 12
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), mended.parameters(), strict=True))
+
+
+class Pictures:
+    def __len__(self) -> int:
+        return 20
+
+    def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
+        made = [np.random.default_rng(i).integers(0, 256, (3, 16, 16), np.uint8) for i in indices]
+        return {"pixels": torch.from_numpy(np.stack(made))}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("decayed", ["matrices", "all"])
+def test_a_dvae_in_parts_is_the_whole_one_bit_for_bit(decayed, device: str, tmp_path: Path) -> None:
+    config = replace(FULL, steps=6, batch_size=4, precision="auto", optimizer=AdamW(lr=3e-3, decayed=decayed))
+
+    def go(steps: int, out: str) -> DVAE:
+        torch.manual_seed(0)
+        dvae = DVAEConfig(size=16, width=16, groups=3, blocks=1, vocab=32, code_width=16, code_gain=3.0).build()
+        train(dvae, BalancedELB(), Stream(Pictures(), 4), replace(config, steps=steps), tmp_path / out, device=device)
+        return dvae
+
+    whole, _, parts = go(6, "whole"), go(3, "parts"), go(6, "parts")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
