@@ -10,16 +10,23 @@ Fields may be `bool`, `int`, `float`, `str`, `Path`, enums, `Literal[...]`, `X |
 `list`, `dict[str, X]`, another dataclass, or a union of dataclasses. In such a union ("constant,
 cosine or plateau") the dictionary carries the name of the class under `"type"`, which is why
 variants need no flags.
+
+A field's range is declared in its annotation, `lr: Annotated[float, Range(above=0)]`, and checked wherever
+an instance is made, by the base class `Checked`.
 """
 
 import dataclasses
 import json
 import types
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
+from functools import cache
+from math import isfinite
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from limner.errors import UserError
 from limner.files import atomic_write_text
@@ -31,6 +38,78 @@ UNIONS = (Union, types.UnionType)  # `Optional[X]` has the first as its origin, 
 MAX_BYTES = 4 << 20  # a config beyond this is not a config
 
 
+class OutOfRange(ValueError):
+    """The setting `name` `says` something: "must be above 0, not -1.0". Who knows where the setting is puts its path
+    before the name."""
+
+    def __init__(self, name: str, says: str) -> None:
+        super().__init__(f"{name} {says}")
+        self.name, self.says = name, says
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a setting may have: from `least` to `most`, or `above` and `below` where the end itself is none.
+    Never nan, never infinite."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def check(self, name: str, value: object, whole: bool = False) -> None:
+        """Raises `OutOfRange` for a number outside, for what is no number, and, if `whole`, for fractions."""
+        if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
+            raise OutOfRange(name, f"must be {_describe(int if whole else float)}, not {_short(value)}")
+        if not isinstance(value, Integral) and not isfinite(value):
+            raise OutOfRange(name, f"must be a finite number, not {_short(value)}")
+        for says, end, wrong in (
+            ("at least", self.least, lambda end: value < end),
+            ("above", self.above, lambda end: value <= end),
+            ("at most", self.most, lambda end: value > end),
+            ("below", self.below, lambda end: value >= end),
+        ):
+            if end is not None and wrong(end):
+                raise OutOfRange(name, f"must be {says} {_short(end)}, not {_short(value)}")
+
+
+SEEDS = Range(0, 2**63 - 1)  # what every generator of random numbers takes
+
+
+class Checked:
+    """Base of dataclasses whose fields are held to the `Range` in their annotation; that of a tuple is of each of its
+    numbers. A `__post_init__` of their own calls this one, then looks at how fields relate."""
+
+    def __post_init__(self) -> None:
+        for name, (allowed, whole, optional) in ranges(type(self)).items():
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            for number in value if isinstance(value, (tuple, list)) else (value,):
+                allowed.check(name, number, whole)
+
+
+@cache
+def ranges(cls: type) -> dict[str, tuple[Range, bool, bool]]:
+    """Of each field with a range: the range, whether it holds whole numbers, and whether it may be None."""
+    found = {}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        for note in getattr(hint, "__metadata__", ()):
+            if isinstance(note, Range):
+                kinds = leaves(hint)
+                found[name] = note, float not in kinds, type(None) in kinds
+    return found
+
+
+def leaves(hint: Any) -> set[Any]:
+    """The types that an annotation is made of: int and None of `tuple[int, ...] | None`."""
+    if get_origin(hint) is Annotated:
+        return leaves(get_args(hint)[0])
+    if get_origin(hint) is Literal or not get_args(hint):
+        return {hint}
+    return set().union(*map(leaves, get_args(hint)))
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """The dataclass as nested dictionaries of JSON values; `from_dict` is the inverse."""
     return _dump(config, type(config))
@@ -40,8 +119,8 @@ def from_dict(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
     """Build `cls` from nested dictionaries; absent keys keep their defaults.
 
     `where` is the dotted path that error messages start from. Raises `UserError` on an unknown or
-    missing key and on a value of the wrong type; a `ValueError` of a `__post_init__` becomes one
-    too.
+    missing key and on a value of the wrong type or out of its range; any `ValueError` of a
+    `__post_init__` becomes one too.
     """
     return _load(cls, data, where)
 
@@ -158,7 +237,10 @@ def _load(hint: Any, value: Any, where: str) -> Any:
     if hint is Path and isinstance(value, str):
         return Path(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise _wrong_type("a finite number", value, where) from None
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise _wrong_type(_describe(hint), value, where)
     return value
@@ -199,6 +281,8 @@ def _load_dataclass(cls: Any, data: Any, where: str) -> Any:
     values = {key: _load(hints[key], value, f"{where}.{key}".lstrip(".")) for key, value in data.items()}
     try:
         return cls(**values)
+    except OutOfRange as error:
+        raise UserError(f"{where}.{error}".lstrip(".")) from None
     except ValueError as error:
         raise UserError(f"{_at(where)}: {error}") from None
 
@@ -244,4 +328,14 @@ def _describe(hint: Any) -> str:
 
 
 def _wrong_type(expected: str, value: Any, where: str) -> UserError:
-    return UserError(f"{_at(where)} must be {expected}, not {value!r}")
+    return UserError(f"{_at(where)} must be {expected}, not {_short(value)}")
+
+
+def _short(value: object) -> str:
+    """As Python writes it, cut where nobody would read on."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        value = int(value)
+        digits = value.bit_length() * 0.30103
+        return f"{value:,}" if digits < 25 else f"a number of {int(digits) + 1} digits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -535,13 +535,10 @@ def load(name_or_folder: str | Path = bundles.DEFAULT, **options: Any) -> TextTo
 
 def make_sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Sampler:
     """A sampler whose settings were checked. Raises `UserError`."""
-    if temperature != 0 and not 0.01 <= temperature <= 100:
-        raise UserError(f"temperature must be 0 (the likeliest) or from 0.01 to 100, not {temperature}")
-    if top_k is not None and top_k < 1:
-        raise UserError(f"top_k is a number of tokens, at least 1, not {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UserError(f"top_p is a probability above 0 and at most 1, not {top_p}")
-    return Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
+    try:
+        return Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _seeds(seed: int | Sequence[int], count: int) -> list[int]:

@@ -8,13 +8,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
+from limner.config import OutOfRange
 from limner.errors import UserError
 
 T = TypeVar("T")
+_LONGEST = 300  # characters of a complaint, which repeats what was given
 
 
 def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
@@ -31,10 +33,31 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
             found = tyro.cli(cls, args=list(argv), prog=prog, config=markers, **options)
     except SystemExit as leaving:
         if leaving.code:
-            raise UserError(f"{one_sentence(said.getvalue())} (see `{prog} --help`)") from None
+            sentence = _out_of_range(leaving, cls) or one_sentence(said.getvalue())
+            raise UserError(f"{sentence} (see `{prog} --help`)") from None
         raise
+    except ValueError as wrong:  # of settings whose options have no prefix
+        raise UserError(f"{_out_of_range(wrong, cls) or wrong} (see `{prog} --help`)") from None
     sys.stderr.write(said.getvalue())
     return found
+
+
+def _out_of_range(error: BaseException | None, cls: type) -> str | None:
+    """What a dataclass said of its fields when tyro made it, with the option's name: the errors that led to the exit
+    are the dataclass's, and tyro's, which knows where the dataclass belongs."""
+    place = ""
+    while error is not None and not isinstance(error, OutOfRange):
+        found = getattr(error, "arg", None)
+        place, error = found if isinstance(found, str) else place, error.__context__
+    if error is None:
+        return None
+    first, _, rest = place.partition(".")
+    notes = getattr(get_type_hints(cls, include_extras=True).get(first), "__metadata__", ())
+    if any(getattr(note, "name", None) == "" for note in notes):  # its options have no prefix
+        place = rest
+    elif place == cls.__name__:  # tyro's name for the whole
+        place = ""
+    return ".".join(filter(None, (place, error.name))).replace("_", "-") + " " + error.says
 
 
 def one_sentence(complaint: str) -> str:
@@ -65,4 +88,6 @@ def one_sentence(complaint: str) -> str:
             said.append(" ".join((first, *rest)))
     sentence = ", ".join(said) or "the arguments cannot be read"
     sentence = sentence.replace("Unrecognized options:", "unknown:").replace("Error parsing", "cannot read")
-    return re.sub(r" \(required\)", "", sentence[:1].lower() + sentence[1:])
+    sentence = re.sub(r"no type matching (\S+) could be instantiated from \[(.*?)\]\. .*", r"\2 is not \1", sentence)
+    sentence = re.sub(r" \(required\)", "", sentence[:1].lower() + sentence[1:])
+    return sentence if len(sentence) <= _LONGEST else f"{sentence[:_LONGEST]}..."

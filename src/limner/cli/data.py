@@ -12,50 +12,57 @@ from tyro.conf import Positional, arg
 
 from limner.cli import dispatch
 from limner.cli.arguments import parse
+from limner.config import SEEDS, Checked, OutOfRange, Range
 from limner.data.filters import Filters
-from limner.errors import UserError
 from limner.training.progress import progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScenesOptions:
+class ScenesOptions(Checked):
     """Write the synthetic world: pictures, several phrasings each, ground truth, and a split that holds
     out combinations of attributes. The same command writes the same bytes.
     """
 
     out: Positional[Path]
     """A new folder, for tar shards."""
-    count: int = 20_000
-    seed: int = 0
-    size: int = 48
+    count: Annotated[int, Range(1, 10**9)] = 20_000
+    seed: Annotated[int, SEEDS] = 0
+    size: Annotated[int, Range(24, 1_536)] = 48
     """Side of the pictures in pixels, a multiple of 24."""
     kind: Literal["described", "crowded"] = "described"
     """Scenes that captions describe, or crowded ones to train a dVAE on."""
-    held_out: float = 0.05
+    held_out: Annotated[float, Range(0, 1)] = 0.05
     """Share of samples with a held-out combination."""
-    pairs: float = 0.1
+    pairs: Annotated[float, Range(0, 1)] = 0.1
     """Share of top-and-bottom pairs ("the exact same scene on the top as a sketch at the bottom")."""
-    things: tuple[float, float, float, float] = (3, 5, 1, 1)
+    things: Annotated[tuple[float, float, float, float], Range(0)] = (3, 5, 1, 1)
     """How often described scenes have one, two, three and four things, relative to each other."""
-    in_order: float = 0.0
+    in_order: Annotated[float, Range(0, 1)] = 0.0
     """How often captions of two things say the upper or left one first; else either, with equal chances. A model
     learns "above" and "below" sooner where one order is rarer."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size % 24:
+            raise OutOfRange("size", f"must be a multiple of 24, not {self.size}")
+        if not sum(self.things):
+            raise OutOfRange("things", "must have one share above 0 at least")
+
 
 @dataclass(frozen=True, kw_only=True)
-class EmojiOptions:
+class EmojiOptions(Checked):
     """Write every emoji of an installed colour-emoji font, with its names and a held-out split."""
 
     out: Positional[Path]
     """A new folder, for tar shards."""
-    size: int = 64
+    size: Annotated[int, Range(8, 1_024)] = 64
     """Side of the pictures in pixels."""
     font: Path | None = None
     """A font file, where the system's own is not found or not wanted."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareOptions:
+class PrepareOptions(Checked):
     """Write the good samples of a source to tar shards; defects and what the filters reject are counted.
 
     A source is a folder of pictures with .txt captions, a JSONL, CSV or Parquet file with a caption
@@ -67,9 +74,9 @@ class PrepareOptions:
     """A folder, a file or a glob (in quotes)."""
     out: Positional[Path]
     """A new folder, for tar shards."""
-    size: int | None = None
+    size: Annotated[int | None, Range(1, 4_096)] = None
     """Shrink pictures to this shorter side; never enlarges."""
-    held_out: float = 0.02
+    held_out: Annotated[float, Range(0, below=1)] = 0.02
     """Share of samples to keep from training, for evaluation; samples that name a split stay in it."""
     caption: str | None = None
     """The caption column of a table, where its name does not tell."""
@@ -81,12 +88,12 @@ class PrepareOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowOptions:
+class ShowOptions(Checked):
     """Count what a source holds, by split, and what cannot be used, by reason; show some captions."""
 
     source: Positional[str]
     """A folder, a file or a glob (in quotes)."""
-    captions: int = 8
+    captions: Annotated[int, Range(0, 1_000)] = 8
     """Captions to print."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write those samples as a contact sheet (PNG)."""
@@ -99,15 +106,6 @@ def main(argv: Sequence[str]) -> None:
 def scenes(argv: Sequence[str]) -> None:
     """write the built-in synthetic world"""
     options = parse(ScenesOptions, argv, "limner data scenes")
-    if options.count < 1:
-        raise UserError(f"count must be at least 1, not {options.count}")
-    if options.size < 24 or options.size % 24:
-        raise UserError(f"size must be a multiple of 24, not {options.size}")
-    for name in ("held_out", "pairs", "in_order"):
-        if not 0 <= getattr(options, name) <= 1:
-            raise UserError(f"{name.replace('_', '-')} is a share from 0 to 1, not {getattr(options, name)}")
-    if min(options.things) < 0 or not 0 < sum(options.things) < float("inf"):
-        raise UserError(f"things are four shares of which one at least is above 0, not {options.things}")
     from limner.data.worlds import write_scenes
 
     with progress("drawing scenes", options.count, unit="scene") as bar:
@@ -122,8 +120,6 @@ def scenes(argv: Sequence[str]) -> None:
 def emoji(argv: Sequence[str]) -> None:
     """write the emoji of an installed font"""
     options = parse(EmojiOptions, argv, "limner data emoji")
-    if options.size < 8:
-        raise UserError(f"size must be at least 8 pixels, not {options.size}")
     from limner.data.emoji import build
 
     with progress("drawing emoji", unit="emoji") as bar:
@@ -134,8 +130,6 @@ def emoji(argv: Sequence[str]) -> None:
 def prepare(argv: Sequence[str]) -> None:
     """filter, shrink and pack data of your own"""
     options = parse(PrepareOptions, argv, "limner data prepare")
-    if not 0 <= options.held_out < 1:
-        raise UserError(f"held-out is a share from 0 to below 1, not {options.held_out}")
     from limner.data.prepare import prepare as write
     from limner.data.sources import open_source
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from limner.cli.arguments import parse
+from limner.config import SEEDS, Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Checked):
     """Train a prior and a contrastive model on the built-in scenes, draw held-out captions, write a report.
 
     At most 12 minutes on two cores. Ctrl-C stops it; the same command goes on.
@@ -20,15 +22,15 @@ class Options:
     """Folder for data, models and report."""
     from_scratch: bool = False
     """Train the dVAE as well instead of taking the bundled one; it says beforehand how long that takes."""
-    scenes: int = 12_000
+    scenes: Annotated[int, Range(1, 10**8)] = 12_000
     """Scenes to train on."""
-    captions: int = 8
+    captions: Annotated[int, Range(1, 10**4)] = 8
     """Held-out captions to show."""
-    candidates: int = 32
+    candidates: Annotated[int, Range(1, 2**16)] = 32
     """Drawings of each caption to choose from."""
-    evaluated: int = 64
+    evaluated: Annotated[int, Range(1, 10**6)] = 64
     """Held-out captions that the score is taken over, those shown among them."""
-    seed: int = 0
+    seed: Annotated[int, SEEDS] = 0
     """Of the captions and drawings."""
 
 

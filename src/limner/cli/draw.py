@@ -11,34 +11,35 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse
+from limner.config import SEEDS, Checked, Range
 from limner.errors import UserError
 from limner.training.progress import progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Checked):
     """What drawing and editing have in common."""
 
-    n: Annotated[int, arg(aliases=("-n",))] = 1
+    n: Annotated[int, arg(aliases=("-n",)), Range(1, 2**16)] = 1
     """How many drawings to keep, the best ones."""
-    candidates: int = 16
+    candidates: Annotated[int, Range(1, 2**16)] = 16
     """How many to draw and choose from."""
-    seed: int = 0
+    seed: Annotated[int, SEEDS] = 0
     """Another seed gives other drawings."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(0, 100)] = 1.0
     """1 samples what was learned, lower is safer and less varied, 0 takes the likeliest."""
-    top_k: int | None = None
+    top_k: Annotated[int | None, Range(1, 2**24)] = None
     """Sample among the k likeliest tokens only."""
-    top_p: float | None = None
+    top_p: Annotated[float | None, Range(above=0, most=1)] = None
     """Sample among the likeliest tokens that make up this much probability."""
-    guidance: float | None = None
+    guidance: Annotated[float | None, Range(-1_000, 1_000)] = None
     """Above 1 follows the caption more closely (for a prior trained with captions dropped), 1 is none; by default
     the model's own."""
     model: str = "scenes"
     """A bundled model by name, or a folder that `limner train` wrote."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """A PNG file (NAME-1.png, NAME-2.png, ... for several) or a folder; named after the caption by default."""
-    scale: int | None = None
+    scale: Annotated[int | None, Range(1, 2**14)] = None
     """Enlarge by this whole factor; by default to at least 384 pixels, 1 keeps the model's own pixels."""
 
 
@@ -94,8 +95,6 @@ def edit(argv: Sequence[str]) -> None:
 def _draw(options: Settings, caption: str, given: Callable[[Any], Any] | None = None) -> None:
     if not caption.strip():
         raise UserError("the caption is empty: write what the picture shows")
-    if min(options.n, options.candidates) < 1:
-        raise UserError("n and candidates must be at least 1")
     out = output_path(options, caption)
     from limner.pipeline import load, make_sampler  # heavy, so only now
 

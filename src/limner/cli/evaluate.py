@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 
 from limner.cli import dispatch
 from limner.cli.arguments import parse
+from limner.config import SEEDS, Checked, Range
 from limner.errors import UserError
 from limner.training.progress import clock, progress
 
@@ -20,29 +21,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompositionOptions:
+class CompositionOptions(Checked):
     """Draw captions of the scenes world and let the oracle judge whether everything in them is right."""
 
     model: Positional[str] = "scenes"
     """A bundled model by name, or a folder."""
     split: Literal["held-out", "train"] = "held-out"
     """Captions with combinations kept out of training, or of the training kind."""
-    captions: int = 256
-    things: tuple[int, ...] = (1, 2)
+    captions: Annotated[int, Range(1, 10**6)] = 256
+    things: Annotated[tuple[int, ...], Range(1, 4)] = (1, 2)
     """Numbers of things in a scene, taken in turn."""
-    candidates: int = 64
-    seed: int = 0
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    guidance: float | None = None
+    candidates: Annotated[int, Range(1, 2**16)] = 64
+    seed: Annotated[int, SEEDS] = 0
+    temperature: Annotated[float, Range(0, 100)] = 1.0
+    top_k: Annotated[int | None, Range(1, 2**24)] = None
+    top_p: Annotated[float | None, Range(above=0, most=1)] = None
+    guidance: Annotated[float | None, Range(-1_000, 1_000)] = None
     """The model's own by default, 1 is none."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairsOptions:
+class PairsOptions(Checked):
     """Give the upper half of a pair ("the exact same scene on the top as a sketch at the bottom") and let the
     oracle judge the lower half that is drawn."""
 
@@ -50,17 +51,17 @@ class PairsOptions:
     """A bundled model by name, or a folder."""
     split: Literal["held-out", "train"] = "held-out"
     """Pairs with combinations kept out of training, or of the training kind."""
-    pairs: int = 128
-    candidates: int = 16
-    seed: int = 0
-    guidance: float | None = None
+    pairs: Annotated[int, Range(1, 10**6)] = 128
+    candidates: Annotated[int, Range(1, 2**16)] = 16
+    seed: Annotated[int, SEEDS] = 0
+    guidance: Annotated[float | None, Range(-1_000, 1_000)] = None
     """The model's own by default, 1 is none."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReconstructionOptions:
+class ReconstructionOptions(Checked):
     """Reconstruct unseen pictures with a model's dVAE: PSNR, codes in use, what the oracle reads."""
 
     model: Positional[str] = "scenes"
@@ -69,25 +70,25 @@ class ReconstructionOptions:
     """The held-out samples of a data set; without it, fresh scenes that the oracle reads too."""
     split: Literal["both", "train", "held-out"] = "both"
     """Fresh scenes with combinations kept out of training, of the training kind, or both in turn."""
-    count: int = 1024
+    count: Annotated[int, Range(1, 10**6)] = 1024
     """Pictures at most."""
-    seed: int = 0
+    seed: Annotated[int, SEEDS] = 0
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write the result as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmojiOptions:
+class EmojiOptions(Checked):
     """Draw captions of a data set of emoji and look for the nearest real one among all of them."""
 
     model: Positional[str]
     """A folder that `limner train` wrote."""
     data: Positional[str]
     """The data set that `limner data emoji` wrote."""
-    captions: int = 256
+    captions: Annotated[int, Range(1, 10**6)] = 256
     """Captions of each split, chosen at random."""
-    candidates: int = 16
-    seed: int = 0
+    candidates: Annotated[int, Range(1, 2**16)] = 16
+    seed: Annotated[int, SEEDS] = 0
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
     mosaic: Path | None = None
@@ -102,8 +103,8 @@ def main(argv: Sequence[str]) -> None:
 def composition(argv: Sequence[str]) -> None:
     """do drawings of scenes show what their captions say?"""
     options = parse(CompositionOptions, argv, "limner evaluate composition")
-    if options.captions < 1 or not options.things or not set(options.things) <= {1, 2, 3, 4}:
-        raise UserError("captions must be at least 1, and things from 1 to 4")
+    if not options.things:
+        raise UserError("things must be one number from 1 to 4 at least")
     from limner.evaluation import composition as evaluation
     from limner.pipeline import load, make_sampler
 
@@ -120,8 +121,6 @@ def composition(argv: Sequence[str]) -> None:
 def pairs(argv: Sequence[str]) -> None:
     """given the upper half, is the lower half drawn as the caption says?"""
     options = parse(PairsOptions, argv, "limner evaluate pairs")
-    if options.pairs < 1:
-        raise UserError(f"pairs must be at least 1, not {options.pairs}")
     from limner.evaluation import composition as evaluation
     from limner.pipeline import load
 
@@ -151,8 +150,6 @@ def _settings(options: CompositionOptions | PairsOptions, **more: Any) -> Settin
 def reconstruction(argv: Sequence[str]) -> None:
     """what does the dVAE lose of pictures it has not seen?"""
     options = parse(ReconstructionOptions, argv, "limner evaluate reconstruction")
-    if options.count < 1:
-        raise UserError(f"count must be at least 1, not {options.count}")
     from limner.evaluation import reconstruction as evaluation
     from limner.pipeline import load
 

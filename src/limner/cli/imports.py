@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from tyro.conf import Positional
 
 from limner.cli import dispatch
 from limner.cli.arguments import parse
+from limner.config import Checked, Range
 from limner.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenAIDVAE:
+class OpenAIDVAE(Checked):
     """Convert the two halves of a dVAE with the parameter names that OpenAI published.
 
     Each is a .safetensors file, or a torch file that holds a state dict and nothing that runs code.
@@ -25,7 +26,7 @@ class OpenAIDVAE:
     decoder: Positional[Path]
     out: Positional[Path]
     """New folder; recipes take it as --dvae.bundle, where they borrow a dVAE."""
-    size: int = 256
+    size: Annotated[int, Range(1, 4_096)] = 256
     """Side of the pictures that it will be used for."""
 
 

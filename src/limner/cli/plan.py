@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from limner import recipes
 from limner.cli import choose
 from limner.cli.arguments import parse
-from limner.errors import UserError
+from limner.config import Checked, Range
 from limner.recipes import plan
 from limner.recipes.plan import GB, GPUS, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Checked):
     """Parameters, memory, arithmetic, communication and time of a recipe's prior on a cluster."""
 
     recipe: str = "dalle-12b"
     """A recipe by name."""
-    gpus: int = 1_024
+    gpus: Annotated[int, Range(1, 10**7)] = 1_024
     gpu: str = "v100-16gb"
     """One of v100-16gb, a100-80gb, h100-80gb, h200-141gb."""
-    batch: int | None = None
+    batch: Annotated[int | None, Range(1, 10**9)] = None
     """Samples of a step, over all GPUs; the recipe's by default."""
-    per_machine: int = 8
+    per_machine: Annotated[int, Range(1, 10**5)] = 8
     """GPUs of a machine, among which its copy of the parameters is sharded."""
-    rank: int | None = None
+    rank: Annotated[int | None, Range(1, 10**6)] = None
     """PowerSGD's rank over all shards of a machine; the paper's by default (Table 1)."""
-    candidates: int = 512
+    candidates: Annotated[int, Range(1, 10**6)] = 512
     """Of one caption, when sampling."""
 
 
@@ -38,9 +39,6 @@ def main(argv: Sequence[str]) -> None:
     recipe = recipes.get(options.recipe)
     training = recipe.prior.training
     batch = training.batch_size if options.batch is None else options.batch
-    for name, value in {**vars(options), "batch": batch}.items():
-        if isinstance(value, int) and value < 1:
-            raise UserError(f"{name} must be at least 1, not {value}")
     made = Plan(
         config=recipe.prior.model,
         gpu=options.gpu,

@@ -17,8 +17,9 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
+from limner.config import Checked, Range
 from limner.data.samples import Rejected
 
 _ENGLISH = ("en", "pcm")  # Nigerian Pidgin is what lists of plain English nouns are taken for
@@ -144,13 +145,13 @@ def _identifier() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filters:
+class Filters(Checked):
     """Which filters apply and how strictly. `None` turns one off; the defaults are the paper's."""
 
-    min_words: int | None = 2
-    english: float | None = 0.6  # reject another language at this confidence
-    boilerplate: float | None = 0.5
-    aspect_ratio: float | None = 2.0
+    min_words: Annotated[int | None, Range(0, 10**6)] = 2
+    english: Annotated[float | None, Range(0, 1)] = 0.6  # reject another language at this confidence
+    boilerplate: Annotated[float | None, Range(0, 1)] = 0.5
+    aspect_ratio: Annotated[float | None, Range(1, 10**6)] = 2.0
 
     def caption(self, caption: str) -> str | None:
         """Why a caption is rejected, or None."""

@@ -20,14 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from limner.config import read_json
+from limner.config import SEEDS, Checked, Range, read_json
 from limner.data import scenes
 from limner.data.oracle import pair_holds, satisfies
 from limner.data.scenes import Pair, Scene, Split, render_pair
@@ -218,7 +218,7 @@ class Composition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Checked):
     """How an evaluation draws.
 
     Args:
@@ -229,11 +229,11 @@ class Settings:
         guidance: as `TextToImage.__call__` has it; None is the model's own.
     """
 
-    candidates: int = 64
-    best_of: tuple[int, ...] = (1, 8, 64)
-    seed: int = 0
+    candidates: Annotated[int, Range(1, 2**16)] = 64
+    best_of: Annotated[tuple[int, ...], Range(1, 2**16)] = (1, 8, 64)
+    seed: Annotated[int, SEEDS] = 0
     sampler: Sampler = field(default_factory=Sampler)
-    guidance: float | None = None
+    guidance: Annotated[float | None, Range(-1_000, 1_000)] = None
 
 
 def score(

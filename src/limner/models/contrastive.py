@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import log
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from limner.config import Checked, OutOfRange, Range
+from limner.errors import UserError
 from limner.layers.attention import MaskedAttention
 from limner.layers.linear import LinearFactory, plain
 from limner.models.transformer import Block
@@ -24,7 +27,7 @@ MAX_LOG_SCALE = log(100)  # the temperature is learned and clipped, as in CLIP
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContrastiveConfig:
+class ContrastiveConfig(Checked):
     """Sizes of the two towers.
 
     Args:
@@ -34,16 +37,26 @@ class ContrastiveConfig:
         embedding: E.
     """
 
-    text_vocab: int = 16_384
-    text_len: int = 256
-    size: int = 256
-    patch: int = 16
-    width: int = 512
-    depth: int = 12
-    heads: int = 8
-    embedding: int = 512
+    text_vocab: Annotated[int, Range(2, 2**24)] = 16_384
+    text_len: Annotated[int, Range(1, 2**14)] = 256
+    size: Annotated[int, Range(1, 4_096)] = 256
+    patch: Annotated[int, Range(1, 4_096)] = 16
+    width: Annotated[int, Range(4, 2**16)] = 512
+    depth: Annotated[int, Range(1, 4_096)] = 12
+    heads: Annotated[int, Range(1, 2**12)] = 8
+    embedding: Annotated[int, Range(1, 2**16)] = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width % self.heads:
+            raise OutOfRange("width", f"must be a multiple of heads, {self.heads}, not {self.width}")
 
     def build(self, linear: LinearFactory = plain) -> Contrastive:
+        """Raises `UserError` where patches do not fill the picture, whose size another model may have decided."""
+        if self.size % self.patch:
+            raise UserError(
+                f"the contrastive model's patch must divide the picture's {self.size} pixels, not {self.patch}"
+            )
         return Contrastive(self, linear)
 
 

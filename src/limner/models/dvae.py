@@ -17,10 +17,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from limner.config import Checked, OutOfRange, Range
 
 EPSILON = 0.1  # of Equation 3: keeps the pixels away from the poles of the logit
 
@@ -133,7 +136,7 @@ class Decoder(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DVAEConfig:
+class DVAEConfig(Checked):
     """Defaults are the paper's model: 53.8 M parameters in the encoder, 43.8 M in the decoder.
 
     Args:
@@ -151,16 +154,23 @@ class DVAEConfig:
             of context that a prior cannot know (docs/LOG.md).
     """
 
-    size: int = 256
-    width: int = 256
-    groups: int = 4
-    blocks: int = 2
-    vocab: int = 8192
-    code_width: int = 128
-    gain: float | None = None
-    init_gain: float = 1.0
-    code_gain: float = 1.0
-    context_groups: int | None = None
+    size: Annotated[int, Range(1, 4_096)] = 256
+    width: Annotated[int, Range(4, 4_096)] = 256
+    groups: Annotated[int, Range(1, 12)] = 4
+    blocks: Annotated[int, Range(1, 256)] = 2
+    vocab: Annotated[int, Range(2, 2**20)] = 8192
+    code_width: Annotated[int, Range(1, 2**16)] = 128
+    gain: Annotated[float | None, Range(above=0)] = None
+    init_gain: Annotated[float, Range(above=0)] = 1.0
+    code_gain: Annotated[float, Range(above=0)] = 1.0
+    context_groups: Annotated[int | None, Range(0, 12)] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size % self.stride:
+            raise OutOfRange("size", f"must be a multiple of the stride, {self.stride}, not {self.size}")
+        if (self.context_groups or 0) > self.groups:
+            raise OutOfRange("context_groups", f"must be at most groups, {self.groups}, not {self.context_groups}")
 
     @property
     def stride(self) -> int:
@@ -171,8 +181,6 @@ class DVAEConfig:
         return self.size // self.stride, self.size // self.stride
 
     def build(self) -> DVAE:
-        if self.size % self.stride:
-            raise ValueError(f"size {self.size} is not a multiple of the stride {self.stride}")
         return DVAE(self)
 
 

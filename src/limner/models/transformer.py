@@ -20,13 +20,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from math import prod
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from limner.config import Checked, OutOfRange, Range
 from limner.layers.attention import Attend, Attention, Kind, MaskedAttention, attend, paper_pattern, visible
 from limner.layers.cache import Cache, LayerCache, Position, Store
 from limner.layers.linear import LinearFactory, plain
@@ -37,7 +39,7 @@ _SHORT = 256  # positions up to which a dense mask is as fast as sparse attentio
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
+class TransformerConfig(Checked):
     """Vocabulary sizes, lengths and widths; `pattern` is the paper's or all-dense.
 
     Args:
@@ -48,15 +50,24 @@ class TransformerConfig:
         kernel: side of the convolutional window.
     """
 
-    text_vocab: int = 16_384
-    image_vocab: int = 8_192
-    text_len: int = 256
-    grid: tuple[int, int] = (32, 32)
-    width: int = 3_968
-    depth: int = 64
-    heads: int = 62
+    text_vocab: Annotated[int, Range(2, 2**24)] = 16_384
+    image_vocab: Annotated[int, Range(2, 2**24)] = 8_192
+    text_len: Annotated[int, Range(1, 2**14)] = 256
+    grid: Annotated[tuple[int, int], Range(1, 2**14)] = (32, 32)
+    width: Annotated[int, Range(1, 2**16)] = 3_968
+    depth: Annotated[int, Range(1, 4_096)] = 64
+    heads: Annotated[int, Range(1, 2**12)] = 62
     pattern: Literal["paper", "dense"] = "paper"
-    kernel: int = 11
+    kernel: Annotated[int, Range(1, 2**14)] = 11
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width % self.heads:
+            raise OutOfRange("width", f"must be a multiple of heads, {self.heads}, not {self.width}")
+        if self.kernel % 2 == 0:
+            raise OutOfRange("kernel", f"must be odd, not {self.kernel}")
+        if prod(self.grid) > 2**16:
+            raise OutOfRange("grid", f"must have at most {2**16:,} positions, not {prod(self.grid):,}")
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

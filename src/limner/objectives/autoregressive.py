@@ -9,20 +9,22 @@ Shapes: B batch, T text positions, S image positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from limner.config import Checked, Range
 from limner.layers.cross_entropy import linear_cross_entropy
 from limner.models.transformer import Transformer
 from limner.text import PAD
 
 
 @dataclass(frozen=True, kw_only=True)
-class Autoregressive:
+class Autoregressive(Checked):
     """`text_weight` of the text's loss; the image's is the rest."""
 
-    text_weight: float = 1 / 8
+    text_weight: Annotated[float, Range(0, 1)] = 1 / 8
 
     def __call__(
         self, model: Transformer, batch: dict[str, Tensor], step: int, generator: torch.Generator | None

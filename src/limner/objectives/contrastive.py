@@ -13,11 +13,13 @@ Shapes: B batch, K distractors, M spoiled pictures, T text positions, E embeddin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from limner.config import Checked, Range
 from limner.models.contrastive import Contrastive
 from limner.text import PAD
 
@@ -25,13 +27,13 @@ _TOUCHED = 0.03  # share of the pasted rectangle's values that must change for a
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContrastiveLoss:
+class ContrastiveLoss(Checked):
     """Cross-entropy over the batch in both directions, with M = `spoiled` copies of each picture.
 
     `accuracy` is how often a picture picks its caption, `kept` how often a caption picks its picture.
     """
 
-    spoiled: int = 0
+    spoiled: Annotated[int, Range(0, 1_000)] = 0
 
     def __call__(
         self, model: Contrastive, batch: dict[str, Tensor], step: int, generator: torch.Generator | None

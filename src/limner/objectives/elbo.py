@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import log
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from limner.config import Checked, Range
 from limner.metrics.codebook import usage
 from limner.models.dvae import DVAE, map_pixels
 from limner.optim.schedules import Anneal
@@ -57,12 +59,21 @@ def contrast(pixels: Tensor, columns: int) -> Tensor:
     return variance.mean(1, keepdim=True).clamp_min(0).sqrt() + 0.01
 
 
+def _check_tau(tau: Anneal) -> None:
+    """A temperature divides."""
+    for name in ("start", "end"):
+        Range(above=0).check(f"tau.{name}", getattr(tau, name))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RelaxedELB:
     """The paper's objective, with its schedules (App. A.2): the defaults are the paper's numbers."""
 
     beta: Anneal = field(default=Anneal(start=0.0, end=6.6, steps=5_000))
     tau: Anneal = field(default=Anneal(start=1.0, end=1 / 16, steps=150_000))
+
+    def __post_init__(self) -> None:
+        _check_tau(self.tau)
 
     def __call__(
         self, model: DVAE, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
@@ -79,7 +90,7 @@ class RelaxedELB:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalancedELB:
+class BalancedELB(Checked):
     """A relaxed bound that keeps its codebook on small, flat pictures.
 
     On scenes of a few colours the paper's objective collapses to a handful of codes, and the learned
@@ -98,10 +109,14 @@ class BalancedELB:
     all that it will ever be given.
     """
 
-    balance: float = 0.05
-    log_b_floor: float = -1.0
+    balance: Annotated[float, Range()] = 0.05
+    log_b_floor: Annotated[float, Range()] = -1.0
     tau: Anneal = field(default=Anneal(start=1.0, end=0.1, steps=4_000))
-    hard_from: int | None = None
+    hard_from: Annotated[int | None, Range(0, 10**9)] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_tau(self.tau)
 
     def __call__(
         self, model: DVAE, batch: dict[str, Tensor], step: int, generator: torch.Generator | None

@@ -7,22 +7,24 @@ group keeps its own step size under `initial_lr`, as torch's schedulers do; a sc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import nn
 
+from limner.config import Checked, Range
 from limner.optim import muon
 from limner.optim.groups import Decayed, block_matrices, parameter_groups
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
+class AdamW(Checked):
     """Loshchilov & Hutter 2019. `decayed` says what weight decay acts on."""
 
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.96)
-    eps: float = 1e-8
-    weight_decay: float = 4.5e-2
+    lr: Annotated[float, Range(above=0)] = 3e-4
+    betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.96)
+    eps: Annotated[float, Range(above=0)] = 1e-8
+    weight_decay: Annotated[float, Range(0)] = 4.5e-2
     decayed: Decayed = "matrices"
 
     def build(self, model: nn.Module, exclude: frozenset[nn.Parameter] = frozenset()) -> list[torch.optim.Optimizer]:
@@ -35,7 +37,7 @@ class AdamW:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Muon:
+class Muon(Checked):
     """Orthogonalised momentum for the matrices of a model's blocks, AdamW for all `others`.
 
     (Jordan et al. 2024.) An update is the momentum with its singular values brought near 1, times
@@ -43,9 +45,9 @@ class Muon:
     AdamW: see docs/LOG.md.
     """
 
-    lr: float = 0.02
-    momentum: float = 0.95
-    weight_decay: float = 0.01
+    lr: Annotated[float, Range(above=0)] = 0.02
+    momentum: Annotated[float, Range(0, below=1)] = 0.95
+    weight_decay: Annotated[float, Range(0)] = 0.01
     others: AdamW = field(default_factory=AdamW)
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -16,7 +16,9 @@ base step size.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from limner.config import Checked, Range
 
 
 def warmup(step: int, steps: int) -> float:
@@ -31,13 +33,13 @@ def cosine(step: int, start: float, end: float, steps: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anneal:
+class Anneal(Checked):
     """A quantity that moves from `start` to `end` over `steps` along a cosine: `Anneal(start=1,
     end=1/16, steps=n)`."""
 
-    start: float
-    end: float
-    steps: int
+    start: Annotated[float, Range()]
+    end: Annotated[float, Range()]
+    steps: Annotated[int, Range(0, 10**9)]
 
     def __call__(self, step: int) -> float:
         return cosine(step, self.start, self.end, self.steps)
@@ -66,21 +68,21 @@ class Constant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine:
+class Cosine(Checked):
     """From the base step size to `end` times it, over `steps` updates or the whole run.
 
     The dVAE of the paper goes from 1e-4 to 1.25e-6, `end=1/80`, over 1,200,000 updates (A.2).
     """
 
-    end: float = 0.0
-    steps: int | None = None
+    end: Annotated[float, Range(0)] = 0.0
+    steps: Annotated[int | None, Range(1, 10**9)] = None
 
     def build(self, steps: int) -> Schedule:
         return _Memoryless(Anneal(start=1.0, end=self.end, steps=steps if self.steps is None else self.steps))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plateau:
+class Plateau(Checked):
     """Halve the step size whenever the training loss stops falling.
 
     The mean loss of each `window` updates is compared with the best such mean so far. After
@@ -89,10 +91,10 @@ class Plateau:
     smaller).
     """
 
-    window: int = 500
-    patience: int = 2
-    threshold: float = 1e-3
-    halvings: int = 5
+    window: Annotated[int, Range(1, 10**9)] = 500
+    patience: Annotated[int, Range(1, 10**9)] = 2
+    threshold: Annotated[float, Range(0, below=1)] = 1e-3
+    halvings: Annotated[int, Range(0, 1_000)] = 5
 
     def build(self, steps: int) -> "HalveOnPlateau":
         return HalveOnPlateau(self)

@@ -24,7 +24,7 @@ from html import escape
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from limner import bundles, recipes
-from limner.config import read_json, to_dict
+from limner.config import SEEDS, Checked, Range, read_json, to_dict
 from limner.data.scenes import Scene, render
 from limner.data.worlds import write_scenes
 from limner.errors import UserError
@@ -66,7 +66,7 @@ _CURVES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo:
+class Demo(Checked):
     """What the demonstration does.
 
     Args:
@@ -81,16 +81,11 @@ class Demo:
 
     out: Path
     from_scratch: bool = False
-    scenes: int = 12_000
-    captions: int = 8
-    candidates: int = 32
-    evaluated: int = 64
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("scenes", "captions", "candidates", "evaluated"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+    scenes: Annotated[int, Range(1, 10**8)] = 12_000
+    captions: Annotated[int, Range(1, 10**4)] = 8
+    candidates: Annotated[int, Range(1, 2**16)] = 32
+    evaluated: Annotated[int, Range(1, 10**6)] = 64
+    seed: Annotated[int, SEEDS] = 0
 
     def recipe(self) -> Recipe:
         recipe = recipes.get("demo")

@@ -8,23 +8,31 @@ the stage runs, so that a recipe cannot contradict itself.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
+from limner.config import Checked, OutOfRange, Range
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.contrastive import ContrastiveLoss
 from limner.objectives.elbo import BalancedELB, RelaxedELB
+from limner.optim.optimizers import Muon
 from limner.training.loop import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig:
+class TextConfig(Checked):
     """`vocab` BPE tokens at most; captions are cut at `length`; merges are dropped with `dropout`."""
 
-    vocab: int = 16_384
-    length: int = 256
-    dropout: float = 0.1
+    vocab: Annotated[int, Range(256, 2**24)] = 16_384
+    length: Annotated[int, Range(1, 2**14)] = 256
+    dropout: Annotated[float, Range(0, 1)] = 0.1
+
+
+def _check_activations(training: TrainConfig) -> None:
+    if training.checkpoint_activations:
+        raise OutOfRange("training.checkpoint_activations", "must be false: only the prior can do it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +44,11 @@ class DVAEStage:
     training: TrainConfig
     augment: bool = True
 
+    def __post_init__(self) -> None:
+        if isinstance(self.training.optimizer, Muon):
+            raise OutOfRange("training.optimizer", "must be AdamW: Muon is for the matrices of transformers")
+        _check_activations(self.training)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bundled:
@@ -45,7 +58,7 @@ class Bundled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PriorStage:
+class PriorStage(Checked):
     """With `augment` (Listing 2) pictures are encoded on the fly, else once and cached.
 
     `caption_dropout` is the share of captions left empty in training, which guidance needs (0.1, say);
@@ -56,19 +69,23 @@ class PriorStage:
     objective: Autoregressive = field(default_factory=Autoregressive)
     training: TrainConfig
     augment: bool = True
-    caption_dropout: float = 0.0
-    guidance: float = 1.0
+    caption_dropout: Annotated[float, Range(0, 1)] = 0.0
+    guidance: Annotated[float, Range(-1_000, 1_000)] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContrastiveStage:
+class ContrastiveStage(Checked):
     """The reranker. `augment` as for the prior; `distractors` wrong captions come with each picture."""
 
     model: ContrastiveConfig = field(default_factory=ContrastiveConfig)
     objective: ContrastiveLoss = field(default_factory=ContrastiveLoss)
     training: TrainConfig
     augment: bool = True
-    distractors: int = 0
+    distractors: Annotated[int, Range(0, 1_000)] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_activations(self.training)
 
 
 @dataclass(frozen=True, kw_only=True)

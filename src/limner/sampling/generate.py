@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from limner.config import Checked, OutOfRange, Range
 from limner.layers.cache import Store
 from limner.sampling.recorded import Decoder
 from limner.text import PAD
@@ -24,7 +26,7 @@ FREE = -1  # marks a position to draw
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampler:
+class Sampler(Checked):
     """How a token is chosen from image logits.
 
     Args:
@@ -33,9 +35,14 @@ class Sampler:
         top_p: keep the smallest set of likeliest tokens whose mass reaches p.
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
+    temperature: Annotated[float, Range(0, 100)] = 1.0
+    top_k: Annotated[int | None, Range(1, 2**24)] = None
+    top_p: Annotated[float | None, Range(above=0, most=1)] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.temperature < 0.01:
+            raise OutOfRange("temperature", f"must be 0 (the likeliest) or at least 0.01, not {self.temperature}")
 
     def __call__(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """fp32 [M, V] and numbers in [0, 1) [M] -> tokens [M]."""

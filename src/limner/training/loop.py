@@ -31,12 +31,12 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Annotated, Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from limner.config import differences, to_dict
+from limner.config import SEEDS, Checked, OutOfRange, Range, differences, to_dict
 from limner.errors import UserError
 from limner.files import atomic_write_text, locked
 from limner.numerics.precision import Precision, autocast, choose_precision
@@ -92,7 +92,7 @@ class Interrupted(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """How to train; what to train is the model's, the data's and the objective's config.
 
     Attributes:
@@ -118,32 +118,29 @@ class TrainConfig:
         seed: of all randomness in the loop.
     """
 
-    steps: int
-    batch_size: int = 64
-    accumulate: int = 1
+    steps: Annotated[int, Range(1, 10**9)]
+    batch_size: Annotated[int, Range(1, 2**20)] = 64
+    accumulate: Annotated[int, Range(1, 2**20)] = 1
     optimizer: AdamW | Muon = field(default_factory=AdamW)
-    clip_norm: float | None = 4.0
-    warmup_steps: int = 0
+    clip_norm: Annotated[float | None, Range(above=0)] = 4.0
+    warmup_steps: Annotated[int, Range(0, 10**9)] = 0
     schedule: Constant | Cosine | Plateau = field(default_factory=Constant)
-    ema_decay: float | None = None
-    ema_every: int = 1
+    ema_decay: Annotated[float | None, Range(0, below=1)] = None
+    ema_every: Annotated[int, Range(1, 10**6)] = 1
     ema_warmup: bool = True
     precision: Precision = "auto"
     checkpoint_activations: bool = False
-    checkpoint_every: int = 500
-    keep: int = 2
-    eval_every: int | None = None
-    log_every: int = 10
-    max_bad_steps: int = 20
-    seed: int = 0
+    checkpoint_every: Annotated[int, Range(1, 10**9)] = 500
+    keep: Annotated[int, Range(1, 10**6)] = 2
+    eval_every: Annotated[int | None, Range(1, 10**9)] = None
+    log_every: Annotated[int, Range(1, 10**9)] = 10
+    max_bad_steps: Annotated[int, Range(1, 10**9)] = 20
+    seed: Annotated[int, SEEDS] = 0
 
     def __post_init__(self) -> None:
-        counts = ("steps", "batch_size", "accumulate", "checkpoint_every", "keep", "log_every")
-        for name in (*counts, "max_bad_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        super().__post_init__()
         if self.accumulate > self.batch_size:
-            raise ValueError(f"accumulate must be at most batch_size, {self.batch_size}")
+            raise OutOfRange("accumulate", f"must be at most batch_size, {self.batch_size}, not {self.accumulate}")
 
 
 _RANGE = 10.0  # a loss that is this much (or this many times) above the first has left its range

@@ -59,8 +59,8 @@ def test_shapes_follow_the_number_of_groups(groups):
 
 
 def test_a_size_that_the_stride_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="multiple of the stride 4"):
-        DVAEConfig(size=18, groups=3).build()
+    with pytest.raises(ValueError, match="size must be a multiple of the stride, 4, not 18"):
+        DVAEConfig(size=18, groups=3)
 
 
 def test_default_gain_is_the_released_codes():
