@@ -12,13 +12,21 @@ color, place) that leave the least squared error:
    around the box: four small squares must not pass for a large one.
 3. *Refinement*: around each place all stencils, sharp and blurred (a decoder's edges are soft), at
    every pixel; what is explained is subtracted, and its neighbours are fitted to the rest.
-4. *Doubt*: a thing is believed if few of its pixels are plainly wrong, its tint is near the palette
-   and no other look does as well. Wherever much is left that no believed thing explains, the reading
-   holds something *unknown*, and such a picture keeps no caption's promise: a score must not flatter.
+4. *Doubt*: a thing is believed if few of its pixels are plainly wrong, nowhere are many of them off
+   together (a bite), its tint is near the palette and no other look does as well. Wherever much is left
+   that no believed thing explains, be it faint (a ghost), the reading holds something *unknown*, and such
+   a picture keeps no caption's promise: a score must not flatter.
 
-What counts as wrong is chosen with care. Blur, noise and compression leave small errors everywhere,
-a malformed thing leaves full-contrast errors in places, so errors below a third of the contrast are
-free. The price: an octagon is read as a circle. Ellipses, stars, and circles with a bite are not.
+What counts as wrong is chosen with care. Blur, noise and compression leave small errors everywhere and
+of either sign; a malformed thing leaves full-contrast errors in places, so single errors below a third of
+the contrast are free. A ghost is too faint for single pixels to tell: it is found by its shape, in
+whatever tint, where the average over a stencil stands out of the noise.
+
+The price, what is still taken for right: an octagon for a circle; things with a bite, a notch or a bump
+of less than about half of a square of 3/4 units (1/20 of a small solid circle, 1/60 of a large one), and
+once in a few hundred times a small diamond without a corner, as a diamond a little beside it;
+ghosts whose tint is less than 12 levels off the background (root of the sum of squares over channels;
+up to 25 for small outlines and stripes), and ghosts mostly behind or within half a unit of a thing.
 
 Pictures are uint8 [H, W, 3], `W` a multiple of 12, `H` equal to `W` or (a panel of a pair) half of
 it. Those wider than 48 pixels are averaged down to 48 first. In the code below: `P` places, `K`
@@ -74,12 +82,17 @@ _TINT = 45.0  # levels; farthest a tint may be from its palette color (the close
 _TOSS_UP = 0.92  # residual of the best look over that of the second best
 _TOSS_UP_FROM = 0.08  # ... which matters only where the residual is at least this share of energy
 _USURPED = 0.012  # of its energy: a half-opaque square is not a square of blurred stripes
+_BITE_SIDE = 3 / 4  # units; of the squares over which a thing's errors are averaged
+_BITE = 0.45  # of the contrast: largest such average
 _NOISE_REACH = 1.3  # root mean squares of noise: nine in ten noisy pixels are nearer than this
 # When something is seen that no stencil explains.
 _RESEMBLANCE = 0.3  # residual of what is not believed, but alike enough to be no artefact
 _DEBRIS_LEVELS = 40.0  # a pixel that is less off than this is not debris
 _DEBRIS_FULL = 100.0  # a pixel that is this much off counts in full
 _DEBRIS_AREA = 14 / 16  # square units of debris within 3 x 3 units that make a thing
+_GHOST_LEVELS = 12.0  # least tint of a faint thing that is seen
+_GHOST_SHARE = 0.5  # least share of the energy around it that it explains
+_GHOST_NOISE = 12.0  # energies of noise that it stands out by: by chance, once in thousands of pictures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,6 +375,7 @@ class _Canvas:
         here = errors[fit.y : fit.y + bank.window, fit.x : fit.x + bank.window]
         doubts = [
             _wrong(here / contrast) / (_WRONG * float(bank.area[fit.stencil])),
+            self._lopsided(fit, bank.window) / (_BITE * contrast),
             float(distances[color]) / _TINT,
             fit.usurped / (_USURPED * own),
         ]
@@ -383,6 +397,13 @@ class _Canvas:
             residual=fit.left / own,
         )
 
+    def _lopsided(self, fit: _Fit, window: int) -> float:
+        """The largest error that neighbouring pixels have in common, in levels, beyond what noise explains."""
+        rest = self.field[:, fit.y : fit.y + window, fit.x : fit.x + window]
+        side = max(1, round(_BITE_SIDE * self.unit))
+        means = np.stack([_square_sums(channel, side) for channel in rest]) / side**2
+        return float(np.sqrt((means**2).sum(0)).max()) - _NOISE_REACH * self.ground.noise**0.5 / side
+
 
 def _see(pixels: np.ndarray, ground: _Ground, unit: int, row_step: int) -> tuple[Sighting, ...]:
     canvas = _Canvas(pixels, ground, unit)
@@ -398,7 +419,10 @@ def _see(pixels: np.ndarray, ground: _Ground, unit: int, row_step: int) -> tuple
             canvas.add(fit, +1)
         if sighting.thing is not None or np.linalg.norm(fit.tint) >= _DEBRIS_LEVELS:
             sightings.append(sighting)
-    return _with_unknown(sightings, canvas.rest, ground.noise, unit)
+    seen = _with_unknown(sightings, canvas.rest, ground.noise, unit)
+    if all(s.thing is not None for s in seen) and (ghost := _ghost(canvas.rest, seen, ground.noise, unit)):
+        seen = (*seen, ghost)
+    return seen
 
 
 def _with_unknown(sightings: list[Sighting], rest: np.ndarray, noise: float, unit: int) -> tuple[Sighting, ...]:
@@ -418,6 +442,44 @@ def _with_unknown(sightings: list[Sighting], rest: np.ndarray, noise: float, uni
         box = {"x": x / unit, "y": y / unit, "side": side / unit}
         seen.append(Sighting(thing=None, guess=None, doubt=np.inf, residual=np.inf, **box))
     return tuple(seen)
+
+
+def _ghost(rest: np.ndarray, seen: Sequence[Sighting], noise: float, unit: int) -> Sighting | None:
+    """The strongest faint thing on `rest` [3, H, W] away from what is `seen`: of any tint, also one off the palette.
+
+    The search for things holds tints to the palette and never finds it, and no pixel of it counts as debris.
+    """
+    pad, found = 2 * _ring(unit), None
+    # Noise that is cut off at 0 or 255 has a mean off its median, which would pass for a faint thing.
+    level = rest[:, (rest**2).sum(0) <= 9 * noise + 1]
+    rest = rest - (level.mean(1)[:, None, None] if level.size else 0)
+    energies = (rest**2).sum(0, dtype=np.float64) - noise
+    for s in seen:
+        left, top, side = (round(v * unit) for v in (s.x, s.y, s.side))
+        for values in (*rest, energies):
+            _block(values, top - _ring(unit), left - _ring(unit), side + 2 * _ring(unit))[:] = 0
+    energies = np.pad(energies, pad)
+    field = np.pad(rest, ((0, 0), (pad, pad), (pad, pad)))
+    strongest = _FAINTEST * unit**2 + _GHOST_NOISE * noise
+    for size in SIZES:
+        bank = _bank(size, unit)
+        total = _square_sums(energies, bank.window)
+        ys, xs = np.nonzero(total >= strongest)
+        if not len(ys):
+            continue
+        first = _SEARCH_BLUR * _ALL_LOOKS
+        stencils, n = (values[first : first + _ALL_LOOKS] for values in (bank.stencils, bank.energy))
+        windows = sliding_window_view(field, (bank.window, bank.window), (1, 2))[:, ys, xs]
+        inner = windows.reshape(3, len(ys), -1) @ stencils.T  # [3, P, K]
+        explained = (inner**2).sum(0) / n
+        stands_out = (explained >= _GHOST_LEVELS**2 * n) & (explained >= _GHOST_SHARE * total[ys, xs, None])
+        place, look = np.unravel_index(np.where(stands_out, explained, 0).argmax(), explained.shape)
+        if stands_out[place, look] and explained[place, look] >= strongest:
+            strongest = float(explained[place, look])
+            residual = 1 - strongest / float(total[ys[place], xs[place]])
+            y, x = ((int(at[place]) + _ring(unit) - pad) / unit for at in (ys, xs))
+            found = Sighting(thing=None, guess=None, x=x, y=y, side=EXTENT[size], doubt=np.inf, residual=residual)
+    return found
 
 
 def _errors(rest: np.ndarray, noise: float) -> np.ndarray:
@@ -575,6 +637,8 @@ def _is_gray_of_top(picture: np.ndarray, top: Scene) -> bool:
     rest -= cast
     noise = float(((1.4826 * np.median(abs(rest), (1, 2))) ** 2).sum())
     if _worst_patch(_debris(rest, noise), unit) is not None:
+        return False
+    if _ghost(rest, (), noise, unit):
         return False
     error, ring = _errors(rest, noise), _ring(unit)
     clean = scenes.transform_panel(pair, scenes.render(top, pixels.shape[1]), pixels.shape[1])

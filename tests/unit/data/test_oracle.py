@@ -236,6 +236,60 @@ def test_malformed_things_are_unknown(name):
             assert oracle.read(np.asarray(canvas.reduce(10))).scene is None
 
 
+def erased(scene, thing, angle, radius):
+    """The picture with a disk of `radius` pixels around the outline wiped to the background, and the share of
+    the thing that went with it."""
+    side, over = 4 * EXTENT[thing.size], 4
+    alpha = np.zeros((48, 48))
+    alpha[4 * thing.y :, 4 * thing.x :][:side, :side] = scenes.stencil(thing.shape, thing.size, thing.fill, 4)
+    inside = scenes.stencil(thing.shape, thing.size, "solid", 4) > 0.5
+    steps = np.arange(side // 2)
+    ys, xs = (side / 2 + np.outer([np.sin(angle), np.cos(angle)], steps)).astype(int)
+    reach = steps[inside[ys, xs]].max()
+    fine = (np.arange(48 * over) + 0.5) / over
+    cy, cx = (4 * at + side / 2 + reach * turn for at, turn in ((thing.y, np.sin(angle)), (thing.x, np.cos(angle))))
+    disk = (fine[:, None] - cy) ** 2 + (fine - cx) ** 2 <= radius**2
+    disk = disk.reshape(48, over, 48, over).mean((1, 3))
+    picture = scenes.render(scene) * (1 - disk[..., None]) + disk[..., None] * BACKGROUNDS[scene.background]
+    return to_uint8(picture), (alpha * disk).sum() / alpha.sum()
+
+
+@pytest.mark.parametrize(("fill", "least"), [("solid", 0.085), ("outlined", 0.17)])
+def test_bitten_things_are_unknown(fill, least):
+    rng, tried = np.random.default_rng(7), 0
+    while tried < 60:
+        background, color = rng.choice(list(BACKGROUNDS)), rng.choice(list(COLORS))
+        size, shape = ("small", "large")[tried % 3 == 0], ("circle", *SHAPES)[tried % 6]
+        x, y = (int(v) for v in rng.integers(0, UNITS - EXTENT[size] + 1, 2))
+        thing = Thing(shape=shape, color=color, size=size, fill=fill, x=x, y=y)
+        scene = Scene(things=(thing,), background=background)
+        picture, share = erased(scene, thing, rng.uniform(0, 2 * np.pi), rng.uniform(1.5, 5))
+        if least <= share <= 0.22:  # of a thing bitten to half, what is left may look like another one
+            tried += 1
+            assert oracle.read(picture).scene != scene, (thing, share)
+
+
+def test_ghosts_are_seen():
+    rng = np.random.default_rng(8)
+    for i, scene in enumerate(world(60, seed=31, count=2)):
+        real, ghost = scene.things if i % 2 else scene.things[::-1]
+        alone = replace(scene, things=(real,))
+        contrast = np.linalg.norm(np.subtract(COLORS[ghost.color], BACKGROUNDS[scene.background]))
+        opacity = max(rng.uniform(0.15, 0.4), 25 / contrast)
+        picture = to_uint8((1 - opacity) * scenes.render(alone) + opacity * scenes.render(scene).astype(float))
+        assert oracle.read(scenes.render(alone)).scene == alone
+        assert oracle.read(picture).scene is None, (ghost, opacity)
+
+
+def test_a_ghost_in_a_gray_panel_is_seen():
+    thing = Thing(shape="circle", color="black", size="small", fill="solid", x=1, y=1)
+    pair = Pair(top=Scene(things=(thing,), background="beige", height=6), transform="grayscale")
+    picture = scenes.render_pair(pair)
+    assert oracle.pair_holds(pair, picture)
+    picture[30:42, 30:42] -= 20
+    assert not oracle.pair_holds(pair, picture)
+
+
 def test_colors_between_the_palette_are_unknown():
     for a, b in (("red", "blue"), ("yellow", "orange"), ("white", "black"), ("green", "purple")):
         picture = scenes.render(Scene(things=(), background="pink"))
