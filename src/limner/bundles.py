@@ -2,13 +2,16 @@
 
 `config.json`, `dvae.safetensors`, `prior.safetensors`, `contrastive.safetensors`, `tokenizer.json` and
 `README.md`, a model card. A bundle may come from anywhere, so nothing in it is executed or unpickled, and
-each size and key is checked against the configuration before memory is taken. Weights are stored in half
-precision. A dVAE alone has a folder too, with `config.json` and `dvae.safetensors`.
+each size and key is checked against the configuration before memory is taken. A dVAE alone has a folder too,
+with `config.json` and `dvae.safetensors`.
+
+The prior and the contrastive model are stored in half precision. A dVAE keeps its values, in 16 bits where that
+loses nothing: its tokens are what a prior has learned, and other weights give other tokens. Who trains a dVAE
+rounds it (`rounded`) before a prior learns from it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -28,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from limner.config import from_dict, read_json, to_dict
 from limner.errors import UserError
-from limner.files import atomic_write_bytes, atomic_write_text
+from limner.files import atomic_write_bytes, atomic_write_text, require_file
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.models.transformer import TransformerConfig
@@ -42,9 +45,10 @@ ASSETS = Path(__file__).parent / "assets"  # bundles that come with the package,
 DEFAULT = "scenes"
 
 _PARTS: dict[str, type] = {"dvae": DVAEConfig, "prior": TransformerConfig, "contrastive": ContrastiveConfig}
-_LIMIT = 1 << 24  # no size in a bundle's configuration is beyond this,
-_POSITIONS = 1 << 14  # nor the length of a sequence beyond this: masks grow with its square
-_STORED = (torch.float32, torch.float16, torch.bfloat16)
+_POSITIONS = 1 << 12  # of a caption or a picture: masks grow with the square
+_WIDTH = 1 << 14
+_TENSORS = 1 << 14  # of one model
+_STORED = ("F32", "F16", "BF16")
 
 
 # ---------------------------------------------------------------------------- where they are
@@ -130,7 +134,8 @@ def save_dvae(dvae: DVAE, folder: str | Path, info: Mapping[str, Any]) -> Path:
 
 def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype) -> None:
     for name, model in models.items():
-        tensors = {key: _stored(value, dtype) for key, value in model.state_dict().items()}
+        store = _exact if name == "dvae" else _stored
+        tensors = {key: store(value, dtype) for key, value in model.state_dict().items()}
         # The library's own `save_file` makes a file that only its owner can read.
         atomic_write_bytes(folder / f"{name}.safetensors", save(tensors))
 
@@ -145,6 +150,13 @@ def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
     value = value.detach().cpu().contiguous()
     small = value.to(dtype)
     return small if small.isfinite().all() else value
+
+
+def _exact(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """In `dtype` if that changes no value."""
+    value = value.detach().cpu().contiguous()
+    small = value.to(dtype)
+    return small if torch.equal(small.to(value.dtype), value) else value
 
 
 def rounded(model: M, dtype: torch.dtype = torch.float16) -> M:
@@ -238,17 +250,25 @@ def _load_part(folder: Path, name: str, kind: type, data: Mapping[str, Any]) -> 
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     path = folder / f"{name}.safetensors"
+    require_file(path)
     try:
         with safe_open(path, "pt") as file:
-            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-            model = _blank(config, len(found), f"{where}: {name}")
-            expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+            names = file.keys()
+            if len(names) > _TENSORS:
+                raise UserError(f"{path} has {len(names)} tensors: more than {_TENSORS}")
+            found = {key: file.get_slice(key) for key in names}
+            _check_size(config, len(found), f"{where}: {name}")
+            expected = _shapes(config, f"{where}: {name}")
             for key in (*(expected.keys() - found.keys()), *(found.keys() - expected.keys())):
                 verb = "lacks" if key in expected else "has an unknown tensor"
-                raise UserError(f"{path} {verb} {key!r}: it belongs to another configuration")
+                raise UserError(f"{path} {verb} {key[:80]!r}: it belongs to another configuration")
             for key, shape in expected.items():
-                if found[key] != shape:
-                    raise UserError(f"{path}: {key!r} has shape {found[key]}, its configuration says {shape}")
+                if (there := tuple(found[key].get_shape())) != shape:
+                    raise UserError(f"{path}: {key!r} has shape {there}, its configuration says {shape}")
+                if (stored := found[key].get_dtype()) not in _STORED:
+                    raise UserError(f"{path}: {key!r} is stored as {stored}, where a bundle has {', '.join(_STORED)}")
+            with torch.random.fork_rng(devices=[]), _NoInitialValues():
+                model = config.build()
             model.load_state_dict({key: _checked(file.get_tensor(key), key, path) for key in expected})
     except FileNotFoundError:
         raise UserError(f"{path} is missing: the bundle is incomplete") from None
@@ -257,28 +277,35 @@ def _load_part(folder: Path, name: str, kind: type, data: Mapping[str, Any]) -> 
     return model.eval().requires_grad_(False)
 
 
-def _blank(config: Any, tensors: int, where: str) -> nn.Module:
-    """The model without values: its parameters are claimed, but no memory is touched before they are filled.
+def _check_size(config: Any, tensors: int, where: str) -> None:
+    """Refuse what building would take long over. `tensors` in the file bound the layers.
 
-    `tensors` in the file bound what counts layers. (Building on the meta device would be the obvious
-    way; it imports much of torch, which costs two seconds.)
+    Raises `UserError`.
     """
-    limits = {"depth": tensors, "groups": tensors, "blocks": tensors, "text_len": _POSITIONS, "grid": _POSITIONS}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if type(v) is int]
-        least = 0 if item.name == "context_groups" else 1
-        if not all(least <= v <= limits.get(item.name, _LIMIT) for v in numbers):
-            raise UserError(f"{where}.{item.name} cannot be {value}")
+    layers = config.groups * config.blocks if isinstance(config, DVAEConfig) else config.depth
+    if layers > tensors:
+        raise UserError(f"{where} has {layers} layers: more than the {tensors} tensors of its file")
     reranker = isinstance(config, ContrastiveConfig)
     positions = (config.size // config.patch) ** 2 if reranker else math.prod(config.grid)
-    if positions > _POSITIONS:
-        raise UserError(f"{where} has {positions} positions: more than {_POSITIONS}")
+    longest = max(positions, getattr(config, "text_len", 0))
+    if positions < 1 or longest > _POSITIONS:
+        raise UserError(f"{where} has {longest} positions: from 1 to {_POSITIONS} can be read")
+    if config.width > _WIDTH:
+        raise UserError(f"{where}.width cannot be {config.width}")
+
+
+def _shapes(config: Any, where: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters of the model that `config` describes, which takes none of their memory.
+
+    (Initial values are left out here too: on the meta device they import much of torch, which takes a second.)
+    Raises `UserError`.
+    """
     try:
-        with torch.random.fork_rng(devices=[]), _NoInitialValues():
-            return config.build()
+        with torch.device("meta"), _NoInitialValues():
+            model = config.build()
     except (ValueError, RuntimeError, ZeroDivisionError, OverflowError) as error:
         raise UserError(f"{where} describes no model: {error}".splitlines()[0]) from None
+    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
 
 
 class _NoInitialValues(TorchFunctionMode):
@@ -294,8 +321,6 @@ class _NoInitialValues(TorchFunctionMode):
 
 
 def _checked(tensor: Tensor, key: str, path: Path) -> Tensor:
-    if tensor.dtype not in _STORED:
-        raise UserError(f"{path}: {key!r} is stored as {tensor.dtype}, not as a floating-point format of a bundle")
     tensor = tensor.float()
     if not tensor.isfinite().all():
         raise UserError(f"{path}: {key!r} holds values that are not finite")

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from limner.errors import UserError
-from limner.files import atomic_write_text
+from limner.files import atomic_write_text, require_file
 
 T = TypeVar("T")
 
@@ -143,6 +143,7 @@ def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
     """Parse a JSON file that may come from anywhere: absent, oversized and malformed files are
     `UserError`s."""
     path = Path(path)
+    require_file(path)
     try:
         with path.open("rb") as file:
             raw = file.read(max_bytes + 1)

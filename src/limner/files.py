@@ -33,6 +33,15 @@ except ImportError:
 LOCK = ".lock"  # the file that `locked` leaves in a folder
 
 
+def require_file(path: str | os.PathLike[str]) -> None:
+    """Raise `UserError` for a pipe, a device or a folder: reading one may never end.
+
+    What is missing is left to whoever opens it.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{path} is not a file but a folder, a pipe or a device")
+
+
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A binary file that takes the name `path` when the block ends, and vanishes if it raises."""

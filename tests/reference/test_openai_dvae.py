@@ -1,22 +1,282 @@
-"""Our dVAE with OpenAI's parameters against their package, where it is installed (`pip install --no-deps DALL-E`)."""
+"""Our dVAE with OpenAI's parameters: against modules of the published form, and against files that mean harm.
 
-import subprocess
+With their package installed (`pip install --no-deps DALL-E`) its own outputs are compared too.
+"""
+
+import os
+import pickle
 import sys
+import types
+import zipfile
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from limner.bundles import load_model
+from limner.cli import main
 from limner.errors import UserError
-from limner.models.dvae import DVAEConfig
-from limner.models.openai import from_openai
+from limner.models.dvae import DVAEConfig, map_pixels
+from limner.models.openai import from_openai, read
 
 
 def small():
     torch.manual_seed(0)
     return DVAEConfig(size=32, width=16, groups=4, blocks=2, vocab=64, code_width=8).build()
+
+
+class Conv2d(nn.Module):
+    def __init__(self, n_in, n_out, kw):
+        self.n_in, self.n_out, self.kw, self.use_float16 = n_in, n_out, kw, True
+        self.device, self.requires_grad = torch.device("cpu"), False
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(n_out, n_in, kw, kw) / (n_in * kw**2) ** 0.5)
+        self.b = nn.Parameter(torch.randn(n_out) / 10)
+
+    def forward(self, x):
+        return F.conv2d(x, self.w, self.b, padding=self.kw // 2)
+
+
+class Block(nn.Module):
+    def __init__(self, n_in, n_out, kernels):
+        super().__init__()
+        hidden = n_out // 4
+        self.post_gain, sizes = 1 / 64, (n_in, hidden, hidden, hidden, n_out)
+        self.id_path = Conv2d(n_in, n_out, 1) if n_in != n_out else nn.Identity()
+        parts = OrderedDict()
+        for i, kernel in enumerate(kernels):
+            parts[f"relu_{i + 1}"] = nn.ReLU()
+            parts[f"conv_{i + 1}"] = Conv2d(sizes[i], sizes[i + 1], kernel)
+        self.res_path = nn.Sequential(parts)
+
+    def forward(self, x):
+        return self.id_path(x) + self.post_gain * self.res_path(x)
+
+
+class EncoderBlock(Block):
+    pass
+
+
+class DecoderBlock(Block):
+    pass
+
+
+class Half(nn.Module):
+    """4 groups of 2 blocks, as published; `between` is there after the first three."""
+
+    def build(self, first, widths, block, kernels, between, last):
+        parts = OrderedDict(input=first)
+        for g in range(1, 5):
+            blocks = [block(widths[g - 1] if b == 0 else widths[g], widths[g], kernels) for b in range(2)]
+            group = OrderedDict((f"block_{b + 1}", part) for b, part in enumerate(blocks))
+            if g < 4:
+                group[between] = nn.MaxPool2d(2) if between == "pool" else nn.Upsample(scale_factor=2, mode="nearest")
+            parts[f"group_{g}"] = nn.Sequential(group)
+        parts["output"] = nn.Sequential(OrderedDict(relu=nn.ReLU(), conv=last))
+        self.blocks = nn.Sequential(parts)
+        return self
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+class Encoder(Half):
+    pass
+
+
+class Decoder(Half):
+    pass
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """Modules under the names of the published package, and `encoder.pkl` and `decoder.pkl` as torch pickles them."""
+    homes = {"encoder": [Encoder, EncoderBlock], "decoder": [Decoder, DecoderBlock], "utils": [Conv2d]}
+    monkeypatch.setitem(sys.modules, "dall_e", types.ModuleType("dall_e"))
+    for name, classes in homes.items():
+        module = types.ModuleType(f"dall_e.{name}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        for kind in classes:
+            monkeypatch.setattr(kind, "__module__", module.__name__)
+            setattr(module, kind.__name__, kind)
+    torch.manual_seed(1)
+    encoder = Encoder().build(
+        Conv2d(3, 16, 7), (16, 16, 32, 64, 128), EncoderBlock, (3, 3, 3, 1), "pool", Conv2d(128, 64, 1)
+    )
+    decoder = Decoder().build(
+        Conv2d(64, 8, 1), (8, 128, 64, 32, 16), DecoderBlock, (1, 3, 3, 3), "upsample", Conv2d(16, 6, 1)
+    )
+    torch.save(encoder, tmp_path / "encoder.pkl")
+    torch.save(decoder, tmp_path / "decoder.pkl")
+    monkeypatch.chdir(tmp_path)
+    return encoder, decoder
+
+
+def imported(*arguments):
+    return main(["import", "openai-dvae", *map(str, arguments)])
+
+
+def test_the_published_files_are_read_without_their_package_and_without_loss(published, tmp_path, monkeypatch, capsys):
+    for name in ("dall_e", "dall_e.encoder", "dall_e.decoder", "dall_e.utils"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+    assert imported("encoder.pkl", "decoder.pkl", "out", "--size", 64) == 0
+    assert "64 codes, 8x downsampling, width 16; no value was rounded" in capsys.readouterr().out
+    ours, (encoder, decoder) = load_model(tmp_path / "out", "dvae"), published
+    assert ours.config.grid == (8, 8)
+    for half, theirs in ((ours.encoder, encoder), (ours.decoder, decoder)):
+        expected = theirs.state_dict()
+        assert all(torch.equal(value, expected[key]) for key, value in half.state_dict().items())
+    pixels = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+    with torch.no_grad():
+        logits = encoder(map_pixels(pixels))
+        torch.testing.assert_close(ours.encode(pixels), logits, atol=1e-5, rtol=1e-4)
+        tokens = logits.argmax(1)
+        assert torch.equal(ours.tokens(pixels), tokens.flatten(1))
+        z = F.one_hot(tokens, 64).movedim(-1, 1).float()
+        torch.testing.assert_close(torch.cat(ours.decode(z), 1), decoder(z), atol=1e-5, rtol=1e-4)
+
+
+def test_state_dicts_of_torch_and_safetensors_will_do(published, tmp_path, capsys):
+    encoder, decoder = published
+    torch.save(encoder.half().state_dict(), "encoder.pt")
+    save_file({k: v.contiguous() for k, v in decoder.state_dict().items()}, "decoder.safetensors")
+    assert imported("encoder.pt", "decoder.safetensors", "out", "--size", 64) == 0
+    stored = load_file(tmp_path / "out" / "dvae.safetensors")
+    assert {v.dtype for k, v in stored.items() if k.startswith("encoder")} == {torch.float16}
+    assert stored["decoder.blocks.input.w"].dtype == torch.float32
+    assert torch.equal(stored["encoder.blocks.input.w"], encoder.state_dict()["blocks.input.w"])
+
+
+class Runs:
+    """What its pickle calls."""
+
+    def __init__(self, call, *arguments):
+        self.reduced = (call, arguments)
+
+    def __reduce__(self):
+        return self.reduced
+
+
+def rewritten(change, compress=zipfile.ZIP_STORED):
+    """encoder.pkl with another pickle in it."""
+    with zipfile.ZipFile("encoder.pkl") as old:
+        entries = {entry.filename: old.read(entry) for entry in old.infolist()}
+    with zipfile.ZipFile("bad.pkl", "w", compress) as new:
+        for name, content in entries.items():
+            new.writestr(name, change(content) if name.endswith("data.pkl") else content)
+
+
+def cyclic(encoder):
+    encoder.blocks._modules["again"] = encoder
+    torch.save(encoder, "bad.pkl")
+
+
+def many_paths(encoder):
+    """2^60 of them from the root to the last module."""
+    part = nn.Sequential()
+    for _ in range(60):
+        part = nn.Sequential(part, part)
+    encoder.blocks = part
+    torch.save(encoder, "bad.pkl")
+
+
+def deep(encoder):
+    for i in range(100):
+        encoder = nn.Sequential(OrderedDict({"x" * (i + 1): encoder}))
+    torch.save(encoder, "bad.pkl")
+
+
+def attribute(name, value):
+    def spoil(encoder):
+        encoder.blocks.input.__dict__[name] = value
+        torch.save(encoder, "bad.pkl")
+
+    return spoil
+
+
+def state(key, value):
+    def spoil(encoder):
+        torch.save({**encoder.state_dict(), key: value}, "bad.pkl")
+
+    return spoil
+
+
+def wider(key, *shape):
+    return state(key, torch.ones(1).expand(*shape))
+
+
+HOSTILE = {
+    "code": lambda e: torch.save(Runs(os.system, "touch ran"), "bad.pkl"),
+    "code in a module": attribute("n_in", Runs(os.system, "touch ran")),
+    "code in a state dict": state("x", Runs(os.system, "touch ran")),
+    "a bare pickle": lambda e: Path("bad.pkl").write_bytes(pickle.dumps(Runs(os.system, "touch ran"))),
+    "the form of old": lambda e: torch.save(e.state_dict(), "bad.pkl", _use_new_zipfile_serialization=False),
+    "memory": state("x", Runs(bytearray, 1 << 40)),
+    "an importable name": lambda e: rewritten(lambda raw: raw.replace(b"torch\ndevice", b"torch.hub\nload")),
+    "newer opcodes": lambda e: rewritten(lambda raw: raw[:2] + b"\x8c\x02os\x8c\x06system\x93" + raw[2:]),
+    "a module in itself": cyclic,
+    "modules in modules": many_paths,
+    "a deep module": deep,
+    "no modules": attribute("_modules", 7),
+    "no parameters": attribute("_parameters", None),
+    "numbers for names": attribute("_parameters", {1: torch.ones(1)}),
+    "texts for tensors": attribute("_parameters", {"w": "text"}),
+    "a list": lambda e: torch.save([1, 2], "bad.pkl"),
+    "compressed": lambda e: rewritten(lambda raw: raw, zipfile.ZIP_DEFLATED),
+    "cut": lambda e: Path("bad.pkl").write_bytes(Path("encoder.pkl").read_bytes()[:-999]),
+    "empty": lambda e: Path("bad.pkl").touch(),
+    "missing": lambda e: None,
+    "a pipe": lambda e: os.mkfifo("bad.pkl"),
+    "a device": lambda e: os.symlink("/dev/zero", "bad.pkl"),
+    "a folder": lambda e: os.mkdir("bad.pkl"),
+    "a larger tensor than the file": wider("blocks.input.w", 1 << 20, 3, 7, 7),
+    "a wide model": wider("blocks.input.w", 8_000, 1, 1, 1),
+    "a million groups": state("blocks.group_100000000000.block_1.x", torch.ones(1)),
+    "many blocks": state("blocks.group_1.block_99.x", torch.ones(1)),
+    "digits": state(f"blocks.group_1.block_{'9' * 5000}.x", torch.ones(1)),
+    "a tensor for a scalar": state("blocks.input.w", torch.tensor(1.0)),
+    "complex numbers": state("blocks.input.b", torch.ones(16, dtype=torch.complex64)),
+    "64 bits": state("blocks.input.b", torch.ones(16, dtype=torch.float64)),
+    "not a number": state("blocks.input.b", torch.full((16,), torch.nan)),
+}
+
+
+@pytest.mark.parametrize("spoil", HOSTILE)
+def test_a_file_that_means_harm_is_one_sentence_and_runs_nothing(published, spoil, capsys):
+    HOSTILE[spoil](published[0])
+    assert imported("bad.pkl", "decoder.pkl", "out", "--size", 64) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("limner: ") and len(said) < 400, said
+    assert not Path("ran").exists() and not Path("out").exists()
+
+
+def test_a_half_of_something_else_is_refused(published, capsys):
+    torch.save(small().encoder, "ours.pkl")
+    assert imported("ours.pkl", "decoder.pkl", "out") == 2
+    assert "holds a 'limner.models.dvae" in capsys.readouterr().err
+    assert imported("encoder.pkl", "encoder.pkl", "out") == 2
+    assert imported("encoder.pkl", "decoder.pkl", "out", "--size", 520) == 2
+    assert "multiple of 8 up to 512" in capsys.readouterr().err
+
+
+def test_halves_that_do_not_fit_are_refused():
+    encoder, decoder = small().encoder.state_dict(), small().decoder.state_dict()
+    with pytest.raises(UserError, match="decoder"):
+        from_openai(encoder, {**decoder, "extra": torch.ones(1)}, 32)
+    with pytest.raises(UserError, match="multiple of 8"):
+        from_openai(encoder, decoder, 30)
+    with pytest.raises(UserError, match="names differ"):
+        from_openai({}, decoder, 32)
+
+
+def test_weights_lie_in_memory_as_in_a_model_that_is_trained(published):
+    ours = from_openai(read(Path("encoder.pkl")), read(Path("decoder.pkl")), 64)
+    built = ours.config.build().state_dict()
+    assert all(value.stride() == built[key].stride() for key, value in ours.state_dict().items())
 
 
 def test_outputs_equal_those_of_the_published_package():
@@ -34,36 +294,3 @@ def test_outputs_equal_those_of_the_published_package():
         torch.testing.assert_close(ours.encode(pixels), logits, atol=1e-5, rtol=1e-4)
         z = torch.nn.functional.one_hot(logits.argmax(1), 512).movedim(-1, 1).float()
         torch.testing.assert_close(torch.cat(ours.decode(z), 1), theirs[1].float()(z), atol=1e-5, rtol=1e-4)
-
-
-def run(*arguments, cwd):
-    command = [sys.executable, "-m", "limner", "import", "openai-dvae", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
-
-
-def test_files_of_either_kind_are_imported_and_bad_ones_refused(tmp_path: Path):
-    model = small()
-    torch.save(model.encoder.state_dict(), tmp_path / "encoder.pt")
-    save_file({k: v.contiguous() for k, v in model.decoder.state_dict().items()}, tmp_path / "decoder.safetensors")
-    done = run("encoder.pt", "decoder.safetensors", "out", "--size", 64, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "64 codes, 8x" in done.stdout
-    pixels = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8)
-    found = load_model(tmp_path / "out", "dvae")
-    assert found.config.grid == (8, 8)
-    torch.testing.assert_close(found.encode(pixels), model.encode(pixels), atol=2e-2, rtol=2e-2)  # stored in 16 bits
-    torch.save(model.encoder, tmp_path / "pickled.pt")  # a whole module, as the original release has it
-    for encoder in ("pickled.pt", "decoder.safetensors", "none.pt"):
-        failed = run(encoder, "decoder.safetensors", "other", cwd=tmp_path)
-        assert failed.returncode == 2 and failed.stderr.count("\n") == 1, failed.stderr
-        assert not (tmp_path / "other").exists()
-
-
-def test_halves_that_do_not_fit_are_refused():
-    encoder, decoder = small().encoder.state_dict(), small().decoder.state_dict()
-    with pytest.raises(UserError, match="decoder"):
-        from_openai(encoder, {**decoder, "extra": torch.ones(1)}, 32)
-    with pytest.raises(UserError, match="multiple of 8"):
-        from_openai(encoder, decoder, 30)
-    with pytest.raises(UserError, match="names differ"):
-        from_openai({}, decoder, 32)

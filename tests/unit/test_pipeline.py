@@ -1,6 +1,7 @@
 """Drawing is reproducible, files say where they come from, and a bad bundle is one sentence."""
 
 import json
+import os
 import shutil
 import xml.etree.ElementTree as ElementTree
 
@@ -303,6 +304,26 @@ def test_a_weight_too_large_for_half_precision_is_kept(pipe, tmp_path):
     assert load(other.save_pretrained(tmp_path / "b")).prior.head.image.bias[0] == 1e6
 
 
+def test_a_dvae_is_stored_without_loss_in_16_bits_where_these_do(pipe, tmp_path):
+    state = pipe.dvae.state_dict()
+    state["decoder.blocks.input.w"] = state["decoder.blocks.input.w"].half().float()
+    dvae = pipe.dvae.config.build()
+    dvae.load_state_dict(state)
+    pixels = torch.randint(0, 256, (64, 3, 24, 24), dtype=torch.uint8)
+    folder = bundles.save_dvae(dvae, tmp_path / "dvae", {})
+    stored = load_file(folder / "dvae.safetensors")
+    assert stored["decoder.blocks.input.w"].dtype == torch.float16
+    assert stored["encoder.blocks.input.w"].dtype == torch.float32
+    whole = TextToImage(bundles.load_model(folder, "dvae"), pipe.prior, pipe.contrastive, pipe.tokenizer)
+    again = load(whole.save_pretrained(tmp_path / "bundle"))
+    third = load(again.save_pretrained(tmp_path / "copy"))
+    assert all(torch.equal(value, state[key]) for key, value in third.dvae.state_dict().items())
+    assert torch.equal(third.dvae.tokens(pixels), dvae.tokens(pixels))
+    small = bundles.save_dvae(bundles.rounded(dvae), tmp_path / "small", {})
+    assert {value.dtype for value in load_file(small / "dvae.safetensors").values()} == {torch.float16}
+    assert torch.equal(bundles.load_model(small, "dvae").tokens(pixels), dvae.tokens(pixels))
+
+
 def edit(bundle, change):
     path = bundle / "config.json"
     config = json.loads(path.read_text())
@@ -332,6 +353,16 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-9])
 
 
+def pipe_instead(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def zeros_instead(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 def poke(tensors):
     tensors["head.image.weight"][0, 0] = float("nan")
 
@@ -344,11 +375,11 @@ SPOILED = {
     "missing part": (lambda b: edit(b, lambda c: c.pop("dvae")), "lacks the settings of 'dvae'"),
     "other width": (lambda b: edit(b, put("prior", "width", 64)), "has shape"),
     "other depth": (lambda b: edit(b, put("prior", "depth", 4)), "unknown tensor"),
-    "too deep": (lambda b: edit(b, put("prior", "depth", 10**9)), "depth cannot be"),
-    "too wide": (lambda b: edit(b, put("prior", "width", 10**12)), "width cannot be"),
-    "heads that do not divide": (lambda b: edit(b, put("prior", "heads", 0)), "heads cannot be"),
-    "huge grid": (lambda b: edit(b, put("prior", "grid", [10_000, 10_000])), "positions"),
-    "negative size": (lambda b: edit(b, put("dvae", "vocab", -5)), "vocab cannot be"),
+    "too deep": (lambda b: edit(b, put("prior", "depth", 4_000)), "layers"),
+    "too wide": (lambda b: edit(b, put("prior", "width", 10**12)), "width must be"),
+    "heads that do not divide": (lambda b: edit(b, put("prior", "heads", 0)), "heads must be"),
+    "huge grid": (lambda b: edit(b, put("prior", "grid", [100, 100])), "10000 positions"),
+    "negative size": (lambda b: edit(b, put("dvae", "vocab", -5)), "vocab must be"),
     "guidance in words": (lambda b: edit(b, put("info", "guidance", "much")), "guidance is a number"),
     "other grid": (lambda b: edit(b, put("dvae", "size", 48)), "do not belong together"),
     "missing weights": (lambda b: (b / "prior.safetensors").unlink(), "missing"),
@@ -356,6 +387,17 @@ SPOILED = {
     "garbage": (lambda b: (b / "dvae.safetensors").write_bytes(b"\x80\x04pickle" * 9), "damaged"),
     "lost tensor": (lambda b: rewrite(b, "prior", lambda t: t.pop("embed.start")), "lacks 'embed.start'"),
     "not a number": (lambda b: rewrite(b, "prior", poke), "not finite"),
+    "heads that leave a rest": (lambda b: edit(b, put("prior", "heads", 3)), "multiple of heads"),
+    "a wide window": (lambda b: edit(b, put("prior", "kernel", 10**7)), "kernel must be"),
+    "a wide reranker": (lambda b: edit(b, put("contrastive", "width", 1 << 14)), "has shape"),
+    "many patches": (lambda b: edit(b, put("contrastive", "size", 8 * 65)), "4225 positions"),
+    "no patches": (lambda b: edit(b, put("contrastive", "patch", 25)), "0 positions"),
+    "many groups": (lambda b: edit(b, put("dvae", "groups", 40)), "groups must be"),
+    "many blocks": (lambda b: edit(b, put("dvae", "blocks", 200)), "layers"),
+    "an infinite gain": (lambda b: edit(b, put("dvae", "gain", float("inf"))), "gain must be"),
+    "settings that are a pipe": (lambda b: pipe_instead(b / "config.json"), "not a bundle"),
+    "weights that are a pipe": (lambda b: pipe_instead(b / "prior.safetensors"), "not a file but"),
+    "a tokenizer that never ends": (lambda b: zeros_instead(b / "tokenizer.json"), "not a file but"),
     "integers": (
         lambda b: rewrite(b, "prior", lambda t: t.update({"embed.start": t["embed.start"].int()})), "stored as",
     ),

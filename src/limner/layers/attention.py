@@ -60,8 +60,19 @@ def visible(kind: Kind, prefix: int, grid: tuple[int, int], kernel: int = 11) ->
     n = prefix + grid[0] * grid[1]
     mask = torch.ones(n, n, dtype=torch.bool, device="cpu").tril()
     t = torch.arange(n - prefix, device="cpu")
-    mask[prefix:, prefix:] = torch.isin(t[:, None] - t[None, :], offsets(kind, grid, kernel))
+    mask[prefix:, prefix:] = among(t[:, None] - t[None, :], offsets(kind, grid, kernel))
     return mask
+
+
+def among(back: Tensor, steps: Tensor) -> Tensor:
+    """Whether each number of raster steps is one of `steps`, none of which is negative: bool, of the shape of `back`.
+
+    `torch.isin` with a table: it would sort, which takes gigabytes for the masks of long sequences.
+    """
+    most = int(steps.max())
+    table = torch.zeros(most + 2, dtype=torch.bool, device="cpu")  # the last is for all others
+    table[steps] = True
+    return table[torch.where((back < 0) | (back > most), most + 1, back)]
 
 
 class Attention(nn.Module):

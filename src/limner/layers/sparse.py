@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from limner.layers.attention import Kind, offsets
+from limner.layers.attention import Kind, among, offsets
 from limner.numerics.precision import product
 
 _QUERIES = 64  # of a block, at least, where the grid allows: small products keep no machine busy
@@ -70,7 +70,7 @@ class SparseAttention(nn.Module):
         h, w = self.grid
         at = torch.arange(1, h * w + 1, device="cpu").view(1, h * w, 1)
         query, key = self._blocks(at)[0], self._windows(at)[0].transpose(1, 2)
-        seen = torch.isin(query - key, offsets(self.kind, self.grid, self.kernel)) & (key > 0)  # 0: before the image
+        seen = among(query - key, offsets(self.kind, self.grid, self.kernel)) & (key > 0)  # 0: before the image
         return _hidden(F.pad(~seen, (self.prefix, 0), value=False))
 
     def _blocks(self, x: Tensor) -> Tensor:

@@ -75,7 +75,8 @@ class Contrastive(nn.Module):
             return nn.ModuleList(Block(d, config.heads, linear) for _ in range(config.depth))
 
         self.patches = nn.Conv2d(3, d, config.patch, config.patch)
-        self.image_position = nn.Parameter(torch.randn(side**2 + 1, d) * 0.02)
+        self.image_position = nn.Parameter(torch.empty(side**2 + 1, d))
+        nn.init.normal_(self.image_position, std=0.02)
         self.image_blocks, self.text_blocks = tower(), tower()
         self.text = nn.Embedding(config.text_vocab, d)
         self.text_position = nn.Embedding(config.text_len, d)
@@ -86,9 +87,9 @@ class Contrastive(nn.Module):
         nn.init.normal_(self.text.weight, std=0.02)
         nn.init.normal_(self.text_position.weight, std=0.02)
         t = config.text_len
-        self.register_buffer("causal", torch.ones(t, t, dtype=torch.bool).tril(), persistent=False)
+        self.register_buffer("causal", torch.ones(t, t, dtype=torch.bool, device="cpu").tril(), persistent=False)
         self.register_buffer("waves", F.pad(sinusoids(side, d), (0, 0, 1, 0)), persistent=False)
-        self.everywhere = MaskedAttention(torch.ones(side**2 + 1, side**2 + 1, dtype=torch.bool))
+        self.everywhere = MaskedAttention(torch.ones(side**2 + 1, side**2 + 1, dtype=torch.bool, device="cpu"))
 
     def encode_image(self, pixels: Tensor) -> Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, E] of unit length. Position 0 is the class token."""
@@ -124,9 +125,11 @@ def sinusoids(side: int, width: int) -> Tensor:
 
     Learned positions alone begin as small noise and stay small, and a model without others tells "a above b"
     from "b above a" no better than a coin. Wavelengths go from two patches to four times the picture.
+
+    On the CPU whatever the default device, so that models can be built on the meta device.
     """
-    waves = torch.pi * torch.logspace(0, -1, width // 4, 2 * side)
-    angles = torch.arange(side)[:, None] * waves
+    waves = torch.pi * torch.logspace(0, -1, width // 4, 2 * side, device="cpu")
+    angles = torch.arange(side, device="cpu")[:, None] * waves
     axis = torch.cat([angles.sin(), angles.cos()], 1)
     both = torch.cat([axis[:, None].expand(-1, side, -1), axis.expand(side, -1, -1)], -1).flatten(0, 1)
     return F.pad(both, (0, width - both.shape[1]))

@@ -58,7 +58,7 @@ class TransformerConfig(Checked):
     depth: Annotated[int, Range(1, 4_096)] = 64
     heads: Annotated[int, Range(1, 2**12)] = 62
     pattern: Literal["paper", "dense"] = "paper"
-    kernel: Annotated[int, Range(1, 2**14)] = 11
+    kernel: Annotated[int, Range(1, 255)] = 11
 
     def __post_init__(self) -> None:
         super().__post_init__()
