@@ -19,6 +19,7 @@ import tarfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -27,12 +28,17 @@ import numpy as np
 
 from limner.data.samples import Rejected, Sample, digest, parse_captions
 from limner.errors import UserError
-from limner.files import atomic_write_text
+from limner.files import LOCK, atomic_write_text, locked
 
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 SUMMARY, MARK = "dataset.json", "INCOMPLETE"
 _BLOCK = 512
 _MAX_MEMBER = 1 << 30  # a header that claims a longer file is taken for a broken one
+
+
+def is_complete(folder: str | os.PathLike[str]) -> bool:
+    """Whether a writer has finished the data set of a folder."""
+    return (Path(folder) / SUMMARY).exists() and not (Path(folder) / MARK).exists()
 
 
 class ShardWriter:
@@ -42,7 +48,7 @@ class ShardWriter:
     ...     writer.write(png_bytes, ["a red circle"], {"split": "train"})
 
     Leaving the block by an exception leaves the folder marked as incomplete. A folder with such a
-    mark is begun again; one that holds anything else is a `UserError`.
+    mark is begun again; one that holds anything else, or that another process writes to, is a `UserError`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], per_shard: int = 10_000) -> None:
@@ -50,14 +56,10 @@ class ShardWriter:
         self.kept, self.rejected, self.splits = 0, Counter[str](), Counter[str]()
         self._tar: tarfile.TarFile | None = None
         self._file: BinaryIO | None = None
-        self._claim()
+        self._lock = ExitStack()
 
     def _claim(self) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise UserError(f"{self.folder} is a file: name a folder to write to") from None
-        present = {path.name for path in self.folder.iterdir()}
+        present = {path.name for path in self.folder.iterdir() if path.name != LOCK}
         if present and MARK not in present:
             raise UserError(f"{self.folder} is not empty: name a new folder, or delete this one first")
         (self.folder / MARK).touch()
@@ -127,6 +129,10 @@ class ShardWriter:
         self._tar = self._file = None
 
     def __enter__(self) -> ShardWriter:
+        with ExitStack() as stack:
+            stack.enter_context(locked(self.folder))
+            self._claim()
+            self._lock = stack.pop_all()
         return self
 
     def __exit__(
@@ -135,10 +141,11 @@ class ShardWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self.close()
-        elif self._file is not None:
-            self._file.close()
+        with self._lock:
+            if kind is None:
+                self.close()
+            elif self._file is not None:
+                self._file.close()
 
 
 def tar_members(path: str | os.PathLike[str]) -> Iterator[tuple[str, int, int]]:

@@ -42,17 +42,22 @@ class _Watch(Callback):
 
 
 @contextmanager
-def contrastive_beside(recipe: Recipe, data: str | Path, out: Path) -> Iterator[Callback]:
+def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -> Iterator[Callback]:
     """Half of the threads train the contrastive model of the run `out`, whose recipe and tokenizer are written, as
-    long as this lasts and until it is done. Gives a callback for the training here."""
+    long as this lasts and until it is done. Gives a callback for the training here.
+
+    The other process holds the run's `lock` (`files.locked`), too: it lives a little longer than this one when this one
+    is killed.
+    """
     threads = torch.get_num_threads()
     log = out / LOG
     command = [sys.executable, "-m", "limner.recipes.beside", str(data), str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads // 2)}
     with log.open("ab") as written:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=written, stderr=written, env=environment, start_new_session=True
-        )
+            command, stdin=subprocess.PIPE, stdout=written, stderr=written, env=environment, start_new_session=True,
+            pass_fds=() if lock < 0 else (lock,),
+        )  # fmt: skip
     assert process.stdin is not None
     print(f"training the contrastive model beside it: {log}", file=sys.stderr)
     watch = _Watch(process, log)

@@ -36,10 +36,11 @@ from torch import Tensor, nn
 from limner import bundles, recipes
 from limner.config import SEEDS, Checked, Range, read_json, to_dict
 from limner.data.scenes import Scene, render
+from limner.data.shards import is_complete
 from limner.data.worlds import write_scenes
 from limner.errors import UserError
 from limner.evaluation import composition, report
-from limner.files import atomic_write_bytes, atomic_write_text
+from limner.files import atomic_write_bytes, atomic_write_text, locked
 from limner.numerics.precision import autocast, choose_precision
 from limner.pipeline import Candidates, TextToImage
 from limner.recipes import stages
@@ -94,8 +95,12 @@ class Demo(Checked):
 
 def run(demo: Demo) -> composition.Composition:
     """Do what is not done yet, write the report, and return the verdicts."""
+    with locked(demo.out):
+        return _run(demo)
+
+
+def _run(demo: Demo) -> composition.Composition:
     recipe, out = demo.recipe(), demo.out
-    out.mkdir(parents=True, exist_ok=True)
     _claim(out, {"scenes": demo.scenes, "recipe": to_dict(recipe)})
     if isinstance(recipe.dvae, DVAEStage) and not (out / "run" / "bundle").exists():
         _say(f"the dVAE alone takes about {max(1, round(dvae_minutes(recipe.dvae)))} minutes on this machine")
@@ -199,7 +204,7 @@ def _claim(out: Path, settings: dict[str, Any]) -> None:
     if path.exists():
         if read_json(path) != settings:
             raise UserError(f"{out} holds a demo with other settings: name another folder with --out, or delete it")
-    elif any(out.iterdir()):
+    elif any(not entry.name.startswith(".") for entry in out.iterdir()):  # but for the lock and what a kill left
         raise UserError(f"{out} is not empty and holds no demo: name another folder with --out")
     else:
         atomic_write_text(path, json.dumps(settings, indent=2) + "\n")
@@ -210,7 +215,7 @@ def _write(demo: Demo) -> None:
     if demo.from_scratch:
         kinds["crowds"] = "crowded"
     for folder, kind in kinds.items():
-        if (demo.out / folder / "dataset.json").exists():
+        if is_complete(demo.out / folder):
             continue
         with progress(f"writing {kind} scenes", demo.scenes, unit="scene") as bar:
             write_scenes(

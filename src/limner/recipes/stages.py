@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from limner import bundles
-from limner.config import differences, save_json, to_dict
+from limner.config import differences, read_json, save_json, to_dict
 from limner.data.datasets import ImageCaptionDataset, TokenDataset
 from limner.data.distractors import Distractors
 from limner.data.samples import Rejected, Selection, Source, select_split
@@ -30,6 +30,7 @@ from limner.data.sources import open_source
 from limner.data.stream import Dataset, Stream
 from limner.data.tokens import encode_tokens
 from limner.errors import UserError
+from limner.files import locked
 from limner.metrics.codebook import usage
 from limner.metrics.pictures import psnr
 from limner.models.contrastive import Contrastive
@@ -48,8 +49,8 @@ from limner.recipes.recipe import (
     fitted_prior,
 )
 from limner.text.bpe import Tokenizer
-from limner.training.checkpoint import latest, load_weights
-from limner.training.loop import Callback, Evaluate, Objective, train
+from limner.training.checkpoint import completed, load_weights
+from limner.training.loop import Callback, Evaluate, Objective, prepare, refuse_changes, train
 from limner.training.progress import progress
 
 Stage = Literal["dvae", "prior", "contrastive"]
@@ -65,29 +66,29 @@ def train_all(
 
     On a CPU with several threads the prior and the contrastive model train at the same time.
     """
-    plan = Plan.of(recipe, data, out)
-    plan.out.mkdir(parents=True, exist_ok=True)
-    save_json(recipe, plan.out / "recipe.json")
-    wanted = stages or STAGES
-    dvae = plan.dvae(train="dvae" in wanted)
-    if not {"prior", "contrastive"} & set(wanted):
-        return None
-    tokenizer = plan.tokenizer()
-    both = {"prior", "contrastive"} <= set(wanted) and plan.device.type == "cpu" and torch.get_num_threads() > 1
-    with contrastive_beside(recipe, data, plan.out) if both else nullcontext() as watch:
-        prior = plan.prior(tokenizer, dvae, "prior" in wanted, [watch] if watch else [])
-    contrastive = plan.contrastive(tokenizer, dvae, train="contrastive" in wanted and not both)
-    if prior is None or contrastive is None:
-        return None
-    info = {
-        "data": Path(data).name,
-        "samples": len(plan.seen),
-        "recipe": to_dict(recipe),
-        "guidance": recipe.prior.guidance,
-    }
-    bundle = TextToImage(dvae, prior, contrastive, tokenizer, info)
-    bundle.save_pretrained(plan.out / "bundle")
-    return bundle
+    plan, wanted = Plan.of(recipe, data, out), stages or STAGES
+    with locked(plan.out) as lock:
+        plan.check(wanted)
+        save_json(recipe, plan.out / "recipe.json")
+        dvae = plan.dvae(train="dvae" in wanted)
+        if not {"prior", "contrastive"} & set(wanted):
+            return None
+        tokenizer = plan.tokenizer()
+        both = {"prior", "contrastive"} <= set(wanted) and plan.device.type == "cpu" and torch.get_num_threads() > 1
+        with contrastive_beside(recipe, data, plan.out, lock) if both else nullcontext() as watch:
+            prior = plan.prior(tokenizer, dvae, "prior" in wanted, [watch] if watch else [])
+        contrastive = plan.contrastive(tokenizer, dvae, train="contrastive" in wanted and not both)
+        if prior is None or contrastive is None:
+            return None
+        info = {
+            "data": Path(data).name,
+            "samples": len(plan.seen),
+            "recipe": to_dict(recipe),
+            "guidance": recipe.prior.guidance,
+        }
+        bundle = TextToImage(dvae, prior, contrastive, tokenizer, info)
+        bundle.save_pretrained(plan.out / "bundle")
+        return bundle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +114,48 @@ class Plan:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return cls(recipe=recipe, seen=seen, unseen=unseen, out=Path(out), device=device)
 
+    def check(self, stages: Sequence[Stage]) -> None:
+        """Build all three models, without memory, and their optimisers: what cannot be trained is found before
+        anything is. Raises `UserError` for that, and for stages that began with other settings."""
+        recipe = self.recipe
+        found: dict[Stage, tuple[DVAEStage | PriorStage | ContrastiveStage, Any]] = {}
+        try:
+            if isinstance(recipe.dvae, Bundled):
+                pictures = bundles.load_model(recipe.dvae.bundle, "dvae").config
+            else:
+                pictures = recipe.dvae.model
+                found["dvae"] = recipe.dvae, pictures
+            vocab = self.known_tokenizer()
+            vocab = vocab.vocab_size if vocab else recipe.text.vocab
+            found["prior"] = recipe.prior, fitted_prior(recipe.prior, recipe.text, vocab, pictures)
+            found["contrastive"] = (
+                recipe.contrastive,
+                fitted_contrastive(recipe.contrastive, recipe.text, vocab, pictures),
+            )
+            with torch.device("meta"):
+                for stage, config in found.values():
+                    prepare(config.build(), stage.training)
+        except (ValueError, ZeroDivisionError, RuntimeError, OverflowError) as error:
+            raise UserError(f"the recipe describes no models that fit together: {error}".splitlines()[0]) from None
+        for name, (stage, config) in found.items():
+            saved = self.out / name / "config.json"
+            if name in stages and saved.exists() and completed(self.out / name):
+                ours = {"training": stage.training, "model": config, "objective": stage.objective}
+                known = read_json(saved)
+                refuse_changes(self.out / name, known, {**known, **{k: to_dict(v) for k, v in ours.items()}})
+
+    def known_tokenizer(self) -> Tokenizer | None:
+        """The run's tokenizer, or that of the recipe's start; None if it is still to be trained."""
+        path, start = self.out / "tokenizer.json", self.recipe.start
+        if path.exists():
+            return Tokenizer.load(path)
+        return Tokenizer.load(bundles.find(bundles.named(start)) / "tokenizer.json") if start else None
+
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer, trained on the captions the first time if it is not that of the recipe's start."""
         path = self.out / "tokenizer.json"
         if not path.exists():
-            self.out.mkdir(parents=True, exist_ok=True)
-            start = self.recipe.start
-            known = start and Tokenizer.load(bundles.find(bundles.named(start)) / "tokenizer.json")
-            (known or Tokenizer.train(_captions(self.seen), self.recipe.text.vocab)).save(path)
+            (self.known_tokenizer() or Tokenizer.train(_captions(self.seen), self.recipe.text.vocab)).save(path)
         return Tokenizer.load(path)
 
     def dvae(self, train: bool = True) -> DVAE:
@@ -131,7 +166,7 @@ class Plan:
         stage = self.recipe.dvae
         if isinstance(stage, Bundled):
             return bundles.load_model(stage.bundle, "dvae").to(self.device)
-        if not train and self.recipe.start and latest(self.out / "dvae") is None:  # whatever its settings
+        if not train and self.recipe.start and not completed(self.out / "dvae"):  # whatever its settings
             return bundles.load_model(self.recipe.start, "dvae").to(self.device)
         torch.manual_seed(stage.training.seed)
         model = stage.model.build()
@@ -230,10 +265,10 @@ class Plan:
         """The objective's metrics on held-out samples, fixed ones, averaged over their batches."""
         rows = np.arange(len(data))
         batch = data.batch(rows, rows.astype(np.uint64))
-        generator = torch.Generator(self.device)
 
         def evaluate(model: Any, step: int) -> Mapping[str, float]:
             found = []
+            generator = torch.Generator(self.device).manual_seed(0)  # each time, whenever the process began
             for start in range(0, len(rows), batch_size):
                 part = {k: v[start : start + batch_size].to(self.device) for k, v in batch.items()}
                 found.append(objective(model, part, step, generator)[1])
@@ -255,7 +290,7 @@ class Plan:
 
     def _load(self, name: Stage, model: DVAE | Transformer | Contrastive) -> bool:
         """Fill the model with what an earlier call has trained, or the recipe starts from; False if there is none."""
-        if latest(self.out / name) is None:
+        if not completed(self.out / name):
             return self._begin(name, model)
         load_weights(model, self.out / name)
         return True

@@ -246,6 +246,25 @@ def train(
         return TrainResult(step=run.step, skipped=run.skipped, checkpoint=saved, metrics=log.last)
 
 
+def prepare(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Make the model ready for training; the optimisers of its parameters. Raises `UserError` or `ValueError` if it
+    cannot be trained so."""
+    if config.checkpoint_activations:
+        if not hasattr(model, "set_checkpointing"):
+            raise UserError(f"a {type(model).__name__} cannot do without checkpoint_activations=False")
+        model.set_checkpointing(True)  # type: ignore[operator]
+    return config.optimizer.build(model)
+
+
+def refuse_changes(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises `UserError` if a run's description differs in more than what a run that goes on may change."""
+    if changed := [path for path in differences(before, now) if path not in FREE_TO_CHANGE]:
+        raise UserError(
+            f"{out} holds a run with another {', '.join(changed[:3])}; go on with the "
+            "config that it was started with, or train into another folder"
+        )
+
+
 class _Run:
     """All that changes while a run goes on, and how it is saved."""
 
@@ -264,12 +283,7 @@ class _Run:
         self.objective, self.config, self.out = objective, config, out
         self.description = json.loads(json.dumps({"training": to_dict(config), **record}))
         self.dtype = choose_precision(device, config.precision)
-        if config.checkpoint_activations:
-            if not hasattr(model, "set_checkpointing"):
-                kind = type(model).__name__
-                raise UserError(f"a {kind} cannot do without checkpoint_activations=False")
-            model.set_checkpointing(True)  # type: ignore[operator]
-        self.optimizers = config.optimizer.build(model)
+        self.optimizers = prepare(model, config)
         self.parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         self.schedule = config.schedule.build(config.steps)
         self.ema = None
@@ -404,12 +418,7 @@ class _Run:
         return found
 
     def _check(self, state: Mapping[str, Any], found: Path) -> None:
-        changed = differences(state["config"], self.description)
-        if changed := [path for path in changed if path not in FREE_TO_CHANGE]:
-            raise UserError(
-                f"{self.out} holds a run with another {', '.join(changed[:3])}; go on with the "
-                "config that it was started with, or train into another folder"
-            )
+        refuse_changes(self.out, state["config"], self.description)
         if state["made_with"] != self._made_with():
             made_with = ", ".join(state["made_with"].values())
             warnings.warn(f"{found} was made with {made_with}: results may differ", stacklevel=4)

@@ -85,10 +85,10 @@ def test_an_interrupted_writer_leaves_nothing_that_reads(tmp_path):
 def test_a_folder_in_use_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(UserError, match="not empty"):
-        ShardWriter(tmp_path)
+        ShardWriter(tmp_path).__enter__()
     assert (tmp_path / "thesis.txt").read_text() == "precious"
     with pytest.raises(UserError, match="is a file"):
-        ShardWriter(tmp_path / "thesis.txt")
+        ShardWriter(tmp_path / "thesis.txt").__enter__()
 
 
 def tar(path, members, **options):
