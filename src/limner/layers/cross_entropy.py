@@ -44,14 +44,14 @@ class _Summed(torch.autograd.Function):
         by_weight, by_bias = (torch.zeros_like(y if learns else y[:0], dtype=torch.float32) for y in (weight, bias))
 
         def add(part: Tensor, aim: Tensor, by_part: Tensor) -> None:  # whose logits go when it returns
-            likely = product(part, matrix.mT).add_(offset).log_softmax(-1)
-            loss.sub_(likely.gather(1, aim[:, None]).sum())
+            values = product(part, matrix.mT).add_(offset).log_softmax(-1)
+            loss.sub_(values.gather(1, aim[:, None]).sum())
             if learns:  # d loss / d logits = softmax - 1 at the target
-                by_logits = likely.exp_().scatter_add_(1, aim[:, None], likely.new_full((len(aim), 1), -1))
-                by_bias.add_(by_logits.sum(0))
-                by_logits = by_logits.to(dtype)
-                by_part.copy_(by_logits @ matrix)
-                by_weight.add_(product(by_logits.mT, part))
+                values.exp_().scatter_add_(1, aim[:, None], values.new_full((len(aim), 1), -1))
+                by_bias.add_(values.sum(0))
+                values = values.to(dtype)
+                by_part.copy_(values @ matrix)
+                by_weight.add_(product(values.mT, part))
 
         with torch.autocast(kind, enabled=False):
             for some in zip(x.to(dtype).split(rows), target.split(rows), by_x.split(rows), strict=True):

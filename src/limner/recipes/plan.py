@@ -90,12 +90,13 @@ def seen(config: TransformerConfig, kind: Kind) -> int:
 
 
 @lru_cache(maxsize=16)
-def _weights(config: TransformerConfig, kind: Kind) -> tuple[bool, int, int]:
-    """How a kind of layer attends: sparsely or not, weights of one sequence, and sequences at once."""
+def _weights(config: TransformerConfig, kind: Kind) -> tuple[bool, int, int, int]:
+    """How a kind of layer attends: sparsely or not, weights and keys of one sequence, and sequences at once."""
     path = config.attend(kind)
     if isinstance(path, SparseAttention):
-        return True, path.bias.numel(), path.at_once
-    return False, (config.text_len + 1 + config.grid[0] * config.grid[1]) ** 2, 1 << 62
+        return True, path.bias.numel(), path.bias.numel() // path.queries, path.at_once
+    n = config.text_len + 1 + config.grid[0] * config.grid[1]
+    return False, n**2, n, 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,12 +202,17 @@ class Plan:
 
     @property
     def working(self) -> float:
-        """While one layer's backward pass is at work: attention weights twice and their gradients twice; the
-        gradients of the identity path, twice in 32 bits, and of the hidden layer, twice in 16."""
-        hidden = self.samples * self.positions * self.config.width * (2 * _MASTER + 8 * _HALF)
-        layers = (_weights(self.config, kind) for kind in set(self.config.kinds))
-        weights = max(min(self.samples * self.config.heads, at_once) * each for _, each, at_once in layers)
-        return hidden + 4 * weights * _HALF
+        """While one layer's backward pass is at work: scores and their softmax in 32 bits and the weights in 16, with
+        the keys of all blocks in both; the gradients of the identity path, twice in 32 bits, and of the hidden layer,
+        twice in 16."""
+        c = self.config
+        hidden = self.samples * self.positions * c.width * (2 * _MASTER + 8 * _HALF)
+        found = []
+        for kind in set(c.kinds):
+            _, weights, keys, at_once = _weights(c, kind)
+            each = weights * (2 * _MASTER + _HALF) + keys * (c.width // c.heads) * (_MASTER + _HALF)
+            found.append(min(self.samples * c.heads, at_once) * each)
+        return hidden + max(found)
 
     def memory(self, half: bool, checkpointing: bool) -> float:
         """The peak: gradients grow while activations go, so the larger of both counts."""
