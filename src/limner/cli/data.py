@@ -149,8 +149,9 @@ def show(argv: Sequence[str]) -> None:
     options = parse(ShowOptions, argv, "limner data show")
     from PIL import Image
 
+    from limner.data.pictures import decoded
     from limner.data.samples import Rejected
-    from limner.data.sources import decode_image, open_source
+    from limner.data.sources import open_source
     from limner.evaluation.report import Row, contact_sheet, save_png
 
     source = open_source(options.source)
@@ -161,16 +162,17 @@ def show(argv: Sequence[str]) -> None:
         for i in range(len(source)):
             try:
                 sample = source[i]
-                picture = decode_image(sample.image)
+                with decoded(sample.image) as picture:
+                    size = "{1} x {0}".format(*picture.shape)
+                    thumbnail = Image.fromarray(picture) if i in wanted else None
+                    if thumbnail:
+                        thumbnail.thumbnail((256, 256))
             except Rejected as defect:
                 rejected[defect.reason] += 1
             else:
                 kept += 1
-                splits[str(sample.meta.get("split", "no split"))] += 1
-                if i in wanted:
-                    size = "{1} x {0}".format(*picture.shape)
-                    thumbnail = Image.fromarray(picture)
-                    thumbnail.thumbnail((256, 256))
+                splits[sample.meta.get("split", "no split")] += 1
+                if thumbnail:
                     rows.append(Row(caption=sample.captions[0], pictures=[(thumbnail, size)]))
             bar.advance(1)
     _tell(options.source, kept, rejected, splits)
@@ -192,7 +194,11 @@ def _absolute(bar: Any) -> Any:
 
 def _tell(where: object, kept: int, rejected: dict[str, int], splits: dict[str, int] | None = None) -> None:
     from limner.data.prepare import Counts
+    from limner.data.samples import unread
 
     print(f"{where}\n{Counts(kept, dict(rejected))}")
     if splits:
-        print("by split: " + ", ".join(f"{name} {count:,}" for name, count in sorted(splits.items())))
+        listed = [f"{name} {count:,}" for name, count in sorted(splits.items())]
+        print("by split: " + ", ".join(listed[:20]) + (f" and {len(listed) - 20:,} more" if len(listed) > 20 else ""))
+        if lost := unread({name: count for name, count in splits.items() if name != "no split"}):
+            print(lost)

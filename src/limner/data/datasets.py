@@ -23,8 +23,8 @@ from torch import Tensor
 from limner.data.augment import get_augment, largest_side
 from limner.data.distractors import Distractors
 from limner.data.filters import Filters
+from limner.data.pictures import decoded
 from limner.data.samples import Rejected, Source
-from limner.data.sources import decode_image
 from limner.data.stream import Dataset
 from limner.errors import UserError
 from limner.text import PAD
@@ -59,7 +59,7 @@ class ImageCaptionDataset:
     reject samples on the fly. Decoding and resizing release the GIL and run in `threads` threads.
 
     Large JPEGs are decoded at a smaller scale where at least a twofold area reduction follows (see
-    `decode_image`). Without augmentation a picture is the same every time: if all of them fit into
+    `decoded`). Without augmentation a picture is the same every time: if all of them fit into
     `keep_bytes` of memory, each is decoded once.
     """
 
@@ -111,14 +111,14 @@ class ImageCaptionDataset:
         try:
             sample = self.source[index]
             captions = self.filters.captions(sample.captions) if self.filters else sample.captions
-            image = decode_image(sample.image, target=self._target, reuse=True)
-            if self.filters:
-                self.filters.image(*image.shape[:2])
+            with decoded(sample.image, target=self._target, reuse=True) as image:
+                if self.filters:
+                    self.filters.image(*image.shape[:2])
+                out[:] = self.augment(image, self.size, rng).transpose(2, 0, 1)
         except Rejected as rejected:
             with self._lock:
                 self._defects[index] = rejected.reason
             return (), rejected.reason
-        out[:] = self.augment(image, self.size, rng).transpose(2, 0, 1)
         if self._kept is not None:
             self._kept[index] = out
             self._kept_captions[index] = captions

@@ -70,7 +70,8 @@ _BOILERPLATE = re.compile(
             rf"\b(?:at\s+|@\s*)?{_TIME}",
             rf"\b{_WEEKDAY}",
             rf"(?<![a-z0-9]){_FILE}(?:{_EXTENSION}|(?![a-z0-9]))",
-            rf"\b[\w-]*\d[\w-]*{_EXTENSION}|{_EXTENSION}",
+            # a name with a digit; possessive, bounded, and the extension looked for first: else the time is cubic
+            rf"\b(?=[\w-]{{1,128}}+{_EXTENSION})(?=[\w-]*\d)[\w-]++{_EXTENSION}|{_EXTENSION}",
             r"\bdate(?:\s+(?:taken|created|uploaded))?\s*:",
             r"\b(?:created with|uploaded (?:by|with|from)) [\w ]+$",
             r"\b\d+\s*(?:of|/)\s*\d+\b",

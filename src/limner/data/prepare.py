@@ -20,9 +20,10 @@ from PIL import Image
 
 from limner.data.augment import area_resize
 from limner.data.filters import Filters
+from limner.data.pictures import decoded
 from limner.data.samples import Rejected, Sample, Source
 from limner.data.shards import ShardWriter
-from limner.data.sources import decode_image, open_source
+from limner.data.sources import open_source
 from limner.errors import UserError
 
 Progress = Callable[[int, int], None]
@@ -32,7 +33,11 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class Counts:
-    """How many samples were kept, how many were rejected for each reason, and how many are of each split."""
+    """How many samples were kept, how many were rejected for each reason, and how many are of each split.
+
+    What a sample is, each kind of source says (`FolderSource`, `ShardReader`, `tables`); each is either kept or
+    rejected for one reason.
+    """
 
     kept: int
     rejected: dict[str, int] = field(default_factory=dict)
@@ -103,17 +108,17 @@ def prepare(
 def _prepare_one(sample: Sample, filters: Filters, size: int | None) -> tuple[Sample, str]:
     """The sample to write and the suffix of its picture. Raises `Rejected`."""
     captions = filters.captions(sample.captions)
-    image = decode_image(sample.image)
-    height, width = image.shape[:2]
-    filters.image(height, width)
     suffix = _suffix(sample.image)
-    if size and min(height, width) > size:
-        scale = size / min(height, width)
-        image = area_resize(image, max(size, round(height * scale)), max(size, round(width * scale)))
-        suffix = "jpg" if suffix == "jpg" else "png"
-        return Sample(encode_image(image, suffix), captions, sample.meta), suffix
-    if suffix is None:  # TIFF, BMP and other formats that are no use in a shard
-        return Sample(encode_image(image, "png"), captions, sample.meta), "png"
+    with decoded(sample.image) as image:
+        height, width = image.shape[:2]
+        filters.image(height, width)
+        if size and min(height, width) > size:
+            scale = size / min(height, width)
+            image = area_resize(image, max(size, round(height * scale)), max(size, round(width * scale)))
+            suffix = "jpg" if suffix == "jpg" else "png"
+            return Sample(encode_image(image, suffix), captions, sample.meta), suffix
+        if suffix is None:  # TIFF, BMP and other formats that are no use in a shard
+            return Sample(encode_image(image, "png"), captions, sample.meta), "png"
     return Sample(sample.image, captions, sample.meta), suffix
 
 

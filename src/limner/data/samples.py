@@ -2,17 +2,26 @@
 
 A `Sample` is an encoded picture, its captions (several phrasings of the same thing) and whatever
 else is known about it. A defect is not an error of the program: `Rejected` carries a short, stable
-reason, so that whoever reads can skip the sample and count why.
+reason, so that whoever reads can skip the sample and count why. Every element of a source is either
+kept or rejected for one reason: what goes in equals what is kept plus what is rejected.
+
+A sample belongs to the split that its metadata names: "train" or "held-out", or neither, in which case
+nobody reads it (`unread` says so). What names no split is for training.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+
+TRAIN, HELD_OUT = "train", "held-out"
+MAX_CAPTION = 4_096  # characters of one phrasing
+MAX_CAPTIONS = 256  # phrasings of a sample
+MAX_TEXT = 1 << 16  # characters, or bytes, of all of them
 
 
 @dataclass(frozen=True)
@@ -67,37 +76,70 @@ class Selection:
         return digest(self.source.fingerprint(), self.indices.tobytes())
 
 
+def by_split(source: Source) -> dict[str, Selection]:
+    """The samples of each split. What names none is for training, and so is what cannot be read: there it is
+    rejected, and counted, when its turn comes."""
+    indices: dict[str, list[int]] = {}
+    for index in range(len(source)):
+        try:
+            split = source.meta(index).get("split", TRAIN)
+        except Rejected:
+            split = TRAIN
+        indices.setdefault(split, []).append(index)
+    return {split: Selection(source, chosen) for split, chosen in indices.items()}
+
+
 def select_split(source: Source, split: str) -> Selection:
-    """The samples of one split ("train", "held-out"); a sample that names none is for training."""
-    return Selection(source, [i for i in range(len(source)) if _split(source, i) == split])
+    """The samples of one split ("train", "held-out"); see `by_split`."""
+    return by_split(source).get(split) or Selection(source, [])
 
 
-def _split(source: Source, index: int) -> str | None:
-    try:
-        return source.meta(index).get("split", "train")
-    except Rejected:
-        return None
+def unread(splits: Mapping[str, int]) -> str:
+    """A sentence on the samples that belong to neither of the two splits, or an empty one; `splits` has the
+    number of samples by the name of the split."""
+    others = {name: count for name, count in splits.items() if name not in (TRAIN, HELD_OUT)}
+    if not others:
+        return ""
+    names = ", ".join(f'"{name}"' for name in sorted(others)[:3]) + (", ..." if len(others) > 3 else "")
+    total = sum(others.values())
+    return f'{total:,} samples are never read: their split ({names}) is neither "{TRAIN}" nor "{HELD_OUT}"'
 
 
-def parse_captions(text: bytes | str | Sequence[str] | None) -> tuple[str, ...]:
+def parse_captions(text: Any) -> tuple[str, ...]:
     """Captions from bytes or text, one phrasing a line, or from a list of phrasings.
 
-    Raises `Rejected`: "missing caption", "caption is not UTF-8" or "empty caption".
+    Raises `Rejected`: "missing caption", "caption is not a text", "caption is not UTF-8", "empty caption",
+    "caption too long" if no phrasing has at most `MAX_CAPTION` characters, or "too many captions".
     """
     if text is None:
         raise Rejected("missing caption")
-    if isinstance(text, bytes):
-        try:
-            text = text.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            raise Rejected("caption is not UTF-8") from None
-    lines = text.splitlines() if isinstance(text, str) else [str(line) for line in text]
+    if not isinstance(text, bytes | str | list | tuple):
+        raise Rejected("caption is not a text")
+    lines: list[str] = []
+    for part in text if isinstance(text, list | tuple) else (text,):
+        if len(lines) > MAX_CAPTIONS:
+            raise Rejected("too many captions")
+        if isinstance(part, bytes | str) and len(part) > MAX_TEXT:
+            raise Rejected("caption too long")
+        if isinstance(part, bytes):
+            try:
+                part = part.decode("utf-8-sig")
+            except UnicodeDecodeError:
+                raise Rejected("caption is not UTF-8") from None
+        if isinstance(part, str):
+            lines += [part] if isinstance(text, list | tuple) else part.splitlines()
+    if len(lines) > MAX_CAPTIONS or sum(map(len, lines)) > MAX_TEXT:
+        raise Rejected("too many captions")
     captions = tuple(line for line in (" ".join(line.split()) for line in lines) if line)
     if not captions:
         raise Rejected("empty caption")
-    for caption in captions:  # undecodable bytes that a reader carried through as surrogates
-        if any("\ud800" <= character <= "\udfff" for character in caption):
-            raise Rejected("caption is not UTF-8")
+    try:
+        "".join(captions).encode()
+    except UnicodeEncodeError:  # undecodable bytes that a reader carried through as surrogates
+        raise Rejected("caption is not UTF-8") from None
+    captions = tuple(caption for caption in captions if len(caption) <= MAX_CAPTION)
+    if not captions:
+        raise Rejected("caption too long")
     return captions
 
 

@@ -17,23 +17,25 @@ import json
 import os
 import tarfile
 import warnings
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from limner.data.samples import Rejected, Sample, digest, parse_captions
+from limner.data.foreign import MAX_BYTES, MAX_META, counted, facts, fingerprint, open_regular, parse_json
+from limner.data.samples import MAX_TEXT, Rejected, Sample, parse_captions
 from limner.errors import UserError
 from limner.files import LOCK, atomic_write_text, locked
 
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 SUMMARY, MARK = "dataset.json", "INCOMPLETE"
 _BLOCK = 512
-_MAX_MEMBER = 1 << 30  # a header that claims a longer file is taken for a broken one
+_MAX_EXTENSION = 1 << 20  # bytes of a long name and the like
 
 
 def is_complete(folder: str | os.PathLike[str]) -> bool:
@@ -148,68 +150,151 @@ class ShardWriter:
                 self._file.close()
 
 
-def tar_members(path: str | os.PathLike[str]) -> Iterator[tuple[str, int, int]]:
-    """Name, offset and size of each regular file in a tar, by its headers alone.
+class Member(NamedTuple):
+    """A file in a tar: which of the archives joined in it, its name, where its bytes begin, how many they are.
 
-    A damaged header ends the walk with a warning. Long names (GNU and pax) are read by `tarfile`.
+    A link has a name and nothing else: its offset is `MISSING`.
     """
-    with open(path, "rb") as file:
-        end = os.fstat(file.fileno()).st_size
-        at = 0
-        while at + _BLOCK <= end:
-            header = os.pread(file.fileno(), _BLOCK, at)
-            if header[:1] == b"\0":
-                return  # the zero block that ends an archive
-            try:
-                member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-            except tarfile.HeaderError:
-                member = None
-            if member is None or not 0 <= member.size <= _MAX_MEMBER:
-                warnings.warn(f"{path} is damaged at byte {at}: the rest is left out", stacklevel=2)
-                return
-            if not (member.isreg() or member.isdir()) or member.issparse():
-                yield from _slow_members(path, at)  # long names and other extensions
-                return
-            if member.isreg():
-                yield member.name, at + _BLOCK, member.size
-            at += _BLOCK + -(-member.size // _BLOCK) * _BLOCK
+
+    archive: int
+    name: str
+    offset: int
+    size: int
 
 
-def _slow_members(path: str | os.PathLike[str], at: int) -> Iterator[tuple[str, int, int]]:
-    with open(path, "rb") as file:
-        file.seek(at)
+#: In place of an offset: why there is nothing to read.
+MISSING, SECOND, AMBIGUOUS, DAMAGED = -1, -2, -3, -4
+_REASONS = {
+    MISSING: "missing image",
+    SECOND: "second picture of a name",
+    AMBIGUOUS: "duplicate key",
+    DAMAGED: "damaged shard",
+}
+
+
+def tar_members(path: str | os.PathLike[str]) -> Iterator[Member]:
+    """The files and links in a tar, by its headers alone, in all archives that are joined in it (`cat a.tar b.tar`).
+
+    What cannot be walked any further (a damaged header, an end without the zero block that closes an archive, a
+    file that cannot be opened) is one last member without a name, of offset `DAMAGED`, and a warning.
+    """
+    try:
+        descriptor = open_regular(path)
+    except OSError as error:
+        warnings.warn(f"{path} cannot be read ({error.strerror}): it is left out", stacklevel=2)
+        yield Member(0, "", DAMAGED, 0)
+        return
+    try:
+        yield from _walk(descriptor, str(path))
+    finally:
+        os.close(descriptor)
+
+
+def _walk(descriptor: int, path: str) -> Iterator[Member]:
+    end = os.fstat(descriptor).st_size
+    archive, at, ended = 0, 0, False
+    said: dict[str, str] = {}  # what extensions say of the next member
+    while at < end:
+        block = os.pread(descriptor, _BLOCK, at)
+        if not block.strip(b"\0"):
+            at, ended = _skip_zeros(descriptor, at, end), True
+            continue
         try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in tar:
-                    if member.isreg() and not member.issparse():
-                        yield member.name, member.offset_data, member.size
-        except tarfile.TarError:
-            warnings.warn(f"{path} is damaged after byte {at}: the rest is left out", stacklevel=2)
+            member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except (tarfile.HeaderError, ValueError):
+            break
+        size = member.size if "size" not in said else int(said["size"])
+        if size < 0:
+            break
+        if ended:
+            archive, ended = archive + 1, False
+        at += _BLOCK
+        if member.type in _EXTENSIONS:
+            told = _extension(member.type, os.pread(descriptor, min(size, _MAX_EXTENSION), at))
+            if told is None or size > _MAX_EXTENSION:
+                break
+            said.update(told)
+        else:
+            if member.type == tarfile.GNUTYPE_SPARSE and block[482]:
+                while os.pread(descriptor, 1, at + 504) not in (b"\0", b""):  # more of its map
+                    at += _BLOCK
+                at += _BLOCK
+            name = said.get("path", member.name)
+            if member.isreg() and member.type != tarfile.GNUTYPE_SPARSE:
+                yield Member(archive, name, at, size)
+            elif not member.isdir():
+                yield Member(archive, name, MISSING, 0)
+            said = {}
+        if member.isreg() or member.type in _EXTENSIONS or member.type not in tarfile.SUPPORTED_TYPES:
+            at += -(-size // _BLOCK) * _BLOCK
+    if not ended or at > end:
+        warnings.warn(f"{path} is damaged at byte {min(at, end)}: what follows is left out", stacklevel=3)
+        yield Member(archive, "", DAMAGED, 0)
+
+
+_EXTENSIONS = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.XGLTYPE,
+)
+
+
+def _extension(kind: bytes, data: bytes) -> dict[str, str] | None:
+    """The "path" and "size" that an extension gives to the next member; None if it is damaged."""
+    if kind == tarfile.GNUTYPE_LONGNAME:
+        return {"path": data.split(b"\0")[0].decode("utf-8", "surrogateescape")}
+    said: dict[str, str] = {}
+    if kind not in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
+        return said
+    while data.strip(b"\0"):  # pax: "LENGTH KEY=VALUE\n", the length being that of all of it
+        length, _, rest = data.partition(b" ")
+        if not length.isdigit() or len(length) > 9 or not len(length) + 3 <= int(length) <= len(data):
+            return None
+        key, equals, value = rest[: int(length) - len(length) - 2].partition(b"=")
+        if not equals or (key == b"size" and not (value.isdigit() and len(value) < 18)):
+            return None
+        if key in (b"path", b"size"):
+            said[key.decode()] = value.decode("utf-8", "surrogateescape")
+        data = data[int(length) :]
+    return said
+
+
+def _skip_zeros(descriptor: int, at: int, end: int) -> int:
+    """The first block from `at` on that is not zero, or the end."""
+    while at < end:
+        some = os.pread(descriptor, 1 << 20, at)
+        rest = some.lstrip(b"\0")
+        if rest or not some:
+            return at + (len(some) - len(rest)) // _BLOCK * _BLOCK if some else end
+        at += len(some)
+    return end
 
 
 class ShardReader:
-    """Random access to the samples of tar files, in the order of the files and within them."""
+    """Random access to the samples of tar files, in the order of the files and within them.
 
-    def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
+    An element is a picture, with the caption and the metadata of the same key (the name without what
+    follows its last dot; the same in another of the archives joined in a tar is another key), or a caption
+    or metadata without a picture. Where keys come several times in an archive, the first picture goes with the
+    first caption and so on if there are as many, or a single caption goes with the first picture. Beside
+    these, each damaged tar is one element, since how many samples lie behind the damage is not known.
+    """
+
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], splits: Sequence[str | None] | None = None) -> None:
+        """`splits` names the split of each file's samples, for those that name none themselves."""
         self.paths = [Path(path) for path in paths]
+        self._splits = list(splits or [None] * len(self.paths))
         for folder in {path.parent for path in self.paths}:
             if (folder / MARK).exists():
                 raise UserError(f"{folder} is incomplete: the command that writes it was interrupted; run it again")
-        rows: list[tuple[int, ...]] = []
+        index = array("q")
         for shard, path in enumerate(self.paths):
-            samples: dict[str, list[int]] = {}
-            for name, offset, size in tar_members(path):
-                folder, _, base = name.rpartition("/")
-                stem, _, suffix = base.partition(".")  # WebDataset: the key ends at the first dot
-                suffix = suffix.lower()
-                slot = {"txt": 2, "json": 4}.get(suffix, 0 if suffix in IMAGE_SUFFIXES else None)
-                if slot is None or not stem:
-                    continue
-                row = samples.setdefault(f"{folder}/{stem}", [shard, -1, 0, -1, 0, -1, 0])
-                row[slot + 1 : slot + 3] = offset, size
-            rows += map(tuple, samples.values())
+            for row in _samples(tar_members(path)):
+                index.extend((shard, *row))
         # [N, 7]: the shard, then offset and size of the picture, the caption and the metadata
-        self._index = np.array(rows, np.int64).reshape(-1, 7)
+        self._index = np.array(index, np.int64).reshape(-1, 7)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -217,18 +302,25 @@ class ShardReader:
     def _read(self, index: int, *slots: int) -> list[bytes | None]:
         """The members in `slots` (0 picture, 1 caption, 2 metadata) of one sample."""
         shard, *where = self._index[index].tolist()
+        if where[0] < MISSING:
+            raise Rejected(_REASONS[where[0]])
         descriptor = os.open(self.paths[shard], os.O_RDONLY)
         try:
-            return [
-                os.pread(descriptor, where[2 * slot + 1], where[2 * slot]) if where[2 * slot] >= 0 else None
-                for slot in slots
-            ]
+            found = []
+            for slot in slots:
+                offset, size = where[2 * slot : 2 * slot + 2]
+                limit, larger = _LIMITS[slot]
+                if size > limit:
+                    raise Rejected(larger)
+                found.append(os.pread(descriptor, size, offset) if offset >= 0 else None)
+            return found
         finally:
             os.close(descriptor)
 
+    @counted
     def __getitem__(self, index: int) -> Sample:
         image, text, meta = self._read(index, 0, 1, 2)
-        facts = _parse_meta(meta)
+        facts = self._facts(index, meta)
         captions = parse_captions(text if text is not None else facts.get("caption"))
         if image is None:
             raise Rejected("missing image")
@@ -236,17 +328,48 @@ class ShardReader:
             raise Rejected("broken image")  # the tar was cut off
         return Sample(image, captions, facts)
 
+    @counted
     def meta(self, index: int) -> dict[str, Any]:
-        return _parse_meta(self._read(index, 2)[0])
+        return self._facts(index, self._read(index, 2)[0])
+
+    def _facts(self, index: int, data: bytes | None) -> dict[str, Any]:
+        try:
+            meta = facts(parse_json(data or b"{}"))
+        except ValueError:
+            raise Rejected("broken metadata") from None
+        split = self._splits[self._index[index, 0]]
+        return meta if split is None else {"split": split, **meta}
 
     def fingerprint(self) -> str:
-        stats = [(path.name, path.stat()) for path in self.paths]
-        return digest(*(f"{name} {s.st_size} {s.st_mtime_ns}" for name, s in stats))
+        return fingerprint(self.paths)
 
 
-def _parse_meta(data: bytes | None) -> dict[str, Any]:
-    try:
-        meta = json.loads(data or b"{}")
-    except ValueError:
-        raise Rejected("broken metadata") from None
-    return meta if isinstance(meta, dict) else {}
+#: The most bytes of a picture, a caption and metadata, and the reason to reject what is larger.
+_LIMITS = ((MAX_BYTES, "file too large"), (MAX_TEXT, "caption too long"), (MAX_META, "metadata too large"))
+
+
+def _samples(members: Iterable[Member]) -> Iterator[list[int]]:
+    """The elements of a tar: offset and size of the picture, the caption and the metadata."""
+    nothing = (MISSING, 0)
+    found: dict[tuple[int, str], tuple[list, list, list]] = {}
+    damaged = False
+    for member in members:
+        damaged |= member.offset == DAMAGED
+        stem, _, suffix = member.name.rpartition(".")
+        suffix = suffix.lower()
+        slot = {"txt": 1, "json": 2}.get(suffix, 0 if suffix in IMAGE_SUFFIXES else None)
+        if slot is not None and stem.rpartition("/")[2]:
+            slots = found.setdefault((member.archive, stem), ([], [], []))
+            slots[slot].append((member.offset, member.size))
+    for images, texts, metas in found.values():
+        count = max(map(len, (images, texts, metas)))
+        if all(len(slot) in (0, count) for slot in (images, texts, metas)):
+            for row in zip(*(slot or [nothing] * count for slot in (images, texts, metas)), strict=True):
+                yield [value for pair in row for value in pair]
+        elif len(texts) <= 1 and len(metas) <= 1:
+            yield [*images[0], *(texts or [nothing])[0], *(metas or [nothing])[0]]
+            yield from [[SECOND, 0, *nothing, *nothing]] * (count - 1)
+        else:
+            yield from [[AMBIGUOUS, 0, *nothing, *nothing]] * count
+    if damaged:
+        yield [DAMAGED, 0, *nothing, *nothing]

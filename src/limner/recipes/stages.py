@@ -25,7 +25,7 @@ from limner import bundles
 from limner.config import differences, read_json, save_json, to_dict
 from limner.data.datasets import ImageCaptionDataset, TokenDataset
 from limner.data.distractors import Distractors
-from limner.data.samples import Rejected, Selection, Source, select_split
+from limner.data.samples import Rejected, Selection, Source, by_split, unread
 from limner.data.sources import open_source
 from limner.data.stream import Dataset, Stream
 from limner.data.tokens import encode_tokens
@@ -108,7 +108,10 @@ class Plan:
     def of(cls, recipe: Recipe, data: str | Path, out: str | Path) -> Plan:
         """Open the data. Raises `UserError` if none of it is for training."""
         source = open_source(str(data))
-        seen, unseen = select_split(source, "train"), select_split(source, "held-out")
+        splits = by_split(source)
+        seen, unseen = (splits.get(name) or Selection(source, []) for name in ("train", "held-out"))
+        if lost := unread({name: len(chosen) for name, chosen in splits.items()}):
+            warnings.warn(f"{data}: {lost}", stacklevel=2)
         if len(seen) == 0:
             raise UserError(f"{data} has no sample in the split 'train': check its metadata")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,159 @@
+"""What may come from outside, and how it is read: files, text and metadata that strangers made.
+
+Nothing here trusts a name, a size or a type. A path that is no regular file (a FIFO, a device, a
+folder) is never opened, since reading it may wait for ever or never end. Whatever is too large is not
+read at all. Every function either returns something plain and bounded or raises `Rejected`.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import stat
+from collections.abc import Callable, Iterable
+from datetime import date, time
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from limner.data.samples import HELD_OUT, TRAIN, Rejected, digest
+
+MAX_BYTES = 1 << 27  # of an encoded picture
+MAX_META = 1 << 20  # characters of one sample's metadata, as JSON
+MAX_COLUMNS = 10_000  # of a table
+_MAX_DEPTH = 32  # of nested metadata
+_MAX_NAME = 100  # characters of a split's name
+
+#: What others call our two splits (the keywords of Hugging Face's `datasets` among them). There is no
+#: third one: what is not for training is held out, be it called validation or test.
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("held-out", "held_out", "heldout", "validation", "valid", "val", "dev"), HELD_OUT),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), HELD_OUT),
+}
+
+_Read = TypeVar("_Read", bound=Callable[..., Any])
+
+
+def counted(read: _Read) -> _Read:
+    """For the methods of a source: whatever else they raise becomes `Rejected`, "unreadable sample".
+
+    One sample never ends a loop over all of them. An index out of range stays an `IndexError`.
+    """
+
+    @functools.wraps(read)
+    def reads(source: Any, index: int) -> Any:
+        if not -len(source) <= index < len(source):
+            raise IndexError(index)
+        try:
+            return read(source, index)
+        except Rejected:
+            raise
+        except Exception as error:
+            raise Rejected("unreadable sample") from error
+
+    return cast(_Read, reads)
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """A descriptor to read a regular file from. Raises `OSError` for whatever else there is, and never waits."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # to open a device may already be an act
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # it was exchanged in between
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return descriptor
+
+
+def read_file(
+    path: str | os.PathLike[str], missing: str, limit: int = MAX_BYTES, larger: str = "file too large"
+) -> bytes:
+    """A whole regular file; `missing` and `larger` are the reasons if it cannot be read, or has more than `limit`
+    bytes."""
+    try:
+        with open(open_regular(path), "rb") as file:
+            data = file.read(limit + 1)
+    except (OSError, ValueError):  # a name may hold what no file system takes
+        raise Rejected(missing) from None
+    if len(data) > limit:
+        raise Rejected(larger)
+    return data
+
+
+def fingerprint(paths: Iterable[Path]) -> str:
+    """A hash of names, sizes and times; of files that cannot be read, of the names alone."""
+    parts = []
+    for path in paths:
+        try:
+            status = path.stat()
+            parts.append(f"{path.name} {status.st_size} {status.st_mtime_ns}")
+        except OSError:
+            parts.append(f"{path.name} unreadable")
+    return digest(*parts)
+
+
+# --------------------------------------------------------------------------------------- metadata
+
+
+def parse_json(data: bytes | str) -> Any:
+    """What JSON says. Raises `ValueError`, also where it is nested too deep."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def facts(raw: Any) -> dict[str, Any]:
+    """Metadata such that JSON and UTF-8 can say it, with a "split" that is one of ours where it means one.
+
+    Bytes are left out, dates and decimals become text, NaN becomes null. Raises `Rejected`: "metadata too
+    large", or "broken metadata" if it is nested too deep or if the split is not a name.
+    """
+    if not isinstance(raw, dict):
+        return {}
+    meta = _plain({k: v for k, v in raw.items() if not isinstance(v, bytes | bytearray)}, [MAX_META], 0)
+    split = meta.get("split")
+    if split is None or split == "":
+        meta.pop("split", None)
+    elif not isinstance(split, str) or not split.isprintable() or len(split) > _MAX_NAME:
+        raise Rejected("broken metadata")
+    else:
+        meta["split"] = split_named(split) or split
+    return meta
+
+
+def split_named(word: str) -> str | None:
+    """ "train" or "held-out" if the word means one of them, else None."""
+    return _SPLITS.get(word.strip().lower())
+
+
+def _plain(value: Any, room: list[int], depth: int) -> Any:
+    room[0] -= 8 + (len(value) if isinstance(value, str) else 0)
+    if room[0] < 0:
+        raise Rejected("metadata too large")
+    if depth > _MAX_DEPTH:
+        raise Rejected("broken metadata")
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, str):
+        return _writable(value)
+    if isinstance(value, float):
+        return value if value - value == 0 else None if value != value else str(value)
+    if isinstance(value, dict):
+        names = [_plain(str(name), room, depth) for name in value]
+        return dict(zip(names, [_plain(item, room, depth + 1) for item in value.values()], strict=True))
+    if isinstance(value, list | tuple | set):
+        return [_plain(item, room, depth + 1) for item in value]
+    if isinstance(value, bytes | bytearray):
+        return f"{len(value)} bytes"
+    return _plain(value.isoformat() if isinstance(value, date | time) else str(value), room, depth)
+
+
+def _writable(text: str) -> str:
+    """Surrogates, which stand for bytes that are not UTF-8, as escape sequences."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

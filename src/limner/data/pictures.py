@@ -1,0 +1,267 @@
+"""Decode pictures from strangers: bounded in time and memory, whatever they claim to be.
+
+A picture's size is read from its header before any memory is spent on pixels, and only plain raster
+formats are decoded (Pillow's EPS reader, for one, would start Ghostscript). What decoding will take is
+worked out from the header as well, and threads wait until it fits into `BUDGET` together with what
+others are decoding; a single picture may always go alone.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from limner.data.samples import Rejected
+
+simplejpeg: Any
+try:
+    import simplejpeg
+except ImportError:  # an extra; Pillow decodes the same values, more slowly
+    simplejpeg = None
+
+MAX_PIXELS = 1 << 26  # 8192 x 8192; a picture that claims more is taken for a decompression bomb
+MAX_SIDE = 1 << 16
+#: Scans of a JPEG (encoders write about ten), and scans times pixels: each passes over all of the picture.
+MAX_SCANS, MAX_SCANNED = 64, 16 * MAX_PIXELS
+_MAX_SLOW = 1 << 24  # bytes of what Pillow decodes in Python: PPM in plain text, run-length encoded BMP
+_STRIP = 1 << 20  # pixels that are converted at a time
+_REUSED = 1 << 25  # bytes; larger buffers are not kept
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+#: Bytes a pixel that decoders take beside Pillow's own picture and the result (measured at 8192 x 8192).
+_WORK = {"JPEG": 8, "WEBP": 16, "TIFF": 8, "GIF": 8, "PNG": 2, "BMP": 4, "PPM": 4}
+_local = threading.local()
+
+
+class Budget:
+    """Bytes that threads share. Whoever needs some waits, in turn, until they are free; the first one never
+    waits, however much it needs."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.used = total, 0
+        self._turn, self._change = threading.Lock(), threading.Condition()
+
+    @contextmanager
+    def share(self, size: int) -> Iterator[None]:
+        """Hold `size` bytes in the block."""
+        with self._turn, self._change:
+            while self.used and self.used + size > self.total:
+                self._change.wait()
+            self.used += size
+        try:
+            yield
+        finally:
+            with self._change:
+                self.used -= size
+                self._change.notify()
+
+
+BUDGET = Budget(1 << 30)
+
+
+def decode_image(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0) -> np.ndarray:
+    """Decode a picture to uint8 [H, W, 3]: sRGB values, upright, on white where it is transparent.
+
+    Raises `Rejected`: "broken image", "decompression bomb" if its header claims more than `max_pixels`, or "too
+    many scans". On `target` see `decoded`.
+    """
+    with decoded(data, max_pixels=max_pixels, target=target) as image:
+        return image
+
+
+@contextmanager
+def decoded(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0, reuse: bool = False) -> Iterator[np.ndarray]:
+    """`decode_image` for a block of work on the picture, which keeps its share of `BUDGET` until the block ends.
+
+    `target` says that the caller will next resize the shorter side to at most that many pixels, by
+    area. It allows two economies on JPEGs: to decode at 1/2, 1/4 or 1/8 (in the DCT domain) what
+    stays at least twice as large, and to repeat instead of interpolate the chroma samples of what is
+    1.5 times as large (averaged, these are the area-resized chroma plane as it is stored).
+    With `reuse` the result may lie in memory that this thread's next call overwrites.
+    """
+    several = False
+    if data[:2] == b"\xff\xd8":
+        several = _has_several_scans(data)
+        if simplejpeg is not None and b"Exif\0" not in data[:65536]:
+            header = _jpeg_header(data)
+            if header is not None:
+                height, width = header
+                _check_pixels(width, height, max_pixels)
+                _check_scans(data, several, width * height)
+                scale = _jpeg_scale(width, height, target)
+                needed = 3 * height * width // scale**2 + (_WORK["JPEG"] * height * width if several else 0)
+                with BUDGET.share(needed):
+                    image = _decode_jpeg(data, height, width, target, reuse)
+                    if image is not None:
+                        yield image
+                        return
+    size = _webp_size(data)
+    if size is not None:  # Pillow takes memory for all of a WebP when it opens it
+        _check_pixels(*size, max_pixels)
+        with BUDGET.share(size[0] * size[1] * (_WORK["WEBP"] + 7)):
+            yield _decode_with_pillow(_open(data, max_pixels))
+        return
+    picture = _open(data, max_pixels)
+    if picture.format == "JPEG":
+        _check_scans(data, several, picture.width * picture.height)
+    if len(data) > _MAX_SLOW and _is_slow(data):
+        raise Rejected("file too large")
+    if picture.format == "TIFF" and _jpegs_in_tiff(picture) < data.count(b"\xff\xda"):
+        raise Rejected("too many scans")
+    needed = picture.width * picture.height * (_WORK.get(picture.format or "", 8) + 7)
+    with BUDGET.share(needed):
+        scale = _jpeg_scale(*picture.size, target)
+        if picture.format == "JPEG" and scale > 1:
+            picture.draft(None, (picture.width // scale, picture.height // scale))
+        yield _decode_with_pillow(picture)
+
+
+def _open(data: bytes, max_pixels: int) -> Image.Image:
+    try:
+        picture = Image.open(io.BytesIO(data), formats=_FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise Rejected("decompression bomb") from None
+    except Exception:  # the readers raise whatever they meet: OSError, SyntaxError, struct.error ...
+        raise Rejected("broken image") from None
+    _check_pixels(*picture.size, max_pixels)
+    return picture
+
+
+def _decode_with_pillow(picture: Image.Image) -> np.ndarray:
+    try:
+        picture.load()
+        turn = _TURNS.get(picture.getexif().get(0x0112, 1))
+        rows = max(1, _STRIP // picture.width)
+        if rows >= picture.height:
+            image = np.asarray(_to_rgb(picture))
+        else:  # in strips: Pillow's conversions each take a copy of all that they convert
+            image = np.empty((picture.height, picture.width, 3), np.uint8)
+            for top in range(0, picture.height, rows):
+                bottom = min(top + rows, picture.height)
+                image[top:bottom] = np.asarray(_to_rgb(picture.crop((0, top, picture.width, bottom))))
+        picture.close()
+        return np.ascontiguousarray(turn(image)) if turn else image
+    except Exception:
+        raise Rejected("broken image") from None
+
+
+#: What to do with [H, W, 3] for each value of EXIF's orientation.
+_TURNS = {
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.swapaxes(0, 1),
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: a[::-1, ::-1].swapaxes(0, 1),
+    8: lambda a: np.rot90(a),
+}
+
+
+def _jpeg_header(data: bytes) -> tuple[int, int] | None:
+    """Height and width of what simplejpeg can decode."""
+    try:
+        height, width, space, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    return (height, width) if space in ("YCbCr", "Gray", "RGB") else None
+
+
+def _decode_jpeg(data: bytes, height: int, width: int, target: int, reuse: bool) -> np.ndarray | None:
+    """None for what is odd or damaged: let Pillow decide."""
+    scale = _jpeg_scale(width, height, target)
+    height, width = -(-height // scale), -(-width // scale)
+    buffer, size = None, height * width * 3
+    if reuse and size <= _REUSED:  # fresh pages for each picture would cost a tenth of the decoding
+        if len(getattr(_local, "pixels", ())) < size:
+            _local.pixels = np.empty(size, np.uint8)
+        buffer = _local.pixels[:size]
+    try:
+        return simplejpeg.decode_jpeg(
+            data,
+            fastupsample=bool(target) and min(height, width) >= 1.5 * target,
+            min_height=height,
+            min_width=width,
+            min_factor=scale,
+            buffer=buffer,
+        )
+    except ValueError:
+        return None
+
+
+def _check_pixels(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels or max(width, height) > MAX_SIDE:
+        raise Rejected("decompression bomb")
+    if width < 1 or height < 1:
+        raise Rejected("broken image")
+
+
+def _check_scans(data: bytes, several: bool, pixels: int) -> None:
+    if several:
+        scans = data.count(b"\xff\xda")  # compressed data has a zero after each 0xff
+        if scans > MAX_SCANS or scans * pixels > MAX_SCANNED:
+            raise Rejected("too many scans")
+
+
+def _has_several_scans(data: bytes) -> bool:
+    """Whether a JPEG may have more than one scan: if it is progressive, or if its first does not hold all of its
+    components. Reads the segments before the first scan."""
+    at, components, sequential = 2, 0, False
+    while at + 10 < len(data) and data[at] == 0xFF:
+        kind = data[at + 1]
+        if kind == 0xFF:
+            at += 1
+            continue
+        if kind == 0xDA:
+            return not sequential or data[at + 4] < components
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
+            components, sequential = data[at + 9], kind in (0xC0, 0xC1)
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return True
+
+
+def _jpegs_in_tiff(picture: Any) -> int:
+    """How many scans a TIFF may have: a JPEG for each strip or tile, with as many scans as a JPEG may have."""
+    tags = picture.tag_v2
+    if tags.get(259) not in (6, 7):
+        return 1 << 62
+    parts = tags.get(324) or tags.get(273) or ()
+    return max(MAX_SCANS, len(parts) if isinstance(parts, tuple) else 1)
+
+
+def _webp_size(data: bytes) -> tuple[int, int] | None:
+    """Width and height of a WebP (RFC 9649) by its first chunk, or None if it is not one."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
+        return None
+    if data[12:16] == b"VP8X":
+        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+    if data[12:16] == b"VP8L":
+        bits = int.from_bytes(data[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
+
+
+def _is_slow(data: bytes) -> bool:
+    return data[:2] in (b"P1", b"P2", b"P3") or (data[:2] == b"BM" and data[30:34] in (b"\1\0\0\0", b"\2\0\0\0"))
+
+
+def _jpeg_scale(width: int, height: int, target: int) -> int:
+    """The largest of 8, 4, 2, 1 by which both sides can shrink and still be twice `target`."""
+    if target < 1:
+        return 1
+    return next(s for s in (8, 4, 2, 1) if s == 1 or min(width, height) >= 2 * s * target)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion would clip at 255
+        wide = np.asarray(image).astype(np.int64) >> 8
+        image = Image.fromarray(np.clip(wide, 0, 255).astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
