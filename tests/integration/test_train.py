@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from limner import bundles, errors
+from limner.cli import main
 from limner.config import save_json
 from limner.data.worlds import write_scenes
 from limner.errors import UserError
@@ -154,3 +155,46 @@ def test_training_goes_on_from_a_bundle(data):
         train_all(other, data / "data", data / "third", ("prior",))
     with pytest.raises(UserError, match="start"):  # the same folder, from elsewhere
         train_all(replace(told, start=str(data / "first" / "bundle")), data / "data", data / "second", ("prior",))
+
+
+SHORT = {
+    "text.vocab": 300, "text.length": 16,
+    "prior.model.width": 32, "prior.model.depth": 2, "prior.model.heads": 2,
+    "prior.training.steps": 3, "prior.training.batch-size": 2,
+    "contrastive.model.width": 16, "contrastive.model.depth": 1, "contrastive.model.heads": 2,
+    "contrastive.model.patch": 8, "contrastive.model.embedding": 8,
+    "contrastive.training.steps": 3, "contrastive.training.batch-size": 2,
+}  # fmt: skip
+
+
+def test_any_recipe_takes_an_imported_dvae_and_keeps_its_tokens(data, monkeypatch, capsys):
+    monkeypatch.chdir(data)
+    torch.manual_seed(0)
+    theirs = DVAEConfig(size=24, width=16, groups=3, blocks=1, vocab=32, code_width=8, code_gain=3.0).build()
+    for half in ("encoder", "decoder"):
+        torch.save(getattr(theirs, half).state_dict(), f"{half}.pkl")
+    assert main(["import", "openai-dvae", "encoder.pkl", "decoder.pkl", "dvae", "--size", "24"]) == 0
+    train = ["train", "data", "--recipe", "tiny", *(f"--{name}={value}" for name, value in SHORT.items())]
+    assert main([*train, "--out", "run", "--dvae.bundle", "dvae"]) == 0
+    pixels = torch.randint(0, 256, (8, 3, 24, 24), dtype=torch.uint8)
+    bundle = bundles.read(data / "run" / "bundle")[0]
+    assert torch.equal(bundle["dvae"].tokens(pixels), theirs.tokens(pixels))
+    assert (bundle["prior"].config.grid, bundle["prior"].config.image_vocab) == ((6, 6), 32)
+    assert bundle["contrastive"].config.size == 24
+    assert main(["draw", "a red circle", "--model", "run", "--candidates", "2", "-o", "drawing.png"]) == 0
+    again = ["train", "data", "--recipe", "run/recipe.json", "--out", "again", "--stages", "prior", "--dvae.bundle=run"]
+    assert main(again) == 0  # now from the bundle, and with a recipe that borrows one already
+    capsys.readouterr()
+    for wrong, says in (
+        (["--dvae.bundle", "data"], "data is not a bundle"),
+        (["--dvae.bundle", "nowhere"], "there is no model 'nowhere'"),
+        (["--dvae.bundle"], "--dvae.bundle"),
+        (
+            ["--dvae.bundle", "dvae", "--dvae.training.steps", "3"],
+            "--dvae.training.steps is for a dVAE that is trained",
+        ),
+        (["--dvae.bundle", "dvae", "--stages", "dvae"], "leave dvae out of --stages"),
+    ):
+        assert main([*train, "--out", "wrong", *wrong]) == 2
+        said = capsys.readouterr().err
+        assert says in said and said.count("\n") == 1, said

@@ -14,7 +14,8 @@ from limner.cli.arguments import parse
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """Copy a bundle, with what its model card should say. Weights are stored in 16 bits."""
+    """Copy a bundle, with what its model card should say. Weights are stored in 16 bits, a dVAE's where that loses
+    nothing."""
 
     source: Positional[str]
     """A run of `limner train`, or a bundle."""

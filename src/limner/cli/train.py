@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,14 +15,15 @@ from limner.cli.arguments import parse
 from limner.config import load_json
 from limner.errors import UserError
 from limner.recipes import stages
-from limner.recipes.recipe import Recipe
+from limner.recipes.recipe import Bundled, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """Train on image-caption data: a folder of pictures with .txt captions, JSONL, CSV or Parquet, or tar shards.
 
-    The same command goes on after an interruption. The result is a bundle: `limner draw --model RUN`.
+    The same command goes on after an interruption. The result is a bundle: `limner draw --model RUN`. With
+    `--dvae.bundle FOLDER` any recipe takes the dVAE of a bundle, or one that `limner import` wrote, and trains none.
     """
 
     data: Positional[str]
@@ -41,8 +42,12 @@ def main(argv: Sequence[str]) -> None:
     if settings is None and not {"-h", "--help"} & set(argv):
         raise UserError(f"say which recipe to train with --recipe NAME: {', '.join(recipes.NAMES)}")
     required: Any = tyro.MISSING
-    default = Train(data=required, out=required, recipe=required, settings=settings or recipes.get("scenes"))
+    settings = _borrowing(settings or recipes.get("scenes"), argv)
+    default = Train(data=required, out=required, recipe=required, settings=settings)
     options = parse(Train, argv, "limner train", default)
+    dvae = options.settings.dvae
+    if isinstance(dvae, Bundled) and "dvae" in options.stages:
+        raise UserError(f"the dVAE is that of {dvae.bundle!r}, so none is trained: leave dvae out of --stages")
     bundle = stages.train_all(options.settings, options.data, options.out, options.stages or None)
     print(f"the run is in {options.out}")
     if bundle is not None:
@@ -54,6 +59,19 @@ def find_recipe(name: str | None) -> Recipe | None:
     if name is None:
         return None
     return load_json(Recipe, name) if name.endswith(".json") else recipes.get(name)
+
+
+def _borrowing(recipe: Recipe, argv: Sequence[str]) -> Recipe:
+    """The recipe, with a borrowed dVAE if the arguments name one: options of its training are none then."""
+    names = [word.partition("=")[0] for word in argv]
+    if "--dvae.bundle" not in names or isinstance(recipe.dvae, Bundled):
+        return recipe
+    for name in names:
+        if name.startswith("--dvae.") and name != "--dvae.bundle":
+            raise UserError(
+                f"{name} is for a dVAE that is trained, --dvae.bundle for one that is there: give one of them"
+            )
+    return replace(recipe, dvae=Bundled())
 
 
 def _value_of(option: str, argv: Sequence[str]) -> str | None:

@@ -45,6 +45,7 @@ VOCAB_SIZE = 16_384
 LENGTH = 256
 
 MAX_BYTES = 64 << 20  # of a tokenizer file
+MAX_TOKENS = 1 << 18  # of a vocabulary, or merges
 MAX_CACHED_WORDS = 1 << 16
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # a printable character for each byte
 
@@ -279,6 +280,8 @@ _KINDS = ["Lowercase", "NFC", "Replace", "Strip", "ByteLevel"]
 
 
 def _check(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:
+    if max(len(vocab), len(merges)) > MAX_TOKENS:
+        raise UserError(f"it has {len(vocab)} tokens and {len(merges)} merges: more than {MAX_TOKENS}")
     ids = list(vocab.values())
     if any(type(i) is not int for i in ids) or sorted(ids) != list(range(len(ids))):
         raise UserError("the ids of its vocabulary are not 0 ... n-1")
@@ -286,4 +289,6 @@ def _check(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:
         raise UserError(f"its vocabulary lacks {len(missing)} of the 256 bytes")
     for a, b in merges:
         if a not in vocab or b not in vocab or a + b not in vocab:
-            raise UserError(f"it merges {a!r} with {b!r}, which its vocabulary lacks")
+            raise UserError(f"it merges {a[:40]!r} with {b[:40]!r}, which its vocabulary lacks")
+    if len(set(merges)) < len(merges):
+        raise UserError("it merges the same two tokens twice")
