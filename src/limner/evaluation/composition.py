@@ -6,7 +6,14 @@ the number of things, and for each its size, fill, color and shape, their relati
 
 "Best of k" is what a user gets who asks for k candidates: of the first k, the one that the contrastive
 model likes best. The *ceiling* is what a perfect reranker would get: any of the first k is right. Both come
-from one set of drawings. Intervals are Wilson's, 95%.
+from one set of drawings. What a larger k gains is taken caption by caption.
+
+Held-out captions share the 30 combinations that are held out, so that intervals are over combinations (see
+`intervals.py`).
+
+A figure is worth as much as its captions are fresh. Whatever is chosen by such a score (a bundle, a setting)
+is chosen on seeds below 1,000; what is published comes from `PUBLISHED` on, and no choice is made there.
+Different seeds draw their captions and drawings from numbers of their own.
 
 Pairs are asked with the upper half given (Ramesh et al. 2021, Figure 14): a right drawing leaves it as it
 is and shows below what the caption says of it, upside down, say, with every thing in its place.
@@ -19,6 +26,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,10 +40,12 @@ from limner.data import scenes
 from limner.data.oracle import pair_holds, satisfies
 from limner.data.scenes import Pair, Scene, Split, render_pair
 from limner.errors import UserError
+from limner.evaluation.intervals import Gain, Rate
 from limner.files import atomic_write_text
 from limner.pipeline import Candidates, TextToImage
 from limner.sampling.generate import Sampler
 
+PUBLISHED = 1_000  # the first of the seeds that figures are published on
 _TOGETHER = 16  # captions drawn between two rounds of judging, so that memory stays small
 
 Advance = Callable[[int], object]  # drawings done since the last call
@@ -43,7 +53,7 @@ Judge = Callable[[np.ndarray], bool]  # whether uint8 [H, W, 3] shows what was a
 
 
 def captions_for(
-    split: Split = "held-out", counts: Sequence[int] = (1, 2), n: int = 256, seed: int = 0
+    split: Split = "held-out", counts: Sequence[int] = (1, 2), n: int = 1_024, seed: int = PUBLISHED
 ) -> list[tuple[str, Scene]]:
     """`n` captions with a scene of each, the numbers of things taken in turn.
 
@@ -59,7 +69,7 @@ def captions_for(
     return found
 
 
-def pairs_for(split: Split = "held-out", n: int = 256, seed: int = 0) -> list[tuple[str, Pair]]:
+def pairs_for(split: Split = "held-out", n: int = 1_024, seed: int = PUBLISHED) -> list[tuple[str, Pair]]:
     """`n` pairs with a caption each. Pair i depends on the seed and i alone."""
     found = []
     for i in range(n):
@@ -69,44 +79,23 @@ def pairs_for(split: Split = "held-out", n: int = 256, seed: int = 0) -> list[tu
     return found
 
 
+def drawing_seed(seed: int, i: int) -> int:
+    """What caption i of an evaluation is drawn with: `limner draw --seed` gives the same. No two (seed, i) with
+    i below a million share it, for seeds below 9 million million."""
+    return (seed * 1_000_000 + i) % 2**63
+
+
+def combination(*panels: Scene) -> str:
+    """The combination that a caption counts for: the lowest held-out one, else the first thing's."""
+    found = [(thing.look, panel.background) for panel in panels for thing in panel.things]
+    look, background = min((one for one in found if scenes.held_out(*one)), default=found[0])
+    return f"{' '.join(look)} on {background}"
+
+
 def _full(caption: str) -> bool:
     claims = scenes.parse(caption)
     assert claims is not None, caption
     return claims.background is not None and all(None not in look for look in claims.looks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rate:
-    """`right` of `total`, with the 95% interval from `low` to `high`."""
-
-    right: int
-    total: int
-
-    @property
-    def value(self) -> float:
-        return self.right / self.total
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        return wilson(self.right, self.total)
-
-    def to_dict(self) -> dict[str, Any]:
-        low, high = self.interval
-        return {**asdict(self), "rate": self.value, "low": low, "high": high}
-
-    def __str__(self) -> str:
-        low, high = self.interval
-        return f"{self.value:6.1%} ({low:.0%} to {high:.0%})"
-
-
-def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """The score interval of a proportion (Wilson 1927): sensible also near 0 and 1."""
-    if total < 1:
-        raise ValueError("an interval needs at least one trial")
-    p = right / total
-    middle, spread = p + z**2 / (2 * total), z * math.sqrt(p * (1 - p) / total + z**2 / (4 * total**2))
-    scale = 1 + z**2 / total
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
 
 
 @dataclass(frozen=True)
@@ -116,6 +105,7 @@ class Composition:
     Attributes:
         captions: B captions.
         kinds: of each caption, "2 things" or "upside down", say.
+        clusters: of each caption, the combination that it counts for.
         right: bool [B, N], the oracle's verdict on every candidate.
         scores: float32 [B, N], the contrastive model's.
         settings: how it was drawn.
@@ -123,6 +113,7 @@ class Composition:
 
     captions: list[str]
     kinds: list[str]
+    clusters: list[str]
     right: np.ndarray
     scores: np.ndarray
     best_of: tuple[int, ...]
@@ -134,23 +125,33 @@ class Composition:
 
     def rate(self, k: int, kind: str | None = None) -> Rate:
         """Best of k, over all captions or those of a kind."""
-        verdicts = np.take_along_axis(self.right, self.chosen(k)[:, None], 1)[:, 0]
-        return self._rate(verdicts, kind)
+        return self._rate(self._best(k), kind)
 
     def ceiling(self, k: int, kind: str | None = None) -> Rate:
         """How often any of the first k is right."""
         return self._rate(np.any(self.right[:, :k], axis=1), kind)
 
-    def single(self, kind: str | None = None) -> float:
+    def single(self, kind: str | None = None) -> Rate:
         """The share of all candidates that are right: best of 1 with less noise."""
-        return float(self.right[self._where(kind)].mean())
+        return self._rate(self.right.mean(1), kind)
+
+    def gain(self, k: int, more: int, kind: str | None = None) -> Gain:
+        """Best of `more` over best of k."""
+        mine = self._where(kind)
+        return Gain.of(self._best(more)[mine], self._best(k)[mine], self._clusters(mine))
+
+    def _best(self, k: int) -> np.ndarray:
+        return np.take_along_axis(self.right, self.chosen(k)[:, None], 1)[:, 0]
 
     def _where(self, kind: str | None) -> np.ndarray:
-        return np.array([kind in (None, other) for other in self.kinds])
+        return np.flatnonzero([kind in (None, other) for other in self.kinds])
+
+    def _clusters(self, which: np.ndarray) -> list[str]:
+        return [self.clusters[i] for i in which]
 
     def _rate(self, verdicts: np.ndarray, kind: str | None) -> Rate:
-        mine = verdicts[self._where(kind)]
-        return Rate(right=int(mine.sum()), total=len(mine))
+        mine = self._where(kind)
+        return Rate.of(verdicts[mine], self._clusters(mine))
 
     def groups(self) -> dict[str, str | None]:
         """Rows of the table: all captions, then each kind if there are several."""
@@ -161,17 +162,21 @@ class Composition:
         """For people, in lines of less than 80 columns."""
         lines = []
         for name, kind in self.groups().items():
-            total = self.rate(1, kind).total
-            lines.append(f"{name}, {total} captions (any candidate: {self.single(kind):.1%})")
+            mine = self._where(kind)
+            lines.append(f"{name}, {len(mine):,} captions of {len(set(self._clusters(mine))):,} combinations")
+            lines.append(f"  any candidate {self.single(kind)}")
             for k in self.best_of:
-                lines.append(f"  best of {k:<4}{self.rate(k, kind)}   ceiling {self.ceiling(k, kind)}")
+                lines.append(f"  best of {k:<6}{self.rate(k, kind)}, ceiling {self.ceiling(k, kind)}")
+            for k, more in pairwise(self.best_of):
+                lines.append(f"  best of {more} over best of {k}: {self.gain(k, more, kind)}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values: the table, the settings, and for each caption the scores and which candidates are right."""
+        """JSON values: the table, the settings, and for each caption the seed it was drawn with, the scores and
+        which candidates are right."""
         table = {
             name: {
-                "any candidate": self.single(kind),
+                "any candidate": self.single(kind).to_dict(),
                 **{
                     f"best of {k}": {
                         **self.rate(k, kind).to_dict(),
@@ -179,17 +184,23 @@ class Composition:
                     }
                     for k in self.best_of
                 },
+                **{
+                    f"best of {more} over best of {k}": asdict(self.gain(k, more, kind))
+                    for k, more in pairwise(self.best_of)
+                },
             }
             for name, kind in self.groups().items()
         }
         rows = [
             {
                 "caption": caption,
-                "kind": kind,
-                "right": np.flatnonzero(right).tolist(),
+                "kind": self.kinds[i],
+                "combination": self.clusters[i],
+                "seed": drawing_seed(self.settings["seed"], i),
+                "right": np.flatnonzero(self.right[i]).tolist(),
                 "scores": [round(float(value), 5) for value in self.scores[i]],
             }
-            for i, (caption, kind, right) in enumerate(zip(self.captions, self.kinds, self.right, strict=True))
+            for i, caption in enumerate(self.captions)
         ]
         return {"table": table, "settings": {**self.settings, "best_of": self.best_of}, "captions": rows}
 
@@ -208,6 +219,7 @@ class Composition:
             return Composition(
                 [row["caption"] for row in rows],
                 [row["kind"] for row in rows],
+                [row["combination"] for row in rows],
                 right,
                 np.array([row["scores"] for row in rows], np.float32),
                 tuple(settings.pop("best_of")),
@@ -224,8 +236,7 @@ class Settings(Checked):
     Args:
         candidates: drawings of each caption.
         best_of: values of k to report; those above `candidates` are left out.
-        seed: caption i is drawn with the seed `seed + i`, so that captions are independent;
-            `pipe(caption, seed=seed + i)` draws the same.
+        seed: caption i is drawn with `drawing_seed(seed, i)`, so that captions are independent.
         guidance: as `TextToImage.__call__` has it; None is the model's own.
     """
 
@@ -251,7 +262,8 @@ def score(
     counts = [len(scene.things) for _, scene in captions]
     kinds = [f"{count} thing{'s' if count > 1 else ''}" for count in counts]
     asked = [(caption, partial(satisfies, caption=caption)) for caption, _ in captions]
-    return _judged(pipe, asked, kinds, settings, progress, keep=keep)
+    clusters = [combination(scene) for _, scene in captions]
+    return _judged(pipe, asked, kinds, clusters, settings, progress, keep=keep)
 
 
 def score_pairs(
@@ -262,13 +274,15 @@ def score_pairs(
     tops = [pipe.given(Image.fromarray(render_pair(pair, size)), keep=f"top:{rows}") for _, pair in pairs]
     kinds = [pair.transform for _, pair in pairs]
     asked = [(caption, partial(pair_holds, pair)) for caption, pair in pairs]
-    return _judged(pipe, asked, kinds, settings, progress, given=torch.cat(tops))
+    clusters = [combination(*filter(None, (pair.top, pair.bottom))) for _, pair in pairs]
+    return _judged(pipe, asked, kinds, clusters, settings, progress, given=torch.cat(tops))
 
 
 def _judged(
     pipe: TextToImage,
     asked: Sequence[tuple[str, Judge]],
     kinds: Sequence[str],
+    clusters: Sequence[str],
     settings: Settings,
     progress: Advance | None,
     keep: Callable[[int, Candidates], object] | None = None,
@@ -282,7 +296,7 @@ def _judged(
     for start in range(0, len(texts), _TOGETHER):
         part = range(start, min(start + _TOGETHER, len(texts)))
         made = pipe.candidates(
-            [texts[i] for i in part], candidates, seed=[settings.seed + i for i in part], sampler=sampler,
+            [texts[i] for i in part], candidates, seed=[drawing_seed(settings.seed, i) for i in part], sampler=sampler,
             guidance=settings.guidance, given=None if given is None else given[part.start : part.stop],
             progress=_per_drawing(progress, pipe),
         )  # fmt: skip
@@ -296,7 +310,7 @@ def _judged(
         "top_k": sampler.top_k, "top_p": sampler.top_p, "guidance": guidance,
     }  # fmt: skip
     ks = tuple(k for k in settings.best_of if k <= candidates) or (candidates,)
-    return Composition(texts, list(kinds), right, scores, ks, how)
+    return Composition(texts, list(kinds), list(clusters), right, scores, ks, how)
 
 
 def verdicts(pictures: Tensor, judge: Judge) -> np.ndarray:

@@ -4,6 +4,9 @@ A caption is drawn, the best of N is compared with *every* real picture by mean 
 pixels, and the nearest one tells what was drawn: the right one, or at least one of the same family
 (another skin tone or gender of it). That is a hard question for 3,900 pictures: by chance the answer is
 right once in 3,900 times.
+
+Captions are few, so that each may be drawn several times over. Intervals are over families, whose emoji are
+variants of each other (see `intervals.py`): they say how far the share may be off for other such emoji.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from torch import Tensor
 
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.samples import Source
-from limner.evaluation.composition import Rate
+from limner.evaluation.composition import PUBLISHED, drawing_seed
+from limner.evaluation.intervals import Rate
 from limner.files import atomic_write_text
 from limner.pipeline import TextToImage
 from limner.sampling.generate import Sampler
@@ -77,10 +81,11 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Nearest:
-    """For each of B captions: what was asked for, what the drawing is nearest to, the drawing.
+    """For each of B drawings: what was asked for, what it is nearest to, the drawing.
 
     Attributes:
         wanted, found: indices into the gallery, [B].
+        families: of what was asked for, [B].
         right, related: bool [B]; the same key, the same key or family.
         pictures: uint8 [B, 3, H, W], the best drawings.
     """
@@ -88,6 +93,7 @@ class Nearest:
     split: str
     wanted: list[int]
     found: list[int]
+    families: list[str]
     right: np.ndarray
     related: np.ndarray
     pictures: Tensor
@@ -95,13 +101,13 @@ class Nearest:
 
     def rates(self) -> tuple[Rate, Rate]:
         """Exactly the right one; the right one or a variant of it."""
-        n = len(self.wanted)
-        return Rate(right=int(self.right.sum()), total=n), Rate(right=int(self.related.sum()), total=n)
+        return Rate.of(self.right, self.families), Rate.of(self.related, self.families)
 
     def table(self) -> str:
         right, related = self.rates()
         return (
-            f"{self.split}, {len(self.wanted)} captions, best of {self.settings['candidates']}\n"
+            f"{self.split}, {len(set(self.wanted)):,} captions of {len(set(self.families)):,} families, "
+            f"drawn {self.settings['repeats']} times, best of {self.settings['candidates']}\n"
             f"  nearest real picture is the right one        {right}\n"
             f"  the right one or another variant of it       {related}"
         )
@@ -123,16 +129,18 @@ def evaluate(
     *,
     n: int | None = None,
     candidates: int = 16,
-    seed: int = 0,
+    repeats: int = 1,
+    seed: int = PUBLISHED,
     sampler: Sampler | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Nearest:
-    """Draw the captions of `n` pictures of a split; caption i with the seed `seed + i`."""
-    wanted = gallery.choose(split, n, seed)
+    """Draw the captions of `n` pictures of a split, one after another and `repeats` times over, each with
+    `candidates` to choose from; drawing i with `drawing_seed(seed, i)`."""
+    wanted = gallery.choose(split, n, seed) * repeats
     found, drawings = [], []
     for start in range(0, len(wanted), _TOGETHER):
         part = wanted[start : start + _TOGETHER]
-        seeds = [seed + start + i for i in range(len(part))]
+        seeds = [drawing_seed(seed, start + i) for i in range(len(part))]
         made = pipe.candidates([gallery.captions[i] for i in part], candidates, seed=seeds, sampler=sampler)
         chosen = made.pictures[torch.arange(len(part)), best(made.scores, 1)[:, 0]]
         found += gallery.nearest(chosen).tolist()
@@ -144,8 +152,8 @@ def evaluate(
     kin = np.array([families[w] == families[f] for w, f in zip(wanted, found, strict=True)], bool)
     shape = (0, *gallery.pictures.shape[1:])
     pictures = torch.cat(drawings) if drawings else torch.empty(shape, dtype=torch.uint8)
-    settings = {"model": pipe.name, "candidates": candidates, "seed": seed}
-    return Nearest(split, wanted, found, right, right | kin, pictures, settings)
+    settings = {"model": pipe.name, "candidates": candidates, "repeats": repeats, "seed": seed}
+    return Nearest(split, wanted, found, [families[w] for w in wanted], right, right | kin, pictures, settings)
 
 
 def save(path: str | Path, gallery: Gallery, results: Sequence[Nearest]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from limner.data import oracle, scenes
 from limner.data.scenes import Split
+from limner.evaluation.composition import PUBLISHED
 from limner.files import atomic_write_text
 from limner.metrics.codebook import usage
 from limner.metrics.pictures import psnr
@@ -59,7 +60,7 @@ class Reconstruction:
         atomic_write_text(Path(path), json.dumps(asdict(self), indent=2) + "\n")
 
 
-def fresh_scenes(n: int, seed: int = 0, split: Split | None = None, size: int = 48) -> Tensor:
+def fresh_scenes(n: int, seed: int = PUBLISHED, split: Split | None = None, size: int = 48) -> Tensor:
     """Pictures of the scenes world that no training set holds, uint8 [n, 3, size, size].
 
     Without a split, held-out scenes and others take turns.

@@ -329,7 +329,10 @@ def _page(demo: Demo, pipe: TextToImage, shown: Sequence[Shown], result: composi
         *(_article(one) for one in shown),
         f"<h2>Score over {best.total} held-out captions</h2>",
         report.table(
-            [(name, f"{result.single(kind):.1%}", *_cells(result, k, kind)) for name, kind in result.groups().items()],
+            [
+                (name, f"{result.single(kind).value:.1%}", *_cells(result, k, kind))
+                for name, kind in result.groups().items()
+            ],
             ("captions", "any candidate", "best of 1", f"best of {k}", f"any of {k} right"),
         ),
         '<p class="dim">With 95% intervals. Right means: number, size, fill, color and shape of all things, their '

@@ -7,20 +7,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from scipy.stats import binomtest
 
 from limner.data import scenes
 from limner.data.oracle import satisfies
 from limner.errors import UserError
 from limner.evaluation.composition import (
+    PUBLISHED,
     Composition,
     Settings,
     captions_for,
+    combination,
+    drawing_seed,
     pairs_for,
     score,
     score_pairs,
     verdicts,
-    wilson,
 )
 from limner.pipeline import Candidates
 
@@ -44,10 +45,22 @@ def test_caption_i_depends_on_the_seed_and_i_alone():
     assert captions_for(n=4, seed=2) != short
 
 
-@pytest.mark.parametrize(("right", "total"), [(0, 9), (9, 9), (43, 50), (1, 300)])
-def test_the_interval_is_wilsons(right, total):
-    expected = binomtest(right, total).proportion_ci(method="wilson")
-    assert wilson(right, total) == pytest.approx((expected.low, expected.high), abs=1e-4)
+def test_evaluations_share_no_drawings():
+    drawn = [{drawing_seed(seed, i) for i in range(5_000)} for seed in (0, 1, 2, 999, PUBLISHED, PUBLISHED + 1)]
+    assert len(set.union(*drawn)) == 6 * 5_000
+    assert 0 <= drawing_seed(2**63 - 1, 10**6 - 1) < 2**63  # still a seed of `limner draw`
+
+
+def test_a_caption_counts_for_its_held_out_combination():
+    for split, most in (("held-out", 30), ("train", 1_170)):
+        names = [combination(scene) for _, scene in captions_for(split, (1, 2, 3), 400, seed=2)]
+        held = [scenes.held_out(tuple(look.split()), ground) for look, ground in (n.split(" on ") for n in names)]
+        assert all(held) if split == "held-out" else not any(held)
+        assert len(set(names)) <= most
+    assert len(set(names)) > 300  # nearly unrelated
+    for _, pair in pairs_for(n=60, seed=2):
+        look, ground = combination(*filter(None, (pair.top, pair.bottom))).split(" on ")
+        assert scenes.held_out(tuple(look.split()), ground)
 
 
 def as_tensor(pictures):
@@ -96,9 +109,9 @@ def test_best_of_k_is_the_highest_score_among_the_first_k():
     assert [result.rate(k).right for k in (1, 2, 3)] == [1, 2, 2]
     assert [result.ceiling(k).right for k in (1, 2, 3)] == [1, 2, 3]
     assert [result.rate(3, kind).right for kind in ("1 thing", "2 things")] == [0, 2]
-    assert result.single() == pytest.approx(3 / 12)
+    assert result.single().value == pytest.approx(3 / 12)
     assert sum(advanced) == 12
-    assert painter.seeds == [5, 6, 7, 8]  # captions are independent
+    assert painter.seeds == [5_000_000, 5_000_001, 5_000_002, 5_000_003]  # captions are independent
 
 
 def test_results_survive_the_disk_and_the_table_shows_all_groups(tmp_path):
@@ -112,11 +125,17 @@ def test_results_survive_the_disk_and_the_table_shows_all_groups(tmp_path):
     loaded = Composition.load(path)
     assert loaded.table() == result.table()
     assert loaded.settings == result.settings
-    for text in ("all, 4 captions", "1 thing, 2", "2 things, 2", "best of 3", "ceiling"):
+    for text in ("all, 4 captions", "1 thing, 2", "2 things, 2", "best of 3", "ceiling", "best of 3 over best of 1: "):
         assert text in result.table()
-    path.write_text("{}")
-    with pytest.raises(UserError, match="not the result"):
-        Composition.load(path)
+    assert all(len(line) < 80 for line in result.table().splitlines())
+    assert loaded.to_dict() == result.to_dict()
+    data = json.loads(path.read_text())
+    assert data["captions"][2]["seed"] == 2
+    del data["captions"][2]["combination"]  # as files were before intervals were over combinations
+    for text in ("{}", json.dumps(data)):
+        path.write_text(text)
+        with pytest.raises(UserError, match="not the result"):
+            Composition.load(path)
 
 
 def test_equal_pictures_get_equal_verdicts():

@@ -54,4 +54,10 @@ def test_right_and_related_are_counted(gallery, tmp_path):
     assert [part["split"] for part in written] == ["train", "held-out"]
     assert written[1]["right"]["rate"] == 1.0
     assert "best of 3" in trained.table()
+    again = evaluate(pipe, gallery, "held-out", candidates=3, repeats=5, seed=0)
+    assert again.wanted == [1] * 5
+    assert again.rates()[0].total == 5
+    assert not torch.equal(again.pictures[0], again.pictures[1])  # drawn anew
+    assert "1 captions of 1 families, drawn 5 times" in again.table()
+    assert again.rates()[0].high - again.rates()[0].low > 0.5  # one family says little of others
     assert mosaic(gallery, trained, n=5, columns=3).size == (3 * 56, 2 * 32)
