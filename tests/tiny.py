@@ -1,4 +1,6 @@
-"""A pipeline of a few thousand random weights, for tests of everything around the models."""
+"""A pipeline of a few thousand random weights, and a recipe that trains one, for tests of everything around them."""
+
+from dataclasses import replace
 
 import torch
 
@@ -6,6 +8,8 @@ from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.pipeline import TextToImage
+from limner.recipes import get
+from limner.recipes.recipe import Recipe
 from limner.text.bpe import Tokenizer
 
 WORDS = ["a small red circle above a large blue square on a gray background", "two green crosses, teal background"]
@@ -26,3 +30,28 @@ def tiny_pipe(seed: int = 0, sharp: float = 20.0) -> TextToImage:
         text_vocab=vocab, text_len=30, size=24, patch=8, width=16, depth=1, heads=2, embedding=8
     ).build()
     return TextToImage(dvae, prior, contrastive, tokenizer, {"name": "tiny"})
+
+
+STEPS = 40
+
+
+def tiny_recipe() -> Recipe:
+    """Seconds on one core, of which the prior takes the longer part."""
+    r = get("scenes")
+    often = {"batch_size": 4, "eval_every": 1_000, "log_every": 1, "checkpoint_every": 5}
+    dvae = DVAEConfig(size=24, width=8, groups=3, blocks=1, vocab=32, code_width=8, context_groups=0)
+    return replace(
+        r,
+        text=replace(r.text, vocab=300),
+        dvae=replace(r.dvae, model=dvae, training=replace(r.dvae.training, steps=3, **often)),
+        prior=replace(
+            r.prior,
+            model=TransformerConfig(width=32, depth=2, heads=2),
+            training=replace(r.prior.training, steps=STEPS, **often),
+        ),
+        contrastive=replace(
+            r.contrastive,
+            model=ContrastiveConfig(patch=8, width=32, depth=1, heads=2, embedding=16),
+            training=replace(r.contrastive.training, steps=STEPS, **{**often, "batch_size": 8}),
+        ),
+    )

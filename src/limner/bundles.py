@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import secrets
-import shutil
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -31,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from limner.config import from_dict, read_json, to_dict
 from limner.errors import UserError
-from limner.files import atomic_write_bytes, atomic_write_text, require_file
+from limner.files import atomic_folder, atomic_write_bytes, atomic_write_text, require_file
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.models.transformer import TransformerConfig
@@ -101,40 +98,41 @@ def write(
 
     Raises `UserError` if the folder holds something else.
     """
-    if folder.exists() and not _is_bundle(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not a bundle: name a new folder")
+    _check_place(folder, FORMAT, "a bundle")
     info = {
         "name": folder.resolve().parent.name if folder.name == "bundle" else folder.name,
         "created": datetime.now(UTC).date().isoformat(),
         **info,
     }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    fresh.mkdir()
-    try:
+    with atomic_folder(folder) as fresh:
         _write_weights(fresh, models, dtype)
         tokenizer.save(fresh / "tokenizer.json")
         _write_config(fresh, FORMAT, models, info)
         atomic_write_text(fresh / "README.md", model_card(models, tokenizer, info))
-        _swap(fresh, folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     return info
 
 
 def save_dvae(dvae: DVAE, folder: str | Path, info: Mapping[str, Any]) -> Path:
     """Write a folder that holds a dVAE alone. Raises `UserError` if the folder holds something else."""
     folder = Path(folder)
-    if folder.exists() and not (_is_bundle(folder, DVAE_FORMAT) or (folder.is_dir() and not any(folder.iterdir()))):
-        raise UserError(f"{folder} exists and is not a dVAE: name a new folder")
-    _write_weights(folder, {"dvae": dvae}, torch.float16)
-    _write_config(folder, DVAE_FORMAT, {"dvae": dvae}, info)
+    _check_place(folder, DVAE_FORMAT, "a dVAE")
+    with atomic_folder(folder) as fresh:
+        _write_weights(fresh, {"dvae": dvae}, torch.float16)
+        _write_config(fresh, DVAE_FORMAT, {"dvae": dvae}, info)
     return folder
+
+
+def _check_place(folder: Path, kind: str, name: str) -> None:
+    """Raises `UserError` if a folder cannot be replaced by a bundle of that kind, since it holds something else."""
+    if folder.exists() and not _is_bundle(folder, kind) and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not {name}: name a new folder")
 
 
 def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype) -> None:
     for name, model in models.items():
         store = _exact if name == "dvae" else _stored
+        if wrong := [key for key, value in model.state_dict().items() if not value.isfinite().all()]:
+            raise UserError(f"the {name} has diverged, its {wrong[0]!r} is not finite: it is not stored")
         tensors = {key: store(value, dtype) for key, value in model.state_dict().items()}
         # The library's own `save_file` makes a file that only its owner can read.
         atomic_write_bytes(folder / f"{name}.safetensors", save(tensors))
@@ -163,20 +161,6 @@ def rounded(model: M, dtype: torch.dtype = torch.float16) -> M:
     """The model, in place, with the values that its bundle will have: what learns from it meets it again."""
     model.load_state_dict({key: _stored(value, dtype) for key, value in model.state_dict().items()})
     return model
-
-
-def _swap(fresh: Path, folder: Path) -> None:
-    """Put `fresh` in the place of `folder`; a reader finds the old one, nothing, or the new one."""
-    old = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.old")
-    if folder.exists():
-        os.replace(folder, old)
-    try:
-        os.replace(fresh, folder)
-    except OSError:
-        if old.exists():
-            os.replace(old, folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def model_card(models: Mapping[str, Any], tokenizer: Tokenizer, info: Mapping[str, Any]) -> str:

@@ -69,7 +69,7 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
 @contextlib.contextmanager
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A new folder to fill, which takes the place of `path` when the block ends, and vanishes if it raises."""
-    path = Path(path)
+    path = Path(path).resolve()  # of a link, what it points to is replaced
     with _temporary(path, folder=True) as (fresh, _):
         yield fresh
         for file in (*fresh.iterdir(), fresh):

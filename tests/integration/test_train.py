@@ -24,31 +24,7 @@ from limner.recipes.beside import LOG
 from limner.recipes.stages import train_all
 from limner.training.checkpoint import latest
 from limner.training.metrics_log import read_metrics
-
-STEPS = 40
-
-
-def tiny_recipe():
-    """Seconds on one core, of which the prior takes the longer part."""
-    r = get("scenes")
-    often = {"batch_size": 4, "eval_every": 1_000, "log_every": 1, "checkpoint_every": 5}
-    dvae = DVAEConfig(size=24, width=8, groups=3, blocks=1, vocab=32, code_width=8, context_groups=0)
-    return replace(
-        r,
-        text=replace(r.text, vocab=300),
-        dvae=replace(r.dvae, model=dvae, training=replace(r.dvae.training, steps=3, **often)),
-        prior=replace(
-            r.prior,
-            model=TransformerConfig(width=32, depth=2, heads=2),
-            training=replace(r.prior.training, steps=STEPS, **often),
-        ),
-        contrastive=replace(
-            r.contrastive,
-            model=ContrastiveConfig(patch=8, width=32, depth=1, heads=2, embedding=16),
-            training=replace(r.contrastive.training, steps=STEPS, **{**often, "batch_size": 8}),
-        ),
-    )
-
+from tiny import STEPS, tiny_recipe
 
 @pytest.fixture
 def data(tmp_path):

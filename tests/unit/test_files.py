@@ -100,6 +100,15 @@ def test_a_folder_is_replaced_whole_or_stays(tmp_path: Path, monkeypatch) -> Non
     assert [entry.name for entry in path.iterdir()] == ["four"] and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with atomic_folder(tmp_path / "link") as fresh:
+        (fresh / "new").touch()
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "elsewhere" / "new").exists()
+    assert {entry.name for entry in tmp_path.iterdir()} == {"link", "elsewhere"}
+
+
 def test_a_file_that_raises_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "file"
     atomic_write_text(path, "old")

@@ -292,6 +292,16 @@ def test_a_failed_save_leaves_the_old_bundle(pipe, bundle, monkeypatch):
     load(bundle)
 
 
+def test_a_model_that_has_diverged_is_not_stored(bundle, tmp_path):
+    diverged, before = load(bundle), load_file(bundle / "prior.safetensors")
+    diverged.prior.head.norm.weight.data[0] = torch.nan
+    for folder in (tmp_path / "new", bundle):
+        with pytest.raises(UserError, match=r"the prior has diverged, its 'head.norm.weight' is not finite"):
+            diverged.save_pretrained(folder)
+    assert not (tmp_path / "new").exists() and not [entry for entry in tmp_path.iterdir() if entry != bundle]
+    assert all(torch.equal(value, before[key]) for key, value in load_file(bundle / "prior.safetensors").items())
+
+
 def test_the_folder_of_a_run_will_do(bundle):
     shutil.move(bundle, bundle.parent / "run" / "bundle")
     assert load(bundle.parent / "run").name == "tiny"

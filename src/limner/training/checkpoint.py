@@ -76,7 +76,7 @@ def clear(run: Path) -> None:
     kept = completed(run)
     for entry in (run / FOLDER).iterdir() if (run / FOLDER).is_dir() else ():
         if entry not in kept:
-            shutil.rmtree(entry, ignore_errors=True)
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def completed(run: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from limner.errors import UserError
 from limner.recipes import demo, presets
 from limner.recipes.demo import paced
 
@@ -24,3 +25,24 @@ def test_a_step_is_timed(tmp_path, monkeypatch):
     recipe = paced(presets.demo(), tmp_path)
     assert 1 <= recipe.contrastive.training.steps <= 1_000
     assert 1 <= recipe.prior.training.steps <= 3_000
+
+
+def test_what_a_killed_demo_left_is_no_stranger(tmp_path):
+    for name in (".demo.json.0123abcd.tmp", ".lock"):
+        (tmp_path / name).touch()
+    demo._claim(tmp_path, {"scenes": 1})
+    demo._claim(tmp_path, {"scenes": 1})
+    with pytest.raises(UserError, match="other settings"):
+        demo._claim(tmp_path, {"scenes": 2})
+    (tmp_path / "demo.json").unlink()
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(UserError, match="holds no demo"):
+        demo._claim(tmp_path, {"scenes": 1})
+
+
+def test_scenes_that_a_kill_left_marked_are_written_again(tmp_path):
+    small = demo.Demo(out=tmp_path, scenes=3)
+    demo._write(small)
+    (tmp_path / "data" / "INCOMPLETE").touch()  # the mark goes last
+    demo._write(small)
+    assert not (tmp_path / "data" / "INCOMPLETE").exists()

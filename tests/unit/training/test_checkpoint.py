@@ -57,6 +57,7 @@ def test_what_a_killed_process_left_does_not_count_and_goes(tmp_path: Path) -> N
     good = write(tmp_path, 1)
     for name in ("step-00000002.tmp", ".step-00000003.01234567.tmp", "other"):
         (tmp_path / "checkpoints" / name).mkdir()
+    (tmp_path / "checkpoints" / "step-00000004").touch()  # no folder
     assert latest(tmp_path) == good
     checkpoint.clear(tmp_path)
     assert list((tmp_path / "checkpoints").iterdir()) == [good]

@@ -1,0 +1,94 @@
+"""What a whole run promises beside its stages: nothing is trained or overwritten by a command that is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from limner.data.worlds import write_scenes
+from limner.errors import UserError
+from limner.files import locked
+from limner.models.contrastive import ContrastiveConfig
+from limner.models.transformer import TransformerConfig
+from limner.objectives.contrastive import ContrastiveLoss
+from limner.optim.optimizers import Muon
+from limner.recipes.stages import Plan, train_all
+from limner.training.metrics_log import read_metrics
+from tiny import tiny_recipe
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "scenes"
+    write_scenes(folder, 24, 0, size=24, held_out=0.3)
+    return folder
+
+
+def with_steps(recipe, steps, **more):
+    """All three stages with as many steps, and the same other settings of training."""
+    changed = {
+        name: replace(stage, training=replace(stage.training, steps=steps, **more))
+        for name in ("dvae", "prior", "contrastive")
+        for stage in [getattr(recipe, name)]
+    }
+    return replace(recipe, **changed)
+
+
+RECIPE = with_steps(tiny_recipe(), 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"prior": replace(RECIPE.prior, model=TransformerConfig(width=64, depth=2, heads=2))}, "model.width"),
+        ({"dvae": replace(RECIPE.dvae, training=replace(RECIPE.dvae.training, seed=9))}, "training.seed"),
+        ({"contrastive": replace(RECIPE.contrastive, objective=ContrastiveLoss())}, "objective.spoiled"),
+    ],
+)
+def test_a_refused_command_changes_nothing(change, says, data, tmp_path):
+    train_all(RECIPE, data, tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=rf"holds a run with another {says}"):
+        train_all(replace(RECIPE, **change), data, tmp_path / "run")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    more = train_all(with_steps(RECIPE, 3), data, tmp_path / "run")  # what may change
+    assert more is not None
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["prior"]["training"]["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"contrastive": replace(RECIPE.contrastive, model=ContrastiveConfig(patch=7, width=32))}, "patch must divide"),
+        ({"dvae": replace(RECIPE.dvae, training=replace(RECIPE.dvae.training, optimizer=Muon()))}, "Muon needs"),
+        ({"dvae": replace(RECIPE.dvae, training=replace(RECIPE.dvae.training, checkpoint_activations=True))}, "a DVAE"),
+    ],
+)
+def test_what_cannot_be_trained_is_found_before_the_first_stage(change, says, data, tmp_path):
+    with pytest.raises(UserError, match=says):
+        train_all(replace(RECIPE, **change), data, tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_run_has_one_writer(data, tmp_path):
+    with locked(tmp_path / "run"), pytest.raises(UserError, match="being written to by another process"):
+        train_all(RECIPE, data, tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_evaluations_of_a_stopped_run_are_those_of_a_whole_one(data, tmp_path):
+    """Spoiled pictures are drawn at random: the same ones in each evaluation, whenever the process began."""
+    often = {"eval_every": 1, "log_every": 1, "checkpoint_every": 1}
+    plan, parts = (
+        Plan.of(with_steps(tiny_recipe(), 2, **often), data, tmp_path / name) for name in ("whole", "parts")
+    )
+    dvae = tiny_recipe().dvae.model.build()  # type: ignore[union-attr]
+    plan.contrastive(plan.tokenizer(), dvae)
+    once = Plan.of(with_steps(tiny_recipe(), 1, **often), data, tmp_path / "parts")
+    once.contrastive(once.tokenizer(), dvae)
+    parts.contrastive(parts.tokenizer(), dvae)
+    whole, stopped = (
+        [row["eval/kept"] for row in read_metrics(tmp_path / name / "contrastive" / "metrics.jsonl")]
+        for name in ("whole", "parts")
+    )
+    assert whole == stopped and len(whole) == 2
