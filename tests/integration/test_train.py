@@ -16,15 +16,13 @@ from limner.cli import main
 from limner.config import save_json
 from limner.data.worlds import write_scenes
 from limner.errors import UserError
-from limner.models.contrastive import ContrastiveConfig
-from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
-from limner.recipes import get
 from limner.recipes.beside import LOG
 from limner.recipes.stages import train_all
 from limner.training.checkpoint import latest
 from limner.training.metrics_log import read_metrics
 from tiny import STEPS, tiny_recipe
+
 
 @pytest.fixture
 def data(tmp_path):

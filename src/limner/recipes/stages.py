@@ -49,7 +49,7 @@ from limner.recipes.recipe import (
     fitted_prior,
 )
 from limner.text.bpe import Tokenizer
-from limner.training.checkpoint import completed, load_weights
+from limner.training.checkpoint import completed, load_weights, step_of
 from limner.training.loop import Callback, Evaluate, Objective, prepare, refuse_changes, train
 from limner.training.progress import progress
 
@@ -146,6 +146,12 @@ class Plan:
                 ours = {"training": stage.training, "model": config, "objective": stage.objective}
                 known = read_json(saved)
                 refuse_changes(self.out / name, known, {**known, **{k: to_dict(v) for k, v in ours.items()}})
+        if "dvae" in stages and isinstance(recipe.dvae, DVAEStage) and completed(self.out / "prior"):
+            done = completed(self.out / "dvae")
+            if not done or step_of(done[-1]) < recipe.dvae.training.steps:
+                raise UserError(
+                    f"the prior in {self.out} has learned from the dVAE as it is: train another into a new folder"
+                )
 
     def known_tokenizer(self) -> Tokenizer | None:
         """The run's tokenizer, or that of the recipe's start; None if it is still to be trained."""

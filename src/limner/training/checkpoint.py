@@ -82,7 +82,12 @@ def clear(run: Path) -> None:
 def completed(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first, whole or damaged."""
     folders = [p for p in (run / FOLDER).glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(folders, key=lambda p: int(p.name.removeprefix("step-")))
+    return sorted(folders, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """How many updates had been done."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def latest(run: Path) -> Path | None:
