@@ -16,6 +16,7 @@ from limner.cli import main
 from limner.config import save_json
 from limner.data.worlds import write_scenes
 from limner.errors import UserError
+from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.recipes.beside import LOG
 from limner.recipes.stages import train_all
