@@ -82,6 +82,16 @@ def test_an_interrupted_writer_leaves_nothing_that_reads(tmp_path):
     assert sorted(path.name for path in out.iterdir()) == ["00000.tar", "dataset.json"]
 
 
+def test_two_writers_do_not_share_a_folder(tmp_path):
+    with ShardWriter(tmp_path / "out") as writer:
+        writer.write(b"picture", ["one"])
+        with pytest.raises(UserError, match="being written to by another process"):
+            ShardWriter(tmp_path / "out").__enter__()
+        writer.write(b"picture", ["two"])
+    assert len(ShardReader([tmp_path / "out" / "00000.tar"])) == 2
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["00000.tar", "dataset.json"]
+
+
 def test_a_folder_in_use_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(UserError, match="not empty"):
