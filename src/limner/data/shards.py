@@ -227,7 +227,7 @@ def _walk(descriptor: int, path: str) -> Iterator[Member]:
             said = {}
         if member.isreg() or member.type in _EXTENSIONS or member.type not in tarfile.SUPPORTED_TYPES:
             at += -(-size // _BLOCK) * _BLOCK
-    if not ended or at > end:
+    if at < end or not ended:
         warnings.warn(f"{path} is damaged at byte {min(at, end)}: what follows is left out", stacklevel=3)
         yield Member(archive, "", DAMAGED, 0)
 
@@ -321,9 +321,9 @@ class ShardReader:
     def __getitem__(self, index: int) -> Sample:
         image, text, meta = self._read(index, 0, 1, 2)
         facts = self._facts(index, meta)
-        captions = parse_captions(text if text is not None else facts.get("caption"))
         if image is None:
             raise Rejected("missing image")
+        captions = parse_captions(text if text is not None else facts.get("caption"))
         if len(image) < self._index[index, 2]:
             raise Rejected("broken image")  # the tar was cut off
         return Sample(image, captions, facts)

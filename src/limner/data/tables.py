@@ -268,10 +268,8 @@ class _Csv(_Lines):
                     return
                 whole = fields is not None and (len(lines.ends) == 1 or len(fields) == len(self.columns or fields))
                 stop = lines.ends[-1 if whole else 0]
-                if not whole and len(lines.ends) == 1:
-                    fields = self._lenient(lines.text)  # quotes within a field
-                elif not whole:
-                    fields = None
+                if not whole:  # unless it is but quotes within a field
+                    fields = self._lenient(lines.text) if lines.text is not None and len(lines.ends) == 1 else None
                 if fields is None or (self.columns and any(fields[len(self.columns) :])):
                     yield at, stop, None
                 elif fields:
@@ -299,13 +297,14 @@ class _Pulled:
 
     def __init__(self, file: BinaryIO, at: int) -> None:
         file.seek(at)
-        self.file, self.at, self.ends, self.text = file, at, list[int](), ""
+        self.file, self.at, self.ends = file, at, list[int]()
+        self.text: str | None = None  # the last line, if it can be the last of a record
 
     def __iter__(self) -> _Pulled:
         return self
 
     def __next__(self) -> str:
-        line = self.file.readline(MAX_ROW + 1)
+        line, self.text = self.file.readline(MAX_ROW + 1), None
         if not line:
             raise StopIteration
         encoding = "utf-8-sig" if self.at == 0 else "utf-8"
@@ -315,7 +314,6 @@ class _Pulled:
             self.at += len(line)
         self.ends.append(self.at)
         if long or len(self.ends) > _MAX_LINES:
-            self.text = "\r"  # of which a record cannot consist
             raise ValueError("too long")
         self.text = line.decode(encoding, "surrogateescape").replace("\0", "")
         return self.text

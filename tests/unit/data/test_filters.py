@@ -1,7 +1,12 @@
 """The filters of appendix C, on captions as they occur."""
 
+import random
+import re
+import time
+
 import pytest
 
+from limner.data import filters as module
 from limner.data.filters import (
     NO_FILTERS,
     Filters,
@@ -10,7 +15,7 @@ from limner.data.filters import (
     not_english,
     too_short,
 )
-from limner.data.samples import Rejected
+from limner.data.samples import MAX_CAPTION, Rejected
 
 BOILERPLATE = """
 Photographed on 2010-05-12
@@ -127,3 +132,36 @@ def test_filters_compose():
         filters.image(100, 300)
     NO_FILTERS.image(1, 300)
     assert NO_FILTERS.captions(["dog"]) == ("dog",)
+
+
+PIECES = [
+    "1-", "1", "a1", "- ", "_", ".jpg", ".png", "foo", "é", "\u0661", "IMG", "img_1_2", "p1 ", "(1) ", "photo ",
+    "photo of ", "photo of - ", "12 ", "12 may", "may ", "may, ", ", ", "2010", "2010-05-12", "2010:05:12t", "12:30",
+    "12:30:10.1", "12th ", "sun ", "created with a ", "uploaded by ", "date ", "date taken ", "1 of ", "1/", "at ",
+    "@ ", "this ", "was ", "this photo was ", " ",
+]  # fmt: skip
+
+
+def test_the_bounded_expression_finds_what_the_plain_one_finds():
+    plain = module._BOILERPLATE.pattern.replace(
+        rf"\b(?=[\w-]{{1,128}}+{module._EXTENSION})(?=[\w-]*\d)[\w-]++{module._EXTENSION}",
+        rf"\b[\w-]*\d[\w-]*{module._EXTENSION}",
+    )
+    assert plain != module._BOILERPLATE.pattern
+    plain, rng = re.compile(plain, re.IGNORECASE), random.Random(0)
+    for _ in range(5_000):
+        text = "".join(rng.choices(PIECES, k=rng.randrange(1, 9)))
+        assert module._BOILERPLATE.sub("|", text) == plain.sub("|", text), text
+
+
+def test_no_caption_takes_long():
+    """Pieces of the expression, repeated up to the longest caption, with an end that fails or fits."""
+    not_english("the model is read once")
+    rng, cases = random.Random(1), ["1-", "_-", "a-", "photo of ----", "é", "的", "a b "]
+    cases += ["".join(rng.choices(PIECES, k=rng.randrange(1, 4))) for _ in range(60)]
+    for case in cases:
+        for end in ("", ".", ".jpg"):
+            text = (case * MAX_CAPTION)[: MAX_CAPTION - len(end)] + end
+            begun = time.process_time()
+            Filters().caption(text)
+            assert time.process_time() - begun < 0.5, (case, end)

@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
 import pickle
+import random
 import tarfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -183,3 +186,140 @@ def test_readers_are_shared_by_threads_and_pickled(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         for index, sample in enumerate(pool.map(reader.__getitem__, list(range(40)) * 5)):
             assert sample.captions == (f"no {index % 40}",)
+
+
+# ---------------------------------------------------------------------------- in = kept + rejected
+
+
+def archive(members, format=tarfile.USTAR_FORMAT):
+    """The bytes of a tar; `members` is a list of names and bytes (None for a link), which may come twice."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=format) as file:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data or b"")
+            if data is None:
+                info.type, info.linkname = tarfile.SYMTYPE, "elsewhere"
+            file.addfile(info, io.BytesIO(data or b""))
+    return buffer.getvalue()
+
+
+def outcomes(path, data):
+    path.write_bytes(data)
+    reader = ShardReader([path])
+    found = []
+    for index in range(len(reader)):
+        try:
+            sample = reader[index]
+            found.append((sample.image.decode(), sample.captions[0]))
+        except Rejected as rejected:
+            found.append(rejected.reason)
+    return found
+
+
+def pairs(*numbers, key="{}"):
+    return [
+        (f"{key.format(n)}.{suffix}", data)
+        for n in numbers
+        for suffix, data in (("png", b"P%d" % n), ("txt", b"C%d" % n), ("json", b"{}"))
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*is damaged")
+def test_a_tar_cut_anywhere_says_so(tmp_path):
+    whole = archive(pairs(*range(12)))
+    full = [(f"P{n}", f"C{n}") for n in range(12)]
+    assert outcomes(tmp_path / "0.tar", whole) == full
+    for cut in range(0, 12 * 3 * 1024, 700):
+        found = outcomes(tmp_path / "0.tar", whole[:cut])
+        assert found[-1] == "damaged shard"
+        good = [pair for pair in found if pair in full]
+        assert good == full[: len(good)] and len(good) >= cut // (3 * 1024) and len(found) <= len(good) + 2
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_joined_tars_are_read_to_the_end(tmp_path, format):
+    parts = [
+        archive(pairs(*numbers, key="n" * 90 + "/é" * 20 + "/{}"), format) for numbers in ((0, 1), (2,), (), (3, 4))
+    ]
+    expected = [(f"P{n}", f"C{n}") for n in range(5)]
+    assert outcomes(tmp_path / "0.tar", b"".join(parts)) == expected
+    # The same keys in another archive are other samples, even where one of them lacks a caption.
+    first, second = pairs(0, 1), [(name, data.replace(b"0", b"7")) for name, data in pairs(0, 1)]
+    first = [member for member in first if member[0] != "0.txt"]
+    found = outcomes(tmp_path / "0.tar", archive(first) + archive(second))
+    assert found == ["missing caption", ("P1", "C1"), ("P7", "C7"), ("P1", "C1")]
+    with pytest.warns(UserWarning, match="damaged"):
+        assert outcomes(tmp_path / "0.tar", archive(first) + b"junk" * 200)[-1] == "damaged shard"
+
+
+def test_keys_that_come_twice(tmp_path):
+    def found(*members):
+        return outcomes(tmp_path / "0.tar", archive([(name, data and data.encode()) for name, data in members]))
+
+    a, b, x, y = ("k.png", "A"), ("k.png", "B"), ("k.txt", "x"), ("k.txt", "y")
+    assert found(a, x, b, y) == found(a, b, x, y) == [("A", "x"), ("B", "y")]
+    assert found(a, ("k.jpg", "B"), x) == [("A", "x"), "second picture of a name"]
+    assert found(a, x, y) == ["duplicate key"] * 2
+    assert found(a, b) == ["missing caption"] * 2
+    assert found(x, y) == ["missing image"] * 2
+    assert found(("k.png", None), x) == ["missing image"]
+    assert found(a, ("k.txt", None)) == ["missing caption"]
+
+
+def test_keys_with_dots(tmp_path):
+    assert outcomes(tmp_path / "0.tar", archive(pairs(1, 2, key="photo.2020.{}"))) == [("P1", "C1"), ("P2", "C2")]
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_every_picture_is_kept_or_counted(seed, tmp_path_factory):
+    """Random members in random order, over several archives: each picture is an element, and so is each caption
+    or metadata of a key without a picture."""
+    rng = random.Random(seed)
+    data, pictures, bare = b"", 0, 0
+    for _ in range(rng.randrange(1, 4)):
+        keys = [f"{rng.choice(['', 'd/'])}{n}{rng.choice(['', '.x'])}" for n in range(6)]
+        members = [
+            (f"{rng.choice(keys)}.{rng.choice(['png', 'JPG', 'txt', 'json', 'cls'])}", b"{}")
+            for _ in range(rng.randrange(20))
+        ]
+        data += archive(members, rng.choice([tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT]))
+        for key in keys:
+            count = Counter(
+                suffix.lower() for stem, _, suffix in (m[0].rpartition(".") for m in members) if stem == key
+            )
+            images = count["png"] + count["jpg"]
+            pictures += images
+            if max(count["txt"], count["json"]) > images and (images == 0 or max(count["txt"], count["json"]) > 1):
+                bare += max(count["txt"], count["json"]) - images
+    found = outcomes(tmp_path_factory.mktemp("t") / "0.tar", data)
+    assert len(found) == pictures + bare
+
+
+def test_what_is_no_regular_file_is_never_opened(tmp_path):
+    os.mkfifo(tmp_path / "0.tar")
+    (tmp_path / "1.tar").symlink_to("/dev/zero")
+    (tmp_path / "2.tar").symlink_to("2.tar")
+    with pytest.warns(UserWarning, match="cannot be read"):
+        reader = ShardReader([tmp_path / f"{n}.tar" for n in range(3)])
+    for index in range(3):
+        with pytest.raises(Rejected, match="damaged shard"):
+            reader[index]
+    assert len(reader.fingerprint()) == 64
+
+
+def test_large_members_are_not_read(tmp_path):
+    text = b"word " * 20_000
+    members = [("a.png", b"A"), ("a.txt", text), ("b.png", b"B"), ("b.txt", b"b"), ("b.json", b" " * (1 << 20) + b"{}")]
+    assert outcomes(tmp_path / "0.tar", archive(members)) == ["caption too long", "metadata too large"]
+
+
+def test_sparse_members_do_not_derail_the_walk(tmp_path):
+    """GNU tar's sparse files have a map after their header."""
+    sparse = bytearray(archive([("hole.png", b"0" * 600)])[: 512 + 1024])
+    sparse[156:157], sparse[482:483] = b"S", b"\1"
+    sparse[148:156] = b" " * 8
+    sparse[148:156] = b"%06o\0 " % sum(sparse[:512])
+    data = bytes(sparse[:512]) + b"\0" * 512 + bytes(sparse[512:]) + archive(pairs(1))
+    assert outcomes(tmp_path / "0.tar", data) == ["missing image", ("P1", "C1")]

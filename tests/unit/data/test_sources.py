@@ -3,12 +3,16 @@
 import base64
 import io
 import json
+import os
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from limner.data import sources
+from limner.data.filters import NO_FILTERS
 from limner.data.prepare import prepare
+from limner.data.samples import by_split, select_split, unread
 from limner.data.sources import Rejected, decode_image, open_source
 from limner.errors import UserError
 
@@ -222,3 +226,184 @@ def test_fingerprints_follow_the_files(folder):
     assert open_source(folder).fingerprint() == first
     (folder / "part0/0.txt").write_text("another caption")
     assert open_source(folder).fingerprint() != first
+
+
+# -------------------------------------------------------------------------------------- strangers
+
+
+def outcomes(source):
+    """For each element its first caption and its split, or why it is rejected."""
+    found = []
+    for index in range(len(source)):
+        try:
+            sample = source[index]
+            found.append((sample.captions[0], sample.meta.get("split")))
+        except Rejected as rejected:
+            found.append(rejected.reason)
+    return found
+
+
+def test_a_folder_of_anything(tmp_path):
+    good = encode(picture(0))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("a", "b", "c", "d", "e", "f", "h"):
+        (folder / f"{name}.txt").write_text(f"caption {name}")
+    (folder / "a.png").symlink_to("a.png")
+    (folder / "b.png").symlink_to("nowhere")
+    os.mkfifo(folder / "c.png")
+    (folder / "d.png").symlink_to("/dev/zero")
+    (folder / "e.png").mkdir()
+    (folder / "f.png").write_bytes(good)
+    (folder / "f.txt").unlink()
+    os.mkfifo(folder / "f.txt")
+    (folder / "g.png").write_bytes(good)
+    (folder / "g.txt").symlink_to("/dev/zero")
+    (folder / "h.png").write_bytes(good)
+    (folder / "h.jpg").write_bytes(good)
+    (folder / "loop").symlink_to(folder)
+    for suffix, data in ((b"png", good), (b"txt", b"odd name")):
+        with open(os.fsencode(folder) + b"/z\xff." + suffix, "wb") as file:
+            file.write(data)
+    source = open_source(folder)
+    assert outcomes(source) == [
+        *["missing image"] * 5,
+        *["missing caption"] * 2,
+        ("caption h", None),
+        "second picture of a name",
+        ("odd name", None),
+    ]
+    assert len(source.fingerprint()) == 64
+    assert source.meta(9)["path"].endswith("z\\udcff.png")
+    counts = prepare(source, tmp_path / "out", filters=NO_FILTERS)
+    assert counts.kept == 2 and counts.total == len(source) == 10
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet", "arrow", "csv", "jsonl", "png"])
+def test_a_path_that_never_ends_is_refused(tmp_path, kind):
+    path = tmp_path / f"x.{kind}"
+    for make in (os.mkfifo, lambda p: p.symlink_to("/dev/zero"), lambda p: p.symlink_to(p.name)):
+        make(path)
+        with pytest.raises(UserError, match="not a regular file"):
+            open_source(path)
+        path.unlink()
+
+
+def test_a_sample_that_fails_in_any_way_is_one_rejection(folder, monkeypatch, tmp_path):
+    source = open_source(folder)
+    monkeypatch.setattr(sources, "parse_captions", lambda text: (text.decode(),) if b"cats" not in text else 1 / 0)
+    assert sorted(map(str, outcomes(source)))[2] == "unreadable sample"
+    assert prepare(source, tmp_path / "out", filters=NO_FILTERS).rejected == {"unreadable sample": 1}
+    with pytest.raises(IndexError):
+        source[3]
+
+
+def hugging_face_rows(start, stop):
+    return [{"image": {"bytes": encode(picture(n)), "path": f"{n}.png"}, "text": f"no {n}"} for n in range(start, stop)]
+
+
+def test_a_clone_of_hugging_face(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    clone = tmp_path / "test-clone"
+    (clone / "data").mkdir(parents=True)
+    (clone / "README.md").write_text("---")
+    (clone / ".gitattributes").write_text("*.parquet lfs")
+    names = ["train-00000-of-00002", "train-00001-of-00002", "validation-00000-of-00001", "test-00000-of-00001"]
+    for n, name in enumerate(names):
+        parquet.write_table(
+            pyarrow.Table.from_pylist(hugging_face_rows(2 * n, 2 * n + 2)), clone / f"data/{name}.parquet"
+        )
+    expected = {(f"no {n}", "train" if n < 4 else "held-out") for n in range(8)}
+    for path in (clone, clone / "data", f"{clone}/data/*.parquet"):
+        assert set(outcomes(open_source(path))) == expected
+        assert len(open_source(path, split="held-out")) == 4
+    assert outcomes(open_source(clone / "data/test-00000-of-00001.parquet")) == [("no 6", None), ("no 7", None)]
+
+
+def save_to_disk(folder, rows):
+    """As `datasets.Dataset.save_to_disk` does."""
+    pyarrow = pytest.importorskip("pyarrow")
+    folder.mkdir(parents=True)
+    name, rows = "data-00000-of-00001.arrow", pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_stream(folder / name, rows.schema) as writer:
+        writer.write_table(rows, max_chunksize=2)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}], "_split": None}))
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "cache-1234.arrow").write_bytes(b"what map leaves")
+
+
+def test_save_to_disk(tmp_path):
+    save_to_disk(tmp_path / "one", hugging_face_rows(0, 5))
+    assert outcomes(open_source(tmp_path / "one")) == [(f"no {n}", None) for n in range(5)]
+    for name, start in (("train", 0), ("test", 3), ("extra", 6)):
+        save_to_disk(tmp_path / "three" / name, hugging_face_rows(start, start + 3))
+    (tmp_path / "three/dataset_dict.json").write_text(json.dumps({"splits": ["train", "test", "extra", "../one", 5]}))
+    names = {0: "train", 1: "held-out", 2: "extra"}
+    assert outcomes(open_source(tmp_path / "three")) == [(f"no {n}", names[n // 3]) for n in range(9)]
+    (tmp_path / "one/state.json").write_text('{"_data_files": [{"filename": "../three/train/x.arrow"}, 7]}')
+    with pytest.warns(UserWarning, match="cache-1234.arrow is not an Arrow file"):
+        source = open_source(tmp_path / "one")  # as a folder of tables
+    assert outcomes(source) == ["damaged table", *((f"no {n}", None) for n in range(5))]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_an_imagefolder_with_splits(tmp_path, kind):
+    for split in ("train", "validation"):
+        (tmp_path / split).mkdir()
+        for n in range(2):
+            (tmp_path / split / f"{n}.png").write_bytes(encode(picture(n)))
+        rows = [{"file_name": f"{n}.png", "text": f"{split} {n}"} for n in range(2)]
+        table(tmp_path / split, kind, rows).rename(tmp_path / split / f"metadata.{kind}")
+    assert outcomes(open_source(tmp_path)) == [
+        *((f"train {n}", "train") for n in range(2)),
+        *((f"validation {n}", "held-out") for n in range(2)),
+    ]
+
+
+def test_shards_in_folders_name_their_split(folder, tmp_path):
+    for split in ("train", "val"):
+        prepare(folder, tmp_path / "shards" / split, filters=NO_FILTERS, held_out=0)
+    found = outcomes(open_source(tmp_path / "shards"))
+    assert len(found) == 6 and {split for _, split in found} == {"train", "held-out"}
+
+
+def test_every_split_is_read_or_told(tmp_path):
+    (tmp_path / "1.png").write_bytes(encode(picture(0)))
+    names = ["train", "Training", None, "", "test", "VAL", "validation", "held-out", "dev", "extra", "extra"]
+    rows = [{"caption": f"no {n}", "image": "1.png", "split": name} for n, name in enumerate(names)]
+    rows += [{"caption": "x", "image": "1.png", "split": split} for split in (["a"], 3, True, {})]
+    source = open_source(table(tmp_path, "jsonl", rows))
+    splits = {name: len(chosen) for name, chosen in by_split(source).items()}
+    # What cannot be read is for training: it is rejected there, and counted.
+    assert splits == {"train": 8, "held-out": 5, "extra": 2}
+    assert unread(splits) == '2 samples are never read: their split ("extra") is neither "train" nor "held-out"'
+    assert unread({"train": 3, "held-out": 1}) == ""
+    assert outcomes(select_split(source, "train"))[4:] == ["broken metadata"] * 4
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_picture_in_a_folder_is_kept_or_counted(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    good, names = encode(picture(0)), []
+    for _ in range(40):
+        name = f"{rng.integers(3)}/{rng.integers(9)}.{rng.choice(['png', 'jpg', 'JPG', 'txt', 'md'])}"
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(rng.choice([good, b"a caption", b""]))
+        names.append(name)
+    names = set(names)
+    pictures = {n for n in names if n.lower().endswith(("png", "jpg"))}
+    alone = {n for n in names if n.endswith("txt")} - {n.rpartition(".")[0] + ".txt" for n in pictures}
+    source = open_source(tmp_path / "in")
+    assert len(outcomes(source)) == len(pictures) + len(alone)
+    decodable = 0
+    for index in range(len(source)):
+        try:
+            decode_image(source[index].image)
+            decodable += 1
+        except Rejected:
+            pass
+    if decodable:
+        counts = prepare(source, tmp_path / "out", filters=NO_FILTERS)
+        assert (counts.kept, counts.total) == (decodable, len(source))
+        assert json.loads((tmp_path / "out/dataset.json").read_text())["count"] == len(source)
