@@ -65,9 +65,9 @@ class EmojiOptions(Checked):
 class PrepareOptions(Checked):
     """Write the good samples of a source to tar shards; defects and what the filters reject are counted.
 
-    A source is a folder of pictures with .txt captions, a JSONL, CSV or Parquet file with a caption
-    column and image paths or bytes, or img2dataset's tar shards, also by glob. The filters are those of
-    the paper (appendix C).
+    A source is a folder of pictures with .txt captions, a JSONL, CSV, Parquet or Arrow file with a caption
+    column and image paths or bytes, a data set of Hugging Face (cloned or saved to disk), or img2dataset's
+    tar shards, also by glob. The filters are those of the paper (appendix C).
     """
 
     source: Positional[str]

@@ -59,11 +59,15 @@ def counted(read: _Read) -> _Read:
 # ------------------------------------------------------------------------------------------ files
 
 
+#: To open a regular file for reading; if it has become a FIFO meanwhile, without waiting.
+READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
 def open_regular(path: str | os.PathLike[str]) -> int:
     """A descriptor to read a regular file from. Raises `OSError` for whatever else there is, and never waits."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # to open a device may already be an act
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    descriptor = os.open(path, READ)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # it was exchanged in between
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))

@@ -189,7 +189,7 @@ def _decode_jpeg(data: bytes, height: int, width: int, target: int, reuse: bool)
             min_factor=scale,
             buffer=buffer,
         )
-    except ValueError:
+    except Exception:  # ValueError, or what memory is short for
         return None
 
 

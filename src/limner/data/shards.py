@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from limner.data.foreign import MAX_BYTES, MAX_META, counted, facts, fingerprint, open_regular, parse_json
+from limner.data.foreign import MAX_BYTES, MAX_META, READ, counted, facts, fingerprint, open_regular, parse_json
 from limner.data.samples import MAX_TEXT, Rejected, Sample, parse_captions
 from limner.errors import UserError
 from limner.files import LOCK, atomic_write_text, locked
@@ -304,7 +304,7 @@ class ShardReader:
         shard, *where = self._index[index].tolist()
         if where[0] < MISSING:
             raise Rejected(_REASONS[where[0]])
-        descriptor = os.open(self.paths[shard], os.O_RDONLY)
+        descriptor = os.open(self.paths[shard], READ)
         try:
             found = []
             for slot in slots:

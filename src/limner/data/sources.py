@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from limner.data.foreign import counted, facts, fingerprint, parse_json, read_file, split_named
+from limner.data.foreign import MAX_META, counted, facts, fingerprint, parse_json, read_file, split_named
 from limner.data.pictures import decode_image
 from limner.data.samples import (
     MAX_TEXT,
@@ -163,7 +163,7 @@ def _saved_part(folder: Path) -> list[Path]:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        data = parse_json(read_file(path, "none", MAX_TEXT))
+        data = parse_json(read_file(path, "none", MAX_META))
     except (Rejected, ValueError):
         return {}
     return data if isinstance(data, dict) else {}

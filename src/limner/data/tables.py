@@ -26,7 +26,17 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from limner.data.foreign import MAX_BYTES, MAX_COLUMNS, counted, facts, fingerprint, open_regular, parse_json, read_file
+from limner.data.foreign import (
+    MAX_BYTES,
+    MAX_COLUMNS,
+    READ,
+    counted,
+    facts,
+    fingerprint,
+    open_regular,
+    parse_json,
+    read_file,
+)
 from limner.data.samples import Rejected, Sample, parse_captions
 from limner.errors import UserError
 
@@ -187,7 +197,7 @@ class _Lines:
             raise Rejected("broken row")
         if stop - start > MAX_ROW:
             raise Rejected("row too long")
-        descriptor = os.open(self.path, os.O_RDONLY)
+        descriptor = os.open(self.path, READ)
         try:
             return os.pread(descriptor, stop - start, start).decode("utf-8-sig", "surrogateescape")
         finally:

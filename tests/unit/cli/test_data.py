@@ -1,0 +1,48 @@
+"""`limner data show` and `prepare`: what goes in is told as kept or rejected, and so is what nobody reads."""
+
+import io
+import json
+
+import pytest
+from PIL import Image
+
+from limner.cli.data import main
+from limner.recipes.stages import Plan
+
+
+@pytest.fixture
+def folder(tmp_path):
+    buffer = io.BytesIO()
+    Image.new("RGB", (9, 9), "red").save(buffer, "PNG")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/1.png").write_bytes(buffer.getvalue())
+    splits = ["train", "train", "test", "extra", "more", ["a list"], None]
+    rows = [{"caption": f"a caption of row {n}", "image": "1.png", "split": split} for n, split in enumerate(splits)]
+    rows.append({"caption": "a picture that is missing", "image": "2.png"})
+    (tmp_path / "in/t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path / "in"
+
+
+UNREAD = '2 samples are never read: their split ("extra", "more") is neither "train" nor "held-out"'
+
+
+def test_show_and_prepare_count_everything(folder, tmp_path, capsys):
+    main(["show", str(folder), "--captions", "3"])
+    shown = capsys.readouterr().out
+    main(["prepare", str(folder), str(tmp_path / "out")])
+    for said in (shown, capsys.readouterr().out):
+        lines = said.splitlines()
+        assert [line.split()[:-1] for line in lines[1:4]] == [
+            ["kept", "6"],
+            ["rejected:", "broken", "metadata", "1"],
+            ["rejected:", "missing", "image", "1"],
+        ]
+        assert "extra 1" in lines[4] and lines[5] == UNREAD
+    assert json.loads((tmp_path / "out/dataset.json").read_text())["count"] == 8
+
+
+def test_train_tells_what_it_never_reads(folder, tmp_path):
+    with pytest.warns(UserWarning, match="never read") as warned:
+        plan = Plan.of(None, folder, tmp_path / "run")
+    assert [str(warning.message) for warning in warned] == [f"{folder}: {UNREAD}"]
+    assert len(plan.seen) == 5 and len(plan.unseen) == 1  # what is broken is met, and counted, in training
