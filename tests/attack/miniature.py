@@ -1,0 +1,89 @@
+"""Everything small: data, a recipe of three stages that trains within a second, a demonstration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from limner.config import save_json
+from limner.data.worlds import write_scenes
+from limner.models.contrastive import ContrastiveConfig
+from limner.models.dvae import DVAEConfig
+from limner.models.transformer import TransformerConfig
+from limner.recipes import get
+from limner.recipes.recipe import Recipe
+
+
+def recipe(steps: int = 4, every: int = 2) -> Recipe:
+    """Three stages of a few steps, with all that a checkpoint has to know: averages, Muon, AdamW, schedules, dropout
+    of merges and of captions, evaluation, micro-batches."""
+    scenes = get("scenes")
+    often: dict[str, Any] = {
+        "steps": steps, "batch_size": 4, "warmup_steps": 1, "eval_every": 2, "log_every": 1, "checkpoint_every": every,
+        "keep": 2,
+    }  # fmt: skip
+    dvae = DVAEConfig(size=24, width=8, groups=3, blocks=1, vocab=32, code_width=8, context_groups=0)
+    return replace(
+        scenes,
+        text=replace(scenes.text, vocab=300, dropout=0.1),
+        dvae=replace(scenes.dvae, model=dvae, training=replace(scenes.dvae.training, **often)),
+        prior=replace(
+            scenes.prior,
+            model=TransformerConfig(width=32, depth=2, heads=2),
+            training=replace(scenes.prior.training, **often, accumulate=2),
+            caption_dropout=0.1,
+        ),
+        contrastive=replace(
+            scenes.contrastive,
+            model=ContrastiveConfig(patch=8, width=32, depth=1, heads=2, embedding=16),
+            training=replace(scenes.contrastive.training, **{**often, "batch_size": 8}),
+        ),
+    )
+
+
+def world(folder: Path, count: int = 24) -> None:
+    """`folder/data`, `folder/recipe.json`: what `limner train data --recipe recipe.json --out run` needs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_scenes(folder / "data", count, 0, size=24, held_out=0.2)
+    save_json(recipe(), folder / "recipe.json")
+
+
+TRAIN = ("train", "data", "--recipe", "recipe.json", "--out", "run")
+DEMO = ("demo", "--out", "demo", "--from-scratch", "--scenes", 8, "--captions", 1, "--candidates", 2, "--evaluated", 1)
+#: Environment that makes `small` act in a child of the server.
+SMALL = {"LIMNER_ATTACK_SMALL": "1"}
+
+
+def small() -> None:
+    """Make what has no option for its size small in this process: the recipe of `limner demo`, the number of emoji."""
+    if not os.environ.get("LIMNER_ATTACK_SMALL"):
+        return
+    from limner.data import emoji
+    from limner.recipes import demo
+
+    tiny = recipe(steps=1, every=1)
+    everything = emoji.all_emoji
+    emoji.all_emoji = lambda: everything()[:3_000:125]
+    demo.Demo.recipe = lambda self: tiny
+    demo.dvae_minutes = lambda stage: 0.0
+
+
+def ground_for_imports(folder: Path) -> None:
+    """`folder/encoder.pt`, `folder/decoder.safetensors` with OpenAI's names, and `folder/pictures` with captions."""
+    torch.manual_seed(0)
+    model = DVAEConfig(size=32, width=16, groups=4, blocks=1, vocab=64, code_width=8).build()
+    torch.save(model.encoder.state_dict(), folder / "encoder.pt")
+    save_file({k: v.contiguous() for k, v in model.decoder.state_dict().items()}, folder / "decoder.safetensors")
+    (folder / "pictures").mkdir()
+    noise = np.random.default_rng(0)
+    for i in range(8):
+        pixels = noise.integers(0, 256, (30 + i, 40, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "pictures" / f"{i}.png")
+        (folder / "pictures" / f"{i}.txt").write_text(f"picture {i} of many colours in a row")
