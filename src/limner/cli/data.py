@@ -193,10 +193,11 @@ def _absolute(bar: Any) -> Any:
 
 
 def _tell(where: object, kept: int, rejected: dict[str, int], splits: dict[str, int] | None = None) -> None:
+    from limner.data.foreign import writable
     from limner.data.prepare import Counts
     from limner.data.samples import unread
 
-    print(f"{where}\n{Counts(kept, dict(rejected))}")
+    print(f"{writable(str(where))}\n{Counts(kept, dict(rejected))}")
     if splits:
         listed = [f"{name} {count:,}" for name, count in sorted(splits.items())]
         print("by split: " + ", ".join(listed[:20]) + (f" and {len(listed) - 20:,} more" if len(listed) > 20 else ""))

@@ -137,20 +137,21 @@ def split_named(word: str) -> str | None:
 
 
 def _plain(value: Any, room: list[int], depth: int) -> Any:
-    room[0] -= 8 + (len(value) if isinstance(value, str) else 0)
+    kind = type(value)
+    room[0] -= 8 + len(value) if kind is str else 8
     if room[0] < 0:
         raise Rejected("metadata too large")
+    if kind is str:
+        return value if value.isascii() else writable(value)
+    if value is None or kind is int or kind is bool:
+        return value
+    if kind is float:
+        return value if value - value == 0 else None if value != value else str(value)
     if depth > _MAX_DEPTH:
         raise Rejected("broken metadata")
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, str):
-        return _writable(value)
-    if isinstance(value, float):
-        return value if value - value == 0 else None if value != value else str(value)
     if isinstance(value, dict):
-        names = [_plain(str(name), room, depth) for name in value]
-        return dict(zip(names, [_plain(item, room, depth + 1) for item in value.values()], strict=True))
+        room[0] -= sum(map(len, map(str, value)))
+        return {writable(str(name)): _plain(item, room, depth + 1) for name, item in value.items()}
     if isinstance(value, list | tuple | set):
         return [_plain(item, room, depth + 1) for item in value]
     if isinstance(value, bytes | bytearray):
@@ -158,6 +159,6 @@ def _plain(value: Any, room: list[int], depth: int) -> Any:
     return _plain(value.isoformat() if isinstance(value, date | time) else str(value), room, depth)
 
 
-def _writable(text: str) -> str:
+def writable(text: str) -> str:
     """Surrogates, which stand for bytes that are not UTF-8, as escape sequences."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

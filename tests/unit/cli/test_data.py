@@ -46,3 +46,10 @@ def test_train_tells_what_it_never_reads(folder, tmp_path):
         plan = Plan.of(None, folder, tmp_path / "run")
     assert [str(warning.message) for warning in warned] == [f"{folder}: {UNREAD}"]
     assert len(plan.seen) == 5 and len(plan.unseen) == 1  # what is broken is met, and counted, in training
+
+
+def test_names_that_are_not_utf8_can_be_told(folder, capsys):
+    odd = folder.with_name("odd \udcff")  # the byte 0xff
+    folder.rename(odd)
+    main(["show", str(odd), "--captions", "0"])
+    assert capsys.readouterr().out.splitlines()[0].endswith("odd \\udcff")
