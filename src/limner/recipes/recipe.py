@@ -70,7 +70,7 @@ class PriorStage(Checked):
     training: TrainConfig
     augment: bool = True
     caption_dropout: Annotated[float, Range(0, 1)] = 0.0
-    guidance: Annotated[float, Range(-1_000, 1_000)] = 1.0
+    guidance: Annotated[float, Range(0, 100)] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
