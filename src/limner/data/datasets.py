@@ -26,6 +26,7 @@ from limner.data.filters import Filters
 from limner.data.pictures import decoded
 from limner.data.samples import Rejected, Source
 from limner.data.stream import Dataset
+from limner.data.truth import Falsehood, falsehood
 from limner.errors import UserError
 from limner.text import PAD
 
@@ -88,7 +89,7 @@ class ImageCaptionDataset:
         # One block for all: small arrays that stay, between large ones that go, would tear the heap apart.
         keeps = augment == "none" and len(source) * 3 * size**2 <= keep_bytes
         self._kept = np.empty((len(source), 3, size, size), np.uint8) if keeps else None
-        self._kept_captions: dict[int, tuple[str, ...]] = {}
+        self._kept_words: dict[int, tuple[tuple[str, ...], Falsehood | None]] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -101,13 +102,14 @@ class ImageCaptionDataset:
         with self._lock:
             return Counter(self._defects.values())
 
-    def _read(self, index: int, rng: np.random.Generator, out: np.ndarray) -> tuple[tuple[str, ...], str | None]:
-        """Sample `index` augmented into `out` [3, size, size]; its captions, or why it is bad."""
+    def _read(self, index: int, rng: np.random.Generator, out: np.ndarray) -> tuple[tuple[str, ...], Any, str | None]:
+        """Sample `index` augmented into `out` [3, size, size]; its captions and, for distractors, which others
+        are wrong of it (None if nobody knows), or why it is bad."""
         if index in self._defects:
-            return (), self._defects[index]
-        if self._kept is not None and index in self._kept_captions:
+            return (), None, self._defects[index]
+        if self._kept is not None and index in self._kept_words:
             out[:] = self._kept[index]
-            return self._kept_captions[index], None
+            return *self._kept_words[index], None
         try:
             sample = self.source[index]
             captions = self.filters.captions(sample.captions) if self.filters else sample.captions
@@ -118,21 +120,23 @@ class ImageCaptionDataset:
         except Rejected as rejected:
             with self._lock:
                 self._defects[index] = rejected.reason
-            return (), rejected.reason
+            return (), None, rejected.reason
+        wrong = falsehood(sample.meta) if self.distractors else None
         if self._kept is not None:
             self._kept[index] = out
-            self._kept_captions[index] = captions
-        return captions, None
+            self._kept_words[index] = captions, wrong
+        return captions, wrong, None
 
-    def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[str | None, Any]:
-        """One training sample into `out`: its caption (None if dropped) and its generator."""
+    def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[str | None, Any, Any]:
+        """One training sample into `out`: its caption (None if dropped), its generator, and which captions are
+        wrong of it."""
         n = len(self.source)
         for step in range(n):
             rng = sample_rng(seed)
-            captions, reason = self._read((index + step) % n, rng, out)
+            captions, wrong, reason = self._read((index + step) % n, rng, out)
             if reason is None:
                 caption = captions[int(rng.integers(len(captions)))]
-                return (None if rng.random() < self.caption_dropout else caption), rng
+                return (None if rng.random() < self.caption_dropout else caption), rng, wrong
         reasons = ", ".join(f"{reason}: {k}" for reason, k in self.rejected.most_common())
         raise UserError(f"not one of the {n} samples can be used ({reasons}): check the data")
 
@@ -150,14 +154,19 @@ class ImageCaptionDataset:
         Raises `UserError` if not a single sample of the source is good.
         """
         pixels = np.empty((len(indices), 3, self.size, self.size), np.uint8)
-        texts = self._map(self._sample, indices.tolist(), seeds.tolist(), pixels)
+        samples = self._map(self._sample, indices.tolist(), seeds.tolist(), pixels)
         batch = {"pixels": torch.from_numpy(pixels)}
         if self.tokenizer:
+            texts = [(caption, rng) for caption, rng, _ in samples]
             batch["text"] = _encode(self.tokenizer, texts, self.text_len, self.bpe_dropout)
         if self.tokenizer and self.distractors:
             distract, count = self.distractors[0].distract, self.distractors[1]
-            wrong = [(caption and distract(caption, rng), rng) for caption, rng in texts for _ in range(count)]
-            encoded = _encode(self.tokenizer, wrong, self.text_len, self.bpe_dropout)
+            made = [
+                (caption and distract(caption, rng, wrong), rng)
+                for caption, rng, wrong in samples
+                for _ in range(count)
+            ]
+            encoded = _encode(self.tokenizer, made, self.text_len, self.bpe_dropout)
             batch["distractors"] = encoded.unflatten(0, (-1, count))
         return batch
 
@@ -167,12 +176,12 @@ class ImageCaptionDataset:
         pixels = np.empty((len(indices), 3, self.size, self.size), np.uint8)
         rngs = [sample_rng(0) for _ in indices]
         results = self._map(self._read, indices.tolist(), rngs, pixels)
-        good = np.array([reason is None for _, reason in results], bool)
+        good = np.array([reason is None for *_, reason in results], bool)
         return (
             indices[good],
             torch.from_numpy(pixels[good]),
-            [captions for captions, reason in results if reason is None],
-            Counter(reason for _, reason in results if reason is not None),
+            [captions for captions, _, reason in results if reason is None],
+            Counter(reason for *_, reason in results if reason is not None),
         )
 
     def __getstate__(self) -> dict[str, Any]:

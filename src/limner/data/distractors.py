@@ -10,18 +10,21 @@ Candidates of *one* caption differ in a single thing. So, a third of the time ea
 - two phrases do: it becomes "a blue square above a red circle". Without these a model learns what there
   is, and not where (docs/LOG.md).
 
-That needs no grammar and serves any data; now and then the result is still true of the picture, which a
-contrastive loss bears.
+That needs no grammar and serves any data. What says the same is left out as far as can be told: a list in
+another order, and, where the facts of a picture are known (`truth.py`), whatever is true of it. What held-out
+samples say is left out, too, since a model that is taught that it is wrong cannot be tested on it.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import combinations, islice, product
 
 import numpy as np
+
+from limner.data.truth import Falsehood
 
 _PIECE = re.compile(r"\w+|[^\w\s]")
 _ENOUGH = 100_000  # captions that are looked at
@@ -30,9 +33,13 @@ _LIST = re.compile(r",|\band\b|\bor\b")  # around these, phrases change places a
 
 
 class Distractors:
-    """`distract(caption, rng)` gives a distractor, or None where there is none."""
+    """`distract(caption, rng)` gives a distractor, or None where there is none.
 
-    def __init__(self, captions: Iterable[str]) -> None:
+    `captions` are those of training, `held_out` those that no distractor may say.
+    """
+
+    def __init__(self, captions: Iterable[str], held_out: Iterable[str] = ()) -> None:
+        self.held_out = {caption.lower() for caption in held_out}
         places: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for caption in islice(captions, _ENOUGH):
             for place, word, _ in _places(caption):
@@ -43,36 +50,40 @@ class Distractors:
             if (choices := sorted(word for word, count in counts.items() if count >= _SEEN))
         }
 
-    def distract(self, caption: str, rng: np.random.Generator) -> str | None:
-        """A word exchanged, two words swapped or two phrases turned round."""
+    def distract(self, caption: str, rng: np.random.Generator, wrong: Falsehood | None = None) -> str | None:
+        """A word exchanged, two words swapped or two phrases turned round; `wrong` tells whether that is wrong of
+        the picture, where it can be told."""
         kinds = (self._exchange, self._swap, self._turn)
-        return next(filter(None, (kinds[i](caption, rng) for i in rng.permutation(len(kinds)))), None)
+        said = _items(caption)
+        for i in rng.permutation(len(kinds)):
+            for made in kinds[i](caption, rng):
+                if made.lower() not in self.held_out and _items(made) != said and (wrong is None or wrong(made)):
+                    return made
+        return None
 
     def _fits(self, word: str, left: str, right: str) -> bool:
         return word in self.choices.get((left, right), ())
 
-    def _exchange(self, caption: str, rng: np.random.Generator) -> str | None:
+    def _exchange(self, caption: str, rng: np.random.Generator) -> Iterator[str]:
         places = list(_places(caption))
         for i in rng.permutation(len(places)):
             place, word, (begin, end) = places[i]
             others = [other for other in self.choices.get(place, ()) if other != word]
-            if others:
-                return caption[:begin] + others[int(rng.integers(len(others)))] + caption[end:]
-        return None
+            for k in rng.permutation(len(others)):
+                yield caption[:begin] + others[k] + caption[end:]
 
-    def _swap(self, caption: str, rng: np.random.Generator) -> str | None:
+    def _swap(self, caption: str, rng: np.random.Generator) -> Iterator[str]:
         pairs = [
             (one, other)
             for one, other in combinations(_places(caption), 2)
             if one[1] != other[1] and self._fits(other[1], *one[0]) and self._fits(one[1], *other[0])
         ]
-        if not pairs:
-            return None
-        (*_, first), (*_, second) = pairs[int(rng.integers(len(pairs)))]
-        return _swapped(caption, first, second)
+        for i in rng.permutation(len(pairs)):
+            (*_, first), (*_, second) = pairs[i]
+            yield _swapped(caption, first, second)
 
-    def _turn(self, caption: str, rng: np.random.Generator) -> str | None:
-        """The longest two phrases that can change places so that every word stands where it could."""
+    def _turn(self, caption: str, rng: np.random.Generator) -> Iterator[str]:
+        """Two phrases that can change places so that every word stands where it could, the longest first."""
         words = list(_places(caption))
         pairs = [(one, other) for one, other in combinations(words, 2) if one[1] != other[1]]
         starts, ends = [], []
@@ -90,8 +101,12 @@ class Distractors:
         for first, second in sorted(turns, key=lambda turn: turn[0][0] - turn[0][1] + turn[1][0] - turn[1][1]):
             made = _swapped(caption, first, second)
             if all(self._fits(word, *place) for place, word, _ in _places(made)):
-                return made
-        return None
+                yield made
+
+
+def _items(caption: str) -> list[str]:
+    """What a caption lists, in an order that does not depend on how it lists it."""
+    return sorted(" ".join(item.split()) for item in _LIST.split(caption.lower()))
 
 
 def _swapped(caption: str, first: tuple[int, int], second: tuple[int, int]) -> str:

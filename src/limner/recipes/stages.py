@@ -248,7 +248,9 @@ class Plan:
         if not train:
             return model.to(self.device).eval() if self._load("contrastive", model) else None
         augment = "prior" if stage.augment else "none"
-        distractors = (Distractors(_captions(self.seen)), stage.distractors) if stage.distractors else None
+        distractors = None
+        if stage.distractors:
+            distractors = Distractors(_captions(self.seen), _captions(self.unseen)), stage.distractors
 
         def images(source: Source, augment: str, dropout: float) -> ImageCaptionDataset:
             return ImageCaptionDataset(
