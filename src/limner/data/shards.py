@@ -204,7 +204,7 @@ def _walk(descriptor: int, path: str) -> Iterator[Member]:
         except (tarfile.HeaderError, ValueError):
             break
         size = member.size if "size" not in said else int(said["size"])
-        if size < 0:
+        if not 0 <= size < 1 << 60:  # base-256 numbers may have 95 bits
             break
         if ended:
             archive, ended = archive + 1, False

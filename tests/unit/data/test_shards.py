@@ -315,6 +315,17 @@ def test_large_members_are_not_read(tmp_path):
     assert outcomes(tmp_path / "0.tar", archive(members)) == ["caption too long", "metadata too large"]
 
 
+def test_a_size_beyond_all_numbers_is_damage(tmp_path):
+    path = tar(tmp_path / "x.tar", {"a.jpg": b"A", "b.jpg": b"B"})
+    data = bytearray(path.read_bytes())
+    data[1024 + 124 : 1024 + 136] = b"\x80" + b"\x7f" * 11  # in base 256
+    data[1024 + 148 : 1024 + 156] = b" " * 8
+    data[1024 + 148 : 1024 + 156] = b"%06o\0 " % sum(data[1024:1536])
+    path.write_bytes(data)
+    with pytest.warns(UserWarning, match="is damaged at byte 1024"):
+        assert len(ShardReader([path])) == 2  # a picture, and whatever lies behind the damage
+
+
 def test_sparse_members_do_not_derail_the_walk(tmp_path):
     """GNU tar's sparse files have a map after their header."""
     sparse = bytearray(archive([("hole.png", b"0" * 600)])[: 512 + 1024])
