@@ -211,6 +211,10 @@ def read(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Any]]:
     info = data.get("info", {})
     if not isinstance(info, dict):
         raise UserError(f"{path}: info must be a mapping")
+    try:
+        json.dumps(info, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and no file can hold
+        raise UserError(f"{path}: info holds text that is not valid Unicode") from None
     models = {name: _load_part(folder, name, kind, data) for name, kind in _PARTS.items()}
     return models, Tokenizer.load(folder / "tokenizer.json"), info
 
