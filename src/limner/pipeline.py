@@ -73,7 +73,8 @@ class Drawing:
     Attributes:
         image: RGB, in the model's own size.
         score: cosine of caption and picture under the contrastive model, in [-1, 1].
-        candidate: its number among the candidates; (model, caption, seed, candidate, settings) fix it.
+        candidate: its number among the candidates, from 1 on, as `limner draw` prints it and the PNG has it;
+            (model, caption, seed, candidate, settings) fix the picture.
     """
 
     image: Image.Image
@@ -378,7 +379,7 @@ class TextToImage:
                         caption=caption,
                         score=float(made.scores[row, i]),
                         seed=seeds[row],
-                        candidate=int(i),
+                        candidate=int(i) + 1,
                         model=self.name,
                         settings=settings,
                     )

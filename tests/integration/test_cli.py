@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import resource
 import signal
 import subprocess
@@ -66,10 +67,11 @@ def test_draw_writes_the_same_picture_for_the_same_seed(bundle, tmp_path):
     options = ["--model", bundle, "--candidates", 4]
     code, out, err = limner("draw", CAPTION, *options, cwd=tmp_path)
     assert code == 0, err
-    name = out.split("  (score")[0]
+    name, number = re.fullmatch(r"(.+)  \(score \S+, candidate (\d) of 4\)\n", out).groups()
     assert name == CAPTION.replace(" ", "-") + ".png"
     assert limner("draw", CAPTION, *options, "-n", 2, "-o", "again.png", "--scale", 1, cwd=tmp_path)[0] == 0
     first, again = (Image.open(tmp_path / name) for name in (name, "again-1.png"))
+    assert first.text["candidate"] == number
     assert first.text["caption"] == again.text["caption"] == CAPTION
     assert "trainedAlgorithmicMedia" in first.text["XML:com.adobe.xmp"]
     assert np.array_equal(np.asarray(first)[::16, ::16], np.asarray(again))

@@ -16,7 +16,7 @@ from limner import bundles, pipeline
 from limner.errors import UserError
 from limner.layers.cache import Int8Store
 from limner.numerics.precision import choose_precision
-from limner.pipeline import SOURCE_TYPE, TextToImage, load
+from limner.pipeline import SOURCE_TYPE, TextToImage, load, make_sampler
 from tiny import WORDS, tiny_pipe
 
 CAPTION = WORDS[0]
@@ -223,6 +223,8 @@ def test_a_png_says_what_drew_it(pipe, tmp_path):
     assert text["caption"] == text["Description"] == caption
     assert (text["seed"], text["model"], text["top_k"]) == ("11", "tiny", "5")
     assert text["candidate"] == str(drawing.candidate)
+    made = pipe.candidates([caption], 4, seed=11, sampler=make_sampler(0.9, 5))
+    assert drawing.candidate == int(made.scores[0].argmax()) + 1  # counted from 1
     assert text["Software"].startswith("limner ")
     xmp = ElementTree.fromstring(text["XML:com.adobe.xmp"].split("?>", 1)[1].rsplit("<?", 1)[0])
     kind = xmp.find(".//{http://iptc.org/std/Iptc4xmpExt/2008-02-29/}DigitalSourceType")

@@ -110,7 +110,7 @@ def _draw(options: Settings, caption: str, given: Callable[[Any], Any] | None = 
             progress=lambda done, total: bar.advance(done // length - bar.done),
         )  # fmt: skip
     for drawing, path in zip(drawings, drawings.save(out, options.scale), strict=True):
-        print(f"{path}  (score {drawing.score:.3f}, candidate {drawing.candidate + 1} of {number})")
+        print(f"{path}  (score {drawing.score:.3f}, candidate {drawing.candidate} of {number})")
 
 
 def output_path(options: Settings, caption: str) -> Path:

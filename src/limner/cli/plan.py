@@ -1,4 +1,7 @@
-"""`limner plan`: what training a recipe's prior would take, without touching a GPU."""
+"""`limner plan`: what training a recipe's prior would take, without touching a GPU.
+
+It also plans what limner cannot do yet, as the paper did it; `RUNS` says which is which.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,22 @@ from limner.config import Checked, Range
 from limner.recipes import plan
 from limner.recipes.plan import GB, GPUS, Plan
 
+RUNS = """\
+What of this limner can run today: training on one device, in fp32 or with bf16 autocast (fp32 weights, matrix
+products in bf16), checkpointed or not. Its memory in fp32 is in the columns "fp32" and the "checkpointed" one beside
+it, with --gpus 1 --per-machine 1.
+Not yet: the paper's 16-bit formats ("16-bit (App. D)" and the "checkpointed" column beside it), parameters sharded
+over GPUs, gradients averaged between machines, and their compression (PowerSGD). What is said of these, and the
+times of more than one GPU, is worked out for a program that has them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Checked):
-    """Parameters, memory, arithmetic, communication and time of a recipe's prior on a cluster."""
+    """Parameters, memory, arithmetic, communication and time of a recipe's prior on a cluster.
+
+    Training itself runs on one device as yet, in fp32 or with bf16 autocast: the output says which figures are of
+    what cannot be run.
+    """
 
     recipe: str = "dalle-12b"
     """A recipe by name."""
@@ -129,6 +144,7 @@ def report(name: str, made: Plan, steps: int, candidates: int) -> Iterable[str]:
         days = (f"{t:,.2f} s, {t * steps / 86_400:,.3g} days" for t in took)
         times.append((other, f"{kind.share:.0%} of {kind.rate / 1e12:,.0f} TFLOP/s", *days))
     yield _table((f"{steps:,} steps, checkpointed", "assumed", "uncompressed", "compressed"), times)
+    yield RUNS
 
 
 def _gb(value: float) -> str:

@@ -196,6 +196,17 @@ def test_plan_prints_the_papers_tables_without_a_gpu(capsys):
         assert text in out
 
 
+def test_plan_says_which_of_its_columns_can_be_run_today(capsys):
+    assert main(["plan", "--recipe", "tiny", "--gpus", "16"]) == 0
+    *tables, said = capsys.readouterr().out.split("\n\n")
+    today, later = said.split("Not yet:")
+    assert all(text in today for text in ("one device", "fp32", "bf16 autocast", "checkpointed"))
+    assert all(text in later for text in ('"16-bit (App. D)"', "sharded", "averaged between machines", "PowerSGD"))
+    heads = next(table for table in tables if table.startswith("memory a GPU")).splitlines()[0].split("  ")
+    heads = [head.strip() for head in heads if head.strip()]
+    assert heads[1:] == ["fp32", "checkpointed", "16-bit (App. D)", "checkpointed"]  # which the sentence speaks of
+
+
 def test_bench_times_both_sides_and_draws_the_cost(capsys, tmp_path):
     plot = tmp_path / "cost.png"
     sizes = ["--size", "tiny", "--grids", "2", "4", "--candidates", "1", "3", "--batch", "1", "--rounds", "1"]
