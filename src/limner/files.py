@@ -43,10 +43,20 @@ def require_file(path: str | os.PathLike[str]) -> None:
 
 
 @contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What the system refuses in the block (a full disk, say) names the file, as an error of `open` does."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)
+        raise
+
+
+@contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A binary file that takes the name `path` when the block ends, and vanishes if it raises."""
     path = Path(path)
-    with _temporary(path, folder=False) as (temporary, descriptor):
+    with naming(path), _temporary(path, folder=False) as (temporary, descriptor):
         with open(descriptor, "wb", closefd=False) as file:
             yield file
             file.flush()

@@ -20,7 +20,7 @@ import warnings
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
@@ -30,7 +30,7 @@ import numpy as np
 from limner.data.foreign import MAX_BYTES, MAX_META, READ, counted, facts, fingerprint, open_regular, parse_json
 from limner.data.samples import MAX_TEXT, Rejected, Sample, parse_captions
 from limner.errors import UserError
-from limner.files import LOCK, atomic_write_text, locked
+from limner.files import LOCK, atomic_write_text, locked, naming
 
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 SUMMARY, MARK = "dataset.json", "INCOMPLETE"
@@ -118,15 +118,17 @@ class ShardWriter:
             self._tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
         info = tarfile.TarInfo(name)
         info.size = len(data)
-        self._tar.addfile(info, io.BytesIO(data))
+        with naming(self.folder):
+            self._tar.addfile(info, io.BytesIO(data))
 
     def _finish_shard(self) -> None:
         if self._tar is None or self._file is None:
             return
-        self._tar.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self.folder):
+            self._tar.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         os.replace(self.folder / "shard.tar.tmp", self._path())
         self._tar = self._file = None
 
@@ -147,7 +149,8 @@ class ShardWriter:
             if kind is None:
                 self.close()
             elif self._file is not None:
-                self._file.close()
+                with suppress(OSError):  # what is still to be written is of no use
+                    self._file.close()
 
 
 class Member(NamedTuple):

@@ -10,10 +10,11 @@ are written as null.
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from limner.files import atomic_write_text
+from limner.files import atomic_write_text, naming
 
 
 class MetricsLog:
@@ -24,16 +25,18 @@ class MetricsLog:
         self.last: Mapping[str, Any] = kept[-1] if kept else {}
         if path.exists():
             atomic_write_text(path, "".join(map(_line, kept)))
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one line; `row` has "step" among its keys."""
-        self._file.write(_line(row))
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(_line(row))
+            self._file.flush()
         self.last = row
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # all lines are flushed but one that could not be
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
