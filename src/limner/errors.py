@@ -1,8 +1,27 @@
-"""The one exception that a user's mistake raises.
+"""What is said to people: the one exception that a user's mistake raises, and text from outside made fit to print.
 
-The command line prints its text as one sentence and exits with code 2 (`--debug` shows the traceback).
+The command line prints the exception's text as one sentence and exits with code 2 (`--debug` shows the traceback).
 """
+
+import re
 
 
 class UserError(Exception):
     """A mistake the user can mend. The message says what is wrong, where, and how to mend it."""
+
+
+# Control characters (C0, DEL, C1), ends of lines and paragraphs, overrides of the direction of writing, halves of
+# surrogate pairs, and what is no character: they steer a terminal, deceive a reader, or cannot be encoded.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+def printable(text: object) -> str:
+    """A caption, name, path or message from outside as one harmless line: white space becomes a space, and what
+    steers a terminal its number, as in \\x1b."""
+
+    def shown(match: re.Match[str]) -> str:
+        character = match[0]
+        code = ord(character)
+        return " " if character.isspace() else f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+    return _UNPRINTABLE.sub(shown, str(text))

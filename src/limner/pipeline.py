@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from limner import __version__, bundles
 from limner.data.augment import augment_none
-from limner.errors import UserError
+from limner.errors import UserError, printable
 from limner.files import atomic_write_bytes
 from limner.layers.cache import Store, held
 from limner.layers.linear import int8, packed
@@ -95,14 +95,14 @@ class Drawing:
             scale = max(1, math.ceil(_VIEWABLE / max(w, h)))
         if scale < 1 or max(w, h) * scale > 1 << 14:
             raise UserError(f"scale {scale} would give a picture of {w * scale} x {h * scale} pixels: choose another")
-        info, caption = PngInfo(), _printable(self.caption)
+        info, caption = PngInfo(), printable(self.caption)
         facts: dict[str, Any] = {
             "caption": caption, "seed": self.seed, "candidate": self.candidate, "score": f"{self.score:.4f}",
             "model": self.model, **self.settings,
         }  # fmt: skip
         for key, value in facts.items():
             if value is not None:
-                info.add_itxt(key, str(value)) if key == "caption" else info.add_text(key, _printable(str(value)))
+                info.add_itxt(key, str(value)) if key == "caption" else info.add_text(key, printable(str(value)))
         info.add_text("Software", f"limner {__version__}")
         info.add_itxt("Description", caption)
         info.add_itxt("XML:com.adobe.xmp", _xmp(caption, self.model))
@@ -118,6 +118,11 @@ class Drawing:
             raise UserError(f"drawings are PNG files: name it {path.with_suffix('.png').name!r}, not {path.name!r}")
         atomic_write_bytes(path, self.png(scale))
         return path
+
+
+def numbered(path: Path, n: int) -> list[Path]:
+    """The names of n drawings: `path` itself for a single one, NAME-1.png, NAME-2.png, ... for several."""
+    return [path] if n == 1 else [path.with_stem(f"{path.stem}-{i}") for i in range(1, n + 1)]
 
 
 class Drawings(Sequence[Drawing]):
@@ -144,10 +149,7 @@ class Drawings(Sequence[Drawing]):
 
     def save(self, path: str | Path, scale: int | None = None) -> list[Path]:
         """`path` itself for a single drawing; NAME-1.png, NAME-2.png, ... for several, best first."""
-        path = Path(path)
-        if len(self) == 1:
-            return [self[0].save(path, scale)]
-        return [d.save(path.with_stem(f"{path.stem}-{i}"), scale) for i, d in enumerate(self, 1)]
+        return [drawing.save(name, scale) for drawing, name in zip(self, numbered(Path(path), len(self)), strict=True)]
 
     def __len__(self) -> int:
         return len(self._drawings)
@@ -196,11 +198,6 @@ class Partial:
     pictures: Tensor
 
 
-def _printable(text: str) -> str:
-    """Without characters that XML and PNG text cannot hold."""
-    return "".join(c if c.isprintable() else " " for c in text).strip()
-
-
 def _xmp(caption: str, model: str) -> str:
     """An XMP packet (ISO 16684-1) with the IPTC digital source type."""
     return f"""<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>
@@ -211,7 +208,7 @@ def _xmp(caption: str, model: str) -> str:
     xmlns:xmp="http://ns.adobe.com/xap/1.0/"
     xmlns:Iptc4xmpExt="http://iptc.org/std/Iptc4xmpExt/2008-02-29/">
    <Iptc4xmpExt:DigitalSourceType>{SOURCE_TYPE}</Iptc4xmpExt:DigitalSourceType>
-   <xmp:CreatorTool>limner {__version__} ({escape(_printable(model))})</xmp:CreatorTool>
+   <xmp:CreatorTool>limner {__version__} ({escape(printable(model))})</xmp:CreatorTool>
    <dc:description><rdf:Alt><rdf:li xml:lang="x-default">{escape(caption)}</rdf:li></rdf:Alt></dc:description>
   </rdf:Description>
  </rdf:RDF>

@@ -1,13 +1,16 @@
 """The command `limner`: a table of commands, each a module that is imported when it is called.
 
 Nothing heavy is imported before that, so `limner --help` answers at once. What every command has in
-common is here: a user's mistake is one sentence on stderr and exit code 2, Ctrl-C is exit code 130 with
-a sentence on how to go on, and `--debug` shows the traceback of either.
+common is here: a user's mistake is one sentence on stderr and exit code 2, and so is what the operating system
+refuses (a file, the disk's space, memory); Ctrl-C is exit code 130 with a sentence on how to go on; `--debug` shows
+the traceback of either.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -17,29 +20,35 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
 
-from limner.errors import UserError
+from limner.errors import UserError, printable
 
 
 class Command(NamedTuple):
-    """`module.main(arguments)` runs it. `resumes`: the same call goes on after an interruption."""
+    """`module.main(arguments)` runs it. `resumes`: the same call goes on after an interruption. `lower`: what to lower
+    where memory does not suffice."""
 
     module: str
     help: str
     heavy: bool = False
     resumes: bool = False
+    lower: str = "what was asked for"
 
+
+_DRAWN = "-n or --candidates"
+_TRAINED = "the batch size or the width of the model in training, or raise its accumulate"
+_TIMED = "--size, --batch, --candidates or --grids"
 
 COMMANDS = {
-    "demo": Command("limner.cli.demo", "train on the built-in scenes, draw, and write a report", True, True),
-    "draw": Command("limner.cli.draw", "draw a caption with a trained model"),
-    "edit": Command("limner.cli.edit", "draw part of a picture anew, to fit a caption"),
-    "data": Command("limner.cli.data", "make, prepare or look at training data"),
-    "train": Command("limner.cli.train", "train a recipe on image-caption data", True, True),
+    "demo": Command("limner.cli.demo", "train on the built-in scenes, draw, and write a report", True, True, _DRAWN),
+    "draw": Command("limner.cli.draw", "draw a caption with a trained model", lower=_DRAWN),
+    "edit": Command("limner.cli.edit", "draw part of a picture anew, to fit a caption", lower=_DRAWN),
+    "data": Command("limner.cli.data", "make, prepare or look at training data", lower="--size or --captions"),
+    "train": Command("limner.cli.train", "train a recipe on image-caption data", True, True, _TRAINED),
     "plan": Command("limner.cli.plan", "what a recipe would take on a cluster: memory, traffic, time"),
-    "bench": Command("limner.cli.bench", "how fast a prior draws and trains on this machine", True),
+    "bench": Command("limner.cli.bench", "how fast a prior draws and trains on this machine", True, lower=_TIMED),
     "bundle": Command("limner.cli.bundle", "pack a trained model, with its name and scores, to pass on"),
     "import": Command("limner.cli.imports", "convert published weights to our format"),
-    "evaluate": Command("limner.cli.evaluate", "measure a trained model", True),
+    "evaluate": Command("limner.cli.evaluate", "measure a trained model", True, lower="--candidates or --count"),
 }
 
 
@@ -52,10 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command is None:
             return _without_command(arguments)
-        if command.heavy and argv is None:
-            from limner.cli.memory import settle_allocator
+        if argv is None:
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # as stderr has it
+            if command.heavy:
+                from limner.cli.memory import settle_allocator
 
-            settle_allocator()
+                settle_allocator()
         return int(import_module(command.module).main(arguments[1:]) or 0)
     except BrokenPipeError:  # the reader of our output has gone, as in `limner --help | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -65,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if told is None:
             raise
         if debug:
-            traceback.print_exception(error)
+            print(*map(printable, "".join(traceback.format_exception(error)).splitlines()), sep="\n", file=sys.stderr)
         code, sentence = told
-        print(f"limner: {sentence}", file=sys.stderr)
+        print(f"limner: {printable(sentence)}", file=sys.stderr)
         return code
 
 
@@ -141,9 +152,31 @@ def _explain(error: BaseException, command: Command | None) -> tuple[int, str] |
     loop = sys.modules.get("limner.training.loop")  # imported by whatever trains
     if loop is not None and isinstance(error, loop.Interrupted):
         return 130, str(error)
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return 2, f"{error.filename}: {error.strerror}"
+    if told := _of_system(error):
+        return 2, told
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
+        whose = "the GPU's" if "CUDA" in str(error) else "this machine's"
+        lower = command.lower if command else "what was asked for"
+        return 2, f"{whose} memory does not suffice: lower {lower}"
     return None
+
+
+# How torch says that an allocation failed, or that its size is beyond any memory.
+_NO_MEMORY = re.compile("can't allocate memory|not enough memory|out of memory|Storage size calculation overflowed")
+
+
+def _of_system(error: BaseException) -> str | None:
+    """What the operating system refused, also where a library (safetensors) wraps its error in one of its own."""
+    if not isinstance(error, OSError):
+        code = re.search(r"Os \{ code: (\d+)", str(error)) if type(error).__name__ == "SafetensorError" else None
+        if code is None:
+            return None
+        error = OSError(int(code[1]), os.strerror(int(code[1])))
+    says = error.strerror or str(error) or type(error).__name__
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        says += ", so what was being written is not there: make room and give the same command again"
+    where = next((name for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))), None)
+    return says if where is None else f"{os.fsdecode(where)}: {says}"
 
 
 _shown: Counter[tuple[str, int]] = Counter()  # warnings so far from a place in the source
@@ -155,6 +188,6 @@ def _show_warning(
     """A warning as one line, without the place in the source; the same kind three times at most."""
     _shown[filename, lineno] += 1
     if _shown[filename, lineno] <= 3:
-        print(f"limner: warning: {message}", file=sys.stderr)
+        print(f"limner: warning: {printable(message)}", file=sys.stderr)
     elif _shown[filename, lineno] == 4:
         print("limner: warning: and more of this kind", file=sys.stderr)

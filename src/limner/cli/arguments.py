@@ -1,21 +1,26 @@
-"""Options from dataclasses, by `tyro`, with its complaints put into one sentence."""
+"""Options from dataclasses, by `tyro`, with its complaints put into one sentence; places that options name to write
+to."""
 
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
 from limner.config import OutOfRange
-from limner.errors import UserError
+from limner.errors import UserError, printable
 
 T = TypeVar("T")
+_TEMPORARY = 18  # bytes by which temporary names (`limner.files`) are longer than what they become
 _LONGEST = 300  # characters of a complaint, which repeats what was given
 
 
@@ -38,7 +43,8 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
         raise
     except ValueError as wrong:  # of settings whose options have no prefix
         raise UserError(f"{_out_of_range(wrong, cls) or wrong} (see `{prog} --help`)") from None
-    sys.stderr.write(said.getvalue())
+    for line in said.getvalue().splitlines():
+        print(printable(line), file=sys.stderr)
     return found
 
 
@@ -58,6 +64,38 @@ def _out_of_range(error: BaseException | None, cls: type) -> str | None:
     elif place == cls.__name__:  # tyro's name for the whole
         place = ""
     return ".".join(filter(None, (place, error.name))).replace("_", "-") + " " + error.says
+
+
+def place(path: Path, folder: bool = False) -> Path:
+    """Where a file, or a folder, is to be written, found to be possible before work is done for it.
+
+    A folder's name is made explicit where it is "." or ends in "..". Raises `UserError`: something else is there, a
+    name is too long, or nothing can be written there.
+    """
+    if "\0" in str(path):
+        raise UserError(f"{path} cannot be a name: it has a zero byte")
+    if folder and path.name in ("", ".."):
+        path = path.resolve()
+    if not folder and (path.name in ("", "..") or os.path.isdir(path)):
+        raise UserError(f"{path} is a folder: name a file in it")
+    if os.path.exists(path) and not (os.path.isdir(path) if folder else os.path.isfile(path)):
+        raise UserError(f"{path} is {'not a folder' if folder else 'no regular file'}: name another place to write to")
+    missing = [p for p in (path, *path.parents) if not os.path.lexists(p)]
+    there = (missing[-1] if missing else path).parent if missing or not folder else path
+    if not os.path.isdir(there):
+        raise UserError(f"{there} is not a folder: name another place to write to")
+    names, whole = (os.pathconf(there, f"PC_{kind}_MAX") for kind in ("NAME", "PATH"))
+    for part in {path, *missing}:
+        if len(os.fsencode(part.name)) > names - (_TEMPORARY if part == path else 0):
+            raise UserError(f"the name {part.name[:40]}... is too long for this file system: choose a shorter one")
+    if len(os.fsencode(path.absolute())) >= whole - _TEMPORARY:
+        raise UserError(f"the path {str(path)[:40]}... is too long for this system: choose a shorter one")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(f"{path} cannot be written, {there}: {error.strerror}") from None
+    return path
 
 
 def one_sentence(complaint: str) -> str:

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 from tyro.conf import arg
 
 from limner.cli import choose
-from limner.cli.arguments import parse
+from limner.cli.arguments import parse, place
 from limner.config import Checked, Range
-from limner.errors import UserError
+from limner.errors import UserError, printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> None:
 
     choose(options.size, list(SIZES), "size")
     if options.plot:
+        place(options.plot)
         _pyplot()  # complains before anything is measured
     import torch
 
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
     found = [_measured(options, replace(SIZES[options.size], grid=(side, side)), device) for side in options.grids]
     if options.plot:
         _plot(options, found)
-        print(f"written: {options.plot}")
+        print(f"written: {printable(options.plot)}")
 
 
 def _measured(options: Options, config: Any, device: Any) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from tyro.conf import Positional
 
-from limner.cli.arguments import parse
+from limner.cli.arguments import parse, place
+from limner.errors import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class Bundle:
 
 def main(argv: Sequence[str]) -> None:
     options = parse(Bundle, argv, "limner bundle")
+    out = place(options.out, folder=True)
     from limner.config import read_json
     from limner.pipeline import load
 
@@ -46,12 +48,12 @@ def main(argv: Sequence[str]) -> None:
         pipe = prune(pipe, codes)
     said: dict[str, Any] = {"about": options.about, "license": options.license}
     pipe.info |= {key: value for key, value in said.items() if value}
-    pipe.info["name"] = options.name or options.out.resolve().name
+    pipe.info["name"] = options.name or out.resolve().name
     for path in options.scores:
         found = read_json(path, 1 << 28)
         if isinstance(found, dict):
             found = found.get("table", {key: value for key, value in found.items() if key != "captions"})
         pipe.info["scores"] = {**pipe.info.get("scores", {}), path.stem: found}
-    pipe.save_pretrained(options.out)
-    size = sum(file.stat().st_size for file in options.out.iterdir())
-    print(f"{options.out}: {pipe.name}, {size / 1e6:.1f} MB")
+    pipe.save_pretrained(out)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    print(f"{printable(options.out)}: {printable(pipe.name)}, {size / 1e6:.1f} MB")

@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from limner.cli import dispatch
-from limner.cli.arguments import parse
+from limner.cli.arguments import parse, place
 from limner.config import SEEDS, Checked, OutOfRange, Range
 from limner.data.filters import Filters
+from limner.errors import printable
 from limner.training.progress import progress
 
 
@@ -106,6 +107,7 @@ def main(argv: Sequence[str]) -> None:
 def scenes(argv: Sequence[str]) -> None:
     """write the built-in synthetic world"""
     options = parse(ScenesOptions, argv, "limner data scenes")
+    place(options.out, folder=True)
     from limner.data.worlds import write_scenes
 
     with progress("drawing scenes", options.count, unit="scene") as bar:
@@ -120,6 +122,7 @@ def scenes(argv: Sequence[str]) -> None:
 def emoji(argv: Sequence[str]) -> None:
     """write the emoji of an installed font"""
     options = parse(EmojiOptions, argv, "limner data emoji")
+    place(options.out, folder=True)
     from limner.data.emoji import build
 
     with progress("drawing emoji", unit="emoji") as bar:
@@ -130,6 +133,7 @@ def emoji(argv: Sequence[str]) -> None:
 def prepare(argv: Sequence[str]) -> None:
     """filter, shrink and pack data of your own"""
     options = parse(PrepareOptions, argv, "limner data prepare")
+    place(options.out, folder=True)
     from limner.data.prepare import prepare as write
     from limner.data.sources import open_source
 
@@ -147,6 +151,8 @@ def prepare(argv: Sequence[str]) -> None:
 def show(argv: Sequence[str]) -> None:
     """count what is there and look at some of it"""
     options = parse(ShowOptions, argv, "limner data show")
+    if options.output:
+        place(options.output)
     from PIL import Image
 
     from limner.data.pictures import decoded
@@ -177,9 +183,9 @@ def show(argv: Sequence[str]) -> None:
             bar.advance(1)
     _tell(options.source, kept, rejected, splits)
     for row in rows:
-        print(f"  {row.pictures[0][1]:>11}  {row.caption}")
+        print(f"  {row.pictures[0][1]:>11}  {printable(row.caption)}")
     if options.output and rows:
-        print(f"written: {save_png(contact_sheet(rows, columns=4), options.output)}")
+        print(f"written: {printable(save_png(contact_sheet(rows, columns=4), options.output))}")
 
 
 def _absolute(bar: Any) -> Any:
@@ -193,13 +199,13 @@ def _absolute(bar: Any) -> Any:
 
 
 def _tell(where: object, kept: int, rejected: dict[str, int], splits: dict[str, int] | None = None) -> None:
-    from limner.data.foreign import writable
     from limner.data.prepare import Counts
     from limner.data.samples import unread
 
-    print(f"{writable(str(where))}\n{Counts(kept, dict(rejected))}")
+    print(f"{printable(where)}\n{Counts(kept, {printable(reason): n for reason, n in rejected.items()})}")
     if splits:
         listed = [f"{name} {count:,}" for name, count in sorted(splits.items())]
-        print("by split: " + ", ".join(listed[:20]) + (f" and {len(listed) - 20:,} more" if len(listed) > 20 else ""))
+        more = f" and {len(listed) - 20:,} more" if len(listed) > 20 else ""
+        print(printable(f"by split: {', '.join(listed[:20])}{more}"))
         if lost := unread({name: count for name, count in splits.items() if name != "no split"}):
-            print(lost)
+            print(printable(lost))

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from limner.cli.arguments import parse
+from limner.cli.arguments import parse, place
 from limner.config import SEEDS, Checked, Range
+from limner.errors import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +37,12 @@ class Options(Checked):
 
 def main(argv: Sequence[str]) -> None:
     options = parse(Options, argv, "limner demo")
+    place(options.out, folder=True)
     from limner.recipes.demo import Demo, run
 
     result = run(Demo(**vars(options)))
     print(result.table())
-    print(f"report:        {options.out / 'report.html'}")
-    print(f"contact sheet: {options.out / 'contact.png'}")
-    print(f'draw more:     limner draw "a large green cross on a pink background" --model {options.out / "run"}')
+    out = Path(printable(options.out))
+    print(f"report:        {out / 'report.html'}")
+    print(f"contact sheet: {out / 'contact.png'}")
+    print(f'draw more:     limner draw "a large green cross on a pink background" --model {out / "run"}')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse
+from limner.cli.arguments import parse, place
 from limner.config import SEEDS, Checked, Range
-from limner.errors import UserError
+from limner.errors import UserError, printable
 from limner.training.progress import progress
+
+_NAME_BYTES = 120  # of a caption in a file's name, of which file systems allow 255 bytes, some of them 143
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,7 @@ class Settings(Checked):
     the model's own."""
     model: str = "scenes"
     """A bundled model by name, or a folder that `limner train` wrote."""
-    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    output: Annotated[str | None, arg(aliases=("-o",))] = None
     """A PNG file (NAME-1.png, NAME-2.png, ... for several) or a folder; named after the caption by default."""
     scale: Annotated[int | None, Range(1, 2**14)] = None
     """Enlarge by this whole factor; by default to at least 384 pixels, 1 keeps the model's own pixels."""
@@ -110,21 +113,34 @@ def _draw(options: Settings, caption: str, given: Callable[[Any], Any] | None = 
             progress=lambda done, total: bar.advance(done // length - bar.done),
         )  # fmt: skip
     for drawing, path in zip(drawings, drawings.save(out, options.scale), strict=True):
-        print(f"{path}  (score {drawing.score:.3f}, candidate {drawing.candidate} of {number})")
+        print(f"{printable(path)}  (score {drawing.score:.3f}, candidate {drawing.candidate} of {number})")
 
 
 def output_path(options: Settings, caption: str) -> Path:
     """Where to write, checked before any work is done."""
-    name = re.sub(r"[^\w]+", "-", caption.lower()).strip("-")[:80].strip("-") or "drawing"
+    words = re.sub(r"[^\w]+", "-", caption.lower()).strip("-")[:80]
+    name = words.encode()[:_NAME_BYTES].decode(errors="ignore").strip("-") or "drawing"
     if isinstance(options, Edit):  # which often has the caption of the picture that it edits
         name += "-edited"
     if options.seed:
         name += f"-seed-{options.seed}"
-    out = options.output
-    if out is None:
-        return Path(f"{name}.png")
-    if out.is_dir() or str(options.output).endswith("/"):
-        return out / f"{name}.png"
+    from limner.pipeline import numbered
+
+    out = _named(options.output, f"{name}.png")
+    names = numbered(out, options.n)
+    place(next((path for path in names if os.path.isdir(path)), names[-1]))
+    return out
+
+
+def _named(output: str | None, name: str) -> Path:
+    """The file that `--output` means: in a folder, it has the name."""
+    if output is None:
+        return Path(name)
+    if not output:
+        raise UserError("the output has no name: give a PNG file or a folder")
+    out = Path(output)
+    if os.path.isdir(out) or output.endswith("/") or out.name == "..":
+        return out / name
     if not out.suffix:
         return out.with_suffix(".png")
     if out.suffix.lower() != ".png":

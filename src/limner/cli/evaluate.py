@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from limner.cli import dispatch
-from limner.cli.arguments import parse
+from limner.cli.arguments import parse, place
 from limner.config import SEEDS, Checked, Range
-from limner.errors import UserError
+from limner.errors import UserError, printable
 from limner.training.progress import clock, progress
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ def main(argv: Sequence[str]) -> None:
 def composition(argv: Sequence[str]) -> None:
     """do drawings of scenes show what their captions say?"""
     options = parse(CompositionOptions, argv, "limner evaluate composition")
+    _places(options.output)
     if not options.things:
         raise UserError("things must be one number from 1 to 4 at least")
     from limner.evaluation import composition as evaluation
@@ -131,13 +132,14 @@ def composition(argv: Sequence[str]) -> None:
     begun = time.monotonic()
     with progress("drawing and judging", len(captions) * options.candidates, unit="drawing") as bar:
         result = evaluation.score(pipe, captions, _settings(options, sampler=sampler), progress=bar.advance)
-    print(f"{pipe.name}, {options.split} combinations, {clock(time.monotonic() - begun)}\n{result.table()}")
+    print(f"{printable(pipe.name)}, {options.split} combinations, {clock(time.monotonic() - begun)}\n{result.table()}")
     _keep(result.save, options.output)
 
 
 def pairs(argv: Sequence[str]) -> None:
     """given the upper half, is the lower half drawn as the caption says?"""
     options = parse(PairsOptions, argv, "limner evaluate pairs")
+    _places(options.output)
     from limner.evaluation import composition as evaluation
     from limner.pipeline import load
 
@@ -145,14 +147,25 @@ def pairs(argv: Sequence[str]) -> None:
     asked = evaluation.pairs_for(options.split, options.pairs, options.seed)
     with progress("drawing and judging", len(asked) * options.candidates, unit="drawing") as bar:
         result = evaluation.score_pairs(pipe, asked, _settings(options), progress=bar.advance)
-    print(f"{pipe.name}, {options.split} combinations\n{result.table()}")
+    print(f"{printable(pipe.name)}, {options.split} combinations\n{result.table()}")
     _keep(result.save, options.output)
 
 
 def _keep(save: Callable[[Path], object], path: Path | None) -> None:
     if path:
         save(path)
-        print(f"written: {path}")
+        print(f"written: {printable(path)}")
+
+
+def _places(*paths: Path | None) -> None:
+    """Complains before any work is done."""
+    for path in filter(None, paths):
+        place(path)
+
+
+def _of_split(path: Path, split: str) -> Path:
+    place(path)  # which has a name to add to
+    return path.with_stem(f"{path.stem}-{split}")
 
 
 def _settings(options: CompositionOptions | PairsOptions, **more: Any) -> Settings:
@@ -167,6 +180,7 @@ def _settings(options: CompositionOptions | PairsOptions, **more: Any) -> Settin
 def reconstruction(argv: Sequence[str]) -> None:
     """what does the dVAE lose of pictures it has not seen?"""
     options = parse(ReconstructionOptions, argv, "limner evaluate reconstruction")
+    _places(options.output)
     from limner.evaluation import reconstruction as evaluation
     from limner.pipeline import load
 
@@ -189,13 +203,15 @@ def reconstruction(argv: Sequence[str]) -> None:
         pictures = ImageCaptionDataset(source, size).load(chosen)[1]
     with progress("reconstructing", len(pictures), unit="picture") as bar:
         result = evaluation.measure(pipe.dvae, pictures, read=options.data is None, progress=bar.advance)
-    print(f"{pipe.name}\n{result.table()}")
+    print(f"{printable(pipe.name)}\n{result.table()}")
     _keep(result.save, options.output)
 
 
 def emoji(argv: Sequence[str]) -> None:
     """is the nearest real picture the right one?"""
     options = parse(EmojiOptions, argv, "limner evaluate emoji")
+    mosaics = [_of_split(options.mosaic, split) for split in ("train", "held-out")] if options.mosaic else []
+    _places(options.output, *mosaics)
     from limner.data.sources import open_source
     from limner.evaluation import nearest as evaluation
     from limner.evaluation.report import save_png
@@ -217,6 +233,6 @@ def emoji(argv: Sequence[str]) -> None:
         results.append(result)
         print(result.table())
         if options.mosaic:
-            path = options.mosaic.with_stem(f"{options.mosaic.stem}-{split}")
-            print(f"written: {save_png(evaluation.mosaic(gallery, result), path)}")
+            path = save_png(evaluation.mosaic(gallery, result), _of_split(options.mosaic, split))
+            print(f"written: {printable(path)}")
     _keep(lambda path: evaluation.save(path, gallery, results), options.output)

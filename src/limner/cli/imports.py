@@ -10,8 +10,9 @@ from typing import Annotated
 from tyro.conf import Positional
 
 from limner.cli import dispatch
-from limner.cli.arguments import parse
+from limner.cli.arguments import parse, place
 from limner.config import Checked, Range
+from limner.errors import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,13 @@ def main(argv: Sequence[str]) -> None:
 def openai_dvae(argv: Sequence[str]) -> None:
     """a dVAE with the names of OpenAI's release"""
     options = parse(OpenAIDVAE, argv, "limner import openai-dvae")
+    place(options.out, folder=True)
     from limner.bundles import save_dvae
     from limner.models.openai import from_openai, read
 
     dvae = from_openai(read(options.encoder), read(options.decoder), options.size)
     save_dvae(dvae, options.out, {"name": options.out.resolve().name, "about": "an imported dVAE"})
     c = dvae.config
-    print(f"{options.out}: {c.vocab:,} codes, {c.stride}x downsampling, width {c.width}; no value was rounded")
+    print(
+        f"{printable(options.out)}: {c.vocab:,} codes, {c.stride}x downsampling, width {c.width}; no value was rounded"
+    )

@@ -11,9 +11,9 @@ import tyro
 from tyro.conf import Positional, arg
 
 from limner import recipes
-from limner.cli.arguments import parse
+from limner.cli.arguments import parse, place
 from limner.config import load_json
-from limner.errors import UserError
+from limner.errors import UserError, printable
 from limner.recipes import stages
 from limner.recipes.recipe import Bundled, Recipe
 
@@ -45,13 +45,14 @@ def main(argv: Sequence[str]) -> None:
     settings = _borrowing(settings or recipes.get("scenes"), argv)
     default = Train(data=required, out=required, recipe=required, settings=settings)
     options = parse(Train, argv, "limner train", default)
+    place(options.out, folder=True)
     dvae = options.settings.dvae
     if isinstance(dvae, Bundled) and "dvae" in options.stages:
         raise UserError(f"the dVAE is that of {dvae.bundle!r}, so none is trained: leave dvae out of --stages")
     bundle = stages.train_all(options.settings, options.data, options.out, options.stages or None)
-    print(f"the run is in {options.out}")
+    print(f"the run is in {printable(options.out)}")
     if bundle is not None:
-        print(f'its bundle draws: limner draw "..." --model {options.out}')
+        print(f'its bundle draws: limner draw "..." --model {printable(options.out)}')
 
 
 def find_recipe(name: str | None) -> Recipe | None:

@@ -169,6 +169,10 @@ class DVAEConfig(Checked):
         super().__post_init__()
         if self.size % self.stride:
             raise OutOfRange("size", f"must be a multiple of the stride, {self.stride}, not {self.size}")
+        if self.width * self.stride > 2**15:
+            raise OutOfRange(
+                "width", f"must be at most {2**15 // self.stride:,} with {self.groups} groups, not {self.width:,}"
+            )
         if (self.context_groups or 0) > self.groups:
             raise OutOfRange("context_groups", f"must be at most groups, {self.groups}, not {self.context_groups}")
 

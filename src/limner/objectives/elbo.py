@@ -109,8 +109,8 @@ class BalancedELB(Checked):
     all that it will ever be given.
     """
 
-    balance: Annotated[float, Range()] = 0.05
-    log_b_floor: Annotated[float, Range()] = -1.0
+    balance: Annotated[float, Range(-1_000, 1_000)] = 0.05
+    log_b_floor: Annotated[float, Range(-100, 100)] = -1.0
     tau: Anneal = field(default=Anneal(start=1.0, end=0.1, steps=4_000))
     hard_from: Annotated[int | None, Range(0, 10**9)] = None
 

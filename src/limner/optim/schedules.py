@@ -37,8 +37,8 @@ class Anneal(Checked):
     """A quantity that moves from `start` to `end` over `steps` along a cosine: `Anneal(start=1,
     end=1/16, steps=n)`."""
 
-    start: Annotated[float, Range()]
-    end: Annotated[float, Range()]
+    start: Annotated[float, Range(-(10**6), 10**6)]
+    end: Annotated[float, Range(-(10**6), 10**6)]
     steps: Annotated[int, Range(0, 10**9)]
 
     def __call__(self, step: int) -> float:

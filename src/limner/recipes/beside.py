@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from limner.config import load_json
-from limner.errors import UserError
+from limner.errors import UserError, printable
 from limner.recipes.recipe import Recipe
 from limner.training.loop import Callback
 from limner.training.metrics_log import read_metrics
@@ -59,7 +59,7 @@ def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -
             pass_fds=() if lock < 0 else (lock,),
         )  # fmt: skip
     assert process.stdin is not None
-    print(f"training the contrastive model beside it: {log}", file=sys.stderr)
+    print(f"training the contrastive model beside it: {printable(log)}", file=sys.stderr)
     watch = _Watch(process, log)
     torch.set_num_threads(threads - threads // 2)
     try:

@@ -15,6 +15,8 @@ import time
 from types import TracebackType
 from typing import Self, TextIO
 
+from limner.errors import printable
+
 
 def progress(title: str, total: int | None = None, *, unit: str = "step", every: float = 10.0) -> "Progress":
     """The kind that fits stderr, as a context manager. `every`: seconds between plain lines."""
@@ -95,7 +97,7 @@ class PlainProgress(Progress):
             self.note(self._line())
 
     def note(self, text: str) -> None:
-        print(text, file=self._stream(), flush=True)
+        print(printable(text), file=self._stream(), flush=True)
 
     def __exit__(self, *_: object) -> None:
         self.note(f"{self._line()} · took {clock(time.monotonic() - self.started)}")
@@ -130,7 +132,7 @@ class BarProgress(Progress):
         self._bar.update(self._task, completed=self.done, status=self.status())
 
     def note(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
+        self._bar.console.print(printable(text), markup=False, highlight=False)
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()

@@ -1,18 +1,26 @@
 """What all commands have in common: help, mistakes, exit codes, warnings. In this process, for speed."""
 
+import errno
+import json
+import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors import SafetensorError
 
 from limner import cli
 from limner.cli import COMMANDS, Command, main
 from limner.cli.arguments import one_sentence
 from limner.cli.draw import Draw, output_path
-from limner.errors import UserError
+from limner.errors import UserError, printable
 from limner.training.loop import Interrupted
+from limner.training.progress import PlainProgress
 
 
 def test_help_names_every_command(capsys):
@@ -122,6 +130,118 @@ def test_faults_of_the_program_are_not_hidden_but_those_of_files_are_told(comman
     assert "gone/file: No such file" in capsys.readouterr().err
 
 
+def test_what_the_system_refuses_is_a_sentence(command, capsys, tmp_path):
+    def writes(path):
+        def act(_):
+            with open(path, "wb", buffering=0) as file:
+                file.write(b"x")
+
+        return act
+
+    full = f'I/O error: Os {{ code: {errno.ENOSPC}, kind: StorageFull, message: "No space left on device" }}'
+    for action, says in (
+        (writes("/dev/full"), "No space left on device, so what was being written is not there: make room"),
+        (raises(OSError(errno.ENOSPC, "No space left on device", "a", None, "b")), "a: No space left on device, so"),
+        (raises(SafetensorError(full)), "No space left on device, so what"),
+        (raises(OSError("no reason")), "no reason"),
+        (raises(TimeoutError()), "TimeoutError"),
+        (raises(PermissionError(errno.EACCES, "Permission denied", b"bytes\xff")), "bytes\\udcff: Permission denied"),
+        (raises(BlockingIOError(errno.EAGAIN, "Try again", 3)), "Try again"),
+    ):
+        command(action)
+        assert main(["act"]) == 2
+        out, err = capsys.readouterr()
+        assert err.startswith(f"limner: {says}") and err.count("\n") == 1 and out == ""
+    command(raises(SafetensorError("invalid header")))
+    with pytest.raises(SafetensorError):
+        main(["act"])
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda _: torch.empty(1 << 56),
+        lambda _: torch.empty(1 << 62, 1 << 20),
+        lambda _: np.empty(1 << 56),
+        lambda _: bytearray(1 << 60),
+        raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB.")),
+    ],
+)
+def test_memory_that_does_not_suffice_names_what_to_lower(allocate, command, capsys):
+    command(allocate, lower="--candidates")
+    assert main(["act"]) == 2
+    err = capsys.readouterr().err
+    assert err.endswith("memory does not suffice: lower --candidates\n") and err.count("\n") == 1
+    command(raises(RuntimeError("another fault")))
+    with pytest.raises(RuntimeError):
+        main(["act"])
+
+
+STEERING = "\x1b]0;title\x07 \x9b31m \u202e \u2066 \x7f \r \n \u2028 \udc80 \ufffe"
+
+
+def raw(text):
+    return [c for c in text if c != "\n" and (c < " " or "\x7f" <= c < "\xa0" or c in "\u202e\u2066\u2028\udc80\ufffe")]
+
+
+def test_text_from_outside_is_one_harmless_line():
+    shown = printable(STEERING)
+    assert raw(shown) == [] and "\n" not in shown
+    assert r"\x1b]0;title\x07 \x9b31m \u202e \u2066 \x7f" in shown
+    shown.encode()
+    kept = "caf\u00e9 \u65e5\u672c \U0001f469\u200d\U0001f680 \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
+    assert printable(kept) == kept
+    for i in range(0x300):
+        assert printable(printable(chr(i))) == printable(chr(i))
+
+
+def test_no_command_lets_text_steer_the_terminal(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "_shown", cli.Counter())
+    monkeypatch.chdir(tmp_path)
+    command(raises(UserError(STEERING)))
+    assert main(["act", "--debug"]) == 2
+    command(lambda _: cli._show_warning(UserWarning(STEERING), UserWarning, "file.py", 1))
+    assert main(["act"]) == 0
+    command(lambda _: PlainProgress("t").note(STEERING))
+    assert main(["act"]) == 0
+    path = STEERING.replace("\udc80", "").replace("\ufffe", "")
+    for arguments in (
+        [path], ["draw", "a", f"--{path}"], ["draw", "a", "--model", path], ["draw", "a", "-o", f"{path}.gif"],
+        ["draw", "a", "--seed", path], ["data", path], ["data", "show", path], ["data", "prepare", path, "out"],
+        ["data", "emoji", "out", "--font", path], ["edit", path, "a", "--keep", "top:1"], ["bundle", path, "out"],
+        ["plan", "--recipe", path], ["plan", "--gpu", path], ["bench", "--size", path],
+        ["train", path, "--recipe", "demo", "--out", "run"], ["train", "d", "--recipe", path, "--out", "run"],
+        ["train", "d", "--recipe", f"{path}.json", "--out", "run"], ["import", "openai-dvae", path, path, "out"],
+        ["evaluate", path], ["evaluate", "composition", path], ["evaluate", "emoji", path, path],
+        ["evaluate", "reconstruction", "--split", path],
+    ):  # fmt: skip
+        assert main(arguments) == 2, arguments
+    out, err = capsys.readouterr()
+    assert raw(out + err) == [] and err.count("limner: ") >= 24
+
+
+def test_captions_and_files_with_escape_sequences_are_shown_harmlessly(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "a\x1b[2J"
+    folder.mkdir()
+    Image.new("RGB", (8, 8)).save(folder / "x.png")
+    row = {"file": "x.png", "caption": STEERING.replace("\udc80", ""), "split": "\x1b[31mtrain"}
+    (folder / "data.jsonl").write_text(json.dumps(row))
+    assert main(["data", "show", str(folder / "data.jsonl"), "-o", "\x9b.png"]) == 0
+    assert main(["data", "prepare", str(folder / "data.jsonl"), "o\x1bt", "--min-words", "None"]) == 0
+    out, err = capsys.readouterr()
+    assert raw(out + err) == [] and r"\x1b]0;title" in out and r"\x9b.png" in out and r"o\x1bt" in out
+
+
+def test_a_terminal_without_unicode_is_no_obstacle(tmp_path):
+    (tmp_path / "\u65e5").mkdir()
+    ours = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    command = [sys.executable, "-m", "limner", "data", "scenes", "\u65e5/out", "--count", "1", "--pairs", "0"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, env={**os.environ, **ours})
+    assert (run.returncode, b"Traceback" in run.stderr) == (0, False), run.stderr
+    assert rb"\u65e5" in run.stdout
+
+
 def test_warnings_are_lines_and_not_floods(command, capsys, monkeypatch):
     monkeypatch.setattr(cli, "_shown", cli.Counter())
 
@@ -140,14 +260,63 @@ def test_warnings_are_lines_and_not_floods(command, capsys, monkeypatch):
     ]
 
 
-def test_outputs_are_named_after_the_caption(tmp_path):
-    assert output_path(Draw(caption="A red circle, & more!"), "A red circle, & more!") == Path("a-red-circle-more.png")
-    assert output_path(Draw(caption="a", seed=4), "a") == Path("a-seed-4.png")
-    assert output_path(Draw(caption="../../etc/passwd"), "../../etc/passwd") == Path("etc-passwd.png")
-    assert output_path(Draw(caption="?!"), "?!") == Path("drawing.png")
-    assert len(output_path(Draw(caption="word " * 100), "word " * 100).name) < 100
-    assert output_path(Draw(caption="a", output=tmp_path), "a") == tmp_path / "a.png"
-    assert output_path(Draw(caption="a", output=Path("x")), "a") == Path("x.png")
+def test_outputs_are_named_after_the_caption(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def named(caption, **options):
+        return output_path(Draw(caption=caption, **options), caption)
+
+    assert named("A red circle, & more!") == Path("a-red-circle-more.png")
+    assert named("a", seed=4) == Path("a-seed-4.png")
+    assert named("../../etc/passwd") == Path("etc-passwd.png")
+    assert named("?!") == Path("drawing.png")
+    assert len(named("word " * 100).name) < 100
+    for folder in (str(tmp_path), ".", "./", "..", "new/", "new/folder/"):
+        assert named("a", output=folder) == Path(folder) / "a.png"
+    assert named("a", output="x") == Path("x.png")
+    for character in ("\u65e5", "\U0001d4d0", "e\u0301", "\udc80"):
+        longest = named(character * 300, seed=2**63 - 1, n=2, output="new/")
+        assert len(longest.name.encode()) < 200 and not longest.parent.exists()
+
+
+OUTPUTS = {
+    "file": (
+        "evaluate composition -o", "evaluate pairs -o", "evaluate reconstruction -o", "evaluate emoji run data -o",
+        "evaluate emoji run data --mosaic", "bench -o", "data show source -o", "draw a -o", "draw a -n 2 -o",
+    ),
+    "folder": (
+        "data scenes", "data emoji", "data prepare source", "demo --out", "train source --recipe scenes --out",
+        "bundle scenes", "import openai-dvae encoder decoder",
+    ),
+}  # fmt: skip
+NOWHERE = ("file/x.png", "file/new/x.png", "\u65e5" * 80 + ".png", "x" * 250 + ".png", "\u65e5" * 90 + "/x.png",
+    "new/" * 1100 + "x.png", "loop/x.png", "zero\0.png")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_where_results_cannot_be_written_is_told_before_the_work(kind, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "folder-2.png").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    before = sorted(tmp_path.rglob("*"))
+    wrong = {"file": ("", "."), "folder": ("file", "/dev/null", "loop", "x" * 240)}[kind]
+    for command in OUTPUTS[kind]:
+        mine = ("folder.png", "/dev/full") if "draw" not in command else ("folder", "")
+        for place in (*NOWHERE, *(wrong if "draw" not in command else ()), *(mine if kind == "file" else ())):
+            assert main([*command.split(), place]) == 2, (command, place)
+            out, err = capsys.readouterr()
+            assert out == "" and err.startswith("limner: ") and err.count("\n") == 1 and len(err) < 200, (command, err)
+            assert "does not exist" not in err and "no model" not in err, (command, place)  # that comes after
+    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every folder")
+def test_folders_without_permission_are_told_before_the_work(capsys, tmp_path):
+    tmp_path.chmod(0o500)
+    assert main(["draw", "a", "-o", f"{tmp_path}/a.png"]) == 2
+    assert "Permission denied" in capsys.readouterr().err
 
 
 FRAMED = """╭─ Unrecognized options ───╮

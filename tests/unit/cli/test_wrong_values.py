@@ -1,0 +1,136 @@
+"""Values that no command can use are told in one sentence, by the option's name, before anything is done."""
+
+import json
+from dataclasses import is_dataclass
+from math import inf, nan
+from typing import Annotated, get_args, get_origin, get_type_hints
+
+import pytest
+
+from limner import recipes
+from limner.cli import bench, data, demo, draw, evaluate, imports, main, plan
+from limner.config import Checked, override, ranges, to_dict
+from limner.errors import UserError
+from limner.recipes.recipe import Recipe
+
+COMMANDS = {
+    "draw CAPTION": draw.Draw,
+    "edit PICTURE CAPTION": draw.Edit,
+    "data scenes OUT": data.ScenesOptions,
+    "data emoji OUT": data.EmojiOptions,
+    "data prepare SOURCE OUT": data.PrepareOptions,
+    "data show SOURCE": data.ShowOptions,
+    "demo": demo.Options,
+    "evaluate composition": evaluate.CompositionOptions,
+    "evaluate pairs": evaluate.PairsOptions,
+    "evaluate reconstruction": evaluate.ReconstructionOptions,
+    "evaluate emoji RUN DATA": evaluate.EmojiOptions,
+    "bench": bench.Options,
+    "plan": plan.Options,
+    "import openai-dvae ENCODER DECODER OUT": imports.OpenAIDVAE,
+}
+HUGE = "1" + "0" * 400
+
+
+def wrong(cls: type, name: str) -> list[str]:
+    """Values beyond each end of a field's range, and what is no number of its kind."""
+    allowed, whole, _ = ranges(cls)[name]
+    beyond = {allowed.least: -1, allowed.most: 1, allowed.above: -1, allowed.below: 1}
+    found = [str(end + step) for end, step in beyond.items() if end is not None]
+    found += [str(end) for end in (allowed.above, allowed.below) if end is not None]
+    return [*found, HUGE, "", "x", "nan", "inf", "1.5" if whole else "-inf", "9" * 5000]
+
+
+def fields(hint: type, path: str = "", default: object = None):
+    """(class, dotted option, field, how many values it takes) of each number in a nest of dataclasses."""
+    for name, inner in get_type_hints(hint, include_extras=True).items():
+        value = getattr(default, name, None)
+        kind = type(value) if is_dataclass(value) else get_args(inner)[0] if get_origin(inner) is Annotated else inner
+        if is_dataclass(kind):
+            yield from fields(kind, path if name == "filters" else f"{path}{name}.", value)
+        elif issubclass(hint, Checked) and name in ranges(hint):
+            shape = next((get_args(k) for k in (kind, *get_args(kind)) if get_origin(k) is tuple), ())
+            count = 1 if not shape or Ellipsis in shape else len(shape)
+            yield hint, f"{path}{name}".replace("_", "-"), name, count
+
+
+def told(arguments, option, capsys):
+    """The command ends at once with a sentence that names the option."""
+    assert main(arguments) == 2, arguments
+    out, err = capsys.readouterr()
+    assert out == "", arguments
+    assert err.startswith("limner: ") and err.count("\n") == 1 and len(err) < 600, (arguments, err)
+    assert f"{option} must be " in err or f"--{option}" in err or f"-n/--{option}" in err, (arguments, err)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_of_every_command(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tried = 0
+    for cls, option, name, count in fields(COMMANDS[command]):
+        for value in wrong(cls, name):
+            told([*command.split(), f"--{option}", *[value] * count], option, capsys)
+            tried += 1
+    assert tried >= 9 and list(tmp_path.iterdir()) == []
+
+
+def test_of_every_setting_of_a_recipe(capsys, tmp_path, monkeypatch):
+    """Each with all wrong values as a file would have them, and every fifth with one on the command line."""
+    monkeypatch.chdir(tmp_path)
+    recipe = recipes.get("scenes")
+    numbers = list(fields(Recipe, default=recipe))
+    assert len(numbers) > 80
+    for i, (cls, option, name, count) in enumerate(numbers):
+        path = option.replace("-", "_")
+        for value in (-1e9, 10**400, "1", nan, inf, True, [[]], {}, *([1.5] if ranges(cls)[name][1] else [])):
+            with pytest.raises(UserError, match=f"^{path}.* must be "):
+                override(recipe, {path: [value] * count if count > 1 else value})
+        if i % 5 == 0:
+            values = wrong(cls, name)
+            given = [f"--{option}", *[values[i % len(values)]] * count]
+            told(["train", "data", "--out", "run", "--recipe", "scenes", *given], option, capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--dvae.model.size 50", "dvae.model.size must be a multiple of the stride, 4, not 50"),
+        ("--dvae.model.context-groups 4", "dvae.model.context-groups must be at most groups, 3, not 4"),
+        ("--dvae.model.width 4096 --dvae.model.groups 12 --dvae.model.size 2048", "dvae.model.width"),
+        ("--dvae.objective.tau.start 0", "dvae.objective.tau.start must be above 0, not 0.0"),
+        ("--dvae.training.accumulate 17", "dvae.training.accumulate must be at most batch_size, 16, not 17"),
+        ("--dvae.training.checkpoint-activations", "dvae.training.checkpoint-activations must be false"),
+        ("--contrastive.training.checkpoint-activations", "contrastive.training.checkpoint-activations must be"),
+        ("--prior.model.heads 3", "prior.model.width must be a multiple of heads, 3, not 256"),
+        ("--prior.model.kernel 4", "prior.model.kernel must be odd, not 4"),
+        ("--prior.model.grid 1000 1000", "prior.model.grid must have at most 65,536 positions, not 1,000,000"),
+        ("--contrastive.model.heads 5", "contrastive.model.width must be a multiple of heads, 5, not 128"),
+    ],
+)
+def test_settings_that_contradict_each_other(arguments, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "data", "--out", "run", "--recipe", "scenes", *arguments.split()]) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_of_a_file(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = to_dict(recipes.get("photos"))
+    for part, key, value, says in (
+        ("dvae", "optimizer", {"type": "Muon"}, "dvae.training.optimizer must be AdamW"),
+        ("prior", "clip_norm", nan, "prior.training.clip_norm must be a finite number, not nan"),
+        ("prior", "steps", 1e9, "prior.training.steps must be a whole number, not 1000000000.0"),
+        ("prior", "ema_decay", 10**400, "prior.training.ema_decay must be a finite number, not a number of 401 digits"),
+        ("prior", "steps", "9" * 5000, "prior.training.steps must be a whole number, not '9999"),
+    ):
+        changed = {**whole, part: {**whole[part], "training": {**whole[part]["training"], key: value}}}
+        (tmp_path / "recipe.json").write_text(json.dumps(changed))
+        assert main(["train", "data", "--out", "run", "--recipe", "recipe.json"]) == 2
+        err = capsys.readouterr().err
+        assert says in err and err.count("\n") == 1 and len(err) < 300
+    (tmp_path / "recipe.json").write_text('{"steps": ' + "9" * 5000 + "}")
+    assert main(["train", "data", "--out", "run", "--recipe", "recipe.json"]) == 2
+    assert "is not valid JSON" in capsys.readouterr().err
