@@ -197,12 +197,11 @@ def test_ends_none_and_whole_numbers_for_floats_are_in_range():
 MADE = tuple(
     f"limner.{name}"
     for name in (
-        "bundles", "pipeline", "data.", "layers.", "metrics.", "training.", "recipes.plan", "recipes.speed",
-        "recipes.stages", "evaluation.nearest", "evaluation.reconstruction", "evaluation.report",
-        "evaluation.composition.Rate", "evaluation.composition.Composition",
+        "bundles", "pipeline", "data.", "evaluation.", "layers.", "metrics.", "training.", "recipes.plan",
+        "recipes.speed", "recipes.stages",
     )
 )  # fmt: skip
-SET = ("limner.data.filters.Filters", "limner.training.loop.TrainConfig")
+SET = ("limner.data.filters.Filters", "limner.evaluation.composition.Settings", "limner.training.loop.TrainConfig")
 
 
 def settings():

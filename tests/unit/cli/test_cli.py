@@ -225,7 +225,7 @@ def test_captions_and_files_with_escape_sequences_are_shown_harmlessly(capsys, t
     folder = tmp_path / "a\x1b[2J"
     folder.mkdir()
     Image.new("RGB", (8, 8)).save(folder / "x.png")
-    row = {"file": "x.png", "caption": STEERING.replace("\udc80", ""), "split": "\x1b[31mtrain"}
+    row = {"file": "x.png", "caption": STEERING.replace("\udc80", "")}
     (folder / "data.jsonl").write_text(json.dumps(row))
     assert main(["data", "show", str(folder / "data.jsonl"), "-o", "\x9b.png"]) == 0
     (folder / "data.jsonl").write_text(json.dumps({"file": "x.png", "caption": "a red circle"}))
