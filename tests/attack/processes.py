@@ -16,6 +16,7 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -71,6 +72,16 @@ class Process:
         """Send it, or its helper process `pid`, a signal; nothing happens if that has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid or self.pid, number)
+
+    def ended_or_interrupted(self, seconds: float, patience: float) -> Ended:
+        """Its end, or, after some seconds, what comes of Ctrl-C (a second and third time, if need be)."""
+        deadline = time.monotonic() + seconds
+        while select.select([self.link], [], [], max(0.0, deadline - time.monotonic()))[0] == []:
+            self.kill(signal.SIGINT)
+            deadline = time.monotonic() + patience / 4
+            if deadline > self.begun + seconds + patience:
+                break
+        return self.ended(seconds + patience)
 
     def ended(self, timeout: float = 120.0) -> Ended:
         """Wait for its end, and kill it after `timeout` seconds from its start."""
@@ -284,8 +295,6 @@ def serve(path: str) -> None:
     stub.write_text(_STUB.format(python=os.path.realpath(sys.executable), here=str(HERE), standard=standard))
     stub.chmod(0o755)
     os.environ[_SERVER] = path
-
-    import select
 
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)

@@ -99,7 +99,10 @@ static int below(const char *path) {
 static void note(const char *kind, const char *operation, const char *path) {
     char line[PATH_MAX + 64];
     if (log_to < 0) return;
-    int n = snprintf(line, sizeof line, "%s %s %s\n", kind, operation, path);
+    int n = snprintf(line, sizeof line, "%s %s %s", kind, operation, path);
+    for (char *c = line; *c; c++)
+        if (*c == '\n') *c = '?';
+    line[n++] = '\n';
     syscall(SYS_write, log_to, line, (size_t)n);
 }
 
