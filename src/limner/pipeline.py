@@ -91,10 +91,7 @@ class Drawing:
         The default enlarges to at least 384 pixels by a whole factor; 1 keeps the model's own pixels.
         """
         w, h = self.image.size
-        if scale is None:
-            scale = max(1, math.ceil(_VIEWABLE / max(w, h)))
-        if scale < 1 or max(w, h) * scale > 1 << 14:
-            raise UserError(f"scale {scale} would give a picture of {w * scale} x {h * scale} pixels: choose another")
+        scale = enlargement(max(w, h), scale)
         info, caption = PngInfo(), printable(self.caption)
         facts: dict[str, Any] = {
             "caption": caption, "seed": self.seed, "candidate": self.candidate, "score": f"{self.score:.4f}",
@@ -118,6 +115,16 @@ class Drawing:
             raise UserError(f"drawings are PNG files: name it {path.with_suffix('.png').name!r}, not {path.name!r}")
         atomic_write_bytes(path, self.png(scale))
         return path
+
+
+def enlargement(size: int, scale: int | None) -> int:
+    """The whole factor that pictures of `size` pixels are enlarged by; None is to 384 at least. Raises `UserError`."""
+    if scale is None:
+        return max(1, math.ceil(_VIEWABLE / size))
+    if scale < 1 or size * scale > 1 << 14:
+        widest = (1 << 14) // size
+        raise UserError(f"scale {scale} would give a picture of {size * scale} pixels a side: choose 1 to {widest}")
+    return scale
 
 
 def numbered(path: Path, n: int) -> list[Path]:

@@ -35,7 +35,7 @@ class Settings(Checked):
     """Sample among the k likeliest tokens only."""
     top_p: Annotated[float | None, Range(above=0, most=1)] = None
     """Sample among the likeliest tokens that make up this much probability."""
-    guidance: Annotated[float | None, Range(-1_000, 1_000)] = None
+    guidance: Annotated[float | None, Range(0, 100)] = None
     """Above 1 follows the caption more closely (for a prior trained with captions dropped), 1 is none; by default
     the model's own."""
     model: str = "scenes"
@@ -99,10 +99,11 @@ def _draw(options: Settings, caption: str, given: Callable[[Any], Any] | None = 
     if not caption.strip():
         raise UserError("the caption is empty: write what the picture shows")
     out = output_path(options, caption)
-    from limner.pipeline import load, make_sampler  # heavy, so only now
+    from limner.pipeline import enlargement, load, make_sampler  # heavy, so only now
 
     make_sampler(options.temperature, options.top_k, options.top_p)  # complains before anything is loaded
     pipe = load(options.model)
+    enlargement(pipe.dvae.config.size, options.scale)
     fixed = given(pipe) if given else None
     number = max(options.n, options.candidates)
     with progress("drawing", number, unit="picture") as bar:

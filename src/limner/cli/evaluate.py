@@ -45,7 +45,7 @@ class CompositionOptions(Checked):
     temperature: Annotated[float, Range(0, 100)] = 1.0
     top_k: Annotated[int | None, Range(1, 2**24)] = None
     top_p: Annotated[float | None, Range(above=0, most=1)] = None
-    guidance: Annotated[float | None, Range(-1_000, 1_000)] = None
+    guidance: Annotated[float | None, Range(0, 100)] = None
     """The model's own by default, 1 is none."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
@@ -64,7 +64,7 @@ class PairsOptions(Checked):
     candidates: Annotated[int, Range(1, 2**16)] = 16
     seed: Annotated[int, SEEDS] = 1_000
     """Of the captions and their drawings. Choose between models on seeds below 1,000, publish from 1,000 on."""
-    guidance: Annotated[float | None, Range(-1_000, 1_000)] = None
+    guidance: Annotated[float | None, Range(0, 100)] = None
     """The model's own by default, 1 is none."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""

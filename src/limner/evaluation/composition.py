@@ -244,7 +244,7 @@ class Settings(Checked):
     best_of: Annotated[tuple[int, ...], Range(1, 2**16)] = (1, 8, 64)
     seed: Annotated[int, SEEDS] = 0
     sampler: Sampler = field(default_factory=Sampler)
-    guidance: Annotated[float | None, Range(-1_000, 1_000)] = None
+    guidance: Annotated[float | None, Range(0, 100)] = None
 
 
 def score(

@@ -63,8 +63,9 @@ class Sampler(Checked):
         falling, tokens = p.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             falling[:, self.top_k :] = 0
-        if self.top_p is not None:  # a token stays if the mass before it has not reached p
-            falling *= falling.cumsum(-1) - falling < self.top_p * falling.sum(-1, keepdim=True)
+        if self.top_p is not None:  # a token stays if the mass before it has not reached p, and the likeliest does
+            stays = falling.cumsum(-1) - falling < self.top_p * falling.sum(-1, keepdim=True)
+            falling[:, 1:] *= stays[:, 1:]
         return torch.zeros_like(p).scatter_(1, tokens, falling)
 
 

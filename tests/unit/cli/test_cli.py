@@ -313,6 +313,12 @@ def test_where_results_cannot_be_written_is_told_before_the_work(kind, capsys, t
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "kept"
 
 
+def test_a_scale_that_no_picture_can_have_is_told_before_the_drawing(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["draw", "a", "--scale", "400"]) == 2
+    assert capsys.readouterr().err.startswith("limner: scale 400 would give a picture of 19200 pixels a side")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every folder")
 def test_folders_without_permission_are_told_before_the_work(capsys, tmp_path):
     tmp_path.chmod(0o500)
