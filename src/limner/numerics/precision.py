@@ -8,7 +8,7 @@ processor what it has; nothing is timed.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -53,7 +53,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cuda":
         flat = (x.reshape(-1, *x.shape[-2:]) for x in (a, b))
         return torch.bmm(*flat, out_dtype=torch.float32).view(*a.shape[:-1], b.shape[-1])
-    setting, before = torch.backends.mkldnn.matmul, torch.backends.mkldnn.matmul.fp32_precision
+    setting: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    before = setting.fp32_precision
     setting.fp32_precision = "bf16"  # oneDNN multiplies fp32 numbers as bf16, which these are, and sums in fp32
     try:
         return a.float() @ b.float()
