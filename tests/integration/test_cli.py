@@ -101,7 +101,7 @@ def test_mistakes_are_one_sentence_and_code_2(bundle, tmp_path):
     for arguments, says in (
         (["drwa"], "did you mean 'draw'"),
         (["draw", " "], "empty"),
-        (["draw", CAPTION, "--model", bundle, "--top-p", "3"], "top_p"),
+        (["draw", CAPTION, "--model", bundle, "--top-p", "3"], "top-p"),
         (["draw", CAPTION, "--model", tmp_path], "not a bundle"),
     ):
         code, out, err = limner(*arguments)

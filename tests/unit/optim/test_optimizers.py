@@ -9,6 +9,7 @@ from limner.optim.optimizers import AdamW, Muon
 
 
 def prior() -> nn.Module:
+    torch.manual_seed(0)
     return TransformerConfig(text_vocab=9, image_vocab=8, text_len=3, grid=(2, 2), width=8, depth=2, heads=2).build()
 
 
