@@ -148,6 +148,7 @@ class Server:
         root: Path | None = None,
         at: int = 0,
         helper_at: int = 0,
+        full: bool = False,
         log: bool = False,
         memory: int | None = None,
         environment: Mapping[str, str] | None = None,
@@ -158,6 +159,7 @@ class Server:
             threads: of torch.
             root: changes below this folder are counted, and number `at` kills the process, or number `helper_at` of
                 a helper process kills that.
+            full: the disk is full from number `at` on, instead.
             log: note each change of files, and each file read.
             memory: bytes of address space beyond what the server has.
         """
@@ -175,6 +177,7 @@ class Server:
             "threads": threads,
             "root": str(root) if root else "",
             "at": at,
+            "full": full,
             "log": str(place / "log") if log else "",
             "memory": memory,
         }
@@ -377,7 +380,9 @@ def _become(request: dict, handles: list[int], stub: Path, inherited: list[int])
 
         small()
         shim = ctypes.CDLL(None)
-        shim.attack_begin(os.fsencode(request["root"]), ctypes.c_long(request["at"]), log)
+        shim.attack_begin(
+            os.fsencode(request["root"]), ctypes.c_long(request["at"]), int(request.get("full", False)), log
+        )
         code = _run(request["module"])
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

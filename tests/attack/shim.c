@@ -1,9 +1,9 @@
 /* Loaded before libc (LD_PRELOAD): sees what a process does to files.
 
-   `attack_begin(root, at, log)` arms it in the process that calls it. From then on each change of a file or folder
+   `attack_begin(root, at, full, log)` arms it in the process that calls it. From then on each change of a file or folder
    below `root` is counted: opening for writing, each write (twice: before it, and in its middle), truncating,
    renaming, removing, making folders and links. The process is killed where a new one would be number `at`
-   (0 for never). Where `log` is a descriptor, each change goes there as a line "W operation path", wherever it is,
+   (0 for never); with `full`, the disk is full from that number on instead. Where `log` is a descriptor, each change goes there as a line "W operation path", wherever it is,
    and each file that is opened for reading as "R open path". */
 
 #define _GNU_SOURCE
@@ -25,6 +25,7 @@
 static char root[PATH_MAX];
 static size_t root_length;
 static long at;
+static int full;
 static int log_to = -1;
 static volatile int armed;
 static volatile long count;
@@ -34,10 +35,11 @@ static void die(void) {
     for (;;) pause();
 }
 
-void attack_begin(const char *folder, long number, int log) {
+void attack_begin(const char *folder, long number, int disk_full, int log) {
     strncpy(root, folder, sizeof root - 1);
     root_length = strlen(root);
     at = number;
+    full = disk_full;
     log_to = log;
     count = 0;
     armed = 1;
@@ -106,39 +108,44 @@ static void note(const char *kind, const char *operation, const char *path) {
     syscall(SYS_write, log_to, line, (size_t)n);
 }
 
-/* Count one change, and die if it is the one. */
-static void change(const char *operation, const char *path) {
-    if (!strncmp(path, "/dev/", 5) || !strncmp(path, "/proc/", 6)) return;
+/* Count one change, and die if it is the one; whether there is no room for it. */
+static int change(const char *operation, const char *path) {
+    if (!strncmp(path, "/dev/", 5) || !strncmp(path, "/proc/", 6)) return 0;
     note("W", operation, path);
-    if (below(path) && __sync_add_and_fetch(&count, 1) == at) die();
+    if (!below(path)) return 0;
+    long number = __sync_add_and_fetch(&count, 1);
+    if (number == at && !full) die();
+    return full && at && number >= at;
 }
 
-static void change_at(const char *operation, int fd, const char *path) {
-    char full[PATH_MAX];
-    int before = errno;
-    if (armed && absolute(fd, path, full)) change(operation, full);
-    errno = before;
+static int change_at(const char *operation, int fd, const char *path) {
+    char whole[PATH_MAX];
+    int before = errno, no_room = armed && absolute(fd, path, whole) && change(operation, whole);
+    errno = no_room ? ENOSPC : before;
+    return no_room;
 }
 
-static void change_of(const char *operation, int fd) {
-    char full[PATH_MAX];
-    int before = errno;
-    if (armed && fd != log_to && fd > 2 && of_descriptor(fd, full)) change(operation, full);
-    errno = before;
+static int change_of(const char *operation, int fd) {
+    char whole[PATH_MAX];
+    int before = errno, no_room = armed && fd != log_to && fd > 2 && of_descriptor(fd, whole) && change(operation, whole);
+    errno = no_room ? ENOSPC : before;
+    return no_room;
 }
 
 #define REAL(type, name, ...)                                                                                          \
     static type (*real)(__VA_ARGS__);                                                                                  \
     if (!real) real = (type (*)(__VA_ARGS__))dlsym(RTLD_NEXT, name);
 
-static void opening(int fd, const char *path, int flags) {
-    char full[PATH_MAX];
-    int before = errno;
-    if (armed && absolute(fd, path, full)) {
-        if ((flags & O_ACCMODE) != O_RDONLY || (flags & (O_CREAT | O_TRUNC))) change("open", full);
-        else if (!(flags & O_DIRECTORY)) note("R", "open", full);
+static int opening(int fd, const char *path, int flags) {
+    char whole[PATH_MAX];
+    int before = errno, no_room = 0;
+    if (armed && absolute(fd, path, whole)) {
+        if ((flags & O_ACCMODE) != O_RDONLY || (flags & (O_CREAT | O_TRUNC)))
+            no_room = change("open", whole) && (flags & O_CREAT) && access(whole, F_OK);
+        else if (!(flags & O_DIRECTORY)) note("R", "open", whole);
     }
-    errno = before;
+    errno = no_room ? ENOSPC : before;
+    return no_room;
 }
 
 #define MODE                                                                                                           \
@@ -151,79 +158,80 @@ static void opening(int fd, const char *path, int flags) {
     }
 
 int open(const char *path, int flags, ...) {
-    MODE REAL(int, "open", const char *, int, ...) opening(AT_FDCWD, path, flags);
+    MODE REAL(int, "open", const char *, int, ...) if (opening(AT_FDCWD, path, flags)) return -1;
     return real(path, flags, mode);
 }
 int open64(const char *path, int flags, ...) {
-    MODE REAL(int, "open64", const char *, int, ...) opening(AT_FDCWD, path, flags);
+    MODE REAL(int, "open64", const char *, int, ...) if (opening(AT_FDCWD, path, flags)) return -1;
     return real(path, flags, mode);
 }
 int openat(int fd, const char *path, int flags, ...) {
-    MODE REAL(int, "openat", int, const char *, int, ...) opening(fd, path, flags);
+    MODE REAL(int, "openat", int, const char *, int, ...) if (opening(fd, path, flags)) return -1;
     return real(fd, path, flags, mode);
 }
 int openat64(int fd, const char *path, int flags, ...) {
-    MODE REAL(int, "openat64", int, const char *, int, ...) opening(fd, path, flags);
+    MODE REAL(int, "openat64", int, const char *, int, ...) if (opening(fd, path, flags)) return -1;
     return real(fd, path, flags, mode);
 }
 int creat(const char *path, mode_t mode) {
-    REAL(int, "creat", const char *, mode_t) opening(AT_FDCWD, path, O_WRONLY | O_CREAT | O_TRUNC);
+    REAL(int, "creat", const char *, mode_t) if (opening(AT_FDCWD, path, O_WRONLY | O_CREAT | O_TRUNC)) return -1;
     return real(path, mode);
 }
 int creat64(const char *path, mode_t mode) {
-    REAL(int, "creat64", const char *, mode_t) opening(AT_FDCWD, path, O_WRONLY | O_CREAT | O_TRUNC);
+    REAL(int, "creat64", const char *, mode_t) if (opening(AT_FDCWD, path, O_WRONLY | O_CREAT | O_TRUNC)) return -1;
     return real(path, mode);
 }
 FILE *fopen(const char *path, const char *how) {
     REAL(FILE *, "fopen", const char *, const char *)
-    opening(AT_FDCWD, path, strpbrk(how, "wa+") ? O_WRONLY : O_RDONLY);
+    if (opening(AT_FDCWD, path, strpbrk(how, "wa+") ? O_WRONLY | O_CREAT : O_RDONLY)) return NULL;
     return real(path, how);
 }
 FILE *fopen64(const char *path, const char *how) {
     REAL(FILE *, "fopen64", const char *, const char *)
-    opening(AT_FDCWD, path, strpbrk(how, "wa+") ? O_WRONLY : O_RDONLY);
+    if (opening(AT_FDCWD, path, strpbrk(how, "wa+") ? O_WRONLY | O_CREAT : O_RDONLY)) return NULL;
     return real(path, how);
 }
 
 ssize_t write(int fd, const void *data, size_t n) {
     REAL(ssize_t, "write", int, const void *, size_t)
-    change_of("write", fd);
-    char full[PATH_MAX];
-    if (armed && n > 1 && fd > 2 && fd != log_to && of_descriptor(fd, full) && below(full) && count + 1 == at) {
-        real(fd, data, n / 2);
-        die();
+    if (change_of("write", fd)) return -1;
+    char whole[PATH_MAX];
+    if (armed && n > 1 && fd > 2 && fd != log_to && of_descriptor(fd, whole) && below(whole) && count + 1 == at) {
+        ssize_t written = real(fd, data, n / 2);
+        change_of("half", fd);
+        return written;
     }
     if (n > 1) change_of("half", fd);
     return real(fd, data, n);
 }
 ssize_t writev(int fd, const struct iovec *parts, int n) {
-    REAL(ssize_t, "writev", int, const struct iovec *, int) change_of("write", fd);
+    REAL(ssize_t, "writev", int, const struct iovec *, int) if (change_of("write", fd)) return -1;
     return real(fd, parts, n);
 }
 ssize_t pwrite(int fd, const void *data, size_t n, off_t where) {
-    REAL(ssize_t, "pwrite", int, const void *, size_t, off_t) change_of("write", fd);
+    REAL(ssize_t, "pwrite", int, const void *, size_t, off_t) if (change_of("write", fd)) return -1;
     return real(fd, data, n, where);
 }
 ssize_t pwrite64(int fd, const void *data, size_t n, off64_t where) {
-    REAL(ssize_t, "pwrite64", int, const void *, size_t, off64_t) change_of("write", fd);
+    REAL(ssize_t, "pwrite64", int, const void *, size_t, off64_t) if (change_of("write", fd)) return -1;
     return real(fd, data, n, where);
 }
 ssize_t copy_file_range(int from, off64_t *a, int to, off64_t *b, size_t n, unsigned flags) {
-    REAL(ssize_t, "copy_file_range", int, off64_t *, int, off64_t *, size_t, unsigned) change_of("write", to);
+    REAL(ssize_t, "copy_file_range", int, off64_t *, int, off64_t *, size_t, unsigned) if (change_of("write", to)) return -1;
     return real(from, a, to, b, n, flags);
 }
 ssize_t sendfile(int to, int from, off_t *where, size_t n) {
-    REAL(ssize_t, "sendfile", int, int, off_t *, size_t) change_of("write", to);
+    REAL(ssize_t, "sendfile", int, int, off_t *, size_t) if (change_of("write", to)) return -1;
     return real(to, from, where, n);
 }
 ssize_t sendfile64(int to, int from, off64_t *where, size_t n) {
-    REAL(ssize_t, "sendfile64", int, int, off64_t *, size_t) change_of("write", to);
+    REAL(ssize_t, "sendfile64", int, int, off64_t *, size_t) if (change_of("write", to)) return -1;
     return real(to, from, where, n);
 }
 
 #define ON_DESCRIPTOR(name, signature, call, ...)                                                                      \
     int name signature {                                                                                               \
-        REAL(int, #name, __VA_ARGS__) change_of(#name, fd);                                                            \
+        REAL(int, #name, __VA_ARGS__) if (change_of(#name, fd)) return -1;                                                            \
         return real call;                                                                                              \
     }
 ON_DESCRIPTOR(ftruncate, (int fd, off_t n), (fd, n), int, off_t)
@@ -246,7 +254,7 @@ ON_PATH(rmdir, (const char *path), (path), AT_FDCWD, const char *)
 int mkdir(const char *path, mode_t mode) {
     struct stat found;
     REAL(int, "mkdir", const char *, mode_t)
-    if (stat(path, &found)) change_at("mkdir", AT_FDCWD, path); /* else nothing will change */
+    if (stat(path, &found) && change_at("mkdir", AT_FDCWD, path)) return -1; /* else nothing will change */
     return real(path, mode);
 }
 ON_PATH(mkdirat, (int fd, const char *path, mode_t mode), (fd, path, mode), fd, int, const char *, mode_t)
