@@ -139,7 +139,7 @@ static int change_of(const char *operation, int fd) {
 static int opening(int fd, const char *path, int flags) {
     char whole[PATH_MAX];
     int before = errno, no_room = 0;
-    if (armed && absolute(fd, path, whole)) {
+    if (armed && !(flags & __O_TMPFILE) && absolute(fd, path, whole)) { /* what has no name leaves nothing */
         if ((flags & O_ACCMODE) != O_RDONLY || (flags & (O_CREAT | O_TRUNC)))
             no_room = change("open", whole) && (flags & O_CREAT) && access(whole, F_OK);
         else if (!(flags & O_DIRECTORY)) note("R", "open", whole);
