@@ -110,6 +110,8 @@ def latest(run: Path) -> Path | None:
 def find_damage(checkpoint: Path) -> str | None:
     """What of a checkpoint is not as it was written; None if it is whole."""
     try:
+        if odd := [path.name for path in checkpoint.iterdir() if not path.is_file()]:  # a pipe would never end
+            return f"{odd[0]} is not a file"
         lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
         sums = {name: known for known, name in (line.split("  ", 1) for line in lines)}
         if STATE not in sums or any(Path(name).name != name for name in sums):

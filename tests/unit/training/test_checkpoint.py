@@ -1,3 +1,4 @@
+import os
 import subprocess
 from pathlib import Path
 
@@ -76,6 +77,8 @@ DAMAGES = {
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
     "a bit": flip,
     "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "without end": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
 }
 
 
