@@ -36,6 +36,7 @@ Augment = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]
 
 _BAND = 4  # output rows in a band; measured fastest of 2 .. 32 for ratios near 2
 _ROWS = 128  # output rows for which the input is gathered at a time, to stay in the cache
+_GATHERED = 1 << 24  # values of the input that are gathered at a time, at most
 #: The most multiplications in one product. OpenBLAS divides larger ones among its own threads, which
 #: all callers share: from several threads at once that was up to forty times slower.
 _PRODUCT = 1 << 18
@@ -136,10 +137,14 @@ def area_resize(
     reads, down = (array[a0:a1] for array in _vertical(n_rows, height))
     for a in range(0, a1 - a0, _ROWS // _BAND):
         some = slice(a, min(a + _ROWS // _BAND, a1 - a0))
-        tall = _scratch("tall", *reads[some].shape, inner.shape[2])
-        tall[:] = image[:, inside][reads[some]].reshape(tall.shape)
-        for x in _chunks(inner.shape[2], down[0].size):
-            np.matmul(down[some], tall[:, :, x], out=inner[some, :, x])
+        wide = max(1, _GATHERED // (reads[some].size * channels))  # pixels across; all, but of huge pictures
+        for begin in range(inside.start, inside.stop, wide):
+            gathered = image[:, begin : min(begin + wide, inside.stop)][reads[some]]
+            tall = _scratch("tall", *reads[some].shape, gathered.shape[2] * channels)
+            tall[:] = gathered.reshape(tall.shape)
+            at = (begin - inside.start) * channels
+            for x in _chunks(tall.shape[2], down[0].size):
+                np.matmul(down[some], tall[:, :, x], out=inner[some, :, at + x.start : at + x.stop])
 
     # ... @ Wh^T, with the bands and the parts as the axes of a batch
     line = (x1 - x0) * channels
@@ -169,7 +174,7 @@ def _scratch(name: str, *shape: int) -> np.ndarray:
 def _chunks(length: int, cost: int) -> list[slice]:
     """Slices of `range(length)` that keep a product of `cost` multiplications each within bounds."""
     step = max(1, _PRODUCT // cost)
-    return [slice(start, start + step) for start in range(0, length, step)]
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def augment_dvae(image: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:

@@ -67,6 +67,14 @@ def test_large_pictures_in_several_products():
     assert np.array_equal(area_resize(np.full_like(image, 255), 300, 1001), np.full((300, 1001, 3), 255))
 
 
+@pytest.mark.parametrize("gathered", [1, 700, 1 << 14])
+def test_a_picture_is_gathered_in_parts_to_save_memory(gathered, monkeypatch):
+    image = pictures(300, 500)
+    whole = area_resize(image, 40, 33, (3, 2, 30, 29))
+    monkeypatch.setattr("limner.data.augment._GATHERED", gathered)
+    assert np.array_equal(area_resize(image, 40, 33, (3, 2, 30, 29)), whole)
+
+
 class Script:
     """Plays back chosen draws, and keeps the bounds that were asked for."""
 
