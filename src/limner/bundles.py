@@ -99,11 +99,13 @@ def write(
     Raises `UserError` if the folder holds something else.
     """
     _check_place(folder, FORMAT, "a bundle")
-    info = {
-        "name": folder.resolve().parent.name if folder.name == "bundle" else folder.name,
-        "created": datetime.now(UTC).date().isoformat(),
-        **info,
-    }
+    info = _storable(
+        {
+            "name": folder.resolve().parent.name if folder.name == "bundle" else folder.name,
+            "created": datetime.now(UTC).date().isoformat(),
+            **info,
+        }
+    )
     with atomic_folder(folder) as fresh:
         _write_weights(fresh, models, dtype)
         tokenizer.save(fresh / "tokenizer.json")
@@ -118,8 +120,13 @@ def save_dvae(dvae: DVAE, folder: str | Path, info: Mapping[str, Any]) -> Path:
     _check_place(folder, DVAE_FORMAT, "a dVAE")
     with atomic_folder(folder) as fresh:
         _write_weights(fresh, {"dvae": dvae}, torch.float16)
-        _write_config(fresh, DVAE_FORMAT, {"dvae": dvae}, info)
+        _write_config(fresh, DVAE_FORMAT, {"dvae": dvae}, _storable(info))
     return folder
+
+
+def _storable(info: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON values with a question mark for what no file can hold: bytes of a name or an option that are not UTF-8."""
+    return json.loads(json.dumps(info, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def _check_place(folder: Path, kind: str, name: str) -> None:

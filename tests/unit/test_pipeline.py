@@ -304,6 +304,13 @@ def test_a_model_that_has_diverged_is_not_stored(bundle, tmp_path):
     assert all(torch.equal(value, before[key]) for key, value in load_file(bundle / "prior.safetensors").items())
 
 
+def test_text_that_no_file_can_hold_is_stored_without_it(bundle, tmp_path):
+    pipe = load(bundle)
+    pipe.info |= {"license": "\udcff\udcfe", "recipe": {"start": "a\ud800b"}}
+    again = load(pipe.save_pretrained(tmp_path / "new"))
+    assert again.info["license"] == "??" and again.info["recipe"] == {"start": "a?b"}
+
+
 def test_the_folder_of_a_run_will_do(bundle):
     shutil.move(bundle, bundle.parent / "run" / "bundle")
     assert load(bundle.parent / "run").name == "tiny"
