@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 GIBIBYTE = 1 << 30
 _HELPER = "LIMNER_ATTACK_HELPER"  # what a helper process is watched for
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _SERVER = "LIMNER_ATTACK_SERVER"
 
 
@@ -256,7 +257,7 @@ def python_here() -> None:
         os.close(handle)  # a pipe must close when its true owner ends
     lines = link.makefile("r")
     pid = json.loads(lines.readline())["pid"]
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _INTERRUPTS:
         signal.signal(number, lambda number, frame: os.kill(pid, number))
     code = json.loads(lines.readline())["code"]
     if code < 0:
@@ -333,6 +334,7 @@ def serve(path: str) -> None:
             request, handles = _receive(link)
             pid = os.fork()
             if pid == 0:
+                signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)  # until it is the command
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 _become(request, handles, stub, [listener.fileno(), woken, wakes, link.fileno()])
@@ -366,7 +368,7 @@ def _become(request: dict, handles: list[int], stub: Path, inherited: list[int])
         os.environ.update(request["environment"])
         if not request.get("helper"):
             os.environ.pop("LD_PRELOAD", None)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _INTERRUPTS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         if request["memory"]:
             most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + request["memory"]
@@ -383,6 +385,7 @@ def _become(request: dict, handles: list[int], stub: Path, inherited: list[int])
         shim.attack_begin(
             os.fsencode(request["root"]), ctypes.c_long(request["at"]), int(request.get("full", False)), log
         )
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
         code = _run(request["module"])
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

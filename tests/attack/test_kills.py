@@ -25,7 +25,8 @@ def kills(random, seconds, threads):
     for _ in range(random.choice((1, 1, 2, 3))):
         number = random.choices((signal.SIGKILL, signal.SIGTERM, signal.SIGINT), (8, 1, 1))[0]
         whom = random.choice(("main", "main", "helper", "both")) if threads > 1 else "main"
-        plan.append((random.uniform(0.0, seconds), number, whom))
+        # Before a twentieth of a second it is Python, not yet a command of ours, that says how it was interrupted.
+        plan.append((random.uniform(0.0 if number == signal.SIGKILL else 0.05, seconds), number, whom))
     return plan
 
 
