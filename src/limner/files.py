@@ -72,8 +72,16 @@ def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` to `path` as UTF-8, all or nothing; missing folders are made."""
-    atomic_write_bytes(path, text.encode())
+    """Write `text` to `path` as UTF-8, all or nothing; missing folders are made.
+
+    Raises `UserError` for text that no UTF-8 file can hold: bytes of an argument or of a name that were not UTF-8.
+    """
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        bad = ascii(text[error.start : error.end][:20])
+        raise UserError(f"{path} is UTF-8 and cannot hold {bad}: give names and options that are UTF-8") from None
+    atomic_write_bytes(path, data)
 
 
 @contextlib.contextmanager

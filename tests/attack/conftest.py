@@ -59,8 +59,9 @@ class Tally:
         try:
             yield place
         except AssertionError as wrong:
-            self.failures.append(f"--- {name}, in {place}\n{str(wrong)[:4_000]}")
-            (place / "WHY").write_text(self.failures[-1] + "\n", "utf-8", "backslashreplace")
+            said = f"--- {name}, in {place}\n{str(wrong)[:4_000]}\n".encode(errors="backslashreplace")
+            (place / "WHY").write_bytes(said)
+            self.failures.append(said.decode())
         else:
             shutil.rmtree(place, ignore_errors=True)
 

@@ -121,3 +121,10 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left on device: '.*wanted'"), atomic_writer(tmp_path / "wanted"):
         os.write(os.open("/dev/full", os.O_WRONLY), b"x")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_text_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
+    atomic_write_text(tmp_path / "f", "old")
+    with pytest.raises(UserError, match=r"f is UTF-8 and cannot hold '.udcff'"):
+        atomic_write_text(tmp_path / "f", "a\udcffb")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("f", "old")]
