@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from limner.models.transformer import TransformerConfig
-from limner.recipes.speed import PLACES, Drawing, mean_step, seconds, trained
+from limner.profiling.speed import PLACES, Drawing, mean_step, seconds, trained
 
 CPU = torch.device("cpu")
 

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from limner.models.transformer import TransformerConfig
-from limner.recipes import speed
-from limner.recipes.speed import Drawing, Machine
+from limner.profiling import speed
+from limner.profiling.speed import Drawing, Machine
 
 CPU = torch.device("cpu")
 

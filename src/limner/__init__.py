@@ -12,10 +12,11 @@ Nothing heavy is imported before it is used: `import limner` costs a millisecond
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from limner.version import __version__
+
 if TYPE_CHECKING:
     from limner.pipeline import TextToImage, load
 
-__version__ = "0.1.0"
 __all__ = ["TextToImage", "__version__", "load"]
 
 

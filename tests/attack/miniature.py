@@ -13,12 +13,12 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from limner.config import save_json
-from limner.data.worlds import write_scenes
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.recipes import get
 from limner.recipes.recipe import Recipe
+from limner.worlds.writing import write_scenes
 
 
 def recipe(steps: int = 4, every: int = 2) -> Recipe:
@@ -65,8 +65,8 @@ def small() -> None:
     """Make what has no option for its size small in this process: the recipe of `limner demo`, the number of emoji."""
     if not os.environ.get("LIMNER_ATTACK_SMALL"):
         return
-    from limner.data import emoji
-    from limner.recipes import demo
+    from limner.runs import demo
+    from limner.worlds import emoji
 
     tiny = recipe(steps=1, every=1)
     everything = emoji.all_emoji

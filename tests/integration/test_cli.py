@@ -157,7 +157,8 @@ TINY_DEMO = """
 import sys
 from dataclasses import replace
 from limner.config import override
-from limner.recipes import demo, presets
+from limner.recipes import presets
+from limner.runs import demo
 small = {"width": 32, "depth": 1, "heads": 2}
 recipe = override(replace(presets.demo(), dvae=presets.scenes().dvae), {
     "dvae.model.width": 8, "dvae.model.vocab": 64,

@@ -14,14 +14,14 @@ import torch
 from limner import bundles, errors
 from limner.cli import main
 from limner.config import save_json
-from limner.data.worlds import write_scenes
 from limner.errors import UserError
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
-from limner.recipes.beside import LOG
-from limner.recipes.stages import train_all
+from limner.runs.beside import LOG
+from limner.runs.stages import train_all
 from limner.training.checkpoint import latest
 from limner.training.metrics_log import read_metrics
+from limner.worlds.writing import write_scenes
 from tiny import STEPS, tiny_recipe
 
 
@@ -53,7 +53,7 @@ def beside(folder: Path) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if b"limner.recipes.beside" in (path / "cmdline").read_bytes() and (path / "cwd").resolve() == folder:
+            if b"limner.runs.worker" in (path / "cmdline").read_bytes() and (path / "cwd").resolve() == folder:
                 found.append(path.name)
         except OSError:
             continue

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 import limner
 from limner import bundles, pipeline
+from limner.drawing import SOURCE_TYPE
 from limner.errors import UserError
 from limner.layers.cache import Int8Store
 from limner.numerics.precision import choose_precision
-from limner.pipeline import SOURCE_TYPE, TextToImage, load, make_sampler
+from limner.pipeline import TextToImage, load, make_sampler
 from tiny import WORDS, tiny_pipe
 
 CAPTION = WORDS[0]

@@ -124,7 +124,7 @@ def _without_command(arguments: list[str]) -> int:
     if arguments[0] in ("-h", "--help", "help"):
         print(help_text(), end="")
     elif arguments[0] in ("-V", "--version"):
-        from limner import __version__
+        from limner.version import __version__
 
         print(f"limner {__version__}")
     else:

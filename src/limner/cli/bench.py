@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _measured(options: Options, config: Any, device: Any) -> dict[str, Any]:
     """Print a grid's figures as they are found; returns seconds a picture by candidates and side, and of training."""
-    from limner.recipes import speed
+    from limner.profiling import speed
 
     sides = {"sparse": config, "dense": replace(config, pattern="dense")}
     here = speed.machine(device)
@@ -79,7 +79,7 @@ def _measured(options: Options, config: Any, device: Any) -> dict[str, Any]:
 
 
 def _drawing(options: Options, sides: dict[str, Any], n: int, here: Any, device: Any) -> dict[str, float]:
-    from limner.recipes import speed
+    from limner.profiling import speed
 
     rounds = [
         {
@@ -99,7 +99,7 @@ def _drawing(options: Options, sides: dict[str, Any], n: int, here: Any, device:
 
 
 def _training(options: Options, sides: dict[str, Any], here: Any, device: Any) -> dict[str, float]:
-    from limner.recipes import speed
+    from limner.profiling import speed
 
     rounds = [
         {

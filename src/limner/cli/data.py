@@ -15,7 +15,7 @@ from limner.cli.arguments import parse, place
 from limner.config import SEEDS, Checked, OutOfRange, Range
 from limner.data.filters import Filters
 from limner.errors import printable
-from limner.training.progress import progress
+from limner.progress import progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def scenes(argv: Sequence[str]) -> None:
     """write the built-in synthetic world"""
     options = parse(ScenesOptions, argv, "limner data scenes")
     place(options.out, folder=True)
-    from limner.data.worlds import write_scenes
+    from limner.worlds.writing import write_scenes
 
     with progress("drawing scenes", options.count, unit="scene") as bar:
         summary = write_scenes(
@@ -123,7 +123,7 @@ def emoji(argv: Sequence[str]) -> None:
     """write the emoji of an installed font"""
     options = parse(EmojiOptions, argv, "limner data emoji")
     place(options.out, folder=True)
-    from limner.data.emoji import build
+    from limner.worlds.emoji import build
 
     with progress("drawing emoji", unit="emoji") as bar:
         counts = build(options.out, options.size, options.font, _absolute(bar))

@@ -38,7 +38,7 @@ class Options(Checked):
 def main(argv: Sequence[str]) -> None:
     options = parse(Options, argv, "limner demo")
     place(options.out, folder=True)
-    from limner.recipes.demo import Demo, run
+    from limner.runs.demo import Demo, run
 
     result = run(Demo(**vars(options)))
     print(result.table())

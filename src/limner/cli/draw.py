@@ -14,7 +14,7 @@ from tyro.conf import Positional, arg
 from limner.cli.arguments import parse, place
 from limner.config import SEEDS, Checked, Range
 from limner.errors import UserError, printable
-from limner.training.progress import progress
+from limner.progress import progress
 
 _NAME_BYTES = 120  # of a caption in a file's name, of which file systems allow 255 bytes, some of them 143
 
@@ -99,7 +99,8 @@ def _draw(options: Settings, caption: str, given: Callable[[Any], Any] | None = 
     if not caption.strip():
         raise UserError("the caption is empty: write what the picture shows")
     out = output_path(options, caption)
-    from limner.pipeline import enlargement, load, make_sampler  # heavy, so only now
+    from limner.drawing import enlargement
+    from limner.pipeline import load, make_sampler  # heavy, so only now
 
     make_sampler(options.temperature, options.top_k, options.top_p)  # complains before anything is loaded
     pipe = load(options.model)
@@ -125,7 +126,7 @@ def output_path(options: Settings, caption: str) -> Path:
         name += "-edited"
     if options.seed:
         name += f"-seed-{options.seed}"
-    from limner.pipeline import numbered
+    from limner.drawing import numbered
 
     out = _named(options.output, f"{name}.png")
     names = numbered(out, options.n)

@@ -18,7 +18,7 @@ from limner.cli import dispatch
 from limner.cli.arguments import parse, place
 from limner.config import SEEDS, Checked, Range
 from limner.errors import UserError, printable
-from limner.training.progress import clock, progress
+from limner.progress import clock, progress
 
 if TYPE_CHECKING:
     from limner.evaluation.composition import Settings

@@ -13,8 +13,8 @@ from limner import recipes
 from limner.cli import choose
 from limner.cli.arguments import parse
 from limner.config import Checked, Range
-from limner.recipes import plan
-from limner.recipes.plan import GB, GPUS, Plan
+from limner.profiling import cost
+from limner.profiling.cost import GB, GPUS, Cost
 
 RUNS = """\
 What of this limner can run today: training on one device, in fp32 or with bf16 autocast (fp32 weights, matrix
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     recipe = recipes.get(options.recipe)
     training = recipe.prior.training
     batch = training.batch_size if options.batch is None else options.batch
-    made = Plan(
+    made = Cost(
         config=recipe.prior.model,
         gpu=options.gpu,
         gpus=options.gpus,
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     print("\n\n".join(report(options.recipe, made, training.steps, options.candidates)))
 
 
-def report(name: str, made: Plan, steps: int, candidates: int) -> Iterable[str]:
+def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
     """The blocks of text that the command prints."""
     c, gpu = made.config, GPUS[made.gpu]
     h, w = c.grid
@@ -74,7 +74,7 @@ def report(name: str, made: Plan, steps: int, candidates: int) -> Iterable[str]:
         f"{h} x {w} image tokens\n{made.gpus:,} x {made.gpu}, {made.m} a machine, {made.samples} "
         f"sample{'s' * (made.samples > 1)} a GPU"
     )
-    counts = plan.parameters(c)
+    counts = cost.parameters(c)
     yield _table(
         ("parameters", ""),
         [(kind, f"{n:,}") for kind, n in counts.items()]
@@ -125,17 +125,17 @@ def report(name: str, made: Plan, steps: int, candidates: int) -> Iterable[str]:
             (f"the same, compressed to rank {made.r}", _gb(made.between(True))),
         ],
     )
-    rate = plan.compression_rate(c.width, made.r, made.m)
+    rate = cost.compression_rate(c.width, made.r, made.m)
     yield (
         _table(
             ("compression of a layer, values", "gradient shard", "P", "Q"),
-            [(kind, *(f"{n:,.0f}" for n in row)) for kind, row in plan.table2(c.width, made.r, made.m).items()],
+            [(kind, *(f"{n:,.0f}" for n in row)) for kind, row in cost.table2(c.width, made.r, made.m).items()],
         )
         + f"\nsaved: {rate:.1%} (Table 2: 1 - r (m + 2) / (2 d m))"
     )
     yield _table(
         ("Table 1: effective parameters", "d_model", "rank", "saved"),
-        [(f"{n / 1e9:.2f} billion", f"{d:,}", str(r), f"{saved:.0%}") for n, d, r, saved in plan.table1()],
+        [(f"{n / 1e9:.2f} billion", f"{d:,}", str(r), f"{saved:.0%}") for n, d, r, saved in cost.table1()],
     )
 
     times = []

@@ -14,8 +14,8 @@ from limner import recipes
 from limner.cli.arguments import parse, place
 from limner.config import load_json
 from limner.errors import UserError, printable
-from limner.recipes import stages
 from limner.recipes.recipe import Bundled, Recipe
+from limner.runs import stages
 
 
 @dataclass(frozen=True, kw_only=True)

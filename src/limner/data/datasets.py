@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from limner.data.augment import get_augment, largest_side
-from limner.data.distractors import Distractors
+from limner.data.distractors import Distractors, Falsehood
 from limner.data.filters import Filters
 from limner.data.pictures import decoded
 from limner.data.samples import Rejected, Source
 from limner.data.stream import Dataset
-from limner.data.truth import Falsehood, falsehood
 from limner.errors import UserError
 from limner.text import PAD
 
@@ -121,7 +120,7 @@ class ImageCaptionDataset:
             with self._lock:
                 self._defects[index] = rejected.reason
             return (), None, rejected.reason
-        wrong = falsehood(sample.meta) if self.distractors else None
+        wrong = self.distractors[0].falsehood(sample.meta) if self.distractors else None
         if self._kept is not None:
             self._kept[index] = out
             self._kept_words[index] = captions, wrong

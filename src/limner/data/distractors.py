@@ -11,7 +11,7 @@ Candidates of *one* caption differ in a single thing. So, a third of the time ea
   is, and not where (docs/LOG.md).
 
 That needs no grammar and serves any data. What says the same is left out as far as can be told: a list in
-another order, and, where the facts of a picture are known (`truth.py`), whatever is true of it. What held-out
+another order, and, where the facts of a picture are known (`worlds/truth.py`), whatever is true of it. What held-out
 samples say is left out, too, since a model that is taught that it is wrong cannot be tested on it.
 """
 
@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import combinations, islice, product
+from typing import Any
 
 import numpy as np
 
-from limner.data.truth import Falsehood
-
+Falsehood = Callable[[str], bool]  # whether a caption is wrong of one picture, and fit for training
 _PIECE = re.compile(r"\w+|[^\w\s]")
 _ENOUGH = 100_000  # captions that are looked at
 _SEEN = 3  # times a word must stand in a place to be a choice for it
@@ -35,10 +35,17 @@ _LIST = re.compile(r",|\band\b|\bor\b")  # around these, phrases change places a
 class Distractors:
     """`distract(caption, rng)` gives a distractor, or None where there is none.
 
-    `captions` are those of training, `held_out` those that no distractor may say.
+    `captions` are those of training, `held_out` those that no distractor may say. `falsehood` makes a sample's metadata
+    a judge of captions, or None where it does not say what is true.
     """
 
-    def __init__(self, captions: Iterable[str], held_out: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        captions: Iterable[str],
+        held_out: Iterable[str] = (),
+        falsehood: Callable[[Mapping[str, Any]], Falsehood | None] = lambda meta: None,
+    ) -> None:
+        self.falsehood = falsehood
         self.held_out = {caption.lower() for caption in held_out}
         places: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for caption in islice(captions, _ENOUGH):

@@ -36,14 +36,14 @@ from PIL import Image
 from torch import Tensor
 
 from limner.config import SEEDS, Checked, Range, read_json
-from limner.data import scenes
-from limner.data.oracle import pair_holds, satisfies
-from limner.data.scenes import Pair, Scene, Split, render_pair
 from limner.errors import UserError
 from limner.evaluation.intervals import Gain, Rate
 from limner.files import atomic_write_text
 from limner.pipeline import Candidates, TextToImage
 from limner.sampling.generate import Sampler
+from limner.worlds import scenes
+from limner.worlds.oracle import pair_holds, satisfies
+from limner.worlds.scenes import Pair, Scene, Split, render_pair
 
 PUBLISHED = 1_000  # the first of the seeds that figures are published on
 _TOGETHER = 16  # captions drawn between two rounds of judging, so that memory stays small

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limner.data import oracle, scenes
-from limner.data.scenes import Split
 from limner.evaluation.composition import PUBLISHED
 from limner.files import atomic_write_text
 from limner.metrics.codebook import usage
 from limner.metrics.pictures import psnr
 from limner.models.dvae import DVAE
+from limner.worlds import oracle, scenes
+from limner.worlds.scenes import Split
 
 _BATCH = 64
 

@@ -43,9 +43,9 @@ from limner.numerics.precision import Precision, autocast, choose_precision
 from limner.optim.ema import Ema
 from limner.optim.optimizers import AdamW, Muon
 from limner.optim.schedules import Constant, Cosine, Plateau, warmup
+from limner.progress import Progress
 from limner.training import checkpoint as checkpoints
 from limner.training.metrics_log import MetricsLog
-from limner.training.progress import Progress
 
 Batch = Mapping[str, Tensor]
 Evaluate = Callable[[nn.Module, int], Mapping[str, float]]

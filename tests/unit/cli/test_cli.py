@@ -19,8 +19,8 @@ from limner.cli import COMMANDS, Command, main
 from limner.cli.arguments import one_sentence
 from limner.cli.draw import Draw, output_path
 from limner.errors import UserError, printable
+from limner.progress import PlainProgress
 from limner.training.loop import Interrupted
-from limner.training.progress import PlainProgress
 
 
 def test_help_names_every_command(capsys):

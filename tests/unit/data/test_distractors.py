@@ -3,9 +3,9 @@
 import numpy as np
 from hypothesis import given, strategies as st
 
-from limner.data import oracle, scenes
 from limner.data.distractors import Distractors
-from limner.data.truth import falsehood
+from limner.worlds import oracle, scenes
+from limner.worlds.truth import falsehood
 
 
 def captions(n: int, seed: int = 0) -> list[str]:

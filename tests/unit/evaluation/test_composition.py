@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from limner.data import scenes
-from limner.data.oracle import satisfies
 from limner.errors import UserError
 from limner.evaluation.composition import (
     PUBLISHED,
@@ -24,6 +22,8 @@ from limner.evaluation.composition import (
     verdicts,
 )
 from limner.pipeline import Candidates
+from limner.worlds import scenes
+from limner.worlds.oracle import satisfies
 
 
 @pytest.mark.parametrize("split", ["held-out", "train"])

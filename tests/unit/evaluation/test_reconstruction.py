@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from limner.data import scenes
-from limner.data.oracle import alike
 from limner.evaluation.reconstruction import fresh_scenes, measure
+from limner.worlds import scenes
+from limner.worlds.oracle import alike
 from tiny import tiny_pipe
 
 

@@ -18,7 +18,7 @@ from limner.data.samples import Source
 from limner.errors import UserError
 from limner.models.dvae import DVAE
 from limner.pipeline import TextToImage
-from limner.training.progress import progress
+from limner.progress import progress
 
 M = TypeVar("M", bound=nn.Module)
 

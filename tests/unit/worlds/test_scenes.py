@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from limner.data import scenes
-from limner.data.scenes import (
+from limner.worlds import scenes
+from limner.worlds.scenes import (
     BACKGROUNDS,
     COLORS,
     EXTENT,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from limner.training import progress as module
-from limner.training.progress import BarProgress, PlainProgress, Progress, clock, progress
+from limner import progress as module
+from limner.progress import BarProgress, PlainProgress, Progress, clock, progress
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_the_silent_kind_counts() -> None:
 
 
 def test_rich_is_not_imported_before_a_bar_shows() -> None:
-    code = "import limner.training.progress, sys; sys.exit(bool({'rich', 'torch'} & {*sys.modules}))"
+    code = "import limner.progress, sys; sys.exit(bool({'rich', 'torch'} & {*sys.modules}))"
     env = {**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[2])}
     assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0
 

@@ -44,8 +44,9 @@ from itertools import product
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from limner.data import scenes
-from limner.data.scenes import (
+from limner.errors import UserError
+from limner.worlds import scenes
+from limner.worlds.scenes import (
     BACKGROUNDS,
     COLORS,
     EXTENT,
@@ -62,7 +63,6 @@ from limner.data.scenes import (
     Thing,
     Transform,
 )
-from limner.errors import UserError
 
 FINEST = 48  # pixels; wider pictures are averaged down to this
 _LOOKS: tuple[tuple[Shape, Fill], ...] = tuple(product(SHAPES, FILLS))

@@ -23,7 +23,7 @@ from limner.layers.linear import packed
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import autocast, choose_precision
 from limner.objectives.autoregressive import Autoregressive
-from limner.recipes.plan import Plan
+from limner.profiling.cost import Cost
 from limner.sampling.generate import Sampler
 from limner.sampling.recorded import decoder
 
@@ -124,7 +124,7 @@ def drawing(
 
 def floor(config: TransformerConfig, candidates: int, here: Machine) -> float:
     """Seconds that a step of drawing takes at least."""
-    flops, read = Plan(config=config).drawing(candidates)
+    flops, read = Cost(config=config).drawing(candidates)
     return flops / here.gemm + read / here.copy
 
 
@@ -153,7 +153,7 @@ def trained(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) 
 
 def useful(config: TransformerConfig, batch: int, step: float, here: Machine) -> float:
     """The share of the product's rate that a training step of so many seconds reaches."""
-    return Plan(config=config, gpus=1, batch=batch).flops() / step / here.gemm
+    return Cost(config=config, gpus=1, batch=batch).flops() / step / here.gemm
 
 
 def _copied(cache: Cache, n: int) -> Cache:

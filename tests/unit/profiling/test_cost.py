@@ -11,15 +11,15 @@ from limner import recipes
 from limner.layers.attention import visible
 from limner.layers.cache import held
 from limner.models.transformer import SIZES, TransformerConfig
-from limner.recipes import plan
-from limner.recipes.plan import GPUS, Plan
+from limner.profiling import cost
+from limner.profiling.cost import GPUS, Cost
 
-PAPER = Plan(config=SIZES["dalle-12b"], gpus=1024, batch=1024)
+PAPER = Cost(config=SIZES["dalle-12b"], gpus=1024, batch=1024)
 
 
 def test_the_papers_model_has_its_parameters():
     d, layers, text, image = 3968, 64, 16_384, 8_192
-    counts = plan.parameters(SIZES["dalle-12b"])
+    counts = cost.parameters(SIZES["dalle-12b"])
     assert counts == {
         "queries, keys, values": 3 * layers * d * d,
         "attention outputs": layers * d * d,
@@ -36,23 +36,23 @@ def test_the_papers_model_has_its_parameters():
         "text unembedding": text * d,
         "image unembedding": image * d,
     }
-    assert sum(counts[kind] for kind in plan.MATRICES) == PAPER.effective == 12 * layers * d * d
+    assert sum(counts[kind] for kind in cost.MATRICES) == PAPER.effective == 12 * layers * d * d
     assert f"{PAPER.effective / 1e9:.2f}" == "12.09"
 
 
 def test_tables_1_and_2():
-    assert [(round(n / 1e9, 1), rank, round(100 * rate)) for n, _, rank, rate in plan.table1()] == [
+    assert [(round(n / 1e9, 1), rank, round(100 * rate)) for n, _, rank, rate in cost.table1()] == [
         (2.8, 512, 83), (5.5, 640, 85), (12.1, 896, 86),
     ]  # fmt: skip
-    assert [plan.default_rank(d) for d in (1920, 2688, 3968)] == [512, 640, 896]
+    assert [cost.default_rank(d) for d in (1920, 2688, 3968)] == [512, 640, 896]
     for d, r, m in ((1920, 512, 8), (3968, 896, 8), (64, 16, 4), (96, 8, 1)):
-        rows = plan.table2(d, r, m)
+        rows = cost.table2(d, r, m)
         total, p, q = rows["total size"]
         assert (total, p, q) == pytest.approx(
             (12 * d * d / m, (5 * d * r * m + 4 * d * r) / m**2, (d * r * m + 8 * d * r) / m**2)
         )
-        assert 1 - (p + q) / total == pytest.approx(plan.compression_rate(d, r, m))
-    assert plan.compression_rate(3968, 896, 8) == 1 - 5 * 896 / (8 * 3968)
+        assert 1 - (p + q) / total == pytest.approx(cost.compression_rate(d, r, m))
+    assert cost.compression_rate(3968, 896, 8) == 1 - 5 * 896 / (8 * 3968)
 
 
 def test_the_papers_model_fits_the_papers_gpu_only_as_the_paper_stored_it():
@@ -65,7 +65,7 @@ def test_the_papers_model_fits_the_papers_gpu_only_as_the_paper_stored_it():
 @pytest.mark.parametrize("kind", ["row", "column", "conv", "dense"])
 def test_pairs_that_see_each_other_are_those_of_the_mask(kind):
     config = TransformerConfig(text_len=5, grid=(4, 6), kernel=3, width=16, heads=2, depth=1)
-    assert plan.seen(config, kind) == visible(kind, 6, (4, 6), 3).sum()
+    assert cost.seen(config, kind) == visible(kind, 6, (4, 6), 3).sum()
 
 
 def test_positions_held_when_sampling_at_the_papers_size():
@@ -82,7 +82,7 @@ def test_compression_saves_what_it_says_between_machines():
     bare = replace(PAPER, gpus=16, batch=16)
     others = 2 * (1 / 2) * bare.sizes[1] / 8 * 4
     saved = 1 - (bare.between(True) - others) / (bare.between(False) - others)
-    assert saved == pytest.approx(plan.compression_rate(3968, 896))
+    assert saved == pytest.approx(cost.compression_rate(3968, 896))
     assert replace(bare, gpus=8).between(False) == replace(bare, gpus=8).between(True) == 0
     assert replace(bare, gpus=1).within == 0
 
@@ -141,12 +141,12 @@ def test_memory_is_what_a_training_process_takes(config, batch, checkpointing):
         [sys.executable, "-c", PEAK, repr(config), str(batch), str(checkpointing)],
         capture_output=True, text=True, check=True, env=environment,
     )  # fmt: skip
-    planned = Plan(config=TransformerConfig(**config), gpus=1, batch=batch).memory(False, checkpointing)
+    planned = Cost(config=TransformerConfig(**config), gpus=1, batch=batch).memory(False, checkpointing)
     assert planned == pytest.approx(int(ran.stdout), rel=0.15)
 
 
 def test_every_size_is_a_recipe_and_sizes_have_the_parameters_they_are_known_for():
     for name, config in SIZES.items():
         assert recipes.get(name).prior.model == config
-    effective = {name: Plan(config=config).effective for name, config in SIZES.items()}
+    effective = {name: Cost(config=config).effective for name, config in SIZES.items()}
     assert [round(n / 1e6) for n in effective.values()] == [5, 25, 113, 302, 1208, 2831, 5549, 12092]

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from limner.data import oracle, scenes
-from limner.data.scenes import (
+from limner.errors import UserError
+from limner.worlds import oracle, scenes
+from limner.worlds.scenes import (
     BACKGROUNDS,
     COLORS,
     EXTENT,
@@ -26,7 +27,6 @@ from limner.data.scenes import (
     Scene,
     Thing,
 )
-from limner.errors import UserError
 
 
 def world(n, seed=0, **options):

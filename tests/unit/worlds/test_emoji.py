@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("emoji")
 
-from limner.data import emoji as module
-from limner.data.emoji import TONES, Drawer, all_emoji, build, find_font, splits
 from limner.data.samples import Rejected
 from limner.data.sources import decode_image, open_source
 from limner.errors import UserError
+from limner.worlds import emoji as module
+from limner.worlds.emoji import TONES, Drawer, all_emoji, build, find_font, splits
 
 try:
     find_font()

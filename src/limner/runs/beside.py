@@ -8,10 +8,8 @@ The other process goes where this one goes: it saves and stops when this one is 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,12 +17,11 @@ from pathlib import Path
 
 import torch
 
-from limner.config import load_json
 from limner.errors import UserError, printable
+from limner.progress import progress
 from limner.recipes.recipe import Recipe
 from limner.training.loop import Callback
 from limner.training.metrics_log import read_metrics
-from limner.training.progress import progress
 
 LOG = "contrastive.log"
 
@@ -51,7 +48,7 @@ def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -
     """
     threads = torch.get_num_threads()
     log = out / LOG
-    command = [sys.executable, "-m", "limner.recipes.beside", str(data), str(out)]
+    command = [sys.executable, "-m", "limner.runs.worker", str(data), str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads // 2)}
     with log.open("ab") as written:
         process = subprocess.Popen(
@@ -86,20 +83,3 @@ def _wait(process: subprocess.Popen[bytes], steps: int, metrics: Path) -> None:
 def _step(metrics: Path) -> int:
     rows = read_metrics(metrics)
     return int(rows[-1]["step"]) if rows else 0
-
-
-def main(data: str, out: str) -> None:
-    """The other process. It stops when its standard input ends."""
-    from limner.recipes.stages import Plan
-
-    def until_the_end() -> None:
-        os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer would be locked when Python ends
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=until_the_end, daemon=True).start()
-    plan = Plan.of(load_json(Recipe, Path(out) / "recipe.json"), data, out)
-    plan.contrastive(plan.tokenizer(), plan.dvae(train=False))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -6,9 +6,9 @@ import torch
 from limner.layers.attention import visible
 from limner.layers.cache import held
 from limner.models.transformer import TransformerConfig
-from limner.recipes import speed
-from limner.recipes.plan import Plan
-from limner.recipes.speed import Machine
+from limner.profiling import speed
+from limner.profiling.cost import Cost
+from limner.profiling.speed import Machine
 
 CPU = torch.device("cpu")
 SMALL = TransformerConfig(
@@ -17,7 +17,7 @@ SMALL = TransformerConfig(
 
 
 def test_a_step_of_drawing_is_counted_as_its_pattern_sees():
-    flops, read = Plan(config=SMALL).drawing(7)
+    flops, read = Cost(config=SMALL).drawing(7)
     matrices = 12 * 4 * 32**2 + 32 * 30
     p = 6
     image = sum(float(visible(kind, p, (6, 4), 3)[p:, p:].sum()) / 24 for kind in SMALL.kinds)

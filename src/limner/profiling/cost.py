@@ -100,7 +100,7 @@ def _weights(config: TransformerConfig, kind: Kind) -> tuple[bool, int, int, int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Cost:
     """One prior on one kind of machine. Bytes are of one GPU, FLOPs and seconds of one step.
 
     Args:

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from limner.data.worlds import write_scenes
 from limner.errors import UserError
 from limner.files import locked
 from limner.models.contrastive import ContrastiveConfig
 from limner.objectives.contrastive import ContrastiveLoss
-from limner.recipes.stages import Plan, train_all
+from limner.runs.stages import Stages, train_all
 from limner.training.metrics_log import read_metrics
+from limner.worlds.writing import write_scenes
 from tiny import tiny_recipe
 
 
@@ -70,10 +70,12 @@ def test_a_run_has_one_writer(data, tmp_path):
 def test_evaluations_of_a_stopped_run_are_those_of_a_whole_one(data, tmp_path):
     """Spoiled pictures are drawn at random: the same ones in each evaluation, whenever the process began."""
     often = {"eval_every": 1, "log_every": 1, "checkpoint_every": 1}
-    plan, parts = (Plan.of(with_steps(tiny_recipe(), 2, **often), data, tmp_path / name) for name in ("whole", "parts"))
+    plan, parts = (
+        Stages.of(with_steps(tiny_recipe(), 2, **often), data, tmp_path / name) for name in ("whole", "parts")
+    )
     dvae = tiny_recipe().dvae.model.build()  # type: ignore[union-attr]
     plan.contrastive(plan.tokenizer(), dvae)
-    once = Plan.of(with_steps(tiny_recipe(), 1, **often), data, tmp_path / "parts")
+    once = Stages.of(with_steps(tiny_recipe(), 1, **often), data, tmp_path / "parts")
     once.contrastive(once.tokenizer(), dvae)
     parts.contrastive(parts.tokenizer(), dvae)
     whole, stopped = (

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from limner.data import oracle, scenes
-from limner.data.scenes import Pair, Scene
 from limner.data.shards import ShardReader
-from limner.data.worlds import write_scenes
+from limner.worlds import oracle, scenes
+from limner.worlds.scenes import Pair, Scene
+from limner.worlds.writing import write_scenes
 
 
 def samples(folder):

@@ -38,7 +38,7 @@ from limner.models.dvae import DVAE, unmap_pixels
 from limner.models.transformer import Transformer
 from limner.objectives.elbo import BalancedELB, gumbel_softmax
 from limner.pipeline import TextToImage
-from limner.recipes.beside import contrastive_beside
+from limner.progress import progress
 from limner.recipes.recipe import (
     Bundled,
     ContrastiveStage,
@@ -48,10 +48,11 @@ from limner.recipes.recipe import (
     fitted_contrastive,
     fitted_prior,
 )
+from limner.runs.beside import contrastive_beside
 from limner.text.bpe import Tokenizer
 from limner.training.checkpoint import completed, load_weights, step_of
 from limner.training.loop import Callback, Evaluate, Objective, prepare, refuse_changes, train
-from limner.training.progress import progress
+from limner.worlds.truth import falsehood
 
 Stage = Literal["dvae", "prior", "contrastive"]
 STAGES: tuple[Stage, ...] = ("dvae", "prior", "contrastive")
@@ -66,33 +67,33 @@ def train_all(
 
     On a CPU with several threads the prior and the contrastive model train at the same time.
     """
-    plan, wanted = Plan.of(recipe, data, out), stages or STAGES
-    with locked(plan.out) as lock:
-        plan.check(wanted)
-        save_json(recipe, plan.out / "recipe.json")
-        dvae = plan.dvae(train="dvae" in wanted)
+    run, wanted = Stages.of(recipe, data, out), stages or STAGES
+    with locked(run.out) as lock:
+        run.check(wanted)
+        save_json(recipe, run.out / "recipe.json")
+        dvae = run.dvae(train="dvae" in wanted)
         if not {"prior", "contrastive"} & set(wanted):
             return None
-        tokenizer = plan.tokenizer()
-        both = {"prior", "contrastive"} <= set(wanted) and plan.device.type == "cpu" and torch.get_num_threads() > 1
-        with contrastive_beside(recipe, data, plan.out, lock) if both else nullcontext() as watch:
-            prior = plan.prior(tokenizer, dvae, "prior" in wanted, [watch] if watch else [])
-        contrastive = plan.contrastive(tokenizer, dvae, train="contrastive" in wanted and not both)
+        tokenizer = run.tokenizer()
+        both = {"prior", "contrastive"} <= set(wanted) and run.device.type == "cpu" and torch.get_num_threads() > 1
+        with contrastive_beside(recipe, data, run.out, lock) if both else nullcontext() as watch:
+            prior = run.prior(tokenizer, dvae, "prior" in wanted, [watch] if watch else [])
+        contrastive = run.contrastive(tokenizer, dvae, train="contrastive" in wanted and not both)
         if prior is None or contrastive is None:
             return None
         info = {
             "data": Path(data).name,
-            "samples": len(plan.seen),
+            "samples": len(run.seen),
             "recipe": to_dict(recipe),
             "guidance": recipe.prior.guidance,
         }
         bundle = TextToImage(dvae, prior, contrastive, tokenizer, info)
-        bundle.save_pretrained(plan.out / "bundle")
+        bundle.save_pretrained(run.out / "bundle")
         return bundle
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Stages:
     """A recipe with its data and its folder; a method for each stage.
 
     With `train=False` a stage only loads what an earlier call has trained, or the recipe starts from.
@@ -105,7 +106,7 @@ class Plan:
     device: torch.device
 
     @classmethod
-    def of(cls, recipe: Recipe, data: str | Path, out: str | Path) -> Plan:
+    def of(cls, recipe: Recipe, data: str | Path, out: str | Path) -> Stages:
         """Open the data. Raises `UserError` if none of it is for training."""
         source = open_source(str(data))
         splits = by_split(source)
@@ -250,7 +251,7 @@ class Plan:
         augment = "prior" if stage.augment else "none"
         distractors = None
         if stage.distractors:
-            distractors = Distractors(_captions(self.seen), _captions(self.unseen)), stage.distractors
+            distractors = Distractors(_captions(self.seen), _captions(self.unseen), falsehood), stage.distractors
 
         def images(source: Source, augment: str, dropout: float) -> ImageCaptionDataset:
             return ImageCaptionDataset(

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from limner.recipes.stages import CollapseWarning
+from limner.runs.stages import CollapseWarning
 
 
 def report(found: list[float], vocab: int = 1_000) -> None:

@@ -3,8 +3,9 @@
 import pytest
 
 from limner.errors import UserError
-from limner.recipes import demo, presets
-from limner.recipes.demo import paced
+from limner.recipes import presets
+from limner.runs import demo
+from limner.runs.demo import paced
 
 
 @pytest.mark.parametrize(("seconds", "prior", "contrastive"), [(0.01, 3_000, 1_000), (1.0, 240, 240), (1e4, 1, 1)])

@@ -8,14 +8,15 @@ sample, which nobody trains on, any false caption will do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from limner.data.oracle import PairClaims, parse_pair
-from limner.data.scenes import (
+from limner.data.distractors import Falsehood
+from limner.worlds.oracle import PairClaims, parse_pair
+from limner.worlds.scenes import (
     BACKGROUNDS,
     COLORS,
     FILLS,
@@ -33,7 +34,6 @@ from limner.data.scenes import (
     render_pair,
 )
 
-Falsehood = Callable[[str], bool]  # whether a caption is wrong of one picture, and fit for training
 _PIXELS = 2 * UNITS  # across pictures that are compared: enough to tell any two scenes on the lattice apart
 
 

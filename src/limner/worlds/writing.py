@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from limner.data.scenes import (
+from limner.data.shards import ShardWriter
+from limner.worlds.scenes import (
     Split,
     describe,
     describe_pair,
@@ -24,7 +25,6 @@ from limner.data.scenes import (
     sample_pair,
     sample_scene,
 )
-from limner.data.shards import ShardWriter
 
 THINGS = (3.0, 5.0, 1.0, 1.0)  # how often described scenes have one, two, three and four things
 PHRASINGS = 4

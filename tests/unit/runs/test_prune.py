@@ -6,9 +6,9 @@ import torch
 from limner.cli import main
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sources import open_source
-from limner.data.worlds import write_scenes
 from limner.pipeline import load
-from limner.recipes.prune import prune, used_codes
+from limner.runs.prune import prune, used_codes
+from limner.worlds.writing import write_scenes
 from tiny import tiny_pipe
 
 

@@ -35,15 +35,13 @@ from torch import Tensor, nn
 
 from limner import bundles, recipes
 from limner.config import SEEDS, Checked, Range, read_json, to_dict
-from limner.data.scenes import Scene, render
 from limner.data.shards import is_complete
-from limner.data.worlds import write_scenes
 from limner.errors import UserError
 from limner.evaluation import composition, report
 from limner.files import atomic_write_bytes, atomic_write_text, locked
 from limner.numerics.precision import autocast, choose_precision
 from limner.pipeline import Candidates, TextToImage
-from limner.recipes import stages
+from limner.progress import clock, progress
 from limner.recipes.recipe import (
     Bundled,
     ContrastiveStage,
@@ -53,8 +51,10 @@ from limner.recipes.recipe import (
     fitted_contrastive,
     fitted_prior,
 )
+from limner.runs import stages
 from limner.training.metrics_log import read_metrics
-from limner.training.progress import clock, progress
+from limner.worlds.scenes import Scene, render
+from limner.worlds.writing import write_scenes
 
 THINGS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four things
 _TRAINING = 540  # seconds of twelve minutes; the rest takes a minute and a half, and machines slow down at times

@@ -1,0 +1,1 @@
+"""What a run does: its stages, the process beside, pruning, the demonstration."""

@@ -1,0 +1,30 @@
+"""Trains the contrastive model beside the prior (`beside.py`): `python -m limner.runs.worker DATA RUN`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from limner.config import load_json
+from limner.recipes.recipe import Recipe
+from limner.runs.stages import Stages
+
+
+def main(data: str, out: str) -> None:
+    """Train the contrastive model of the run `out`, whose recipe and tokenizer are written, until it is done or the
+    standard input ends."""
+
+    def until_the_end() -> None:
+        os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer would be locked when Python ends
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=until_the_end, daemon=True).start()
+    stages = Stages.of(load_json(Recipe, Path(out) / "recipe.json"), data, out)
+    stages.contrastive(stages.tokenizer(), stages.dvae(train=False))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Worlds whose truth is known: synthetic scenes with their judge, and emoji."""
