@@ -204,15 +204,17 @@ def _send(link: socket.socket, request: Mapping[str, object], descriptors: Seque
     link.sendall(data)
 
 
-def _receive(link: socket.socket) -> tuple[dict, list[int]]:
+def _receive(link: socket.socket) -> tuple[dict | None, list[int]]:
+    """A request and its files; None if who asked was killed before all of it was sent."""
     head, extra, *_ = link.recvmsg(8, socket.CMSG_SPACE(4 * 64))
     handles = array.array("i")
     for _, _, data in extra:
         handles.frombytes(data)
-    data = b""
-    while len(data) < int.from_bytes(head, "little"):
-        data += link.recv(1 << 20)
-    return json.loads(data), list(handles)
+    data, more = b"", head
+    while more and len(data) < int.from_bytes(head, "little"):
+        more = link.recv(1 << 20)
+        data += more
+    return json.loads(data) if more else None, list(handles)
 
 
 # ---------------------------------------------------------------------------- in the server
@@ -332,7 +334,7 @@ def serve(path: str) -> None:
         if listener in ready:
             link, _ = listener.accept()
             request, handles = _receive(link)
-            pid = os.fork()
+            pid = os.fork() if request else -1
             if pid == 0:
                 signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)  # until it is the command
                 signal.set_wakeup_fd(-1)
@@ -340,10 +342,14 @@ def serve(path: str) -> None:
                 _become(request, handles, stub, [listener.fileno(), woken, wakes, link.fileno()])
             for handle in handles:
                 os.close(handle)
+            if not request:
+                link.close()
+                continue
             links[pid] = link
             if request.get("helper"):
                 helpers[link] = pid
-            link.sendall((json.dumps({"pid": pid}) + "\n").encode())
+            with contextlib.suppress(OSError):  # who asked may have been killed since: then its link ends, see above
+                link.sendall((json.dumps({"pid": pid}) + "\n").encode())
     for pid in links:
         os.kill(pid, signal.SIGKILL)
     listener.close()

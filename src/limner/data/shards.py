@@ -230,7 +230,7 @@ def _walk(descriptor: int, path: str) -> Iterator[Member]:
             said = {}
         if member.isreg() or member.type in _EXTENSIONS or member.type not in tarfile.SUPPORTED_TYPES:
             at += -(-size // _BLOCK) * _BLOCK
-    if at < end or not ended:
+    if at < end or not ended or end % _BLOCK:  # an archive is whole blocks: what is not has lost something
         warnings.warn(f"{path} is damaged at byte {min(at, end)}: what follows is left out", stacklevel=3)
         yield Member(archive, "", DAMAGED, 0)
 

@@ -235,6 +235,8 @@ def test_a_tar_cut_anywhere_says_so(tmp_path):
         assert found[-1] == "damaged shard"
         good = [pair for pair in found if pair in full]
         assert good == full[: len(good)] and len(good) >= cut // (3 * 1024) and len(found) <= len(good) + 2
+    erased = whole[: 6 * 3 * 1024] + bytes(3 * 1024 + 100)  # an end like any other, but that it is no whole block
+    assert outcomes(tmp_path / "0.tar", erased) == [*full[:6], "damaged shard"]
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
