@@ -119,3 +119,17 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"| {row['kind']} | {row['tried']:,} | {row['failed']:,} | {row['seconds']:.0f} |")
     tried, failed = (sum(row[name] for row in rows) for name in ("tried", "failed"))
     terminalreporter.write_line(f"| all | {tried:,} | {failed:,} | |")
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory):
+    """A folder with something to read for each command."""
+    from miniature import ground_for_imports, world
+
+    from tiny import tiny_pipe
+
+    folder = tmp_path_factory.mktemp("ground") / "work"
+    world(folder)
+    tiny_pipe().save_pretrained(folder / "tiny")
+    ground_for_imports(folder)
+    return folder

@@ -4,22 +4,10 @@ import shutil
 
 import pytest
 from again import alone, go_on
-from miniature import DEMO, SMALL, TRAIN, ground_for_imports, world
+from miniature import DEMO, SMALL, TRAIN
 from trees import assert_same, tree
 
-from tiny import tiny_pipe
-
 pytestmark = pytest.mark.attack
-
-
-@pytest.fixture(scope="module")
-def ground(tmp_path_factory):
-    """A folder with something to read for each command."""
-    folder = tmp_path_factory.mktemp("ground") / "work"
-    world(folder)
-    tiny_pipe().save_pretrained(folder / "tiny")
-    ground_for_imports(folder)
-    return folder
 
 
 def attack(server, count, ground, argv, threads=1, helper=False):

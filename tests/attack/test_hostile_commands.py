@@ -6,10 +6,8 @@ import shutil
 
 import pytest
 from hostile import MEMORY, NUMBERS, SECONDS, TEXTS, judge
-from miniature import DEMO, SMALL, TRAIN, ground_for_imports, world
+from miniature import DEMO, SMALL, TRAIN
 from PIL import Image
-
-from tiny import tiny_pipe
 
 pytestmark = pytest.mark.attack
 
@@ -42,16 +40,13 @@ _SAID = {"data": 2, "evaluate": 2, "import": 2}  # words that name a command
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ground") / "work"
-    world(folder)
-    tiny_pipe().save_pretrained(folder / "tiny")
-    ground_for_imports(folder)
-    Image.new("RGB", (24, 24), (0, 128, 128)).save(folder / "picture.png")
-    os.mkfifo(folder / "fifo")
-    (folder / "full").symlink_to("/dev/full")
-    (folder / "file").write_text("{}")
-    return folder
+def ground(ground):
+    """With places to write to that are none."""
+    Image.new("RGB", (24, 24), (0, 128, 128)).save(ground / "picture.png")
+    os.mkfifo(ground / "fifo")
+    (ground / "full").symlink_to("/dev/full")
+    (ground / "file").write_text("{}")
+    return ground
 
 
 def options_of(server, argv, place):

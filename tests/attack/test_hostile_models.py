@@ -10,22 +10,11 @@ import zipfile
 import pytest
 import torch
 from hostile import MEMORY, SECONDS, TEXTS, dump, judge, mutate, mutate_json
-from miniature import SMALL, TRAIN, ground_for_imports, world
+from miniature import SMALL, TRAIN
 from PIL import Image
 from trees import assert_same, tree
 
-from tiny import tiny_pipe
-
 pytestmark = pytest.mark.attack
-
-
-@pytest.fixture(scope="module")
-def ground(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ground") / "work"
-    world(folder)
-    tiny_pipe().save_pretrained(folder / "tiny")
-    ground_for_imports(folder)
-    return folder
 
 
 def damage(rng, path, splices=()):

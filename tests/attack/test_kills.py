@@ -6,17 +6,10 @@ import time
 
 import pytest
 from again import PATIENCE, alone, go_on, others
-from miniature import TRAIN, world
+from miniature import TRAIN
 from trees import assert_same, tree
 
 pytestmark = pytest.mark.attack
-
-
-@pytest.fixture(scope="module")
-def ground(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ground") / "work"
-    world(folder)
-    return folder
 
 
 def kills(random, seconds, threads):
