@@ -20,27 +20,28 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from limner import bundles
 from limner.data.augment import augment_none
 from limner.drawing import Drawing, Drawings
 from limner.errors import UserError
-from limner.layers.cache import Store, held
+from limner.layers.cache import Int8Store, Store, held
 from limner.layers.linear import int8, packed
 from limner.models.contrastive import Contrastive, ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Precision, choose_precision
-from limner.sampling.generate import FREE, Sampler, generate
-from limner.sampling.recorded import decoder
+from limner.sampling.generate import FREE, generate
+from limner.sampling.options import Options, Sampler
+from limner.sampling.recorded import Decoder, decoder
 from limner.sampling.rerank import best, scores
 from limner.text.bpe import Tokenizer
 from limner.version import __version__
@@ -52,7 +53,6 @@ _PICTURE_BYTES = 1 << 30  # of codes and activations when tokens become pictures
 
 Advance = Callable[[int, int], None]  # (image tokens drawn, image tokens in all)
 Watch = Callable[["Partial"], object]
-M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class Candidates:
         pictures: uint8 [B, N, 3, H, W].
         scores: float32 [B, N].
         tokens: int64 [B, N, S].
-        guidance: that they were drawn with.
+        sampler: that they were drawn with, the model's own guidance filled in.
     """
 
     pictures: Tensor
     scores: Tensor
     tokens: Tensor
-    guidance: float = 1.0
+    sampler: Sampler
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,34 @@ class Partial:
     pictures: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """How drawing is computed.
+
+    Args:
+        precision: "auto" is bf16 where the hardware multiplies it fast, and fp32 elsewhere.
+        int8_cache: halves what each candidate takes (`layers/cache.py`).
+        int8_weights: halves what the prior takes.
+        compiled: faster after half a minute of compilation for each number of candidates (`sampling/recorded.py`).
+    """
+
+    precision: Precision = "auto"
+    int8_cache: bool = False
+    int8_weights: bool = False
+    compiled: bool = False
+
+    @property
+    def store(self) -> type[Store]:
+        return Int8Store if self.int8_cache else Store
+
+
 class TextToImage:
     """Draws pictures from captions.
-
-    Two attributes save memory while drawing: `store = Int8Store` (`layers/cache.py`) halves what each candidate
-    takes, `int8_weights = True` what the prior takes. `compiled = True` draws faster after half a minute of
-    compilation for each number of candidates (`sampling/recorded.py`).
 
     Args:
         dvae, prior, contrastive, tokenizer: that belong together.
         info: JSON values for the model card: "name", "recipe", "data", "scores", ...; "guidance" is what
             drawings are made with where nothing else is asked.
-        precision: of drawing; "auto" is bf16 where the hardware multiplies it fast, and fp32 elsewhere.
 
     Raises:
         UserError: the parts do not fit together.
@@ -112,20 +128,16 @@ class TextToImage:
         contrastive: Contrastive,
         tokenizer: Tokenizer,
         info: Mapping[str, Any] | None = None,
-        *,
-        precision: Precision = "auto",
+        runtime: Runtime = Runtime(),
     ) -> None:
         self.dvae, self.prior, self.contrastive = dvae.eval(), prior.eval(), contrastive.eval()
-        self.tokenizer, self.info = tokenizer, dict(info or {})
-        self.precision: Precision = precision
-        self.store: type[Store] = Store
-        self.int8_weights = self.compiled = False
+        self.tokenizer, self.info, self.runtime = tokenizer, dict(info or {}), runtime
         guidance = self.info.get("guidance", 1.0)
         if type(guidance) not in (int, float):
             raise UserError(f"the model's own guidance is a number, not {guidance!r}: correct its config.json")
         self.guidance = float(guidance)
         _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
-        self._cast: dict[str, nn.Module] = {}
+        self._drawing: tuple[Decoder, Contrastive] | None = None
 
     @property
     def name(self) -> str:
@@ -139,34 +151,26 @@ class TextToImage:
         """Move all three models; returns itself."""
         for model in (self.dvae, self.prior, self.contrastive):
             model.to(device)
-        self._cast.clear()
+        self._drawing = None
         return self
 
     def __call__(
         self,
         caption: str,
+        options: Options = Options(),
         *,
         n: int = 1,
-        candidates: int = 64,
-        seed: int = 0,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        guidance: float | None = None,
         given: Tensor | None = None,
         progress: Advance | None = None,
         watch: Watch | None = None,
         every: int = 2,
+        **settings: Any,
     ) -> Drawings:
         """Draw a caption, or around what is given: `pipe(caption, given=pipe.given(picture, keep="top:6"))`.
 
         Args:
-            n: drawings to return, the best of the candidates.
-            candidates: drawings to choose from; at least `n` are made.
-            temperature: 1 samples what the prior learned, 0 takes the likeliest token everywhere.
-            top_k, top_p: keep only the likeliest image tokens.
-            guidance: above 1 follows the caption more closely, if the prior was trained with
-                `caption_dropout`; 1 is none, None the model's own.
+            options: how; `settings` are changes to it: `pipe(caption, candidates=8, temperature=0.9)`.
+            n: drawings to return, the best of the candidates, of which so many are made at least.
             given: tokens of a picture that stay, from the method `given`.
             progress: called with (image tokens drawn, image tokens in all).
             watch: called with the `Partial` pictures of a batch of candidates after `every` rows of tokens.
@@ -177,9 +181,8 @@ class TextToImage:
         if not isinstance(caption, str):
             raise UserError(f"a caption is a text, not {caption!r}; draw_many takes several")
         return self.draw_many(
-            [caption], n=n, candidates=candidates, seed=seed, temperature=temperature,
-            top_k=top_k, top_p=top_p, guidance=guidance, given=given, progress=progress, watch=watch, every=every,
-        )[0]  # fmt: skip
+            [caption], options, n=n, given=given, progress=progress, watch=watch, every=every, **settings
+        )[0]
 
     def given(self, image: Image.Image, keep: str | None = None, mask: Image.Image | None = None) -> Tensor:
         """The picture's tokens [1, S], `FREE` where to draw (priming and inpainting, §2.6, Figure 14).
@@ -212,30 +215,29 @@ class TextToImage:
     def draw_many(
         self,
         captions: Sequence[str],
+        options: Options = Options(),
         *,
         n: int = 1,
-        candidates: int = 64,
-        seed: int | Sequence[int] = 0,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        guidance: float | None = None,
+        seed: int | Sequence[int] | None = None,
         given: Tensor | None = None,
         progress: Advance | None = None,
         watch: Watch | None = None,
         every: int = 2,
+        **settings: Any,
     ) -> list[Drawings]:
         """Draw several captions; `seed` is one for all or one for each, `given` holds the tokens that are
         fixed (`sampling.generate`). As `__call__` otherwise."""
         if n < 1:
             raise UserError(f"n is the number of drawings: at least 1, not {n}")
-        sampler = make_sampler(temperature, top_k, top_p)
-        seeds = _seeds(seed, len(captions))
+        try:
+            options = replace(options, **settings)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        seeds = _seeds(options.seed if seed is None else seed, len(captions))
         made = self.candidates(
-            captions, max(n, candidates), seed=seeds, sampler=sampler, guidance=guidance, given=given,
-            progress=progress, watch=watch, every=every,
+            captions, max(n, options.candidates), seed=seeds, sampler=options, given=given, progress=progress,
+            watch=watch, every=every,
         )  # fmt: skip
-        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "guidance": made.guidance}
         order = best(made.scores, n)
         return [
             Drawings(
@@ -247,7 +249,7 @@ class TextToImage:
                         seed=seeds[row],
                         candidate=int(i) + 1,
                         model=self.name,
-                        settings=settings,
+                        settings=made.sampler.facts(),
                     )
                     for i in order[row].tolist()
                 ]
@@ -262,8 +264,7 @@ class TextToImage:
         count: int,
         *,
         seed: int | Sequence[int] = 0,
-        sampler: Sampler | None = None,
-        guidance: float | None = None,
+        sampler: Sampler = Sampler(),
         given: Tensor | None = None,
         progress: Advance | None = None,
         watch: Watch | None = None,
@@ -274,10 +275,8 @@ class TextToImage:
             raise UserError(f"candidates is the number of drawings to choose from: at least 1, not {count}")
         if every < 1:
             raise UserError(f"every is a number of rows of tokens: at least 1, not {every}")
-        guidance = self.guidance if guidance is None else guidance
-        if not 0 <= guidance <= 100:
-            raise UserError(f"guidance must be from 0 to 100, where 1 is none, not {guidance}")
-        sampler = sampler or Sampler()
+        if sampler.guidance is None:
+            sampler = replace(sampler, guidance=self.guidance)
         seeds = _seeds(seed, len(captions))
         text = self._encode(captions, self.prior.config.text_len)
         judged = text
@@ -290,8 +289,7 @@ class TextToImage:
         tokens = torch.empty(b, count, length, dtype=torch.long)
         pictures = torch.empty(b, count, 3, side, side, dtype=torch.uint8)
         score = torch.empty(b, count)
-        prior, contrastive = self._fast("prior", self.prior), self._fast("contrastive", self.contrastive)
-        prior = decoder(prior, self.compiled)
+        prior, contrastive = self._models()
         done, total = 0, b * count * length
         for rows, part in _batches(seeds, count, self._rows()):
             size = len(rows) * len(part)
@@ -305,8 +303,8 @@ class TextToImage:
                     watch(Partial(rows, part, self._shown(found[..., : h * width], h)))
 
             drawn = generate(
-                prior, text[rows].to(device), part, sampler, seed=seeds[rows[0]], guidance=guidance,
-                given=None if given is None else given[rows].to(device), store=self.store, progress=report,
+                prior, text[rows].to(device), part, sampler, seed=seeds[rows[0]],
+                given=None if given is None else given[rows].to(device), store=self.runtime.store, progress=report,
                 watch=look if watch else None,
             )  # fmt: skip
             shown = self._shown(drawn, height)
@@ -314,7 +312,7 @@ class TextToImage:
             score[rows, where] = scores(contrastive, judged[rows].to(device), shown).float().cpu()
             tokens[rows, where], pictures[rows, where] = drawn.cpu(), shown.cpu()
             done += size * length
-        return Candidates(pictures, score, tokens, guidance)
+        return Candidates(pictures, score, tokens, sampler)
 
     def _shown(self, tokens: Tensor, rows: int) -> Tensor:
         """Tokens [b, n, rows * w] -> uint8 [b, n, 3, height, W]."""
@@ -335,31 +333,31 @@ class TextToImage:
 
     def _rows(self) -> int:
         """Candidates in one batch: what the keys and values of all layers leave room for."""
-        c, dtype = self.prior.config, choose_precision(self.device, self.precision)
+        c, dtype = self.prior.config, choose_precision(self.device, self.runtime.precision)
         like = torch.empty(1, c.heads, 0, c.width // c.heads, dtype=dtype, device="meta")
-        stores = (self.store(like, 1, held(kind, c.grid, c.kernel)) for kind in c.kinds)
+        stores = (self.runtime.store(like, 1, held(kind, c.grid, c.kernel)) for kind in c.kinds)
         each = 2 * sum(store.bytes_per_candidate for store in stores)
         most, room = _ROWS, _CACHE_BYTES
         if self.device.type == "cuda":
             most, room = _GPU_ROWS, torch.cuda.mem_get_info(self.device)[0] // 2
         return max(1, min(most, room // each))
 
-    def _fast(self, key: str, model: M) -> M:
-        """The model in the precision of drawing: itself, or a copy that is kept."""
-        dtype = choose_precision(self.device, self.precision)
-        small = self.int8_weights and key == "prior"
-        if dtype != torch.bfloat16 and not small:
-            return model
-        compiled = self.compiled and key == "prior"  # the compiler lays the weights out
-        kept = f"{key} {dtype} {small} {compiled}"
-        if kept not in self._cast:
-            fast = copy.deepcopy(model).to(dtype)
-            if small:
-                fast = int8(fast)
-            elif not compiled:
-                fast = packed(fast)
-            self._cast[kept] = fast
-        return self._cast[kept]  # pyright: ignore[reportReturnType]
+    @torch.inference_mode(False)  # compiled steps are slower with tensors that were made in it
+    def _models(self) -> tuple[Decoder, Contrastive]:
+        """Prior and contrastive model as they draw, made once: copies where that is in another format."""
+        if self._drawing is None:
+            prior, contrastive = self.prior, self.contrastive
+            dtype = choose_precision(self.device, self.runtime.precision)
+            if dtype == torch.bfloat16:
+                contrastive = packed(copy.deepcopy(contrastive).to(dtype))
+            if dtype == torch.bfloat16 or self.runtime.int8_weights:
+                prior = copy.deepcopy(prior).to(dtype)
+                if self.runtime.int8_weights:
+                    prior = int8(prior)
+                elif not self.runtime.compiled:  # the compiler lays the weights out itself
+                    prior = packed(prior)
+            self._drawing = decoder(prior, self.runtime.compiled), contrastive
+        return self._drawing
 
     # ------------------------------------------------------------------------ bundles
 
@@ -375,16 +373,16 @@ class TextToImage:
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, *, device: torch.device | str | None = None, precision: Precision = "auto"
+        cls, folder: str | Path, *, device: torch.device | str | None = None, **runtime: Any
     ) -> TextToImage:
-        """Read a bundle onto `device` (by default a GPU if there is one).
+        """Read a bundle onto `device` (by default a GPU if there is one); `runtime` are settings of `Runtime`.
 
         Raises `UserError` in one sentence for whatever is missing, damaged or contradictory.
         """
         folder = bundles.find(folder)
         models, tokenizer, info = bundles.read(folder)
         try:
-            pipe = cls(**models, tokenizer=tokenizer, info=info, precision=precision)
+            pipe = cls(**models, tokenizer=tokenizer, info=info, runtime=Runtime(**runtime))
         except UserError as error:
             raise UserError(f"{folder}: {error}") from None
         if device is None:
@@ -395,17 +393,9 @@ class TextToImage:
 def load(name_or_folder: str | Path = bundles.DEFAULT, **options: Any) -> TextToImage:
     """A model that comes with the package, by name, or any bundle, by folder.
 
-    `options` are those of `TextToImage.from_pretrained`. Raises `UserError`.
+    `options` are `device` and the settings of `Runtime`, `compiled=True` say. Raises `UserError`.
     """
     return TextToImage.from_pretrained(bundles.named(name_or_folder), **options)
-
-
-def make_sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Sampler:
-    """A sampler whose settings were checked. Raises `UserError`."""
-    try:
-        return Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 def _seeds(seed: int | Sequence[int], count: int) -> list[int]:

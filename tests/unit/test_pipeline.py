@@ -15,9 +15,9 @@ import limner
 from limner import bundles, pipeline
 from limner.drawing import SOURCE_TYPE
 from limner.errors import UserError
-from limner.layers.cache import Int8Store
 from limner.numerics.precision import choose_precision
-from limner.pipeline import TextToImage, load, make_sampler
+from limner.pipeline import Runtime, TextToImage, load
+from limner.sampling.options import Sampler
 from tiny import WORDS, tiny_pipe
 
 CAPTION = WORDS[0]
@@ -120,12 +120,12 @@ def test_batches_do_not_change_what_is_drawn(pipe, monkeypatch):
 
 def test_what_a_batch_holds_follows_from_what_the_layers_keep(pipe, monkeypatch):
     monkeypatch.setattr(pipeline, "_ROWS", 1_000_000)
-    each = pipe.prior.prefill(torch.zeros(1, pipe.prior.config.text_len, dtype=torch.long), pipe.store)[0]
-    dtype = choose_precision(pipe.device, pipe.precision)
+    each = pipe.prior.prefill(torch.zeros(1, pipe.prior.config.text_len, dtype=torch.long), pipe.runtime.store)[0]
+    dtype = choose_precision(pipe.device)
     each = each.bytes_per_candidate * dtype.itemsize // 4
     assert pipe._rows() == pipeline._CACHE_BYTES // each
-    monkeypatch.setattr(pipe, "store", Int8Store)
-    assert pipe._rows() > 1.3 * pipeline._CACHE_BYTES // each
+    small = TextToImage(pipe.dvae, pipe.prior, pipe.contrastive, pipe.tokenizer, runtime=Runtime(int8_cache=True))
+    assert small._rows() > 1.3 * pipeline._CACHE_BYTES // each
     monkeypatch.setattr(pipeline, "_CACHE_BYTES", 1)
     assert pipe._rows() == 1
 
@@ -199,8 +199,7 @@ def test_a_long_caption_is_cut_with_a_warning(pipe):
 
 
 def test_8_bit_weights_draw_too(saved):
-    pipe = load(saved)
-    pipe.int8_weights = True
+    pipe = load(saved, int8_weights=True)
     made = pipe.candidates([CAPTION], 2)
     assert made.pictures.shape[:2] == (1, 2)
     assert pipe.prior.head.image.weight.dtype == torch.float32  # the model itself is as it was
@@ -224,7 +223,7 @@ def test_a_png_says_what_drew_it(pipe, tmp_path):
     assert text["caption"] == text["Description"] == caption
     assert (text["seed"], text["model"], text["top_k"]) == ("11", "tiny", "5")
     assert text["candidate"] == str(drawing.candidate)
-    made = pipe.candidates([caption], 4, seed=11, sampler=make_sampler(0.9, 5))
+    made = pipe.candidates([caption], 4, seed=11, sampler=Sampler(temperature=0.9, top_k=5))
     assert drawing.candidate == int(made.scores[0].argmax()) + 1  # counted from 1
     assert text["Software"].startswith("limner ")
     xmp = ElementTree.fromstring(text["XML:com.adobe.xmp"].split("?>", 1)[1].rsplit("<?", 1)[0])

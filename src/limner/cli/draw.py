@@ -12,9 +12,10 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse, place
-from limner.config import SEEDS, Checked, Range
+from limner.config import Checked, Range
 from limner.errors import UserError, printable
 from limner.progress import progress
+from limner.sampling.options import Options
 
 _NAME_BYTES = 120  # of a caption in a file's name, of which file systems allow 255 bytes, some of them 143
 
@@ -25,19 +26,7 @@ class Settings(Checked):
 
     n: Annotated[int, arg(aliases=("-n",)), Range(1, 2**16)] = 1
     """How many drawings to keep, the best ones."""
-    candidates: Annotated[int, Range(1, 2**16)] = 16
-    """How many to draw and choose from."""
-    seed: Annotated[int, SEEDS] = 0
-    """Another seed gives other drawings."""
-    temperature: Annotated[float, Range(0, 100)] = 1.0
-    """1 samples what was learned, lower is safer and less varied, 0 takes the likeliest."""
-    top_k: Annotated[int | None, Range(1, 2**24)] = None
-    """Sample among the k likeliest tokens only."""
-    top_p: Annotated[float | None, Range(above=0, most=1)] = None
-    """Sample among the likeliest tokens that make up this much probability."""
-    guidance: Annotated[float | None, Range(0, 100)] = None
-    """Above 1 follows the caption more closely (for a prior trained with captions dropped), 1 is none; by default
-    the model's own."""
+    options: Annotated[Options, arg(name="")] = Options(candidates=16)
     model: str = "scenes"
     """A bundled model by name, or a folder that `limner train` wrote."""
     output: Annotated[str | None, arg(aliases=("-o",))] = None
@@ -100,18 +89,16 @@ def _draw(options: Settings, caption: str, given: Callable[[Any], Any] | None = 
         raise UserError("the caption is empty: write what the picture shows")
     out = output_path(options, caption)
     from limner.drawing import enlargement
-    from limner.pipeline import load, make_sampler  # heavy, so only now
+    from limner.pipeline import load  # heavy, so only now
 
-    make_sampler(options.temperature, options.top_k, options.top_p)  # complains before anything is loaded
     pipe = load(options.model)
     enlargement(pipe.dvae.config.size, options.scale)
     fixed = given(pipe) if given else None
-    number = max(options.n, options.candidates)
+    number = max(options.n, options.options.candidates)
     with progress("drawing", number, unit="picture") as bar:
         length = pipe.dvae.config.grid[0] * pipe.dvae.config.grid[1]
         drawings = pipe(
-            caption, n=options.n, candidates=options.candidates, seed=options.seed, temperature=options.temperature,
-            top_k=options.top_k, top_p=options.top_p, guidance=options.guidance, given=fixed,
+            caption, options.options, n=options.n, given=fixed,
             progress=lambda done, total: bar.advance(done // length - bar.done),
         )  # fmt: skip
     for drawing, path in zip(drawings, drawings.save(out, options.scale), strict=True):
@@ -124,8 +111,8 @@ def output_path(options: Settings, caption: str) -> Path:
     name = words.encode()[:_NAME_BYTES].decode(errors="ignore").strip("-") or "drawing"
     if isinstance(options, Edit):  # which often has the caption of the picture that it edits
         name += "-edited"
-    if options.seed:
-        name += f"-seed-{options.seed}"
+    if options.options.seed:
+        name += f"-seed-{options.options.seed}"
     from limner.drawing import numbered
 
     out = _named(options.output, f"{name}.png")

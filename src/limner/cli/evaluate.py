@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
@@ -19,6 +19,7 @@ from limner.cli.arguments import parse, place
 from limner.config import SEEDS, Checked, Range
 from limner.errors import UserError, printable
 from limner.progress import clock, progress
+from limner.sampling.options import Sampler
 
 if TYPE_CHECKING:
     from limner.evaluation.composition import Settings
@@ -42,11 +43,7 @@ class CompositionOptions(Checked):
     candidates: Annotated[int, Range(1, 2**16)] = 64
     seed: Annotated[int, SEEDS] = 1_000
     """Of the captions and their drawings. Choose between models on seeds below 1,000, publish from 1,000 on."""
-    temperature: Annotated[float, Range(0, 100)] = 1.0
-    top_k: Annotated[int | None, Range(1, 2**24)] = None
-    top_p: Annotated[float | None, Range(above=0, most=1)] = None
-    guidance: Annotated[float | None, Range(0, 100)] = None
-    """The model's own by default, 1 is none."""
+    sampler: Annotated[Sampler, arg(name="")] = Sampler()
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
 
@@ -64,8 +61,7 @@ class PairsOptions(Checked):
     candidates: Annotated[int, Range(1, 2**16)] = 16
     seed: Annotated[int, SEEDS] = 1_000
     """Of the captions and their drawings. Choose between models on seeds below 1,000, publish from 1,000 on."""
-    guidance: Annotated[float | None, Range(0, 100)] = None
-    """The model's own by default, 1 is none."""
+    sampler: Annotated[Sampler, arg(name="")] = Sampler()
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
 
@@ -124,14 +120,13 @@ def composition(argv: Sequence[str]) -> None:
     if not options.things:
         raise UserError("things must be one number from 1 to 4 at least")
     from limner.evaluation import composition as evaluation
-    from limner.pipeline import load, make_sampler
+    from limner.pipeline import load
 
-    sampler = make_sampler(options.temperature, options.top_k, options.top_p)
     pipe = load(options.model)
     captions = evaluation.captions_for(options.split, options.things, options.captions, options.seed)
     begun = time.monotonic()
     with progress("drawing and judging", len(captions) * options.candidates, unit="drawing") as bar:
-        result = evaluation.score(pipe, captions, _settings(options, sampler=sampler), progress=bar.advance)
+        result = evaluation.score(pipe, captions, _settings(options), progress=bar.advance)
     print(f"{printable(pipe.name)}, {options.split} combinations, {clock(time.monotonic() - begun)}\n{result.table()}")
     _keep(result.save, options.output)
 
@@ -168,13 +163,10 @@ def _of_split(path: Path, split: str) -> Path:
     return path.with_stem(f"{path.stem}-{split}")
 
 
-def _settings(options: CompositionOptions | PairsOptions, **more: Any) -> Settings:
+def _settings(options: CompositionOptions | PairsOptions) -> Settings:
     from limner.evaluation.composition import Settings
 
-    best_of = tuple(sorted({k for k in (1, 8, 64, options.candidates) if k <= options.candidates}))
-    return Settings(
-        candidates=options.candidates, best_of=best_of, seed=options.seed, guidance=options.guidance, **more
-    )
+    return Settings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
 
 
 def reconstruction(argv: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +40,7 @@ from limner.errors import UserError
 from limner.evaluation.intervals import Gain, Rate
 from limner.files import atomic_write_text
 from limner.pipeline import Candidates, TextToImage
-from limner.sampling.generate import Sampler
+from limner.sampling.options import Sampler
 from limner.worlds import scenes
 from limner.worlds.oracle import pair_holds, satisfies
 from limner.worlds.scenes import Pair, Scene, Split, render_pair
@@ -235,16 +235,14 @@ class Settings(Checked):
 
     Args:
         candidates: drawings of each caption.
-        best_of: values of k to report; those above `candidates` are left out.
+        best_of: values of k to report beside `candidates`; those above it are left out.
         seed: caption i is drawn with `drawing_seed(seed, i)`, so that captions are independent.
-        guidance: as `TextToImage.__call__` has it; None is the model's own.
     """
 
     candidates: Annotated[int, Range(1, 2**16)] = 64
     best_of: Annotated[tuple[int, ...], Range(1, 2**16)] = (1, 8, 64)
     seed: Annotated[int, SEEDS] = 0
-    sampler: Sampler = field(default_factory=Sampler)
-    guidance: Annotated[float | None, Range(0, 100)] = None
+    sampler: Sampler = Sampler()
 
 
 def score(
@@ -289,7 +287,6 @@ def _judged(
     given: Tensor | None = None,
 ) -> Composition:
     candidates, sampler = settings.candidates, settings.sampler
-    guidance = settings.guidance
     right = np.zeros((len(asked), candidates), bool)
     scores = np.zeros((len(asked), candidates), np.float32)
     texts = [caption for caption, _ in asked]
@@ -297,19 +294,15 @@ def _judged(
         part = range(start, min(start + _TOGETHER, len(texts)))
         made = pipe.candidates(
             [texts[i] for i in part], candidates, seed=[drawing_seed(settings.seed, i) for i in part], sampler=sampler,
-            guidance=settings.guidance, given=None if given is None else given[part.start : part.stop],
-            progress=_per_drawing(progress, pipe),
+            given=None if given is None else given[part.start : part.stop], progress=_per_drawing(progress, pipe),
         )  # fmt: skip
         for i, pictures in zip(part, made.pictures, strict=True):
             right[i] = verdicts(pictures, asked[i][1])
-        scores[part.start : part.stop], guidance = made.scores.numpy(), made.guidance
+        scores[part.start : part.stop], sampler = made.scores.numpy(), made.sampler
         if keep:
             keep(start, made)
-    how = {
-        "model": pipe.name, "candidates": candidates, "seed": settings.seed, "temperature": sampler.temperature,
-        "top_k": sampler.top_k, "top_p": sampler.top_p, "guidance": guidance,
-    }  # fmt: skip
-    ks = tuple(k for k in settings.best_of if k <= candidates) or (candidates,)
+    how = {"model": pipe.name, "candidates": candidates, "seed": settings.seed, **sampler.facts()}
+    ks = tuple(sorted({k for k in (*settings.best_of, candidates) if k <= candidates}))
     return Composition(texts, list(kinds), list(clusters), right, scores, ks, how)
 
 

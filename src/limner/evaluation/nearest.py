@@ -29,7 +29,6 @@ from limner.evaluation.composition import PUBLISHED, drawing_seed
 from limner.evaluation.intervals import Rate
 from limner.files import atomic_write_text
 from limner.pipeline import TextToImage
-from limner.sampling.generate import Sampler
 from limner.sampling.rerank import best
 
 _TOGETHER = 16  # captions drawn at a time
@@ -131,7 +130,6 @@ def evaluate(
     candidates: int = 16,
     repeats: int = 1,
     seed: int = PUBLISHED,
-    sampler: Sampler | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Nearest:
     """Draw the captions of `n` pictures of a split, one after another and `repeats` times over, each with
@@ -141,7 +139,7 @@ def evaluate(
     for start in range(0, len(wanted), _TOGETHER):
         part = wanted[start : start + _TOGETHER]
         seeds = [drawing_seed(seed, start + i) for i in range(len(part))]
-        made = pipe.candidates([gallery.captions[i] for i in part], candidates, seed=seeds, sampler=sampler)
+        made = pipe.candidates([gallery.captions[i] for i in part], candidates, seed=seeds)
         chosen = made.pictures[torch.arange(len(part)), best(made.scores, 1)[:, 0]]
         found += gallery.nearest(chosen).tolist()
         drawings.append(chosen)

@@ -24,7 +24,8 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import autocast, choose_precision
 from limner.objectives.autoregressive import Autoregressive
 from limner.profiling.cost import Cost
-from limner.sampling.generate import Sampler
+from limner.sampling.generate import choose
+from limner.sampling.options import Sampler
 from limner.sampling.recorded import decoder
 
 PLACES = (0.0, 0.25, 0.5, 0.75, 0.99)  # of a picture, where a step is timed
@@ -108,12 +109,12 @@ def drawing(
     prefix = sum(x.prefix_keys.nbytes + x.prefix_values.nbytes for x in cache.layers)
     if not shared:
         cache = _copied(cache, candidates)
-    token = sampler(logits.expand(candidates, -1), uniform)
+    token = choose(sampler, logits.expand(candidates, -1), uniform)
 
     def step(position: int) -> None:
         nonlocal token
         cache.length = position
-        token = sampler(model.step(cache, token), uniform)
+        token = choose(sampler, model.step(cache, token), uniform)
 
     each = cache.bytes_per_candidate
     return Drawing(

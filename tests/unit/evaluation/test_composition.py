@@ -77,7 +77,7 @@ class Painter:
         self.asked = {caption: (scene, r, m) for (caption, scene), r, m in zip(asked, right, marks, strict=True)}
         self.seeds = []
 
-    def candidates(self, captions, count, *, seed, sampler, guidance, given, progress):
+    def candidates(self, captions, count, *, seed, sampler, given, progress):
         assert given is None
         self.seeds += seed
         pictures, marks = [], []
@@ -89,7 +89,7 @@ class Painter:
         for done in range(0, len(captions) * count * 6 + 1, 4):
             progress(done, len(captions) * count * 6)
         progress(len(captions) * count * 6, len(captions) * count * 6)
-        return Candidates(torch.stack(pictures), torch.stack(marks), torch.zeros(0))
+        return Candidates(torch.stack(pictures), torch.stack(marks), torch.zeros(0), sampler)
 
 
 def example():
@@ -161,10 +161,10 @@ class Copier:
         assert keep == "top:6"
         return torch.from_numpy(np.array(image)).flatten()[None]
 
-    def candidates(self, captions, count, *, seed, sampler, guidance, given, progress):
+    def candidates(self, captions, count, *, seed, sampler, given, progress):
         real = given.view(len(captions), 48, 48, 3).permute(0, 3, 1, 2)
         twice = torch.cat([real[:, :, :24], real[:, :, :24]], 2)
-        return Candidates(torch.stack([real, twice], 1), torch.zeros(len(captions), 2), torch.zeros(0))
+        return Candidates(torch.stack([real, twice], 1), torch.zeros(len(captions), 2), torch.zeros(0), sampler)
 
 
 def test_a_pair_is_right_if_the_lower_half_is_what_the_caption_makes_of_the_upper_one():

@@ -6,7 +6,8 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 from limner.models.transformer import TransformerConfig
-from limner.sampling.generate import FREE, Sampler, generate, uniforms
+from limner.sampling.generate import FREE, choose, generate, uniforms
+from limner.sampling.options import Sampler
 from limner.text import PAD
 
 N = 40_000
@@ -15,7 +16,7 @@ LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.3, -3.0, 0.0, 1.7, -1.0])
 
 def draw(sampler, logits=LOGITS, n=N, seed=0):
     uniform = torch.rand(n, generator=torch.Generator().manual_seed(seed))
-    return sampler(logits.expand(n, -1), uniform)
+    return choose(sampler, logits.expand(n, -1), uniform)
 
 
 def frequencies(tokens):
@@ -63,7 +64,7 @@ def test_top_p_acts_on_what_top_k_left():
 @settings(max_examples=200, deadline=None)
 def test_a_token_is_always_one_that_was_kept(logits, top_k, top_p, uniform):
     row = torch.tensor([logits])
-    token = int(Sampler(top_k=top_k, top_p=top_p)(row, torch.tensor([uniform]))[0])
+    token = int(choose(Sampler(top_k=top_k, top_p=top_p), row, torch.tensor([uniform]))[0])
     assert 0 <= token < len(logits)
     p = row[0].softmax(0)  # logits that differ by less than its rounding are ties
     assert top_k is None or int((p > p[token]).sum()) < top_k
@@ -74,9 +75,9 @@ def test_a_token_is_always_one_that_was_kept(logits, top_k, top_p, uniform):
 def test_settings_leave_the_logits_alone_and_temperature_zero_is_greedy():
     logits = torch.randn(5, 9)
     before = logits.clone()
-    Sampler(temperature=0.7, top_k=3, top_p=0.5)(logits, torch.rand(5))
+    choose(Sampler(temperature=0.7, top_k=3, top_p=0.5), logits, torch.rand(5))
     assert torch.equal(logits, before)
-    assert torch.equal(Sampler(temperature=0)(logits, torch.rand(5)), logits.argmax(-1))
+    assert torch.equal(choose(Sampler(temperature=0), logits, torch.rand(5)), logits.argmax(-1))
 
 
 def test_each_candidate_has_numbers_of_its_own():
@@ -117,7 +118,7 @@ def test_drawn_tokens_are_those_that_teacher_forcing_would_choose(pattern):
     with torch.inference_mode():
         logits = model(text.expand(4, -1), tokens)[1]
     uniform = uniforms(2, range(4), tokens.shape[1])
-    expected = torch.stack([sampler(logits[:, s], uniform[:, s]) for s in range(tokens.shape[1])], 1)
+    expected = torch.stack([choose(sampler, logits[:, s], uniform[:, s]) for s in range(tokens.shape[1])], 1)
     assert torch.equal(tokens, expected)
 
 
@@ -133,12 +134,12 @@ TEXT = torch.tensor([[3, 4, 5, PAD, PAD], [7, 8, PAD, PAD, PAD]])
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 @pytest.mark.parametrize("pattern", ["paper", "dense"])
 def test_given_tokens_stay_and_the_rest_is_what_teacher_forcing_would_choose(pattern, guidance):
-    model, sampler = prior(pattern), Sampler(temperature=0.8)
+    model, sampler = prior(pattern), Sampler(temperature=0.8, guidance=guidance)
     known = torch.randint(0, 16, (2, 15), generator=torch.Generator().manual_seed(0))
     known[0, 7:] = FREE  # primed with a row and two tokens
     known[1, [1, 5, 6, 9, 14]] = FREE  # inpainted
     before = known.clone(), TEXT.clone()
-    tokens = generate(model, TEXT, range(3), sampler, seed=4, given=known, guidance=guidance)
+    tokens = generate(model, TEXT, range(3), sampler, seed=4, given=known)
     assert torch.equal(known, before[0]) and torch.equal(TEXT, before[1])
     fixed = (known != FREE)[:, None].expand_as(tokens)
     assert torch.equal(tokens[fixed], known[:, None].expand_as(tokens)[fixed])
@@ -147,17 +148,17 @@ def test_given_tokens_stay_and_the_rest_is_what_teacher_forcing_would_choose(pat
         caption, empty = model(texts, flat)[1], model(torch.full_like(texts, PAD), flat)[1]
     logits = caption if guidance == 1 else empty + guidance * (caption - empty)
     uniform = uniforms(4, range(3), 15).repeat(2, 1)
-    chosen = torch.stack([sampler(logits[:, s], uniform[:, s]) for s in range(15)], 1)
+    chosen = torch.stack([choose(sampler, logits[:, s], uniform[:, s]) for s in range(15)], 1)
     assert torch.equal(torch.where(fixed.flatten(0, 1), flat, chosen), flat)
-    alone = generate(model, TEXT[:1], range(1, 3), sampler, seed=4, given=known[:1], guidance=guidance)
+    alone = generate(model, TEXT[:1], range(1, 3), sampler, seed=4, given=known[:1])
     assert torch.equal(alone, tokens[:1, 1:])
 
 
 def test_no_guidance_is_guidance_one_and_more_changes_the_drawing():
     model = prior()
     plain = generate(model, TEXT, range(4), Sampler(), seed=1)
-    assert torch.equal(plain, generate(model, TEXT, range(4), Sampler(), seed=1, guidance=1.0))
-    assert not torch.equal(plain, generate(model, TEXT, range(4), Sampler(), seed=1, guidance=3.0))
+    assert torch.equal(plain, generate(model, TEXT, range(4), Sampler(guidance=1), seed=1))
+    assert not torch.equal(plain, generate(model, TEXT, range(4), Sampler(guidance=3), seed=1))
 
 
 def test_a_picture_that_is_all_given_comes_back():

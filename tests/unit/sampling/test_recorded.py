@@ -10,7 +10,8 @@ from torch._dynamo.testing import CompileCounter
 
 from limner.layers.cache import Int8Store, Store
 from limner.models.transformer import TransformerConfig
-from limner.sampling.generate import FREE, Sampler, generate
+from limner.sampling.generate import FREE, generate
+from limner.sampling.options import Sampler
 from limner.sampling.recorded import Recorded, decoder
 
 SMALL = TransformerConfig(text_vocab=20, image_vocab=12, text_len=4, grid=(5, 4), width=32, depth=3, heads=2, kernel=3)
@@ -50,7 +51,7 @@ def test_drawings_are_the_same(guidance, primed):
     model, text = prior(), torch.randint(0, 20, (2, 4))
     given = torch.full((2, 20), FREE)
     given[:, :primed] = torch.randint(0, 12, (2, primed))
-    draw = partial(generate, text=text, candidates=range(3), sampler=Sampler(), given=given, guidance=guidance)
+    draw = partial(generate, text=text, candidates=range(3), sampler=Sampler(guidance=guidance), given=given)
     recorded = Recorded(model, memory_alone)
     assert torch.equal(draw(recorded), draw(model))
     assert torch.equal(draw(recorded, seed=4), draw(model, seed=4))  # another picture, another cache

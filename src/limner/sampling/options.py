@@ -1,0 +1,42 @@
+"""What a drawing is asked with. Without torch, so that a command line is read before that is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+from limner.config import SEEDS, Checked, OutOfRange, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler(Checked):
+    """How a token is chosen from image logits."""
+
+    temperature: Annotated[float, Range(0, 100)] = 1.0
+    """1 samples what was learned, lower is safer and less varied, 0 takes the likeliest."""
+    top_k: Annotated[int | None, Range(1, 2**24)] = None
+    """Sample among the k likeliest tokens only."""
+    top_p: Annotated[float | None, Range(above=0, most=1)] = None
+    """Sample among the likeliest tokens that make up this much probability."""
+    guidance: Annotated[float | None, Range(0, 100)] = None
+    """Above 1 follows the caption more closely (for a prior trained with captions dropped), 1 is none; by default
+    the model's own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.temperature < 0.01:
+            raise OutOfRange("temperature", f"must be 0 (the likeliest) or at least 0.01, not {self.temperature}")
+
+    def facts(self) -> dict[str, Any]:
+        """What a drawing's file and an evaluation's say of it."""
+        return {setting.name: getattr(self, setting.name) for setting in fields(Sampler)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Sampler):
+    """How a caption is drawn: (model, caption, options, candidate) fix a picture."""
+
+    candidates: Annotated[int, Range(1, 2**16)] = 64
+    """How many to draw and choose from."""
+    seed: Annotated[int, SEEDS] = 0
+    """Another seed gives other drawings."""
