@@ -1,0 +1,153 @@
+"""Losses of the first 20 updates of each objective, as they were: curves.json. `python tests/golden/make.py` writes it.
+
+Everything goes through the real loop, on a CPU, in fp32, from a seed. A change that should not change what is learned
+(another room, another kernel, another order of the same sums) keeps these curves; one that should is committed together
+with the new curves, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from limner.data.stream import Stream
+from limner.models.contrastive import ContrastiveConfig
+from limner.models.dvae import DVAEConfig
+from limner.models.transformer import TransformerConfig
+from limner.objectives.autoregressive import Autoregressive
+from limner.objectives.contrastive import ContrastiveLoss
+from limner.objectives.elbo import BalancedELB, RelaxedELB
+from limner.optim.optimizers import AdamW
+from limner.optim.schedules import Anneal, Cosine, Plateau
+from limner.training.loop import Objective, TrainConfig, train
+from limner.training.metrics_log import read_metrics
+
+FILE = Path(__file__).with_name("curves.json")
+KEPT = ("loss", "grad_norm", "eval/loss")  # of each line of metrics.jsonl
+PAD, TEXT, VOCAB, SIDE = -1, 8, 32, 24
+
+
+class Squares:
+    """Pictures of one square on a plain ground, a caption of its colour and place, and tokens that follow from both.
+
+    `grid` tokens a picture. Captions differ in length; each picture has two wrong captions, of which one may be empty.
+    """
+
+    def __init__(self, *names: str, grid: tuple[int, int] = (6, 6)) -> None:
+        self.names, self.grid = names, grid
+
+    def __len__(self) -> int:
+        return 50
+
+    def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
+        samples = [self.sample(int(i), np.random.default_rng(s)) for i, s in zip(indices, seeds, strict=True)]
+        return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in self.names}
+
+    def sample(self, index: int, random: np.random.Generator) -> dict[str, np.ndarray]:
+        ground, x, y = index * 37 % 256, index % 4 * 4, index % 3 * 5
+        pixels = np.full((3, SIDE, SIDE), ground, np.uint8)
+        pixels[:, y : y + 8, x : x + 8] = random.integers(0, 256, (3, 1, 1))
+        h, w = self.grid
+        image = (np.arange(h * w).reshape(h, w) * (1 + index % 3) + index).ravel() % VOCAB
+        distractors = np.stack([caption(index + 1), caption(index + 7) if index % 4 else np.full(TEXT, PAD)])
+        return {"pixels": pixels, "text": caption(index), "image": image, "distractors": distractors}
+
+
+def caption(index: int) -> np.ndarray:
+    """int64 [T], between 2 and T tokens of it."""
+    words = (index * np.arange(1, TEXT + 1)) % VOCAB
+    return np.where(np.arange(TEXT) < 2 + index % (TEXT - 1), words, PAD)
+
+
+def curve(model: nn.Module, objective: Objective, data: Squares, **settings: object) -> dict[str, list[float]]:
+    """20 updates; "eval/loss" is that of the averaged weights on other pictures, after 10 and after 20."""
+    held_out = data.batch(np.arange(100, 108), np.arange(8))
+
+    def evaluate(averaged: nn.Module, step: int) -> dict[str, float]:
+        loss, _ = objective(averaged, held_out, step, torch.Generator().manual_seed(1))
+        return {"loss": loss.item()}
+
+    optimizer = AdamW(lr=3e-3, eps=1e-6)
+    config = TrainConfig(
+        **{"steps": 20, "batch_size": 8, "optimizer": optimizer, "log_every": 1, "eval_every": 10}
+        | {"precision": "fp32", "ema_decay": 0.9}
+        | settings
+    )
+    with tempfile.TemporaryDirectory() as out:
+        train(model, objective, Stream(data, 8, seed=3), config, out, evaluate=evaluate)
+        rows = read_metrics(Path(out) / "metrics.jsonl")
+    return {name: [row[name] for row in rows if name in row] for name in KEPT}
+
+
+def dvae() -> nn.Module:
+    """The paper's shape: pooling after every group but the last, all blocks look around."""
+    return DVAEConfig(size=SIDE, width=16, groups=3, blocks=2, vocab=VOCAB, code_width=16).build()
+
+
+def relaxed_elb() -> dict[str, list[float]]:
+    """Eq. 1 with its schedules, compressed into 20 steps; no clipping and a cosine, as in App. A.2."""
+    objective = RelaxedELB(beta=Anneal(start=0.0, end=6.6, steps=10), tau=Anneal(start=1.0, end=1 / 16, steps=20))
+    return curve(dvae(), objective, Squares("pixels"), clip_norm=None, schedule=Cosine(end=1 / 80))
+
+
+def balanced_elb() -> dict[str, list[float]]:
+    """Patches encoded alone; from step 14 on the decoder learns from argmax codes."""
+    model = DVAEConfig(
+        size=SIDE, width=16, groups=3, blocks=1, vocab=VOCAB, code_width=16, gain=0.5, init_gain=2**0.5, code_gain=3.0,
+        context_groups=0,
+    ).build()  # fmt: skip
+    objective = BalancedELB(tau=Anneal(start=1.0, end=0.1, steps=10), hard_from=14)
+    return curve(model, objective, Squares("pixels"), clip_norm=1.0, warmup_steps=5)
+
+
+def prior(grid: tuple[int, int], **settings: object) -> dict[str, list[float]]:
+    model = TransformerConfig(
+        text_vocab=VOCAB, image_vocab=VOCAB, text_len=TEXT, grid=grid, width=32, depth=6, heads=2, kernel=5
+    ).build()
+    return curve(model, Autoregressive(), Squares("text", "image", grid=grid), **settings)
+
+
+def prior_sparse() -> dict[str, list[float]]:
+    """Row, column, row, row, row, conv on 17 x 16 tokens: more than a mask is used for. As in App. B.2."""
+    return prior(
+        (17, 16), accumulate=2, clip_norm=4.0, warmup_steps=5, schedule=Plateau(window=2), ema_every=5,
+        ema_warmup=False, checkpoint_activations=True,
+    )  # fmt: skip
+
+
+def prior_masked() -> dict[str, list[float]]:
+    """The same layers on 6 x 6 tokens: a mask of all positions."""
+    return prior((6, 6), ema_decay=None)
+
+
+def contrastive() -> dict[str, list[float]]:
+    """With two spoiled copies of each picture and two wrong captions."""
+    model = ContrastiveConfig(
+        text_vocab=VOCAB, text_len=TEXT, size=SIDE, patch=8, width=32, depth=2, heads=2, embedding=16
+    ).build()
+    data = Squares("text", "pixels", "distractors")
+    return curve(model, ContrastiveLoss(spoiled=2), data, clip_norm=1.0, schedule=Cosine(end=0.02))
+
+
+CURVES: tuple[Callable[[], dict[str, list[float]]], ...] = (
+    relaxed_elb, balanced_elb, prior_sparse, prior_masked, contrastive,
+)  # fmt: skip
+
+
+def measured(make: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
+    """The curve from a fixed seed of initial weights, whatever was drawn before."""
+    torch.manual_seed(0)
+    return make()
+
+
+if __name__ == "__main__":
+    curves = {make.__name__: measured(make) for make in CURVES}
+    FILE.write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {FILE}", file=sys.stderr)
