@@ -88,7 +88,7 @@ class DallePytorch:
         self.config, self.best = config, best
         last = "full" if best else "conv_like"
         names = {"row": "axial_row", "column": "axial_col", "conv": last}
-        self.kinds = tuple(names[kind] for kind in config.kinds)
+        self.kinds = tuple(names[pattern.name] for pattern in config.patterns)
 
     def build(self) -> Any:
         c = self.config

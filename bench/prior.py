@@ -59,11 +59,12 @@ class Ours:
         from torch.nn.functional import scaled_dot_product_attention
 
         from limner.layers.attention import visible
+        from limner.layers.patterns import row
         from limner.layers.sparse import SparseAttention
 
         c = self.config
         prefix = c.text_len + 1
-        path, mask = SparseAttention("row", prefix, c.grid), visible("row", prefix, c.grid)
+        path, mask = SparseAttention(row(c.grid), prefix), visible(row(c.grid), prefix)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return scaled_dot_product_attention(q, k, v, attn_mask=mask) if self.dense else path(q, k, v)

@@ -33,7 +33,7 @@ from limner import bundles
 from limner.data.augment import augment_none
 from limner.drawing import Drawing, Drawings
 from limner.errors import UserError
-from limner.layers.cache import Int8Store, Store, held
+from limner.layers.cache import Int8Store, Store
 from limner.layers.linear import int8, packed
 from limner.models.contrastive import Contrastive, ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
@@ -335,7 +335,7 @@ class TextToImage:
         """Candidates in one batch: what the keys and values of all layers leave room for."""
         c, dtype = self.prior.config, choose_precision(self.device, self.runtime.precision)
         like = torch.empty(1, c.heads, 0, c.width // c.heads, dtype=dtype, device="meta")
-        stores = (self.runtime.store(like, 1, held(kind, c.grid, c.kernel)) for kind in c.kinds)
+        stores = (self.runtime.store(like, 1, pattern.held) for pattern in c.patterns)
         each = 2 * sum(store.bytes_per_candidate for store in stores)
         most, room = _ROWS, _CACHE_BYTES
         if self.device.type == "cuda":

@@ -8,15 +8,15 @@ from compare import assert_same_with_gradients
 from limner.layers import sparse
 from limner.layers.attention import attend, visible
 from limner.layers.sparse import SparseAttention
-from limner.models import transformer
 from limner.models.transformer import TransformerConfig
+from more_patterns import ALL
 
-KINDS = ["row", "column", "conv", "dense"]
+SPARSE = sorted(ALL.keys() - {"dense"})
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    kind=st.sampled_from(KINDS),
+    make=st.sampled_from(list(ALL.values())),
     grid=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     prefix=st.integers(1, 7),
     kernel=st.sampled_from([1, 3, 5, 11]),
@@ -24,20 +24,20 @@ KINDS = ["row", "column", "conv", "dense"]
     weights=st.sampled_from([1, 1 << 22]),
     seed=st.integers(0, 999),
 )
-def test_it_equals_the_dense_mask(kind, grid, prefix, kernel, queries, weights, seed):
+def test_it_equals_the_dense_mask(make, grid, prefix, kernel, queries, weights, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse, "_QUERIES", queries)
         patch.setattr(sparse, "_WEIGHTS", weights)
-        mask = visible(kind, prefix, grid, kernel)
-        fast = SparseAttention(kind, prefix, grid, kernel)
+        pattern = make(grid, kernel)
+        mask, fast = visible(pattern, prefix), SparseAttention(pattern, prefix)
         assert_same_with_gradients(fast, lambda q, k, v: attend(q, k, v, mask), (2, 3, len(mask), 8), seed)
 
 
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", SPARSE)
 def test_in_bf16_it_is_as_near_to_fp32_as_the_dense_mask_in_bf16(kind):
     torch.manual_seed(0)
-    mask = visible(kind, 5, (8, 6), 5)
-    fast = SparseAttention(kind, 5, (8, 6), 5)
+    pattern = ALL[kind]((8, 6), 5)
+    mask, fast = visible(pattern, 5), SparseAttention(pattern, 5)
     q, k, v = (torch.randn(2, 3, len(mask), 16) for _ in range(3))
     exact = attend(q, k, v, mask)
     half = [x.bfloat16() for x in (q, k, v)]
@@ -46,17 +46,17 @@ def test_in_bf16_it_is_as_near_to_fp32_as_the_dense_mask_in_bf16(kind):
     assert error < 2 * usual < 0.1
 
 
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", SPARSE)
 def test_scores_are_not_rounded_to_16_bits(kind):
     torch.manual_seed(0)
-    fast, n = SparseAttention(kind, 5, (8, 6), 5), 5 + 48
+    fast, n = SparseAttention(ALL[kind]((8, 6), 5), 5), 5 + 48
     q, k, v = (16 * torch.randn(2, 3, n, 16).bfloat16() for _ in range(3))  # scores of hundreds: steps of 1 in bf16
     exact = fast(q.float(), k.float(), v.float())
     assert (fast(q, k, v) - exact).norm() < 0.005 * exact.norm()
 
 
 def test_compiled_in_one_graph_it_gives_the_same_loss_and_gradients(monkeypatch):
-    monkeypatch.setattr(transformer, "_SHORT", 0)  # sparse at any size
+    monkeypatch.setattr(sparse, "_SHORT", 0)  # sparse at any size
     torch.manual_seed(0)
     config = TransformerConfig(
         text_vocab=40, image_vocab=30, text_len=5, grid=(6, 4), width=32, depth=4, heads=2, kernel=3

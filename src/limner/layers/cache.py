@@ -5,9 +5,11 @@ once a step. Of the image, a candidate holds
 
     row     a ring of w + 1 positions
     conv    a ring of (k // 2) (w + 1) + 1 positions, of which a mask hides those outside the window
-    column  the grid, by columns, of which a step reads its own
-    dense   the grid
+    column  a ring of h positions for each column, of which a step reads its own
+    dense   a ring of all S
 
+as its pattern says (`patterns.py`): a step reads the ring of its line, less what is not written yet, and a mask
+hides the pattern's holes.
 At the paper's size (64 layers, 32 x 32 tokens) that is 283 positions a layer on average, where a dense
 cache holds 1,280 and the text again for each candidate. A candidate's states are stored in the model's own
 format, or as int8 with a scale for each position and head.
@@ -17,7 +19,7 @@ is in the picture, so that it can be recorded once and replayed (`sampling/recor
 and hiding what is not there yet.
 
 Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width; n positions held, L lines of
-which a step reads one (columns; other kinds hold one line).
+which a step reads one (the columns, of a pattern that sees only its own; others have one line).
 """
 
 from __future__ import annotations
@@ -31,19 +33,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from limner.layers.attention import Kind, offsets
+from limner.layers.patterns import Pattern
 
 Position = int | Tensor  # a tensor is int64 [1]
 
 _PART = 4  # a line is read as a whole from this part on, the rest hidden: a product copies what does not lie together
-
-
-@lru_cache(maxsize=64)
-def held(kind: Kind, grid: tuple[int, int], kernel: int = 11) -> int:
-    """Image positions that a layer's cache holds for each candidate."""
-    if kind in ("row", "conv"):
-        return min(int(offsets(kind, grid, kernel).max()) + 1, grid[0] * grid[1])
-    return grid[0] * grid[1]
 
 
 class Store:
@@ -99,36 +93,34 @@ def _line(part: Tensor, line: Position) -> Tensor:
 class LayerCache:
     """One layer's keys and values: prefix [B, H, P, C], and those of the image.
 
-    `outside` [n] is -inf for what is held and not seen, by steps back: the convolution's, outside its window.
+    `unseen` [n / L] is -inf for the pattern's holes, what is held and not seen, by steps back in a line, else 0.
     """
 
-    kind: Kind
     lines: int
-    outside: Tensor
+    holes: bool
+    unseen: Tensor
     prefix_keys: Tensor
     prefix_values: Tensor
     keys: Store
     values: Store
 
     @classmethod
-    def of(
-        cls, kind: Kind, grid: tuple[int, int], kernel: int, keys: Tensor, values: Tensor, store: type[Store] = Store
-    ) -> LayerCache:
+    def of(cls, pattern: Pattern, keys: Tensor, values: Tensor, store: type[Store] = Store) -> LayerCache:
         """After the prefix was read, whose keys and values [B, H, P, C] these are; one candidate each."""
-        n, lines = held(kind, grid, kernel), grid[1] if kind == "column" else 1
-        outside = _outside(kind, grid, kernel, keys.device, keys.dtype)
-        return cls(kind, lines, outside, keys, values, store(keys, lines, n), store(values, lines, n))
+        empty = (store(x, pattern.lines, pattern.held) for x in (keys, values))
+        unseen = _unseen(pattern, keys.device, keys.dtype)
+        return cls(pattern.lines, pattern.holes, unseen, keys, values, *empty)
 
     def expand(self, n: int) -> LayerCache:
         """`n` candidates of each caption that go on from here: B -> B * n; the prefix stays shared."""
         return replace(self, keys=self.keys.expand(n), values=self.values.expand(n))
 
-    def attend(self, position: Position, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def append(self, position: Position, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the keys and values of an image position and attend from it: [M, H, 1, C] each."""
         line, step = position % self.lines, position // self.lines
         slots = self._slots(step)
-        self.keys.write(line, step % self._ring, k[:, :, 0])
-        self.values.write(line, step % self._ring, v[:, :, 0])
+        self.keys.write(line, step % len(self.unseen), k[:, :, 0])
+        self.values.write(line, step % len(self.unseen), v[:, :, 0])
         keys, values = self.keys.read(line, slots), self.values.read(line, slots)
         b, heads, p, c = self.prefix_keys.shape
         q = q * c**-0.5
@@ -141,33 +133,28 @@ class LayerCache:
         of_prefix = weights[..., :p].view(b, -1, heads, p).transpose(1, 2) @ self.prefix_values
         return of_prefix.transpose(1, 2).reshape(q.shape) + weights[..., p:] @ values
 
-    @property
-    def _ring(self) -> int:
-        """Steps until a line is written over."""
-        return len(self.outside) // self.lines
-
     def _slots(self, step: Position) -> slice:
         """The slots of its line to read for the line's `step`-th position."""
-        there = self._ring if isinstance(step, Tensor) else min(step + 1, self._ring)
-        return slice(self._ring if there > self._ring // _PART else there)
+        ring = len(self.unseen)
+        there = ring if isinstance(step, Tensor) else min(step + 1, ring)
+        return slice(ring if there > ring // _PART else there)
 
     def _bias(self, step: Position, slots: slice) -> Tensor | None:
         """-inf for what lies in the slots and is not to be seen, else 0; None if all of it is to be seen."""
         ahead = isinstance(step, Tensor) or slots.stop > step + 1  # slots that are not written yet are read
-        if not ahead and self.kind != "conv":
+        if not ahead and not self.holes:
             return None
-        back = (step - torch.arange(slots.stop, device=self.outside.device)) % self._ring
-        bias = self.outside[back * self.lines]
+        back = (step - torch.arange(slots.stop, device=self.unseen.device)) % len(self.unseen)
+        bias = self.unseen[back]
         return bias.masked_fill_(back > step, -torch.inf) if ahead else bias
 
 
 @lru_cache(maxsize=16)
-def _outside(kind: Kind, grid: tuple[int, int], kernel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """-inf for the positions that a layer holds and does not see, else 0: [steps back]."""
+def _unseen(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """-inf where a line's position is not seen from so many steps on in the line, else 0: [n / L]."""
     with torch.inference_mode(False):
-        hidden = torch.ones(held(kind, grid, kernel), dtype=torch.bool)
-        hidden[[back for back in offsets(kind, grid, kernel).tolist() if back < len(hidden)]] = False
-        return torch.zeros(len(hidden)).masked_fill_(hidden, -torch.inf).to(device, dtype)
+        seen = pattern.sees(pattern.lines * torch.arange(pattern.ring, device="cpu"))
+        return torch.zeros(pattern.ring, device="cpu").masked_fill_(~seen, -torch.inf).to(device, dtype)
 
 
 @dataclass

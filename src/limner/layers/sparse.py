@@ -1,13 +1,13 @@
 """The paper's sparse attention, computed sparsely (Ramesh et al. 2021, §2.2, Figure 11, App. B.1).
 
 `attention.py` says what is visible with a dense mask; here only visible keys are worked on. The image's
-queries are taken in blocks of neighbours, in raster order (for columns: transposed, so that a column's
-positions are neighbours). What a block sees of the image then lies in a window that ends where the block
-ends and begins
+queries are taken in blocks of neighbours, in raster order (where positions see only their own column:
+transposed, so that a column's positions are neighbours). What a block sees of the image then lies in a window
+that ends where the block ends and begins as many positions before it as the pattern reaches
 
-    row     w positions before it
-    conv    (k // 2) (w + 1) positions before it
-    column  with it
+    row     w
+    conv    (k // 2) (w + 1)
+    column  0: a block is whole columns
 
 and everybody sees all of the prefix. So the keys of a block are the prefix and its window, copied next to
 each other, and one softmax under one small mask runs over both (footnote 7). Work and memory grow with
@@ -27,32 +27,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from limner.layers.attention import Kind, among, offsets
+from limner.layers.attention import visible
+from limner.layers.masked import MaskedAttention
+from limner.layers.patterns import Grid, Pattern
 from limner.numerics.precision import product
 
+_SHORT = 256  # positions up to which a dense mask is as fast
 _QUERIES = 64  # of a block, at least, where the grid allows: small products keep no machine busy
 _ALIGNED = 8  # keys of a block are a multiple of this: odd numbers make slow products
 _WEIGHTS = 3 << 19  # attention weights of a part, several of which are alive at once and fit a CPU's caches
 _GPU_WEIGHTS = 1 << 26  # of a part on a GPU, which would be told of small ones more slowly than it does them
 
 
-class SparseAttention(nn.Module):
-    """softmax(q k^T / sqrt(C)) v over what `kind` lets each of the P + S positions see.
+def training_core(pattern: Pattern, prefix: int) -> nn.Module:
+    """How layers of a pattern attend in training: sparsely, except where a mask costs no more."""
+    h, w = pattern.grid
+    if len(pattern.offsets) == h * w or prefix + h * w <= _SHORT:
+        return MaskedAttention(visible(pattern, prefix))
+    return SparseAttention(pattern, prefix)
 
-    Called with q, k, v [B, H, P + S, C]; equals `attend` under the mask `visible(kind, prefix, grid, kernel)`.
+
+class SparseAttention(nn.Module):
+    """softmax(q k^T / sqrt(C)) v over what the pattern lets each of the P + S positions see.
+
+    Called with q, k, v [B, H, P + S, C]; equals `attend` under the mask `visible(pattern, prefix)`.
     """
 
     bias: Tensor
     causal: Tensor
 
-    def __init__(self, kind: Kind, prefix: int, grid: tuple[int, int], kernel: int = 11) -> None:
+    def __init__(self, pattern: Pattern, prefix: int) -> None:
         super().__init__()
-        self.kind: Kind = kind
-        self.prefix, self.grid, self.kernel = prefix, grid, kernel
-        lines, line = grid[::-1] if kind == "column" else grid  # lines of neighbours
+        self.pattern, self.prefix = pattern, prefix
+        lines, line = pattern.grid[::-1] if pattern.by_column else pattern.grid  # of neighbours
         some = next(n for n in range(1, lines + 1) if lines % n == 0 and (n * line >= _QUERIES or n == lines))
         self.queries, self.blocks = some * line, lines // some
-        reach = 0 if kind == "column" else min(int(offsets(kind, grid, kernel).max()), lines * line)
+        reach = 0 if pattern.by_column else pattern.reach
         self.reach = reach + -(prefix + self.queries + reach) % _ALIGNED
         self.window = self.queries + self.reach
         self.register_buffer("bias", self._bias(), persistent=False)
@@ -61,16 +71,15 @@ class SparseAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         p, n = self.prefix, q.shape[2]
-        if n != p + self.grid[0] * self.grid[1]:
-            raise ValueError(f"{n} positions where {p} of prefix and a grid of {self.grid} were expected")
+        if n != p + self.blocks * self.queries:
+            raise ValueError(f"{n} positions where {p} of prefix and a grid of {self.pattern.grid} were expected")
         return _Recomputed.apply(self, q, k, v)
 
     def _bias(self) -> Tensor:
         """0 where a query of a block sees a key, else -inf: [n, q, P + m]."""
-        h, w = self.grid
-        at = torch.arange(1, h * w + 1, device="cpu").view(1, h * w, 1)
+        at = torch.arange(1, self.blocks * self.queries + 1, device="cpu").view(1, -1, 1)
         query, key = self._blocks(at)[0], self._windows(at)[0].transpose(1, 2)
-        seen = among(query - key, offsets(self.kind, self.grid, self.kernel)) & (key > 0)  # 0: before the image
+        seen = self.pattern.sees(query - key) & (key > 0)  # 0: before the image
         return _hidden(F.pad(~seen, (self.prefix, 0), value=False))
 
     def _blocks(self, x: Tensor) -> Tensor:
@@ -95,10 +104,11 @@ class SparseAttention(nn.Module):
         return self._back(whole[:, self.reach : self.reach + size])
 
     def _neighbours(self, x: Tensor) -> Tensor:
-        return x.unflatten(1, self.grid).transpose(1, 2).flatten(1, 2) if self.kind == "column" else x
+        return _turned(x, self.pattern.grid) if self.pattern.by_column else x
 
     def _back(self, x: Tensor) -> Tensor:
-        return x.unflatten(1, self.grid[::-1]).transpose(1, 2).flatten(1, 2) if self.kind == "column" else x
+        h, w = self.pattern.grid
+        return _turned(x, (w, h)) if self.pattern.by_column else x
 
     # The prefix and the image are two attentions, each with queries, keys and values of its own; the two maps here and
     # their transposes are all that makes them one.
@@ -180,6 +190,11 @@ def _times(left: Iterable[Tensor], right: Iterable[Tensor]) -> list[Tensor]:
 
 def _transposed(matrices: Iterable[Tensor]) -> list[Tensor]:
     return [x.mT for x in matrices]
+
+
+def _turned(x: Tensor, grid: Grid) -> Tensor:
+    """Positions of a grid in raster order [R, S, C], by columns."""
+    return x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)
 
 
 def _hidden(these: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from limner.config import Checked, OutOfRange, Range
 from limner.errors import UserError
-from limner.layers.attention import MaskedAttention
 from limner.layers.linear import LinearFactory, plain
+from limner.layers.masked import MaskedAttention
 from limner.models.transformer import Block
 from limner.text import PAD
 

@@ -19,7 +19,7 @@ Shapes: B batch, T text positions, S = h * w image positions, P = T + 1, D width
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Annotated, Literal
 
@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from limner.config import Checked, OutOfRange, Range
-from limner.layers.attention import Attend, Attention, Kind, MaskedAttention, attend, paper_pattern, visible
+from limner.layers.attention import Attention, Core
 from limner.layers.cache import Cache, LayerCache, Position, Store
 from limner.layers.linear import LinearFactory, plain
-from limner.layers.sparse import SparseAttention
+from limner.layers.masked import MaskedAttention
+from limner.layers.patterns import PATTERNS, Pattern, paper_pattern
+from limner.layers.sparse import training_core
 from limner.text import PAD
-
-_SHORT = 256  # positions up to which a dense mask is as fast as sparse attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +69,12 @@ class TransformerConfig(Checked):
         if prod(self.grid) > 2**16:
             raise OutOfRange("grid", f"must have at most {2**16:,} positions, not {prod(self.grid):,}")
 
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        return paper_pattern(self.depth) if self.pattern == "paper" else ("dense",) * self.depth
-
-    def attend(self, kind: Kind) -> nn.Module:
-        """How layers of a kind attend in training: sparsely, except where a mask costs no more."""
-        prefix, (h, w) = self.text_len + 1, self.grid
-        if kind == "dense" or prefix + h * w <= _SHORT:
-            return MaskedAttention(visible(kind, prefix, self.grid, self.kernel))
-        return SparseAttention(kind, prefix, self.grid, self.kernel)
+    @cached_property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """Of the layers, from the first to the last."""
+        names = paper_pattern(self.depth) if self.pattern == "paper" else (self.pattern,) * self.depth
+        made = {name: PATTERNS[name](self.grid, self.kernel) for name in sorted(set(names))}
+        return tuple(made[name] for name in names)
 
     def build(self, linear: LinearFactory = plain) -> Transformer:
         return Transformer(self, linear)
@@ -131,8 +127,8 @@ class Block(nn.Module):
         self.attention = Attention(width, heads, linear)
         self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        x = x + self.attention(self.norm1(x), attend)
+    def forward(self, x: Tensor, core: Core) -> Tensor:
+        x = x + self.attention(self.norm1(x), core)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -156,7 +152,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config.width, config.heads, linear) for _ in range(config.depth))
         self.head = Head(config)
         self.checkpointing = False
-        self.attend = nn.ModuleDict({kind: config.attend(kind) for kind in sorted(set(config.kinds))})
+        patterns = {pattern.name: pattern for pattern in config.patterns}
+        self.cores = nn.ModuleDict({name: training_core(patterns[name], config.text_len + 1) for name in patterns})
         self.apply(self._init)
         nn.init.normal_(self.embed.start, std=0.02)
         for block in self.blocks:  # residual branches start small, as in GPT-2
@@ -198,11 +195,11 @@ class Transformer(nn.Module):
             [B, T - 1, D], which predicts text[:, 1:], and [B, S, D], which predicts the image.
         """
         x = torch.cat([self.embed.prefix(text), self.embed.tokens(image)], 1)
-        for block, kind in zip(self.blocks, self.config.kinds, strict=True):
+        for block, pattern in zip(self.blocks, self.config.patterns, strict=True):
             if self.checkpointing and self.training:
-                x = checkpoint(block, x, self.attend[kind], use_reentrant=False)
+                x = checkpoint(block, x, self.cores[pattern.name], use_reentrant=False)
             else:
-                x = block(x, self.attend[kind])
+                x = block(x, self.cores[pattern.name])
         x, t = self.head.norm(x), text.shape[1]
         return x[:, : t - 1], x[:, t:-1]
 
@@ -211,23 +208,23 @@ class Transformer(nn.Module):
 
         `store` says how the cache holds the candidates' keys and values.
         """
-        c, x = self.config, self.embed.prefix(text)
-        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        x = self.embed.prefix(text)
+        causal = MaskedAttention(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril())
         layers: list[LayerCache] = []
 
-        def read(kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            layers.append(LayerCache.of(kind, c.grid, c.kernel, k.contiguous(), v.contiguous(), store))
-            return attend(q, k, v, causal)
+        def read(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            layers.append(LayerCache.of(pattern, k.contiguous(), v.contiguous(), store))
+            return causal(q, k, v)
 
-        for block, kind in zip(self.blocks, c.kinds, strict=True):
-            x = block(x, partial(read, kind))
+        for block, pattern in zip(self.blocks, self.config.patterns, strict=True):
+            x = block(x, partial(read, pattern))
         return Cache(layers), self._logits(x)
 
     def step(self, cache: Cache, token: Tensor) -> Tensor:
         """Append one image token a row, [M] -> fp32 logits [M, V] of the next."""
         x = self.embed.tokens(token[:, None], cache.length)
         for block, layer in zip(self.blocks, cache.layers, strict=True):
-            x = block(x, partial(layer.attend, cache.length))
+            x = block(x, partial(layer.append, cache.length))
         cache.length += 1
         return self._logits(x)
 

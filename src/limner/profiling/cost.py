@@ -21,10 +21,9 @@ from math import ceil
 
 import torch
 
-from limner.layers.attention import Kind, offsets
-from limner.layers.cache import held
 from limner.layers.cross_entropy import LOGITS
-from limner.layers.sparse import SparseAttention
+from limner.layers.patterns import Pattern
+from limner.layers.sparse import SparseAttention, training_core
 from limner.models.transformer import TransformerConfig
 
 GB = 1e9
@@ -82,17 +81,16 @@ def parameters(config: TransformerConfig) -> Counter[str]:
     return found
 
 
-def seen(config: TransformerConfig, kind: Kind) -> int:
-    """Pairs of a position and one that it sees, over one sequence, in a layer of that kind."""
+def seen(config: TransformerConfig, pattern: Pattern) -> int:
+    """Pairs of a position and one that it sees, over one sequence, in a layer of that pattern."""
     p, s = config.text_len + 1, config.grid[0] * config.grid[1]
-    back = offsets(kind, config.grid, config.kernel)
-    return p * (p + 1) // 2 + s * p + int((s - back[back < s]).sum())
+    return p * (p + 1) // 2 + s * p + sum(s - back for back in pattern.offsets)
 
 
 @lru_cache(maxsize=16)
-def _weights(config: TransformerConfig, kind: Kind) -> tuple[bool, int, int, int]:
-    """How a kind of layer attends: sparsely or not, weights and keys of one sequence, and sequences at once."""
-    path = config.attend(kind)
+def _weights(config: TransformerConfig, pattern: Pattern) -> tuple[bool, int, int, int]:
+    """How layers of a pattern attend: sparsely or not, weights and keys of one sequence, and sequences at once."""
+    path = training_core(pattern, config.text_len + 1)
     if isinstance(path, SparseAttention):
         return True, path.bias.numel(), path.bias.numel() // path.queries, path.at_once
     n = config.text_len + 1 + config.grid[0] * config.grid[1]
@@ -177,19 +175,19 @@ class Cost:
     def activations(self, checkpointing: bool) -> dict[str, float]:
         """What the backward pass finds again; matrix products in 16 bits, the identity path in 32."""
         c, rows = self.config, self.samples * self.positions
-        layers = [self._layer(kind) for kind in c.kinds]
+        layers = [self._layer(pattern) for pattern in c.patterns]
         if checkpointing:
             inputs = rows * c.width * _MASTER * c.depth
             return {"layers' inputs": inputs, "one layer again": max(layers), "logits": self._logits}
         return {"layers": sum(layers), "logits": self._logits}
 
-    def _layer(self, kind: Kind) -> float:
+    def _layer(self, pattern: Pattern) -> float:
         """Two inputs of LayerNorms in 32 bits; in 16 their outputs, q, k, v, the attention's output and
         the MLP's hidden layer before and after GELU; the matrices in 16 bits, where fp32 is stored."""
         c, b = self.config, self.samples
         d, n, p = c.width, self.positions, c.text_len + 1
         states = b * n * d * (2 * _MASTER + (2 + 3 + 1 + 8) * _HALF)
-        weights = b * c.heads * (p * p if _weights(c, kind)[0] else n * n) * _HALF
+        weights = b * c.heads * (p * p if _weights(c, pattern)[0] else n * n) * _HALF
         return states + weights + 12 * d * d * _HALF
 
     @property
@@ -208,8 +206,8 @@ class Cost:
         c = self.config
         hidden = self.samples * self.positions * c.width * (2 * _MASTER + 8 * _HALF)
         found = []
-        for kind in set(c.kinds):
-            _, weights, keys, at_once = _weights(c, kind)
+        for pattern in set(c.patterns):
+            _, weights, keys, at_once = _weights(c, pattern)
             each = weights * (2 * _MASTER + _HALF) + keys * (c.width // c.heads) * (_MASTER + _HALF)
             found.append(min(self.samples * c.heads, at_once) * each)
         return hidden + max(found)
@@ -227,14 +225,14 @@ class Cost:
         position = 2 * c.width * _HALF
         if dense:
             return 0, c.depth * (p + s) * position
-        return c.depth * p * position, sum(held(kind, c.grid, c.kernel) for kind in c.kinds) * position
+        return c.depth * p * position, sum(pattern.held for pattern in c.patterns) * position
 
     # ------------------------------------------------------------------ arithmetic
 
     def flops(self, checkpointing: bool = False) -> float:
         """Of all GPUs: forward once, or twice with checkpointing, and backward, which costs two forwards."""
         c = self.config
-        attention = sum(seen(c, kind) for kind in c.kinds)
+        attention = sum(seen(c, pattern) for pattern in c.patterns)
         forward = 2 * (self.effective * self.positions + c.width * self._predicted) + 4 * c.width * attention
         return self.batch * forward * (4 if checkpointing else 3)
 
@@ -244,7 +242,7 @@ class Cost:
         c = self.config
         p, s = c.text_len + 1, c.grid[0] * c.grid[1]
         weights = self.effective + c.width * c.image_vocab
-        image = sum((seen(c, kind) - p * (p + 1) // 2) / s - p for kind in c.kinds)
+        image = sum((seen(c, pattern) - p * (p + 1) // 2) / s - p for pattern in c.patterns)
         flops = candidates * (2 * weights + 4 * c.width * (image + c.depth * p))
         return flops, _HALF * (weights + 2 * c.width * (candidates * image + c.depth * p))
 

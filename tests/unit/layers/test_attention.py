@@ -1,10 +1,15 @@
 """The masks of Figure 11, against a loop over what its caption says."""
 
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from compare import assert_same_with_gradients
-from limner.layers.attention import attend, paper_pattern, visible
+from limner.layers import masked
+from limner.layers.attention import attend, visible
+from limner.layers.masked import MaskedAttention
+from limner.layers.patterns import PATTERNS, conv, paper_pattern, row
+from more_patterns import ALL
 
 
 def sees(kind: str, back: int, width: int, kernel: int) -> bool:
@@ -21,13 +26,13 @@ def sees(kind: str, back: int, width: int, kernel: int) -> bool:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    kind=st.sampled_from(["row", "column", "conv", "dense"]),
+    kind=st.sampled_from(sorted(PATTERNS)),
     grid=st.tuples(st.integers(1, 7), st.integers(1, 7)),
     prefix=st.integers(0, 5),
     kernel=st.sampled_from([1, 3, 5, 11]),
 )
 def test_mask_is_figure_11(kind, grid, prefix, kernel):
-    mask = visible(kind, prefix, grid, kernel)
+    mask = visible(PATTERNS[kind](grid, kernel), prefix)
     n = prefix + grid[0] * grid[1]
     assert mask.shape == (n, n)
     for i in range(n):
@@ -42,12 +47,12 @@ def test_mask_is_figure_11(kind, grid, prefix, kernel):
 
 
 def test_row_mask_of_the_figure_sees_itself_and_four_before_on_a_4x4_grid():
-    image = visible("row", 6, (4, 4))[6:, 6:]
+    image = visible(row((4, 4)), 6)[6:, 6:]
     assert image.sum(1).tolist() == [1, 2, 3, 4] + [5] * 12
 
 
 def test_convolution_of_the_paper_sees_61_image_positions():
-    assert int(visible("conv", 0, (32, 32), 11).sum(1).max()) == 5 * 11 + 6
+    assert int(visible(conv((32, 32)), 0).sum(1).max()) == 5 * 11 + 6
 
 
 def test_layer_pattern_of_the_paper():
@@ -58,12 +63,20 @@ def test_layer_pattern_of_the_paper():
 
 
 @settings(max_examples=25, deadline=None)
-@given(kind=st.sampled_from(["row", "column", "conv", "dense"]), prefix=st.integers(1, 5), seed=st.integers(0, 99))
-def test_written_out_products_equal_torchs_kernel_in_output_and_gradients(kind, prefix, seed):
-    mask = visible(kind, prefix, (3, 4), 3)
-    assert_same_with_gradients(
-        lambda q, k, v: attend(q, k, v, mask),
-        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask),
-        (2, 3, len(mask), 8),
-        seed,
-    )
+@given(make=st.sampled_from(list(ALL.values())), prefix=st.integers(1, 5), seed=st.integers(0, 99))
+@pytest.mark.parametrize("written_out", [0, 512**2])
+def test_either_way_of_masked_attention_equals_the_reference(written_out, make, prefix, seed):
+    mask = visible(make((3, 4), 3), prefix)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masked, "_WRITTEN_OUT", written_out)  # torch's kernel, or the products written out
+        assert_same_with_gradients(
+            MaskedAttention(mask), lambda q, k, v: attend(q, k, v, mask), (2, 3, len(mask), 8), seed
+        )
+
+
+def test_the_reference_is_torchs_attention():
+    torch.manual_seed(0)
+    mask = visible(conv((3, 4), 3), 2)
+    q, k, v = (torch.randn(2, 3, 14, 8) for _ in range(3))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(attend(q, k, v, mask), expected)

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from limner.models import transformer
+from limner.layers import sparse
+from limner.layers.patterns import PATTERNS
 from limner.models.transformer import TransformerConfig
 from limner.text import PAD
+from more_patterns import alternate, dilated
 
 
 def small(**overrides):
@@ -28,7 +30,7 @@ def batch(model, rows=3):
 @pytest.mark.parametrize("short", [0, 1000])
 @pytest.mark.parametrize("pattern", ["paper", "dense"])
 def test_cached_logits_equal_teacher_forced_ones(pattern, short, monkeypatch):
-    monkeypatch.setattr(transformer, "_SHORT", short)  # sparse attention, or a dense mask
+    monkeypatch.setattr(sparse, "_SHORT", short)  # sparse attention, or a dense mask
     model = small(pattern=pattern)
     text, image = batch(model)
     with torch.inference_mode():
@@ -37,6 +39,21 @@ def test_cached_logits_equal_teacher_forced_ones(pattern, short, monkeypatch):
         found = [logits]
         for position in range(image.shape[1] - 1):
             found.append(model.step(cache, image[:, position]))
+    torch.testing.assert_close(torch.stack(found, 1), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("short", [0, 1000])
+def test_it_trains_and_draws_with_patterns_that_are_new(short, monkeypatch):
+    monkeypatch.setattr(sparse, "_SHORT", short)
+    for name, make in {"row": dilated, "column": alternate}.items():
+        monkeypatch.setitem(PATTERNS, name, make)
+    model = small(grid=(6, 4))
+    assert [pattern.name for pattern in model.config.patterns] == ["dilated", "alternate", "dilated", "dilated", "conv"]
+    text, image = batch(model)
+    with torch.inference_mode():
+        expected = model(text, image)[1]
+        cache, logits = model.prefill(text)
+        found = [logits, *(model.step(cache, token) for token in image.T[:-1])]
     torch.testing.assert_close(torch.stack(found, 1), expected, atol=1e-4, rtol=1e-4)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from limner import recipes
 from limner.layers.attention import visible
-from limner.layers.cache import held
+from limner.layers.patterns import PATTERNS
 from limner.models.transformer import SIZES, TransformerConfig
 from limner.profiling import cost
 from limner.profiling.cost import GPUS, Cost
@@ -62,15 +62,16 @@ def test_the_papers_model_fits_the_papers_gpu_only_as_the_paper_stored_it():
     assert 24 < 2 * PAPER.effective / 1e9 < 24.5  # "about 24 GB of memory when stored in 16-bit precision"
 
 
-@pytest.mark.parametrize("kind", ["row", "column", "conv", "dense"])
+@pytest.mark.parametrize("kind", sorted(PATTERNS))
 def test_pairs_that_see_each_other_are_those_of_the_mask(kind):
     config = TransformerConfig(text_len=5, grid=(4, 6), kernel=3, width=16, heads=2, depth=1)
-    assert cost.seen(config, kind) == visible(kind, 6, (4, 6), 3).sum()
+    pattern = PATTERNS[kind](config.grid, config.kernel)
+    assert cost.seen(config, pattern) == visible(pattern, 6).sum()
 
 
 def test_positions_held_when_sampling_at_the_papers_size():
     config = SIZES["dalle-12b"]
-    mean = sum(held(kind, config.grid, config.kernel) for kind in config.kinds) / config.depth
+    mean = sum(pattern.held for pattern in config.patterns) / config.depth
     assert round(mean) == 283
     shared, each = PAPER.cache()
     assert each == mean * config.depth * 2 * config.width * 2

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from limner.layers.attention import visible
-from limner.layers.cache import held
 from limner.models.transformer import TransformerConfig
 from limner.profiling import speed
 from limner.profiling.cost import Cost
@@ -20,7 +19,7 @@ def test_a_step_of_drawing_is_counted_as_its_pattern_sees():
     flops, read = Cost(config=SMALL).drawing(7)
     matrices = 12 * 4 * 32**2 + 32 * 30
     p = 6
-    image = sum(float(visible(kind, p, (6, 4), 3)[p:, p:].sum()) / 24 for kind in SMALL.kinds)
+    image = sum(float(visible(pattern, p)[p:, p:].sum()) / 24 for pattern in SMALL.patterns)
     assert flops == pytest.approx(7 * (2 * matrices + 4 * 32 * (image + 4 * p)))
     assert read == pytest.approx(2 * (matrices + 2 * 32 * (7 * image + 4 * p)))
     here = Machine(gemm=1e9, copy=1e8)
@@ -29,7 +28,7 @@ def test_a_step_of_drawing_is_counted_as_its_pattern_sees():
 
 def test_drawing_holds_what_the_cache_says_shared_or_copied():
     shared, copied = (speed.drawing(SMALL, 3, CPU, shared=share) for share in (True, False))
-    size = shared.each // sum(held(kind, (6, 4), 3) for kind in SMALL.kinds)  # bytes of a position, keys and values
+    size = shared.each // sum(pattern.held for pattern in SMALL.patterns)  # bytes of a position, keys and values
     assert size in (2 * 32 * 2, 2 * 32 * 4)
     assert shared.shared == 4 * 6 * size
     assert (copied.each, copied.shared) == (shared.each + shared.shared, 0)

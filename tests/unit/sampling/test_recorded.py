@@ -34,7 +34,9 @@ def memory_alone(run):
 @pytest.mark.parametrize("pattern", ["paper", "dense"])
 def test_logits_are_those_of_single_steps(pattern, store):
     model = prior(pattern)
-    assert set(model.config.kinds) == ({"row", "column", "conv"} if pattern == "paper" else {"dense"})
+    assert {pattern.name for pattern in model.config.patterns} == (
+        {"row", "column", "conv"} if pattern == "paper" else {"dense"}
+    )
     recorded = Recorded(model, memory_alone)
     with torch.inference_mode():
         text = torch.randint(0, 20, (2, 4))

@@ -1,0 +1,16 @@
+"""Patterns that the package does not have: what holds for every pattern holds for them."""
+
+from limner.layers.patterns import PATTERNS, Grid, Pattern
+
+
+def dilated(grid: Grid, kernel: int = 11) -> Pattern:
+    """Every second position of the two rows before it: a ring with holes."""
+    return Pattern.of("dilated", grid, range(0, 2 * grid[1] + 1, 2))
+
+
+def alternate(grid: Grid, kernel: int = 11) -> Pattern:
+    """Its column in every second row, up to four rows above: rings of columns, with holes."""
+    return Pattern.of("alternate", grid, (up * grid[1] for up in (0, 2, 4)))
+
+
+ALL = PATTERNS | {"dilated": dilated, "alternate": alternate}
