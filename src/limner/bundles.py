@@ -16,7 +16,6 @@ import json
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from limner.config import from_dict, read_json, to_dict
-from limner.errors import UserError
+from limner.errors import UserError, suggestion
 from limner.files import atomic_folder, atomic_write_bytes, atomic_write_text, require_file
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
@@ -63,9 +62,9 @@ def named(name_or_folder: str | Path) -> Path:
     if name in names:
         return ASSETS / name
     if not Path(name).exists():
-        close = get_close_matches(name, names, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"bundled: {', '.join(names) or 'none'}"
-        raise UserError(f"there is no model {name!r}, neither in the package nor as a folder ({hint})")
+        raise UserError(
+            f"there is no model {name!r}, neither in the package nor as a folder ({suggestion(name, names)})"
+        )
     return Path(name)
 
 

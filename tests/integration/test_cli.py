@@ -156,16 +156,14 @@ def test_data_from_scenes_to_shards(tmp_path):
 TINY_DEMO = """
 import sys
 from dataclasses import replace
-from limner.config import override
 from limner.recipes import presets
 from limner.runs import demo
-small = {"width": 32, "depth": 1, "heads": 2}
-recipe = override(replace(presets.demo(), dvae=presets.scenes().dvae), {
-    "dvae.model.width": 8, "dvae.model.vocab": 64,
-    **{f"{stage}.model.{k}": v for stage in ("prior", "contrastive") for k, v in small.items()},
-    **{f"{stage}.training.{k}": v for stage in ("dvae", "prior", "contrastive")
-       for k, v in {"steps": 30, "batch_size": 4, "warmup_steps": 2, "log_every": 5, "eval_every": 10}.items()},
-})
+def small(stage, **model):
+    training = {"steps": 30, "batch_size": 4, "warmup_steps": 2, "log_every": 5, "eval_every": 10}
+    return replace(stage, model=replace(stage.model, **model), training=replace(stage.training, **training))
+size, recipe = {"width": 32, "depth": 1, "heads": 2}, presets.demo()
+recipe = replace(recipe, dvae=small(presets.scenes().dvae, width=8, vocab=64),
+                 prior=small(recipe.prior, **size), contrastive=small(recipe.contrastive, **size))
 demo.Demo.recipe = lambda self: recipe
 from limner.cli import main
 sys.exit(main(sys.argv[1:]))

@@ -16,11 +16,10 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
 
-from limner.errors import UserError, printable
+from limner.errors import UserError, printable, suggestion
 
 
 class Command(NamedTuple):
@@ -100,9 +99,7 @@ def choose(name: str, options: Sequence[str], what: str) -> str:
     """`name` if it is one of the options; else a `UserError` that suggests the nearest."""
     if name in options:
         return name
-    close = get_close_matches(name, options, 1, 0.5)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(options)}"
-    raise UserError(f"there is no {what} {name!r}: {hint}")
+    raise UserError(f"there is no {what} {name!r}: {suggestion(name, options)}")
 
 
 def dispatch(prog: str, kinds: Mapping[str, Callable[[Sequence[str]], None]], argv: Sequence[str]) -> None:

@@ -16,8 +16,8 @@ from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
-from limner.config import OutOfRange
 from limner.errors import UserError, printable
+from limner.ranges import OutOfRange
 
 T = TypeVar("T")
 _TEMPORARY = 18  # bytes by which temporary names (`limner.files`) are longer than what they become

@@ -13,8 +13,8 @@ from tyro.conf import arg
 
 from limner.cli import choose
 from limner.cli.arguments import parse, place
-from limner.config import Checked, Range
 from limner.errors import UserError, printable
+from limner.ranges import Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from tyro.conf import Positional, arg
 
 from limner.cli import dispatch
 from limner.cli.arguments import parse, place
-from limner.config import SEEDS, Checked, OutOfRange, Range
 from limner.data.filters import Filters
 from limner.errors import printable
 from limner.progress import progress
+from limner.ranges import SEEDS, Checked, OutOfRange, Range
 
 
 @dataclass(frozen=True, kw_only=True)

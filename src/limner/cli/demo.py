@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from limner.cli.arguments import parse, place
-from limner.config import SEEDS, Checked, Range
 from limner.errors import printable
+from limner.ranges import SEEDS, Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)

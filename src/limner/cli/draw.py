@@ -12,9 +12,9 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse, place
-from limner.config import Checked, Range
 from limner.errors import UserError, printable
 from limner.progress import progress
+from limner.ranges import Checked, Range
 from limner.sampling.options import Options
 
 _NAME_BYTES = 120  # of a caption in a file's name, of which file systems allow 255 bytes, some of them 143

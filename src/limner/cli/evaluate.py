@@ -16,9 +16,9 @@ from tyro.conf import Positional, arg
 
 from limner.cli import dispatch
 from limner.cli.arguments import parse, place
-from limner.config import SEEDS, Checked, Range
 from limner.errors import UserError, printable
 from limner.progress import clock, progress
+from limner.ranges import SEEDS, Checked, Range
 from limner.sampling.options import Sampler
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from tyro.conf import Positional
 
 from limner.cli import dispatch
 from limner.cli.arguments import parse, place
-from limner.config import Checked, Range
 from limner.errors import printable
+from limner.ranges import Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from typing import Annotated
 from limner import recipes
 from limner.cli import choose
 from limner.cli.arguments import parse
-from limner.config import Checked, Range
 from limner.profiling import cost
 from limner.profiling.cost import GB, GPUS, Cost
+from limner.ranges import Checked, Range
 
 RUNS = """\
 What of this limner can run today: training on one device, in fp32 or with bf16 autocast (fp32 weights, matrix

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any
 
-from limner.config import Checked, Range
 from limner.data.samples import Rejected
+from limner.ranges import Checked, Range
 
 _ENGLISH = ("en", "pcm")  # Nigerian Pidgin is what lists of plain English nouns are taken for
 TOO_SHORT, NOT_ENGLISH = "caption too short", "caption not English"

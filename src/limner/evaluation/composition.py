@@ -35,11 +35,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from limner.config import SEEDS, Checked, Range, read_json
+from limner.config import read_json
 from limner.errors import UserError
 from limner.evaluation.intervals import Gain, Rate
 from limner.files import atomic_write_text
 from limner.pipeline import Candidates, TextToImage
+from limner.ranges import SEEDS, Checked, Range
 from limner.sampling.options import Sampler
 from limner.worlds import scenes
 from limner.worlds.oracle import pair_holds, satisfies

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from limner.config import Checked, OutOfRange, Range
 from limner.errors import UserError
 from limner.layers.linear import LinearFactory, plain
 from limner.layers.masked import MaskedAttention
 from limner.models.transformer import Block
+from limner.ranges import Checked, OutOfRange, Range
 from limner.text import PAD
 
 MAX_LOG_SCALE = log(100)  # the temperature is learned and clipped, as in CLIP

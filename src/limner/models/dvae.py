@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from limner.config import Checked, OutOfRange, Range
+from limner.ranges import Checked, OutOfRange, Range
 
 EPSILON = 0.1  # of Equation 3: keeps the pixels away from the poles of the logit
 

@@ -28,13 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from limner.config import Checked, OutOfRange, Range
 from limner.layers.attention import Attention, Core
 from limner.layers.cache import Cache, LayerCache, Position, Store
 from limner.layers.linear import LinearFactory, plain
 from limner.layers.masked import MaskedAttention
 from limner.layers.patterns import PATTERNS, Pattern, paper_pattern
 from limner.layers.sparse import training_core
+from limner.ranges import Checked, OutOfRange, Range
 from limner.text import PAD
 
 

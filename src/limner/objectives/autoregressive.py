@@ -14,9 +14,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from limner.config import Checked, Range
 from limner.layers.cross_entropy import linear_cross_entropy
 from limner.models.transformer import Transformer
+from limner.ranges import Checked, Range
 from limner.text import PAD
 
 

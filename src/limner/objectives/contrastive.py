@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from limner.config import Checked, Range
 from limner.models.contrastive import Contrastive
+from limner.ranges import Checked, Range
 from limner.text import PAD
 
 _TOUCHED = 0.03  # share of the pasted rectangle's values that must change for a picture to be spoiled

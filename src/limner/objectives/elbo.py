@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from limner.config import Checked, Range
 from limner.metrics.codebook import usage
 from limner.models.dvae import DVAE, map_pixels
 from limner.optim.schedules import Anneal
+from limner.ranges import Checked, Range
 
 
 def logit_laplace_nll(x: Tensor, mu: Tensor, log_b: Tensor) -> Tensor:

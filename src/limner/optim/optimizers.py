@@ -12,9 +12,9 @@ from typing import Annotated
 import torch
 from torch import nn
 
-from limner.config import Checked, Range
 from limner.optim import muon
 from limner.optim.groups import Decayed, block_matrices, parameter_groups
+from limner.ranges import Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)

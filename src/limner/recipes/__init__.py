@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from limner.errors import UserError
+from limner.errors import UserError, suggestion
 
 if TYPE_CHECKING:
     from limner.recipes.recipe import Recipe
@@ -30,9 +29,7 @@ NAMES = {
 def get(name: str) -> Recipe:
     """The recipe of that name. Raises `UserError` with the nearest name if there is none."""
     if name not in NAMES:
-        close = get_close_matches(name, NAMES, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(NAMES)}"
-        raise UserError(f"there is no recipe {name!r}: {hint}")
+        raise UserError(f"there is no recipe {name!r}: {suggestion(name, NAMES)}")
     from limner.recipes import presets
 
     return getattr(presets, name)() if hasattr(presets, name) else presets.paper(name)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from limner.config import Checked, OutOfRange, Range
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
@@ -18,6 +17,7 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.contrastive import ContrastiveLoss
 from limner.objectives.elbo import BalancedELB, RelaxedELB
 from limner.optim.optimizers import Muon
+from limner.ranges import Checked, OutOfRange, Range
 from limner.training.loop import TrainConfig
 
 

@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from limner import bundles, recipes
-from limner.config import SEEDS, Checked, Range, read_json, to_dict
+from limner.config import read_json, to_dict
 from limner.data.shards import is_complete
 from limner.errors import UserError
 from limner.evaluation import composition, report
@@ -42,6 +42,7 @@ from limner.files import atomic_write_bytes, atomic_write_text, locked
 from limner.numerics.precision import autocast, choose_precision
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import clock, progress
+from limner.ranges import SEEDS, Checked, Range
 from limner.recipes.recipe import (
     Bundled,
     ContrastiveStage,

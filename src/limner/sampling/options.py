@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from limner.config import SEEDS, Checked, OutOfRange, Range
+from limner.ranges import SEEDS, Checked, OutOfRange, Range
 
 
 @dataclass(frozen=True, kw_only=True)

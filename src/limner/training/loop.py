@@ -36,7 +36,7 @@ from typing import Annotated, Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from limner.config import SEEDS, Checked, OutOfRange, Range, differences, to_dict
+from limner.config import differences, to_dict
 from limner.errors import UserError
 from limner.files import atomic_write_text, locked
 from limner.numerics.precision import Precision, autocast, choose_precision
@@ -44,6 +44,7 @@ from limner.optim.ema import Ema
 from limner.optim.optimizers import AdamW, Muon
 from limner.optim.schedules import Constant, Cosine, Plateau, warmup
 from limner.progress import Progress
+from limner.ranges import SEEDS, Checked, OutOfRange, Range
 from limner.training import checkpoint as checkpoints
 from limner.training.metrics_log import MetricsLog
 

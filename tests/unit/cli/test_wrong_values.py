@@ -9,8 +9,9 @@ import pytest
 
 from limner import recipes
 from limner.cli import bench, data, demo, draw, evaluate, imports, main, plan
-from limner.config import Checked, override, ranges, to_dict
+from limner.config import from_dict, to_dict
 from limner.errors import UserError
+from limner.ranges import Checked, ranges
 from limner.recipes.recipe import Recipe
 
 COMMANDS = {
@@ -54,6 +55,17 @@ def fields(hint: type, path: str = "", default: object = None):
             yield hint, f"{path}{name}".replace("_", "-"), name, count
 
 
+def changed(recipe: Recipe, path: str, value: object) -> Recipe:
+    """The recipe with another value at a dotted path, as from a file."""
+    data = to_dict(recipe)
+    *parents, name = path.split(".")
+    inner = data
+    for parent in parents:
+        inner = inner[parent]
+    inner[name] = value
+    return from_dict(Recipe, data)
+
+
 def told(arguments, option, capsys):
     """The command ends at once with a sentence that names the option."""
     assert main(arguments) == 2, arguments
@@ -84,7 +96,7 @@ def test_of_every_setting_of_a_recipe(capsys, tmp_path, monkeypatch):
         path = option.replace("-", "_")
         for value in (-1e9, 10**400, "1", nan, inf, True, [[]], {}, *([1.5] if ranges(cls)[name][1] else [])):
             with pytest.raises(UserError, match=f"^{path}.* must be "):
-                override(recipe, {path: [value] * count if count > 1 else value})
+                changed(recipe, path, [value] * count if count > 1 else value)
         if i % 5 == 0:
             values = wrong(cls, name)
             given = [f"--{option}", *[values[i % len(values)]] * count]
@@ -126,8 +138,8 @@ def test_a_recipe_of_a_file(capsys, tmp_path, monkeypatch):
         ("prior", "ema_decay", 10**400, "prior.training.ema_decay must be a finite number, not a number of 401 digits"),
         ("prior", "steps", "9" * 5000, "prior.training.steps must be a whole number, not '9999"),
     ):
-        changed = {**whole, part: {**whole[part], "training": {**whole[part]["training"], key: value}}}
-        (tmp_path / "recipe.json").write_text(json.dumps(changed))
+        wrong = {**whole, part: {**whole[part], "training": {**whole[part]["training"], key: value}}}
+        (tmp_path / "recipe.json").write_text(json.dumps(wrong))
         assert main(["train", "data", "--out", "run", "--recipe", "recipe.json"]) == 2
         err = capsys.readouterr().err
         assert says in err and err.count("\n") == 1 and len(err) < 300

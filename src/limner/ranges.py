@@ -1,0 +1,95 @@
+"""Ranges of settings: `lr: Annotated[float, Range(above=0)]` is held to wherever an instance is made.
+
+The base class `Checked` looks at the annotations, so that Python, JSON (`limner.config`) and the command line
+(`limner.cli.arguments`) refuse the same values with the same sentence.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import isfinite
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}  # of types, for messages
+
+
+class OutOfRange(ValueError):
+    """The setting `name` `says` something: "must be above 0, not -1.0". Who knows where the setting is puts its path
+    before the name."""
+
+    def __init__(self, name: str, says: str) -> None:
+        super().__init__(f"{name} {says}")
+        self.name, self.says = name, says
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a setting may have: from `least` to `most`, or `above` and `below` where the end itself is
+    excluded. Never nan, never infinite."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def check(self, name: str, value: object, whole: bool = False) -> None:
+        """Raises `OutOfRange` for a number outside, for what is no number, and, if `whole`, for fractions."""
+        if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
+            raise OutOfRange(name, f"must be {NAMES[int if whole else float]}, not {short(value)}")
+        if not isinstance(value, Integral) and not isfinite(value):
+            raise OutOfRange(name, f"must be a finite number, not {short(value)}")
+        for says, end, wrong in (
+            ("at least", self.least, lambda end: value < end),
+            ("above", self.above, lambda end: value <= end),
+            ("at most", self.most, lambda end: value > end),
+            ("below", self.below, lambda end: value >= end),
+        ):
+            if end is not None and wrong(end):
+                raise OutOfRange(name, f"must be {says} {short(end)}, not {short(value)}")
+
+
+SEEDS = Range(0, 2**63 - 1)  # what every generator of random numbers takes
+
+
+class Checked:
+    """Base of dataclasses whose fields are held to the `Range` in their annotation; that of a tuple is of each of its
+    numbers. A `__post_init__` of their own calls this one, then looks at how fields relate."""
+
+    def __post_init__(self) -> None:
+        for name, (allowed, whole, optional) in ranges(type(self)).items():
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            for number in value if isinstance(value, (tuple, list)) else (value,):
+                allowed.check(name, number, whole)
+
+
+@cache
+def ranges(cls: type) -> dict[str, tuple[Range, bool, bool]]:
+    """Of each field with a range: the range, whether it holds whole numbers, and whether it may be None."""
+    found = {}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        for note in getattr(hint, "__metadata__", ()):
+            if isinstance(note, Range):
+                kinds = leaves(hint)
+                found[name] = note, float not in kinds, type(None) in kinds
+    return found
+
+
+def leaves(hint: Any) -> set[Any]:
+    """The types that an annotation is made of: int and None of `tuple[int, ...] | None`."""
+    if get_origin(hint) is Annotated:
+        return leaves(get_args(hint)[0])
+    if get_origin(hint) is Literal or not get_args(hint):
+        return {hint}
+    return set().union(*map(leaves, get_args(hint)))
+
+
+def short(value: object) -> str:
+    """A value as Python writes it, cut where nobody would read on."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        value = int(value)
+        digits = value.bit_length() * 0.30103
+        return f"{value:,}" if digits < 25 else f"a number of {int(digits) + 1} digits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
