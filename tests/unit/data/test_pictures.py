@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import zlib
 
 import numpy as np
@@ -151,10 +150,11 @@ def test_repeated_scans_are_refused_before_they_are_decoded(monkeypatch, fast, e
     if exif:
         data = data[:2] + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + data[2:]
     assert decode_image(data).shape == (600, 800, 3)
-    begun = time.perf_counter()
-    with pytest.raises(Rejected, match="^too many scans$"):
-        decode_image(repeat_last_scan(data, 1000))
-    assert time.perf_counter() - begun < 0.5
+    with monkeypatch.context() as undecoded:
+        for decoder in ("_decode_jpeg", "_decode_with_pillow"):
+            undecoded.setattr(pictures, decoder, None)
+        with pytest.raises(Rejected, match="^too many scans$"):
+            decode_image(repeat_last_scan(data, 1000))
     # A large picture may have fewer.
     monkeypatch.setattr(pictures, "MAX_SCANNED", 600 * 800 * 12)
     with pytest.raises(Rejected, match="^too many scans$"):

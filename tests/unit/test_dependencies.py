@@ -1,0 +1,47 @@
+"""Packages are declared where a file imports them, and nowhere else."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MODULES = {"pillow": "PIL", "pytest_xdist": "xdist", "attrs": "attr"}  # where the name differs
+# Commands, a plugin, and what a package that the tests import needs: no file imports them.
+CALLED = {"ruff", "pyright", "import_linter", "xdist", "pdoc", "attr"}
+ABSENT = {"autoregressive", "dalle_pytorch"}  # bench/peers.py: the sources of others, by their path
+
+
+def imported(*folders: str) -> set[str]:
+    """Top modules of other people that the files under `folders` import."""
+    found = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                found.add(node.module.partition(".")[0])
+    own = {"limner"} | {path.stem for path in (*(ROOT / "tests").rglob("*"), *(ROOT / "bench").iterdir())}
+    return found - own - sys.stdlib_module_names - ABSENT
+
+
+def modules(requirements: Iterable[str]) -> set[str]:
+    names = [re.match(r"[\w.-]+", text).group().lower().replace("-", "_") for text in requirements]
+    return {MODULES.get(name, name) for name in names} - {"limner"}
+
+
+def test_what_is_declared_is_imported_and_what_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    core, extras = modules(project["dependencies"]), project["optional-dependencies"]
+    work = modules(extras.pop("docs") + extras.pop("dev"))
+    optional = modules(requirement for extra in extras.values() for requirement in extra)
+    assert imported("src") == core | optional
+    assert imported("tests", "bench", "examples") - core - optional == work - CALLED
+    assert work >= CALLED
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (resources.files("limner") / "py.typed").is_file()
