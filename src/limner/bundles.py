@@ -255,7 +255,10 @@ def _load_part(folder: Path, name: str, kind: type, data: Mapping[str, Any]) -> 
             expected = _shapes(config, f"{where}: {name}")
             for key in (*(expected.keys() - found.keys()), *(found.keys() - expected.keys())):
                 verb = "lacks" if key in expected else "has an unknown tensor"
-                raise UserError(f"{path} {verb} {key[:80]!r}: it belongs to another configuration")
+                raise UserError(
+                    f"{path} {verb} {key[:80]!r}: it belongs to another configuration, or "
+                    "to another version of limner, which can read it"
+                )
             for key, shape in expected.items():
                 if (there := tuple(found[key].get_shape())) != shape:
                     raise UserError(f"{path}: {key!r} has shape {there}, its configuration says {shape}")

@@ -18,7 +18,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from limner.layers.linear import LinearFactory, plain
 from limner.layers.patterns import Pattern
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, H, n, C] -> [B, H, n, C]
@@ -27,11 +26,11 @@ Core = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, H, n, C] -> [B,
 class Attention(nn.Module):
     """Multi-head self-attention. The core says who sees whom; the layer itself knows no pattern."""
 
-    def __init__(self, width: int, heads: int, linear: LinearFactory = plain) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = linear(width, 3 * width)
-        self.out = linear(width, width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, core: Core) -> Tensor:
         """x [B, n, D] -> [B, n, D]."""

@@ -1,20 +1,18 @@
-"""The one place where a linear layer's precision and form are chosen.
+"""Linear layers for drawing: their weights laid out once for a CPU's matrix units, or stored in 8 bits.
 
-Models never name `nn.Linear` in their blocks: they are given a factory. The default is a plain layer in the
-precision of its surroundings (autocast decides). For drawing, `packed` lays the weights out once for a CPU's
-matrix units, and `int8` stores them in 8 bits.
+A model that was trained with `nn.Linear` is given them from outside (`convert.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LinearFactory = Callable[[int, int], nn.Module]
+from limner.layers.convert import convert
+
 M = TypeVar("M", bound=nn.Module)
 
 _FEW = 4  # rows up to which 8-bit weights are multiplied as they are
@@ -78,17 +76,9 @@ def packed(model: M) -> M:
     kinds = {(p.dtype, p.device.type) for p in model.parameters()}
     if kinds != {(torch.bfloat16, "cpu")} or not torch.backends.mkldnn.is_available():
         return model
-    return _replaced(model, PackedLinear)
+    return convert(model, PackedLinear)
 
 
 def int8(model: M) -> M:
     """Replace the linear layers of a model, in place."""
-    return _replaced(model, Int8Linear)
-
-
-def _replaced(model: M, layer: Callable[[nn.Linear], nn.Module]) -> M:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, layer(child))
-    return model
+    return convert(model, Int8Linear)

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from limner.errors import UserError
-from limner.layers.linear import LinearFactory, plain
 from limner.layers.masked import MaskedAttention
 from limner.models.transformer import Block
 from limner.ranges import Checked, OutOfRange, Range
@@ -51,13 +50,13 @@ class ContrastiveConfig(Checked):
         if self.width % self.heads:
             raise OutOfRange("width", f"must be a multiple of heads, {self.heads}, not {self.width}")
 
-    def build(self, linear: LinearFactory = plain) -> Contrastive:
+    def build(self) -> Contrastive:
         """Raises `UserError` where patches do not fill the picture, whose size another model may have decided."""
         if self.size % self.patch:
             raise UserError(
                 f"the contrastive model's patch must divide the picture's {self.size} pixels, not {self.patch}"
             )
-        return Contrastive(self, linear)
+        return Contrastive(self)
 
 
 class Contrastive(nn.Module):
@@ -66,13 +65,13 @@ class Contrastive(nn.Module):
     causal: Tensor
     waves: Tensor
 
-    def __init__(self, config: ContrastiveConfig, linear: LinearFactory = plain) -> None:
+    def __init__(self, config: ContrastiveConfig) -> None:
         super().__init__()
         self.config = config
         d, side = config.width, config.size // config.patch
 
         def tower() -> nn.ModuleList:
-            return nn.ModuleList(Block(d, config.heads, linear) for _ in range(config.depth))
+            return nn.ModuleList(Block(d, config.heads) for _ in range(config.depth))
 
         self.patches = nn.Conv2d(3, d, config.patch, config.patch)
         self.image_position = nn.Parameter(torch.empty(side**2 + 1, d))

@@ -11,15 +11,17 @@ In training, logits are computed and stored in fp32 whatever the format of the r
 bf16 rounds them: of the bf16 products of a CPU none sums in fp32 without reading twice the memory.
 
 `embed`, `blocks` and `head` are the whole model; whatever shards, freezes, scales or caches works on
-these three names.
+these three names, and `run` on some of the blocks.
 
 Shapes: B batch, T text positions, S = h * w image positions, P = T + 1, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from math import prod
 from typing import Annotated, Literal
 
@@ -30,7 +32,6 @@ from torch.utils.checkpoint import checkpoint
 
 from limner.layers.attention import Attention, Core
 from limner.layers.cache import Cache, LayerCache, Position, Store
-from limner.layers.linear import LinearFactory, plain
 from limner.layers.masked import MaskedAttention
 from limner.layers.patterns import PATTERNS, Pattern, paper_pattern
 from limner.layers.sparse import training_core
@@ -76,8 +77,8 @@ class TransformerConfig(Checked):
         made = {name: PATTERNS[name](self.grid, self.kernel) for name in sorted(set(names))}
         return tuple(made[name] for name in names)
 
-    def build(self, linear: LinearFactory = plain) -> Transformer:
-        return Transformer(self, linear)
+    def build(self) -> Transformer:
+        return Transformer(self)
 
 
 #: From a laptop's to the paper's; the last three are those of Table 1. Heads are 64 wide, as the paper's.
@@ -118,18 +119,42 @@ class Embedding(nn.Module):
         return self.image(image) + self.row(at // self.grid[1]) + self.column(at % self.grid[1])
 
 
-class Block(nn.Module):
-    """Two resblocks: attention, then an MLP four times as wide, each behind a LayerNorm."""
+class MLP(nn.Module):
+    """Four times as wide inside."""
 
-    def __init__(self, width: int, heads: int, linear: LinearFactory) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, linear)
-        self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Resblock(nn.Module):
+    """x + branch(norm(x)).
+
+    The identity path is left at `norm` and joined at `branch`, and nowhere else: so a forward pre-hook of the one and
+    a forward hook of the other, put there from outside, act on all gradients of a resblock and on no others (Figure 4).
+    """
+
+    def __init__(self, width: int, branch: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.branch = nn.LayerNorm(width), branch
+
+    def forward(self, x: Tensor, *core: Core) -> Tensor:
+        return x + self.branch(self.norm(x), *core)
+
+
+class Block(nn.Module):
+    """A layer: two resblocks, attention and an MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = Resblock(width, Attention(width, heads))
+        self.mlp = Resblock(width, MLP(width))
 
     def forward(self, x: Tensor, core: Core) -> Tensor:
-        x = x + self.attention(self.norm1(x), core)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return self.mlp(self.attention(x, core))
 
 
 class Head(nn.Module):
@@ -145,11 +170,11 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """See the module's docstring. `states` trains, `prefill` and `step` decode."""
 
-    def __init__(self, config: TransformerConfig, linear: LinearFactory = plain) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
         self.embed = Embedding(config)
-        self.blocks = nn.ModuleList(Block(config.width, config.heads, linear) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.depth))
         self.head = Head(config)
         self.checkpointing = False
         patterns = {pattern.name: pattern for pattern in config.patterns}
@@ -157,7 +182,7 @@ class Transformer(nn.Module):
         self.apply(self._init)
         nn.init.normal_(self.embed.start, std=0.02)
         for block in self.blocks:  # residual branches start small, as in GPT-2
-            for name in ("attention.out", "down"):
+            for name in ("attention.branch.out", "mlp.branch.down"):
                 nn.init.normal_(
                     block.get_submodule(name).weight,  # pyright: ignore[reportArgumentType]
                     std=0.02 / (2 * config.depth) ** 0.5,
@@ -195,13 +220,22 @@ class Transformer(nn.Module):
             [B, T - 1, D], which predicts text[:, 1:], and [B, S, D], which predicts the image.
         """
         x = torch.cat([self.embed.prefix(text), self.embed.tokens(image)], 1)
-        for block, pattern in zip(self.blocks, self.config.patterns, strict=True):
-            if self.checkpointing and self.training:
-                x = checkpoint(block, x, self.cores[pattern.name], use_reentrant=False)
-            else:
-                x = block(x, self.cores[pattern.name])
-        x, t = self.head.norm(x), text.shape[1]
+        x, t = self.head.norm(self.run(x)), text.shape[1]
         return x[:, : t - 1], x[:, t:-1]
+
+    def run(self, x: Tensor, start: int = 0, stop: int | None = None, cores: Iterable[Core] | None = None) -> Tensor:
+        """The blocks from `start` to before `stop`: [B, n, D] -> [B, n, D].
+
+        `cores` are those of all blocks; by default those of training, for which n is P + S.
+        """
+        if cores is None:
+            cores = [self.cores[pattern.name] for pattern in self.config.patterns]
+        for block, core in islice(zip(self.blocks, cores, strict=True), start, stop):
+            if self.checkpointing and self.training:
+                x = checkpoint(block, x, core, use_reentrant=False)
+            else:
+                x = block(x, core)
+        return x
 
     def prefill(self, text: Tensor, store: type[Store] = Store) -> tuple[Cache, Tensor]:
         """Read the captions: text [B, T] -> a cache with one candidate each, logits [B, V] of image_0.
@@ -216,15 +250,13 @@ class Transformer(nn.Module):
             layers.append(LayerCache.of(pattern, k.contiguous(), v.contiguous(), store))
             return causal(q, k, v)
 
-        for block, pattern in zip(self.blocks, self.config.patterns, strict=True):
-            x = block(x, partial(read, pattern))
+        x = self.run(x, cores=[partial(read, pattern) for pattern in self.config.patterns])
         return Cache(layers), self._logits(x)
 
     def step(self, cache: Cache, token: Tensor) -> Tensor:
         """Append one image token a row, [M] -> fp32 logits [M, V] of the next."""
         x = self.embed.tokens(token[:, None], cache.length)
-        for block, layer in zip(self.blocks, cache.layers, strict=True):
-            x = block(x, partial(layer.append, cache.length))
+        x = self.run(x, cores=[partial(layer.append, cache.length) for layer in cache.layers])
         cache.length += 1
         return self._logits(x)
 

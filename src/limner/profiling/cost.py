@@ -52,10 +52,10 @@ GPUS = {
 }
 
 _KINDS = {
-    "attention.qkv.weight": "queries, keys, values",
-    "attention.out.weight": "attention outputs",
-    "up.weight": "first MLP matrices",
-    "down.weight": "second MLP matrices",
+    "attention.branch.qkv.weight": "queries, keys, values",
+    "attention.branch.out.weight": "attention outputs",
+    "mlp.branch.up.weight": "first MLP matrices",
+    "mlp.branch.down.weight": "second MLP matrices",
     "embed.text.weight": "text embedding",
     "embed.text_position.weight": "text positions",
     "embed.padding.weight": "padding, one a position",

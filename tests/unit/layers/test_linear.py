@@ -1,4 +1,4 @@
-"""Packed layers give the bits of plain ones."""
+"""Packed layers give the bits of plain ones, layers of 8 bits nearly."""
 
 import copy
 

@@ -68,6 +68,48 @@ def test_logits_do_not_depend_on_later_tokens():
     assert not torch.allclose(a[:, 8], b[:, 8])
 
 
+def test_blocks_run_in_parts_are_the_whole():
+    model = small()
+    x = torch.randn(2, 6 + 12, 32)
+    whole = model.run(x)
+    for k in range(6):
+        assert torch.equal(model.run(model.run(x, 0, k), k, 5), whole)
+    text, image = batch(model)
+    x = model.run(torch.cat([model.embed.prefix(text), model.embed.tokens(image)], 1))
+    assert torch.equal(model.head.image(model.head.norm(x[:, 5:-1])), model(text, image)[1])
+
+
+def test_a_gradient_can_be_scaled_where_it_enters_and_leaves_a_resblock():
+    """Figure 4 from outside: the branch's parameters see gradients 2^7 times as large, and nothing else does."""
+    model = small()
+    text, image = batch(model)
+
+    def gradients():
+        model.zero_grad()
+        model(text, image)[1].square().mean().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    def scaled(x, by):
+        y = x.view_as(x)
+        y.register_hook(lambda gradient: gradient * by)
+        return y
+
+    plain, path = gradients(), "blocks.2.attention."
+    resblock = model.blocks[2].attention
+    hooks = [
+        resblock.branch.register_forward_hook(lambda _, inputs, output: scaled(output, 2.0**7)),
+        resblock.norm.register_forward_pre_hook(lambda _, inputs: scaled(inputs[0], 2.0**-7)),
+    ]
+    found = gradients()
+    inside = {name for name in plain if name.startswith(path)}
+    assert len(inside) == len(list(resblock.parameters())) == 6
+    for name, gradient in plain.items():
+        assert torch.equal(found[name], gradient * 2.0**7 if name in inside else gradient), name
+    for hook in hooks:
+        hook.remove()
+    assert all(torch.equal(gradient, plain[name]) for name, gradient in gradients().items())
+
+
 def test_every_padding_position_has_a_token_of_its_own():
     model = small()
     text = torch.full((1, 5), PAD)

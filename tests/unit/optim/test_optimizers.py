@@ -28,11 +28,18 @@ def test_muon_takes_the_matrices_of_the_blocks_and_makes_orthogonal_updates() ->
     muon, adam = config.build(model)
     names = {p: name for name, p in model.named_parameters()}
     assert {names[p] for p in muon.param_groups[0]["params"]} == {
-        f"blocks.{i}.{part}.weight" for i in range(2) for part in ("attention.qkv", "attention.out", "up", "down")
+        f"blocks.{i}.{part}.weight"
+        for i in range(2)
+        for part in (
+            "attention.branch.qkv",
+            "attention.branch.out",
+            "mlp.branch.up",
+            "mlp.branch.down",
+        )
     }
     assert muon.param_groups[0]["initial_lr"] == 0.1
     assert {group["initial_lr"] for group in adam.param_groups} == {0.3}
-    weight = model.get_parameter("blocks.0.attention.out.weight")
+    weight = model.get_parameter("blocks.0.attention.branch.out.weight")
     before, weight.grad = weight.detach().clone(), torch.randn_like(weight)
     muon.step()
     sizes = torch.linalg.svdvals((before - weight.detach()) / 0.1)

@@ -1,0 +1,104 @@
+"""Layers are changed from outside, all that were chosen or none."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from limner.layers.convert import convert
+from limner.models.contrastive import ContrastiveConfig
+
+
+class Twice(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, x):
+        return x @ self.weight.T * 2
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))).eval()
+
+
+def kinds(module):
+    return [type(m).__name__ for m in module.modules() if not isinstance(m, nn.Sequential)]
+
+
+def test_all_layers_or_those_that_are_chosen_by_name_and_shape():
+    assert kinds(convert(model(), Twice)) == ["Twice", "LayerNorm", "Twice", "Twice"]
+    some = convert(model(), Twice, lambda name, layer: name.startswith("2.") and layer.out_features == 4)
+    assert kinds(some) == ["Linear", "LayerNorm", "Twice", "Linear"]
+    assert not some[2][0].training
+    assert some[2][0].weight is some.get_parameter("2.0.weight")
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(some[2][0](x), 2 * nn.functional.linear(x, some[2][0].weight))
+
+
+def test_blocks_of_a_model_alone():
+    tower = ContrastiveConfig(
+        text_vocab=9, text_len=4, size=8, patch=4, width=16, depth=2, heads=2, embedding=8
+    ).build()
+    convert(tower, Twice, lambda name, layer: "_blocks." in name)
+    assert sum(isinstance(m, Twice) for m in tower.modules()) == 2 * 2 * 4
+    assert {name for name, m in tower.named_modules() if isinstance(m, nn.Linear)} == {"image_out", "text_out"}
+
+
+def tied():
+    net = model()
+    net[2][0].weight = net[2][1].weight = nn.Parameter(torch.randn(4, 4))
+    return net
+
+
+def shared():
+    net = model()
+    net.again = net[2][0]
+    return net
+
+
+def embedded():
+    net = model()
+    net.table = nn.Embedding(2, 4)
+    net.table.weight = net[2][1].weight
+    return net
+
+
+def parametrized():
+    net = model()
+    weight_norm(net[2][0])
+    return net
+
+
+@pytest.mark.parametrize(
+    ("net", "where", "says"),
+    [
+        (model, lambda name, layer: name == "blocks", "no linear layer of the Sequential was chosen"),
+        (model, lambda name, layer: layer.out_features == 99, "there is nothing to convert"),
+        (tied, lambda name, layer: True, "2.0 or its weight is used in several places"),
+        (shared, lambda name, layer: True, "2.0 or its weight is used in several places"),
+        (shared, lambda name, layer: name == "again", "again or its weight is used in several places"),
+        (embedded, lambda name, layer: True, "2.1 or its weight is used in several places"),
+        (parametrized, lambda name, layer: True, "2.0 is a ParametrizedLinear: only a plain nn.Linear"),
+    ],
+)
+def test_what_cannot_be_changed_is_refused_and_nothing_was_changed(net, where, says):
+    net = net()
+    before = [id(m) for m in net.modules()]
+    with pytest.raises(ValueError, match=says):
+        convert(net, Twice, where)
+    assert [id(m) for m in net.modules()] == before
+
+
+def test_what_was_converted_is_not_converted_again():
+    once = convert(model(), Twice)
+    with pytest.raises(ValueError, match="no linear layer"):
+        convert(copy.deepcopy(once), Twice)
+
+
+def test_a_model_that_is_a_layer_has_nobody_to_hold_another():
+    with pytest.raises(ValueError, match="no linear layer"):
+        convert(nn.Linear(2, 2), Twice)
