@@ -66,7 +66,13 @@ class LlamaGen:
         model, places = self.build().train(), torch.arange(text + length - 1)
         caption = torch.randn(batch, text, self.arguments.caption_dim)
         image = torch.randint(0, self.config.image_vocab, (batch, length))
-        return trained(model, lambda: model(image[:, :-1], caption, places, targets=image)[1], CPU)
+
+        def objective(
+            model: Any, batch: Any, step: int, generator: torch.Generator
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            return model(batch["image"][:, :-1], batch["caption"], places, targets=batch["image"])[1], {}
+
+        return trained(model, objective, {"image": image, "caption": caption}, CPU)
 
 
 class DallePytorch:
@@ -137,7 +143,13 @@ class DallePytorch:
         model = self.build().train()
         text = torch.randint(1, c.text_vocab, (batch, c.text_len))
         image = torch.randint(0, c.image_vocab, (batch, prod(c.grid)))
-        return trained(model, lambda: model(text, image, return_loss=True), CPU)
+
+        def objective(
+            model: Any, batch: Any, step: int, generator: torch.Generator
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            return model(batch["text"], batch["image"], return_loss=True), {}
+
+        return trained(model, objective, {"text": text, "image": image}, CPU)
 
 
 def _repeat(value: Any, n: int) -> Any:

@@ -26,8 +26,10 @@ from limner.objectives.contrastive import ContrastiveLoss
 from limner.objectives.elbo import BalancedELB, RelaxedELB
 from limner.optim.optimizers import AdamW
 from limner.optim.schedules import Anneal, Cosine, Plateau
-from limner.training.loop import Objective, TrainConfig, train
+from limner.training.config import TrainConfig
+from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
+from limner.training.trainable import Objective
 
 FILE = Path(__file__).with_name("curves.json")
 KEPT = ("loss", "grad_norm", "eval/loss")  # of each line of metrics.jsonl

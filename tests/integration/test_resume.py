@@ -22,7 +22,8 @@ from limner import errors
 from limner.data.stream import Stream
 from limner.optim.schedules import Plateau
 from limner.training.checkpoint import completed
-from limner.training.loop import Interrupted, TrainConfig, train
+from limner.training.config import TrainConfig
+from limner.training.loop import Interrupted, train
 from limner.training.metrics_log import read_metrics
 
 STEPS = 80

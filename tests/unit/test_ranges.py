@@ -70,7 +70,7 @@ MADE = tuple(
         "training.", "worlds.",
     )
 )  # fmt: skip
-SET = ("limner.data.filters.Filters", "limner.evaluation.composition.Settings", "limner.training.loop.TrainConfig")
+SET = ("limner.data.filters.Filters", "limner.evaluation.composition.Settings", "limner.training.config.TrainConfig")
 
 
 def settings():

@@ -126,16 +126,16 @@ class ImageCaptionDataset:
             self._kept_words[index] = captions, wrong
         return captions, wrong, None
 
-    def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[str | None, Any, Any]:
-        """One training sample into `out`: its caption (None if dropped), its generator, and which captions are
-        wrong of it."""
+    def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[int, str | None, Any, Any]:
+        """One training sample into `out`: which one it is, its caption (None if dropped), its generator, and which
+        captions are wrong of it."""
         n = len(self.source)
-        for step in range(n):
+        for which in ((index + step) % n for step in range(n)):
             rng = sample_rng(seed)
-            captions, wrong, reason = self._read((index + step) % n, rng, out)
+            captions, wrong, reason = self._read(which, rng, out)
             if reason is None:
                 caption = captions[int(rng.integers(len(captions)))]
-                return (None if rng.random() < self.caption_dropout else caption), rng, wrong
+                return which, (None if rng.random() < self.caption_dropout else caption), rng, wrong
         reasons = ", ".join(f"{reason}: {k}" for reason, k in self.rejected.most_common())
         raise UserError(f"not one of the {n} samples can be used ({reasons}): check the data")
 
@@ -147,22 +147,23 @@ class ImageCaptionDataset:
         return list(self._pool.map(function, *arguments))
 
     def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
-        """{"pixels": uint8 [B, 3, size, size], "text": Long [B, text_len] if there is a tokenizer,
-        "distractors": Long [B, K, text_len] if asked for, padding alone where a caption has none}.
+        """{"pixels": uint8 [B, 3, size, size], "index": Long [B], the next good sample in place of a bad one,
+        "text": Long [B, text_len] if there is a tokenizer, "distractors": Long [B, K, text_len] if asked for, padding
+        alone where a caption has none}.
 
         Raises `UserError` if not a single sample of the source is good.
         """
         pixels = np.empty((len(indices), 3, self.size, self.size), np.uint8)
         samples = self._map(self._sample, indices.tolist(), seeds.tolist(), pixels)
-        batch = {"pixels": torch.from_numpy(pixels)}
+        batch = {"pixels": torch.from_numpy(pixels), "index": torch.tensor([which for which, *_ in samples])}
         if self.tokenizer:
-            texts = [(caption, rng) for caption, rng, _ in samples]
+            texts = [(caption, rng) for _, caption, rng, _ in samples]
             batch["text"] = _encode(self.tokenizer, texts, self.text_len, self.bpe_dropout)
         if self.tokenizer and self.distractors:
             distract, count = self.distractors[0].distract, self.distractors[1]
             made = [
                 (caption and distract(caption, rng, wrong), rng)
-                for caption, rng, wrong in samples
+                for _, caption, rng, wrong in samples
                 for _ in range(count)
             ]
             encoded = _encode(self.tokenizer, made, self.text_len, self.bpe_dropout)

@@ -6,8 +6,8 @@ phrasing, BPE dropout) from its own seed, a hash of (seed, k). Nothing else ente
 size, not the number of ranks, not threads. Hence
 
 - resuming needs one number, the position (the data set's size comes along, to tell that it is another one);
-- `world` ranks only divide each batch: rank r takes the r-th slice, and the slices together are the
-  batch that a single rank would have seen;
+- `world` ranks only divide each batch (`Stream.divide`): rank r takes the r-th slice, and the slices together
+  are the batch that a single rank would have seen;
 - the order is a sort by hash rather than a library's shuffle, so it cannot change with a version.
 """
 
@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from limner.errors import UserError
@@ -33,7 +34,8 @@ class Dataset(Protocol):
 
     def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
         """The samples `indices` (int64 [B]); sample b draws all its randomness from seeds[b]
-        (uint64 [B]), so that it comes out the same in whatever batch it lies."""
+        (uint64 [B]), so that it comes out the same in whatever batch it lies. Where others have to stand in for some
+        of them, "index" (int64 [B]) says which."""
         ...
 
 
@@ -61,9 +63,9 @@ def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class Stream:
-    """Batches of `batch_size / world` samples, for ever.
+    """Batches of `batch_size` samples, for ever; "index" says which element of the data set each row is.
 
-    `batch_size` is the global one, over all ranks. With `prefetch > 0` one thread prepares that
+    With `prefetch > 0` one thread prepares that
     many batches ahead; `position` and `state_dict` still count only what was consumed.
     """
 
@@ -72,23 +74,28 @@ class Stream:
         dataset: Dataset,
         batch_size: int,
         seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
         prefetch: int = 0,
     ) -> None:
         if len(dataset) == 0:
             raise UserError("the data set is empty: there is nothing to train on")
-        if batch_size < 1 or batch_size % world:
-            raise UserError(
-                f"a batch of {batch_size} cannot be divided among {world} ranks: choose a multiple of {world}"
-            )
-        if not 0 <= rank < world:
-            raise ValueError(f"rank {rank} is not in [0, {world})")
-        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
-        self.rank, self.world, self.prefetch = rank, world, prefetch
+        if batch_size < 1:
+            raise ValueError(f"a batch has one sample at least, not {batch_size}")
+        self.dataset, self.batch_size, self.seed, self.prefetch = dataset, batch_size, seed, prefetch
+        self.rank, self.world = 0, 1
         self.position = 0  # samples consumed, over all ranks
         self._ahead: deque[Future[dict[str, Tensor]]] = deque()
         self._thread: ThreadPoolExecutor | None = None
+
+    def divide(self, rank: int, world: int) -> None:
+        """From now on yield the share of rank `rank` of `world`: `batch_size / world` samples of each batch."""
+        if self.batch_size % world:
+            raise UserError(
+                f"a batch of {self.batch_size} cannot be divided among {world} ranks: choose a multiple of {world}"
+            )
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} is not in [0, {world})")
+        self._drop_ahead()
+        self.rank, self.world = rank, world
 
     @property
     def epoch(self) -> float:
@@ -107,7 +114,8 @@ class Stream:
         return indices, hash64(self.seed, 1 << 63, k)
 
     def _load(self, position: int) -> dict[str, Tensor]:
-        return self.dataset.batch(*self.plan(position))
+        indices, seeds = self.plan(position)
+        return {"index": torch.from_numpy(indices), **self.dataset.batch(indices, seeds)}
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return self

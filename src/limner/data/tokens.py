@@ -16,6 +16,7 @@ encode on the fly (`ImageCaptionDataset` with `augment="prior"`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -138,6 +139,15 @@ def _load_part(stem: Path) -> TokenCache | None:
         return None  # absent or damaged: encode it again
     captions = [tuple(phrasings) for phrasings in text["captions"]]
     return TokenCache(arrays["tokens"], captions, arrays["indices"], Counter(text["rejected"]))
+
+
+def weights_hash(model: torch.nn.Module) -> str:
+    """SHA-256 over the names, shapes and values of a model's parameters."""
+    state = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        state.update(f"{name} {tuple(tensor.shape)}".encode())
+        state.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return state.hexdigest()
 
 
 def _reasons(rejected: Counter[str]) -> str:

@@ -20,7 +20,8 @@ from limner.evaluation.composition import PUBLISHED
 from limner.files import atomic_write_text
 from limner.metrics.codebook import usage
 from limner.metrics.pictures import psnr
-from limner.models.dvae import DVAE
+from limner.models.dvae import DVAE, unmap_pixels
+from limner.objectives.elbo import gumbel_softmax
 from limner.worlds import oracle, scenes
 from limner.worlds.scenes import Split
 
@@ -103,6 +104,26 @@ def measure(
         perplexity=float(codes["perplexity"]),
         read_alike=alike / len(pictures) if read else None,
     )
+
+
+def health(model: DVAE, pixels: Tensor, tau: float) -> dict[str, float]:
+    """What a run logs of uint8 [B, 3, H, W]: PSNR of hard and of relaxed reconstructions (at temperature `tau`), their
+    gap, codes in use, perplexity."""
+    hard, relaxed, tokens = [], [], []
+    for part in pixels.split(_BATCH):
+        logits = model.encode(part)
+        generator = torch.Generator(part.device).manual_seed(0)
+        mu = model.decode(gumbel_softmax(logits, tau, generator))[0]
+        tokens.append(logits.argmax(1).flatten(1))  # `model.tokens`, without encoding twice
+        hard.append(psnr(part, model.pictures(tokens[-1])))
+        relaxed.append(psnr(part, unmap_pixels(torch.sigmoid(mu))))
+    hard_db, relaxed_db = (float(torch.cat(found).mean()) for found in (hard, relaxed))
+    return {
+        "psnr": hard_db,
+        "relaxed_psnr": relaxed_db,
+        "gap": relaxed_db - hard_db,
+        **{name: float(value) for name, value in usage(torch.cat(tokens), model.config.vocab).items()},
+    }
 
 
 def _as_arrays(pictures: Tensor) -> Sequence[np.ndarray]:

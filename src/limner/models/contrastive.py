@@ -64,6 +64,7 @@ class Contrastive(nn.Module):
 
     causal: Tensor
     waves: Tensor
+    no_weight_decay = ("image_position",)
 
     def __init__(self, config: ContrastiveConfig) -> None:
         super().__init__()

@@ -33,12 +33,13 @@ class Autoregressive(Checked):
         by_text, by_image = model.states(text, image)
         expected = text[:, 1:].flatten()  # PAD is negative: no target
         per_sample = (batch if "text_tokens" in batch else self.shared(batch))["text_tokens"]
-        text_loss = linear_cross_entropy(by_text.flatten(0, 1), model.head.text, expected) / per_sample.sum()
+        tokens = per_sample.sum().clamp_min(1e-9)  # of empty captions there are none
+        text_loss = linear_cross_entropy(by_text.flatten(0, 1), model.head.text, expected) / tokens
         image_loss = linear_cross_entropy(by_image.flatten(0, 1), model.head.image, image.flatten()) / image.numel()
         loss = self.text_weight * text_loss + (1 - self.text_weight) * image_loss
         return loss, {"text": text_loss.detach(), "image": image_loss.detach()}
 
     def shared(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What parts of a batch must know of it: {"text_tokens": targets of a text in it, on average, [B]}."""
-        targets = (batch["text"][:, 1:] != PAD).sum().clamp_min(1)
+        targets = (batch["text"][:, 1:] != PAD).sum()
         return {"text_tokens": (targets / len(batch["text"])).expand(len(batch["text"]))}

@@ -16,17 +16,22 @@ from functools import partial
 from math import prod
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from limner.layers.cache import Cache
 from limner.layers.linear import packed
 from limner.models.transformer import TransformerConfig
-from limner.numerics.precision import autocast, choose_precision
+from limner.numerics.precision import choose_precision
 from limner.objectives.autoregressive import Autoregressive
+from limner.optim.optimizers import AdamW
 from limner.profiling.cost import Cost
 from limner.sampling.generate import choose
 from limner.sampling.options import Sampler
 from limner.sampling.recorded import decoder
+from limner.training.config import TrainConfig
+from limner.training.run import Run
+from limner.training.step import update
+from limner.training.trainable import Batch, Objective
 
 PLACES = (0.0, 0.25, 0.5, 0.75, 0.99)  # of a picture, where a step is timed
 
@@ -130,26 +135,21 @@ def floor(config: TransformerConfig, candidates: int, here: Machine) -> float:
 
 
 def training(config: TransformerConfig, batch: int, device: torch.device, *, checkpointing: bool = False) -> float:
-    """Seconds of a step: forward and backward in the format of training, AdamW."""
-    model = config.build().to(device).train()
-    model.set_checkpointing(checkpointing)
-    text = torch.randint(0, config.text_vocab, (batch, config.text_len), device=device)
-    image = torch.randint(0, config.image_vocab, (batch, prod(config.grid)), device=device)
-    return trained(model, lambda: Autoregressive()(model, {"text": text, "image": image}, 0, None)[0], device)
+    """Seconds of a step of the training loop, in the format of training, with AdamW."""
+    text = torch.randint(0, config.text_vocab, (batch, config.text_len))
+    image = torch.randint(0, config.image_vocab, (batch, prod(config.grid)))
+    parts = {"text": text, "image": image}
+    return trained(config.build(), Autoregressive(), parts, device, checkpointing=checkpointing)
 
 
-def trained(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> float:
+def trained(
+    model: nn.Module, objective: Objective, batch: Batch, device: torch.device, *, checkpointing: bool = False
+) -> float:
     """Seconds of a training step of any model."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step() -> None:
-        with autocast(device, choose_precision(device)):
-            value = loss()
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return seconds(step, 3)
+    config = TrainConfig(steps=1, optimizer=AdamW(lr=1e-4), clip_norm=None, checkpoint_activations=checkpointing)
+    run = Run(model.train(), objective, config, device)
+    on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+    return seconds(lambda: update(run, on_device), 3)
 
 
 def useful(config: TransformerConfig, batch: int, step: float, here: Machine) -> float:

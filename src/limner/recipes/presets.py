@@ -10,7 +10,7 @@ from limner.objectives.elbo import BalancedELB
 from limner.optim.optimizers import AdamW, Muon
 from limner.optim.schedules import Anneal, Cosine, Plateau
 from limner.recipes.recipe import Bundled, ContrastiveStage, DVAEStage, PriorStage, Recipe, TextConfig
-from limner.training.loop import TrainConfig
+from limner.training.config import TrainConfig
 
 
 def scenes() -> Recipe:

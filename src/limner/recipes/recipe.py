@@ -18,7 +18,7 @@ from limner.objectives.contrastive import ContrastiveLoss
 from limner.objectives.elbo import BalancedELB, RelaxedELB
 from limner.optim.optimizers import Muon
 from limner.ranges import Checked, OutOfRange, Range
-from limner.training.loop import TrainConfig
+from limner.training.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

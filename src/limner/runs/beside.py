@@ -11,37 +11,43 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from limner.errors import UserError, printable
 from limner.progress import progress
 from limner.recipes.recipe import Recipe
-from limner.training.loop import Callback
+from limner.training.hooks import Hook
 from limner.training.metrics_log import read_metrics
+from limner.training.run import Run
 
 LOG = "contrastive.log"
 
 
-class _Watch(Callback):
+class _Watch(Hook):
     """Ends the prior's training when the other process has failed."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process, self.log = process, log
 
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_report(self, run: Run, row: dict[str, Any]) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raises `UserError` with the last words of the other process if it has failed."""
         if self.process.poll():
             said = self.log.read_text("utf-8", "replace").strip().splitlines() or ["it said nothing"]
             raise UserError(f"training the contrastive model beside the prior failed ({said[-1]}): see {self.log}")
 
 
 @contextmanager
-def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -> Iterator[Callback]:
+def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -> Iterator[Hook]:
     """Half of the threads train the contrastive model of the run `out`, whose recipe and tokenizer are written, as
-    long as this lasts and until it is done. Gives a callback for the training here.
+    long as this lasts and until it is done. Gives a hook for the training here.
 
     The other process holds the run's `lock` (`files.locked`), too: it lives a little longer than this one when this one
     is killed.
@@ -63,7 +69,7 @@ def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -
         yield watch
         if process.poll() is None:
             _wait(process, recipe.contrastive.training.steps, out / "contrastive" / "metrics.jsonl")
-        watch.on_step(0, {})
+        watch.check()
     finally:
         process.stdin.close()  # tells the other process to save and stop
         process.wait()

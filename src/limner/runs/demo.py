@@ -39,7 +39,6 @@ from limner.data.shards import is_complete
 from limner.errors import UserError
 from limner.evaluation import composition, report
 from limner.files import atomic_write_bytes, atomic_write_text, locked
-from limner.numerics.precision import autocast, choose_precision
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import clock, progress
 from limner.ranges import SEEDS, Checked, Range
@@ -54,6 +53,8 @@ from limner.recipes.recipe import (
 )
 from limner.runs import stages
 from limner.training.metrics_log import read_metrics
+from limner.training.run import Run
+from limner.training.step import update
 from limner.worlds.scenes import Scene, render
 from limner.worlds.writing import write_scenes
 
@@ -128,15 +129,10 @@ def seconds_a_step(
     model: nn.Module, stage: DVAEStage | PriorStage | ContrastiveStage, batch: dict[str, Tensor], probes: int = 3
 ) -> float:
     """What a step of a stage takes here: the median of a few, after one that warms up."""
-    optimizers, generator, found = stage.training.optimizer.build(model), torch.Generator().manual_seed(0), []
-    for step in range(probes + 1):
+    run, found = Run(model, stage.objective, stage.training), []
+    for _ in range(probes + 1):
         begun = time.monotonic()
-        with autocast("cpu", choose_precision("cpu", stage.training.precision)):
-            loss, _ = stage.objective(model, batch, step, generator)  # pyright: ignore[reportArgumentType]
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(run, batch)
         found.append(time.monotonic() - begun)
     return median(found[1:])
 

@@ -9,9 +9,8 @@ continues where it stopped.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +24,19 @@ from limner import bundles
 from limner.config import differences, read_json, save_json, to_dict
 from limner.data.datasets import ImageCaptionDataset, TokenDataset
 from limner.data.distractors import Distractors
+from limner.data.encoded import EncodedDataset
 from limner.data.samples import Rejected, Selection, Source, by_split, unread
 from limner.data.sources import open_source
 from limner.data.stream import Dataset, Stream
-from limner.data.tokens import encode_tokens
+from limner.data.tokens import encode_tokens, weights_hash
 from limner.errors import UserError
+from limner.evaluation.held_out import held_out
+from limner.evaluation.reconstruction import health
 from limner.files import locked
-from limner.metrics.codebook import usage
-from limner.metrics.pictures import psnr
 from limner.models.contrastive import Contrastive
-from limner.models.dvae import DVAE, unmap_pixels
+from limner.models.dvae import DVAE
 from limner.models.transformer import Transformer
-from limner.objectives.elbo import BalancedELB, gumbel_softmax
+from limner.objectives.elbo import BalancedELB
 from limner.pipeline import TextToImage
 from limner.progress import progress
 from limner.recipes.recipe import (
@@ -49,9 +49,14 @@ from limner.recipes.recipe import (
     fitted_prior,
 )
 from limner.runs.beside import contrastive_beside
+from limner.runs.collapse import CollapseWarning
 from limner.text.bpe import Tokenizer
 from limner.training.checkpoint import completed, load_weights, step_of
-from limner.training.loop import Callback, Evaluate, Objective, prepare, refuse_changes, train
+from limner.training.config import refuse_changes
+from limner.training.hooks import Hook
+from limner.training.loop import train
+from limner.training.parallel import Single
+from limner.training.run import Evaluate, prepare
 from limner.worlds.truth import falsehood
 
 Stage = Literal["dvae", "prior", "contrastive"]
@@ -138,7 +143,7 @@ class Stages:
             )
             with torch.device("meta"):
                 for stage, config in found.values():
-                    prepare(config.build(), stage.training)
+                    prepare(config.build(), stage.objective, stage.training, torch.device("meta"), Single())
         except (ValueError, ZeroDivisionError, RuntimeError, OverflowError) as error:
             raise UserError(f"the recipe describes no models that fit together: {error}".splitlines()[0]) from None
         for name, (stage, config) in found.items():
@@ -190,7 +195,7 @@ class Stages:
         checked = ImageCaptionDataset(some, size).load(np.arange(len(some)))[1].to(self.device)
 
         def evaluate(model: Any, step: int) -> Mapping[str, float]:
-            return reconstruction(model, checked, stage.objective.tau(step))
+            return health(model, checked, stage.objective.tau(step))
 
         record = {"model": to_dict(stage.model), "objective": to_dict(stage.objective)}
         meant = isinstance(stage.objective, BalancedELB) and stage.objective.balance < 0
@@ -199,7 +204,7 @@ class Stages:
         return bundles.rounded(model).eval()
 
     def prior(
-        self, tokenizer: Tokenizer, dvae: DVAE, train: bool = True, callbacks: Sequence[Callback] = ()
+        self, tokenizer: Tokenizer, dvae: DVAE, train: bool = True, hooks: Sequence[Hook] = ()
     ) -> Transformer | None:
         """Stage two (§2.2): the transformer over text and image tokens."""
         stage, text = self.recipe.prior, self.recipe.text
@@ -235,9 +240,9 @@ class Stages:
             data = cached(self.seen, text.dropout, stage.caption_dropout)
         evaluate = None
         if len(self.unseen):
-            evaluate = self._held_out(cached(_some(self.unseen), 0.0, 0.0), stage.objective, 64)
+            evaluate = held_out(stage.objective, cached(_some(self.unseen), 0.0, 0.0), 64, self.device)
         record = {"model": to_dict(config), "objective": to_dict(stage.objective), "dvae": key}
-        self._run("prior", model, stage, data, evaluate, record, callbacks)
+        self._run("prior", model, stage, data, evaluate, record, hooks)
         return model.eval()
 
     def contrastive(self, tokenizer: Tokenizer, dvae: DVAE, train: bool = True) -> Contrastive | None:
@@ -268,25 +273,10 @@ class Stages:
         data = images(self.seen, augment, text.dropout)
         evaluate = None
         if len(self.unseen):
-            evaluate = self._held_out(images(_some(self.unseen), "none", 0.0), stage.objective, 128)
+            evaluate = held_out(stage.objective, images(_some(self.unseen), "none", 0.0), 128, self.device)
         record = {"model": to_dict(config), "objective": to_dict(stage.objective)}
         self._run("contrastive", model, stage, data, evaluate, record)
         return model.eval()
-
-    def _held_out(self, data: Dataset, objective: Objective, batch_size: int) -> Evaluate:
-        """The objective's metrics on held-out samples, fixed ones, averaged over their batches."""
-        rows = np.arange(len(data))
-        batch = data.batch(rows, rows.astype(np.uint64))
-
-        def evaluate(model: Any, step: int) -> Mapping[str, float]:
-            found = []
-            generator = torch.Generator(self.device).manual_seed(0)  # each time, whenever the process began
-            for start in range(0, len(rows), batch_size):
-                part = {k: v[start : start + batch_size].to(self.device) for k, v in batch.items()}
-                found.append(objective(model, part, step, generator)[1])
-            return {name: float(torch.stack([f[name].float() for f in found]).mean()) for name in found[0]}
-
-        return evaluate
 
     def _begin(self, name: Stage, model: DVAE | Transformer | Contrastive) -> bool:
         """Fill the model with the weights that the recipe starts from; False if it starts from random ones."""
@@ -315,7 +305,7 @@ class Stages:
         data: Dataset,
         evaluate: Evaluate | None,
         record: Mapping[str, Any],
-        callbacks: Sequence[Callback] = (),
+        hooks: Sequence[Hook] = (),
     ) -> None:
         config = stage.training
         if self._begin(name, model):
@@ -331,78 +321,11 @@ class Stages:
                 self.out / name,
                 evaluate=evaluate,
                 record=record,
-                callbacks=callbacks,
+                hooks=hooks,
                 device=self.device,
                 progress=bar,
             )
         stream.close()
-
-
-def reconstruction(model: DVAE, pixels: Tensor, tau: float) -> dict[str, float]:
-    """Codebook health: PSNR of hard and of relaxed reconstructions, their gap, codes in use, perplexity."""
-    hard, relaxed, tokens = [], [], []
-    for part in pixels.split(64):
-        logits = model.encode(part)
-        generator = torch.Generator(part.device).manual_seed(0)
-        mu = model.decode(gumbel_softmax(logits, tau, generator))[0]
-        tokens.append(logits.argmax(1).flatten(1))
-        hard.append(psnr(part, model.pictures(tokens[-1])))
-        relaxed.append(psnr(part, unmap_pixels(torch.sigmoid(mu))))
-    hard_db, relaxed_db = (float(torch.cat(found).mean()) for found in (hard, relaxed))
-    return {
-        "psnr": hard_db,
-        "relaxed_psnr": relaxed_db,
-        "gap": relaxed_db - hard_db,
-        **{name: float(value) for name, value in usage(torch.cat(tokens), model.config.vocab).items()},
-    }
-
-
-class CollapseWarning(Callback):
-    """Says aloud, once a run, that the codebook has collapsed, and what to try.
-
-    A batch may use few codes now and then: so several reports in a row must, after `after` steps, say less than
-    `share` of the vocabulary.
-    """
-
-    def __init__(self, vocab: int, share: float = 0.1, after: int = 500, reports: int = 10) -> None:
-        self.vocab, self.share, self.after, self.reports = vocab, share, after, reports
-        self.few, self.said = 0, False
-
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        codes = metrics.get("codes", self.vocab)
-        self.few = self.few + 1 if step >= self.after and codes < self.share * self.vocab else 0
-        if self.few >= self.reports and not self.said:
-            self.said = True
-            warnings.warn(
-                f"the codebook has collapsed: {codes:.0f} of {self.vocab} codes are in use after {step} steps; "
-                "for small or flat pictures train with objective BalancedELB (or raise its balance), raise "
-                "log_b_floor, or lower the step size",
-                stacklevel=2,
-            )
-
-
-class EncodedDataset:
-    """An image data set whose pictures become dVAE tokens as they are read."""
-
-    def __init__(self, images: ImageCaptionDataset, encode: Callable[[Tensor], Tensor]) -> None:
-        self.images, self.encode = images, encode
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
-        """{"text": Long [B, T], "image": Long [B, S]}"""
-        batch = self.images.batch(indices, seeds)
-        return {"text": batch["text"], "image": self.encode(batch["pixels"])}
-
-
-def weights_hash(model: torch.nn.Module) -> str:
-    """SHA-256 over the names, shapes and values of a model's parameters."""
-    state = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        state.update(f"{name} {tuple(tensor.shape)}".encode())
-        state.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
-    return state.hexdigest()
 
 
 def _captions(source: Source) -> Iterable[str]:

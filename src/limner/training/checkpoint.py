@@ -1,11 +1,8 @@
 """Checkpoints: folders of safetensors and JSON that appear complete or not at all.
 
     RUN/checkpoints/step-00001200/
-        model.safetensors       parameters and persistent buffers, by name
-        ema.safetensors         averaged parameters, if the run averages
-        optimizer.safetensors   "exp_avg.NAME", "exp_avg_sq.NAME", "step.NAME" for each parameter (AdamW)
-        rng.safetensors         states of the random generators, as bytes
-        state.json              step, data position, schedule, counters, config, versions
+        model.safetensors       and other groups of tensors: `state.py` says what they hold
+        state.json              everything else
         SHA256SUMS              of all these, as `sha256sum -c` reads them
 
 A folder is written under a temporary name, flushed to the disk, and renamed: a crash at any moment
@@ -19,11 +16,10 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -31,6 +27,7 @@ from torch import Tensor, nn
 from limner.config import read_json
 from limner.errors import UserError
 from limner.files import atomic_folder, file_hash
+from limner.training.tensors import load_model
 
 FOLDER = "checkpoints"
 STATE = "state.json"
@@ -38,45 +35,59 @@ SUMS = "SHA256SUMS"
 _NAME = re.compile(r"step-(\d{8,18})")
 
 
-def save(
-    run: Path,
-    step: int,
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    state: Mapping[str, Any],
-    keep: int,
-) -> Path:
-    """Write the checkpoint of `step` and remove all but the last `keep`.
+class Files:
+    """Keeps the states of the run `run` as checkpoints, the last `keep` of them.
 
-    Args:
-        run: folder of the run.
-        tensors: file name (without suffix) -> tensor name -> tensor.
-        state: everything else, as JSON values.
-
-    Raises:
-        UserError: it cannot be written (a full disk, say); earlier checkpoints are untouched.
+    Where several processes train one model, one of them `writes`, and all read.
     """
-    final = run / FOLDER / f"step-{step:08d}"
-    try:
-        with atomic_folder(final) as fresh:
-            for name, group in tensors.items():
-                save_file({k: t.detach().cpu().contiguous() for k, t in group.items()}, fresh / f"{name}.safetensors")
-            (fresh / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-            sums = "".join(f"{file_hash(path)}  {path.name}\n" for path in sorted(fresh.iterdir()))
-            (fresh / SUMS).write_text(sums, encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"the checkpoint {final} cannot be written: {error}; earlier ones are intact") from None
-    for old in completed(run)[:-keep]:
-        doomed = old.rename(old.with_suffix(".tmp"))  # first, so that a half-removed folder has no good name
-        shutil.rmtree(doomed, ignore_errors=True)
-    return final
 
+    def __init__(self, run: Path, keep: int, writes: bool = True) -> None:
+        self.run, self.keep, self.writes = run, keep, writes
 
-def clear(run: Path) -> None:
-    """Remove what a killed process left among the checkpoints. For whoever has the run's lock."""
-    kept = completed(run)
-    for entry in (run / FOLDER).iterdir() if (run / FOLDER).is_dir() else ():
-        if entry not in kept:
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+        """Write the checkpoint of `step` and remove all but the last `keep`; its folder.
+
+        Args:
+            tensors: file name (without suffix) -> tensor name -> tensor.
+            state: everything else, as JSON values.
+
+        Raises:
+            UserError: it cannot be written (a full disk, say); earlier checkpoints are untouched.
+        """
+        final = self.run / FOLDER / f"step-{step:08d}"
+        if not self.writes:
+            return final
+        try:
+            with atomic_folder(final) as fresh:
+                for name, group in tensors.items():
+                    on_cpu = {k: t.detach().cpu().contiguous() for k, t in group.items()}
+                    save_file(on_cpu, fresh / f"{name}.safetensors")
+                (fresh / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+                sums = "".join(f"{file_hash(path)}  {path.name}\n" for path in sorted(fresh.iterdir()))
+                (fresh / SUMS).write_text(sums, encoding="utf-8")
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"the checkpoint {final} cannot be written: {error}; earlier ones are intact") from None
+        for old in completed(self.run)[: -self.keep]:
+            doomed = old.rename(old.with_suffix(".tmp"))  # first, so that a half-removed folder has no good name
+            shutil.rmtree(doomed, ignore_errors=True)
+        return final
+
+    def latest(self) -> Path | None:
+        """See `latest` below."""
+        return latest(self.run)
+
+    def load(self, where: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """The tensors and the state of a checkpoint. Raises `UserError` if one cannot be read."""
+        names = sorted(path.name.removesuffix(".safetensors") for path in where.glob("*.safetensors"))
+        return {name: read_tensors(where, name) for name in names}, read_state(where)
+
+    def clear(self) -> None:
+        """Remove what a killed process left among the checkpoints. For whoever has the run's lock."""
+        kept = completed(self.run)
+        folder = self.run / FOLDER
+        for entry in folder.iterdir() if self.writes and folder.is_dir() else ():
+            if entry not in kept:
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def completed(run: Path) -> list[Path]:
@@ -154,59 +165,3 @@ def load_weights(model: nn.Module, folder: str | Path, averaged: bool = True) ->
         weights |= read_tensors(checkpoint, "ema")
     load_model(model, weights, str(checkpoint))
     return checkpoint
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; a tied tensor goes under its first name."""
-    unique: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        unique.setdefault(id(tensor), name)
-    return {name: state[name].detach() for name in unique.values()}
-
-
-@torch.no_grad()
-def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Copy tensors into the model after checking that names and shapes are exactly its own."""
-    own = model_tensors(model)
-    for name in dict.fromkeys([*own, *tensors]):
-        if name not in tensors:
-            raise UserError(f"{where} lacks {name!r}: it is of a model with another config")
-        if name not in own:
-            raise UserError(f"{where} has a {name!r} too many: it is of a model with another config")
-        if own[name].shape != tensors[name].shape:
-            there, here = list(tensors[name].shape), list(own[name].shape)
-            raise UserError(f"{where} holds {name!r} with shape {there}, where the model has {here}")
-    for name, tensor in own.items():
-        tensor.copy_(tensors[name])
-
-
-def optimizer_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """The optimisers' state as "KEY.PARAMETER" -> tensor."""
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    states = (entry for optimizer in optimizers for entry in optimizer.state.items())
-    return {f"{key}.{names[p]}": value for p, state in states for key, value in state.items()}
-
-
-def load_optimizers(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor], where: str
-) -> None:
-    """The inverse of `optimizer_tensors`; step sizes and decay stay as the optimisers were built."""
-    parameters = dict(model.named_parameters())
-    owner = {
-        p: (optimizer, i)
-        for optimizer in optimizers
-        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
-    }
-    states: dict[torch.optim.Optimizer, dict[int, dict[str, Tensor]]] = {optimizer: {} for optimizer in optimizers}
-    for entry, tensor in tensors.items():
-        key, _, name = entry.partition(".")
-        p = parameters.get(name)
-        if p is None or p not in owner or (tensor.ndim and tensor.shape != p.shape):
-            raise UserError(f"{where} holds optimiser state {entry!r} that does not fit the model")
-        optimizer, i = owner[p]
-        if tensor.ndim:  # in the parameter's own layout: fused kernels go through memory without regard to strides
-            tensor = torch.empty_like(p, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-        states[optimizer].setdefault(i, {})[key] = tensor
-    for optimizer, state in states.items():
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

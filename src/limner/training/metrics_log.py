@@ -18,25 +18,30 @@ from limner.files import atomic_write_text, naming
 
 
 class MetricsLog:
-    """Appends to a metrics file, beginning after `step`; each line is flushed as it is written."""
+    """Appends to a metrics file, beginning after `step`; each line is flushed as it is written.
 
-    def __init__(self, path: Path, step: int = 0) -> None:
+    Where several processes train one model, one of them `writes`.
+    """
+
+    def __init__(self, path: Path, step: int = 0, writes: bool = True) -> None:
         kept = [row for row in read_metrics(path) if row.get("step", 0) <= step]
         self.last: Mapping[str, Any] = kept[-1] if kept else {}
-        if path.exists():
+        if writes and path.exists():
             atomic_write_text(path, "".join(map(_line, kept)))
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8") if writes else None
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one line; `row` has "step" among its keys."""
-        with naming(self._path):
-            self._file.write(_line(row))
-            self._file.flush()
+        if self._file:
+            with naming(self._path):
+                self._file.write(_line(row))
+                self._file.flush()
         self.last = row
 
     def close(self) -> None:
-        with suppress(OSError):  # all lines are flushed but one that could not be
-            self._file.close()
+        if self._file:
+            with suppress(OSError):  # all lines are flushed but one that could not be
+                self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

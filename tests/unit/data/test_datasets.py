@@ -134,6 +134,7 @@ def test_bad_samples_are_replaced_by_the_next_good_one_and_counted_once():
     for _ in range(2):
         out = batch(dataset, range(8))
         assert dataset.rejected == {"broken image": 2, "missing caption": 1}
+        assert out["index"].tolist() == [0, 1, 4, 4, 4, 5, 6, 0]
     numbers = Words().encode([str(n) for n in range(8)], 1)[:, 0].tolist()
     for row, index in enumerate([0, 1, 4, 4, 4, 5, 6, 0]):
         assert numbers[index] in out["text"][row].tolist()
@@ -178,11 +179,9 @@ def test_tokens():
 
 def test_streams_over_data_sets_divide():
     dataset = ImageCaptionDataset(Memory(7), 16, "prior", Words(), 6, 0.2, 0.2)
-    whole, left, right = (
-        Stream(dataset, 4),
-        Stream(dataset, 4, 0, 0, 2),
-        Stream(dataset, 4, 0, 1, 2),
-    )
+    whole, left, right = (Stream(dataset, 4) for _ in range(3))
+    left.divide(0, 2)
+    right.divide(1, 2)
     for _ in range(4):
         parts = next(left), next(right)
         joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}

@@ -20,11 +20,18 @@ class Numbers:
 
     def batch(self, indices, seeds):
         assert indices.dtype == np.int64 and seeds.dtype == np.uint64
-        return {"index": torch.from_numpy(indices), "seed": torch.from_numpy(seeds.view(np.int64))}
+        return {"element": torch.from_numpy(indices), "seed": torch.from_numpy(seeds.view(np.int64))}
 
 
 def take(stream, count):
-    return [next(stream) for _ in range(count)]
+    batches = [next(stream) for _ in range(count)]
+    assert all(torch.equal(batch["index"], batch["element"]) for batch in batches)
+    return batches
+
+
+def divided(stream, rank, world):
+    stream.divide(rank, world)
+    return stream
 
 
 def equal(a, b):
@@ -40,7 +47,7 @@ def equal(a, b):
 @settings(max_examples=40, deadline=None)
 def test_ranks_only_divide_the_order(n, share, world, seed):
     whole = take(Stream(Numbers(n), share * world, seed), 6)
-    ranks = [take(Stream(Numbers(n), share * world, seed, rank, world), 6) for rank in range(world)]
+    ranks = [take(divided(Stream(Numbers(n), share * world, seed), rank, world), 6) for rank in range(world)]
     joined = [{key: torch.cat([rank[step][key] for rank in ranks]) for key in whole[step]} for step in range(6)]
     assert equal(whole, joined)
 
@@ -108,4 +115,4 @@ def test_mistakes():
     with pytest.raises(UserError, match="empty"):
         Stream(Numbers(0), 4)
     with pytest.raises(UserError, match="multiple of 3"):
-        Stream(Numbers(9), 4, world=3)
+        Stream(Numbers(9), 4).divide(0, 3)

@@ -1,6 +1,7 @@
 import torch
 from torch import nn
 
+from limner.models.contrastive import ContrastiveConfig
 from limner.optim.groups import parameter_groups
 
 
@@ -33,3 +34,12 @@ def test_all_decays_everything() -> None:
     model = Net()
     (group,) = parameter_groups(model, 0.1, "all")
     assert len(group["params"]) == sum(p.requires_grad for p in model.parameters())
+
+
+def test_learned_positions_of_patches_are_not_decayed_unless_all_is() -> None:
+    model = ContrastiveConfig(text_vocab=9, text_len=4, size=8, patch=4, width=8, depth=1, heads=2, embedding=4).build()
+    decayed, rest = parameter_groups(model, 0.1)
+    inside = [any(p is model.image_position for p in group["params"]) for group in (decayed, rest)]
+    assert inside == [False, True]
+    (everything,) = parameter_groups(model, 0.1, "all")
+    assert any(p is model.image_position for p in everything["params"])

@@ -1,21 +1,28 @@
 """A collapsed codebook is said aloud; a batch with few codes is not a collapse."""
 
+import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
-from limner.runs.stages import CollapseWarning
+from limner.runs.collapse import CollapseWarning
 
 
-def report(found: list[float], vocab: int = 1_000) -> None:
+def report(found: list[float], vocab: int = 1_000, resumed_at: int | None = None) -> None:
     watching = CollapseWarning(vocab)
     for i, codes in enumerate(found):
-        watching.on_step(10 * i, {"codes": codes})
+        if i == resumed_at:
+            state = watching.state_dict()
+            watching = CollapseWarning(vocab)
+            watching.load_state_dict(json.loads(json.dumps(state)))
+        watching.on_report(SimpleNamespace(step=10 * i), {"codes": codes})
 
 
-def test_few_codes_for_long_are_a_collapse_and_said_once():
-    with pytest.warns(UserWarning, match="99 of 1000 codes") as said:
-        report([99.0] * 200)
+@pytest.mark.parametrize("resumed_at", [None, 55, 150])  # before it is said, and after
+def test_few_codes_for_long_are_a_collapse_and_said_once(resumed_at):
+    with pytest.warns(UserWarning, match="99 of 1000 codes are in use after 590 steps") as said:
+        report([99.0] * 200, resumed_at=resumed_at)
     assert len(said) == 1
 
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from limner.errors import UserError
 from limner.training import checkpoint
-from limner.training.checkpoint import completed, latest, load_model, model_tensors, save
+from limner.training.checkpoint import Files, completed, latest
+from limner.training.tensors import load_model, load_optimizers, model_tensors, optimizer_tensors
 
 
 class Tied(nn.Module):
@@ -24,7 +25,7 @@ class Tied(nn.Module):
 
 
 def write(run: Path, step: int, keep: int = 2) -> Path:
-    return save(run, step, {"model": {"w": torch.full((2,), float(step))}}, {"step": step}, keep)
+    return Files(run, keep).save(step, {"model": {"w": torch.full((2,), float(step))}}, {"step": step})
 
 
 def test_the_newest_are_kept_and_nothing_is_pickled(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_what_a_killed_process_left_does_not_count_and_goes(tmp_path: Path) -> N
         (tmp_path / "checkpoints" / name).mkdir()
     (tmp_path / "checkpoints" / "step-00000004").touch()  # no folder
     assert latest(tmp_path) == good
-    checkpoint.clear(tmp_path)
+    Files(tmp_path, 1).clear()
     assert list((tmp_path / "checkpoints").iterdir()) == [good]
 
 
@@ -115,10 +116,10 @@ def test_states_come_back_in_the_layout_of_their_parameters() -> None:
 
     (model, optimizer), (other, fresh) = build(), build()
     step(model, optimizer)
-    tensors = checkpoint.optimizer_tensors(model, [optimizer])
+    tensors = optimizer_tensors(model, [optimizer])
     tensors = {k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}  # as on disk
     other.load_state_dict(model.state_dict())
-    checkpoint.load_optimizers(other, [fresh], tensors, "it")
+    load_optimizers(other, [fresh], tensors, "it")
     assert fresh.state[other.weight]["exp_avg"].stride() == other.weight.stride()
     for pair in ((model, optimizer), (other, fresh)):
         step(*pair)
@@ -129,7 +130,7 @@ def test_tied_and_buffered_models_come_back(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
     model.count += 3
     assert list(model_tensors(model)) == ["count", "table.weight"]
-    path = save(tmp_path, 1, {"model": model_tensors(model)}, {}, 1)
+    path = Files(tmp_path, 1).save(1, {"model": model_tensors(model)}, {})
     checkpoint.load_weights(other, tmp_path)
     assert other.head.weight is other.table.weight and other.count == 3
     assert torch.equal(other.table.weight, model.table.weight)
@@ -173,14 +174,27 @@ def test_optimiser_state_goes_by_name(tmp_path: Path) -> None:
     for _ in range(3):
         model(torch.randn(5, 3)).sum().backward()
         optimizer.step()
-    tensors = checkpoint.optimizer_tensors(model, [optimizer])
+    tensors = optimizer_tensors(model, [optimizer])
     assert tensors["exp_avg.0.weight"].shape == (3, 3) and tensors["step.1.weight"] == 3
-    save(tmp_path, 1, {"optimizer": tensors}, {}, 1)
+    Files(tmp_path, 1).save(1, {"optimizer": tensors}, {})
     other, fresh = build()
     read = checkpoint.read_tensors(completed(tmp_path)[0], "optimizer")
-    checkpoint.load_optimizers(other, [fresh], read, "it")
-    assert checkpoint.optimizer_tensors(other, [fresh]).keys() == tensors.keys()
-    for name, value in checkpoint.optimizer_tensors(other, [fresh]).items():
+    load_optimizers(other, [fresh], read, "it")
+    assert optimizer_tensors(other, [fresh]).keys() == tensors.keys()
+    for name, value in optimizer_tensors(other, [fresh]).items():
         assert torch.equal(value, tensors[name])
     with pytest.raises(UserError, match="does not fit"):
-        checkpoint.load_optimizers(other, [fresh], {"exp_avg.0.weight": torch.ones(2, 2)}, "it")
+        load_optimizers(other, [fresh], {"exp_avg.0.weight": torch.ones(2, 2)}, "it")
+
+
+def test_one_process_writes_and_all_read(tmp_path: Path) -> None:
+    other = Files(tmp_path, keep=1, writes=False)
+    assert other.save(1, {"model": {"w": torch.ones(1)}}, {}) == tmp_path / "checkpoints" / "step-00000001"
+    assert other.latest() is None and not (tmp_path / "checkpoints").exists()
+    where = write(tmp_path, 1)
+    (tmp_path / "checkpoints" / "step-00000002.tmp").mkdir()
+    other.clear()
+    assert (tmp_path / "checkpoints" / "step-00000002.tmp").exists()
+    assert other.latest() == where
+    tensors, state = other.load(where)
+    assert tensors["model"]["w"].tolist() == [1, 1] and state == {"step": 1}

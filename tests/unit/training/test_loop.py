@@ -1,11 +1,13 @@
 """The loop against a textbook one, and each of its promises on a model of a few numbers."""
 
+import copy
 import json
 import math
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +22,11 @@ from limner.objectives.elbo import BalancedELB
 from limner.optim.optimizers import AdamW, Muon
 from limner.optim.schedules import Cosine, Plateau
 from limner.training.checkpoint import completed, latest, load_weights
-from limner.training.loop import Callback, Interrupted, TrainConfig, train
+from limner.training.config import TrainConfig
+from limner.training.hooks import Hook
+from limner.training.loop import Interrupted, train
 from limner.training.metrics_log import read_metrics
+from limner.training.parallel import Single
 
 
 class Points:
@@ -156,17 +161,17 @@ def test_evaluation_sees_the_average_and_disturbs_nothing(tmp_path: Path) -> Non
         seen.append((step, m.get_parameter("0.weight").clone()))
         return {"score": float(step)}
 
-    class Listen(Callback):
+    class Listen(Hook):
         heard: list = []
 
-        def on_step(self, step, metrics):
-            self.heard.append(("step", step, "loss" in metrics))
+        def on_report(self, run, row):
+            self.heard.append(("step", run.step, "loss" in row))
 
-        def on_eval(self, step, metrics):
-            self.heard.append(("eval", step, metrics["score"]))
+        def on_eval(self, run, metrics):
+            self.heard.append(("eval", run.step, metrics["score"]))
 
     config, watched = replace(FULL, eval_every=5, log_every=4), model(0.2)
-    result = train(watched, noisy, stream(), config, tmp_path / "a", evaluate=evaluate, callbacks=[Listen()])
+    result = train(watched, noisy, stream(), config, tmp_path / "a", evaluate=evaluate, hooks=[Listen()])
     plain = model(0.2)
     train(plain, noisy, stream(), FULL, tmp_path / "b")
     assert all(torch.equal(a, b) for a, b in zip(watched.parameters(), plain.parameters(), strict=True))
@@ -237,16 +242,15 @@ def test_a_step_size_out_of_all_reason_is_an_error_and_no_result(tmp_path: Path)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    class Poison(Callback):
-        def on_step(self, step, metrics):
-            if step == 6:
+    class Poison(Hook):
+        def after_update(self, run):
+            if run.step == 6:
                 with torch.no_grad():
-                    next(poisoned.parameters()).fill_(math.inf)
+                    next(run.model.parameters()).fill_(math.inf)
 
-    poisoned = model()
     config = replace(CONFIG, checkpoint_every=3)
     with pytest.raises(UserError, match=r"after step 6: its weights are not finite; .*step-00000003"):
-        train(poisoned, objective, stream(), config, tmp_path, callbacks=[Poison()])
+        train(model(), objective, stream(), config, tmp_path, hooks=[Poison()])
 
 
 def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
@@ -356,3 +360,68 @@ def test_activations_are_recomputed_where_the_model_offers_it(tmp_path: Path) ->
 def test_settings_out_of_range_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         replace(CONFIG, **wrong)
+
+
+class Memory:
+    """States in memory, the last one only."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Path, Any] = {}
+
+    def save(self, step, tensors, state):
+        where = Path(f"memory-{step}")
+        self.kept = {where: copy.deepcopy(({name: dict(group) for name, group in tensors.items()}, state))}
+        return where
+
+    def latest(self):
+        return next(iter(self.kept), None)
+
+    def load(self, where):
+        return copy.deepcopy(self.kept[where])
+
+    def clear(self):
+        pass
+
+
+def test_states_may_be_kept_elsewhere(tmp_path: Path) -> None:
+    memory, parts, result = Memory(), None, None
+    for steps in (5, 12):
+        parts = blocks(0.2)
+        config = replace(FULL, steps=steps)
+        result = train(parts, noisy, stream(), config, tmp_path / "parts", checkpointer=memory)
+    assert result and result.checkpoint == Path("memory-12") and not (tmp_path / "parts" / "checkpoints").exists()
+    train(whole := blocks(0.2), noisy, stream(), FULL, tmp_path / "whole")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert parts and all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
+
+
+def test_a_batch_says_which_samples_it_has_also_after_a_resume(tmp_path: Path) -> None:
+    seen = []
+
+    def watching(m, batch, step, generator):
+        seen.extend(batch["index"].tolist())
+        return noisy(m, batch, step, generator)
+
+    for steps in (5, 12):
+        train(model(), watching, stream(), replace(FULL, steps=steps), tmp_path)
+    planned = [i for step in range(12) for i in stream().plan(12 * step)[0]]
+    assert seen == planned
+
+
+def test_the_loss_is_computed_within_the_forward_of_one_module(tmp_path: Path) -> None:
+    """What wraps or shards it acts around the whole of the loss, whichever of the model's methods are called."""
+    calls = []
+
+    class Watched(Single):
+        def prepare(self, trainable):
+            trainable.register_forward_pre_hook(lambda *_: calls.append("begin"))
+            trainable.register_forward_hook(lambda *_: calls.append("end"))
+            return trainable
+
+    def around(m, batch, step, generator):
+        calls.append("loss")
+        return objective(m, batch, step, generator)
+
+    train(model(), around, stream(), replace(CONFIG, steps=2), tmp_path, parallel=Watched())
+    assert calls == ["begin", "loss", "end"] * 2
+    load_weights(model(), tmp_path)  # under the model's own names

@@ -1,0 +1,86 @@
+"""How to train, as a configuration, and what of it may change between a run and its continuation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from limner.config import differences
+from limner.errors import UserError
+from limner.numerics.precision import Precision
+from limner.optim.optimizers import AdamW, Muon
+from limner.optim.schedules import Constant, Cosine, Plateau
+from limner.ranges import SEEDS, Checked, OutOfRange, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Checked):
+    """How to train; what to train is the model's, the data's and the objective's config.
+
+    Attributes:
+        steps: updates in all.
+        batch_size: samples an update, over all micro-batches.
+        accumulate: micro-batches an update is computed in, to save memory. The gradient is that of
+            the whole batch but for two losses that look at a batch as a whole: the contrastive loss,
+            whose negatives are those of a micro-batch, and the balance of codes in `BalancedELB`.
+        optimizer: AdamW or Muon, with its step size and decay.
+        clip_norm: longest gradient; None clips nothing.
+        warmup_steps: linear ramp of the step size, on top of `schedule`.
+        schedule: factor on the step size.
+        ema_decay, ema_every: averaged weights, which evaluation then uses; None keeps none.
+        ema_warmup: let the first averagings forget faster (`Ema`); the paper names no such thing.
+        precision: of matrix products; "auto" takes bf16 where the hardware has it.
+        checkpoint_activations: recompute activations in the backward pass (models offer
+            `set_checkpointing`).
+        checkpoint_every, keep: steps between checkpoints, and how many stay.
+        eval_every: steps between evaluations; None evaluates at the end only.
+        log_every: steps between lines of `metrics.jsonl`.
+        max_bad_steps: updates in a row that are skipped, since their loss or gradient is not finite, or
+            whose loss is far above that of the first, before the run gives up.
+        seed: of all randomness in the loop.
+    """
+
+    steps: Annotated[int, Range(1, 10**9)]
+    batch_size: Annotated[int, Range(1, 2**20)] = 64
+    accumulate: Annotated[int, Range(1, 2**20)] = 1
+    optimizer: AdamW | Muon = field(default_factory=AdamW)
+    clip_norm: Annotated[float | None, Range(above=0)] = 4.0
+    warmup_steps: Annotated[int, Range(0, 10**9)] = 0
+    schedule: Constant | Cosine | Plateau = field(default_factory=Constant)
+    ema_decay: Annotated[float | None, Range(0, below=1)] = None
+    ema_every: Annotated[int, Range(1, 10**6)] = 1
+    ema_warmup: bool = True
+    precision: Precision = "auto"
+    checkpoint_activations: bool = False
+    checkpoint_every: Annotated[int, Range(1, 10**9)] = 500
+    keep: Annotated[int, Range(1, 10**6)] = 2
+    eval_every: Annotated[int | None, Range(1, 10**9)] = None
+    log_every: Annotated[int, Range(1, 10**9)] = 10
+    max_bad_steps: Annotated[int, Range(1, 10**9)] = 20
+    seed: Annotated[int, SEEDS] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.accumulate > self.batch_size:
+            raise OutOfRange("accumulate", f"must be at most batch_size, {self.batch_size}, not {self.accumulate}")
+
+
+# What may differ between the run that wrote a checkpoint and the one that goes on from it.
+FREE_TO_CHANGE = {
+    "training.steps",
+    "training.checkpoint_every",
+    "training.keep",
+    "training.eval_every",
+    "training.log_every",
+    "training.max_bad_steps",
+    "training.checkpoint_activations",
+}
+
+
+def refuse_changes(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises `UserError` if a run's description differs in more than what a run that goes on may change."""
+    if changed := [path for path in differences(before, now) if path not in FREE_TO_CHANGE]:
+        raise UserError(
+            f"{out} holds a run with another {', '.join(changed[:3])}; go on with the "
+            "config that it was started with, or train into another folder"
+        )

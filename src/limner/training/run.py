@@ -1,0 +1,160 @@
+"""A run: all that changes while a model is trained, and how it is made ready."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from limner.errors import UserError
+from limner.numerics.precision import autocast, choose_precision
+from limner.optim.ema import Ema
+from limner.training.config import TrainConfig
+from limner.training.parallel import Parallel, Single, folded
+from limner.training.trainable import Objective, Trainable
+
+Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
+
+_RANGE = 10.0  # a loss that is this much (or this many times) above the first has left its range
+
+
+class Diverged(UserError):
+    """Training is of no use any more."""
+
+
+class Prepared(NamedTuple):
+    """What `prepare` makes; see `Run` for the names."""
+
+    model: nn.Module
+    trainable: Trainable
+    compute: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    ema: Ema | None
+
+
+def prepare(
+    model: nn.Module, objective: Objective, config: TrainConfig, device: torch.device, parallel: Parallel
+) -> Prepared:
+    """From a model that is built to one that trains, in the order that each step needs.
+
+    Raises `UserError` or `ValueError` if it cannot be trained so.
+    """
+    model = model.to(device)
+    if config.checkpoint_activations:
+        if not hasattr(model, "set_checkpointing"):
+            raise UserError(f"a {type(model).__name__} cannot do without checkpoint_activations=False")
+        model.set_checkpointing(True)  # type: ignore[operator]
+    trainable = Trainable(model, objective)
+    compute = parallel.prepare(trainable)
+    optimizers = config.optimizer.build(model)
+    ema = None
+    if config.ema_decay is not None:
+        ema = Ema(model, config.ema_decay, config.ema_every, config.ema_warmup)
+    return Prepared(model, trainable, compute, optimizers, ema)
+
+
+class Run:
+    """All that changes while a run goes on.
+
+    Attributes:
+        step: updates done, of which `skipped` changed nothing; `bad` of the last in a row were skipped or had a loss
+            out of range.
+        config: how to train.
+        device: where.
+        parallel: what its processes do together.
+        model: what is trained; its names are those in checkpoints.
+        trainable: model and objective as one module; `compute` is what is called: the same, or wrapped.
+        optimizers: together they hold each trainable parameter once; `parameters` are these.
+        ema: averaged parameters, or None.
+        schedule: factor on the learning rate.
+        generator: of the objective's random numbers.
+        loss, norm, lr: of the last update: the loss and the length of the gradient before clipping over all processes,
+            the learning rate of the config's optimiser.
+        first: loss of the model that the run began with, None before the first update.
+        seconds: spent by earlier processes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        config: TrainConfig,
+        device: torch.device | str = "cpu",
+        parallel: Parallel | None = None,
+    ) -> None:
+        self.config, self.device, self.parallel = config, torch.device(device), parallel or Single()
+        self.dtype = choose_precision(self.device, config.precision)
+        self.model, self.trainable, self.compute, self.optimizers, self.ema = prepare(
+            model, objective, config, self.device, self.parallel
+        )
+        self.parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        self.schedule = config.schedule.build(config.steps)
+        seed = folded(config.seed, self.parallel.rank)
+        torch.manual_seed(seed)
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.step = self.skipped = self.bad = 0
+        self.first: float | None = None
+        self.loss = self.norm = self.lr = math.nan
+        self.seconds, self.started = 0.0, time.monotonic()
+        self.seen, self.seen_since = 0, self.started  # samples since the last report
+
+    @property
+    def strays(self) -> bool:
+        """Whether the last update's loss is far above that of the model that the run began with."""
+        return self.first is not None and self.loss > self.first + _RANGE * max(1.0, abs(self.first))
+
+    def report(self, metrics: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The row for the log, of the metrics of an update."""
+        now = time.monotonic()
+        values = self.parallel.mean(torch.stack([v.to(self.device) for v in metrics.values()])).tolist()
+        row = {
+            "step": self.step,
+            **dict(zip(metrics, values, strict=True)),
+            "lr": self.lr,
+            "grad_norm": self.norm,
+            "skipped": self.skipped,
+            "samples_per_s": round(self.seen / max(now - self.seen_since, 1e-9), 2),
+            "seconds": round(self.seconds + now - self.started, 2),
+        }
+        self.seen, self.seen_since = 0, now
+        return row
+
+    def evaluate(self, evaluate: Evaluate) -> dict[str, float]:
+        """Metrics of the averaged weights; model and generators are as before afterwards."""
+        begun = time.monotonic()
+        devices = [self.device] if self.device.type == "cuda" else []
+        with (
+            self.ema.swapped(self.model) if self.ema else nullcontext(),
+            _eval_mode(self.model),
+            torch.no_grad(),
+            torch.random.fork_rng(devices),
+            autocast(self.device, self.dtype),
+        ):
+            found = evaluate(self.model, self.step)
+        self.seen_since += time.monotonic() - begun
+        return {name: float(value) for name, value in found.items()}
+
+    def diverged(self) -> Diverged:
+        """The error that says why the run gives up."""
+        if self.strays:
+            why = f"the loss is {self.loss:.4g} and was {self.first:.4g} at first"
+        elif self.bad:
+            why = f"{self.bad} updates in a row had a loss or gradient that is not finite"
+        else:
+            why = "its weights are not finite"
+        return Diverged(
+            f"training diverged and stopped after step {self.step}: {why}; lower lr "
+            f"({self.config.optimizer.lr:g}) or lengthen warmup_steps ({self.config.warmup_steps})"
+        )
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()

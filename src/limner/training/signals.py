@@ -1,0 +1,30 @@
+"""SIGINT and SIGTERM as a request to stop after the step."""
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Self
+
+
+class Signals:
+    """Within the block a first signal sets `received`; a second one stops at once."""
+
+    received = False
+
+    def __enter__(self) -> Self:
+        self._previous = {}
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = True
+        # `print` is not safe within a signal handler.
+        os.write(2, b"\nfinishing this step, then saving; once more to stop at once\n")
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

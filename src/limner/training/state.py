@@ -1,0 +1,168 @@
+"""All of a run that a checkpoint holds, and how it comes back.
+
+Tensors in groups:
+
+    model       parameters and persistent buffers, by name
+    ema         averaged parameters, if the run averages
+    optimizer   "exp_avg.NAME", "exp_avg_sq.NAME", "step.NAME" for each parameter (AdamW)
+    rng         states of the random generators as bytes; those of rank 2, say, end in ".2"
+    hook.NAME   of the hook of that name, where its state has tensors
+
+and the rest as JSON values: step, data position, schedule, counters, hooks, config, versions.
+"""
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from limner.errors import UserError
+from limner.training.config import refuse_changes
+from limner.training.hooks import Hook
+from limner.training.run import Run
+from limner.training.tensors import load_model, load_optimizers, model_tensors, optimizer_tensors
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+
+
+class Checkpointer(Protocol):
+    """Where states are kept: by `checkpoint.Files` in the run's folder."""
+
+    def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
+        """Keep tensors, by group and name, and JSON values, all or nothing; where they are."""
+        ...
+
+    def latest(self) -> Path | None:
+        """Where the newest state is that can serve; None before the first."""
+        ...
+
+    def load(self, where: Path) -> tuple[Tensors, dict[str, Any]]:
+        """What was saved; tensors on the CPU. Raises `UserError` if it is damaged."""
+        ...
+
+    def clear(self) -> None:
+        """Remove what a killed process left. Called by who alone writes there."""
+        ...
+
+
+class Stateful(Protocol):
+    """Whatever has a position or memory: its state is JSON values."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def save(
+    run: Run, stream: Stateful, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
+) -> Path:
+    """Keep everything of a run; where it is. Raises `Diverged` if any of it is not finite."""
+    for hook in hooks:
+        hook.on_save(run)
+    states = {hook.name: hook.state_dict() for hook in hooks}
+    tensors = {
+        "model": model_tensors(run.model),
+        "optimizer": optimizer_tensors(run.model, run.optimizers),
+        "rng": _generators(run),
+        "ema": run.ema.state_dict() if run.ema else {},
+    }
+    for name, state in states.items():
+        tensors[f"hook.{name}"] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    for group in tensors.values():
+        if not all(t.isfinite().all() for t in group.values() if t.is_floating_point()):
+            raise run.diverged()
+    state = {
+        "step": run.step,
+        "first": run.first,
+        "skipped": run.skipped,
+        "bad": run.bad,
+        "seconds": run.seconds + time.monotonic() - run.started,
+        "parts": {"stream": stream.state_dict(), "schedule": run.schedule.state_dict()},
+        "hooks": {h: {k: v for k, v in state.items() if not isinstance(v, Tensor)} for h, state in states.items()},
+        "config": description,
+        "made_with": _made_with(run),
+    }
+    return checkpointer.save(run.step, {name: group for name, group in tensors.items() if group}, state)
+
+
+def restore(
+    run: Run, stream: Stateful, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
+) -> Path | None:
+    """Go on from the newest state, whose place is returned; None without one."""
+    checkpointer.clear()
+    found = checkpointer.latest()
+    if found is None:
+        return None
+    tensors, state = checkpointer.load(found)
+    try:
+        refuse_changes(found, state["config"], description)
+        if state["made_with"] != _made_with(run):
+            made_with = ", ".join(state["made_with"].values())
+            warnings.warn(f"{found} was made with {made_with}: results may differ", stacklevel=3)
+        _load(run, stream, hooks, tensors, state, str(found))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{found} is no checkpoint of such a run: {error!r}") from error
+    return found
+
+
+def _load(
+    run: Run, stream: Stateful, hooks: Sequence[Hook], tensors: Tensors, state: Mapping[str, Any], where: str
+) -> None:
+    load_model(run.model, tensors["model"], where)
+    load_optimizers(run.model, run.optimizers, tensors["optimizer"], where)
+    if run.ema:
+        run.ema.load_state_dict(tensors["ema"])
+    stream.load_state_dict(state["parts"]["stream"])
+    run.schedule.load_state_dict(state["parts"]["schedule"])
+    for hook in hooks:
+        if hook.name in state.get("hooks", {}):
+            hook.load_state_dict({**state["hooks"][hook.name], **tensors.get(f"hook.{hook.name}", {})})
+    _load_generators(run, tensors["rng"], same_device=state["made_with"]["device"] == run.device.type)
+    run.step, run.skipped, run.bad = state["step"], state["skipped"], state["bad"]
+    run.first, run.seconds = state["first"], state["seconds"]
+
+
+def _generators(run: Run) -> dict[str, Tensor]:
+    """The states of the generators of all ranks."""
+    own = {"torch": torch.get_rng_state(), "objective": run.generator.get_state()}
+    if run.device.type == "cuda":
+        own["cuda"] = torch.cuda.get_rng_state(run.device)
+    everyone = {name: run.parallel.gather(value) for name, value in own.items()}
+    return {_of(name, rank): value for name, values in everyone.items() for rank, value in enumerate(values)}
+
+
+def _load_generators(run: Run, rng: Mapping[str, Tensor], same_device: bool) -> None:
+    """Those of this rank; one that the checkpoint does not know begins with its seed."""
+    rank = run.parallel.rank
+    if rank and _of("torch", rank) not in rng:
+        return
+    torch.set_rng_state(rng[_of("torch", rank)])
+    if same_device:  # else they are of another kind
+        run.generator.set_state(rng[_of("objective", rank)])
+        if run.device.type == "cuda":
+            torch.cuda.set_rng_state(rng[_of("cuda", rank)], run.device)
+
+
+def _of(name: str, rank: int) -> str:
+    return f"{name}.{rank}" if rank else name
+
+
+def _made_with(run: Run) -> dict[str, str]:
+    """What may change the last bits of a result without being a setting."""
+    try:
+        limner = version("limner")
+    except PackageNotFoundError:  # run from a source tree
+        limner = "unreleased"
+    ranks = {"ranks": f"{run.parallel.world} ranks"} if run.parallel.world > 1 else {}
+    return {
+        "limner": f"limner {limner}",
+        "torch": f"torch {torch.__version__}",
+        "device": run.device.type,
+        "precision": str(run.dtype).removeprefix("torch."),
+        **ranks,
+    }

@@ -1,0 +1,96 @@
+"""One step of training: forward and backward in micro-batches, clipping, the update.
+
+Whatever trains or times training calls `update`. `run.step` counts from 0 in what objectives and schedules are given;
+afterwards it is the number of updates done.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from limner.numerics.precision import autocast
+from limner.optim.schedules import warmup
+from limner.training.hooks import Hook
+from limner.training.run import Run
+from limner.training.trainable import Batch
+
+
+def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tensor]:
+    """One optimiser step; the metrics of this process's batch, "loss" first.
+
+    An update whose loss or gradient is not finite is skipped and counted. Raises `Diverged` after
+    `config.max_bad_steps` such updates, or losses out of range, in a row.
+    """
+    config, parallel = run.config, run.parallel
+    for hook in hooks:
+        hook.before_step(run)
+    factor = warmup(run.step, config.warmup_steps) * run.schedule.factor(run.step)
+    run.lr = config.optimizer.lr * factor
+    rows = len(next(iter(batch.values())))
+    metrics = _gradients(run, batch, rows)
+    parallel.reduce(run.parameters)
+    for hook in hooks:
+        hook.after_backward(run)
+    norm = nn.utils.get_total_norm([p.grad for p in run.parameters if p.grad is not None])
+    # The only wait for the device in a step.
+    run.loss, run.norm = torch.stack([parallel.mean(metrics["loss"]), norm]).tolist()
+    finite = math.isfinite(run.loss) and math.isfinite(run.norm)
+    if finite:
+        if config.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(run.parameters, config.clip_norm, norm)
+        for optimizer in run.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+            optimizer.step()
+        if constrain := getattr(run.model, "constrain", None):
+            constrain()
+        run.schedule.observe(run.loss)
+        if run.ema:
+            run.ema.update(run.model, run.step + 1)
+        run.first = run.loss if run.first is None else run.first
+    run.skipped += not finite
+    run.bad = run.bad + 1 if run.strays or not finite else 0
+    for optimizer in run.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    run.step, run.seen = run.step + 1, run.seen + rows * parallel.world
+    for hook in hooks:
+        hook.after_update(run)
+    if run.bad >= config.max_bad_steps:
+        raise run.diverged()
+    return metrics
+
+
+def _gradients(run: Run, batch: Batch, rows: int) -> dict[str, Tensor]:
+    """Forward and backward of all micro-batches; their metrics, weighted by their samples."""
+    parallel, accumulate = run.parallel, run.config.accumulate
+    if accumulate * parallel.world > 1 and (shared := getattr(run.trainable.objective, "shared", None)):
+        batch = {**batch, **{name: parallel.mean(value) for name, value in shared(batch).items()}}
+    metrics: dict[str, Tensor] = {}
+    parts = list(_split(batch, rows, accumulate))
+    for i, part in enumerate(parts):
+        part = {name: _to(tensor, run.device) for name, tensor in part.items()}
+        weight = len(next(iter(part.values()))) / rows
+        with parallel.part(last=i == len(parts) - 1):
+            with autocast(run.device, run.dtype):
+                loss, found = run.compute(part, run.step, run.generator)
+            (loss * weight).backward()
+        for name, value in {"loss": loss, **found}.items():
+            metrics[name] = metrics.get(name, 0.0) + value.detach().float() * weight
+    return metrics
+
+
+def _split(batch: Batch, rows: int, parts: int) -> Iterator[Batch]:
+    """`parts` micro-batches of sizes that differ by one at most."""
+    edges = [rows * i // parts for i in range(parts + 1)]
+    for start, end in pairwise(edges):
+        if end > start:
+            yield {name: tensor[start:end] for name, tensor in batch.items()}
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device; from pinned memory and without waiting where that exists."""
+    pinned = device.type == "cuda" and tensor.device.type == "cpu"
+    return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)

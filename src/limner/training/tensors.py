@@ -1,0 +1,64 @@
+"""The state of a model and of its optimisers as tensors by name, and back."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from limner.errors import UserError
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name; a tied tensor goes under its first name."""
+    unique: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        unique.setdefault(id(tensor), name)
+    return {name: state[name].detach() for name in unique.values()}
+
+
+@torch.no_grad()
+def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Copy tensors into the model after checking that names and shapes are exactly its own."""
+    own = model_tensors(model)
+    for name in dict.fromkeys([*own, *tensors]):
+        if name not in tensors:
+            raise UserError(f"{where} lacks {name!r}: it is of a model with another config")
+        if name not in own:
+            raise UserError(f"{where} has a {name!r} too many: it is of a model with another config")
+        if own[name].shape != tensors[name].shape:
+            there, here = list(tensors[name].shape), list(own[name].shape)
+            raise UserError(f"{where} holds {name!r} with shape {there}, where the model has {here}")
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
+
+
+def optimizer_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The optimisers' state as "KEY.PARAMETER" -> tensor."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    states = (entry for optimizer in optimizers for entry in optimizer.state.items())
+    return {f"{key}.{names[p]}": value for p, state in states for key, value in state.items()}
+
+
+def load_optimizers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor], where: str
+) -> None:
+    """The inverse of `optimizer_tensors`; step sizes and decay stay as the optimisers were built."""
+    parameters = dict(model.named_parameters())
+    owner = {
+        p: (optimizer, i)
+        for optimizer in optimizers
+        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+    }
+    states: dict[torch.optim.Optimizer, dict[int, dict[str, Tensor]]] = {optimizer: {} for optimizer in optimizers}
+    for entry, tensor in tensors.items():
+        key, _, name = entry.partition(".")
+        p = parameters.get(name)
+        if p is None or p not in owner or (tensor.ndim and tensor.shape != p.shape):
+            raise UserError(f"{where} holds optimiser state {entry!r} that does not fit the model")
+        optimizer, i = owner[p]
+        if tensor.ndim:  # in the parameter's own layout: fused kernels go through memory without regard to strides
+            tensor = torch.empty_like(p, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        states[optimizer].setdefault(i, {})[key] = tensor
+    for optimizer, state in states.items():
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,37 @@
+"""Model and objective as one module whose forward is the loss.
+
+It is the one thing that is sharded, compiled and wrapped: what such a wrapper does before and after a forward happens
+for the whole of the loss, whichever of the model's methods the objective calls. Checkpoints hold the model's own names.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Batch = Mapping[str, Tensor]
+
+
+class Objective(Protocol):
+    """A scalar loss (mean over the batch) and detached scalars to log.
+
+    One that is no mean over samples may have a method `shared(batch)`: what the parts of a batch (micro-batches, shares
+    of processes) must know of the whole, by name, a row for each sample, such that the mean over equal shares of a
+    batch is the value of the whole.
+    """
+
+    def __call__(
+        self, model: Any, batch: Any, step: int, generator: torch.Generator, /
+    ) -> tuple[Tensor, Mapping[str, Tensor]]: ...
+
+
+class Trainable(nn.Module):
+    """`forward(batch, step, generator)` is the objective's loss of the model and its metrics."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.model, self.objective = model, objective
+
+    def forward(self, batch: Batch, step: int, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return self.objective(self.model, batch, step, generator)

@@ -1,0 +1,209 @@
+"""Two gloo processes against one on the same global batches: a small prior, whose loss knows the whole batch.
+
+The worker below is one rank. Gradients are averaged by DistributedDataParallel, or by hand after the last
+micro-batch; on the way both ranks are killed once, and once a signal reaches one of them only.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from limner import errors
+from limner.data.stream import Stream
+from limner.models.transformer import TransformerConfig
+from limner.objectives.autoregressive import Autoregressive
+from limner.optim.optimizers import AdamW
+from limner.optim.schedules import Plateau
+from limner.training.checkpoint import completed, read_tensors
+from limner.training.config import TrainConfig
+from limner.training.loop import Interrupted, train
+from limner.training.metrics_log import read_metrics
+from limner.training.parallel import Parallel, Single
+from limner.training.trainable import Trainable
+
+STEPS = 20
+
+
+class Averaged:
+    """Ranks that hold the same weights, and average their gradients after the last micro-batch."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
+        self.is_main = self.rank == 0
+
+    def divide(self, stream: Any) -> None:
+        stream.divide(self.rank, self.world)
+
+    def prepare(self, trainable: Trainable) -> nn.Module:
+        return trainable
+
+    def part(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        for p in parameters:
+            if p.grad is not None:
+                p.grad = self.mean(p.grad)
+
+    def mean(self, values: Tensor) -> Tensor:
+        values = values.clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(values)
+        return values / self.world
+
+    def any(self, flag: bool) -> bool:
+        found = torch.tensor(int(flag))
+        distributed.all_reduce(found, distributed.ReduceOp.MAX)
+        return bool(found)
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(values) for _ in range(self.world)]
+        distributed.all_gather(found, values)
+        return found
+
+
+class Wrapped(Averaged):
+    """The same by DistributedDataParallel, whose hooks act on the forward of what it wraps."""
+
+    def prepare(self, trainable: Trainable) -> nn.Module:
+        self.wrapped = DistributedDataParallel(trainable)
+        return self.wrapped
+
+    def part(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext() if last else self.wrapped.no_sync()
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Done in the backward pass."""
+
+
+class Tokens:
+    """Captions of one to eight tokens, the rest padding."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
+        rng = [np.random.default_rng(seed) for seed in seeds]
+        text = np.stack(
+            [np.where(np.arange(8) <= i % 8, r.integers(0, 20, 8), -1) for i, r in zip(indices, rng, strict=True)]
+        )
+        image = np.stack([r.integers(0, 4, 9) + (i % 3) for i, r in zip(indices, rng, strict=True)])
+        return {"text": torch.from_numpy(text), "image": torch.from_numpy(image)}
+
+
+class Slow(Autoregressive):
+    def __call__(self, *arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        time.sleep(float(os.environ.get("SECONDS_PER_STEP", "0")))
+        return super().__call__(*arguments)
+
+
+def work(out: Path, parallel: Parallel) -> None:
+    torch.manual_seed(0)
+    model = TransformerConfig(
+        text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=16, depth=2, heads=2, kernel=3
+    )
+    config = TrainConfig(
+        steps=STEPS, batch_size=8, accumulate=2, optimizer=AdamW(lr=0.01, eps=1e-2), clip_norm=0.5, ema_decay=0.9,
+        schedule=Plateau(window=3), precision="fp32", log_every=1, checkpoint_every=4,
+    )  # fmt: skip
+    stream = Stream(Tokens(), 8, seed=3, prefetch=1)
+    try:
+        train(model.build(), Slow(), stream, config, out, parallel=parallel)
+    except Interrupted:
+        sys.exit(130)
+    finally:
+        stream.close()
+
+
+@contextmanager
+def working(out: Path, strategy: type[Averaged], seconds_per_step: float = 0.0) -> Iterator[list[subprocess.Popen]]:
+    """Two ranks on `out`, which do not outlive the block."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(Path(errors.__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "SECONDS_PER_STEP": str(seconds_per_step),
+    }
+    out.mkdir(exist_ok=True)
+    meeting = out / f"meeting-{time.monotonic_ns()}"
+    command = [sys.executable, __file__, strategy.__name__, str(out), str(meeting)]
+    ranks = [subprocess.Popen([*command, str(rank)], env=env) for rank in range(2)]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def wait_for(out: Path, step: int, ranks: list[subprocess.Popen]) -> None:
+    deadline = time.monotonic() + 120
+    while not any(row["step"] >= step for row in read_metrics(out / "metrics.jsonl")):
+        assert all(rank.poll() is None for rank in ranks) and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def to_the_end(out: Path, strategy: type[Averaged]) -> None:
+    with working(out, strategy) as ranks:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+
+
+def compare(out: Path, whole: Path) -> None:
+    ours, theirs = (read_metrics(folder / "metrics.jsonl") for folder in (out, whole))
+    assert [row["step"] for row in ours] == list(range(1, STEPS + 1))
+    for name in ("loss", "text", "image", "grad_norm", "lr"):
+        assert [row[name] for row in ours] == pytest.approx([row[name] for row in theirs], rel=1e-6, abs=1e-6)
+    for name in ("model", "ema"):
+        ours, theirs = (read_tensors(completed(folder)[-1], name) for folder in (out, whole))
+        assert list(ours) == list(theirs)
+        for key, value in ours.items():
+            torch.testing.assert_close(value, theirs[key], rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole")
+    work(out, Single())
+    return out
+
+
+def test_two_ranks_are_one_process(whole: Path, tmp_path: Path) -> None:
+    to_the_end(tmp_path, Averaged)
+    compare(tmp_path, whole)
+
+
+def test_two_wrapped_ranks_are_one_process_whatever_happens_to_them(whole: Path, tmp_path: Path) -> None:
+    with working(tmp_path, Wrapped, 0.05) as ranks:
+        wait_for(tmp_path, 5, ranks)
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+        assert [rank.wait(timeout=60) for rank in ranks] == [-signal.SIGKILL] * 2
+    with working(tmp_path, Wrapped, 0.05) as ranks:
+        wait_for(tmp_path, 9, ranks)
+        ranks[1].send_signal(signal.SIGTERM)  # the one that writes nothing
+        assert [rank.wait(timeout=60) for rank in ranks] == [130, 130]
+    saved = int(completed(tmp_path)[-1].name.removeprefix("step-"))
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == saved < STEPS
+    to_the_end(tmp_path, Wrapped)
+    compare(tmp_path, whole)
+
+
+if __name__ == "__main__":
+    strategy, out, meeting, rank = sys.argv[1:]
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=2)
+    try:
+        work(Path(out), {"Averaged": Averaged, "Wrapped": Wrapped}[strategy]())
+    finally:
+        distributed.destroy_process_group()

@@ -1,0 +1,84 @@
+"""What a rank does, in one process; tests/integration/test_parallel.py has several."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from limner.data.stream import Stream
+from limner.errors import UserError
+from limner.optim.optimizers import AdamW
+from limner.training.checkpoint import latest, read_tensors
+from limner.training.config import TrainConfig
+from limner.training.loop import train
+from limner.training.metrics_log import read_metrics
+from limner.training.parallel import Single, folded
+
+CONFIG = TrainConfig(steps=6, batch_size=8, optimizer=AdamW(lr=1e-2), precision="fp32", log_every=1)
+
+
+class Points:
+    def __len__(self) -> int:
+        return 30
+
+    def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
+        return {"x": torch.from_numpy(np.stack([indices % 5, indices % 3], 1)).float()}
+
+
+class Second(Single):
+    """The second of two ranks, whose fellow has no numbers to add and says so with zeros."""
+
+    rank, world = 1, 2
+
+    def divide(self, stream: Any) -> None:
+        stream.divide(self.rank, self.world)
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        return [torch.zeros_like(values), values]
+
+
+def noisy(model: Any, batch: dict[str, Tensor], step: int, generator: torch.Generator) -> tuple[Tensor, dict]:
+    x = batch["x"] + torch.randn(batch["x"].shape, generator=generator)
+    return (model(x) - 1).square().mean(), {"index": batch["index"].float().sum()}
+
+
+def go(out: Path, parallel: Single, steps: int = 6) -> list[tuple[float, float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    train(model, noisy, Stream(Points(), 8), replace(CONFIG, steps=steps), out, parallel=parallel)
+    return [(row["loss"], row["index"]) for row in read_metrics(out / "metrics.jsonl")]
+
+
+def test_a_rank_has_its_share_and_its_own_random_numbers_and_goes_on_with_them(tmp_path: Path) -> None:
+    whole = go(tmp_path / "whole", Second())
+    plan = Stream(Points(), 8)
+    assert [index for _, index in whole] == [plan.plan(8 * step)[0][4:].sum() for step in range(6)]
+    go(tmp_path / "parts", Second(), steps=2)
+    torch.manual_seed(5)
+    assert go(tmp_path / "parts", Second()) == whole
+    where = latest(tmp_path / "whole")
+    assert where and set(read_tensors(where, "rng")) == {"torch", "torch.1", "objective", "objective.1"}
+
+
+def test_another_number_of_ranks_is_pointed_out(tmp_path: Path) -> None:
+    go(tmp_path, Single(), steps=2)
+    with pytest.warns(UserWarning, match="results may differ"):
+        go(tmp_path, Second())
+
+
+def test_seeds_of_ranks_differ_and_the_first_has_that_of_one_process() -> None:
+    assert folded(7, 0) == 7
+    seeds = {folded(seed, rank) for seed in (0, 7, 2**63 - 1) for rank in range(4)}
+    assert len(seeds) == 12 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_batch_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    class Third(Second):
+        rank, world = 2, 3
+
+    with pytest.raises(UserError, match="multiple of 3"):
+        go(tmp_path, Third())
