@@ -48,7 +48,7 @@ from limner.version import __version__
 
 _ROWS = 256  # candidates in one batch at most on a CPU; beyond, its caches no longer help
 _CACHE_BYTES = 1 << 30  # of keys and values in one batch on a CPU
-_GPU_ROWS = 1_024  # on a GPU, where half of the free memory may hold them
+_GPU_ROWS = 1_024  # on a GPU, where a quarter of the free memory may hold them
 _PICTURE_BYTES = 1 << 30  # of codes and activations when tokens become pictures
 
 Advance = Callable[[int, int], None]  # (image tokens drawn, image tokens in all)
@@ -138,6 +138,7 @@ class TextToImage:
         self.guidance = float(guidance)
         _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
         self._drawing: tuple[Decoder, Contrastive] | None = None
+        self._free = 0  # bytes of a GPU's memory before the first drawing
 
     @property
     def name(self) -> str:
@@ -151,7 +152,7 @@ class TextToImage:
         """Move all three models; returns itself."""
         for model in (self.dvae, self.prior, self.contrastive):
             model.to(device)
-        self._drawing = None
+        self._drawing, self._free = None, 0
         return self
 
     def __call__(
@@ -339,7 +340,8 @@ class TextToImage:
         each = 2 * sum(store.bytes_per_candidate for store in stores)
         most, room = _ROWS, _CACHE_BYTES
         if self.device.type == "cuda":
-            most, room = _GPU_ROWS, torch.cuda.mem_get_info(self.device)[0] // 2
+            self._free = self._free or torch.cuda.mem_get_info(self.device)[0]
+            most, room = _GPU_ROWS, self._free // 4  # for two recordings, and a cache on its way into one
         return max(1, min(most, room // each))
 
     @torch.inference_mode(False)  # compiled steps are slower with tensors that were made in it

@@ -27,12 +27,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from limner.layers.attention import Core
 from limner.layers.patterns import Pattern
 
 Position = int | Tensor  # a tensor is int64 [1]
@@ -57,8 +58,18 @@ class Store:
 
     def expand(self, n: int) -> Self:
         """`n` candidates in the place of each."""
+        return self._with([part.repeat_interleave(n, 1) for part in self.parts])
+
+    def keep(self, rows: Tensor) -> Self:
+        """These candidates alone, int64 [M']."""
+        return self._with([part[:, rows] for part in self.parts])
+
+    def copy(self) -> Self:
+        return self._with([part.clone() for part in self.parts])
+
+    def _with(self, parts: list[Tensor]) -> Self:
         twin = copy(self)
-        twin.parts = [part.repeat_interleave(n, 1) for part in self.parts]
+        twin.parts = parts
         return twin
 
     @property
@@ -115,6 +126,19 @@ class LayerCache:
         """`n` candidates of each caption that go on from here: B -> B * n; the prefix stays shared."""
         return replace(self, keys=self.keys.expand(n), values=self.values.expand(n))
 
+    def keep(self, rows: Tensor) -> LayerCache:
+        """These rows alone, int64 [M'], as many of each caption."""
+        return replace(self, keys=self.keys.keep(rows), values=self.values.keep(rows))
+
+    def copy(self) -> LayerCache:
+        prefix = {"prefix_keys": self.prefix_keys.clone(), "prefix_values": self.prefix_values.clone()}
+        return replace(self, keys=self.keys.copy(), values=self.values.copy(), **prefix)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """All that it holds."""
+        return [self.prefix_keys, self.prefix_values, *self.keys.parts, *self.values.parts]
+
     def append(self, position: Position, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the keys and values of an image position and attend from it: [M, H, 1, C] each."""
         line, step = position % self.lines, position // self.lines
@@ -168,7 +192,54 @@ class Cache:
         """`n` candidates of each caption, which go on from here."""
         return Cache([layer.expand(n) for layer in self.layers], self.length)
 
+    def keep(self, rows: Tensor) -> Cache:
+        """These rows alone, int64 [M'], as many of each caption."""
+        return Cache([layer.keep(rows) for layer in self.layers], self.length)
+
+    def copy(self) -> Cache:
+        """The same in memory of its own."""
+        return Cache([layer.copy() for layer in self.layers], self.length)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """All that it holds."""
+        return [x for layer in self.layers for x in layer.memory]
+
+    def cores(self) -> list[Core]:
+        """Each layer's attention at the next position."""
+        return [partial(layer.append, self.length) for layer in self.layers]
+
+    def advance(self) -> None:
+        """One more position has been read."""
+        self.length += 1
+
+    @property
+    def rows(self) -> int:
+        return self.layers[0].keys.parts[0].shape[1]
+
     @property
     def bytes_per_candidate(self) -> int:
         """Memory that one more candidate takes."""
         return sum(x.keys.bytes_per_candidate + x.values.bytes_per_candidate for x in self.layers)
+
+
+class Together:
+    """Caches that share a step, each at a position of its own: their rows, one cache's after the other's, are one
+    batch to the rest of the model, and each cache attends for itself."""
+
+    def __init__(self, caches: Sequence[Cache]) -> None:
+        self.caches = caches
+        self.sizes = [cache.rows for cache in caches]
+        at = torch.tensor([cache.length for cache in caches]).repeat_interleave(torch.tensor(self.sizes))
+        self.length = at[:, None].to(caches[0].layers[0].prefix_keys.device)  # [M, 1]
+
+    def cores(self) -> list[Core]:
+        return [partial(self._apart, cores) for cores in zip(*(cache.cores() for cache in self.caches), strict=True)]
+
+    def _apart(self, cores: Sequence[Core], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(cores, *(x.split(self.sizes) for x in (q, k, v)), strict=True)
+        return torch.cat([core(*part) for core, *part in parts])
+
+    def advance(self) -> None:
+        for cache in self.caches:
+            cache.advance()

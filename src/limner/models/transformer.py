@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from limner.layers.attention import Attention, Core
-from limner.layers.cache import Cache, LayerCache, Position, Store
+from limner.layers.cache import Cache, LayerCache, Position, Store, Together
 from limner.layers.masked import MaskedAttention
 from limner.layers.patterns import PATTERNS, Pattern, paper_pattern
 from limner.layers.sparse import training_core
@@ -253,11 +253,11 @@ class Transformer(nn.Module):
         x = self.run(x, cores=[partial(read, pattern) for pattern in self.config.patterns])
         return Cache(layers), self._logits(x)
 
-    def step(self, cache: Cache, token: Tensor) -> Tensor:
+    def step(self, cache: Cache | Together, token: Tensor) -> Tensor:
         """Append one image token a row, [M] -> fp32 logits [M, V] of the next."""
         x = self.embed.tokens(token[:, None], cache.length)
-        x = self.run(x, cores=[partial(layer.append, cache.length) for layer in cache.layers])
-        cache.length += 1
+        x = self.run(x, cores=cache.cores())
+        cache.advance()
         return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -104,7 +104,8 @@ def drawing(
 ) -> Drawing:
     """Time drawing as the pipeline does it. Without `shared`, each candidate has the text's keys and values
     copied, as is usual elsewhere."""
-    model = config.build().to(device, choose_precision(device)).eval()
+    with torch.inference_mode(False):  # as the pipeline has it
+        model = config.build().to(device, choose_precision(device)).eval()
     model = decoder(model if compiled else packed(model), compiled)
     sampler, uniform = Sampler(), torch.rand(candidates, device=device)
     text = torch.randint(0, config.text_vocab, (1, config.text_len), device=device)

@@ -5,17 +5,19 @@ number for each position, drawn from its own seed, and a token is the inverse of
 function at that number. So candidate i of a caption is the same whatever the batch around it. Guidance
 and given tokens change the logits or replace choices; the numbers stay.
 
-Shapes: B captions, N candidates, T text positions, S image positions, V image vocabulary.
+Shapes: B captions, N candidates of each, M = B * N rows (twice that with guidance), T text positions, S image
+positions, V image vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
-from limner.layers.cache import Store
+from limner.layers.cache import Store, Together
 from limner.sampling.options import Sampler
 from limner.sampling.recorded import Decoder
 from limner.text import PAD
@@ -59,7 +61,112 @@ def uniforms(seed: int, candidates: range, length: int) -> Tensor:
     return torch.stack(rows)
 
 
-@torch.inference_mode()
+class Rows:
+    """Candidates of captions that joined a generation together, and so are at one position.
+
+    They share what they have in common: each caption is read once, given tokens that come before all that is to draw
+    are read once for each caption, and a step reads keys and values of the caption once for all its candidates.
+    """
+
+    def __init__(
+        self, model: Decoder, text: Tensor, candidates: range, sampler: Sampler, seed: int, given: Tensor | None,
+        store: type[Store],
+    ) -> None:  # fmt: skip
+        b, n, length = len(text), len(candidates), prod(model.config.grid)
+        self.sampler, self.guidance = sampler, 1.0 if sampler.guidance is None else sampler.guidance
+        self.guided = self.guidance != 1
+        self.captions, self.n = b, n
+        given = torch.full((b, length), FREE, device=text.device) if given is None else given
+        self.position, self.primed = 0, int((given != FREE).all(0).long().cumprod(0).sum())
+        self._tokens = given.repeat_interleave(n, 0)  # [B * N, S]
+        self._uniform = uniforms(seed, candidates, length).repeat(b, 1).to(text.device)  # [B * N, S]
+        both = torch.cat([text, torch.full_like(text, PAD)]) if self.guided else text
+        self.cache, self.logits = model.prefill(both, store)
+
+    @property
+    def tokens(self) -> Tensor:
+        """What is drawn so far, int64 [B, N, S]; `FREE` where nothing is."""
+        return self._tokens.unflatten(0, (self.captions, -1))
+
+    @property
+    def done(self) -> bool:
+        return self.position == self._tokens.shape[1]
+
+    def draw(self) -> Tensor:
+        """Each row's token at the next position, int64 [M], as the model is to read them."""
+        now = self._tokens[:, self.position]
+        if self.position < self.primed:
+            now = now[:: self.n]
+        else:
+            if self.position == self.primed:  # until here, candidates were alike
+                self.cache, self.logits = self.cache.expand(self.n), self.logits.repeat_interleave(self.n, 0)
+            logits = self.logits
+            if self.guided:
+                caption, empty = logits.chunk(2)
+                logits = empty + self.guidance * (caption - empty)
+            drawn = choose(self.sampler, logits, self._uniform[:, self.position])
+            self._tokens[:, self.position] = now = torch.where(now == FREE, drawn, now)
+        self.position += 1
+        return now.repeat(2) if self.guided else now
+
+    def keep(self, which: Sequence[int]) -> None:
+        """Go on with some candidates of each caption only, by their place among those there were."""
+        stay = (self.n * torch.arange(self.captions)[:, None] + torch.tensor(which)).flatten().to(self._tokens.device)
+        if self.position > self.primed:
+            both = torch.cat([stay, stay + len(self._tokens)]) if self.guided else stay
+            self.cache, self.logits = self.cache.keep(both), self.logits[both]
+        self._tokens, self._uniform, self.n = self._tokens[stay], self._uniform[stay], len(which)
+
+
+class Generation:
+    """Drawings under way. Rows join and leave between tokens, and no row's tokens depend on its company.
+
+    A step reads the model's weights once for all rows, wherever each of them is in its picture; only attention is
+    computed for those apart that did not join together (selective batching: Yu et al. 2022, Orca, §3.2).
+    """
+
+    def __init__(self, model: Decoder, store: type[Store] = Store) -> None:
+        self.model, self.store = model, store
+        self.rows: list[Rows] = []
+
+    @torch.inference_mode()
+    def join(
+        self, text: Tensor, candidates: range, sampler: Sampler, *, seed: int = 0, given: Tensor | None = None
+    ) -> Rows:
+        """Begin with the given candidates of every caption.
+
+        Args:
+            text: int64 [B, T].
+            candidates: their numbers; `range(32, 64)` continues where `range(32)` ended.
+            sampler: its guidance is classifier-free (Ho & Salimans 2022): logits go that far from those without a
+                caption, `empty + guidance * (caption - empty)`; 1 is none, as is None here. The model must have been
+                trained with captions dropped.
+            given: int64 [B, S], image tokens that are fixed, `FREE` where to draw. Top rows prime the
+                model (§2.6, Figure 14); fixed tokens anywhere, drawn around in raster order, inpaint.
+        """
+        rows = Rows(self.model, text, candidates, sampler, seed, given, self.store)
+        self.rows.append(rows)
+        return rows
+
+    def leave(self, rows: Rows) -> None:
+        """Draw no more of these."""
+        self.rows.remove(rows)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Draw one token of each row. Rows that are done leave."""
+        tokens = {rows: rows.draw() for rows in self.rows}
+        self.rows = [rows for rows in self.rows if not rows.done]
+        if len(self.rows) == 1:
+            (rows,) = self.rows
+            rows.logits = self.model.step(rows.cache, tokens[rows])
+        elif self.rows:
+            parts = [tokens[rows] for rows in self.rows]
+            logits = self.model.step(Together([rows.cache for rows in self.rows]), torch.cat(parts))
+            for rows, part in zip(self.rows, logits.split([len(part) for part in parts]), strict=True):
+                rows.logits = part
+
+
 def generate(
     model: Decoder,
     text: Tensor,
@@ -72,46 +179,19 @@ def generate(
     progress: Callable[[int, int], None] | None = None,
     watch: Callable[[Tensor, int], None] | None = None,
 ) -> Tensor:
-    """Draw the given candidates of every caption.
+    """Draw the given candidates of every caption: int64 [B, N, S]. `Generation.join` explains the arguments but these:
 
     Args:
-        text: int64 [B, T]; each caption is read once and shared by its candidates.
-        candidates: their numbers; `range(32, 64)` continues where `range(32)` ended.
-        sampler: its guidance is classifier-free (Ho & Salimans 2022): logits go that far from those without a
-            caption, `empty + guidance * (caption - empty)`; 1 is none, and None is none here. The model must have
-            been trained with captions dropped.
-        given: int64 [B, S], image tokens that are fixed, `FREE` where to draw. Top rows prime the
-            model (§2.6, Figure 14); fixed tokens anywhere, drawn around in raster order, inpaint.
         store: how keys and values are kept; `Int8Store` takes half the memory of bf16.
         progress: called with (positions done, S).
-        watch: called with the tokens so far [B, N, S] and the number of rows done, after each row.
-
-    Returns:
-        int64 [B, N, S].
+        watch: called with the tokens so far [B, N, S] and the number of rows of the grid done, after each.
     """
-    b, n = len(text), len(candidates)
-    h, w = model.config.grid
-    uniform = uniforms(seed, candidates, h * w).repeat(b, 1).to(text.device)  # [B * N, S]
-    given = torch.full((b, h * w), FREE, device=text.device) if given is None else given
-    primed = int((given != FREE).all(0).long().cumprod(0).sum())  # until there, candidates are alike
-    guidance = sampler.guidance
-    guided = guidance not in (None, 1)
-    tokens = given.repeat_interleave(n, 0)  # [B * N, S]
-    cache, logits = model.prefill(torch.cat([text, torch.full_like(text, PAD)]) if guided else text, store)
-    for position in range(h * w):
-        if position == primed:
-            cache, logits = cache.expand(n), logits.repeat_interleave(n, 0)
-        if position >= primed:
-            if guided:
-                caption, empty = logits.chunk(2)
-                logits = empty + guidance * (caption - empty)
-            drawn = choose(sampler, logits, uniform[:, position])
-            tokens[:, position] = torch.where(tokens[:, position] == FREE, drawn, tokens[:, position])
-        if position + 1 < h * w:
-            token = tokens[:, position] if position >= primed else given[:, position]
-            logits = model.step(cache, token.repeat(2) if guided else token)
+    (h, w), generation = model.config.grid, Generation(model, store)
+    rows = generation.join(text, candidates, sampler, seed=seed, given=given)
+    while not rows.done:
+        generation.step()
         if progress:
-            progress(position + 1, h * w)
-        if watch and (position + 1) % w == 0:
-            watch(tokens.unflatten(0, (b, n)), (position + 1) // w)
-    return tokens.unflatten(0, (b, n))
+            progress(rows.position, h * w)
+        if watch and rows.position % w == 0:
+            watch(rows.tokens, rows.position // w)
+    return rows.tokens

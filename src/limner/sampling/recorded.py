@@ -3,21 +3,24 @@
 A step of a small model is hundreds of kernels of a few microseconds each, and a GPU is told of them one by
 one more slowly than it runs them. Recorded as a CUDA graph, they run without being told. What is recorded
 reads and writes fixed memory: so the token and the position lie in tensors that are filled before each replay,
-and each step does the same whatever its position (`layers/cache.py`).
+each step does the same whatever its position (`layers/cache.py`), and a cache moves into the recording's memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from limner.layers.cache import Cache, Store
+from limner.layers.cache import Cache, Store, Together
 from limner.models.transformer import Transformer, TransformerConfig
 
 Run = Callable[[], object]
+
+_SHAPES = 2  # recordings that are kept, with the memory of their caches: of whole batches, and of a last, smaller one
 
 
 class Decoder(Protocol):
@@ -28,7 +31,7 @@ class Decoder(Protocol):
 
     def prefill(self, text: Tensor, store: type[Store] = Store) -> tuple[Cache, Tensor]: ...
 
-    def step(self, cache: Cache, token: Tensor) -> Tensor: ...
+    def step(self, cache: Cache | Together, token: Tensor) -> Tensor: ...
 
 
 def decoder(model: Transformer, compile: bool = False) -> Decoder:
@@ -43,6 +46,7 @@ def compiled(run: Run) -> Run:
     candidates. The weights become constants, laid out as they are multiplied: changed later, they have no effect."""
     from torch._inductor import config  # a second to import, so only now
 
+    run.__code__ = run.__code__.replace()  # the compiler takes only so many versions of one
     fast = torch.compile(run, fullgraph=True, dynamic=False)
     with config.patch(freezing=True):
         fast()
@@ -64,9 +68,10 @@ def cuda_graph(run: Run) -> Run:
 
 
 class Recorded:
-    """A model whose decoding steps are recorded with the first token that a cache is given.
+    """A model whose decoding steps are recorded with the first cache of a shape, and replayed for all others.
 
-    The logits that `step` returns are overwritten by the next step.
+    The logits that `step` returns are overwritten by the next step. Rows that are not all at one position go through
+    the model itself: whoever joins or leaves makes another shape of them.
 
     Args:
         record: turns a function without arguments into one that does the same to the same memory.
@@ -74,39 +79,65 @@ class Recorded:
 
     def __init__(self, model: Transformer, record: Callable[[Run], Run] = cuda_graph) -> None:
         self.model, self.record = model, record
-        self._steps: _Steps | None = None
+        self._steps: list[_Steps] = []  # the last used last
 
     @property
     def config(self) -> TransformerConfig:
         return self.model.config
 
     def prefill(self, text: Tensor, store: type[Store] = Store) -> tuple[Cache, Tensor]:
-        self._steps = None  # frees the memory of the last picture's
         return self.model.prefill(text, store)
 
-    def step(self, cache: Cache, token: Tensor) -> Tensor:
-        if self._steps is None or self._steps.cache is not cache:
-            self._steps = _Steps(self.model, cache, token, self.record)
-        return self._steps(token)
+    def step(self, cache: Cache | Together, token: Tensor) -> Tensor:
+        if isinstance(cache, Together):
+            return self.model.step(cache, token)
+        with torch.inference_mode(False), torch.no_grad():  # the compiler is for ordinary tensors
+            return self._steps_of(cache, token)(cache, token)
+
+    def _steps_of(self, cache: Cache, token: Tensor) -> _Steps:
+        if (here := next((one for one in self._steps if one.layers is cache.layers), None)) is not None:
+            return here
+        steps = next((one for one in self._steps if one.fits(cache)), None)
+        if steps is None:
+            del self._steps[: 1 - _SHAPES]
+            steps = _Steps(self.model, cache, token, self.record)
+        else:
+            self._steps.remove(steps)
+        self._steps.append(steps)
+        steps.take(cache)
+        return steps
 
 
 class _Steps:
-    """The steps of one cache, with the memory that they take the token and the position from."""
+    """The steps of caches of one shape, with the memory that they work on, which one cache at a time has."""
 
     logits: Tensor
 
     def __init__(self, model: Transformer, cache: Cache, token: Tensor, record: Callable[[Run], Run]) -> None:
-        self.cache, self.token = cache, token.clone()
+        self.layers, self.token = cache.copy().layers, token.clone()
         self.position = torch.full((1,), int(cache.length), device=token.device)
+        self.owner: Callable[[], Cache | None] = lambda: None
 
         def run() -> None:
-            self.logits = model.step(Cache(cache.layers, self.position.clone()), self.token)
+            self.logits = model.step(Cache(self.layers, self.position.clone()), self.token)
 
         self.replay = record(run)
 
-    def __call__(self, token: Tensor) -> Tensor:
+    def fits(self, cache: Cache) -> bool:
+        mine, its = ([(x.shape, x.dtype) for x in Cache(layers).memory] for layers in (self.layers, cache.layers))
+        return mine == its
+
+    def take(self, cache: Cache) -> None:
+        """Move the cache here; one that still is goes on in other memory."""
+        if (before := self.owner()) is not None and before.layers is self.layers:
+            before.layers = before.copy().layers
+        for mine, its in zip(Cache(self.layers).memory, cache.memory, strict=True):
+            mine.copy_(its)
+        cache.layers, self.owner = self.layers, ref(cache)
+
+    def __call__(self, cache: Cache, token: Tensor) -> Tensor:
         self.token.copy_(token)
-        self.position.fill_(int(self.cache.length))
+        self.position.fill_(int(cache.length))
         self.replay()
-        self.cache.length += 1
+        cache.advance()
         return self.logits

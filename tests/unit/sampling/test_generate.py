@@ -5,9 +5,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
+from limner.layers.cache import Int8Store, Store
 from limner.models.transformer import TransformerConfig
-from limner.sampling.generate import FREE, choose, generate, uniforms
+from limner.sampling.generate import FREE, Generation, choose, generate, uniforms
 from limner.sampling.options import Sampler
+from limner.sampling.recorded import Recorded
 from limner.text import PAD
 
 N = 40_000
@@ -209,3 +211,60 @@ def _kept(p, options):
     keep = (rank < options.get("top_k", 99)) & (ahead < options.get("top_p", 2.0))
     kept = torch.where(keep, p, torch.zeros(()))
     return kept / kept.sum(-1, keepdim=True)
+
+
+def requests():
+    """Captions, candidates, samplers, seeds and given tokens that have nothing in common."""
+    known = torch.randint(0, 16, (2, 15), generator=torch.Generator().manual_seed(0))
+    primed, holes = known[:1].clone(), known.clone()
+    primed[0, 6:], holes[:, ::2] = FREE, FREE
+    return [
+        {"text": TEXT[:1], "candidates": range(3), "sampler": Sampler(), "seed": 1},
+        {"text": TEXT, "candidates": range(4, 6), "sampler": Sampler(temperature=0.7, top_k=5), "seed": 2},
+        {"text": TEXT[1:], "candidates": range(3), "sampler": Sampler(top_p=0.8, guidance=3), "seed": 3},
+        {"text": TEXT[:1], "candidates": range(2), "sampler": Sampler(), "seed": 4, "given": primed},
+        {"text": TEXT, "candidates": range(2), "sampler": Sampler(guidance=2), "seed": 5, "given": holes},
+        {"text": TEXT[:1], "candidates": range(3), "sampler": Sampler(temperature=0), "seed": 6},
+    ]
+
+
+@given(
+    joins=st.lists(st.integers(0, 20), min_size=6, max_size=6),
+    leaves=st.lists(st.integers(1, 20), min_size=6, max_size=6),
+    store=st.sampled_from([Store, Int8Store]), pattern=st.sampled_from(["paper", "dense"]), recorded=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=12, deadline=None)
+def test_rows_that_join_and_leave_draw_what_they_draw_alone(joins, leaves, store, pattern, recorded):
+    """Any of them may come and go between any two tokens; from one that has more than one candidate, one may."""
+    model, asked = prior(pattern), requests()
+    generation = Generation(Recorded(model, lambda run: run) if recorded else model, store)
+    rows, steps = {}, 0
+    while len(rows) < len(asked) or generation.rows:
+        for i, request in enumerate(asked):
+            if joins[i] == steps:
+                rows[i] = generation.join(**request)
+            if i in rows and rows[i] in generation.rows and rows[i].position == leaves[i]:
+                if i % 2:
+                    generation.leave(rows[i])
+                else:
+                    rows[i].keep([1])
+        generation.step()
+        steps += 1
+    for i, request in enumerate(asked):
+        whole, found = generate(model, **request, store=store), rows[i].tokens
+        if i % 2 == 0 and leaves[i] < 15:
+            whole = whole[:, 1:2]
+        end = leaves[i] if i % 2 and leaves[i] < 15 else 15
+        assert rows[i].position == end
+        assert torch.equal(found[..., :end], whole[..., :end])
+
+
+def test_rows_at_several_positions_take_one_pass_through_the_weights():
+    model, seen = prior(), []
+    generation = Generation(model)
+    for _ in range(3):
+        generation.join(TEXT[:1], range(2), Sampler())
+        generation.step()
+    model.head.image.register_forward_hook(lambda layer, read, made: seen.append(len(made)))
+    generation.step()
+    assert seen == [6]

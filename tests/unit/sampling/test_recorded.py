@@ -59,6 +59,38 @@ def test_drawings_are_the_same(guidance, primed):
     assert torch.equal(draw(recorded, seed=4), draw(model, seed=4))  # another picture, another cache
 
 
+def test_a_shape_is_recorded_once_and_two_are_kept():
+    model, recordings = prior(), []
+
+    def record(run):
+        recordings.append(run)
+        return run
+
+    recorded = Recorded(model, record)
+    for n in (3, 2, 3, 2, 3):
+        text = torch.randint(0, 20, (1, 4))
+        drawn = [generate(x, text, range(n), Sampler(), seed=n) for x in (model, recorded)]
+        assert torch.equal(*drawn)
+    assert len(recordings) == 2
+    generate(recorded, text, range(1), Sampler())
+    generate(recorded, text, range(3), Sampler())
+    assert len(recordings) == 3
+    generate(recorded, text, range(2), Sampler())
+    assert len(recordings) == 4
+
+
+def test_caches_of_one_shape_that_take_turns_keep_apart():
+    model = prior()
+    recorded = Recorded(model, memory_alone)
+    with torch.inference_mode():
+        caches = [[x.prefill(torch.full((1, 4), i), Store)[0].expand(3) for x in (model, recorded)] for i in range(2)]
+        for position in range(6):
+            for pair in caches[: 1 + position % 2]:
+                token = torch.randint(0, 12, (3,))
+                expected, found = (x.step(cache, token) for x, cache in zip((model, recorded), pair, strict=True))
+                torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_picture_needs_one_compilation():
     model, text, counter = prior(), torch.randint(0, 20, (1, 4)), CompileCounter()
     compiled = Recorded(model, lambda run: torch.compile(run, backend=counter, fullgraph=True, dynamic=False))
