@@ -22,8 +22,9 @@ from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
+from limner.objectives.balanced import BalancedELB
 from limner.objectives.contrastive import ContrastiveLoss
-from limner.objectives.elbo import BalancedELB, RelaxedELB
+from limner.objectives.elbo import RelaxedELB
 from limner.optim.optimizers import AdamW
 from limner.optim.schedules import Anneal, Cosine, Plateau
 from limner.training.config import TrainConfig

@@ -15,14 +15,15 @@ Shapes: B batch, H x W pixels, h x w grid (H / stride), V codes, S = h * w.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from limner.models.patch_encoder import PatchEncoder
 from limner.ranges import Checked, OutOfRange, Range
 
 EPSILON = 0.1  # of Equation 3: keeps the pixels away from the poles of the logit
@@ -76,23 +77,12 @@ class Block(nn.Module):
         return self.id_path(x) + self.gain * self.res_path(x)
 
 
-def _stack(
-    first: nn.Module, widths: list[int], between: nn.Module, last: Conv2d, config: DVAEConfig,
-    kernels: Callable[[int], tuple[int, ...]],
-) -> nn.Sequential:  # fmt: skip
-    """input, `len(widths) - 1` groups with `between` after all but the last, output."""
-    gain = config.gain or 1 / (config.groups * config.blocks) ** 2
-    parts: OrderedDict[str, nn.Module] = OrderedDict(input=first)
-    for g in range(1, len(widths)):
-        group: OrderedDict[str, nn.Module] = OrderedDict()
-        for b in range(1, config.blocks + 1):
-            n_in = widths[g - 1] if b == 1 else widths[g]
-            group[f"block_{b}"] = Block(n_in, widths[g], kernels(g), gain, config.init_gain)
-        if g < len(widths) - 1:
-            group["pool" if isinstance(between, nn.MaxPool2d) else "upsample"] = between
-        parts[f"group_{g}"] = nn.Sequential(group)
-    parts["output"] = nn.Sequential(OrderedDict(relu=nn.ReLU(), conv=last))
-    return nn.Sequential(parts)
+def _group(config: DVAEConfig, n_in: int, n_out: int, kernels: tuple[int, ...], **after: nn.Module) -> nn.Sequential:
+    """`config.blocks` resblocks, of which the first changes the width, and what comes after them."""
+    blocks: OrderedDict[str, nn.Module] = OrderedDict()
+    for b in range(1, config.blocks + 1):
+        blocks[f"block_{b}"] = Block(n_in if b == 1 else n_out, n_out, kernels, config.branch_gain, config.init_gain)
+    return nn.Sequential(blocks | after)
 
 
 class Encoder(nn.Module):
@@ -100,22 +90,18 @@ class Encoder(nn.Module):
 
     def __init__(self, config: DVAEConfig) -> None:
         super().__init__()
-        widths = [config.width, *(config.width * 2**g for g in range(config.groups))]
-        self.patch = config.stride if config.context_groups == 0 else None
+        widths = [config.width * 2**g for g in range(config.groups)]
         near = config.context_groups or config.groups
-        self.blocks = _stack(
-            Conv2d(3, config.width, 7), widths, nn.MaxPool2d(2), Conv2d(widths[-1], config.vocab, 1), config,
-            lambda group: (3, 3, 3, 1) if group <= near else (1, 1, 1, 1),
-        )  # fmt: skip
+        parts: OrderedDict[str, nn.Module] = OrderedDict(input=Conv2d(3, config.width, 7))
+        logits = Conv2d(widths[-1], config.vocab, 1)
+        for g, (n_in, n_out) in enumerate(pairwise([config.width, *widths]), 1):
+            pool = {"pool": nn.MaxPool2d(2)} if g < config.groups else {}
+            parts[f"group_{g}"] = _group(config, n_in, n_out, (3, 3, 3, 1) if g <= near else (1, 1, 1, 1), **pool)
+        parts["output"] = nn.Sequential(OrderedDict(relu=nn.ReLU(), conv=logits))
+        self.blocks = nn.Sequential(parts)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.patch is None:
-            return self.blocks(x)
-        b, _, height, width = x.shape
-        h, w = height // self.patch, width // self.patch
-        patches = x.view(b, 3, h, self.patch, w, self.patch).permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
-        logits = self.blocks(patches.contiguous(memory_format=torch.channels_last))
-        return logits.view(b, h, w, -1).permute(0, 3, 1, 2)
+        return self.blocks(x)
 
 
 class Decoder(nn.Module):
@@ -123,13 +109,16 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DVAEConfig) -> None:
         super().__init__()
-        groups = [config.width * 2**g for g in reversed(range(config.groups))]
+        widths = [config.width * 2**g for g in reversed(range(config.groups))]
         # A one-hot has unit energy, not one per channel: its fan-in is 1, not V.
-        first = Conv2d(config.vocab, config.code_width, 1, gain=config.code_gain)
-        self.blocks = _stack(
-            first, [config.code_width, *groups], nn.Upsample(scale_factor=2, mode="nearest"),
-            Conv2d(groups[-1], 6, 1), config, lambda group: (1, 3, 3, 3),
-        )  # fmt: skip
+        codebook = Conv2d(config.vocab, config.code_width, 1, gain=config.code_gain)
+        parts: OrderedDict[str, nn.Module] = OrderedDict(input=codebook)
+        pixels = Conv2d(widths[-1], 6, 1)
+        for g, (n_in, n_out) in enumerate(pairwise([config.code_width, *widths]), 1):
+            up = {"upsample": nn.Upsample(scale_factor=2, mode="nearest")} if g < config.groups else {}
+            parts[f"group_{g}"] = _group(config, n_in, n_out, (1, 3, 3, 3), **up)
+        parts["output"] = nn.Sequential(OrderedDict(relu=nn.ReLU(), conv=pixels))
+        self.blocks = nn.Sequential(parts)
 
     def forward(self, z: Tensor) -> Tensor:
         return self.blocks(z)
@@ -149,9 +138,7 @@ class DVAEConfig(Checked):
         gain: of the residual branches; None is the released code's `1 / (groups * blocks)^2`.
         init_gain, code_gain: of the initial weights in the branches and of the codebook.
         context_groups: encoder groups whose blocks look around (3x3); later ones are 1x1. None is all of them, as
-            in the paper. With 0 every patch of `stride` x `stride` pixels is encoded alone, so that equal
-            patches have equal codes whatever is near them: on small, flat pictures other encoders make codes
-            of context that a prior cannot know (docs/LOG.md).
+            in the paper. With 0 every patch of `stride` x `stride` pixels is encoded alone (`patch_encoder.py`).
     """
 
     size: Annotated[int, Range(1, 4_096)] = 256
@@ -177,6 +164,11 @@ class DVAEConfig(Checked):
             raise OutOfRange("context_groups", f"must be at most groups, {self.groups}, not {self.context_groups}")
 
     @property
+    def branch_gain(self) -> float:
+        """What the residual branches are multiplied with (§2.1)."""
+        return self.gain or 1 / (self.groups * self.blocks) ** 2
+
+    @property
     def stride(self) -> int:
         return 2 ** (self.groups - 1)
 
@@ -194,7 +186,8 @@ class DVAE(nn.Module):
     def __init__(self, config: DVAEConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = Encoder(config)
+        encoder = Encoder(config)
+        self.encoder = PatchEncoder(encoder.blocks, config.stride) if config.context_groups == 0 else encoder
         self.decoder = Decoder(config)
         self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 

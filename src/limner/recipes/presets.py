@@ -5,8 +5,8 @@ from __future__ import annotations
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import SIZES, TransformerConfig
+from limner.objectives.balanced import BalancedELB
 from limner.objectives.contrastive import ContrastiveLoss
-from limner.objectives.elbo import BalancedELB
 from limner.optim.optimizers import AdamW, Muon
 from limner.optim.schedules import Anneal, Cosine, Plateau
 from limner.recipes.recipe import Bundled, ContrastiveStage, DVAEStage, PriorStage, Recipe, TextConfig

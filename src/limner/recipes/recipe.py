@@ -14,8 +14,9 @@ from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
+from limner.objectives.balanced import BalancedELB
 from limner.objectives.contrastive import ContrastiveLoss
-from limner.objectives.elbo import BalancedELB, RelaxedELB
+from limner.objectives.elbo import RelaxedELB
 from limner.optim.optimizers import Muon
 from limner.ranges import Checked, OutOfRange, Range
 from limner.training.config import TrainConfig

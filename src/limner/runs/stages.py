@@ -36,7 +36,7 @@ from limner.files import locked
 from limner.models.contrastive import Contrastive
 from limner.models.dvae import DVAE
 from limner.models.transformer import Transformer
-from limner.objectives.elbo import BalancedELB
+from limner.objectives.balanced import BalancedELB
 from limner.pipeline import TextToImage
 from limner.progress import progress
 from limner.recipes.recipe import (

@@ -10,9 +10,9 @@ from limner.models.contrastive import MAX_LOG_SCALE, ContrastiveConfig
 from limner.models.dvae import DVAEConfig, map_pixels
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
+from limner.objectives.balanced import BalancedELB
 from limner.objectives.contrastive import ContrastiveLoss, spoil
 from limner.objectives.elbo import (
-    BalancedELB,
     RelaxedELB,
     gumbel_softmax,
     kl_to_uniform,

@@ -18,7 +18,7 @@ from limner.data.stream import Stream
 from limner.errors import UserError
 from limner.files import locked
 from limner.models.dvae import DVAE, DVAEConfig
-from limner.objectives.elbo import BalancedELB
+from limner.objectives.balanced import BalancedELB
 from limner.optim.optimizers import AdamW, Muon
 from limner.optim.schedules import Cosine, Plateau
 from limner.training.checkpoint import completed, latest, load_weights

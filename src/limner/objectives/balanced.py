@@ -1,0 +1,79 @@
+"""A relaxed bound for the dVAE that keeps its codebook on small, flat pictures; not in the paper.
+
+On scenes of a few colours the paper's objective (`elbo.py`) collapses to a handful of codes, and the learned
+scale b earns nearly all of the likelihood on constant backgrounds. docs/LOG.md says what was tried.
+
+Shapes: B batch, H x W pixels, h x w grid, V codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from limner.metrics.codebook import usage
+from limner.models.dvae import DVAE, map_pixels
+from limner.objectives.elbo import check_tau, gumbel_softmax, logit_laplace_nll
+from limner.optim.schedules import Anneal
+from limner.ranges import Checked, Range
+
+
+def one_hot(logits: Tensor) -> Tensor:
+    """The likeliest code of each position, as the decoder takes it: [B, V, h, w] -> [B, V, h, w]."""
+    return F.one_hot(logits.argmax(1), logits.shape[1]).movedim(-1, 1).to(logits.dtype)
+
+
+def contrast(pixels: Tensor, columns: int) -> Tensor:
+    """Standard deviation within each patch plus 0.01: uint8 [B, 3, H, W] -> [B, 1, h, w], w = `columns`."""
+    side = pixels.shape[-1] // columns
+    x = map_pixels(pixels)
+    variance = F.avg_pool2d(x.square(), side) - F.avg_pool2d(x, side).square()
+    return variance.mean(1, keepdim=True).clamp_min(0).sqrt() + 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancedELB(Checked):
+    """Two changes of the paper's objective:
+
+    - the KL of every *position* to the uniform prior is replaced by the KL of the *aggregate*
+      posterior, the mean of q over the batch: codes must be used, yet each position may be sure. The
+      mean is weighted by local contrast, because flat patches are most of a picture and would
+      otherwise take most of the codes, one shade under a hundred names, which no prior can predict;
+    - ln b is clamped from below at `log_b_floor`, so that no pixel is worth more than that.
+
+    Once the codebook lives, a `balance` below 0 turns the first round: a rare code costs more than a frequent one, and
+    those are given up that the decoder can do without, for it sees what lies around (docs/LOG.md).
+
+    From step `hard_from` on the encoder rests and the decoder learns from its argmax codes, which are
+    all that it will ever be given.
+    """
+
+    balance: Annotated[float, Range(-1_000, 1_000)] = 0.05
+    log_b_floor: Annotated[float, Range(-100, 100)] = -1.0
+    tau: Anneal = field(default=Anneal(start=1.0, end=0.1, steps=4_000))
+    hard_from: Annotated[int | None, Range(0, 10**9)] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_tau(self.tau)
+
+    def __call__(
+        self, model: DVAE, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        pixels, tau = batch["pixels"], self.tau(step)
+        hard = self.hard_from is not None and step >= self.hard_from
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not hard):
+            logits = model.encode(pixels)
+        mu, log_b = model.decode(one_hot(logits) if hard else gumbel_softmax(logits, tau, generator))
+        nll = logit_laplace_nll(map_pixels(pixels), mu, log_b.clamp_min(self.log_b_floor)).mean()
+        weight = contrast(pixels, logits.shape[-1])
+        q = logits.movedim(1, -1).flatten(0, 2).softmax(-1)
+        mean_q = (q * (weight / weight.sum()).view(-1, 1)).sum(0)
+        imbalance = (mean_q * (mean_q.clamp_min(1e-9) * len(mean_q)).log()).sum()
+        loss = nll + self.balance * imbalance
+        metrics = {"nll": nll.detach(), "imbalance": imbalance.detach(), **usage(logits.argmax(1), logits.shape[1])}
+        return loss, metrics | {"tau": torch.tensor(tau)}
