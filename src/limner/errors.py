@@ -4,7 +4,7 @@ The command line prints the exception's text as one sentence and exits with code
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 
@@ -12,11 +12,16 @@ class UserError(Exception):
     """A mistake the user can mend. The message says what is wrong, where, and how to mend it."""
 
 
-def suggestion(name: object, options: Iterable[object]) -> str:
+def nearest(name: object, options: Iterable[object]) -> str | None:
+    """The option that was probably meant by a name that is none of them; None if none is like it."""
+    return next(iter(get_close_matches(str(name), map(str, options), 1, cutoff=0.5)), None)
+
+
+def suggestion(name: object, options: Collection[object]) -> str:
     """What a message says after a name that is none of the options: "did you mean 'train'?" or "there are a, b"."""
-    known = [str(option) for option in options]
-    close = get_close_matches(str(name), known, 1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}" if known else "there are none"
+    if meant := nearest(name, options):
+        return f"did you mean {meant!r}?"
+    return f"there are {', '.join(map(str, options))}" if options else "there are none"
 
 
 # Control characters (C0, DEL, C1), ends of lines and paragraphs, overrides of the direction of writing, halves of

@@ -3,20 +3,17 @@ to."""
 
 from __future__ import annotations
 
-import io
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import redirect_stderr
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
+from tyro import _errors  # private, hence the upper bound on tyro's version in pyproject.toml
 
-from limner.errors import UserError, printable
+from limner.errors import UserError, nearest
 from limner.ranges import OutOfRange
 
 T = TypeVar("T")
@@ -30,27 +27,53 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
     Unions of dataclasses keep the member that `default` has. Raises `UserError` on a mistake;
     `--help` prints and exits.
     """
-    said = io.StringIO()
     markers = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
-    options: dict[str, Any] = {} if default is None else {"default": default}
-    try:
-        with redirect_stderr(said):
-            found = tyro.cli(cls, args=list(argv), prog=prog, config=markers, **options)
-    except SystemExit as leaving:
-        if leaving.code:
-            sentence = _out_of_range(leaving, cls) or one_sentence(said.getvalue())
-            raise UserError(f"{sentence} (see `{prog} --help`)") from None
-        raise
-    except ValueError as wrong:  # of settings whose options have no prefix
-        raise UserError(f"{_out_of_range(wrong, cls) or wrong} (see `{prog} --help`)") from None
-    for line in said.getvalue().splitlines():
-        print(printable(line), file=sys.stderr)
-    return found
+    options: dict[str, Any] = {"config": markers} | ({} if default is None else {"default": default})
+
+    def refuse(event: _errors.ParseErrorEvent) -> None:
+        if isinstance(event, _errors.UnrecognizedArgs):
+            parser = tyro.extras.get_parser(cls, **options)
+            says = _unknown(event.tokens, [name for action in parser._actions for name in action.option_strings])
+        else:
+            says = _out_of_range(sys.exception(), cls) or _says(event)
+        raise UserError(f"{says if len(says) <= _LONGEST else says[:_LONGEST] + '...'} (see `{prog} --help`)")
+
+    with _errors.on_parse_error(refuse):
+        try:
+            return tyro.cli(cls, args=list(argv), prog=prog, **options)
+        except ValueError as wrong:  # of settings whose options have no prefix
+            raise UserError(f"{_out_of_range(wrong, cls) or wrong} (see `{prog} --help`)") from None
+
+
+def _unknown(words: Sequence[str], options: Sequence[str]) -> str:
+    meant = nearest(words[0], options) if words[0].startswith("--") else None
+    return f"unknown: {', '.join(words)}" + (f", did you mean {meant}?" if meant else "")
+
+
+def _says(event: _errors.ParseErrorEvent) -> str:
+    """What tyro found wrong with options that are known."""
+    match event:
+        case _errors.MissingArgs():
+            return f"missing: {', '.join(_name(missing.arg) for missing in event.missing_arguments)}"
+        case _errors.BadValue():
+            count = event.argument.lowered.nargs
+            return f"{_name(event.argument)} needs {count} value{'' if count == 1 else 's'}"
+        case _errors.InvalidChoice():
+            return f"{_name(event.argument)} cannot be {event.value!r}: choose {', '.join(event.choices)}"
+        case _errors.InstantiationFailure(message=message, argument=argument):
+            reason = message.partition("\n")[0].rstrip(".")
+            return f"{_name(argument)} must be {argument.lowered.metavar} ({reason})" if argument else reason
+    return "the arguments cannot be read"
+
+
+def _name(argument: Any) -> str:
+    """--out of an option, CAPTION of an argument that has no option."""
+    return str(argument.lowered.metavar) if argument.is_positional() else argument.display_name()
 
 
 def _out_of_range(error: BaseException | None, cls: type) -> str | None:
-    """What a dataclass said of its fields when tyro made it, with the option's name: the errors that led to the exit
-    are the dataclass's, and tyro's, which knows where the dataclass belongs."""
+    """What a dataclass said of its fields when tyro made it, with the option's name: the errors that led to the one
+    that tyro reports are the dataclass's, and tyro's, which knows where the dataclass belongs."""
     place = ""
     while error is not None and not isinstance(error, OutOfRange):
         found = getattr(error, "arg", None)
@@ -96,36 +119,3 @@ def place(path: Path, folder: bool = False) -> Path:
     except OSError as error:
         raise UserError(f"{path} cannot be written, {there}: {error.strerror}") from None
     return path
-
-
-def one_sentence(complaint: str) -> str:
-    """What tyro's error message says, without its frame, headline, the help it repeats and where to read on.
-
-    The message is sections between rules. Where stdout is UTF-8 a frame with the headline is around them,
-    elsewhere the headline is a first section.
-    """
-    sections: list[list[str]] = [[]]
-    for line in complaint.splitlines():
-        text = re.sub(r"\s+", " ", line.strip("│ "))
-        if text and set(text) <= {"─", "-"}:
-            sections.append([])
-        elif text and text[0] not in "╭╰":
-            sections[-1].append(text)
-    if "╭" not in complaint:
-        del sections[0]
-    said = []
-    for first, *rest in filter(None, sections):
-        if first.startswith("Perhaps you meant"):  # options with their help follow, not the nearest first
-            options = re.findall(r"(?<![\w-])--?[a-z][\w.-]*", " ".join(rest))
-            wrong = re.findall(r"--?[a-z][\w.-]*", " ".join(sections[0]))
-            nearest = get_close_matches(wrong[0], options, 1, 0.0) if wrong else options
-            said.append(f"did you mean {nearest[0]}?")
-        elif first.startswith("Missing from"):
-            said.append(f"missing: {', '.join(rest[::2])}" if len(rest) > 2 else f"missing: {rest[0]}")
-        elif not first.startswith(("For full helptext", "Argument helptext")):
-            said.append(" ".join((first, *rest)))
-    sentence = ", ".join(said) or "the arguments cannot be read"
-    sentence = sentence.replace("Unrecognized options:", "unknown:").replace("Error parsing", "cannot read")
-    sentence = re.sub(r"no type matching (\S+) could be instantiated from \[(.*?)\]\. .*", r"\2 is not \1", sentence)
-    sentence = re.sub(r" \(required\)", "", sentence[:1].lower() + sentence[1:])
-    return sentence if len(sentence) <= _LONGEST else f"{sentence[:_LONGEST]}..."
