@@ -42,9 +42,10 @@ from limner.files import atomic_write_text
 from limner.pipeline import Candidates, TextToImage
 from limner.ranges import SEEDS, Checked, Range
 from limner.sampling.options import Sampler
-from limner.worlds import scenes
-from limner.worlds.oracle import pair_holds, satisfies
-from limner.worlds.scenes import Pair, Scene, Split, render_pair
+from limner.worlds import captions, scenes
+from limner.worlds.judge import pair_holds, satisfies
+from limner.worlds.rendering import render_pair
+from limner.worlds.scenes import Pair, Scene, Split
 
 PUBLISHED = 1_000  # the first of the seeds that figures are published on
 _TOGETHER = 16  # captions drawn between two rounds of judging, so that memory stays small
@@ -64,7 +65,7 @@ def captions_for(
     for i in range(n):
         rng = np.random.default_rng([seed, i])
         scene = scenes.sample_scene(rng, count=counts[i % len(counts)], split=split)
-        while not _full(caption := scenes.describe(scene, rng)):
+        while not _full(caption := captions.describe(scene, rng)):
             pass
         found.append((caption, scene))
     return found
@@ -76,7 +77,7 @@ def pairs_for(split: Split = "held-out", n: int = 1_024, seed: int = PUBLISHED) 
     for i in range(n):
         rng = np.random.default_rng([seed, i])
         pair = scenes.sample_pair(rng, split=split)
-        found.append((scenes.describe_pair(pair, rng), pair))
+        found.append((captions.describe_pair(pair, rng), pair))
     return found
 
 
@@ -94,7 +95,7 @@ def combination(*panels: Scene) -> str:
 
 
 def _full(caption: str) -> bool:
-    claims = scenes.parse(caption)
+    claims = captions.parse(caption)
     assert claims is not None, caption
     return claims.background is not None and all(None not in look for look in claims.looks)
 

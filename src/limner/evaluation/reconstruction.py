@@ -22,7 +22,7 @@ from limner.metrics.codebook import usage
 from limner.metrics.pictures import psnr
 from limner.models.dvae import DVAE, unmap_pixels
 from limner.objectives.elbo import gumbel_softmax
-from limner.worlds import oracle, scenes
+from limner.worlds import judge, oracle, rendering, scenes
 from limner.worlds.scenes import Split
 
 _BATCH = 64
@@ -70,7 +70,7 @@ def fresh_scenes(n: int, seed: int = PUBLISHED, split: Split | None = None, size
     for i in range(n):
         which: Split = split or ("train", "held-out")[i % 2]  # type: ignore[assignment]
         scene = scenes.sample_scene(np.random.default_rng([seed, i, 1]), split=which)
-        pictures.append(scenes.render(scene, size))
+        pictures.append(rendering.render(scene, size))
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
 
 
@@ -132,4 +132,4 @@ def _as_arrays(pictures: Tensor) -> Sequence[np.ndarray]:
 
 def _reads_alike(original: np.ndarray, again: np.ndarray) -> bool:
     a, b = oracle.read(original).scene, oracle.read(again).scene
-    return a is not None and b is not None and oracle.alike(a, b)
+    return a is not None and b is not None and judge.alike(a, b)

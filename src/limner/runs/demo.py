@@ -55,7 +55,8 @@ from limner.runs import stages
 from limner.training.metrics_log import read_metrics
 from limner.training.run import Run
 from limner.training.step import update
-from limner.worlds.scenes import Scene, render
+from limner.worlds.rendering import render
+from limner.worlds.scenes import Scene
 from limner.worlds.writing import write_scenes
 
 THINGS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four things

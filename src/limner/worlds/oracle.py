@@ -35,7 +35,6 @@ stencils, `w` pixels along a window, `C` colors.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,17 +43,17 @@ from itertools import product
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from limner.errors import UserError
-from limner.worlds import scenes
+from limner.data.augment import area_weights
+from limner.worlds.rendering import render, stencil, transform_panel
 from limner.worlds.scenes import (
     BACKGROUNDS,
     COLORS,
     EXTENT,
     FILLS,
+    PAPER,
     SHAPES,
     SIZES,
     UNITS,
-    Claims,
     Fill,
     Pair,
     Scene,
@@ -134,9 +133,6 @@ class Reading:
         return Scene(things=self.things, background=self.background, height=self.height)
 
 
-# ---------------------------------------------------------------------------- reading
-
-
 def read(picture: np.ndarray, *, backgrounds: Sequence[str] = tuple(BACKGROUNDS)) -> Reading:
     """Read uint8 [H, W, 3]; `backgrounds` are the paints that may lie behind the things.
 
@@ -170,11 +166,8 @@ def _as_pixels(picture: np.ndarray) -> tuple[np.ndarray, int]:
 
 @lru_cache(maxsize=16)
 def _area_weights(old: int, new: int) -> np.ndarray:
-    """Exact area averaging, [new, old]: the overlap of every new pixel with every old one."""
-    edges = np.arange(new + 1) * (old / new)
-    cells = np.arange(old)
-    overlap = np.minimum(edges[1:, None], cells + 1) - np.maximum(edges[:-1, None], cells)
-    return (overlap.clip(0) * (new / old)).astype(np.float32)
+    """The matrix of area averaging, float32 [new, old]."""
+    return area_weights(old, new).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -224,9 +217,9 @@ class _Bank:
 def _bank(size: Size, unit: int) -> _Bank:
     ring = _ring(unit)
     w = EXTENT[size] * unit + 2 * ring
-    known = [scenes.stencil(shape, size, fill, unit) for shape, fill in _LOOKS]
+    known = [stencil(shape, size, fill, unit) for shape, fill in _LOOKS]
     shrink = _area_weights(EXTENT["large"] * unit, _MIDDLE * unit)
-    strangers = [shrink @ scenes.stencil(s, "large", "solid", unit) @ shrink.T for s in SHAPES]
+    strangers = [shrink @ stencil(s, "large", "solid", unit) @ shrink.T for s in SHAPES]
     margins = [(w - len(s)) // 2 for s in known + strangers]
     sharp = np.stack([np.pad(s, (m, w - len(s) - m)) for s, m in zip(known + strangers, margins, strict=True)])
     distance = np.subtract.outer(np.arange(w), np.arange(w))
@@ -521,115 +514,29 @@ def _block(field: np.ndarray, top: int, left: int, side: int) -> np.ndarray:
     return field[max(0, top) : max(0, top + side), max(0, left) : max(0, left + side)]
 
 
-# ---------------------------------------------------------------------------- judging
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairClaims:
-    """What an image-to-image caption says; `top` is None where it only says "scene"."""
-
-    transform: Transform
-    color: str | None = None
-    top: Claims | None = None
-
-
-_PAIR = re.compile(r"the exact same (.+) on the top (.+) at the bottom")
-_HOW: dict[str, Transform] = {
-    "as a sketch": "sketch",
-    "upside down": "upside down",
-    "in grayscale": "grayscale",
-}
-
-
-def parse_pair(caption: str) -> PairClaims | None:
-    """Read an image-to-image caption of this world; None if it is none."""
-    match = _PAIR.fullmatch(" ".join(caption.lower().strip(" .").split()))
-    if match is None:
-        return None
-    what, how = match.groups()
-    top = None if what == "scene" else scenes.parse(what) or scenes.parse(f"a {what}")
-    if what != "scene" and top is None:
-        return None
-    color = how.removeprefix("colored ")
-    if how.startswith("colored ") and color in COLORS:
-        return PairClaims(transform="recolored", color=color, top=top)
-    return PairClaims(transform=_HOW[how], top=top) if how in _HOW else None
-
-
-def satisfies(picture: np.ndarray, caption: str) -> bool:
-    """Whether uint8 [H, H, 3] keeps everything that a caption of this world says.
-
-    Raises UserError if the world has no words for the caption.
-    """
-    if (claims := scenes.parse(caption)) is not None:
-        scene = read(picture).scene
-        return scene is not None and claims.hold(scene)
-    if (pair := parse_pair(caption)) is not None:
-        return pair_holds(pair, picture)
-    raise UserError(
-        f"the oracle cannot read the caption {caption!r}: say it in the words of the scenes, "
-        'such as "a small red circle above a large blue square on a gray background"'
-    )
-
-
 def read_pair(picture: np.ndarray, transform: Transform | None = None) -> tuple[Reading, Reading]:
     """Read the two panels of uint8 [H, H, 3]: top, bottom.
 
     Given "upside down", the bottom is turned back before it is read; "grayscale" panels show paints
-    outside the palette, so that their reading says little (`pair_holds` compares pixels instead).
+    outside the palette, so that their reading says little (`is_gray_of` compares pixels instead).
     """
     pixels, _ = _as_pixels(picture)
     half = len(pixels) // 2
     top, bottom = pixels[:half], pixels[half:]
-    paints = (*BACKGROUNDS, scenes.PAPER)
+    paints = (*BACKGROUNDS, PAPER)
     turned = bottom[::-1] if transform == "upside down" else bottom
     return read(top), read(turned, backgrounds=paints)
 
 
-def pair_holds(said: Pair | PairClaims, picture: np.ndarray) -> bool:
-    """Whether the top of uint8 [H, H, 3] is as said and the bottom is that transform of the top.
-
-    A `Pair` says everything about its top, down to the places.
-    """
-    top, bottom = (reading.scene for reading in read_pair(picture, said.transform))
-    if top is None or not top.things:
-        return False
-    if isinstance(said, Pair):
-        if not alike(top, said.top):
-            return False
-    elif said.top is not None and not said.top.hold(top):
-        return False
-    if said.transform == "grayscale":
-        return _is_gray_of_top(picture, top)
-    if bottom is None:
-        return False
-    seen = Pair(top=top, transform=said.transform, color=said.color)
-    expected = seen.bottom or top  # "upside down" was turned back
-    return alike(bottom, expected)
-
-
-def alike(a: Scene, b: Scene, tolerance: float = 0.5) -> bool:
-    """Whether two scenes show the same, with places within `tolerance` units."""
-    if a.background != b.background or len(a.things) != len(b.things):
-        return False
-    rest = list(b.things)
-    for s in a.things:
-        twins = [t for t in rest if t.look == s.look and max(abs(t.x - s.x), abs(t.y - s.y)) <= tolerance]
-        if not twins:
-            return False
-        rest.remove(twins[0])  # boxes do not overlap, so that there is but one
-    return True
-
-
-def _is_gray_of_top(picture: np.ndarray, top: Scene) -> bool:
-    """Compare the bottom panel with the luma of the top one as drawn.
+def is_gray_of(picture: np.ndarray, top: Scene) -> bool:
+    """Whether the bottom panel of uint8 [H, H, 3] is the luma of the top one as drawn, whose reading is `top`.
 
     Things may all but vanish in gray (an orange one on gray), so that no stencil would find them.
     """
     pixels, unit = _as_pixels(picture)
     upper, lower = np.split(pixels, 2)
     pair = Pair(top=top, transform="grayscale")
-    gray = scenes.transform_panel(pair, upper, pixels.shape[1]).astype(np.float32)
+    gray = transform_panel(pair, upper, pixels.shape[1]).astype(np.float32)
     rest = (lower - gray).transpose(2, 0, 1)
     cast = np.median(rest, (1, 2), keepdims=True)
     if np.linalg.norm(cast) > _DEBRIS_LEVELS:
@@ -641,13 +548,13 @@ def _is_gray_of_top(picture: np.ndarray, top: Scene) -> bool:
     if _ghost(rest, (), noise, unit):
         return False
     error, ring = _errors(rest, noise), _ring(unit)
-    clean = scenes.transform_panel(pair, scenes.render(top, pixels.shape[1]), pixels.shape[1])
+    clean = transform_panel(pair, render(top, pixels.shape[1]), pixels.shape[1])
     for thing in top.things:
         left, up, side = (round(v * unit) for v in (thing.x, thing.y, EXTENT[thing.size]))
         box = (up - ring, left - ring, side + 2 * ring)
         levels = _block(clean[..., 0], *box).astype(np.float32)
         contrast = max(3**0.5 * float(np.ptp(levels)), _DEBRIS_LEVELS)
-        area = scenes.stencil(thing.shape, thing.size, thing.fill, unit).sum()
+        area = stencil(thing.shape, thing.size, thing.fill, unit).sum()
         if _wrong(_block(error, *box) / contrast) > _WRONG * area:
             return False
     return True

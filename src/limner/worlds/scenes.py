@@ -1,8 +1,9 @@
-"""A small synthetic world: scenes of one to four things, their pictures, their captions, their truth.
+"""A small synthetic world: scenes of one to four things on a background, alone or in pairs.
 
 Why a world of our own: whether a drawing shows *what its caption says* is a question of fact here.
-`scenes.py` turns a `Scene` into pixels and words, `oracle.py` turns pixels back into a `Scene`
-without a learned model, and `Claims` says whether a scene keeps what a caption promised.
+This file says what a scene is and draws them at random. `rendering.py` turns a `Scene` into pixels, `captions.py`
+into words, and words into `Claims`; `oracle.py` turns pixels back into a `Scene` without a learned model, and
+`judge.py` says whether a picture keeps what a caption promised.
 
 Layout. A scene lives on a lattice of `12 x 12` units. A small thing fills a box of 3 units, a large
 one 5; boxes start on the lattice and never touch. The picture has `size / 12` pixels a unit, 48 x 48
@@ -22,8 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
-from itertools import permutations
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +32,6 @@ Fill = Literal["solid", "striped", "outlined"]
 Size = Literal["small", "large"]
 Look = tuple[Size, Fill, str, Shape]  # str: the color
 Split = Literal["train", "held-out"]
-Relation = Literal["above", "below", "left of", "right of"]
 Transform = Literal["sketch", "upside down", "recolored", "grayscale"]
 
 SHAPES: tuple[Shape, ...] = ("circle", "square", "triangle", "diamond", "cross")
@@ -61,11 +59,6 @@ TRANSFORMS: tuple[Transform, ...] = ("sketch", "upside down", "recolored", "gray
 UNITS = 12  # side of the lattice
 EXTENT: dict[Size, int] = {"small": 3, "large": 5}  # side of a thing's box, in units
 _HELD_OUT_EVERY = len(COLORS) * len(BACKGROUNDS)
-_SAID = 0.95  # how often a caption says the sizes, and the background
-_RELATION_MARGIN = UNITS / 8  # how far apart two centres must be for a relation to hold, in units
-_OPPOSITE: dict[Relation, Relation] = {
-    "above": "below", "below": "above", "left of": "right of", "right of": "left of",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +145,6 @@ class Pair:
         return Pair(**{**data, "top": Scene.from_dict(data["top"])})
 
 
-# ---------------------------------------------------------------------------- sampling scenes
-
-
 def sample_scene(
     rng: np.random.Generator,
     *,
@@ -237,227 +227,3 @@ def sample_pair(rng: np.random.Generator, *, split: Split = "train") -> Pair:
         pair = Pair(top=top, transform=transform, color=color)
         if pair.split == split:
             return pair
-
-
-# ---------------------------------------------------------------------------- pictures
-
-
-@lru_cache(maxsize=256)
-def stencil(shape: Shape, size: Size, fill: Fill, unit: int) -> np.ndarray:
-    """Opacity of a thing on its box, float32 [side, side] in [0, 1]; anti-aliased 8 x 8."""
-    side, over = EXTENT[size] * unit, 8
-    # Coordinates in [-1, 1] across the box, +y down.
-    axis = (np.arange(side * over) + 0.5) / (side * over) * 2 - 1
-    x, y = np.meshgrid(axis, axis)
-    border = unit / side  # half a unit of outline, as a fraction of the half-width
-    mask = _inside(shape, x, y, 0.0)
-    if fill == "outlined":
-        mask &= ~_inside(shape, x, y, border)
-    elif fill == "striped":
-        mask &= np.floor(np.arange(side * over) / over / unit * 2).astype(int)[:, None] % 2 == 0
-    return mask.reshape(side, over, side, over).mean((1, 3), dtype=np.float32)
-
-
-def _inside(shape: Shape, x: np.ndarray, y: np.ndarray, inset: float) -> np.ndarray:
-    """The shape inscribed in [-1, 1]^2, with its border moved inwards by `inset`."""
-    if shape == "circle":
-        return x**2 + y**2 <= (1 - inset) ** 2
-    if shape == "square":
-        return np.maximum(abs(x), abs(y)) <= 0.92 - inset
-    if shape == "diamond":
-        return abs(x) + abs(y) <= 1 - inset * 2**0.5
-    if shape == "triangle":  # apex up: |x| <= (y + 1) / 2
-        return (y <= 1 - inset) & (abs(x) <= (y + 1) / 2 - inset * 5**0.5 / 2)
-    arm = 0.4
-    bars = (abs(x) <= arm - inset) & (abs(y) <= 1 - inset)
-    return bars | ((abs(y) <= arm - inset) & (abs(x) <= 1 - inset))
-
-
-def render(scene: Scene, size: int = 48) -> np.ndarray:
-    """The picture, uint8 [H, W, 3]; `size` is the width in pixels, a multiple of 12."""
-    unit, rest = divmod(size, scene.width)
-    if rest:
-        raise ValueError(f"size {size} is not a multiple of {scene.width}")
-    paint = BACKGROUNDS.get(scene.background) or COLORS[scene.background]
-    picture = np.empty((scene.height * unit, size, 3), np.float32)
-    picture[:] = paint
-    for thing in scene.things:
-        alpha = stencil(thing.shape, thing.size, thing.fill, unit)[..., None]
-        top, left = round(thing.y * unit), round(thing.x * unit)
-        box = picture[top : top + len(alpha), left : left + len(alpha)]
-        box += alpha * (np.asarray(COLORS[thing.color], np.float32) - box)
-    return np.rint(picture).astype(np.uint8)
-
-
-def render_pair(pair: Pair, size: int = 48) -> np.ndarray:
-    """Both panels, uint8 [size, size, 3]."""
-    top = render(pair.top, size)
-    return np.concatenate([top, transform_panel(pair, top, size)])
-
-
-def transform_panel(pair: Pair, top: np.ndarray, size: int) -> np.ndarray:
-    """What the lower panel shows, given the pixels `top` of the upper one."""
-    if pair.transform == "upside down":
-        return top[::-1]
-    if pair.transform == "grayscale":
-        luma = np.rint(top @ np.array([0.299, 0.587, 0.114], np.float32)).astype(np.uint8)
-        return np.repeat(luma[..., None], 3, -1)
-    assert pair.bottom is not None
-    return render(pair.bottom, size)
-
-
-# ---------------------------------------------------------------------------- words
-
-_NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
-
-
-def _noun(look: tuple[str, ...], rng: np.random.Generator, sized: bool, count: int = 1) -> str:
-    size, fill, color, shape = look
-    words = [size] if sized else []
-    if fill != "solid" or rng.random() < 0.1:
-        words.append(fill)
-    words += [color, shape]
-    if count > 1:
-        number = next(word for word, n in _NUMBERS.items() if n == count)
-        plural = "crosses" if shape == "cross" else shape + "s"
-        return " ".join([number, *words[:-1], plural])
-    return " ".join(["an" if words[0][0] in "aeiou" else "a", *words])
-
-
-def describe(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> str:
-    """One of the ways to say a scene. Now and then it leaves out the sizes or the background.
-
-    Of two things that are above, below, left or right of each other, either is said first; but with
-    probability `in_order`, always the upper or left one.
-    """
-    body = _body(scene, rng, in_order)
-    if rng.random() >= _SAID:
-        return body
-    forms = (
-        f"{body} on a {scene.background} background",
-        f"{body} on a {scene.background} background",
-        f"on a {scene.background} background, {body}",
-        f"{body}, {scene.background} background",
-    )
-    return forms[rng.integers(len(forms))]
-
-
-def _body(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> str:
-    """The things, and how two of them stand, in any order."""
-    sized = rng.random() < _SAID
-    things = [scene.things[i] for i in rng.permutation(len(scene.things))]
-    looks = [t.look for t in things]
-    if len(set(looks)) == 1:
-        return _noun(looks[0], rng, sized, len(looks))
-    nouns = [_noun(look, rng, sized) for look in looks]
-    if len(things) == 2 and (relations := relations_of(things[0], things[1])):
-        link: Relation = relations[rng.integers(len(relations))]
-        if in_order and link in ("below", "right of") and rng.random() < in_order:
-            nouns, link = nouns[::-1], _OPPOSITE[link]
-        said = f"to the {link}" if link in ("left of", "right of") and rng.random() < 0.7 else link
-        return f"{nouns[0]} {said} {nouns[1]}"
-    return f"{', '.join(nouns[:-1])} and {nouns[-1]}"
-
-
-def describe_pair(pair: Pair, rng: np.random.Generator) -> str:
-    """The image-to-image captions of Figure 14, for this world. Some call what they show a "scene"."""
-    what = "scene"
-    if rng.random() < _SAID:
-        what = f"{_body(pair.top, rng)} on a {pair.top.background} background"
-        what = what.removeprefix("an ").removeprefix("a ")
-    how = {
-        "sketch": "as a sketch at the bottom",
-        "upside down": "upside down at the bottom",
-        "grayscale": "in grayscale at the bottom",
-        "recolored": f"colored {pair.color} at the bottom",
-    }[pair.transform]
-    return f"the exact same {what} on the top {how}"
-
-
-def relations_of(a: Thing, b: Thing) -> list[Relation]:
-    """Every relation that clearly holds of a to b: their boxes are apart along that axis."""
-    found: list[Relation] = []
-    if a.y + EXTENT[a.size] <= b.y:
-        found.append("above")
-    if b.y + EXTENT[b.size] <= a.y:
-        found.append("below")
-    if a.x + EXTENT[a.size] <= b.x:
-        found.append("left of")
-    if b.x + EXTENT[b.size] <= a.x:
-        found.append("right of")
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claims:
-    """What a caption says: partial looks (size, fill, color, shape; None = unsaid) and the rest."""
-
-    looks: tuple[tuple[str | None, str, str, str], ...]
-    relation: Relation | None = None  # of the first thing to the second
-    background: str | None = None
-
-    def hold(self, scene: Scene) -> bool:
-        """Whether everything said is so: number, looks, relation, background."""
-        if self.background not in (None, scene.background):
-            return False
-        if len(scene.things) != len(self.looks):
-            return False
-        return any(self._fits(order) for order in permutations(scene.things))
-
-    def _fits(self, things: Sequence[Thing]) -> bool:
-        for look, thing in zip(self.looks, things, strict=True):
-            if any(said not in (None, seen) for said, seen in zip(look, thing.look, strict=True)):
-                return False
-        return self.relation is None or _relation_holds(self.relation, things[0], things[1])
-
-
-def _relation_holds(relation: Relation, a: Thing, b: Thing) -> bool:
-    (ax, ay), (bx, by) = a.center, b.center
-    gap = {"above": by - ay, "below": ay - by, "left of": bx - ax, "right of": ax - bx}[relation]
-    return gap >= _RELATION_MARGIN
-
-
-def parse(caption: str) -> Claims | None:
-    """Read a caption of this world; None if it says something the world has no words for."""
-    text = " ".join(caption.lower().replace(",", " , ").replace(".", " ").split())
-    background = None
-    for name in BACKGROUNDS:
-        for form in (f"on a {name} background", f", {name} background", f"on {name}"):
-            if background is None and form in text:
-                background, text = name, text.replace(form, "")
-    text = text.replace("to the left of", "left of").replace("to the right of", "right of")
-    relation: Relation | None = None
-    parts: list[str] = []
-    for candidate in _OPPOSITE:
-        if f" {candidate} " in text:
-            if relation is not None:
-                return None
-            relation, parts = candidate, text.split(f" {candidate} ")
-    if relation is None:
-        parts = text.replace(" and ", " , ").split(",")
-    looks: list[tuple[str | None, str, str, str]] = []
-    for part in (p.strip(" ,") for p in parts):
-        if part and not _parse_noun(part, looks):
-            return None
-    if not 1 <= len(looks) <= 4 or (relation and (len(parts) != 2 or len(looks) != 2)):
-        return None
-    return Claims(looks=tuple(looks), relation=relation, background=background)
-
-
-def _parse_noun(part: str, looks: list[tuple[str | None, str, str, str]]) -> bool:
-    words = part.removeprefix("there is ").removeprefix("there are ").split()
-    count = _NUMBERS.get(words[0], 1 if words[0] in ("a", "an") else 0)
-    if not count or len(words) < 3:
-        return False
-    plural = words[-1]
-    singular = plural.removesuffix("es") if plural == "crosses" else plural.removesuffix("s")
-    shape = plural if plural in SHAPES else singular
-    adjectives = words[1:-1]
-    size = next((w for w in adjectives if w in SIZES), None)
-    fill = next((w for w in adjectives if w in FILLS), "solid")
-    color = next((w for w in adjectives if w in COLORS), None)
-    known = {size, color, fill}
-    if shape not in SHAPES or color is None or any(w not in known for w in adjectives):
-        return False
-    looks += [(size, fill, color, shape)] * count
-    return True

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from limner.data.distractors import Falsehood
-from limner.worlds.oracle import PairClaims, parse_pair
+from limner.worlds.captions import Claims, PairClaims, parse, parse_pair
+from limner.worlds.rendering import render, render_pair
 from limner.worlds.scenes import (
     BACKGROUNDS,
     COLORS,
@@ -25,13 +26,9 @@ from limner.worlds.scenes import (
     SIZES,
     TRANSFORMS,
     UNITS,
-    Claims,
     Pair,
     Scene,
     held_out,
-    parse,
-    render,
-    render_pair,
 )
 
 _PIXELS = 2 * UNITS  # across pictures that are compared: enough to tell any two scenes on the lattice apart

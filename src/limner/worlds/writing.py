@@ -15,16 +15,9 @@ import numpy as np
 from PIL import Image
 
 from limner.data.shards import ShardWriter
-from limner.worlds.scenes import (
-    Split,
-    describe,
-    describe_pair,
-    render,
-    render_pair,
-    sample_crowd,
-    sample_pair,
-    sample_scene,
-)
+from limner.worlds.captions import describe, describe_pair
+from limner.worlds.rendering import render, render_pair
+from limner.worlds.scenes import Split, sample_crowd, sample_pair, sample_scene
 
 THINGS = (3.0, 5.0, 1.0, 1.0)  # how often described scenes have one, two, three and four things
 PHRASINGS = 4

@@ -19,6 +19,7 @@ from limner.cli import COMMANDS, Command, main
 from limner.cli.draw import Draw, output_path
 from limner.errors import UserError, printable
 from limner.progress import PlainProgress
+from limner.sampling.options import Options
 from limner.training.loop import Interrupted
 
 
@@ -264,7 +265,7 @@ def test_outputs_are_named_after_the_caption(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def named(caption, **options):
-        return output_path(Draw(caption=caption, **options), caption)
+        return output_path(Draw(caption=caption, options=Options(**options)), caption)
 
     assert named("A red circle, & more!") == Path("a-red-circle-more.png")
     assert named("a", seed=4) == Path("a-seed-4.png")

@@ -4,21 +4,21 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from limner.data.distractors import Distractors
-from limner.worlds import oracle, scenes
+from limner.worlds import captions, judge, rendering, scenes
 from limner.worlds.truth import falsehood
 
 
-def captions(n: int, seed: int = 0) -> list[str]:
+def sayings(n: int, seed: int = 0) -> list[str]:
     rng = np.random.default_rng(seed)
-    return [scenes.describe(scenes.sample_scene(rng), rng) for _ in range(n)]
+    return [captions.describe(scenes.sample_scene(rng), rng) for _ in range(n)]
 
 
-SCENES = Distractors(captions(6_000))
+SCENES = Distractors(sayings(6_000))
 
 
 @given(st.integers(0, 10_000))
 def test_one_word_differs_or_the_same_words_stand_elsewhere(seed: int) -> None:
-    (caption,) = captions(1, seed)
+    (caption,) = sayings(1, seed)
     distractor = SCENES.distract(caption, np.random.default_rng(seed))
     assert distractor is not None
     old, new = caption.replace(",", " ,").split(), distractor.replace(",", " ,").split()
@@ -44,8 +44,8 @@ def test_words_are_exchanged_words_swapped_and_phrases_turned_round_equally_ofte
 def test_turned_captions_are_false(seed: int) -> None:
     rng = np.random.default_rng(seed)
     scene = scenes.sample_scene(rng, count=2)
-    if turned := next(SCENES._turn(scenes.describe(scene, rng), rng), None):
-        claims = scenes.parse(turned)
+    if turned := next(SCENES._turn(captions.describe(scene, rng), rng), None):
+        claims = captions.parse(turned)
         assert claims is not None and not claims.hold(scene)
 
 
@@ -58,7 +58,7 @@ def test_a_list_is_not_turned_round() -> None:
     assert next(pets._turn("A big dog chases a small cat", rng)) == "A small cat chases a big dog"
 
 
-def names_held_out(claims: scenes.Claims, background: str | None) -> bool:
+def names_held_out(claims: captions.Claims, background: str | None) -> bool:
     looks = [look for look in claims.looks if None not in look]
     return background is not None and any(scenes.held_out(look, background) for look in looks)
 
@@ -67,8 +67,8 @@ def test_distractors_of_scenes_are_false_and_name_nothing_held_out() -> None:
     rng = np.random.default_rng(0)
     for _ in range(800):
         scene = scenes.sample_scene(rng)
-        wrong = SCENES.distract(scenes.describe(scene, rng), rng, falsehood({"scene": scene.to_dict()}))
-        claims = scenes.parse(wrong or "")
+        wrong = SCENES.distract(captions.describe(scene, rng), rng, falsehood({"scene": scene.to_dict()}))
+        claims = captions.parse(wrong or "")
         assert claims is not None and not claims.hold(scene)
         assert not names_held_out(claims, claims.background)
 
@@ -76,18 +76,18 @@ def test_distractors_of_scenes_are_false_and_name_nothing_held_out() -> None:
 def test_distractors_of_pairs_are_false_and_name_nothing_held_out() -> None:
     rng = np.random.default_rng(0)
     sample = [scenes.sample_pair(rng) for _ in range(1_500)]
-    made, found = Distractors([scenes.describe_pair(pair, rng) for pair in sample]), 0
+    made, found = Distractors([captions.describe_pair(pair, rng) for pair in sample]), 0
     for pair in sample[:80]:
-        wrong = made.distract(scenes.describe_pair(pair, rng), rng, falsehood({"pair": pair.to_dict()}))
+        wrong = made.distract(captions.describe_pair(pair, rng), rng, falsehood({"pair": pair.to_dict()}))
         if wrong is None:  # "upside down" has no word to exchange
             continue
-        claims, found = oracle.parse_pair(wrong), found + 1
-        assert claims is not None and not oracle.pair_holds(claims, scenes.render_pair(pair))
+        claims, found = captions.parse_pair(wrong), found + 1
+        assert claims is not None and not judge.pair_holds(claims, rendering.render_pair(pair))
         if claims.top:
             assert not names_held_out(claims.top, claims.top.background)
             if color := claims.color:
                 looks = tuple((size, fill, color, shape) for size, fill, _, shape in claims.top.looks)
-                assert not names_held_out(scenes.Claims(looks=looks), claims.top.background)
+                assert not names_held_out(captions.Claims(looks=looks), claims.top.background)
     assert found > 60
 
 
@@ -107,7 +107,7 @@ def test_of_held_out_samples_any_false_caption_will_do() -> None:
     for _ in range(50):
         scene = scenes.sample_scene(rng, count=2, split="held-out")
         wrong = falsehood({"scene": scene.to_dict()})
-        assert wrong is not None and not wrong(scenes.describe(scene, rng))
+        assert wrong is not None and not wrong(captions.describe(scene, rng))
         assert wrong(" ".join(("a", *scene.things[0].look)) + f" on a {scene.background} background")
 
 

@@ -22,8 +22,8 @@ from limner.evaluation.composition import (
     verdicts,
 )
 from limner.pipeline import Candidates
-from limner.worlds import scenes
-from limner.worlds.oracle import satisfies
+from limner.worlds import captions, rendering, scenes
+from limner.worlds.judge import satisfies
 
 
 @pytest.mark.parametrize("split", ["held-out", "train"])
@@ -31,7 +31,7 @@ def test_captions_say_everything_and_keep_to_the_split(split):
     asked = captions_for(split, (1, 2), 24, seed=3)
     assert [len(scene.things) for _, scene in asked] == [1, 2] * 12
     for caption, scene in asked:
-        claims = scenes.parse(caption)
+        claims = captions.parse(caption)
         assert claims is not None
         assert claims.background == scene.background
         assert all(None not in look for look in claims.looks)
@@ -83,7 +83,7 @@ class Painter:
         pictures, marks = [], []
         for caption in captions:
             scene, right, mark = self.asked[caption]
-            real, empty = (scenes.render(s) for s in (scene, scenes.Scene(things=(), background=scene.background)))
+            real, empty = (rendering.render(s) for s in (scene, scenes.Scene(things=(), background=scene.background)))
             pictures.append(as_tensor([real if r else empty for r in right]))
             marks.append(torch.tensor(mark))
         for done in range(0, len(captions) * count * 6 + 1, 4):
@@ -140,7 +140,7 @@ def test_results_survive_the_disk_and_the_table_shows_all_groups(tmp_path):
 
 def test_equal_pictures_get_equal_verdicts():
     (caption, scene), *_ = captions_for(n=1, seed=4)
-    real, other = scenes.render(scene), scenes.render(captions_for(n=1, seed=6)[0][1])
+    real, other = rendering.render(scene), rendering.render(captions_for(n=1, seed=6)[0][1])
     assert satisfies(real, caption)
     assert not satisfies(other, caption)
     assert verdicts(as_tensor([other, real, other, real]), partial(satisfies, caption=caption)).tolist() == [

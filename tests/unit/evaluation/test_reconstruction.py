@@ -9,7 +9,7 @@ from torch import nn
 
 from limner.evaluation.reconstruction import fresh_scenes, measure
 from limner.worlds import scenes
-from limner.worlds.oracle import alike
+from limner.worlds.judge import alike
 from tiny import tiny_pipe
 
 

@@ -12,7 +12,8 @@ import pytest
 from PIL import Image, ImageDraw
 
 from limner.errors import UserError
-from limner.worlds import oracle, scenes
+from limner.worlds import captions, judge, oracle, rendering, scenes
+from limner.worlds.captions import Claims
 from limner.worlds.scenes import (
     BACKGROUNDS,
     COLORS,
@@ -22,7 +23,6 @@ from limner.worlds.scenes import (
     SIZES,
     TRANSFORMS,
     UNITS,
-    Claims,
     Pair,
     Scene,
     Thing,
@@ -36,7 +36,7 @@ def world(n, seed=0, **options):
 
 def exactly(scene, picture):
     read = oracle.read(picture).scene
-    return read is not None and oracle.alike(read, scene, tolerance=1e-6)
+    return read is not None and judge.alike(read, scene, tolerance=1e-6)
 
 
 def blur(picture, sigma):
@@ -75,7 +75,7 @@ def halved(picture):
 
 def test_fresh_scenes_are_read_exactly():
     sample = world(1000)
-    read = sum(exactly(scene, scenes.render(scene)) for scene in sample)
+    read = sum(exactly(scene, rendering.render(scene)) for scene in sample)
     assert read >= 0.995 * len(sample)  # measured: 4,000 of 4,000
 
 
@@ -86,26 +86,26 @@ def test_every_thing_on_every_background_is_read_with_hardly_a_doubt():
         far = UNITS - EXTENT[size]
         thing = Thing(shape=shape, color=color, size=size, fill=fill, x=i % (far + 1), y=(far, 0, 3)[i % 3])
         scene = Scene(things=(thing,), background=backgrounds[i % 5])
-        reading = oracle.read(scenes.render(scene))
+        reading = oracle.read(rendering.render(scene))
         assert reading.scene == scene
         assert reading.sightings[0].doubt < 0.05 and abs(reading.sightings[0].residual) < 0.01
 
 
 @pytest.mark.parametrize("size", [12, 24, 36, 60, 96, 240])
 def test_any_size_of_picture(size):
-    assert all(exactly(scene, scenes.render(scene, size)) for scene in world(12, seed=size))
+    assert all(exactly(scene, rendering.render(scene, size)) for scene in world(12, seed=size))
 
 
 def test_four_small_squares_are_no_large_one():
     square = Thing(shape="square", color="red", size="small", fill="solid", x=0, y=0)
     things = tuple(replace(square, x=x, y=y) for x in (2, 6) for y in (3, 7))
-    assert exactly(Scene(things=things, background="pink"), scenes.render(Scene(things=things, background="pink")))
+    assert exactly(Scene(things=things, background="pink"), rendering.render(Scene(things=things, background="pink")))
 
 
 def test_crowds_are_read():
     rng = np.random.default_rng(0)
     crowds = [scenes.sample_crowd(rng) for _ in range(25)]
-    assert all(exactly(crowd, scenes.render(crowd)) for crowd in crowds)
+    assert all(exactly(crowd, rendering.render(crowd)) for crowd in crowds)
 
 
 def test_things_may_lie_off_the_lattice():
@@ -116,11 +116,11 @@ def test_things_may_lie_off_the_lattice():
             for t in scene.things
         )
         moved = replace(scene, things=things)
-        assert exactly(moved, scenes.render(moved))
+        assert exactly(moved, rendering.render(moved))
 
 
 def test_an_empty_scene():
-    reading = oracle.read(scenes.render(Scene(things=(), background="teal")))
+    reading = oracle.read(rendering.render(Scene(things=(), background="teal")))
     assert reading.scene == Scene(things=(), background="teal")
 
 
@@ -150,9 +150,9 @@ DEGRADATIONS = {
 @pytest.mark.parametrize("name", DEGRADATIONS)
 def test_degraded_scenes_are_read(name):
     degrade, floor, _ = DEGRADATIONS[name]
-    readings = [(scene, oracle.read(degrade(scenes.render(scene))).scene) for scene in world(60, seed=5)]
-    right = sum(read is not None and oracle.alike(read, scene) for scene, read in readings)
-    misread = sum(read is not None and not oracle.alike(read, scene) for scene, read in readings)
+    readings = [(scene, oracle.read(degrade(rendering.render(scene))).scene) for scene in world(60, seed=5)]
+    right = sum(read is not None and judge.alike(read, scene) for scene, read in readings)
+    misread = sum(read is not None and not judge.alike(read, scene) for scene, read in readings)
     assert right >= floor * len(readings)
     assert misread <= 0.02 * len(readings)  # what cannot be read is unknown rather than something else
 
@@ -162,7 +162,7 @@ def test_small_artefacts_are_forgiven_and_large_ones_are_not():
         things=(Thing(shape="circle", color="blue", size="large", fill="solid", x=0, y=0),), background="beige"
     )
     for side, forgiven in ((1, True), (3, True), (5, False), (10, False)):
-        picture = scenes.render(scene)
+        picture = rendering.render(scene)
         picture[35 : 35 + side, 33 : 33 + side] = 0
         assert (oracle.read(picture).scene == scene) is forgiven
 
@@ -184,8 +184,8 @@ def test_blends_of_two_scenes_are_neither(share):
     kept = 0
     for i, (a, b) in enumerate(zip(first, second, strict=True)):
         b = replace(b, background=a.background) if i % 2 else b
-        blend = to_uint8(share * scenes.render(a) + (1 - share) * scenes.render(b).astype(float))
-        kept += oracle.satisfies(blend, scenes.describe(a, rng)) or oracle.satisfies(blend, scenes.describe(b, rng))
+        blend = to_uint8(share * rendering.render(a) + (1 - share) * rendering.render(b).astype(float))
+        kept += judge.satisfies(blend, captions.describe(a, rng)) or judge.satisfies(blend, captions.describe(b, rng))
     assert kept <= 1
 
 
@@ -241,8 +241,8 @@ def erased(scene, thing, angle, radius):
     the thing that went with it."""
     side, over = 4 * EXTENT[thing.size], 4
     alpha = np.zeros((48, 48))
-    alpha[4 * thing.y :, 4 * thing.x :][:side, :side] = scenes.stencil(thing.shape, thing.size, thing.fill, 4)
-    inside = scenes.stencil(thing.shape, thing.size, "solid", 4) > 0.5
+    alpha[4 * thing.y :, 4 * thing.x :][:side, :side] = rendering.stencil(thing.shape, thing.size, thing.fill, 4)
+    inside = rendering.stencil(thing.shape, thing.size, "solid", 4) > 0.5
     steps = np.arange(side // 2)
     ys, xs = (side / 2 + np.outer([np.sin(angle), np.cos(angle)], steps)).astype(int)
     reach = steps[inside[ys, xs]].max()
@@ -250,7 +250,7 @@ def erased(scene, thing, angle, radius):
     cy, cx = (4 * at + side / 2 + reach * turn for at, turn in ((thing.y, np.sin(angle)), (thing.x, np.cos(angle))))
     disk = (fine[:, None] - cy) ** 2 + (fine - cx) ** 2 <= radius**2
     disk = disk.reshape(48, over, 48, over).mean((1, 3))
-    picture = scenes.render(scene) * (1 - disk[..., None]) + disk[..., None] * BACKGROUNDS[scene.background]
+    picture = rendering.render(scene) * (1 - disk[..., None]) + disk[..., None] * BACKGROUNDS[scene.background]
     return to_uint8(picture), (alpha * disk).sum() / alpha.sum()
 
 
@@ -276,23 +276,23 @@ def test_ghosts_are_seen():
         alone = replace(scene, things=(real,))
         contrast = np.linalg.norm(np.subtract(COLORS[ghost.color], BACKGROUNDS[scene.background]))
         opacity = max(rng.uniform(0.15, 0.4), 25 / contrast)
-        picture = to_uint8((1 - opacity) * scenes.render(alone) + opacity * scenes.render(scene).astype(float))
-        assert oracle.read(scenes.render(alone)).scene == alone
+        picture = to_uint8((1 - opacity) * rendering.render(alone) + opacity * rendering.render(scene).astype(float))
+        assert oracle.read(rendering.render(alone)).scene == alone
         assert oracle.read(picture).scene is None, (ghost, opacity)
 
 
 def test_a_ghost_in_a_gray_panel_is_seen():
     thing = Thing(shape="circle", color="black", size="small", fill="solid", x=1, y=1)
     pair = Pair(top=Scene(things=(thing,), background="beige", height=6), transform="grayscale")
-    picture = scenes.render_pair(pair)
-    assert oracle.pair_holds(pair, picture)
+    picture = rendering.render_pair(pair)
+    assert judge.pair_holds(pair, picture)
     picture[30:42, 30:42] -= 20
-    assert not oracle.pair_holds(pair, picture)
+    assert not judge.pair_holds(pair, picture)
 
 
 def test_colors_between_the_palette_are_unknown():
     for a, b in (("red", "blue"), ("yellow", "orange"), ("white", "black"), ("green", "purple")):
-        picture = scenes.render(Scene(things=(), background="pink"))
+        picture = rendering.render(Scene(things=(), background="pink"))
         picture[9:27, 9:27] = np.mean([COLORS[a], COLORS[b]], 0)
         assert oracle.read(picture).scene is None
 
@@ -302,18 +302,18 @@ def test_unknown_backgrounds():
     for paint in ((140, 50, 170), (20, 20, 20), (0, 255, 255)):
         picture = np.empty((48, 48, 3), np.uint8)
         picture[:] = paint
-        alpha = scenes.stencil("circle", "large", "solid", 4)[..., None]
+        alpha = rendering.stencil("circle", "large", "solid", 4)[..., None]
         picture[12:32, 12:32] = alpha * COLORS["red"] + (1 - alpha) * picture[12:32, 12:32]
         assert oracle.read(picture).scene is None
-        assert not oracle.satisfies(picture, "a large red circle")
-    assert oracle.satisfies(scenes.render(Scene(things=(circle,), background="teal")), "a large red circle")
+        assert not judge.satisfies(picture, "a large red circle")
+    assert judge.satisfies(rendering.render(Scene(things=(circle,), background="teal")), "a large red circle")
 
 
 def test_overlapping_things_are_unknown():
     square = Thing(shape="square", color="red", size="large", fill="solid", x=2, y=2)
     for dx, dy in ((2, 0), (3, 3), (1, 2)):
         other = replace(square, shape="circle", color="blue", x=2 + dx, y=2 + dy)
-        picture = scenes.render(Scene(things=(square, other), background="gray"))
+        picture = rendering.render(Scene(things=(square, other), background="gray"))
         assert oracle.read(picture).scene is None
 
 
@@ -339,11 +339,11 @@ def test_right_pictures_satisfy_and_wrong_ones_do_not():
     for scene in world(50, seed=21):
         claims = None
         while claims is None or claims.background is None or None in claims.looks[0]:
-            caption = scenes.describe(scene, rng)
-            claims = scenes.parse(caption)
-        assert oracle.satisfies(scenes.render(scene), caption)
+            caption = captions.describe(scene, rng)
+            claims = captions.parse(caption)
+        assert judge.satisfies(rendering.render(scene), caption)
         for wrong in wrong_ones(scene, rng):
-            assert not oracle.satisfies(scenes.render(wrong), caption), (caption, wrong)
+            assert not judge.satisfies(rendering.render(wrong), caption), (caption, wrong)
 
 
 def test_relations_and_counts():
@@ -352,18 +352,18 @@ def test_relations_and_counts():
         for relation in ("above", "below", "left of", "right of"):
             looks = tuple(t.look for t in scene.things)
             truth = Claims(looks=looks, relation=relation).hold(scene)
-            assert oracle.satisfies(scenes.render(scene), f"a {a} {relation} a {b}") is truth
+            assert judge.satisfies(rendering.render(scene), f"a {a} {relation} a {b}") is truth
     for count, word in enumerate(("one", "two", "three", "four"), 1):
         scene = world(1, seed=count, count=count, identical=1.0)[0]
         _, fill, color, shape = scene.things[0].look
         noun = f"{fill} {color} {'crosse' if shape == 'cross' else shape}s"
         for said in ("two", "three", "four"):
-            assert oracle.satisfies(scenes.render(scene), f"{said} {noun}") is (said == word)
+            assert judge.satisfies(rendering.render(scene), f"{said} {noun}") is (said == word)
 
 
 def test_captions_that_cannot_be_read_are_the_users_mistake():
     with pytest.raises(UserError, match="an armchair"):
-        oracle.satisfies(np.zeros((48, 48, 3), np.uint8), "an armchair in the shape of an avocado")
+        judge.satisfies(np.zeros((48, 48, 3), np.uint8), "an armchair in the shape of an avocado")
 
 
 # ---------------------------------------------------------------------------- pairs
@@ -377,13 +377,13 @@ def pairs(n, seed=0):
 def test_pair_captions_are_parsed():
     rng = np.random.default_rng(0)
     for pair in pairs(200):
-        caption = scenes.describe_pair(pair, rng)
-        claims = oracle.parse_pair(caption)
+        caption = captions.describe_pair(pair, rng)
+        claims = captions.parse_pair(caption)
         assert claims is not None and (claims.transform, claims.color) == (pair.transform, pair.color)
         assert claims.top is None if "scene" in caption else claims.top.hold(pair.top)
     for other in ("a red circle", "the exact same cat on the top upside down at the bottom",
                   "the exact same scene on the top colored mauve at the bottom"):  # fmt: skip
-        assert oracle.parse_pair(other) is None
+        assert captions.parse_pair(other) is None
 
 
 DEGRADED_PAIRS = {
@@ -399,21 +399,21 @@ def test_pairs_hold(name):
     degrade, floor = DEGRADED_PAIRS[name]
     rng = np.random.default_rng(1)
     sample = pairs(40, seed=3)
-    pictures = [degrade(scenes.render_pair(pair)) for pair in sample]
-    assert np.mean([oracle.pair_holds(p, x) for p, x in zip(sample, pictures, strict=True)]) >= floor
-    said = [oracle.satisfies(x, scenes.describe_pair(p, rng)) for p, x in zip(sample, pictures, strict=True)]
+    pictures = [degrade(rendering.render_pair(pair)) for pair in sample]
+    assert np.mean([judge.pair_holds(p, x) for p, x in zip(sample, pictures, strict=True)]) >= floor
+    said = [judge.satisfies(x, captions.describe_pair(p, rng)) for p, x in zip(sample, pictures, strict=True)]
     assert np.mean(said) >= floor
 
 
 def test_no_other_transform_holds():
     for pair in pairs(20, seed=4):
-        picture = scenes.render_pair(pair)
+        picture = rendering.render_pair(pair)
         for transform in TRANSFORMS:
-            wrong = oracle.PairClaims(transform=transform, color="red" if transform == "recolored" else None)
+            wrong = captions.PairClaims(transform=transform, color="red" if transform == "recolored" else None)
             if (transform, wrong.color) != (pair.transform, pair.color):
                 twin = Pair(top=pair.top, transform=transform, color=wrong.color)
-                same = (scenes.render_pair(twin) == picture).all()  # a red thing, recolored red
-                assert oracle.pair_holds(wrong, picture) is bool(same)
+                same = (rendering.render_pair(twin) == picture).all()  # a red thing, recolored red
+                assert judge.pair_holds(wrong, picture) is bool(same)
 
 
 def test_no_other_bottom_holds():
@@ -421,8 +421,8 @@ def test_no_other_bottom_holds():
     for pair, other in pairwise(sample):
         if other.top == pair.top:
             continue
-        mixed = np.concatenate([scenes.render_pair(pair)[:24], scenes.render_pair(other)[24:]])
-        assert not oracle.pair_holds(pair, mixed)
+        mixed = np.concatenate([rendering.render_pair(pair)[:24], rendering.render_pair(other)[24:]])
+        assert not judge.pair_holds(pair, mixed)
 
 
 def test_a_pair_claim_is_about_the_top_too():
@@ -434,9 +434,9 @@ def test_a_pair_claim_is_about_the_top_too():
         ),
         transform="upside down",
     )
-    picture = scenes.render_pair(pair)
-    assert oracle.satisfies(picture, "the exact same small green triangle on the top upside down at the bottom")
-    assert not oracle.satisfies(picture, "the exact same small red triangle on the top upside down at the bottom")
-    assert not oracle.pair_holds(replace(pair, top=replace(pair.top, background="pink")), picture)
+    picture = rendering.render_pair(pair)
+    assert judge.satisfies(picture, "the exact same small green triangle on the top upside down at the bottom")
+    assert not judge.satisfies(picture, "the exact same small red triangle on the top upside down at the bottom")
+    assert not judge.pair_holds(replace(pair, top=replace(pair.top, background="pink")), picture)
     top, bottom = oracle.read_pair(picture, "upside down")
     assert top.scene == bottom.scene == pair.top

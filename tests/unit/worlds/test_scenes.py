@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from limner.worlds import scenes
+from limner.worlds import captions, rendering, scenes
+from limner.worlds.captions import Claims
 from limner.worlds.scenes import (
     BACKGROUNDS,
     COLORS,
@@ -18,7 +19,6 @@ from limner.worlds.scenes import (
     SIZES,
     TRANSFORMS,
     UNITS,
-    Claims,
     Pair,
     Scene,
     Thing,
@@ -37,8 +37,8 @@ def world(n, seed=0, **options):
 def fully_said(scene, rng):
     """A caption that leaves out neither sizes nor the background."""
     while True:
-        caption = scenes.describe(scene, rng)
-        claims = scenes.parse(caption)
+        caption = captions.describe(scene, rng)
+        claims = captions.parse(caption)
         assert claims is not None, caption
         if claims.background and all(None not in look for look in claims.looks):
             return caption
@@ -107,13 +107,13 @@ def test_pixels_are_pinned():
     looks = itertools.product(SHAPES, FILLS, SIZES, COLORS)
     for i, (shape, fill, size, color) in enumerate(looks):
         thing = Thing(shape=shape, color=color, size=size, fill=fill, x=i % 7, y=i % 5)
-        digest.update(scenes.render(Scene(things=(thing,), background=list(BACKGROUNDS)[i % 5])))
+        digest.update(rendering.render(Scene(things=(thing,), background=list(BACKGROUNDS)[i % 5])))
     assert digest.hexdigest()[:16] == "0f569b108f46a362"
 
 
 @pytest.mark.parametrize("size", [12, 48, 96])
 def test_a_picture_shows_paint_where_the_things_are(size):
-    picture = scenes.render(SCENE, size)
+    picture = rendering.render(SCENE, size)
     assert picture.shape == (size, size, 3) and picture.dtype == np.uint8
     unit = size // UNITS
     assert tuple(picture[0, 0]) == BACKGROUNDS["gray"]
@@ -124,12 +124,12 @@ def test_a_picture_shows_paint_where_the_things_are(size):
 
 def test_sizes_that_are_no_multiple_of_the_lattice_are_refused():
     with pytest.raises(ValueError, match="50"):
-        scenes.render(SCENE, 50)
+        rendering.render(SCENE, 50)
 
 
 def test_stencils_are_opacities_and_all_differ():
     for size in SIZES:
-        stencils = [scenes.stencil(s, size, f, 4) for s in SHAPES for f in FILLS]
+        stencils = [rendering.stencil(s, size, f, 4) for s in SHAPES for f in FILLS]
         assert all(s.shape == (4 * EXTENT[size],) * 2 and s.min() >= 0 and s.max() == 1 for s in stencils)
         flat = np.stack(stencils).reshape(len(stencils), -1)
         energy = (flat**2).sum(1)
@@ -140,7 +140,7 @@ def test_stencils_are_opacities_and_all_differ():
 def test_fills_take_away_from_the_solid_shape():
     for shape in SHAPES:
         for size in SIZES:
-            solid, striped, outlined = (scenes.stencil(shape, size, fill, 4) for fill in FILLS)
+            solid, striped, outlined = (rendering.stencil(shape, size, fill, 4) for fill in FILLS)
             assert (striped <= solid).all() and (outlined <= solid).all()
             stripes = striped.any(1)
             assert not (stripes[2::4] | stripes[3::4]).any()  # half a unit on, half a unit off
@@ -150,8 +150,8 @@ def test_fills_take_away_from_the_solid_shape():
 def test_lower_panels(transform):
     top = Scene(things=(replace(ONE, y=1), replace(TWO, y=1, fill="striped")), background="teal", height=6)
     pair = Pair(top=top, transform=transform, color="green" if transform == "recolored" else None)
-    upper, lower = np.split(scenes.render_pair(pair), 2)
-    assert (upper == scenes.render(top)).all()
+    upper, lower = np.split(rendering.render_pair(pair), 2)
+    assert (upper == rendering.render(top)).all()
     if transform == "upside down":
         assert (lower == upper[::-1]).all()
     elif transform == "grayscale":
@@ -171,18 +171,18 @@ def test_captions_say_what_is_so():
     rng = np.random.default_rng(1)
     for scene in world(400, seed=1):
         for _ in range(3):
-            caption = scenes.describe(scene, rng)
-            claims = scenes.parse(caption)
+            caption = captions.describe(scene, rng)
+            claims = captions.parse(caption)
             assert claims is not None and claims.hold(scene), caption
 
 
 def test_captions_vary():
     rng = np.random.default_rng(0)
-    captions = {scenes.describe(SCENE, rng) for _ in range(200)}
-    assert len(captions) > 20
-    assert any("to the left of" in c for c in captions) and any("below" in c for c in captions)
-    assert any("background" not in c for c in captions)
-    assert any("small" not in c for c in captions) and any("solid" in c for c in captions)
+    ways = {captions.describe(SCENE, rng) for _ in range(200)}
+    assert len(ways) > 20
+    assert any("to the left of" in c for c in ways) and any("below" in c for c in ways)
+    assert any("background" not in c for c in ways)
+    assert any("small" not in c for c in ways) and any("solid" in c for c in ways)
 
 
 def mutations(scene, rng):
@@ -204,7 +204,7 @@ def mutations(scene, rng):
 def test_a_scene_with_one_thing_wrong_keeps_no_full_caption():
     rng = np.random.default_rng(2)
     for scene in world(60, seed=2):
-        claims = scenes.parse(fully_said(scene, rng))
+        claims = captions.parse(fully_said(scene, rng))
         assert claims is not None and claims.hold(scene)
         assert not any(claims.hold(other) for other in mutations(scene, rng))
 
@@ -227,14 +227,14 @@ def test_a_scene_with_one_thing_wrong_keeps_no_full_caption():
     ],
 )
 def test_claims(caption, holds):
-    claims = scenes.parse(caption)
+    claims = captions.parse(caption)
     assert claims is not None and claims.hold(SCENE) is holds
 
 
 def test_counts_and_unsaid_attributes():
-    claims = scenes.parse("three striped white crosses, pink background")
+    claims = captions.parse("three striped white crosses, pink background")
     assert claims == Claims(looks=((None, "striped", "white", "cross"),) * 3, background="pink")
-    claims = scenes.parse("two small red circles and a large blue square")
+    claims = captions.parse("two small red circles and a large blue square")
     assert claims == Claims(looks=(ONE.look, ONE.look, TWO.look))
 
 
@@ -255,15 +255,15 @@ def test_counts_and_unsaid_attributes():
     ],
 )
 def test_captions_of_other_worlds_are_not_parsed(caption):
-    assert scenes.parse(caption) is None
+    assert captions.parse(caption) is None
 
 
 def test_relations_of_places():
-    assert scenes.relations_of(ONE, TWO) == ["above", "left of"]
-    assert scenes.relations_of(TWO, ONE) == ["below", "right of"]
-    assert scenes.relations_of(ONE, replace(ONE, x=6)) == ["left of"]
+    assert captions.relations_of(ONE, TWO) == ["above", "left of"]
+    assert captions.relations_of(TWO, ONE) == ["below", "right of"]
+    assert captions.relations_of(ONE, replace(ONE, x=6)) == ["left of"]
     for scene in world(200, seed=3, count=2):
-        for relation in scenes.relations_of(*scene.things):
+        for relation in captions.relations_of(*scene.things):
             looks = tuple(t.look for t in scene.things)
             assert Claims(looks=looks, relation=relation).hold(scene)
 
@@ -283,7 +283,7 @@ def test_in_order_the_upper_or_left_thing_is_said_first_more_often_and_stays_tru
         first = []
         for _ in range(300):
             scene = scenes.sample_scene(rng, count=2, identical=0)
-            claims = scenes.parse(scenes.describe(scene, rng, in_order))
+            claims = captions.parse(captions.describe(scene, rng, in_order))
             assert claims is not None and claims.hold(scene)
             first.append(claims.relation in ("above", "left of"))
         assert low <= sum(first) / len(first) <= high

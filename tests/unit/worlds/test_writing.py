@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from limner.data.shards import ShardReader
-from limner.worlds import oracle, scenes
+from limner.worlds import judge, rendering
 from limner.worlds.scenes import Pair, Scene
 from limner.worlds.writing import write_scenes
 
@@ -32,14 +32,14 @@ def test_captions_and_truth_are_those_of_the_picture(tmp_path):
         picture = pixels(sample)
         if "pair" in sample.meta:
             pair = Pair.from_dict(sample.meta["pair"])
-            truth, split = scenes.render_pair(pair), pair.top.split
+            truth, split = rendering.render_pair(pair), pair.top.split
         else:
             scene = Scene.from_dict(sample.meta["scene"])
-            truth, split = scenes.render(scene), scene.split
+            truth, split = rendering.render(scene), scene.split
         kinds.add(("pair" in sample.meta, split))
         assert (picture == truth).all() and sample.meta["split"] == split
         assert 1 <= len(set(sample.captions)) == len(sample.captions)
-        assert all(oracle.satisfies(picture, caption) for caption in sample.captions)
+        assert all(judge.satisfies(picture, caption) for caption in sample.captions)
     assert len(kinds) == 4
     assert max(len(sample.captions) for sample in found) > 2
     assert summary["splits"] == {s: sum(x.meta["split"] == s for x in found) for s in summary["splits"]}
