@@ -34,7 +34,7 @@ import numpy as np
 from PIL import Image
 
 from limner.data.datasets import ImageCaptionDataset
-from limner.data.shards import ShardWriter
+from limner.data.shard_writer import ShardWriter
 from limner.data.sources import open_source
 
 

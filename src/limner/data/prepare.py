@@ -22,7 +22,7 @@ from limner.data.augment import area_resize
 from limner.data.filters import Filters
 from limner.data.pictures import decoded
 from limner.data.samples import Rejected, Sample, Source
-from limner.data.shards import ShardWriter
+from limner.data.shard_writer import ShardWriter
 from limner.data.sources import open_source
 from limner.errors import UserError
 

@@ -5,7 +5,7 @@
     pictures with captions   a/b.jpg + a/b.txt, in folders of any depth
     tables                   .jsonl, .csv, .parquet, .arrow: a caption column and a column of image paths
                              (relative to the file) or bytes (raw, base64, or a {"bytes", "path"} struct)
-    shards                   00000.tar ... of img2dataset or WebDataset (see `shards.py`)
+    shards                   00000.tar ... of img2dataset or WebDataset (see `shard_writer.py`)
     data sets of Hugging Face, as cloned (tables in folders) and as `save_to_disk` leaves them
 
 Data from elsewhere is not trusted. A table may not name files outside its own folder (unless
@@ -38,7 +38,8 @@ from limner.data.samples import (
     parse_captions,
     select_split,
 )
-from limner.data.shards import IMAGE_SUFFIXES, MARK, ShardReader
+from limner.data.shard_reader import IMAGE_SUFFIXES, ShardReader
+from limner.data.shard_writer import MARK
 from limner.data.tables import TableSource
 from limner.errors import UserError
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from limner import bundles, recipes
 from limner.config import read_json, to_dict
-from limner.data.shards import is_complete
+from limner.data.shard_writer import is_complete
 from limner.errors import UserError
 from limner.evaluation import composition, report
 from limner.files import atomic_write_bytes, atomic_write_text, locked

@@ -33,7 +33,7 @@ from PIL import Image, ImageDraw, ImageFont
 from limner.data.augment import area_resize
 from limner.data.prepare import Counts, encode_image
 from limner.data.samples import Rejected
-from limner.data.shards import ShardWriter
+from limner.data.shard_writer import ShardWriter
 from limner.errors import UserError
 
 TONES = ("light", "medium-light", "medium", "medium-dark", "dark")

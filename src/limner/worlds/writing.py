@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from limner.data.shards import ShardWriter
+from limner.data.shard_writer import ShardWriter
 from limner.worlds.captions import describe, describe_pair
 from limner.worlds.rendering import render, render_pair
 from limner.worlds.scenes import Split, sample_crowd, sample_pair, sample_scene

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from limner.data.samples import Rejected
-from limner.data.shards import ShardReader, ShardWriter, tar_members
+from limner.data.shard_reader import ShardReader
+from limner.data.shard_writer import ShardWriter
+from limner.data.tars import tar_members
 from limner.errors import UserError
 
 SAMPLES = st.lists(

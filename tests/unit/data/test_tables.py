@@ -10,7 +10,7 @@ import random
 import pytest
 from PIL import Image
 
-from limner.data import tables
+from limner.data import text_tables
 from limner.data.filters import NO_FILTERS
 from limner.data.prepare import prepare
 from limner.data.samples import Rejected
@@ -98,7 +98,7 @@ def test_every_record_is_kept_or_counted(folder, seed):
 
 
 def test_long_rows_are_counted(folder, monkeypatch):
-    monkeypatch.setattr(tables, "MAX_ROW", 100)
+    monkeypatch.setattr(text_tables, "MAX_ROW", 100)
     assert write_csv(folder, ["a,1.png", "b" * 350 + ",1.png", "c,1.png"]) == ["a", "[row too long]", "c"]
     rows = [json.dumps({"caption": c, "image": "1.png"}) for c in ("a", "b" * 350, "c")]
     (folder / "t.jsonl").write_text("\n".join(rows))

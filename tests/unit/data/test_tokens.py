@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from limner.data.prepare import encode_image
-from limner.data.shards import ShardWriter
+from limner.data.shard_writer import ShardWriter
 from limner.data.sources import open_source
 from limner.data.tokens import encode_tokens
 from limner.errors import UserError

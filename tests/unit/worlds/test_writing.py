@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from limner.data.shards import ShardReader
+from limner.data.shard_reader import ShardReader
 from limner.worlds import judge, rendering
 from limner.worlds.scenes import Pair, Scene
 from limner.worlds.writing import write_scenes

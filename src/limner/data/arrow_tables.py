@@ -1,0 +1,141 @@
+"""Rows of Parquet and Arrow files; a row group whose number of rows cannot be true is one row."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from limner.data.samples import Rejected
+from limner.errors import UserError
+
+_MAX_GROUP = 1 << 31  # bytes of a row group, which is read as a whole
+_KEPT_BYTES = 1 << 28  # of row groups that stay in memory
+
+
+class _Groups:
+    """Tables of Arrow, loaded when asked for, of which the last few are kept. Reading at random from a file whose
+    row groups hold many pictures is slow: `limner data prepare` turns it into shards."""
+
+    def __init__(self, columns: Sequence[str], counts: Sequence[int]) -> None:
+        self.columns = list(columns)
+        self._counts, self._ends = list(counts), np.cumsum(counts, dtype=np.int64)
+        self._groups: OrderedDict[int, Any] = OrderedDict()  # None for what is damaged
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def _load(self, group: int) -> Any:
+        """A table of Arrow. Raises what pyarrow raises if it is damaged."""
+        raise NotImplementedError
+
+    def row(self, index: int) -> dict[str, Any]:
+        group = int(np.searchsorted(self._ends, index, side="right"))
+        with self._lock:
+            if group not in self._groups:
+                try:
+                    table = self._load(group)
+                except Exception:  # pyarrow raises OSError, ArrowException, UnicodeDecodeError, MemoryError ...
+                    table = None
+                self._groups[group] = table if table is not None and table.num_rows == self._counts[group] else None
+                sizes = [getattr(table, "nbytes", 0) for table in self._groups.values()]
+                while len(sizes) > 1 and sum(sizes) > _KEPT_BYTES:
+                    self._groups.popitem(last=False)
+                    sizes.pop(0)
+            self._groups.move_to_end(group)
+            table = self._groups[group]
+        if table is None:
+            raise Rejected("damaged table")
+        return _arrow_row(table, index - int(self._ends[group] - self._counts[group]))
+
+
+class Parquet(_Groups):
+    def __init__(self, path: Path) -> None:
+        pyarrow = _pyarrow(path)
+        import pyarrow.parquet as parquet
+
+        size = path.stat().st_size
+        try:
+            self._file = parquet.ParquetFile(path)
+            meta = self._file.metadata
+            rows = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
+            names = self._file.schema_arrow.names
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise UserError(f"{path} is not a Parquet file: {_first_line(error)}") from None
+        # Each row holds a caption or a picture, so more rows than bytes are a damaged number.
+        super().__init__(names, [count if 0 <= count <= size else 1 for count in rows])
+
+    def _load(self, group: int) -> Any:
+        if self._file.metadata.row_group(group).total_byte_size > _MAX_GROUP:
+            raise Rejected("damaged table")
+        return self._file.read_row_group(group)
+
+
+class Arrow(_Groups):
+    """A file of Arrow's IPC formats: the stream that `datasets` writes, or the one with a footer. Its batches stay
+    in the file, which is mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        pyarrow = _pyarrow(path)
+        import pyarrow.ipc as ipc
+
+        self._batches: list[Any] = []
+        whole, names = True, []
+        try:
+            with open(path, "rb") as start:
+                footed = start.read(6) == b"ARROW1"
+            mapped = pyarrow.memory_map(str(path))
+            file = ipc.open_file(mapped) if footed else ipc.open_stream(mapped)
+            batches = (file.get_batch(n) for n in range(file.num_record_batches)) if footed else file
+            names = file.schema.names
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise UserError(f"{path} is not an Arrow file: {_first_line(error)}") from None
+        try:
+            self._batches += batches
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            warnings.warn(f"{path} is damaged ({_first_line(error)}): what follows is left out", stacklevel=2)
+            whole = False
+        size = path.stat().st_size
+        counts = [len(batch) if len(batch) <= size else 1 for batch in self._batches]
+        super().__init__(names, counts + [1] * (not whole))
+
+    def _load(self, group: int) -> Any:
+        import pyarrow
+
+        columns = []
+        for column in self._batches[group].columns:
+            text = pyarrow.types.is_string(column.type)
+            # Offsets beyond the data would be read as they are; text is checked cell by cell.
+            (column.view(pyarrow.binary()) if text else column).validate(full=True)
+            columns.append(column)
+        return pyarrow.Table.from_arrays(columns, names=self.columns)
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(f'reading {path} needs pyarrow: pip install "limner[data]"') from None
+    return pyarrow
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _arrow_row(table: Any, offset: int) -> dict[str, Any]:
+    row = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        try:
+            row[name] = column[offset].as_py()
+        except UnicodeDecodeError:
+            row[name] = "\udc80"  # reported as "caption is not UTF-8" if it is one
+        except (ValueError, OverflowError):  # times that Python cannot hold
+            row[name] = column[offset].cast("string").as_py()
+    return row

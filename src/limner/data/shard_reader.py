@@ -1,0 +1,133 @@
+"""Reading a data set of shards: the samples of tar files as `shard_writer.py` lays them out, or somebody else.
+
+Tars are read in place: their headers are scanned once into an index of offsets, and a sample is then one `pread`.
+A reader holds no open file, so threads share it and processes inherit it freely.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from limner.data.foreign import MAX_BYTES, MAX_META, READ, counted, facts, fingerprint, parse_json
+from limner.data.samples import MAX_TEXT, Rejected, Sample, parse_captions
+from limner.data.shard_writer import MARK
+from limner.data.tars import DAMAGED, MISSING, Member, tar_members
+from limner.errors import UserError
+
+IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm")
+SECOND, AMBIGUOUS = -3, -4  # in place of an offset, as `MISSING` and `DAMAGED`
+_REASONS = {
+    MISSING: "missing image",
+    SECOND: "second picture of a name",
+    AMBIGUOUS: "duplicate key",
+    DAMAGED: "damaged shard",
+}
+
+
+class ShardReader:
+    """Random access to the samples of tar files, in the order of the files and within them.
+
+    An element is a picture, with the caption and the metadata of the same key (the name without what
+    follows its last dot; the same in another of the archives joined in a tar is another key), or a caption
+    or metadata without a picture. Where keys come several times in an archive, the first picture goes with the
+    first caption and so on if there are as many, or a single caption goes with the first picture. Beside
+    these, each damaged tar is one element, since how many samples lie behind the damage is not known.
+    """
+
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], splits: Sequence[str | None] | None = None) -> None:
+        """`splits` names the split of each file's samples, for those that name none themselves."""
+        self.paths = [Path(path) for path in paths]
+        self._splits = list(splits or [None] * len(self.paths))
+        for folder in {path.parent for path in self.paths}:
+            if (folder / MARK).exists():
+                raise UserError(f"{folder} is incomplete: the command that writes it was interrupted; run it again")
+        index = array("q")
+        for shard, path in enumerate(self.paths):
+            for row in _samples(tar_members(path)):
+                index.extend((shard, *row))
+        # [N, 7]: the shard, then offset and size of the picture, the caption and the metadata
+        self._index = np.array(index, np.int64).reshape(-1, 7)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def _read(self, index: int, *slots: int) -> list[bytes | None]:
+        """The members in `slots` (0 picture, 1 caption, 2 metadata) of one sample."""
+        shard, *where = self._index[index].tolist()
+        if where[0] < MISSING:
+            raise Rejected(_REASONS[where[0]])
+        descriptor = os.open(self.paths[shard], READ)
+        try:
+            found = []
+            for slot in slots:
+                offset, size = where[2 * slot : 2 * slot + 2]
+                limit, larger = _LIMITS[slot]
+                if size > limit:
+                    raise Rejected(larger)
+                found.append(os.pread(descriptor, size, offset) if offset >= 0 else None)
+            return found
+        finally:
+            os.close(descriptor)
+
+    @counted
+    def __getitem__(self, index: int) -> Sample:
+        image, text, meta = self._read(index, 0, 1, 2)
+        facts = self._facts(index, meta)
+        if image is None:
+            raise Rejected("missing image")
+        captions = parse_captions(text if text is not None else facts.get("caption"))
+        if len(image) < self._index[index, 2]:
+            raise Rejected("broken image")  # the tar was cut off
+        return Sample(image, captions, facts)
+
+    @counted
+    def meta(self, index: int) -> dict[str, Any]:
+        return self._facts(index, self._read(index, 2)[0])
+
+    def _facts(self, index: int, data: bytes | None) -> dict[str, Any]:
+        try:
+            meta = facts(parse_json(data or b"{}"))
+        except ValueError:
+            raise Rejected("broken metadata") from None
+        split = self._splits[self._index[index, 0]]
+        return meta if split is None else {"split": split, **meta}
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.paths)
+
+
+#: The most bytes of a picture, a caption and metadata, and the reason to reject what is larger.
+_LIMITS = ((MAX_BYTES, "file too large"), (MAX_TEXT, "caption too long"), (MAX_META, "metadata too large"))
+
+
+def _samples(members: Iterable[Member]) -> Iterator[list[int]]:
+    """The elements of a tar: offset and size of the picture, the caption and the metadata."""
+    nothing = (MISSING, 0)
+    found: dict[tuple[int, str], tuple[list, list, list]] = {}
+    damaged = False
+    for member in members:
+        damaged |= member.offset == DAMAGED
+        stem, _, suffix = member.name.rpartition(".")
+        suffix = suffix.lower()
+        slot = {"txt": 1, "json": 2}.get(suffix, 0 if suffix in IMAGE_SUFFIXES else None)
+        if slot is not None and stem.rpartition("/")[2]:
+            slots = found.setdefault((member.archive, stem), ([], [], []))
+            slots[slot].append((member.offset, member.size))
+    for images, texts, metas in found.values():
+        count = max(map(len, (images, texts, metas)))
+        if all(len(slot) in (0, count) for slot in (images, texts, metas)):
+            for row in zip(*(slot or [nothing] * count for slot in (images, texts, metas)), strict=True):
+                yield [value for pair in row for value in pair]
+        elif len(texts) <= 1 and len(metas) <= 1:
+            yield [*images[0], *(texts or [nothing])[0], *(metas or [nothing])[0]]
+            yield from [[SECOND, 0, *nothing, *nothing]] * (count - 1)
+        else:
+            yield from [[AMBIGUOUS, 0, *nothing, *nothing]] * count
+    if damaged:
+        yield [DAMAGED, 0, *nothing, *nothing]

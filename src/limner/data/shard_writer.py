@@ -1,0 +1,142 @@
+"""Writing a data set: image-caption pairs in tar files, the layout of img2dataset and WebDataset.
+
+A shard `00000.tar` holds, for each sample, `KEY.png` (or .jpg, .webp), `KEY.txt` (the caption;
+several phrasings, one a line) and `KEY.json` (metadata: "split", ground truth, ...).
+
+A folder that `ShardWriter` is still filling, or was killed in, contains a file `INCOMPLETE`; readers
+refuse it. The last acts of a writer are `dataset.json`, the summary, and removing that mark. The
+bytes are a function of the samples alone (no times, no owners), so the same data gives the same files.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from limner.errors import UserError
+from limner.files import LOCK, atomic_write_text, locked, naming
+
+SUMMARY, MARK = "dataset.json", "INCOMPLETE"
+
+
+def is_complete(folder: str | os.PathLike[str]) -> bool:
+    """Whether a writer has finished the data set of a folder."""
+    return (Path(folder) / SUMMARY).exists() and not (Path(folder) / MARK).exists()
+
+
+class ShardWriter:
+    """Write samples to a folder of shards; use it as a context manager.
+
+    >>> with ShardWriter("out") as writer:
+    ...     writer.write(png_bytes, ["a red circle"], {"split": "train"})
+
+    Leaving the block by an exception leaves the folder marked as incomplete. A folder with such a
+    mark is begun again; one that holds anything else, or that another process writes to, is a `UserError`.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], per_shard: int = 10_000) -> None:
+        self.folder, self.per_shard = Path(folder), per_shard
+        self.kept, self.rejected, self.splits = 0, Counter[str](), Counter[str]()
+        self._tar: tarfile.TarFile | None = None
+        self._file: BinaryIO | None = None
+        self._lock = ExitStack()
+
+    def _claim(self) -> None:
+        present = {path.name for path in self.folder.iterdir() if path.name != LOCK}
+        if present and MARK not in present:
+            raise UserError(f"{self.folder} is not empty: name a new folder, or delete this one first")
+        (self.folder / MARK).touch()
+        for name in present:
+            if name.removesuffix(".tmp").endswith(".tar") or name == SUMMARY:
+                (self.folder / name).unlink()
+
+    def write(
+        self,
+        image: bytes,
+        captions: Sequence[str],
+        meta: dict[str, Any] | None = None,
+        suffix: str = "png",
+    ) -> None:
+        """Add a sample; `image` is an encoded picture and `suffix` says in which format."""
+        if self.kept % self.per_shard == 0:
+            self._finish_shard()
+        key = f"{self.kept:09d}"
+        meta = {"key": key, **(meta or {})}
+        self._add(f"{key}.{suffix}", image)
+        self._add(f"{key}.txt", "\n".join(captions).encode())
+        self._add(f"{key}.json", json.dumps(meta, ensure_ascii=False).encode())
+        self.kept += 1
+        if "split" in meta:
+            self.splits[meta["split"]] += 1
+
+    def reject(self, reason: str) -> None:
+        """Count a sample that is left out."""
+        self.rejected[reason] += 1
+
+    def summary(self) -> dict[str, Any]:
+        """What `dataset.json` says: samples seen, kept, rejected by reason, kept by split."""
+        return {
+            "count": self.kept + sum(self.rejected.values()),
+            "kept": self.kept,
+            "rejected": dict(self.rejected.most_common()),
+            "splits": dict(self.splits),
+            "shards": -(-self.kept // self.per_shard),
+        }
+
+    def close(self, **extra: Any) -> None:
+        """Complete the data set. `extra` goes into `dataset.json`."""
+        self._finish_shard()
+        text = json.dumps({**self.summary(), **extra}, indent=2, ensure_ascii=False)
+        atomic_write_text(self.folder / SUMMARY, text + "\n")
+        (self.folder / MARK).unlink(missing_ok=True)
+
+    def _path(self) -> Path:
+        return self.folder / f"{(self.kept - 1) // self.per_shard:05d}.tar"
+
+    def _add(self, name: str, data: bytes) -> None:
+        if self._tar is None:
+            self._file = open(self.folder / "shard.tar.tmp", "wb")  # noqa: SIM115 (closed with the shard)
+            self._tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        with naming(self.folder):
+            self._tar.addfile(info, io.BytesIO(data))
+
+    def _finish_shard(self) -> None:
+        if self._tar is None or self._file is None:
+            return
+        with naming(self.folder):
+            self._tar.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        os.replace(self.folder / "shard.tar.tmp", self._path())
+        self._tar = self._file = None
+
+    def __enter__(self) -> ShardWriter:
+        with ExitStack() as stack:
+            stack.enter_context(locked(self.folder))
+            self._claim()
+            self._lock = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            if kind is None:
+                self.close()
+            elif self._file is not None:
+                with suppress(OSError):  # what is still to be written is of no use
+                    self._file.close()
