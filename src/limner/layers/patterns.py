@@ -2,7 +2,8 @@
 
 A pattern is one set of numbers: how many raster steps back a position sees. All else follows from it, the dense
 mask (`attention.py`), the blocks of training (`sparse.py`), the cache of decoding (`cache.py`) and what they
-cost. So a new pattern is one function here, named in `PATTERNS`.
+cost. So a new pattern is one function here, named in `PATTERNS`; `TransformerConfig.patterns` says which layers
+have it.
 
 Shapes: h x w grid, S = h * w positions in raster order.
 """

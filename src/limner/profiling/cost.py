@@ -84,7 +84,7 @@ def parameters(config: TransformerConfig) -> Counter[str]:
 def seen(config: TransformerConfig, pattern: Pattern) -> int:
     """Pairs of a position and one that it sees, over one sequence, in a layer of that pattern."""
     p, s = config.text_len + 1, config.grid[0] * config.grid[1]
-    return p * (p + 1) // 2 + s * p + sum(s - back for back in pattern.offsets)
+    return p * (p + 1) // 2 + s * p + s * len(pattern.offsets) - sum(pattern.offsets)
 
 
 @lru_cache(maxsize=16)
