@@ -16,7 +16,7 @@ from limner.ranges import SEEDS, Checked, Range
 class Options(Checked):
     """Train a prior and a contrastive model on the built-in scenes, draw held-out captions, write a report.
 
-    At most 12 minutes on two cores. Ctrl-C stops it; the same command goes on.
+    It plans nine minutes of training, on a slow machine of fewer steps. Ctrl-C stops it; the same command goes on.
     """
 
     out: Path = Path("limner-demo")

@@ -112,7 +112,11 @@ def emoji() -> Recipe:
 
 
 def photos() -> Recipe:
-    """Pictures of your own on one GPU: the paper's method at a size that trains in hours."""
+    """Pictures of your own, at a size for one GPU; not trained to its end yet, so its cost is not known.
+
+    The prior and the contrastive model are the paper's, smaller. The dVAE is not: its objective is `BalancedELB`, and its initial
+    weights are the larger ones that go with it.
+    """
     return Recipe(
         dvae=DVAEStage(
             model=DVAEConfig(size=128, width=128, vocab=4_096, gain=0.5, init_gain=2**0.5, code_gain=3.0),
@@ -215,7 +219,7 @@ def _training(steps: int, batch: int, ema: float, others: float = 1.5e-3) -> Tra
 
 
 def _small_dvae(size: int, groups: int, vocab: int, steps: int, context: int) -> DVAEStage:
-    """A dVAE for small, flat pictures; docs/LOG.md says how these numbers were found."""
+    """A dVAE for small, flat pictures; docs/LOG.md says what was compared, and that the three gains were not."""
     return DVAEStage(
         model=DVAEConfig(
             size=size, width=48, groups=groups, blocks=1, vocab=vocab, code_width=64, gain=0.5, init_gain=2**0.5,

@@ -1,0 +1,44 @@
+"""The programs in examples/ run as they stand."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(name: str, *arguments: object, cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / "examples" / name, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_all_examples_are_run_here() -> None:
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert all(f'run("{path.name}"' in text for path in (ROOT / "examples").glob("*.py"))
+
+
+def test_draw(tmp_path: Path) -> None:
+    said = run("draw.py", "a small red circle on a gray background", "circle", cwd=tmp_path)
+    assert "circle-1.png: score" in said
+    assert Image.open(tmp_path / "circle-2.png").text["caption"] == "a small red circle on a gray background"
+
+
+def test_train_on_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for shade in range(40):
+        Image.fromarray(np.full((64, 64, 3), shade * 6, np.uint8)).save(tmp_path / f"photos/{shade}.png")
+        (tmp_path / f"photos/{shade}.txt").write_text(f"a plain picture of shade {shade}")
+    assert "drawing.png: a plain picture" in run("train_on_a_folder.py", "photos", "run", 2, cwd=tmp_path)
+    assert (tmp_path / "run/drawing.png").exists()
+
+
+def test_sparse_attention(tmp_path: Path) -> None:
+    losses = [float(line.split()[-1]) for line in run("sparse_attention.py", cwd=tmp_path).splitlines()]
+    assert losses[-1] < losses[0]

@@ -1,0 +1,121 @@
+"""The README's commands, word by word, in its order and in one folder; the long ones with smaller sizes appended.
+
+What is not run: what needs a network or the machine's package manager, and `pytest` itself.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from limner.errors import UserError
+from limner.worlds import emoji
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.M | re.S)
+LINES = [(kind, line) for kind, block in BLOCKS for line in ([block] if kind == "python" else block.splitlines())]
+
+_LIKE = {"model.width": 32, "model.depth": 2, "model.heads": 2, "training.steps": 2, "training.batch-size": 4}
+_SMALL = {
+    "--dvae.model.width": 8, "--dvae.model.vocab": 64, "--dvae.training.steps": 2, "--dvae.training.batch-size": 4,
+    **{f"--{stage}.{name}": value for stage in ("prior", "contrastive") for name, value in _LIKE.items()},
+}  # fmt: skip
+APPENDED = {  # to a command that begins so
+    "limner train": " ".join(f"{name} {value}" for name, value in _SMALL.items()),
+    "limner bench --grids": "--size tiny --rounds 1 --batch 0 --grids 8 --candidates 1 4",
+    "limner bench": "--size tiny --rounds 1 --batch 1 --grids 8 --candidates 1 4",
+    "limner draw": "--candidates 4",
+    "limner evaluate emoji": "--captions 4 --candidates 2 --repeats 1",
+}
+NOT_RUN = ("pip install", "apt-get install")  # "pip install . && limner demo" is the one that goes on after it
+DEMO = """
+from dataclasses import replace
+from limner.recipes import presets
+from limner.runs import demo
+def small(stage):
+    training = replace(stage.training, steps=4, batch_size=4)
+    return replace(stage, model=replace(stage.model, width=32, depth=1, heads=2), training=training)
+recipe = presets.demo()
+recipe = replace(recipe, prior=small(recipe.prior), contrastive=small(recipe.contrastive))
+demo.Demo.recipe = lambda self: recipe
+from limner.cli import main
+raise SystemExit(main(["demo", "--scenes", "60", "--captions", "2", "--candidates", "3", "--evaluated", "2"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the README's reader sits: `limner` and `python` on the path, and a folder `photos/` with captions."""
+    here = tmp_path_factory.mktemp("readme")
+    (here / "bin").mkdir()
+    for name, runs in {
+        "limner": f'exec {sys.executable} -m limner "$@"',
+        "python": f'exec {sys.executable} "$@"',
+    }.items():
+        (here / "bin" / name).write_text(f"#!/bin/sh\n{runs}\n")
+        (here / "bin" / name).chmod(0o755)
+    photos, random = here / "photos", np.random.default_rng(0)
+    photos.mkdir()
+    for i in range(60):
+        rows = np.linspace(*random.integers(0, 256, (2, 3)), 160).astype(np.uint8)
+        Image.fromarray(np.repeat(rows[:, None], 160, 1)).save(photos / f"{i}.png")
+        (photos / f"{i}.txt").write_text(f"the sky on a sofa, photographed with camera number {i}")
+    return here
+
+
+def shell(command: str, folder: Path) -> str:
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-euc", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def command(line: str) -> str:
+    """The line without its comment, with smaller sizes where it would take long."""
+    line = re.sub(r"\s+# .*$", "", line)
+    more = next((more for begin, more in APPENDED.items() if line.startswith(begin)), "")
+    return f"{line} {more}"
+
+
+@pytest.mark.parametrize(("kind", "line"), LINES, ids=[line.split("  ")[0][:50].strip() for _, line in LINES])
+def test_a_command_does_what_the_readme_says(kind: str, line: str, folder: Path) -> None:
+    if kind == "python":
+        program = folder / "program.py"
+        program.write_text(line)
+        shell("python program.py", folder)
+        assert (folder / "circles.png").exists()
+    elif line == "pip install . && limner demo":
+        (folder / "demo.py").write_text(DEMO)
+        shell("python demo.py", folder)
+        assert (folder / "limner-demo/report.html").exists()
+        assert (folder / "limner-demo/contact.png").exists()
+    elif line.startswith(NOT_RUN):
+        pytest.skip("installs")
+    elif "emoji" in line and not emoji_are_there():
+        pytest.skip("needs a colour-emoji font and the package emoji")
+    else:
+        said = shell(command(line), folder)
+        if " -o " in line or " --plot " in line or " --mosaic " in line:
+            assert list(folder.glob("*.png"))
+        assert said or line.startswith("python -c")
+
+
+def emoji_are_there() -> bool:
+    try:
+        return bool(emoji.find_font() and emoji.all_emoji())
+    except UserError:
+        return False
+
+
+def test_the_readme_is_read_as_blocks() -> None:
+    assert {kind for kind, _ in BLOCKS} == {"sh", "python"}
+    assert len(LINES) > 20

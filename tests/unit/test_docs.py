@@ -1,0 +1,44 @@
+"""What the pages say of the code is so: rooms, links, files, names."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
+NAMED = re.compile(r"`((?:src|tests|bench|docs|examples)/[\w./-]+|[a-z_]+/[\w/]+\.py)`")
+
+
+def test_the_rooms_are_those_of_the_import_contract():
+    layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+    built = [{room for room in row.split(" | ") if not room.startswith("(")} for row in layers]
+    page = (ROOT / "docs/ARCHITECTURE.md").read_text().partition("\n## ")[0]
+    rows = [set(re.findall(r"`(\w+)`", line.split("|")[1])) for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [row for row in built if row]
+    here = {
+        path.stem for path in (ROOT / "src/limner").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert set().union(*rows) == here - {"__init__", "__main__"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_that_a_page_names_are_there(page: Path):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!http)([^)#\s]+)", text):
+        assert (page.parent / target).exists(), target
+    if page.name != "LOG.md":  # names what was there then
+        for name in NAMED.findall(text):
+            assert (ROOT / name).exists() or (ROOT / "src/limner" / name).exists(), name
+
+
+def test_a_name_that_stands_behind_a_file_is_in_it():
+    for page in (ROOT / "docs/PAPERS.md", ROOT / "README.md"):
+        for line in page.read_text(encoding="utf-8").splitlines():
+            for target, names in re.findall(r"\]\(([\w./]+\.py)\)(?::| )? ?((?:`[\w.]+`(?:, )?)+)", line):
+                source = (page.parent / target).read_text(encoding="utf-8")
+                for name in re.findall(r"`([\w.]+)`", names):
+                    assert all(re.search(rf"\b{part}\b", source) for part in name.split(".")), (target, name)
