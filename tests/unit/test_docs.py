@@ -19,9 +19,8 @@ def test_the_rooms_are_those_of_the_import_contract():
     page = (ROOT / "docs/ARCHITECTURE.md").read_text().partition("\n## ")[0]
     rows = [set(re.findall(r"`(\w+)`", line.split("|")[1])) for line in page.splitlines() if line.startswith("| `")]
     assert rows == [row for row in built if row]
-    here = {
-        path.stem for path in (ROOT / "src/limner").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
+    modules, folders = ((ROOT / "src/limner").glob(pattern) for pattern in ("*.py", "*/__init__.py"))
+    here = {path.stem for path in modules} | {path.parent.name for path in folders}
     assert set().union(*rows) == here - {"__init__", "__main__"}
 
 

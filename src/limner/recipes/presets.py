@@ -114,8 +114,8 @@ def emoji() -> Recipe:
 def photos() -> Recipe:
     """Pictures of your own, at a size for one GPU; not trained to its end yet, so its cost is not known.
 
-    The prior and the contrastive model are the paper's, smaller. The dVAE is not: its objective is `BalancedELB`, and its initial
-    weights are the larger ones that go with it.
+    The prior and the contrastive model are the paper's, smaller. The dVAE is not: its objective is `BalancedELB`,
+    and its initial weights are the larger ones that go with it.
     """
     return Recipe(
         dvae=DVAEStage(
