@@ -8,7 +8,8 @@ file from a stranger can at worst be wrong.
 
 Fields may be `bool`, `int`, `float`, `str`, `Literal[...]`, a `tuple` of fixed length, another dataclass,
 a union of dataclasses, or one of these or None. In a union ("constant, cosine or plateau") the dictionary
-carries the name of the class under `"type"`, which is why variants need no flags.
+carries the name of the class under `"type"`, which is why variants need no flags. Where none of them has settings
+("auto, bf16 or fp32") the name alone, in lower case, says all.
 """
 
 import json
@@ -87,7 +88,17 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> 
     return found
 
 
+def bare(hint: Any) -> dict[str, type]:
+    """The dataclasses of a union by name, in lower case, if none of them has settings; empty for other types."""
+    members = _members(hint)
+    alike = len(members) > 1 and all(is_dataclass(member) and not fields(member) for member in members)
+    return {member.__name__.lower(): member for member in members} if alike else {}
+
+
 def _dump(value: Any, hint: Any) -> Any:
+    for name, member in bare(hint).items():
+        if type(value) is member:
+            return name
     if is_dataclass(value):
         hints = get_type_hints(type(value))
         tag = {TAG: type(value).__name__} if len(_members(hint)) > 1 else {}
@@ -107,6 +118,8 @@ def _load(hint: Any, value: Any, where: str) -> Any:
             return None
         if len(members) == 1:
             return _load(members[0], value, where)
+        if names := bare(hint):
+            return names[_load(Literal[tuple(names)], value, where)]()
         named = {member.__name__: member for member in members}
         data = _mapping(value, " or ".join(named), at)
         name = data.get(TAG)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from limner.layers.linear import int8, packed
 from limner.models.contrastive import Contrastive, ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
-from limner.numerics.precision import Precision, choose_precision
+from limner.numerics.precision import Auto, Precision
 from limner.sampling.generate import FREE, generate
 from limner.sampling.options import Options, Sampler
 from limner.sampling.recorded import Decoder, decoder
@@ -93,13 +93,13 @@ class Runtime:
     """How drawing is computed.
 
     Args:
-        precision: "auto" is bf16 where the hardware multiplies it fast, and fp32 elsewhere.
+        precision: by default bf16 where the hardware multiplies it fast, and fp32 elsewhere.
         int8_cache: halves what each candidate takes (`layers/cache.py`).
         int8_weights: halves what the prior takes.
         compiled: faster after half a minute of compilation for each number of candidates (`sampling/recorded.py`).
     """
 
-    precision: Precision = "auto"
+    precision: Precision = field(default_factory=Auto)
     int8_cache: bool = False
     int8_weights: bool = False
     compiled: bool = False
@@ -334,7 +334,7 @@ class TextToImage:
 
     def _rows(self) -> int:
         """Candidates in one batch: what the keys and values of all layers leave room for."""
-        c, dtype = self.prior.config, choose_precision(self.device, self.runtime.precision)
+        c, dtype = self.prior.config, self.runtime.precision.dtype(self.device)
         like = torch.empty(1, c.heads, 0, c.width // c.heads, dtype=dtype, device="meta")
         stores = (self.runtime.store(like, 1, pattern.held) for pattern in c.patterns)
         each = 2 * sum(store.bytes_per_candidate for store in stores)
@@ -349,7 +349,7 @@ class TextToImage:
         """Prior and contrastive model as they draw, made once: copies where that is in another format."""
         if self._drawing is None:
             prior, contrastive = self.prior, self.contrastive
-            dtype = choose_precision(self.device, self.runtime.precision)
+            dtype = self.runtime.precision.dtype(self.device)
             if dtype == torch.bfloat16:
                 contrastive = packed(copy.deepcopy(contrastive).to(dtype))
             if dtype == torch.bfloat16 or self.runtime.int8_weights:

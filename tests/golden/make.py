@@ -21,6 +21,7 @@ from limner.data.stream import Stream
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
+from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.balanced import BalancedELB
 from limner.objectives.contrastive import ContrastiveLoss
@@ -80,7 +81,7 @@ def curve(model: nn.Module, objective: Objective, data: Squares, **settings: obj
     optimizer = AdamW(lr=3e-3, eps=1e-6)
     config = TrainConfig(
         **{"steps": 20, "batch_size": 8, "optimizer": optimizer, "log_every": 1, "eval_every": 10}
-        | {"precision": "fp32", "ema_decay": 0.9}
+        | {"precision": Fp32(), "ema_decay": 0.9}
         | settings
     )
     with tempfile.TemporaryDirectory() as out:

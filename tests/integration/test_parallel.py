@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from limner import errors
 from limner.data.stream import Stream
 from limner.models.transformer import TransformerConfig
+from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW
 from limner.optim.schedules import Plateau
@@ -115,7 +116,7 @@ def work(out: Path, parallel: Parallel) -> None:
     )
     config = TrainConfig(
         steps=STEPS, batch_size=8, accumulate=2, optimizer=AdamW(lr=0.01, eps=1e-2), clip_norm=0.5, ema_decay=0.9,
-        schedule=Plateau(window=3), precision="fp32", log_every=1, checkpoint_every=4,
+        schedule=Plateau(window=3), precision=Fp32(), log_every=1, checkpoint_every=4,
     )  # fmt: skip
     stream = Stream(Tokens(), 8, seed=3, prefetch=1)
     try:

@@ -14,6 +14,11 @@ class Flat:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Steep:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ramp:
     end: float = 0.0
 
@@ -35,6 +40,7 @@ class Run:
     model: Model = field(default_factory=lambda: Model(width=4))
     schedule: Flat | Ramp = Flat()
     second: Flat | Ramp | None = None
+    slope: Flat | Steep = Flat()
     lr: float = 1e-3
     name: str | None = None
     shuffle: bool = True
@@ -45,6 +51,7 @@ FULL = Run(
     model=Model(width=6, grid=(2, 3), gains=(1.0, 2.5), kind="column"),
     schedule=Ramp(end=0.1),
     second=Flat(),
+    slope=Steep(),
     name="x",
     steps=3,
 )
@@ -54,6 +61,10 @@ FULL = Run(
 def test_a_config_survives_the_disk(run: Run, tmp_path: Path) -> None:
     save_json(run, tmp_path / "run.json")
     assert load_json(Run, tmp_path / "run.json") == run
+
+
+def test_of_a_union_without_settings_the_name_says_all() -> None:
+    assert to_dict(FULL)["slope"] == "steep" and to_dict(FULL)["second"] == {"type": "Flat"}
 
 
 def test_absent_keys_keep_their_defaults() -> None:
@@ -82,6 +93,8 @@ def test_absent_keys_keep_their_defaults() -> None:
         ({"schedule": {"type": "Ramp", "ned": 1}}, "schedule has no setting 'ned'"),
         ({"schedule": {"type": "xyzzy"}}, "schedule needs a 'type': choose 'Flat', 'Ramp'"),
         ({"schedule": "Ramp"}, "schedule must be the settings of a Flat or Ramp, not 'Ramp'"),
+        ({"slope": "step"}, "slope cannot be 'step': choose 'flat', 'steep' (did you mean 'steep'?)"),
+        ({"slope": {"type": "Flat"}}, "slope cannot be {'type': 'Flat'}: choose 'flat', 'steep'"),
         ({"second": {"end": 1}}, "second needs a 'type': choose 'Flat', 'Ramp'"),
         ({"model": {"width": 4, "grid": 5}}, "model.grid must be a list of 2 values, not 5"),
         ({"model": {"width": 4, "gains": [1, "much"]}}, "model.gains[1] must be a number"),

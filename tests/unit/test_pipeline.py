@@ -15,7 +15,7 @@ import limner
 from limner import bundles, pipeline
 from limner.drawing import SOURCE_TYPE
 from limner.errors import UserError
-from limner.numerics.precision import choose_precision
+from limner.numerics.precision import Auto, Bf16
 from limner.pipeline import Runtime, TextToImage, load
 from limner.sampling.options import Sampler
 from tiny import WORDS, tiny_pipe
@@ -121,7 +121,7 @@ def test_batches_do_not_change_what_is_drawn(pipe, monkeypatch):
 def test_what_a_batch_holds_follows_from_what_the_layers_keep(pipe, monkeypatch):
     monkeypatch.setattr(pipeline, "_ROWS", 1_000_000)
     each = pipe.prior.prefill(torch.zeros(1, pipe.prior.config.text_len, dtype=torch.long), pipe.runtime.store)[0]
-    dtype = choose_precision(pipe.device)
+    dtype = Auto().dtype(pipe.device)
     each = each.bytes_per_candidate * dtype.itemsize // 4
     assert pipe._rows() == pipeline._CACHE_BYTES // each
     small = TextToImage(pipe.dvae, pipe.prior, pipe.contrastive, pipe.tokenizer, runtime=Runtime(int8_cache=True))
@@ -206,7 +206,7 @@ def test_8_bit_weights_draw_too(saved):
 
 
 def test_bf16_draws_too(saved):
-    drawings = load(saved, precision="bf16")(CAPTION, n=2, candidates=3)
+    drawings = load(saved, precision=Bf16())(CAPTION, n=2, candidates=3)
     assert all(np.isfinite(drawings.scores))
 
 

@@ -12,7 +12,9 @@ from typing import Any, TypeVar, get_type_hints
 
 import tyro
 from tyro import _errors  # private, hence the upper bound on tyro's version in pyproject.toml
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from limner.config import bare
 from limner.errors import UserError, nearest
 from limner.ranges import OutOfRange
 
@@ -21,14 +23,34 @@ _TEMPORARY = 18  # bytes by which temporary names (`limner.files`) are longer th
 _LONGEST = 300  # characters of a complaint, which repeats what was given
 
 
+_REGISTRY = ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _by_name(of: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Makes `--prior.training.precision bf16` an option: see `config.bare`."""
+    if not (names := bare(of.type)):
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{" + ",".join(names) + "}",
+        instance_from_str=lambda given: names[given[0]](),
+        is_instance=lambda value: type(value) in names.values(),
+        str_from_instance=lambda value: [type(value).__name__.lower()],
+        choices=tuple(names),
+    )
+
+
 def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
     """An instance of the dataclass `cls` from command-line arguments.
 
-    Unions of dataclasses keep the member that `default` has. Raises `UserError` on a mistake;
-    `--help` prints and exits.
+    Unions of dataclasses keep the member that `default` has; one of dataclasses without settings is chosen by name.
+    Raises `UserError` on a mistake; `--help` prints and exits.
     """
     markers = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
-    options: dict[str, Any] = {"config": markers} | ({} if default is None else {"default": default})
+    options: dict[str, Any] = {"config": markers, "registry": _REGISTRY} | (
+        {} if default is None else {"default": default}
+    )
 
     def refuse(event: _errors.ParseErrorEvent) -> None:
         if isinstance(event, _errors.UnrecognizedArgs):

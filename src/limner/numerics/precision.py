@@ -1,33 +1,56 @@
-"""Which number format a forward pass runs in, decided from outside the model.
+"""Which number formats a model trains or draws in, decided from outside the model.
 
-Weights, gradients and optimiser state stay fp32; matrix products run in bf16 under `torch.autocast`
-where the hardware multiplies bf16 natively: AMX or AVX512-BF16 on CPUs (measured 2.4x on a GPT step
-with AMX), tensor cores since Ampere on GPUs. Elsewhere bf16 is emulated and slower than fp32, so
-"auto" keeps fp32. bf16 has the exponent range of fp32, hence no loss scaling. The choice asks the
-processor what it has; nothing is timed.
+A precision converts a model (`apply`), once and before it is prepared for training, and says what products are computed
+in (`autocast`). Those below leave the model as it is: weights, gradients and optimiser state stay fp32, and matrix
+products run in bf16 under `torch.autocast` where the hardware multiplies bf16 natively: AMX or AVX512-BF16 on CPUs
+(measured 2.4x on a GPT step with AMX), tensor cores since Ampere on GPUs. Elsewhere bf16 is emulated and slower than
+fp32, so `Auto` keeps fp32. bf16 has the exponent range of fp32, hence no loss scaling. The choice asks the processor
+what it has; nothing is timed.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
-
-Precision = Literal["auto", "bf16", "fp32"]
+from torch import Tensor, nn
 
 
-def choose_precision(device: torch.device | str = "cpu", precision: Precision = "auto") -> torch.dtype:
-    """The dtype for autocast on `device`: `torch.bfloat16` or `torch.float32`."""
-    if precision == "auto":
+@dataclass(frozen=True, kw_only=True)
+class Fp32:
+    """Single precision throughout."""
+
+    def dtype(self, device: torch.device | str) -> torch.dtype:
+        """What large matrix products are of."""
+        return torch.float32
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """The model, converted."""
+        return model
+
+    def autocast(self, device: torch.device | str) -> AbstractContextManager[object]:
+        """Context of the forward pass, in which matrix products run in `dtype`; no context at all for fp32."""
+        dtype = self.dtype(device)
+        return nullcontext() if dtype == torch.float32 else torch.autocast(torch.device(device).type, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bf16(Fp32):
+    """Matrix products in bf16."""
+
+    def dtype(self, device: torch.device | str) -> torch.dtype:
+        return torch.bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto(Fp32):
+    """Matrix products in bf16 where the hardware has it."""
+
+    def dtype(self, device: torch.device | str) -> torch.dtype:
         return torch.bfloat16 if has_fast_bf16(torch.device(device)) else torch.float32
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
 
 
-def autocast(device: torch.device | str, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Context in which matrix products run in `dtype`; no context at all for fp32."""
-    if dtype == torch.float32:
-        return nullcontext()
-    return torch.autocast(torch.device(device).type, dtype=dtype)
+Precision = Auto | Bf16 | Fp32
 
 
 def has_fast_bf16(device: torch.device) -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 from limner.layers.cache import Cache
 from limner.layers.linear import packed
 from limner.models.transformer import TransformerConfig
-from limner.numerics.precision import choose_precision
+from limner.numerics.precision import Auto
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW
 from limner.profiling.cost import Cost
@@ -92,7 +92,7 @@ def mean_step(step: Callable[[int], object], positions: int, times: int) -> floa
 def machine(device: torch.device) -> Machine:
     """Measured with a square product of 2,048 (8,192 on a GPU) and a copy of a quarter of a gigabyte."""
     side = 2_048 if device.type == "cpu" else 8_192
-    a, b = (torch.randn(side, side, device=device).to(choose_precision(device)) for _ in range(2))
+    a, b = (torch.randn(side, side, device=device).to(Auto().dtype(device)) for _ in range(2))
     x = torch.empty(1 << 28, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     return Machine(gemm=2 * side**3 / seconds(lambda: a @ b, 8), copy=2 * len(x) / seconds(lambda: y.copy_(x), 4))
@@ -105,7 +105,7 @@ def drawing(
     """Time drawing as the pipeline does it. Without `shared`, each candidate has the text's keys and values
     copied, as is usual elsewhere."""
     with torch.inference_mode(False):  # as the pipeline has it
-        model = config.build().to(device, choose_precision(device)).eval()
+        model = config.build().to(device, Auto().dtype(device)).eval()
     model = decoder(model if compiled else packed(model), compiled)
     sampler, uniform = Sampler(), torch.rand(candidates, device=device)
     text = torch.randint(0, config.text_vocab, (1, config.text_len), device=device)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from limner.config import differences
 from limner.errors import UserError
-from limner.numerics.precision import Precision
+from limner.numerics.precision import Auto, Precision
 from limner.optim.optimizers import AdamW, Muon
 from limner.optim.schedules import Constant, Cosine, Plateau
 from limner.ranges import SEEDS, Checked, OutOfRange, Range
@@ -29,7 +29,7 @@ class TrainConfig(Checked):
         schedule: factor on the step size.
         ema_decay, ema_every: averaged weights, which evaluation then uses; None keeps none.
         ema_warmup: let the first averagings forget faster (`Ema`); the paper names no such thing.
-        precision: of matrix products; "auto" takes bf16 where the hardware has it.
+        precision: converts the model and says what products are computed in; by default bf16 where the hardware has it.
         checkpoint_activations: recompute activations in the backward pass (models offer
             `set_checkpointing`).
         checkpoint_every, keep: steps between checkpoints, and how many stay.
@@ -50,7 +50,7 @@ class TrainConfig(Checked):
     ema_decay: Annotated[float | None, Range(0, below=1)] = None
     ema_every: Annotated[int, Range(1, 10**6)] = 1
     ema_warmup: bool = True
-    precision: Precision = "auto"
+    precision: Precision = field(default_factory=Auto)
     checkpoint_activations: bool = False
     checkpoint_every: Annotated[int, Range(1, 10**9)] = 500
     keep: Annotated[int, Range(1, 10**6)] = 2

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from limner.errors import UserError
-from limner.numerics.precision import autocast, choose_precision
 from limner.optim.ema import Ema
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single, folded
@@ -38,11 +37,12 @@ class Prepared(NamedTuple):
 def prepare(
     model: nn.Module, objective: Objective, config: TrainConfig, device: torch.device, parallel: Parallel
 ) -> Prepared:
-    """From a model that is built to one that trains, in the order that each step needs.
+    """From a model that is built to one that trains: convert, prepare, optimiser, average, in the order that each needs
+    of the one before.
 
     Raises `UserError` or `ValueError` if it cannot be trained so.
     """
-    model = model.to(device)
+    model = config.precision.apply(model.to(device))
     if config.checkpoint_activations:
         if not hasattr(model, "set_checkpointing"):
             raise UserError(f"a {type(model).__name__} cannot do without checkpoint_activations=False")
@@ -86,7 +86,6 @@ class Run:
         parallel: Parallel | None = None,
     ) -> None:
         self.config, self.device, self.parallel = config, torch.device(device), parallel or Single()
-        self.dtype = choose_precision(self.device, config.precision)
         self.model, self.trainable, self.compute, self.optimizers, self.ema = prepare(
             model, objective, config, self.device, self.parallel
         )
@@ -131,7 +130,7 @@ class Run:
             _eval_mode(self.model),
             torch.no_grad(),
             torch.random.fork_rng(devices),
-            autocast(self.device, self.dtype),
+            self.config.precision.autocast(self.device),
         ):
             found = evaluate(self.model, self.step)
         self.seen_since += time.monotonic() - begun

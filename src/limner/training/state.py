@@ -163,6 +163,6 @@ def _made_with(run: Run) -> dict[str, str]:
         "limner": f"limner {limner}",
         "torch": f"torch {torch.__version__}",
         "device": run.device.type,
-        "precision": str(run.dtype).removeprefix("torch."),
+        "precision": str(run.config.precision.dtype(run.device)).removeprefix("torch."),
         **ranks,
     }

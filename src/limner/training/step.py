@@ -11,7 +11,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from limner.numerics.precision import autocast
 from limner.optim.schedules import warmup
 from limner.training.hooks import Hook
 from limner.training.run import Run
@@ -65,16 +64,16 @@ def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tens
 
 def _gradients(run: Run, batch: Batch, rows: int) -> dict[str, Tensor]:
     """Forward and backward of all micro-batches; their metrics, weighted by their samples."""
-    parallel, accumulate = run.parallel, run.config.accumulate
-    if accumulate * parallel.world > 1 and (shared := getattr(run.trainable.objective, "shared", None)):
+    config, parallel = run.config, run.parallel
+    if config.accumulate * parallel.world > 1 and (shared := getattr(run.trainable.objective, "shared", None)):
         batch = {**batch, **{name: parallel.mean(value) for name, value in shared(batch).items()}}
     metrics: dict[str, Tensor] = {}
-    parts = list(_split(batch, rows, accumulate))
+    parts = list(_split(batch, rows, config.accumulate))
     for i, part in enumerate(parts):
         part = {name: _to(tensor, run.device) for name, tensor in part.items()}
         weight = len(next(iter(part.values()))) / rows
         with parallel.part(last=i == len(parts) - 1):
-            with autocast(run.device, run.dtype):
+            with config.precision.autocast(run.device):
                 loss, found = run.compute(part, run.step, run.generator)
             (loss * weight).backward()
         for name, value in {"loss": loss, **found}.items():

@@ -18,6 +18,7 @@ from limner import cli
 from limner.cli import COMMANDS, Command, main
 from limner.cli.draw import Draw, output_path
 from limner.errors import UserError, printable
+from limner.numerics.precision import Auto, Bf16
 from limner.progress import PlainProgress
 from limner.sampling.options import Options
 from limner.training.loop import Interrupted
@@ -334,9 +335,11 @@ def test_recipe_settings_can_be_overridden_and_wrong_files_are_refused(tmp_path,
     monkeypatch.setattr(train.stages, "train_all", lambda *arguments: seen.append(arguments))
     out = tmp_path / "run"
     arguments = ["train", "data", "--out", str(out), "--recipe", "demo", "--prior.training.steps", "7"]
-    assert main([*arguments, "--stages", "prior"]) == 0
+    assert main([*arguments, "--stages", "prior", "--prior.training.precision", "bf16"]) == 0
     ((recipe, data, folder, stages),) = seen
     assert (recipe.prior.training.steps, data, folder, stages) == (7, "data", out, ("prior",))
+    assert (recipe.prior.training.precision, recipe.contrastive.training.precision) == (Bf16(), Auto())
+    assert main([*arguments, "--prior.training.precision", "fp8"]) == 2
     out.mkdir()
     save_json(recipe, out / "recipe.json")
     assert main(["train", "data", "--out", str(out), "--recipe", str(out / "recipe.json")]) == 0

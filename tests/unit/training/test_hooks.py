@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from limner.data.stream import Stream
+from limner.numerics.precision import Fp32
 from limner.optim.optimizers import AdamW, Muon
 from limner.training.checkpoint import completed
 from limner.training.config import TrainConfig
@@ -18,7 +19,7 @@ from limner.training.hooks import Hook
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
 
-CONFIG = TrainConfig(steps=4, batch_size=4, accumulate=2, optimizer=AdamW(lr=1e-2), precision="fp32", log_every=2)
+CONFIG = TrainConfig(steps=4, batch_size=4, accumulate=2, optimizer=AdamW(lr=1e-2), precision=Fp32(), log_every=2)
 
 
 class Points:

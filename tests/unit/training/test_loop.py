@@ -5,7 +5,7 @@ import json
 import math
 import os
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from limner.data.stream import Stream
 from limner.errors import UserError
 from limner.files import locked
 from limner.models.dvae import DVAE, DVAEConfig
+from limner.numerics.precision import Auto, Bf16, Fp32
 from limner.objectives.balanced import BalancedELB
 from limner.optim.optimizers import AdamW, Muon
 from limner.optim.schedules import Cosine, Plateau
-from limner.training.checkpoint import completed, latest, load_weights
+from limner.training.checkpoint import completed, latest, load_weights, read_tensors
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.loop import Interrupted, train
@@ -64,7 +65,7 @@ def losses(out: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
 
 
-CONFIG = TrainConfig(steps=12, batch_size=12, optimizer=AdamW(lr=1e-2), precision="fp32", log_every=1)
+CONFIG = TrainConfig(steps=12, batch_size=12, optimizer=AdamW(lr=1e-2), precision=Fp32(), log_every=1)
 
 
 def test_it_is_the_textbook_loop(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ FULL = replace(
     ema_every=2,
     warmup_steps=4,
     schedule=Plateau(window=2),
-    precision="bf16",
+    precision=Bf16(),
 )
 
 
@@ -282,7 +283,7 @@ class Pictures:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("decayed", ["matrices", "all"])
 def test_a_dvae_in_parts_is_the_whole_one_bit_for_bit(decayed, device: str, tmp_path: Path) -> None:
-    config = replace(FULL, steps=6, batch_size=4, precision="auto", optimizer=AdamW(lr=3e-3, decayed=decayed))
+    config = replace(FULL, steps=6, batch_size=4, precision=Auto(), optimizer=AdamW(lr=3e-3, decayed=decayed))
 
     def go(steps: int, out: str) -> DVAE:
         torch.manual_seed(0)
@@ -425,3 +426,36 @@ def test_the_loss_is_computed_within_the_forward_of_one_module(tmp_path: Path) -
     train(model(), around, stream(), replace(CONFIG, steps=2), tmp_path, parallel=Watched())
     assert calls == ["begin", "loss", "end"] * 2
     load_weights(model(), tmp_path)  # under the model's own names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubled(Fp32):
+    """Converts each linear layer to one that computes in double precision."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        for i, layer in enumerate(model):  # type: ignore[arg-type]
+            if isinstance(layer, nn.Linear):
+                model[i] = Double(layer)  # type: ignore[index]
+        return model
+
+
+class Double(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(p.detach().double()) for p in (linear.weight, linear.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.double(), self.weight, self.bias)
+
+
+def test_a_precision_converts_the_model_before_anything_knows_its_parameters(tmp_path: Path) -> None:
+    config = replace(CONFIG, precision=Doubled(), ema_decay=0.5)
+    train(converted := model(), objective, stream(), config, tmp_path)
+    assert {p.dtype for p in converted.parameters()} == {torch.float64}
+    where = latest(tmp_path)
+    assert where
+    for name, key in (("model", "0.weight"), ("optimizer", "exp_avg.0.weight")):
+        assert read_tensors(where, name)[key].dtype == torch.float64
+    train(plain := model(), objective, stream(), replace(CONFIG, ema_decay=0.5), tmp_path / "plain")
+    assert not torch.equal(converted[0].weight.float(), model()[0].weight)  # it has learned
+    torch.testing.assert_close(converted[0].weight.float(), plain[0].weight)

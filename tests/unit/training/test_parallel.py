@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from limner.data.stream import Stream
 from limner.errors import UserError
+from limner.numerics.precision import Fp32
 from limner.optim.optimizers import AdamW
 from limner.training.checkpoint import latest, read_tensors
 from limner.training.config import TrainConfig
@@ -18,7 +19,7 @@ from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import Single, folded
 
-CONFIG = TrainConfig(steps=6, batch_size=8, optimizer=AdamW(lr=1e-2), precision="fp32", log_every=1)
+CONFIG = TrainConfig(steps=6, batch_size=8, optimizer=AdamW(lr=1e-2), precision=Fp32(), log_every=1)
 
 
 class Points:
