@@ -90,14 +90,14 @@ def demo() -> Recipe:
 
 
 def emoji() -> Recipe:
-    """Real pictures that nobody here drew; half an hour on two cores.
+    """Real pictures that nobody here drew; half an hour to an hour on two cores.
 
         limner data emoji data/emoji
         limner train data/emoji --recipe emoji --out runs/emoji
         limner evaluate emoji runs/emoji data/emoji
 
     Of 16 drawings of a training caption the best is nearest to the right emoji, or a variant of it, for nine
-    captions in ten, of a held-out one for nearly as many.
+    captions in ten, of a held-out one for eight.
     """
     return Recipe(
         text=TextConfig(vocab=2_048, length=24, dropout=0.1),
