@@ -96,7 +96,8 @@ class Runtime:
         precision: by default bf16 where the hardware multiplies it fast, and fp32 elsewhere.
         int8_cache: halves what each candidate takes (`layers/cache.py`).
         int8_weights: halves what the prior takes.
-        compiled: faster after half a minute of compilation for each number of candidates (`sampling/recorded.py`).
+        compiled: faster, after half a minute and more for each number of candidates, the first time
+            (`sampling/compiled.py`).
     """
 
     precision: Precision = field(default_factory=Auto)
@@ -344,7 +345,7 @@ class TextToImage:
             most, room = _GPU_ROWS, self._free // 4  # for two recordings, and a cache on its way into one
         return max(1, min(most, room // each))
 
-    @torch.inference_mode(False)  # compiled steps are slower with tensors that were made in it
+    @torch.inference_mode(False)  # the compiler is for ordinary tensors
     def _models(self) -> tuple[Decoder, Contrastive]:
         """Prior and contrastive model as they draw, made once: copies where that is in another format."""
         if self._drawing is None:

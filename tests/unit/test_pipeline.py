@@ -17,7 +17,7 @@ from limner.drawing import SOURCE_TYPE
 from limner.errors import UserError
 from limner.numerics.precision import Auto, Bf16
 from limner.pipeline import Runtime, TextToImage, load
-from limner.sampling.options import Sampler
+from limner.sampling.options import Options, Sampler
 from tiny import WORDS, tiny_pipe
 
 CAPTION = WORDS[0]
@@ -166,6 +166,20 @@ def test_partial_pictures_come_every_few_rows_and_end_in_the_drawing(pipe, monke
     assert torch.equal(whole[0].pictures, made.pictures)
     with pytest.raises(UserError, match="every is a number of rows"):
         pipe(CAPTION, candidates=1, watch=parts.append, every=0)
+
+
+def test_options_are_given_as_one_or_by_name_or_both(pipe):
+    options = Options(candidates=3, seed=2, temperature=0.9, top_k=7)
+    whole = pipe(CAPTION, options, n=2)
+    for same in (
+        pipe(CAPTION, n=2, candidates=3, seed=2, temperature=0.9, top_k=7),
+        pipe(CAPTION, Options(candidates=3, seed=5, top_k=7), n=2, seed=2, temperature=0.9),
+        pipe.draw_many([CAPTION], options, n=2, seed=[2])[0],
+    ):
+        assert np.array_equal(pixels(whole), pixels(same)) and whole[0].settings == same[0].settings
+    assert not np.array_equal(pixels(whole), pixels(pipe(CAPTION, options, n=2, seed=3)))
+    with pytest.raises(TypeError, match="temprature"):
+        pipe(CAPTION, temprature=1)
 
 
 def test_more_drawings_than_candidates_means_more_candidates(pipe):

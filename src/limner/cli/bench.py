@@ -33,7 +33,7 @@ class Options(Checked):
     checkpointing: bool = False
     """Train with activations computed again in the backward pass."""
     compiled: bool = False
-    """Draw with compiled steps; half a minute of compilation for each line."""
+    """Draw with compiled steps; half a minute of compilation for each line, the first time."""
     rounds: Annotated[int, Range(1, 1_000)] = 3
     """Sparse and dense take turns; medians are shown, and ratios within rounds."""
     plot: Annotated[Path | None, arg(aliases=("-o",))] = None

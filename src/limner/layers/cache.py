@@ -24,7 +24,7 @@ which a step reads one (the columns, of a pattern that sees only its own; others
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -64,8 +64,9 @@ class Store:
         """These candidates alone, int64 [M']."""
         return self._with([part[:, rows] for part in self.parts])
 
-    def copy(self) -> Self:
-        return self._with([part.clone() for part in self.parts])
+    def at(self, memory: Iterator[Tensor]) -> Self:
+        """The same in the next of these tensors."""
+        return self._with([next(memory) for _ in self.parts])
 
     def _with(self, parts: list[Tensor]) -> Self:
         twin = copy(self)
@@ -130,14 +131,15 @@ class LayerCache:
         """These rows alone, int64 [M'], as many of each caption."""
         return replace(self, keys=self.keys.keep(rows), values=self.values.keep(rows))
 
-    def copy(self) -> LayerCache:
-        prefix = {"prefix_keys": self.prefix_keys.clone(), "prefix_values": self.prefix_values.clone()}
-        return replace(self, keys=self.keys.copy(), values=self.values.copy(), **prefix)
-
     @property
     def memory(self) -> list[Tensor]:
         """All that it holds."""
         return [self.prefix_keys, self.prefix_values, *self.keys.parts, *self.values.parts]
+
+    def at(self, memory: Iterator[Tensor]) -> LayerCache:
+        """The same in the next of these tensors, which are in the order of `memory`."""
+        prefix = {"prefix_keys": next(memory), "prefix_values": next(memory)}
+        return replace(self, **prefix, keys=self.keys.at(memory), values=self.values.at(memory))
 
     def append(self, position: Position, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the keys and values of an image position and attend from it: [M, H, 1, C] each."""
@@ -198,7 +200,8 @@ class Cache:
 
     def copy(self) -> Cache:
         """The same in memory of its own."""
-        return Cache([layer.copy() for layer in self.layers], self.length)
+        memory = (x.clone() for x in self.memory)
+        return Cache([layer.at(memory) for layer in self.layers], self.length)
 
     @property
     def memory(self) -> list[Tensor]:

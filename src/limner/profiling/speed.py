@@ -104,7 +104,8 @@ def drawing(
 ) -> Drawing:
     """Time drawing as the pipeline does it. Without `shared`, each candidate has the text's keys and values
     copied, as is usual elsewhere."""
-    with torch.inference_mode(False):  # as the pipeline has it
+    with torch.inference_mode(False), torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)  # with the same weights each time, compiled steps are found again
         model = config.build().to(device, Auto().dtype(device)).eval()
     model = decoder(model if compiled else packed(model), compiled)
     sampler, uniform = Sampler(), torch.rand(candidates, device=device)

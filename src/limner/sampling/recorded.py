@@ -35,22 +35,16 @@ class Decoder(Protocol):
 
 
 def decoder(model: Transformer, compile: bool = False) -> Decoder:
-    """The model as it draws fastest where it is; compiled, that is faster still from some hundred pictures on."""
-    if model.head.image.weight.device.type == "cuda":
-        return Recorded(model, (lambda run: cuda_graph(compiled(run))) if compile else cuda_graph)
-    return Recorded(model, compiled) if compile else model
+    """The model as it draws fastest where it is; compiled, that is faster still, after half a minute and more for each
+    number of candidates, the first time (`compiled.py`)."""
+    on_gpu = model.head.image.weight.device.type == "cuda"
+    if not (compile or on_gpu):
+        return model
+    return Recorded(model, cuda_graph if on_gpu else as_it_is, compile)
 
 
-def compiled(run: Run) -> Run:
-    """`run` compiled by Inductor (on a CPU it needs a C++ compiler), which takes half a minute for each number of
-    candidates. The weights become constants, laid out as they are multiplied: changed later, they have no effect."""
-    from torch._inductor import config  # a second to import, so only now
-
-    run.__code__ = run.__code__.replace()  # the compiler takes only so many versions of one
-    fast = torch.compile(run, fullgraph=True, dynamic=False)
-    with config.patch(freezing=True):
-        fast()
-    return fast
+def as_it_is(run: Run) -> Run:
+    return run
 
 
 def cuda_graph(run: Run) -> Run:
@@ -75,10 +69,11 @@ class Recorded:
 
     Args:
         record: turns a function without arguments into one that does the same to the same memory.
+        compile: before they are recorded, steps are compiled.
     """
 
-    def __init__(self, model: Transformer, record: Callable[[Run], Run] = cuda_graph) -> None:
-        self.model, self.record = model, record
+    def __init__(self, model: Transformer, record: Callable[[Run], Run] = cuda_graph, compile: bool = False) -> None:
+        self.model, self.record, self.compile = model, record, compile
         self._steps: list[_Steps] = []  # the last used last
 
     @property
@@ -100,7 +95,7 @@ class Recorded:
         steps = next((one for one in self._steps if one.fits(cache)), None)
         if steps is None:
             del self._steps[: 1 - _SHAPES]
-            steps = _Steps(self.model, cache, token, self.record)
+            steps = _Steps(self, cache, token)
         else:
             self._steps.remove(steps)
         self._steps.append(steps)
@@ -113,15 +108,24 @@ class _Steps:
 
     logits: Tensor
 
-    def __init__(self, model: Transformer, cache: Cache, token: Tensor, record: Callable[[Run], Run]) -> None:
+    def __init__(self, of: Recorded, cache: Cache, token: Tensor) -> None:
         self.layers, self.token = cache.copy().layers, token.clone()
         self.position = torch.full((1,), int(cache.length), device=token.device)
         self.owner: Callable[[], Cache | None] = lambda: None
 
-        def run() -> None:
-            self.logits = model.step(Cache(self.layers, self.position.clone()), self.token)
+        if of.compile:
+            from limner.sampling.compiled import compiled
 
-        self.replay = record(run)
+            step, memory = compiled(of.model, self.layers, self.token, self.position), Cache(self.layers).memory
+
+            def run() -> None:
+                self.logits = step(self.token, self.position, memory)
+        else:
+
+            def run() -> None:
+                self.logits = of.model.step(Cache(self.layers, self.position.clone()), self.token)
+
+        self.replay = of.record(run)
 
     def fits(self, cache: Cache) -> bool:
         mine, its = ([(x.shape, x.dtype) for x in Cache(layers).memory] for layers in (self.layers, cache.layers))

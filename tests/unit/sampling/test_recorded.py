@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from limner.errors import UserError
 from limner.layers.cache import Int8Store, Store
 from limner.models.transformer import TransformerConfig
+from limner.sampling import compiled as kept
 from limner.sampling.generate import FREE, generate
 from limner.sampling.options import Sampler
 from limner.sampling.recorded import Recorded, decoder
@@ -100,14 +102,60 @@ def test_a_picture_needs_one_compilation():
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
-def test_compiled_for_real_it_draws_the_same_and_other_weights_are_other_drawings():
-    text = torch.randint(0, 20, (1, 4))
+def test_compiled_for_real_it_draws_the_same_and_other_weights_are_other_drawings(tmp_path, monkeypatch):
+    """And what is on the disk is taken from there, unless it is damaged."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text, made = torch.randint(0, 20, (1, 4)), []
+
+    def counted(*args):
+        made.append(args)
+        return compile_now(*args)
+
+    compile_now = kept._compile
+    monkeypatch.setattr(kept, "_compile", counted)
     first, second = (prior(seed=seed) for seed in (0, 1))
-    for model in (first, first, second):
+    for model, times in ((first, 1), (first, 1), (second, 2)):
         assert torch.equal(
             generate(decoder(model, compile=True), text, range(4), Sampler()),
             generate(model, text, range(4), Sampler()),
         )
+        assert len(made) == times
+    for file in (tmp_path / "limner" / "steps").glob("*.pt2"):
+        file.write_bytes(file.read_bytes()[:-1])
+    monkeypatch.setattr(kept, "_compile", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(decoder(first, compile=True), text, range(4), Sampler())
+
+
+def test_compiled_steps_are_known_by_all_that_they_were_made_from(monkeypatch):
+    model, other = prior(), prior()
+    memory = model.prefill(torch.zeros(1, 4, dtype=torch.long))[0].memory
+    name = kept._name(model, memory)
+    assert name == kept._name(prior(), memory)
+    other.head.norm.bias.data[0] += 1
+    assert name != kept._name(other, memory)
+    assert name != kept._name(model, [memory[0].repeat(2, 1, 1, 1), *memory[1:]])
+    assert name != kept._name(model.bfloat16(), memory)
+    monkeypatch.setattr(kept, "_processor", lambda: "another")
+    assert name != kept._name(prior(), memory)
+
+
+def test_code_that_others_may_write_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = kept._folder()
+    assert folder.is_relative_to(tmp_path) and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o770)
+    with pytest.raises(UserError, match="others may write to it"):
+        kept._folder()
+    folder.rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").chmod(0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="others may write to it"):
+        kept._folder()
+    folder.unlink()
+    folder.touch()
+    with pytest.raises(UserError, match="cannot be made"):
+        kept._folder()
 
 
 @pytest.mark.gpu
