@@ -64,7 +64,7 @@ def save(
     """Keep everything of a run; where it is. Raises `Diverged` if any of it is not finite."""
     for hook in hooks:
         hook.on_save(run)
-    states = {hook.name: hook.state_dict() for hook in hooks}
+    states = {hook.name: state for hook in hooks if (state := hook.state_dict())}
     tensors = {
         "model": model_tensors(run.model),
         "optimizer": optimizer_tensors(run.model, run.optimizers),
