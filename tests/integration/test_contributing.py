@@ -1,6 +1,11 @@
 """The examples of CONTRIBUTING.md run as they stand, in their order, and do what the text says."""
 
+import math
+import os
 import re
+import subprocess
+import sys
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +17,15 @@ from limner.data.datasets import ImageCaptionDataset
 from limner.layers.attention import attend, visible
 from limner.layers.patterns import PATTERNS
 from limner.layers.sparse import SparseAttention
+from limner.models.transformer import TransformerConfig
+from limner.objectives.autoregressive import Autoregressive
+from limner.training.config import TrainConfig
+from limner.training.run import Run
+from limner.training.step import update
 
+SOURCE = Path(limner.__path__[0]).parent
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-PATTERN, SOURCE, OBJECTIVE, COMMAND, LINE = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+PATTERN, READER, OBJECTIVE, PRECISION, PARALLEL, COMMAND, LINE = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
 
 
 def test_a_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,13 +40,76 @@ def test_a_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_source_and_an_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    exec(SOURCE, names)
+    exec(READER, names)
     exec(OBJECTIVE, names)
     assert names["result"].step == 3
     assert (tmp_path / "run/metrics.jsonl").exists()
     read = ImageCaptionDataset(names["Grays"](), 32)
     read.load(np.array([3]))
     assert dict(read.rejected) == {"missing": 1}
+
+
+def test_a_precision() -> None:
+    names: dict = {"__name__": "example"}
+    exec(PRECISION, names)
+    config = TrainConfig(steps=1, precision=names["CarefulBf16"]())
+    plain = TransformerConfig(text_vocab=8, image_vocab=8, text_len=2, grid=(2, 2), width=16, depth=2, heads=2).build()
+    run = Run(deepcopy(plain), Autoregressive(), config)
+    x = torch.randn(3, 64)
+    with config.precision.autocast("cpu"):
+        kinds = [(b.mlp.branch.down(x).dtype, b.attention.branch.qkv(x[:, :16]).dtype) for b in run.model.blocks]
+    assert kinds == [(torch.float32, torch.bfloat16)] * 2
+    rng = torch.Generator().manual_seed(0)
+    update(run, {name: torch.randint(8, (4, n), generator=rng) for name, n in (("text", 2), ("image", 4))})
+    assert math.isfinite(run.loss)
+    changed = {n for n, p in run.model.named_parameters() if not torch.equal(p, plain.get_parameter(n))}
+    assert {f"blocks.{i}.mlp.branch.down.weight" for i in (0, 1)} <= changed
+
+
+RANK = """
+import sys
+import numpy as np
+from limner.data.stream import Stream
+from limner.numerics.precision import Fp32
+from limner.training.config import TrainConfig
+from limner.training.loop import train
+
+
+class Line:
+    def __len__(self):
+        return 16
+
+    def batch(self, indices, seeds):
+        x = torch.from_numpy(np.asarray(indices)).float()[:, None] / 16
+        return {"x": x, "y": 3 * x - 1}
+
+
+def squared_error(model, batch, step, generator):
+    return (model(batch["x"]) - batch["y"]).square().mean(), {}
+
+
+distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
+torch.manual_seed(0)
+model = nn.Linear(1, 1)
+config = TrainConfig(steps=30, batch_size=4, precision=Fp32(), clip_norm=None)
+train(model, squared_error, Stream(Line(), batch_size=4), config, sys.argv[3], parallel=HalfTraffic())
+print(model.weight.item(), model.bias.item())
+distributed.destroy_process_group()
+"""
+
+
+def test_a_way_to_reduce_gradients(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(PARALLEL + RANK)
+    started = [
+        subprocess.Popen(
+            [sys.executable, tmp_path / "rank.py", str(rank), tmp_path / "meet", tmp_path / "run"],
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert said[0] == said[1] != ""  # each has seen its half of every batch only
 
 
 def test_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
