@@ -1,5 +1,7 @@
 """The commands as a user runs them: real processes, exit codes, files."""
 
+import io
+import json
 import os
 import platform
 import re
@@ -15,6 +17,7 @@ import pytest
 from PIL import Image
 
 from limner.cli.memory import TUNABLES
+from limner.data.shard_writer import ShardWriter
 from tiny import tiny_pipe
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -151,6 +154,62 @@ def test_data_from_scenes_to_shards(tmp_path):
     assert code == 0, err
     assert "kept  12" in out
     assert (tmp_path / "sheet.png").exists()
+
+
+SCORED = ["--captions", 3, "--candidates", 2]
+EVALUATIONS = {
+    "composition": ([*SCORED, "--things", 1], "best of 2"),
+    "pairs": (["--pairs", 3, "--candidates", 2], "best of 2"),
+    "reconstruction": (["--count", 4], "4 unseen pictures"),
+}
+
+
+@pytest.mark.parametrize("kind", EVALUATIONS)
+def test_evaluate_prints_a_table_and_writes_its_numbers_for_the_bundles_card(kind, bundle, tmp_path):
+    options, says = EVALUATIONS[kind]
+    code, out, err = limner("evaluate", kind, bundle, *options, "-o", "scores.json", cwd=tmp_path)
+    assert code == 0, err
+    assert says in out
+    assert out.endswith("written: scores.json\n")
+    found = json.loads((tmp_path / "scores.json").read_text())
+    number = found["psnr"] if kind == "reconstruction" else found["table"]["all"]["any candidate"]["total"]
+    assert number > 0
+    if kind != "reconstruction":
+        assert number == 3
+    code, out, err = limner("bundle", bundle, "packed", "--about", "Tiny.", "--scores", "scores.json", cwd=tmp_path)
+    assert code == 0, err
+    assert re.fullmatch(r"packed: packed, \d\.\d MB\n", out)
+    card = (tmp_path / "packed" / "README.md").read_text()
+    assert "Tiny." in card
+    assert "scores" in card
+
+
+def test_evaluate_reads_held_out_data_and_emoji(bundle, tmp_path):
+    with ShardWriter(tmp_path / "data") as writer:
+        for i in range(8):
+            file = io.BytesIO()
+            Image.new("RGB", (24, 24), (30 * i, 255 - 30 * i, 90)).save(file, "PNG")
+            meta = {"emoji": chr(0x1F600 + i), "family": f"family {i // 2}", "split": "held-out" if i < 2 else "train"}
+            writer.write(file.getvalue(), [f"a face of kind {i}"], meta)
+        writer.close()
+    code, out, err = limner("evaluate", "reconstruction", bundle, "--data", "data", "-o", "scores.json", cwd=tmp_path)
+    assert code == 0, err
+    assert "2 unseen pictures" in out
+    assert json.loads((tmp_path / "scores.json").read_text())["read_alike"] is None  # no oracle reads such pictures
+    options = ["--candidates", 2, "--repeats", 2, "-o", "emoji.json", "--mosaic", "mosaic.png"]
+    code, out, err = limner("evaluate", "emoji", bundle, "data", *options, cwd=tmp_path)
+    assert code == 0, err
+    assert "train" in out
+    assert "held-out" in out
+    assert (tmp_path / "emoji.json").stat().st_size
+    assert Image.open(tmp_path / "mosaic-train.png").size > Image.open(tmp_path / "mosaic-held-out.png").size
+
+
+def test_plan_says_what_can_be_run_and_what_cannot():
+    code, out, err = limner("plan", "--recipe", "dalle-12b", "--gpus", 1024, "--gpu", "v100-16gb", "--batch", 1024)
+    assert code == 0, err
+    assert "Not yet" in out
+    assert "12.09" in out or "12,09" in out
 
 
 TINY_DEMO = """
