@@ -76,7 +76,7 @@ def scenes() -> Recipe:
 
 
 def demo() -> Recipe:
-    """What `limner demo` trains, with fewer steps where these take more than nine of its 12 minutes."""
+    """What `limner demo` trains, with fewer steps where these take more than nine minutes."""
     return Recipe(
         text=TextConfig(vocab=1_024, length=20, dropout=0.0),
         dvae=Bundled(),
