@@ -1,4 +1,4 @@
-"""Linear layers for drawing: their weights laid out once for a CPU's matrix units, or stored in 8 bits.
+"""Linear layers for drawing: their weights laid out once for a CPU's matrix units, stored in 8 bits, or for one row.
 
 A model that was trained with `nn.Linear` is given them from outside (`convert.py`).
 """
@@ -39,6 +39,22 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+class DotLinear(nn.Module):
+    """`nn.Linear` for inference with one row, written as sums of products: x [1, ..., n] -> [1, ..., m].
+
+    Meant to be compiled: of this Inductor makes one loop over the weights as they lie, which waits for nothing but
+    the memory, and puts what follows into it. As it stands, all m * n products would be stored.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x.unsqueeze(-2) * self.weight).sum(-1, dtype=torch.float32)
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 
 class Int8Linear(nn.Module):

@@ -8,6 +8,7 @@ are compiled again.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import stat
@@ -21,11 +22,15 @@ from torch import Tensor, nn
 from limner.errors import UserError
 from limner.files import atomic_write_bytes, atomic_write_text, file_hash
 from limner.layers.cache import Cache, LayerCache
+from limner.layers.convert import convert
+from limner.layers.linear import DotLinear
 from limner.models.transformer import Transformer
 from limner.version import __version__
 
 Step = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
 
+# Weights are constants; and what many numbers are made from is computed once, not for each of them.
+_HOW = {"freezing": True, "realize_opcount_threshold": 1}
 _KEPT = 16  # files in the folder; the one that was not used for longest goes first
 
 
@@ -36,7 +41,7 @@ def compiled(model: Transformer, layers: Sequence[LayerCache], token: Tensor, po
     path = _folder() / f"{_name(model, memory)}.pt2"
     digest = path.with_suffix(".sha256")
     if not (path.is_file() and digest.is_file() and digest.read_bytes() == file_hash(path).encode()):
-        made = _compile(_Step(model, layers), (token, position, memory))
+        made = _compile(_Step(_for_rows(model, len(token)), layers), (token, position, memory))
         atomic_write_bytes(path, made)
         atomic_write_text(digest, hashlib.sha256(made).hexdigest())
     os.utime(path)
@@ -54,8 +59,17 @@ def _compile(step: nn.Module, args: tuple[Tensor, Tensor, list[Tensor]]) -> byte
     with tempfile.TemporaryDirectory() as scratch, fresh_cache(dir=scratch):
         path = Path(scratch) / "step.pt2"
         whole = torch.export.export(step, args, strict=False)
-        torch._inductor.aoti_compile_and_package(whole, package_path=str(path), inductor_configs={"freezing": True})
+        torch._inductor.aoti_compile_and_package(whole, package_path=str(path), inductor_configs=_HOW)
         return path.read_bytes()
+
+
+def _for_rows(model: Transformer, rows: int) -> Transformer:
+    """The model as it is compiled for so many rows, with the same weights: a CPU takes as long for one as reading the
+    weights does, where its loops are written for that."""
+    plain = any(type(layer) is nn.Linear for layer in model.modules())
+    if rows > 1 or not plain or model.head.image.weight.device.type != "cpu":
+        return model
+    return convert(copy.deepcopy(model, {id(p): p for p in model.parameters()}), DotLinear)
 
 
 class _Step(nn.Module):

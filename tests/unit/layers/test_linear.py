@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from limner.layers.linear import Int8Linear, PackedLinear, packed
+from limner.layers.linear import DotLinear, Int8Linear, PackedLinear, packed
 from limner.models.transformer import TransformerConfig
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
@@ -42,6 +42,18 @@ def test_8_bit_weights_are_off_by_half_a_step_at_most(rows, dtype, bias):
 
 
 @needs_onednn
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_products_are_the_layer_for_one_row(dtype, bias):
+    linear = nn.Linear(70, 33, bias=bias).to(dtype)
+    for shape in ((1, 70), (1, 1, 70)):
+        x = torch.randn(shape).to(dtype)
+        found = DotLinear(linear)(x)
+        assert found.dtype == dtype
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(found, linear(x), atol=tolerance, rtol=tolerance)
+
+
 def test_a_packed_model_draws_what_the_plain_one_draws():
     torch.manual_seed(0)
     model = TransformerConfig(
