@@ -265,8 +265,8 @@ def test_warnings_are_lines_and_not_floods(command, capsys, monkeypatch):
 def test_outputs_are_named_after_the_caption(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def named(caption, output=None, **options):
-        return output_path(Draw(caption=caption, output=output, options=Options(**options)), caption)
+    def named(caption, seed=0, **settings):
+        return output_path(Draw(caption=caption, options=Options(seed=seed), **settings), caption)
 
     assert named("A red circle, & more!") == Path("a-red-circle-more.png")
     assert named("a", seed=4) == Path("a-seed-4.png")
