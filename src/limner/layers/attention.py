@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from limner.layers.patterns import Pattern
@@ -32,14 +33,14 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, core: Core) -> Tensor:
+    def forward(self, x: Float[Tensor, "B n D"], core: Core) -> Float[Tensor, "B n D"]:
         """x [B, n, D] -> [B, n, D]."""
         b, n, d = x.shape
         q, k, v = (y.view(b, n, self.heads, d // self.heads).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         return self.out(core(q, k, v).transpose(1, 2).reshape(b, n, d))
 
 
-def visible(pattern: Pattern, prefix: int) -> Tensor:
+def visible(pattern: Pattern, prefix: int) -> Bool[Tensor, "N N"]:
     """The mask of Figure 11: bool [N, N], True where the row's position sees the column's."""
     n = prefix + pattern.grid[0] * pattern.grid[1]
     mask = torch.ones(n, n, dtype=torch.bool, device="cpu").tril()
@@ -48,7 +49,9 @@ def visible(pattern: Pattern, prefix: int) -> Tensor:
     return mask
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def attend(
+    q: Float[Tensor, "B H n C"], k: Float[Tensor, "B H m C"], v: Float[Tensor, "B H m C"], mask: Bool[Tensor, "n m"]
+) -> Float[Tensor, "B H n C"]:
     """softmax(q k^T / sqrt(C)) v over the keys that `mask` [n, m] lets each query see.
 
     q [B, H, n, C], k and v [B, H, m, C] -> [B, H, n, C].

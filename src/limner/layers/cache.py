@@ -28,7 +28,6 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -56,19 +55,19 @@ class Store:
         """[M, H, slots, C]"""
         return _line(self.parts[0], line)[:, :, slots]
 
-    def expand(self, n: int) -> Self:
+    def expand(self, n: int) -> Store:
         """`n` candidates in the place of each."""
         return self._with([part.repeat_interleave(n, 1) for part in self.parts])
 
-    def keep(self, rows: Tensor) -> Self:
+    def keep(self, rows: Tensor) -> Store:
         """These candidates alone, int64 [M']."""
         return self._with([part[:, rows] for part in self.parts])
 
-    def at(self, memory: Iterator[Tensor]) -> Self:
+    def at(self, memory: Iterator[Tensor]) -> Store:
         """The same in the next of these tensors."""
         return self._with([next(memory) for _ in self.parts])
 
-    def _with(self, parts: list[Tensor]) -> Self:
+    def _with(self, parts: list[Tensor]) -> Store:
         twin = copy(self)
         twin.parts = parts
         return twin

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -21,7 +22,7 @@ from limner.numerics.precision import product
 LOGITS = 1 << 23  # alive at once, twice in fp32
 
 
-def linear_cross_entropy(x: Tensor, layer: nn.Linear, target: Tensor) -> Tensor:
+def linear_cross_entropy(x: Float[Tensor, "N D"], layer: nn.Linear, target: Int64[Tensor, " N"]) -> Float[Tensor, ""]:
     """-sum of log softmax(layer(x))[target] over the positions whose target is not negative, fp32 [].
 
     x [N, D], target int64 [N]. Products are of numbers in autocast's format, logits and softmax in fp32. Equals

@@ -19,11 +19,6 @@ _FEW = 4  # rows up to which 8-bit weights are multiplied as they are
 _ROWS = 64  # for which oneDNN is asked to lay the weights out; others are served nearly as fast
 
 
-def plain(n_in: int, n_out: int) -> nn.Module:
-    """An ordinary `nn.Linear` with a bias."""
-    return nn.Linear(n_in, n_out)
-
-
 class PackedLinear(nn.Module):
     """`nn.Linear` in bf16 on a CPU, for inference: its weights lie as oneDNN multiplies them.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 _WRITTEN_OUT = 512**2  # numel of a mask up to which the products are written out on a CPU
@@ -25,7 +26,9 @@ class MaskedAttention(nn.Module):
         super().__init__()
         self.register_buffer("mask", mask, persistent=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        self, q: Float[Tensor, "B H n C"], k: Float[Tensor, "B H n C"], v: Float[Tensor, "B H n C"]
+    ) -> Float[Tensor, "B H n C"]:
         """q [B, H, n, C], k and v [B, H, m, C] -> [B, H, n, C]."""
         if q.device.type != "cpu" or self.mask.numel() > _WRITTEN_OUT:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from limner.layers.attention import visible
@@ -69,7 +70,9 @@ class SparseAttention(nn.Module):
         later = torch.ones(prefix, prefix, dtype=torch.bool, device="cpu").triu(1)
         self.register_buffer("causal", _hidden(later), persistent=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        self, q: Float[Tensor, "B H n C"], k: Float[Tensor, "B H n C"], v: Float[Tensor, "B H n C"]
+    ) -> Float[Tensor, "B H n C"]:
         p, n = self.prefix, q.shape[2]
         if n != p + self.blocks * self.queries:
             raise ValueError(f"{n} positions where {p} of prefix and a grid of {self.pattern.grid} were expected")

@@ -1,11 +1,12 @@
 """How much of a codebook is in use."""
 
 import torch
+from jaxtyping import Int64, Num
 from torch import Tensor
 
 
 @torch.no_grad()
-def usage(tokens: Tensor, vocab: int) -> dict[str, Tensor]:
+def usage(tokens: Int64[Tensor, "..."], vocab: int) -> dict[str, Num[Tensor, ""]]:
     """Codes that occur at least once, and the perplexity exp(entropy in nats) of their frequencies.
 
     Args:

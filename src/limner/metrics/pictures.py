@@ -1,10 +1,11 @@
 """How far apart two pictures are."""
 
 import torch
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 
-def psnr(a: Tensor, b: Tensor) -> Tensor:
+def psnr(a: UInt8[Tensor, "B 3 H W"], b: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, " B"]:
     """Peak signal-to-noise ratio in dB of each picture: uint8 [B, 3, H, W] twice -> float32 [B].
 
     Equal pictures count as one level of error in a hundred values (68 dB) instead of infinity.

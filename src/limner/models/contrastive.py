@@ -14,6 +14,7 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
 from limner.errors import UserError
@@ -91,7 +92,7 @@ class Contrastive(nn.Module):
         self.register_buffer("waves", F.pad(sinusoids(side, d), (0, 0, 1, 0)), persistent=False)
         self.everywhere = MaskedAttention(torch.ones(side**2 + 1, side**2 + 1, dtype=torch.bool, device="cpu"))
 
-    def encode_image(self, pixels: Tensor) -> Tensor:
+    def encode_image(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B E"]:
         """uint8 [B, 3, H, W] -> float32 [B, E] of unit length. Position 0 is the class token."""
         x = self.patches(pixels.to(self.patches.weight.dtype) / 127.5 - 1).flatten(2).transpose(1, 2)
         x = F.pad(x, (0, 0, 1, 0)) + self.image_position + self.waves
@@ -99,7 +100,7 @@ class Contrastive(nn.Module):
             x = block(x, self.everywhere)
         return F.normalize(self.image_out(self.image_norm(x[:, 0])).float(), dim=-1)
 
-    def encode_text(self, text: Tensor) -> Tensor:
+    def encode_text(self, text: Int64[Tensor, "B T"]) -> Float[Tensor, "B E"]:
         """int64 [B, T] with PAD -> float32 [B, E] of unit length, read at the last token."""
         last = (text != PAD).sum(1).sub(1).clamp_min(0)
         n = int(last.max()) + 1  # causal: what follows the longest caption changes nothing
@@ -110,7 +111,7 @@ class Contrastive(nn.Module):
         x = x[torch.arange(len(x), device=x.device), last]
         return F.normalize(self.text_out(self.text_norm(x)).float(), dim=-1)
 
-    def scale(self) -> Tensor:
+    def scale(self) -> Float[Tensor, ""]:
         """The inverse of the learned temperature; `constrain` keeps it at 100 or below."""
         return self.log_scale.exp()
 

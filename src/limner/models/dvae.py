@@ -21,6 +21,7 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
 from limner.models.patch_encoder import PatchEncoder
@@ -29,12 +30,12 @@ from limner.ranges import Checked, OutOfRange, Range
 EPSILON = 0.1  # of Equation 3: keeps the pixels away from the poles of the logit
 
 
-def map_pixels(pixels: Tensor) -> Tensor:
+def map_pixels(pixels: UInt8[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """phi of Equation 3: uint8 [...] in [0, 255] -> float32 in (eps, 1 - eps)."""
     return pixels.float() * ((1 - 2 * EPSILON) / 255) + EPSILON
 
 
-def unmap_pixels(values: Tensor) -> Tensor:
+def unmap_pixels(values: Float[Tensor, "*shape"]) -> UInt8[Tensor, "*shape"]:
     """The inverse of `map_pixels`, rounded and clamped to uint8."""
     return ((values - EPSILON) * (255 / (1 - 2 * EPSILON))).round().clamp(0, 255).to(torch.uint8)
 
@@ -191,23 +192,23 @@ class DVAE(nn.Module):
         self.decoder = Decoder(config)
         self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
-    def encode(self, pixels: Tensor) -> Tensor:
+    def encode(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B V h w"]:
         """uint8 [B, 3, H, W] -> logits float32 [B, V, h, w]."""
         x = map_pixels(pixels).contiguous(memory_format=torch.channels_last)
         return self.encoder(x).float()
 
-    def decode(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def decode(self, z: Float[Tensor, "B V h w"]) -> tuple[Float[Tensor, "B 3 H W"], Float[Tensor, "B 3 H W"]]:
         """Codes [B, V, h, w] -> mu, ln b, each float32 [B, 3, H, W]."""
         mu, log_b = self.decoder(z).float().chunk(2, dim=1)
         return mu, log_b
 
     @torch.no_grad()
-    def tokens(self, pixels: Tensor) -> Tensor:
+    def tokens(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Int64[Tensor, "B S"]:
         """uint8 [B, 3, H, W] -> int64 [B, S], the argmax code of each position (§2.2)."""
         return self.encode(pixels).argmax(1).flatten(1)
 
     @torch.no_grad()
-    def pictures(self, tokens: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+    def pictures(self, tokens: Int64[Tensor, "B S"], grid: tuple[int, int] | None = None) -> UInt8[Tensor, "B 3 H W"]:
         """int64 [B, S] -> uint8 [B, 3, H, W]: phi^-1(sigmoid(mu)), without regard to b (App. A.3)."""
         tokens = tokens.unflatten(1, grid or self.config.grid)
         z = F.one_hot(tokens, self.config.vocab).movedim(-1, 1)

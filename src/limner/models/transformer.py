@@ -27,6 +27,7 @@ from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -106,14 +107,14 @@ class Embedding(nn.Module):
         self.row = nn.Embedding(h, d)
         self.column = nn.Embedding(w, d)
 
-    def prefix(self, text: Tensor) -> Tensor:
+    def prefix(self, text: Int64[Tensor, "B T"]) -> Float[Tensor, "B T+1 D"]:
         """text [B, T] with PAD -> [B, P, D]: the text, then START."""
         there = (text != PAD)[..., None]
         tokens = self.text(text.clamp_min(0)) + self.text_position.weight
         x = torch.where(there, tokens, self.padding.weight)
         return torch.cat([x, self.start.expand(len(x), 1, -1)], 1)
 
-    def tokens(self, image: Tensor, begin: Position = 0) -> Tensor:
+    def tokens(self, image: Int64[Tensor, "B n"], begin: Position = 0) -> Float[Tensor, "B n D"]:
         """image [B, n] at raster positions begin ... begin + n - 1 -> [B, n, D]."""
         at = begin + torch.arange(image.shape[1], device=image.device)
         return self.image(image) + self.row(at // self.grid[1]) + self.column(at % self.grid[1])
@@ -199,7 +200,9 @@ class Transformer(nn.Module):
         """Recompute each block's activations in the backward pass instead of storing them (§2.4)."""
         self.checkpointing = on
 
-    def forward(self, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, text: Int64[Tensor, "B T"], image: Int64[Tensor, "B S"]
+    ) -> tuple[Float[Tensor, "B T-1 V_text"], Float[Tensor, "B S V_image"]]:
         """Teacher-forced logits: those of `states`, fp32 [B, T - 1, V_text] and [B, S, V_image]."""
         states, heads = self.states(text, image), (self.head.text, self.head.image)
         with torch.autocast(text.device.type, enabled=False):
@@ -209,7 +212,9 @@ class Transformer(nn.Module):
             )
         return by_text, by_image
 
-    def states(self, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+    def states(
+        self, text: Int64[Tensor, "B T"], image: Int64[Tensor, "B S"]
+    ) -> tuple[Float[Tensor, "B T-1 D"], Float[Tensor, "B S D"]]:
         """What the head's two matrices read.
 
         Args:
@@ -223,7 +228,13 @@ class Transformer(nn.Module):
         x, t = self.head.norm(self.run(x)), text.shape[1]
         return x[:, : t - 1], x[:, t:-1]
 
-    def run(self, x: Tensor, start: int = 0, stop: int | None = None, cores: Iterable[Core] | None = None) -> Tensor:
+    def run(
+        self,
+        x: Float[Tensor, "B n D"],
+        start: int = 0,
+        stop: int | None = None,
+        cores: Iterable[Core] | None = None,
+    ) -> Float[Tensor, "B n D"]:
         """The blocks from `start` to before `stop`: [B, n, D] -> [B, n, D].
 
         `cores` are those of all blocks; by default those of training, for which n is P + S.
@@ -237,7 +248,7 @@ class Transformer(nn.Module):
                 x = block(x, core)
         return x
 
-    def prefill(self, text: Tensor, store: type[Store] = Store) -> tuple[Cache, Tensor]:
+    def prefill(self, text: Int64[Tensor, "B T"], store: type[Store] = Store) -> tuple[Cache, Float[Tensor, "B V"]]:
         """Read the captions: text [B, T] -> a cache with one candidate each, logits [B, V] of image_0.
 
         `store` says how the cache holds the candidates' keys and values.
@@ -253,7 +264,7 @@ class Transformer(nn.Module):
         x = self.run(x, cores=[partial(read, pattern) for pattern in self.config.patterns])
         return Cache(layers), self._logits(x)
 
-    def step(self, cache: Cache | Together, token: Tensor) -> Tensor:
+    def step(self, cache: Cache | Together, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]:
         """Append one image token a row, [M] -> fp32 logits [M, V] of the next."""
         x = self.embed.tokens(token[:, None], cache.length)
         x = self.run(x, cores=cache.cores())

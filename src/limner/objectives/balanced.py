@@ -13,6 +13,7 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from limner.metrics.codebook import usage
@@ -22,12 +23,12 @@ from limner.optim.schedules import Anneal
 from limner.ranges import Checked, Range
 
 
-def one_hot(logits: Tensor) -> Tensor:
+def one_hot(logits: Float[Tensor, "B V h w"]) -> Float[Tensor, "B V h w"]:
     """The likeliest code of each position, as the decoder takes it: [B, V, h, w] -> [B, V, h, w]."""
     return F.one_hot(logits.argmax(1), logits.shape[1]).movedim(-1, 1).to(logits.dtype)
 
 
-def contrast(pixels: Tensor, columns: int) -> Tensor:
+def contrast(pixels: UInt8[Tensor, "B 3 H W"], columns: int) -> Float[Tensor, "B 1 h {columns}"]:
     """Standard deviation within each patch plus 0.01: uint8 [B, 3, H, W] -> [B, 1, h, w], w = `columns`."""
     side = pixels.shape[-1] // columns
     x = map_pixels(pixels)

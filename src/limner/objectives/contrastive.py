@@ -17,6 +17,7 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, UInt8
 from torch import Tensor
 
 from limner.models.contrastive import Contrastive
@@ -58,7 +59,9 @@ class ContrastiveLoss(Checked):
         return loss, {name: value.detach() for name, value in found.items()}
 
 
-def spoil(pixels: Tensor, shift: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def spoil(
+    pixels: UInt8[Tensor, "B 3 H W"], shift: int, generator: torch.Generator | None
+) -> tuple[UInt8[Tensor, "B 3 H W"], Bool[Tensor, " B"]]:
     """A copy of each picture with a rectangle of another one pasted into it, `shift` places on in the batch.
 
     With a shift of 0 the rectangle comes from elsewhere in the picture itself. uint8 [B, 3, H, W] -> the
@@ -70,7 +73,7 @@ def spoil(pixels: Tensor, shift: int, generator: torch.Generator | None) -> tupl
         return low + torch.rand(b, 1, 1, generator=generator, device=pixels.device) * (high - low)
 
     sides = [uniform(n / 8, n / 2).round() for n in (h, w)]
-    to, source = ([uniform(0, n - side).round() for n, side in zip((h, w), sides, strict=True)] for _ in range(2))
+    to, source = ([uniform(0.0, n - side).round() for n, side in zip((h, w), sides, strict=True)] for _ in range(2))
     rows, columns = torch.arange(h, device=pixels.device)[:, None], torch.arange(w, device=pixels.device)
     inside = torch.ones(b, h, w, dtype=torch.bool, device=pixels.device)
     for at, begin, side in zip((rows, columns), to, sides, strict=True):

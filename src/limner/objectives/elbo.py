@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from math import log
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from limner.metrics.codebook import usage
@@ -25,12 +26,16 @@ from limner.optim.schedules import Anneal
 from limner.ranges import Range
 
 
-def logit_laplace_nll(x: Tensor, mu: Tensor, log_b: Tensor) -> Tensor:
+def logit_laplace_nll(
+    x: Float[Tensor, "*#shape"], mu: Float[Tensor, "*#shape"], log_b: Float[Tensor, "*#shape"]
+) -> Float[Tensor, "..."]:
     """-ln f(x | mu, b) of Equation 2, elementwise, for x in (0, 1)."""
     return log_b + log(2) + torch.log(x * (1 - x)) + (torch.logit(x) - mu).abs() * torch.exp(-log_b)
 
 
-def gumbel_softmax(logits: Tensor, tau: float, generator: torch.Generator | None) -> Tensor:
+def gumbel_softmax(
+    logits: Float[Tensor, "B V h w"], tau: float, generator: torch.Generator | None
+) -> Float[Tensor, "B V h w"]:
     """A relaxed one-hot sample over dim 1 (Jang et al. 2016): softmax((logits + gumbel) / tau)."""
     logits = logits.movedim(1, -1)  # contiguous in channels-last memory: no copies around the softmax
     # -ln(-ln u) with u uniform: four times as fast on a CPU as torch's `exponential_`.
@@ -38,7 +43,7 @@ def gumbel_softmax(logits: Tensor, tau: float, generator: torch.Generator | None
     return (logits - uniform.log_().neg_().log_()).mul_(1 / tau).softmax(-1).movedim(-1, 1)
 
 
-def kl_to_uniform(log_q: Tensor) -> Tensor:
+def kl_to_uniform(log_q: Float[Tensor, "B V h w"]) -> Float[Tensor, " B"]:
     """KL(q || uniform over V), summed over the positions: [B, V, h, w] -> [B]."""
     return (log_q.exp() * (log_q + log(log_q.shape[1]))).sum((1, 2, 3))
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from limner.layers.cache import Store, Together
@@ -25,7 +26,7 @@ from limner.text import PAD
 FREE = -1  # marks a position to draw
 
 
-def choose(sampler: Sampler, logits: Tensor, uniform: Tensor) -> Tensor:
+def choose(sampler: Sampler, logits: Float[Tensor, "M V"], uniform: Float32[Tensor, " M"]) -> Int64[Tensor, " M"]:
     """fp32 [M, V] and numbers in [0, 1) [M] -> tokens [M]."""
     if sampler.temperature == 0:
         return logits.argmax(-1)
@@ -52,7 +53,7 @@ def _filtered(p: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
     return torch.zeros_like(p).scatter_(1, tokens, falling)
 
 
-def uniforms(seed: int, candidates: range, length: int) -> Tensor:
+def uniforms(seed: int, candidates: range, length: int) -> Float32[Tensor, "N {length}"]:
     """One row of `length` numbers in [0, 1) for each candidate, fixed by (seed, candidate)."""
     rows = []
     for i in candidates:

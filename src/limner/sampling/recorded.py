@@ -9,7 +9,7 @@ each step does the same whatever its position (`layers/cache.py`), and a cache m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 from weakref import ref
 
 import torch
@@ -23,6 +23,7 @@ Run = Callable[[], object]
 _SHAPES = 2  # recordings that are kept, with the memory of their caches: of whole batches, and of a last, smaller one
 
 
+@runtime_checkable
 class Decoder(Protocol):
     """What `generate` draws with: a `Transformer`, or one whose steps are `Recorded`."""
 

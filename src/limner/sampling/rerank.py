@@ -6,19 +6,22 @@ Shapes: B captions, N candidates, E embedding.
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from limner.models.contrastive import Contrastive
 
 
 @torch.inference_mode()
-def scores(model: Contrastive, text: Tensor, pictures: Tensor) -> Tensor:
+def scores(
+    model: Contrastive, text: Int64[Tensor, "B T"], pictures: UInt8[Tensor, "B N 3 H W"]
+) -> Float[Tensor, "B N"]:
     """Cosine of caption and picture: text [B, T], pictures uint8 [B, N, 3, H, W] -> [B, N]."""
     texts = model.encode_text(text)
     images = model.encode_image(pictures.flatten(0, 1)).unflatten(0, pictures.shape[:2])
     return (images @ texts[..., None]).squeeze(-1)
 
 
-def best(score: Tensor, k: int) -> Tensor:
+def best(score: Float[Tensor, "B N"], k: int) -> Int64[Tensor, "B K"]:
     """Indices of the k best candidates, best first: [B, N] -> [B, k]. Ties keep their order."""
     return score.argsort(dim=1, descending=True, stable=True)[:, :k]

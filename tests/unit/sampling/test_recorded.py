@@ -93,6 +93,7 @@ def test_caches_of_one_shape_that_take_turns_keep_apart():
                 torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_a_picture_needs_one_compilation():
     model, text, counter = prior(), torch.randint(0, 20, (1, 4)), CompileCounter()
     compiled = Recorded(model, lambda run: torch.compile(run, backend=counter, fullgraph=True, dynamic=False))
@@ -102,6 +103,7 @@ def test_a_picture_needs_one_compilation():
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_compiled_for_real_it_draws_the_same_and_other_weights_are_other_drawings(tmp_path, monkeypatch):
     """And what is on the disk is taken from there, unless it is damaged."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -127,6 +129,7 @@ def test_compiled_for_real_it_draws_the_same_and_other_weights_are_other_drawing
         generate(decoder(first, compile=True), text, range(4), Sampler())
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_compiled_steps_are_known_by_all_that_they_were_made_from(monkeypatch):
     model, other = prior(), prior()
     memory = model.prefill(torch.zeros(1, 4, dtype=torch.long))[0].memory
