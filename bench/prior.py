@@ -36,7 +36,7 @@ from torch import Tensor
 
 from limner.models.transformer import TransformerConfig
 from limner.profiling import speed
-from limner.profiling.speed import Drawing, Machine
+from limner.profiling.speed import DrawingTime, Machine
 
 CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ class Ours:
     def __init__(self, config: TransformerConfig, dense: bool) -> None:
         self.config, self.dense = replace(config, pattern="dense" if dense else "paper"), dense
 
-    def drawing(self, n: int) -> Drawing:
+    def drawing(self, n: int) -> DrawingTime:
         return speed.drawing(self.config, n, CPU, shared=not self.dense)
 
     def training(self, batch: int) -> float:
@@ -163,7 +163,7 @@ def main() -> None:
                     found[task][name] = rounds[0][task][name]
                     continue
                 answer = side.ask(command, value)
-                found[task][name] = Drawing(**answer) if command == "drawing" else answer
+                found[task][name] = DrawingTime(**answer) if command == "drawing" else answer
         rounds.append(found)
     show(options, rounds, list(sides), peaks)
 

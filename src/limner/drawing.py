@@ -6,7 +6,6 @@ type "trained algorithmic media".
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from xml.sax.saxutils import escape
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from limner.data.encoding import encoded
 from limner.errors import UserError, printable
 from limner.files import atomic_write_bytes
 from limner.version import __version__
@@ -63,10 +63,8 @@ class Drawing:
         info.add_text("Software", f"limner {__version__}")
         info.add_itxt("Description", caption)
         info.add_itxt("XML:com.adobe.xmp", _xmp(caption, self.model))
-        buffer = io.BytesIO()
         enlarged = self.image.resize((w * scale, h * scale), Image.Resampling.NEAREST)
-        enlarged.save(buffer, "PNG", pnginfo=info, optimize=True)
-        return buffer.getvalue()
+        return encoded(enlarged, optimize=True, pnginfo=info)
 
     def save(self, path: str | Path, scale: int | None = None) -> Path:
         """Write a PNG, all or nothing. Raises `UserError` if the name ends otherwise."""

@@ -6,16 +6,19 @@
             bar.advance(1, loss=loss)
 
 Both show the rate, the time left and the latest metrics, and write to stderr, so that stdout stays
-the command's own. Work in lower rooms (data preparation, token encoding) takes any callable
-`advance(n, **metrics)` and needs nothing from here. `rich` is imported when a bar first shows.
+the command's own. Long work takes `progress: Advance`, a callable that is told how much more is done:
+`bar.advance`. `rich` is imported when a bar first shows.
 """
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
 from limner.errors import printable
+
+Advance = Callable[[int], object]  # takes the units done since the last call
 
 
 def progress(title: str, total: int | None = None, *, unit: str = "step", every: float = 10.0) -> "Progress":

@@ -18,7 +18,7 @@ from limner.ranges import Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Checked):
+class BenchOptions(Checked):
     """Time drawing and training of a prior with random weights: the paper's sparse pattern beside dense attention,
     against what the machine allows. Close other programs first."""
 
@@ -41,7 +41,7 @@ class Options(Checked):
 
 
 def main(argv: Sequence[str]) -> None:
-    options = parse(Options, argv, "limner bench")
+    options = parse(BenchOptions, argv, "limner bench")
     if not options.candidates or not options.grids:
         raise UserError("candidates and grids must be one number at least")
     from limner.models.transformer import SIZES
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"written: {printable(options.plot)}")
 
 
-def _measured(options: Options, config: Any, device: Any) -> dict[str, Any]:
+def _measured(options: BenchOptions, config: Any, device: Any) -> dict[str, Any]:
     """Print a grid's figures as they are found; returns seconds a picture by candidates and side, and of training."""
     from limner.profiling import speed
 
@@ -78,7 +78,7 @@ def _measured(options: Options, config: Any, device: Any) -> dict[str, Any]:
     return {"grid": h, "drawn": drawn, "trained": _training(options, sides, here, device) if options.batch else {}}
 
 
-def _drawing(options: Options, sides: dict[str, Any], n: int, here: Any, device: Any) -> dict[str, float]:
+def _drawing(options: BenchOptions, sides: dict[str, Any], n: int, here: Any, device: Any) -> dict[str, float]:
     from limner.profiling import speed
 
     rounds = [
@@ -98,7 +98,7 @@ def _drawing(options: Options, sides: dict[str, Any], n: int, here: Any, device:
     return {name: value / n for name, value in took.items()}
 
 
-def _training(options: Options, sides: dict[str, Any], here: Any, device: Any) -> dict[str, float]:
+def _training(options: BenchOptions, sides: dict[str, Any], here: Any, device: Any) -> dict[str, float]:
     from limner.profiling import speed
 
     rounds = [
@@ -129,7 +129,7 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _plot(options: Options, found: Sequence[dict[str, Any]]) -> None:
+def _plot(options: BenchOptions, found: Sequence[dict[str, Any]]) -> None:
     """Seconds a picture against candidates, and against the grid with the seconds of a training sample."""
     pyplot = _pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4.4), layout="constrained")

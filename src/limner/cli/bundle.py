@@ -14,7 +14,7 @@ from limner.errors import printable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bundle:
+class BundleOptions:
     """Copy a bundle, with what its model card should say. Weights are stored in 16 bits, a dVAE's where that loses
     nothing."""
 
@@ -33,7 +33,7 @@ class Bundle:
 
 
 def main(argv: Sequence[str]) -> None:
-    options = parse(Bundle, argv, "limner bundle")
+    options = parse(BundleOptions, argv, "limner bundle")
     out = place(options.out, folder=True)
     from limner.config import read_json
     from limner.pipeline import load

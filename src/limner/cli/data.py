@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
@@ -123,10 +123,10 @@ def emoji(argv: Sequence[str]) -> None:
     """write the emoji of an installed font"""
     options = parse(EmojiOptions, argv, "limner data emoji")
     place(options.out, folder=True)
-    from limner.worlds.emoji import build
+    from limner.worlds.emoji import all_emoji, build
 
-    with progress("drawing emoji", unit="emoji") as bar:
-        counts = build(options.out, options.size, options.font, _absolute(bar))
+    with progress("drawing emoji", len(all_emoji()), unit="emoji") as bar:
+        counts = build(options.out, options.size, options.font, bar.advance)
     _tell(options.out, counts.kept, counts.rejected)
 
 
@@ -143,7 +143,7 @@ def prepare(argv: Sequence[str]) -> None:
     with progress("preparing", len(source), unit="sample") as bar:
         counts = write(
             source, options.out, filters=options.filters, size=options.size, held_out=options.held_out,
-            progress=_absolute(bar),
+            progress=bar.advance,
         )  # fmt: skip
     _tell(options.out, counts.kept, counts.rejected, counts.splits)
 
@@ -186,16 +186,6 @@ def show(argv: Sequence[str]) -> None:
         print(f"  {row.pictures[0][1]:>11}  {printable(row.caption)}")
     if options.output and rows:
         print(f"written: {printable(save_png(contact_sheet(rows, columns=4), options.output))}")
-
-
-def _absolute(bar: Any) -> Any:
-    """A `(done, total)` callback that moves a progress bar."""
-
-    def advance(done: int, total: int) -> None:
-        bar.total = total
-        bar.advance(done - bar.done)
-
-    return advance
 
 
 def _tell(where: object, kept: int, rejected: dict[str, int], splits: dict[str, int] | None = None) -> None:

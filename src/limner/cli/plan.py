@@ -26,7 +26,7 @@ times of more than one GPU, is worked out for a program that has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Checked):
+class PlanOptions(Checked):
     """Parameters, memory, arithmetic, communication and time of a recipe's prior on a cluster.
 
     Training itself runs on one device as yet, in fp32 or with bf16 autocast: the output says which figures are of
@@ -49,7 +49,7 @@ class Options(Checked):
 
 
 def main(argv: Sequence[str]) -> None:
-    options = parse(Options, argv, "limner plan")
+    options = parse(PlanOptions, argv, "limner plan")
     choose(options.gpu, list(GPUS), "GPU")
     recipe = recipes.get(options.recipe)
     training = recipe.prior.training

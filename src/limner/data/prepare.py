@@ -6,7 +6,6 @@ reason, so that training later meets good samples only and reads them fast.
 
 from __future__ import annotations
 
-import io
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,17 +15,17 @@ from math import floor
 from typing import TypeVar
 
 import numpy as np
-from PIL import Image
 
 from limner.data.augment import area_resize
+from limner.data.encoding import encoded
 from limner.data.filters import Filters
 from limner.data.pictures import decoded
 from limner.data.samples import Rejected, Sample, Source
 from limner.data.shard_writer import ShardWriter
 from limner.data.sources import open_source
 from limner.errors import UserError
+from limner.progress import Advance
 
-Progress = Callable[[int, int], None]
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -63,7 +62,7 @@ def prepare(
     filters: Filters | None = None,
     size: int | None = None,
     held_out: float = 0.02,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
     threads: int | None = None,
 ) -> Counts:
     """Write the good samples of `source` (or of what `open_source` finds there) to shards in `out`.
@@ -71,7 +70,7 @@ def prepare(
     `filters` defaults to the paper's. With `size`, a picture whose shorter side is longer is resized
     by area until it is `size` (JPEGs are stored again at quality 95, others as PNG); otherwise the
     encoded bytes are copied. Of samples that name no split, the share `held_out` is kept from training,
-    evenly spread. `progress(done, total)` is called for each sample.
+    evenly spread. `progress` is told of each sample.
     Raises `UserError` if `out` is in use, or if no sample is good: `out` then counts as incomplete.
     """
     if isinstance(source, str | os.PathLike):
@@ -86,7 +85,7 @@ def prepare(
 
     unnamed = 0
     with ShardWriter(out) as writer:
-        for done, result in enumerate(_map_ahead(work, range(len(data)), threads), start=1):
+        for result in _map_ahead(work, range(len(data)), threads):
             if isinstance(result, str):
                 writer.reject(result)
             else:
@@ -97,7 +96,7 @@ def prepare(
                     unnamed += 1
                 writer.write(sample.image, sample.captions, meta, suffix)
             if progress:
-                progress(done, len(data))
+                progress(1)
         counts = Counts(writer.kept, dict(writer.rejected.most_common()), dict(writer.splits))
         if not writer.kept:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in counts.rejected.items())
@@ -129,10 +128,7 @@ def _kept_back(n: int, share: float) -> bool:
 
 def encode_image(image: np.ndarray, suffix: str = "png") -> bytes:
     """uint8 [H, W, 3] to the bytes of a PNG ("png") or of a JPEG at quality 95 ("jpg")."""
-    buffer = io.BytesIO()
-    options = {"quality": 95} if suffix == "jpg" else {}
-    Image.fromarray(image).save(buffer, "JPEG" if suffix == "jpg" else "PNG", **options)
-    return buffer.getvalue()
+    return encoded(image, "JPEG", quality=95) if suffix == "jpg" else encoded(image)
 
 
 def _suffix(data: bytes) -> str | None:

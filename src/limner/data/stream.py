@@ -97,11 +97,6 @@ class Stream:
         self._drop_ahead()
         self.rank, self.world = rank, world
 
-    @property
-    def epoch(self) -> float:
-        """How many times the data set has been seen."""
-        return self.position / len(self.dataset)
-
     def plan(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """This rank's share of the batch that starts at `position`: indices and seeds."""
         n, share = len(self.dataset), self.batch_size // self.world

@@ -33,8 +33,7 @@ from limner.data.datasets import ImageCaptionDataset
 from limner.data.samples import Source, digest
 from limner.errors import UserError
 from limner.files import atomic_write_bytes, atomic_write_text
-
-Progress = Callable[[int, int], None]
+from limner.progress import Advance
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,13 @@ def encode_tokens(
     cache_dir: str | Path,
     batch_size: int = 64,
     part_size: int = 4096,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
 ) -> TokenCache:
     """The tokens of every good picture of `source`, from the cache or through `encode`.
 
     `encode` maps uint8 [B, 3, size, size] to Long [B, S]; `key` identifies it (the dVAE's hash).
-    `progress(done, total)` is called after every batch. Raises `UserError` if no sample is good.
+    `progress` is told of the pictures of every batch, and of those in the cache. Raises `UserError` if no sample is
+    good.
     """
     folder = Path(cache_dir) / digest(key, source.fingerprint(), f"{size} {part_size} v1")[:32]
     images = ImageCaptionDataset(source, size)
@@ -74,11 +74,11 @@ def encode_tokens(
         stop = min(start + part_size, total)
         part = _load_part(folder / f"{number:05d}")
         if part is None:
-            part = _encode_part(images, encode, np.arange(start, stop), batch_size, total, progress)
+            part = _encode_part(images, encode, np.arange(start, stop), batch_size, progress)
             _save_part(folder / f"{number:05d}", part)
+        elif progress:
+            progress(stop - start)
         parts.append(part)
-        if progress:
-            progress(stop, total)
     rejected = sum((part.rejected for part in parts), Counter[str]())
     good = [part for part in parts if len(part)]
     if not good:
@@ -98,8 +98,7 @@ def _encode_part(
     encode: Callable[[Tensor], Tensor],
     indices: np.ndarray,
     batch_size: int,
-    total: int,
-    progress: Progress | None,
+    progress: Advance | None,
 ) -> TokenCache:
     tokens, captions, kept = [], [], []
     rejected = Counter[str]()
@@ -112,7 +111,7 @@ def _encode_part(
             captions += texts
             kept.append(good)
         if progress:
-            progress(int(rows[-1]) + 1, total)
+            progress(len(rows))
     values = np.concatenate(tokens) if tokens else np.zeros((0, 0), np.int64)
     narrow = values.size == 0 or values.max() < 1 << 16
     return TokenCache(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from limner.evaluation.composition import PUBLISHED, drawing_seed
 from limner.evaluation.intervals import Rate
 from limner.files import atomic_write_text
 from limner.pipeline import TextToImage
+from limner.progress import Advance
 from limner.sampling.rerank import best
 
 _TOGETHER = 16  # captions drawn at a time
@@ -130,7 +131,7 @@ def evaluate(
     candidates: int = 16,
     repeats: int = 1,
     seed: int = PUBLISHED,
-    progress: Callable[[int], object] | None = None,
+    progress: Advance | None = None,
 ) -> Nearest:
     """Draw the captions of `n` pictures of a split, one after another and `repeats` times over, each with
     `candidates` to choose from; drawing i with `drawing_seed(seed, i)`."""

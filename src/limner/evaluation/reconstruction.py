@@ -8,7 +8,7 @@ reads the originals: same things, looks, background, and places to within half a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from limner.metrics.codebook import usage
 from limner.metrics.pictures import psnr
 from limner.models.dvae import DVAE, unmap_pixels
 from limner.objectives.elbo import gumbel_softmax
+from limner.progress import Advance
 from limner.worlds import judge, oracle, rendering, scenes
 from limner.worlds.scenes import Split
 
@@ -79,7 +80,7 @@ def measure(
     pictures: Tensor,
     *,
     read: bool = False,
-    progress: Callable[[int], object] | None = None,
+    progress: Advance | None = None,
 ) -> Reconstruction:
     """Reconstruct uint8 [B, 3, H, W]; `read` asks the oracle, for pictures of the scenes world."""
     device = next(dvae.parameters()).device

@@ -7,7 +7,6 @@ scheme. Everything that comes from outside (captions, names) is escaped.
 from __future__ import annotations
 
 import base64
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from limner.data.encoding import encoded
 from limner.files import atomic_write_bytes, atomic_write_text
 
 Picture = Image.Image
@@ -78,14 +78,8 @@ def _enlarge(picture: Picture, side: int) -> Picture:
 def save_png(picture: Picture, path: str | Path) -> Path:
     """Write a picture, all or nothing."""
     path = Path(path)
-    atomic_write_bytes(path, _png(picture))
+    atomic_write_bytes(path, encoded(picture, optimize=True))
     return path
-
-
-def _png(picture: Picture) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG", optimize=True)
-    return buffer.getvalue()
 
 
 # ---------------------------------------------------------------------------- web page
@@ -93,7 +87,7 @@ def _png(picture: Picture) -> bytes:
 
 def data_uri(picture: Picture) -> str:
     """The picture as the value of a `src` attribute."""
-    return "data:image/png;base64," + base64.b64encode(_png(picture)).decode()
+    return "data:image/png;base64," + base64.b64encode(encoded(picture, optimize=True)).decode()
 
 
 def image(picture: Picture, alt: str, side: int) -> str:

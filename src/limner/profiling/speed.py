@@ -45,7 +45,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing:
+class DrawingTime:
     """Drawing `candidates` of one caption together.
 
     Args:
@@ -101,7 +101,7 @@ def machine(device: torch.device) -> Machine:
 @torch.inference_mode()
 def drawing(
     config: TransformerConfig, candidates: int, device: torch.device, *, shared: bool = True, compiled: bool = False
-) -> Drawing:
+) -> DrawingTime:
     """Time drawing as the pipeline does it. Without `shared`, each candidate has the text's keys and values
     copied, as is usual elsewhere."""
     with torch.inference_mode(False), torch.random.fork_rng(devices=()):
@@ -124,7 +124,7 @@ def drawing(
         token = choose(sampler, model.step(cache, token), uniform)
 
     each = cache.bytes_per_candidate
-    return Drawing(
+    return DrawingTime(
         candidates=candidates, step=mean_step(step, prod(config.grid), 4), prefill=prefill, positions=prod(config.grid),
         each=each if shared else each + prefix, shared=prefix if shared else 0,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from html import escape
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from limner import bundles, recipes
+from limner import bundles
 from limner.config import read_json, to_dict
 from limner.data.shard_writer import is_complete
 from limner.errors import UserError
@@ -41,7 +41,6 @@ from limner.evaluation import composition, report
 from limner.files import atomic_write_bytes, atomic_write_text, locked
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import clock, progress
-from limner.ranges import SEEDS, Checked, Range
 from limner.recipes.recipe import (
     Bundled,
     ContrastiveStage,
@@ -52,6 +51,7 @@ from limner.recipes.recipe import (
     fitted_prior,
 )
 from limner.runs import stages
+from limner.runs.demo_options import Demo
 from limner.training.metrics_log import read_metrics
 from limner.training.run import Run
 from limner.training.step import update
@@ -67,33 +67,6 @@ _CURVES = {
     "prior": ("prior", ("image", "text", "eval/image")),
     "contrastive": ("contrastive model", ("loss", "eval/accuracy")),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Demo(Checked):
-    """What the demonstration does.
-
-    Args:
-        out: folder for everything.
-        from_scratch: train the dVAE as well, instead of taking the bundled one.
-        scenes: how many to train on.
-        captions: held-out captions to show; their scenes have one and two things in turn.
-        candidates: drawings of each caption to choose from.
-        evaluated: held-out captions that the score is taken over, those shown among them.
-        seed: of the captions and drawings.
-    """
-
-    out: Path
-    from_scratch: bool = False
-    scenes: Annotated[int, Range(1, 10**8)] = 12_000
-    captions: Annotated[int, Range(1, 10**4)] = 8
-    candidates: Annotated[int, Range(1, 2**16)] = 32
-    evaluated: Annotated[int, Range(1, 10**6)] = 64
-    seed: Annotated[int, SEEDS] = 1_000
-
-    def recipe(self) -> Recipe:
-        recipe = recipes.get("demo")
-        return replace(recipe, dvae=recipes.get("scenes").dvae) if self.from_scratch else recipe
 
 
 def run(demo: Demo) -> composition.Composition:

@@ -227,7 +227,7 @@ class Stages:
                     key=key,
                     size=size,
                     cache_dir=self.out / "tokens",
-                    progress=lambda done, total: bar.advance(done - bar.done),
+                    progress=bar.advance,
                 )
             return TokenDataset(cache.tokens, cache.captions, tokenizer, text.length, dropout, caption_dropout)
 

@@ -21,7 +21,6 @@ import re
 import shutil
 import subprocess
 import unicodedata
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -35,8 +34,8 @@ from limner.data.prepare import Counts, encode_image
 from limner.data.samples import Rejected
 from limner.data.shard_writer import ShardWriter
 from limner.errors import UserError
+from limner.progress import Advance
 
-TONES = ("light", "medium-light", "medium", "medium-dark", "dark")
 _TONE = re.compile(r" (light|medium-light|medium|medium-dark|dark) skin tone\b")
 _TONE_CODES = range(0x1F3FB, 0x1F400)
 _PERSON, _CHILD, _ELDER = "\U0001f9d1", "\U0001f9d2", "\U0001f9d3"
@@ -209,7 +208,7 @@ def build(
     out: str | os.PathLike[str],
     size: int = 64,
     font: str | os.PathLike[str] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Advance | None = None,
 ) -> Counts:
     """Write every emoji that the font can draw to shards in `out`, as PNGs of `size` pixels a side.
 
@@ -219,7 +218,7 @@ def build(
     drawer = Drawer(font)
     everything = all_emoji()
     with ShardWriter(out) as writer:
-        for done, (one, split) in enumerate(zip(everything, splits(everything), strict=True), 1):
+        for one, split in zip(everything, splits(everything), strict=True):
             try:
                 picture = drawer.draw(one.text, size)
             except Rejected as rejected:
@@ -235,5 +234,5 @@ def build(
                 }
                 writer.write(encode_image(picture), one.captions, meta)
             if progress:
-                progress(done, len(everything))
+                progress(1)
         return Counts(writer.kept, dict(writer.rejected.most_common()))

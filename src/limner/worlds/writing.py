@@ -6,15 +6,14 @@ the count, and the same command writes the same bytes.
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
-from PIL import Image
 
+from limner.data.encoding import encoded
 from limner.data.shard_writer import ShardWriter
+from limner.progress import Advance
 from limner.worlds.captions import describe, describe_pair
 from limner.worlds.rendering import render, render_pair
 from limner.worlds.scenes import Split, sample_crowd, sample_pair, sample_scene
@@ -34,7 +33,7 @@ def write_scenes(
     pairs: float = 0.1,
     things: tuple[float, float, float, float] = THINGS,
     in_order: float = 0.0,
-    progress: Callable[[int], object] | None = None,
+    progress: Advance | None = None,
 ) -> dict[str, Any]:
     """Write `count` samples as shards of PNG, captions and ground truth; the summary is returned.
 
@@ -64,14 +63,7 @@ def write_scenes(
                 scene = sample_scene(rng, count=1 + int(rng.choice(4, p=shares)), split=split)
                 picture, truth = render(scene, size), {"scene": scene.to_dict()}
                 captions = [describe(scene, rng, in_order) for _ in range(PHRASINGS)]
-            writer.write(png(picture), tuple(dict.fromkeys(captions)), {**truth, "split": split})
+            writer.write(encoded(picture), tuple(dict.fromkeys(captions)), {**truth, "split": split})
             if progress:
                 progress(1)
     return writer.summary()
-
-
-def png(picture: np.ndarray) -> bytes:
-    """uint8 [H, W, 3] as PNG bytes."""
-    buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, "PNG")
-    return buffer.getvalue()

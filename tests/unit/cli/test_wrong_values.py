@@ -21,13 +21,13 @@ COMMANDS = {
     "data emoji OUT": data.EmojiOptions,
     "data prepare SOURCE OUT": data.PrepareOptions,
     "data show SOURCE": data.ShowOptions,
-    "demo": demo.Options,
+    "demo": demo.Demo,
     "evaluate composition": evaluate.CompositionOptions,
     "evaluate pairs": evaluate.PairsOptions,
     "evaluate reconstruction": evaluate.ReconstructionOptions,
     "evaluate emoji RUN DATA": evaluate.EmojiOptions,
-    "bench": bench.Options,
-    "plan": plan.Options,
+    "bench": bench.BenchOptions,
+    "plan": plan.PlanOptions,
     "import openai-dvae ENCODER DECODER OUT": imports.OpenAIDVAE,
 }
 HUGE = "1" + "0" * 400

@@ -44,14 +44,14 @@ def run(source, tmp_path, encoder, key="dvae", size=8, **options):
 
 def test_encoded_once(source, tmp_path):
     encoder, calls = Encoder(), []
-    cache = run(source, tmp_path, encoder, progress=lambda *at: calls.append(at))
+    cache = run(source, tmp_path, encoder, progress=calls.append)
     good = [n for n in range(10) if n not in (3, 9)]
     assert cache.indices.tolist() == good and len(cache) == 8
     assert cache.tokens.dtype == np.uint16
     assert cache.tokens.tolist() == [[n * 20] * 4 for n in good]
     assert cache.captions == [(f"number {n}", f"no {n}") for n in good]
     assert cache.rejected == {"broken image": 2}
-    assert calls[-1] == (10, 10) and calls == sorted(calls)
+    assert sum(calls) == 10 and min(calls) > 0
     again = run(source, tmp_path, None)  # not called
     assert np.array_equal(again.tokens, cache.tokens) and again.captions == cache.captions
     assert again.rejected == cache.rejected

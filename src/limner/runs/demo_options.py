@@ -1,0 +1,40 @@
+"""What the demo is asked with. Without torch, so that a command line is read before that is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from limner import recipes
+from limner.ranges import SEEDS, Checked, Range
+
+if TYPE_CHECKING:
+    from limner.recipes.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo(Checked):
+    """Train a prior and a contrastive model on the built-in scenes, draw held-out captions, write a report.
+
+    It plans nine minutes of training, on a slow machine of fewer steps. Ctrl-C stops it; the same command goes on.
+    """
+
+    out: Path = Path("limner-demo")
+    """Folder for data, models and report."""
+    from_scratch: bool = False
+    """Train the dVAE as well instead of taking the bundled one; it says beforehand how long that takes."""
+    scenes: Annotated[int, Range(1, 10**8)] = 12_000
+    """Scenes to train on."""
+    captions: Annotated[int, Range(1, 10**4)] = 8
+    """Held-out captions to show; their scenes have one and two things in turn."""
+    candidates: Annotated[int, Range(1, 2**16)] = 32
+    """Drawings of each caption to choose from."""
+    evaluated: Annotated[int, Range(1, 10**6)] = 64
+    """Held-out captions that the score is taken over, those shown among them."""
+    seed: Annotated[int, SEEDS] = 1_000
+    """Of the captions and drawings."""
+
+    def recipe(self) -> Recipe:
+        recipe = recipes.get("demo")
+        return replace(recipe, dvae=recipes.get("scenes").dvae) if self.from_scratch else recipe
