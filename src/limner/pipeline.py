@@ -39,6 +39,7 @@ from limner.models.contrastive import Contrastive, ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Auto, Precision
+from limner.progress import Advance
 from limner.sampling.generate import FREE, generate
 from limner.sampling.options import Options, Sampler
 from limner.sampling.recorded import Decoder, decoder
@@ -51,7 +52,6 @@ _CACHE_BYTES = 1 << 30  # of keys and values in one batch on a CPU
 _GPU_ROWS = 1_024  # on a GPU, where a quarter of the free memory may hold them
 _PICTURE_BYTES = 1 << 30  # of codes and activations when tokens become pictures
 
-Advance = Callable[[int, int], None]  # (image tokens drawn, image tokens in all)
 Watch = Callable[["Partial"], object]
 
 
@@ -174,7 +174,7 @@ class TextToImage:
             options: how; `settings` are changes to it: `pipe(caption, candidates=8, temperature=0.9)`.
             n: drawings to return, the best of the candidates, of which so many are made at least.
             given: tokens of a picture that stay, from the method `given`.
-            progress: called with (image tokens drawn, image tokens in all).
+            progress: called with the number of candidates drawn since the last call.
             watch: called with the `Partial` pictures of a batch of candidates after `every` rows of tokens.
 
         Raises:
@@ -292,13 +292,16 @@ class TextToImage:
         pictures = torch.empty(b, count, 3, side, side, dtype=torch.uint8)
         score = torch.empty(b, count)
         prior, contrastive = self._models()
-        done, total = 0, b * count * length
+        drawn_tokens = told = 0
         for rows, part in _batches(seeds, count, self._rows()):
             size = len(rows) * len(part)
 
-            def report(position: int, _: int, done: int = done, size: int = size) -> None:
-                if progress:
-                    progress(done + position * size, total)
+            def report(positions: int, size: int = size) -> None:
+                nonlocal drawn_tokens, told
+                drawn_tokens += positions * size
+                if progress and (more := drawn_tokens // length - told):
+                    told += more
+                    progress(more)
 
             def look(found: Tensor, h: int, rows: list[int] = rows, part: range = part) -> None:
                 if watch and h % every == 0:
@@ -313,7 +316,6 @@ class TextToImage:
             where = slice(part.start, part.stop)
             score[rows, where] = scores(contrastive, judged[rows].to(device), shown).float().cpu()
             tokens[rows, where], pictures[rows, where] = drawn.cpu(), shown.cpu()
-            done += size * length
         return Candidates(pictures, score, tokens, sampler)
 
     def _shown(self, tokens: Tensor, rows: int) -> Tensor:

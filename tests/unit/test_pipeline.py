@@ -146,9 +146,8 @@ def test_captions_of_one_seed_share_a_batch_and_agree_with_drawing_alone(pipe):
 def test_progress_reaches_the_end_exactly_once(pipe, monkeypatch):
     monkeypatch.setattr(pipeline, "_ROWS", 4)
     seen = []
-    pipe(CAPTION, candidates=6, progress=lambda done, total: seen.append((done, total)))
-    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
-    assert seen[-1] == (6 * 36, 6 * 36)
+    pipe(CAPTION, candidates=6, progress=seen.append)
+    assert sum(seen) == 6 and min(seen) > 0 and len(seen) > 2  # as they are drawn, not batch after batch
 
 
 def test_partial_pictures_come_every_few_rows_and_end_in_the_drawing(pipe, monkeypatch):

@@ -96,11 +96,7 @@ def _draw(options: Settings, caption: str, given: Callable[[Any], Any] | None = 
     fixed = given(pipe) if given else None
     number = max(options.n, options.options.candidates)
     with progress("drawing", number, unit="picture") as bar:
-        length = pipe.dvae.config.grid[0] * pipe.dvae.config.grid[1]
-        drawings = pipe(
-            caption, options.options, n=options.n, given=fixed,
-            progress=lambda done, total: bar.advance(done // length - bar.done),
-        )  # fmt: skip
+        drawings = pipe(caption, options.options, n=options.n, given=fixed, progress=bar.advance)
     for drawing, path in zip(drawings, drawings.save(out, options.scale), strict=True):
         print(f"{printable(path)}  (score {drawing.score:.3f}, candidate {drawing.candidate} of {number})")
 

@@ -22,7 +22,6 @@ is and shows below what the caption says of it, upside down, say, with every thi
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -40,6 +39,7 @@ from limner.errors import UserError
 from limner.evaluation.intervals import Gain, Rate
 from limner.files import atomic_write_text
 from limner.pipeline import Candidates, TextToImage
+from limner.progress import Advance
 from limner.ranges import SEEDS, Checked, Range
 from limner.sampling.options import Sampler
 from limner.worlds import captions, scenes
@@ -50,7 +50,6 @@ from limner.worlds.scenes import Pair, Scene, Split
 PUBLISHED = 1_000  # the first of the seeds that figures are published on
 _TOGETHER = 16  # captions drawn between two rounds of judging, so that memory stays small
 
-Advance = Callable[[int], object]  # drawings done since the last call
 Judge = Callable[[np.ndarray], bool]  # whether uint8 [H, W, 3] shows what was asked for
 
 
@@ -296,7 +295,7 @@ def _judged(
         part = range(start, min(start + _TOGETHER, len(texts)))
         made = pipe.candidates(
             [texts[i] for i in part], candidates, seed=[drawing_seed(settings.seed, i) for i in part], sampler=sampler,
-            given=None if given is None else given[part.start : part.stop], progress=_per_drawing(progress, pipe),
+            given=None if given is None else given[part.start : part.stop], progress=progress,
         )  # fmt: skip
         for i, pictures in zip(part, made.pictures, strict=True):
             right[i] = verdicts(pictures, asked[i][1])
@@ -313,18 +312,3 @@ def verdicts(pictures: Tensor, judge: Judge) -> np.ndarray:
     flat, same = torch.unique(pictures.flatten(1), dim=0, return_inverse=True)
     distinct = flat.unflatten(1, pictures.shape[1:]).permute(0, 2, 3, 1).numpy()
     return np.array([judge(picture) for picture in distinct])[same.numpy()]
-
-
-def _per_drawing(progress: Advance | None, pipe: TextToImage) -> Callable[[int, int], None] | None:
-    """Turns counts of image tokens into whole drawings since the last call."""
-    if progress is None:
-        return None
-    length, told = math.prod(pipe.dvae.config.grid), 0
-
-    def advance(done: int, total: int) -> None:
-        nonlocal told
-        if drawings := done // length - told:
-            told += drawings
-            progress(drawings)
-
-    return advance

@@ -37,7 +37,7 @@ _SHORT = 256  # positions up to which a dense mask is as fast
 _QUERIES = 64  # of a block, at least, where the grid allows: small products keep no machine busy
 _ALIGNED = 8  # keys of a block are a multiple of this: odd numbers make slow products
 _WEIGHTS = 3 << 19  # attention weights of a part, several of which are alive at once and fit a CPU's caches
-_GPU_WEIGHTS = 1 << 26  # of a part on a GPU, which would be told of small ones more slowly than it does them
+_GPU_WEIGHTS = 1 << 26  # of a part on a GPU, where launching the kernels of small parts takes longer than they run
 
 
 def training_core(pattern: Pattern, prefix: int) -> nn.Module:

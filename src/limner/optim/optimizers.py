@@ -1,7 +1,7 @@
 """Which optimiser, as a configuration that builds it. A third one is another class here.
 
 `build` gives a list of torch optimisers that together hold each trainable parameter once. Every
-group keeps its own step size under `initial_lr`, as torch's schedulers do; a schedule multiplies it.
+group keeps its own learning rate under `initial_lr`, as torch's schedulers do; a schedule multiplies it.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""How the step size, and any other annealed quantity, depends on the step.
+"""How the learning rate, and any other annealed quantity, depends on the step.
 
 Two kinds, kept apart because only one of them has memory:
 
 - pure functions of the step: `warmup`, `cosine`, and `Anneal`, a cosine with its end points as a
-  config. The paper anneals the KL weight β, the relaxation temperature τ and the step size of the
+  config. The paper anneals the KL weight β, the relaxation temperature τ and the learning rate of the
   dVAE this way (appendix A.2);
-- step-size schedules, `Constant | Cosine | Plateau`: configs whose `build(steps)` gives a
-  `Schedule`, a factor on the base step size. `Plateau` watches the training loss and halves, as the
+- learning-rate schedules, `Constant | Cosine | Plateau`: configs whose `build(steps)` gives a
+  `Schedule`, a factor on the base learning rate. `Plateau` watches the training loss and halves, as the
   paper did five times for the prior (B.2); what it has seen is part of the checkpoint.
 
 Steps count from 0. The training loop multiplies `warmup(step) * schedule.factor(step)` with the
-base step size.
+base learning rate.
 """
 
 import math
@@ -46,7 +46,7 @@ class Anneal(Checked):
 
 
 class Schedule(Protocol):
-    """A factor on the step size, which may react to the losses that it is shown."""
+    """A factor on the learning rate, which may react to the losses that it is shown."""
 
     def factor(self, step: int) -> float: ...
 
@@ -61,7 +61,7 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """The base step size throughout."""
+    """The base learning rate throughout."""
 
     def build(self, steps: int) -> Schedule:
         return _Memoryless(Anneal(start=1.0, end=1.0, steps=steps))
@@ -69,7 +69,7 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Checked):
-    """From the base step size to `end` times it, over `steps` updates or the whole run.
+    """From the base learning rate to `end` times it, over `steps` updates or the whole run.
 
     The dVAE of the paper goes from 1e-4 to 1.25e-6, `end=1/80`, over 1,200,000 updates (A.2).
     """
@@ -83,7 +83,7 @@ class Cosine(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Plateau(Checked):
-    """Halve the step size whenever the training loss stops falling.
+    """Halve the learning rate whenever the training loss stops falling.
 
     The mean loss of each `window` updates is compared with the best such mean so far. After
     `patience` windows in a row that fail to improve on it by the relative margin `threshold`, the

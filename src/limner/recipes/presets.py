@@ -163,7 +163,7 @@ def paper(size: str = "dalle-12b") -> Recipe:
     Decay and averaging are as written there: all parameters decay, and averages forget evenly from the first update
     on. The contrastive model, of which the paper gives no settings, has those of Radford et al. 2021.
 
-    The step size falls with the width, as Brown et al. 2020 (Table 2.1) have it for smaller models.
+    The learning rate falls with the width, as Brown et al. 2020 (Table 2.1) have it for smaller models.
     """
     model = SIZES[size]
     lr = 4.5e-4 if size.startswith("dalle") else min(1e-3, 0.3 / model.width)

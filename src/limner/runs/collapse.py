@@ -29,7 +29,7 @@ class CollapseWarning(Hook):
             warnings.warn(
                 f"the codebook has collapsed: {codes:.0f} of {self.vocab} codes are in use after {run.step} steps; "
                 "for small or flat pictures train with objective BalancedELB (or raise its balance), raise "
-                "log_b_floor, or lower the step size",
+                "log_b_floor, or lower the learning rate",
                 stacklevel=2,
             )
 

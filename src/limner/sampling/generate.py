@@ -177,22 +177,22 @@ def generate(
     seed: int = 0,
     given: Tensor | None = None,
     store: type[Store] = Store,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
     watch: Callable[[Tensor, int], None] | None = None,
 ) -> Tensor:
     """Draw the given candidates of every caption: int64 [B, N, S]. `Generation.join` explains the arguments but these:
 
     Args:
         store: how keys and values are kept; `Int8Store` takes half the memory of bf16.
-        progress: called with (positions done, S).
+        progress: called with 1 after each position.
         watch: called with the tokens so far [B, N, S] and the number of rows of the grid done, after each.
     """
-    (h, w), generation = model.config.grid, Generation(model, store)
+    w, generation = model.config.grid[1], Generation(model, store)
     rows = generation.join(text, candidates, sampler, seed=seed, given=given)
     while not rows.done:
         generation.step()
         if progress:
-            progress(rows.position, h * w)
+            progress(1)
         if watch and rows.position % w == 0:
             watch(rows.tokens, rows.position // w)
     return rows.tokens

@@ -1,7 +1,7 @@
 """Decoding steps that are recorded once and replayed.
 
-A step of a small model is hundreds of kernels of a few microseconds each, and a GPU is told of them one by
-one more slowly than it runs them. Recorded as a CUDA graph, they run without being told. What is recorded
+A step of a small model is hundreds of kernels of a few microseconds each, and launching them one by one takes
+longer than running them on a GPU. Recorded as a CUDA graph, they are launched at once. What is recorded
 reads and writes fixed memory: so the token and the position lie in tensors that are filled before each replay,
 each step does the same whatever its position (`layers/cache.py`), and a cache moves into the recording's memory.
 """

@@ -23,10 +23,10 @@ class TrainConfig(Checked):
         accumulate: micro-batches an update is computed in, to save memory. The gradient is that of
             the whole batch but for two losses that look at a batch as a whole: the contrastive loss,
             whose negatives are those of a micro-batch, and the balance of codes in `BalancedELB`.
-        optimizer: AdamW or Muon, with its step size and decay.
+        optimizer: AdamW or Muon, with its learning rate and decay.
         clip_norm: longest gradient; None clips nothing.
-        warmup_steps: linear ramp of the step size, on top of `schedule`.
-        schedule: factor on the step size.
+        warmup_steps: linear ramp of the learning rate, on top of `schedule`.
+        schedule: factor on the learning rate.
         ema_decay, ema_every: averaged weights, which evaluation then uses; None keeps none.
         ema_warmup: let the first averagings forget faster (`Ema`); the paper names no such thing.
         precision: converts the model and says what products are computed in; by default bf16 where the hardware has it.

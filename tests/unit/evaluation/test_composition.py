@@ -86,9 +86,8 @@ class Painter:
             real, empty = (rendering.render(s) for s in (scene, scenes.Scene(things=(), background=scene.background)))
             pictures.append(as_tensor([real if r else empty for r in right]))
             marks.append(torch.tensor(mark))
-        for done in range(0, len(captions) * count * 6 + 1, 4):
-            progress(done, len(captions) * count * 6)
-        progress(len(captions) * count * 6, len(captions) * count * 6)
+        for _ in captions:
+            progress(count)
         return Candidates(torch.stack(pictures), torch.stack(marks), torch.zeros(0), sampler)
 
 
