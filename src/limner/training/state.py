@@ -14,7 +14,6 @@ and the rest as JSON values: step, data position, schedule, counters, hooks, con
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from limner.training.config import refuse_changes
 from limner.training.hooks import Hook
 from limner.training.run import Run
 from limner.training.tensors import load_model, load_optimizers, model_tensors, optimizer_tensors
+from limner.version import __version__
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
@@ -154,13 +154,9 @@ def _of(name: str, rank: int) -> str:
 
 def _made_with(run: Run) -> dict[str, str]:
     """What may change the last bits of a result without being a setting."""
-    try:
-        limner = version("limner")
-    except PackageNotFoundError:  # run from a source tree
-        limner = "unreleased"
     ranks = {"ranks": f"{run.parallel.world} ranks"} if run.parallel.world > 1 else {}
     return {
-        "limner": f"limner {limner}",
+        "limner": f"limner {__version__}",
         "torch": f"torch {torch.__version__}",
         "device": run.device.type,
         "precision": str(run.config.precision.dtype(run.device)).removeprefix("torch."),
