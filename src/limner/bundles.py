@@ -25,8 +25,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from limner.catalogue import FORMAT, find, is_bundle, named
 from limner.config import from_dict, read_json, to_dict
-from limner.errors import UserError, suggestion
+from limner.errors import UserError
 from limner.files import atomic_folder, atomic_write_bytes, atomic_write_text, require_file
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
@@ -35,56 +36,13 @@ from limner.text.bpe import Tokenizer
 
 M = TypeVar("M", bound=nn.Module)
 
-FORMAT = "limner-bundle-1"
 DVAE_FORMAT = "limner-dvae-1"
-ASSETS = Path(__file__).parent / "assets"  # bundles that come with the package, a folder each
-DEFAULT = "scenes"
 
 _PARTS: dict[str, type] = {"dvae": DVAEConfig, "prior": TransformerConfig, "contrastive": ContrastiveConfig}
 _POSITIONS = 1 << 12  # of a caption or a picture: masks grow with the square
 _WIDTH = 1 << 14
 _TENSORS = 1 << 14  # of one model
 _STORED = ("F32", "F16", "BF16")
-
-
-# ---------------------------------------------------------------------------- where they are
-
-
-def bundled() -> list[str]:
-    """Names of the models that come with the package."""
-    return sorted(path.name for path in ASSETS.iterdir() if _is_bundle(path)) if ASSETS.is_dir() else []
-
-
-def named(name_or_folder: str | Path) -> Path:
-    """The folder of a bundle that comes with the package, by name, or the folder that is named."""
-    name = str(name_or_folder)
-    names = bundled()
-    if name in names:
-        return ASSETS / name
-    if not Path(name).exists():
-        raise UserError(
-            f"there is no model {name!r}, neither in the package nor as a folder ({suggestion(name, names)})"
-        )
-    return Path(name)
-
-
-def find(folder: str | Path) -> Path:
-    """The bundle in a folder: itself, or that of the run in it. Raises `UserError` if there is none."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: name a bundle, or the folder that `limner train` wrote")
-    for place in (folder, folder / "bundle"):
-        if _is_bundle(place):
-            return place
-    raise UserError(f"{folder} is not a bundle: it has no config.json that says {FORMAT!r}")
-
-
-def _is_bundle(folder: Path, kind: str = FORMAT) -> bool:
-    try:
-        config = read_json(folder / "config.json")
-    except UserError:
-        return False
-    return isinstance(config, dict) and config.get("format") == kind
 
 
 # ---------------------------------------------------------------------------- writing
@@ -130,7 +88,7 @@ def _storable(info: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_place(folder: Path, kind: str, name: str) -> None:
     """Raises `UserError` if a folder cannot be replaced by a bundle of that kind, since it holds something else."""
-    if folder.exists() and not _is_bundle(folder, kind) and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not is_bundle(folder, kind) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not {name}: name a new folder")
 
 
@@ -229,7 +187,7 @@ def load_model(name_or_folder: str | Path, part: str) -> Any:
     """One model of a bundle (by name or folder): "dvae", "prior" or "contrastive". The first may also lie in a
     folder that holds a dVAE alone. Raises `UserError`."""
     folder = Path(name_or_folder)
-    if part != "dvae" or not _is_bundle(folder, DVAE_FORMAT):
+    if part != "dvae" or not is_bundle(folder, DVAE_FORMAT):
         folder = find(named(name_or_folder))
     return _load_part(folder, part, _PARTS[part], read_json(folder / "config.json"))
 

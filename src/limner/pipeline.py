@@ -29,7 +29,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from limner import bundles
+from limner import bundles, catalogue
 from limner.data.augment import augment_none
 from limner.drawing import Drawing, Drawings
 from limner.errors import UserError
@@ -384,7 +384,7 @@ class TextToImage:
 
         Raises `UserError` in one sentence for whatever is missing, damaged or contradictory.
         """
-        folder = bundles.find(folder)
+        folder = catalogue.find(folder)
         models, tokenizer, info = bundles.read(folder)
         try:
             pipe = cls(**models, tokenizer=tokenizer, info=info, runtime=Runtime(**runtime))
@@ -395,12 +395,12 @@ class TextToImage:
         return pipe.to(device)
 
 
-def load(name_or_folder: str | Path = bundles.DEFAULT, **options: Any) -> TextToImage:
+def load(name_or_folder: str | Path = catalogue.DEFAULT, **options: Any) -> TextToImage:
     """A model that comes with the package, by name, or any bundle, by folder.
 
     `options` are `device` and the settings of `Runtime`, `compiled=True` say. Raises `UserError`.
     """
-    return TextToImage.from_pretrained(bundles.named(name_or_folder), **options)
+    return TextToImage.from_pretrained(catalogue.named(name_or_folder), **options)
 
 
 def _seeds(seed: int | Sequence[int], count: int) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from limner import catalogue
 from limner.cli.arguments import parse, place
 from limner.errors import UserError, printable
 from limner.progress import progress
@@ -20,6 +21,11 @@ from limner.sampling.options import Options
 _NAME_BYTES = 120  # of a caption in a file's name, of which file systems allow 255 bytes, some of them 143
 
 
+def _models() -> str:
+    lines = [f"{name}: {about}" for name, about in catalogue.bundled().items()]
+    return "\n".join(["A folder that `limner train` wrote, or a model of the package by name:", *lines])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings(Checked):
     """What drawing and editing have in common."""
@@ -27,8 +33,7 @@ class Settings(Checked):
     n: Annotated[int, arg(aliases=("-n",)), Range(1, 2**16)] = 1
     """How many drawings to keep, the best ones."""
     options: Annotated[Options, arg(name="")] = Options(candidates=16)
-    model: str = "scenes"
-    """A bundled model by name, or a folder that `limner train` wrote."""
+    model: Annotated[str, arg(help=_models())] = catalogue.DEFAULT
     output: Annotated[str | None, arg(aliases=("-o",))] = None
     """A PNG file (NAME-1.png, NAME-2.png, ... for several) or a folder; named after the caption by default."""
     scale: Annotated[int | None, Range(1, 2**14)] = None

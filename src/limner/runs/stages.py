@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limner import bundles
+from limner import bundles, catalogue
 from limner.config import differences, read_json, save_json, to_dict
 from limner.data.datasets import ImageCaptionDataset, TokenDataset
 from limner.data.distractors import Distractors
@@ -164,7 +164,7 @@ class Stages:
         path, start = self.out / "tokenizer.json", self.recipe.start
         if path.exists():
             return Tokenizer.load(path)
-        return Tokenizer.load(bundles.find(bundles.named(start)) / "tokenizer.json") if start else None
+        return Tokenizer.load(catalogue.find(catalogue.named(start)) / "tokenizer.json") if start else None
 
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer, trained on the captions the first time if it is not that of the recipe's start."""

@@ -1,0 +1,50 @@
+"""The models that come with the package: named in help and in mistakes, without torch, and small."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from limner import catalogue
+from limner.cli import main
+from limner.errors import UserError
+
+
+@pytest.fixture
+def two(tmp_path, monkeypatch):
+    for name, info in {"waves": {"about": "Waves, [bold]high[/bold] ones."}, "scenes": {"about": "Things."}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"format": catalogue.FORMAT, "info": info}))
+    (tmp_path / "stray").mkdir()
+    monkeypatch.setattr(catalogue, "ASSETS", tmp_path)
+
+
+@pytest.mark.parametrize("command", ["draw", "edit"])
+def test_help_says_what_each_model_draws(two, command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "scenes: Things. waves: Waves, [bold]high[/bold] ones." in said and "stray" not in said
+
+
+def test_an_unknown_name_is_answered_with_all_names_and_the_one_that_was_meant(two):
+    with pytest.raises(UserError, match=r"no model 'x', neither .* which has scenes, waves$"):
+        catalogue.named("x")
+    with pytest.raises(UserError, match=r"scenes, waves: did you mean 'waves'\?$"):
+        catalogue.named("wave")
+
+
+def test_help_of_drawing_imports_no_torch():
+    code = (
+        "import sys, limner.cli\ntry: limner.cli.main(['draw', '--help'])\nexcept SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "scenes: " in done.stdout and done.stdout.endswith("\nFalse\n")
+
+
+def test_all_bundled_models_say_what_they_draw_and_take_40_megabytes_at_most():
+    names = catalogue.bundled()
+    assert catalogue.DEFAULT in names and all(names.values())
+    assert sum(path.stat().st_size for path in catalogue.ASSETS.rglob("*") if path.is_file()) <= 40_000_000
