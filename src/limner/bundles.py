@@ -5,8 +5,9 @@
 each size and key is checked against the configuration before memory is taken. A dVAE alone has a folder too,
 with `config.json` and `dvae.safetensors`.
 
-The prior and the contrastive model are stored in half precision. A dVAE keeps its values, in 16 bits where that
-loses nothing: its tokens are what a prior has learned, and other weights give other tokens. Who trains a dVAE
+The prior and the contrastive model are stored in half precision, or their matrices in 8 bits: `NAME` as whole numbers,
+`NAME.scale` as what each of its rows is multiplied with when it is read. A dVAE keeps its values, in 16 bits where
+that loses nothing: its tokens are what a prior has learned, and other weights give other tokens. Who trains a dVAE
 rounds it (`rounded`) before a prior learns from it.
 """
 
@@ -29,6 +30,7 @@ from limner.catalogue import FORMAT, find, is_bundle, named
 from limner.config import from_dict, read_json, to_dict
 from limner.errors import UserError
 from limner.files import atomic_folder, atomic_write_bytes, atomic_write_text, require_file
+from limner.layers.linear import in_8_bits
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.models.transformer import TransformerConfig
@@ -43,6 +45,7 @@ _POSITIONS = 1 << 12  # of a caption or a picture: masks grow with the square
 _WIDTH = 1 << 14
 _TENSORS = 1 << 14  # of one model
 _STORED = ("F32", "F16", "BF16")
+_SCALE = ".scale"
 
 
 # ---------------------------------------------------------------------------- writing
@@ -53,7 +56,8 @@ def write(
 ) -> dict[str, Any]:
     """Write a bundle, all or nothing; one that is there already is replaced. Returns the info as written.
 
-    Raises `UserError` if the folder holds something else.
+    `dtype` is that of the prior's and the contrastive model's numbers; int8 is for their matrices, the rest is half
+    precision then. Raises `UserError` if the folder holds something else.
     """
     _check_place(folder, FORMAT, "a bundle")
     info = _storable(
@@ -93,11 +97,16 @@ def _check_place(folder: Path, kind: str, name: str) -> None:
 
 
 def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype) -> None:
+    small = torch.float16 if dtype == torch.int8 else dtype
     for name, model in models.items():
+        state = model.state_dict()
         store = _exact if name == "dvae" else _stored
-        if wrong := [key for key, value in model.state_dict().items() if not value.isfinite().all()]:
+        if wrong := [key for key, value in state.items() if not value.isfinite().all()]:
             raise UserError(f"the {name} has diverged, its {wrong[0]!r} is not finite: it is not stored")
-        tensors = {key: store(value, dtype) for key, value in model.state_dict().items()}
+        tensors = {key: store(value, small) for key, value in state.items()}
+        if dtype == torch.int8 and name != "dvae":
+            for key in (key for key, value in state.items() if value.dim() == 2):
+                tensors[key], tensors[key + _SCALE] = in_8_bits(state[key].detach().cpu())
         # The library's own `save_file` makes a file that only its owner can read.
         atomic_write_bytes(folder / f"{name}.safetensors", save(tensors))
 
@@ -210,7 +219,10 @@ def _load_part(folder: Path, name: str, kind: type, data: Mapping[str, Any]) -> 
                 raise UserError(f"{path} has {len(names)} tensors: more than {_TENSORS}")
             found = {key: file.get_slice(key) for key in names}
             _check_size(config, len(found), f"{where}: {name}")
-            expected = _shapes(config, f"{where}: {name}")
+            shapes = _shapes(config, f"{where}: {name}")
+            matrices = {key for key, shape in shapes.items() if len(shape) == 2 and name != "dvae"}
+            eight = {key for key in matrices & found.keys() if found[key].get_dtype() == "I8"}
+            expected = shapes | {key + _SCALE: shapes[key][:1] for key in eight}
             for key in (*(expected.keys() - found.keys()), *(found.keys() - expected.keys())):
                 verb = "lacks" if key in expected else "has an unknown tensor"
                 raise UserError(
@@ -220,11 +232,17 @@ def _load_part(folder: Path, name: str, kind: type, data: Mapping[str, Any]) -> 
             for key, shape in expected.items():
                 if (there := tuple(found[key].get_shape())) != shape:
                     raise UserError(f"{path}: {key!r} has shape {there}, its configuration says {shape}")
-                if (stored := found[key].get_dtype()) not in _STORED:
-                    raise UserError(f"{path}: {key!r} is stored as {stored}, where a bundle has {', '.join(_STORED)}")
+                if (stored := found[key].get_dtype()) not in _STORED and key not in eight:
+                    formats = ", ".join((*_STORED, "I8") if key in matrices else _STORED)
+                    raise UserError(f"{path}: {key!r} is stored as {stored}, where a bundle has {formats}")
             with torch.random.fork_rng(devices=[]), _NoInitialValues():
                 model = config.build()
-            model.load_state_dict({key: _checked(file.get_tensor(key), key, path) for key in expected})
+
+            def value(key: str) -> Tensor:
+                number = file.get_tensor(key).float()
+                return number * file.get_tensor(key + _SCALE).float()[:, None] if key in eight else number
+
+            model.load_state_dict({key: _checked(value(key), key, path) for key in shapes})
     except FileNotFoundError:
         raise UserError(f"{path} is missing: the bundle is incomplete") from None
     except (SafetensorError, OSError) as error:
@@ -276,7 +294,6 @@ class _NoInitialValues(TorchFunctionMode):
 
 
 def _checked(tensor: Tensor, key: str, path: Path) -> Tensor:
-    tensor = tensor.float()
     if not tensor.isfinite().all():
         raise UserError(f"{path}: {key!r} holds values that are not finite")
     return tensor

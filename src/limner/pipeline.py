@@ -9,7 +9,7 @@ against the caption, and the best `n` are returned. Candidate i of a caption dep
 seed and i alone: drawing more candidates, or other captions beside it, changes none (apart from float
 rounding, which may flip a choice between two equally likely tokens).
 
-Weights are stored in half precision (`bundles.py`); drawing computes in bf16 where the hardware multiplies
+Weights are stored in 16 or 8 bits (`bundles.py`); drawing computes in bf16 where the hardware multiplies
 it fast, else in single precision.
 
 Shapes: B captions, N candidates, T text positions, S image positions, H x W pixels.
@@ -369,7 +369,8 @@ class TextToImage:
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> Path:
         """Write a bundle, all or nothing; a bundle that is there already is replaced.
 
-        Raises `UserError` if the folder holds something else.
+        With `torch.int8` as `dtype` the prior's and the contrastive model's matrices take half of what they take in
+        half precision. Raises `UserError` if the folder holds something else.
         """
         models = {"dvae": self.dvae, "prior": self.prior, "contrastive": self.contrastive}
         info = {"limner": __version__, **self.info}

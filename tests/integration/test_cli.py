@@ -182,6 +182,10 @@ def test_evaluate_prints_a_table_and_writes_its_numbers_for_the_bundles_card(kin
     card = (tmp_path / "packed" / "README.md").read_text()
     assert "Tiny." in card
     assert "scores" in card
+    code, _, err = limner("bundle", bundle, "small", "--bits", 8, cwd=tmp_path)
+    assert code == 0, err
+    sizes = [(tmp_path / name / "prior.safetensors").stat().st_size for name in ("small", "packed")]
+    assert sizes[0] < 0.8 * sizes[1]
 
 
 def test_evaluate_reads_held_out_data_and_emoji(bundle, tmp_path):

@@ -9,6 +9,8 @@ import shutil
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from limner.errors import UserError
 from limner.pipeline import load
@@ -20,9 +22,9 @@ VALUES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return tiny_pipe().save_pretrained(tmp_path_factory.mktemp("bundles") / "tiny")
+@pytest.fixture(scope="module", params=[torch.float16, torch.int8], ids=["16 bits", "8 bits"])
+def whole(tmp_path_factory, request):
+    return tiny_pipe().save_pretrained(tmp_path_factory.mktemp("bundles") / "tiny", request.param)
 
 
 def places(tree, path=()):
@@ -68,7 +70,7 @@ def other_header(rng, raw):
     if change == 0:
         header[name]["shape"] = rng.choice(([], [0], [2**62, 4], [2**31, 2**31], [-1], None))
     elif change == 1:
-        header[name]["dtype"] = rng.choice(("F64", "I64", "BOOL", "F8_E4M3", "C64", "X"))
+        header[name]["dtype"] = rng.choice(("F64", "I64", "BOOL", "I8", "F8_E4M3", "C64", "X"))
     elif change == 2:
         header[name]["data_offsets"] = rng.choice(([0, 0], [0, 2**62], [-1, 4], [4, 0]))
     else:
@@ -108,4 +110,53 @@ def test_parameters_are_counted_before_memory_is_taken(whole, tmp_path):
     config["prior"]["width"] = 2**14
     (bundle / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="has shape"):
+        load(bundle)
+
+
+KEY = "blocks.0.attention.branch.qkv.weight"
+SPOILED = {
+    "a missing scale": (lambda t: t.pop(KEY + ".scale"), "lacks 'blocks.0.attention.branch.qkv.weight.scale'"),
+    "a scale too many": (lambda t: t.update({"x.scale": torch.ones(3)}), "has an unknown tensor 'x.scale'"),
+    "a scale of what has none": (
+        lambda t: t.update({KEY: torch.ones(t[KEY].shape)}), "has an unknown tensor '" + KEY + ".scale'",
+    ),
+    "one scale for all rows": (lambda t: t.update({KEY + ".scale": torch.ones(1)}), r"has shape \(1,\)"),
+    "a scale for each column": (lambda t: t.update({KEY + ".scale": torch.ones(32)}), r"has shape \(32,\)"),
+    "a scale of other shape": (
+        lambda t: t.update({KEY + ".scale": t[KEY + ".scale"][:, None].clone()}), r"has shape \(96, 1\)",
+    ),
+    "an infinite scale": (lambda t: t[KEY + ".scale"].fill_(float("inf")), "holds values that are not finite"),
+    "a scale that is no number": (lambda t: t[KEY + ".scale"].fill_(float("nan")), "holds values that are not finite"),
+    "a scale that overflows": (lambda t: t[KEY + ".scale"].fill_(3e38), "holds values that are not finite"),
+    "a scale of whole numbers": (
+        lambda t: t.update({KEY + ".scale": t[KEY + ".scale"].int()}), "stored as I32, .* has F32, F16, BF16$",
+    ),
+    "a vector in 8 bits": (
+        lambda t: t.update({"embed.start": t["embed.start"].char()}), "stored as I8, .* has F32, F16, BF16$",
+    ),
+    "a matrix in 64 bits": (
+        lambda t: (t.update({KEY: t[KEY].double()}), t.pop(KEY + ".scale")), "stored as F64, .* BF16, I8$",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+def test_a_bad_scale_is_one_sentence(tmp_path, spoil):
+    bundle = tiny_pipe().save_pretrained(tmp_path / "tiny", torch.int8)
+    act, says = SPOILED[spoil]
+    tensors = load_file(bundle / "prior.safetensors")
+    act(tensors)
+    save_file(tensors, bundle / "prior.safetensors")
+    with pytest.raises(UserError, match=says) as caught:
+        load(bundle)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dvae_is_never_in_8_bits(tmp_path):
+    bundle = tiny_pipe().save_pretrained(tmp_path / "tiny", torch.int8)
+    tensors = load_file(bundle / "dvae.safetensors")
+    assert torch.int8 not in {value.dtype for value in tensors.values()}
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name].char()}, bundle / "dvae.safetensors")
+    with pytest.raises(UserError, match="stored as I8"):
         load(bundle)

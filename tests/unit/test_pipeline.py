@@ -336,6 +336,28 @@ def test_a_weight_too_large_for_half_precision_is_kept(pipe, tmp_path):
     assert load(other.save_pretrained(tmp_path / "b")).prior.head.image.bias[0] == 1e6
 
 
+def test_matrices_in_8_bits_are_off_by_half_a_step_of_their_row(pipe, saved, tmp_path):
+    small = pipe.save_pretrained(tmp_path / "small", torch.int8)
+    again, matrices = load(small), 0
+    for name in ("prior", "contrastive"):
+        ours, theirs = getattr(pipe, name).state_dict(), getattr(again, name).state_dict()
+        for key, value in ours.items():
+            if value.dim() == 2:
+                matrices += 1
+                step = value.abs().amax(1, keepdim=True) / 127
+                assert ((theirs[key] - value).abs() <= step * 0.5001).all(), key
+                assert value.numel() < 400 or (theirs[key] != value).any()
+            else:
+                assert torch.equal(theirs[key], value.half().float()), key
+        half, eighth = ((folder / f"{name}.safetensors").stat().st_size for folder in (saved, small))
+        assert eighth < 0.8 * half  # a tiny model's scales and names weigh much
+    assert matrices > 20
+    assert all(torch.equal(value, pipe.dvae.state_dict()[key]) for key, value in again.dvae.state_dict().items())
+    third = load(again.save_pretrained(tmp_path / "third", torch.int8))
+    assert torch.equal(third.prior.head.image.weight, again.prior.head.image.weight)
+    assert again(CAPTION, candidates=2)[0].image.size == (24, 24)
+
+
 def test_a_dvae_is_stored_without_loss_in_16_bits_where_these_do(pipe, tmp_path):
     state = pipe.dvae.state_dict()
     state["decoder.blocks.input.w"] = state["decoder.blocks.input.w"].half().float()

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int8
 from torch import Tensor, nn
 
 from limner.layers.convert import convert
@@ -17,6 +18,13 @@ M = TypeVar("M", bound=nn.Module)
 
 _FEW = 4  # rows up to which 8-bit weights are multiplied as they are
 _ROWS = 64  # for which oneDNN is asked to lay the weights out; others are served nearly as fast
+
+
+def in_8_bits(matrix: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "m n"], Float[Tensor, " m"]]:
+    """The nearest whole numbers from -127 to 127 times a scale for each row, in fp32: off by half of it at most."""
+    matrix = matrix.float()
+    scale = matrix.abs().amax(1).clamp_min(1e-12) / 127
+    return (matrix / scale[:, None]).round().to(torch.int8), scale
 
 
 class PackedLinear(nn.Module):
@@ -65,9 +73,8 @@ class Int8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        weight = linear.weight.detach().float()
-        scale = weight.abs().amax(1).clamp_min(1e-12) / 127
-        self.register_buffer("weight", (weight / scale[:, None]).round().to(torch.int8))
+        weight, scale = in_8_bits(linear.weight.detach())
+        self.register_buffer("weight", weight)
         self.register_buffer("scale", scale.to(linear.weight.dtype))
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
