@@ -24,6 +24,8 @@ from limner.version import __version__
 SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
 
 _VIEWABLE = 384  # pixels: saved drawings are enlarged by a whole factor to at least this side
+_BESIDE = 192  # pixels: the same of several on one sheet, with this much between them:
+_GAP = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,21 +52,16 @@ class Drawing:
 
         The default enlarges to at least 384 pixels by a whole factor; 1 keeps the model's own pixels.
         """
-        w, h = self.image.size
-        scale = enlargement(max(w, h), scale)
-        info, caption = PngInfo(), printable(self.caption)
-        facts: dict[str, Any] = {
-            "caption": caption, "seed": self.seed, "candidate": self.candidate, "score": f"{self.score:.4f}",
-            "model": self.model, **self.settings,
+        facts = {
+            "seed": self.seed, "candidate": self.candidate, "score": f"{self.score:.4f}", "model": self.model,
+            **self.settings,
         }  # fmt: skip
-        for key, value in facts.items():
-            if value is not None:
-                info.add_itxt(key, str(value)) if key == "caption" else info.add_text(key, printable(str(value)))
-        info.add_text("Software", f"limner {__version__}")
-        info.add_itxt("Description", caption)
-        info.add_itxt("XML:com.adobe.xmp", _xmp(caption, self.model))
-        enlarged = self.image.resize((w * scale, h * scale), Image.Resampling.NEAREST)
-        return encoded(enlarged, optimize=True, pnginfo=info)
+        scale = enlargement(max(self.image.size), scale)
+        return _file(_enlarged(self.image, scale), self.caption, self.model, facts)
+
+    def _repr_png_(self) -> bytes:
+        """What a notebook shows."""
+        return self.png()
 
     def save(self, path: str | Path, scale: int | None = None) -> Path:
         """Write a PNG, all or nothing. Raises `UserError` if the name ends otherwise."""
@@ -116,6 +113,20 @@ class Drawings(Sequence[Drawing]):
         """`path` itself for a single drawing; NAME-1.png, NAME-2.png, ... for several, best first."""
         return [drawing.save(name, scale) for drawing, name in zip(self, numbered(Path(path), len(self)), strict=True)]
 
+    def _repr_png_(self) -> bytes | None:
+        """What a notebook shows: all on one sheet, best first, in rows from left to right."""
+        if len(self) < 2:
+            return self[0].png() if len(self) else None
+        columns = min(len(self), max(4, math.ceil(len(self) ** 0.5)))
+        rows = math.ceil(len(self) / columns)
+        pictures = [_enlarged(d.image, max(1, math.ceil(_BESIDE / max(d.image.size)))) for d in self]
+        w, h = pictures[0].size
+        sheet = Image.new("RGB", (columns * (w + _GAP) - _GAP, rows * (h + _GAP) - _GAP), "white")
+        for i, picture in enumerate(pictures):
+            sheet.paste(picture, (i % columns * (w + _GAP), i // columns * (h + _GAP)))
+        model = self[0].model
+        return _file(sheet, self.caption, model, {"seed": self.seed, "model": model})
+
     def __len__(self) -> int:
         return len(self._drawings)
 
@@ -128,6 +139,23 @@ class Drawings(Sequence[Drawing]):
     def __getitem__(self, index: int | slice) -> Drawing | Drawings:
         found = self._drawings[index]
         return found if isinstance(found, Drawing) else Drawings(found)
+
+
+def _enlarged(image: Image.Image, scale: int) -> Image.Image:
+    return image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
+
+
+def _file(picture: Image.Image, caption: str, model: str, facts: Mapping[str, Any]) -> bytes:
+    """A PNG with caption and facts as text, and an XMP packet."""
+    info, caption = PngInfo(), printable(caption)
+    info.add_itxt("caption", caption)
+    for key, value in facts.items():
+        if value is not None:
+            info.add_text(key, printable(str(value)))
+    info.add_text("Software", f"limner {__version__}")
+    info.add_itxt("Description", caption)
+    info.add_itxt("XML:com.adobe.xmp", _xmp(caption, model))
+    return encoded(picture, optimize=True, pnginfo=info)
 
 
 def _xmp(caption: str, model: str) -> str:

@@ -1,5 +1,6 @@
 """Drawing is reproducible, files say where they come from, and a bad bundle is one sentence."""
 
+import io
 import json
 import os
 import shutil
@@ -263,6 +264,27 @@ def test_several_drawings_are_numbered(pipe, tmp_path):
     drawings = pipe(CAPTION, n=3, candidates=3)
     assert [p.name for p in drawings.save(tmp_path / "a.png")] == ["a-1.png", "a-2.png", "a-3.png"]
     assert [p.name for p in drawings[:1].save(tmp_path / "a.png")] == ["a.png"]
+
+
+def test_a_notebook_shows_a_drawing_and_several_on_one_sheet(pipe):
+    """IPython asks for `_repr_png_`; None lets it print the object instead."""
+
+    def shown(thing):
+        image = Image.open(io.BytesIO(thing._repr_png_()))
+        assert image.text["caption"] == CAPTION and SOURCE_TYPE in image.text["XML:com.adobe.xmp"]
+        return np.asarray(image)
+
+    drawings = pipe(CAPTION, n=6, candidates=6)
+    one = np.asarray(drawings[0].image)
+    assert np.array_equal(shown(drawings[0]), one.repeat(16, 0).repeat(16, 1))
+    assert np.array_equal(shown(drawings[:1]), shown(drawings[0]))
+    sheet = shown(drawings)
+    assert sheet.shape == (2 * 192 + 8, 4 * 192 + 3 * 8, 3)
+    for i, drawing in enumerate(drawings):
+        y, x = i // 4 * 200, i % 4 * 200
+        assert np.array_equal(sheet[y : y + 192 : 8, x : x + 192 : 8], np.asarray(drawing.image)), i
+    assert (sheet[:, 192:200] == 255).all() and (sheet[200:, 400:] == 255).all()
+    assert drawings[6:]._repr_png_() is None
 
 
 # ---------------------------------------------------------------------------- bundles
