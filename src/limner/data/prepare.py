@@ -139,7 +139,7 @@ def _suffix(data: bytes) -> str | None:
     return "webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
 
 
-def _map_ahead(function: Callable[[_T], _R], items: Iterable[_T], threads: int | None = None) -> Iterator[_R]:
+def _map_ahead(function: Callable[[_T], _R], items: Iterable[_T], threads: int | None) -> Iterator[_R]:
     """`map` in threads, in order, with a bounded number of results waiting."""
     threads = threads or os.cpu_count() or 1
     with ThreadPoolExecutor(threads) as pool:

@@ -46,14 +46,14 @@ class TableSource:
     def __init__(
         self,
         files: Sequence[Path],
-        caption: str | None = None,
-        image: str | None = None,
-        allow_outside: bool = False,
-        splits: Sequence[str | None] | None = None,
+        caption: str | None,
+        image: str | None,
+        allow_outside: bool,
+        splits: Sequence[str | None],
     ) -> None:
         """`splits` names the split of each file's rows, for those that name none themselves."""
         self.files, self.allow_outside = list(files), allow_outside
-        self._splits = list(splits or [None] * len(files))
+        self._splits = list(splits)
         self._tables = [_open_table(file, alone=len(files) == 1) for file in files]
         self._ends = np.cumsum([len(table) for table in self._tables])
         columns = list(dict.fromkeys(c for table in self._tables for c in table.columns))

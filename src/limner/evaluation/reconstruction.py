@@ -8,7 +8,6 @@ reads the originals: same things, looks, background, and places to within half a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -91,7 +90,7 @@ def measure(
         used.append(tokens.cpu())
         qualities.append(psnr(part, again))
         if read:
-            alike += sum(map(_reads_alike, _as_arrays(part), _as_arrays(again)))
+            alike += sum(map(_reads_alike, *(p.permute(0, 2, 3, 1).numpy() for p in (part, again))))
         if progress:
             progress(len(part))
     quality = torch.cat(qualities)
@@ -125,10 +124,6 @@ def health(model: DVAE, pixels: Tensor, tau: float) -> dict[str, float]:
         "gap": relaxed_db - hard_db,
         **{name: float(value) for name, value in usage(torch.cat(tokens), model.config.vocab).items()},
     }
-
-
-def _as_arrays(pictures: Tensor) -> Sequence[np.ndarray]:
-    return list(pictures.permute(0, 2, 3, 1).numpy())
 
 
 def _reads_alike(original: np.ndarray, again: np.ndarray) -> bool:

@@ -39,10 +39,10 @@ class Row:
 # ---------------------------------------------------------------------------- contact sheet
 
 
-def contact_sheet(rows: Sequence[Row], side: int = 144, columns: int = 2) -> Picture:
-    """All rows on one picture, `columns` of them side by side; pictures are enlarged to `side` pixels."""
+def contact_sheet(rows: Sequence[Row], columns: int) -> Picture:
+    """All rows on one picture, `columns` of them side by side; pictures are enlarged to 144 pixels."""
     font, small = ImageFont.load_default(14), ImageFont.load_default(12)
-    gap, words = 12, 66  # pixels between things, and for the words of a row
+    side, gap, words = 144, 12, 66  # pixels of a picture, between things, and for the words of a row
     width = max(len(row.pictures) for row in rows) * (side + gap) + gap
     height = side + words + gap
     columns = min(columns, len(rows))
@@ -53,7 +53,7 @@ def contact_sheet(rows: Sequence[Row], side: int = 144, columns: int = 2) -> Pic
         for line, text in enumerate(_wrap(row.caption, font, width - 2 * gap)[:2]):
             draw.text((x, y + line * 17), text, "black", font)
         for picture, label in row.pictures:
-            sheet.paste(_enlarge(picture, side), (x, y + 38))
+            sheet.paste(picture.convert("RGB").resize((side, side), Image.Resampling.NEAREST), (x, y + 38))
             good = {True: "#1a7f37", False: "#cf222e", None: "#555555"}[row.right]
             draw.text((x, y + 40 + side), label, good if picture is row.pictures[0][0] else "#555555", small)
             x += side + gap
@@ -71,10 +71,6 @@ def _wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: 
     return lines
 
 
-def _enlarge(picture: Picture, side: int) -> Picture:
-    return picture.convert("RGB").resize((side, side), Image.Resampling.NEAREST)
-
-
 def save_png(picture: Picture, path: str | Path) -> Path:
     """Write a picture, all or nothing."""
     path = Path(path)
@@ -85,14 +81,10 @@ def save_png(picture: Picture, path: str | Path) -> Path:
 # ---------------------------------------------------------------------------- web page
 
 
-def data_uri(picture: Picture) -> str:
-    """The picture as the value of a `src` attribute."""
-    return "data:image/png;base64," + base64.b64encode(encoded(picture, optimize=True)).decode()
-
-
 def image(picture: Picture, alt: str, side: int) -> str:
     """An <img> of `side` CSS pixels whose pixels stay sharp."""
-    return f'<img src="{data_uri(picture)}" alt="{escape(alt)}" width="{side}" height="{side}" loading="lazy">'
+    data = base64.b64encode(encoded(picture, optimize=True)).decode()
+    return f'<img src="data:image/png;base64,{data}" alt="{escape(alt)}" width="{side}" height="{side}" loading="lazy">'
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> str:
@@ -105,7 +97,7 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> str:
     return f"<table>{head}<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
 
 
-def chart(title: str, curves: Mapping[str, Points], width: int = 420, height: int = 200) -> str:
+def chart(title: str, curves: Mapping[str, Points]) -> str:
     """Curves over training steps as inline SVG, with the extremes of both axes written at them."""
     drawn = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in curves.items()}
     drawn = {name: points for name, points in drawn.items() if len(points) > 1}
@@ -113,6 +105,7 @@ def chart(title: str, curves: Mapping[str, Points], width: int = 420, height: in
         return ""
     xs = [x for points in drawn.values() for x, _ in points]
     ys = [y for points in drawn.values() for _, y in points]
+    width, height = 420, 200
     left, bottom, top = 52, height - 22, 26
     x0, x1, y0, y1 = min(xs), max(xs), min(ys), max(ys)
 
@@ -131,18 +124,13 @@ def chart(title: str, curves: Mapping[str, Points], width: int = 420, height: in
         f'<text x="{width - 8}" y="{height - 6}" text-anchor="end">{x1:g} steps</text>',
     ]
     for i, (name, points) in enumerate(drawn.items()):
-        line = " ".join(at(x, y) for x, y in _thin(points))
+        some = [*points[: -1 : math.ceil(len(points) / 400)], points[-1]]  # a screen shows no more of a curve
+        line = " ".join(at(x, y) for x, y in some)
         parts.append(f'<polyline class="c{i % 4}" points="{line}"><title>{escape(name)}</title></polyline>')
         if len(drawn) > 1:
             y = top + 4 + 15 * i
             parts.append(f'<text x="{width - 12}" y="{y}" text-anchor="end" class="c{i % 4}">{escape(name)}</text>')
     return "".join(parts) + "</svg>"
-
-
-def _thin(points: Points, most: int = 400) -> Points:
-    """At most `most` of the points, evenly, the last one included."""
-    step = math.ceil(len(points) / most)
-    return [*points[:-1:step], points[-1]]
 
 
 _STYLE = """

@@ -17,14 +17,14 @@ from torch import Tensor
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at zero; brings singular values to about 0.7 .. 1.2 in five steps
 
 
-def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Newton-Schulz iteration in bf16: [N, rows, columns] -> the same with singular values near 1."""
     a, b, c = _QUINTIC
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.bfloat16()
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)  # no singular value above 1
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x

@@ -9,22 +9,23 @@ from typing import Any
 from limner.training.hooks import Hook
 from limner.training.run import Run
 
+_SHARE, _AFTER, _REPORTS = 0.1, 500, 10  # of the vocabulary, steps, in a row
+
 
 class CollapseWarning(Hook):
     """Says aloud, once a run, that the codebook has collapsed, and what to try.
 
-    A batch may use few codes now and then: so several reports in a row must, after `after` steps, say less than
-    `share` of the vocabulary. How many have, and whether it was said, a run that goes on knows.
+    A batch may use few codes now and then. So the warning needs several reports in a row, after `_AFTER` steps, of
+    less than `_SHARE` of the vocabulary. A resumed run knows how many there were, and whether it has warned.
     """
 
-    def __init__(self, vocab: int, share: float = 0.1, after: int = 500, reports: int = 10) -> None:
-        self.vocab, self.share, self.after, self.reports = vocab, share, after, reports
-        self.few, self.said = 0, False
+    def __init__(self, vocab: int) -> None:
+        self.vocab, self.few, self.said = vocab, 0, False
 
     def on_report(self, run: Run, row: dict[str, Any]) -> None:
         codes = row.get("codes", self.vocab)
-        self.few = self.few + 1 if run.step >= self.after and codes < self.share * self.vocab else 0
-        if self.few >= self.reports and not self.said:
+        self.few = self.few + 1 if run.step >= _AFTER and codes < _SHARE * self.vocab else 0
+        if self.few >= _REPORTS and not self.said:
             self.said = True
             warnings.warn(
                 f"the codebook has collapsed: {codes:.0f} of {self.vocab} codes are in use after {run.step} steps; "

@@ -100,11 +100,11 @@ def _run(demo: Demo) -> composition.Composition:
 
 
 def seconds_a_step(
-    model: nn.Module, stage: DVAEStage | PriorStage | ContrastiveStage, batch: dict[str, Tensor], probes: int = 3
+    model: nn.Module, stage: DVAEStage | PriorStage | ContrastiveStage, batch: dict[str, Tensor]
 ) -> float:
-    """What a step of a stage takes here: the median of a few, after one that warms up."""
+    """What a step of a stage takes here: the median of three, after one that warms up."""
     run, found = Run(model, stage.objective, stage.training), []
-    for _ in range(probes + 1):
+    for _ in range(4):
         begun = time.monotonic()
         update(run, batch)
         found.append(time.monotonic() - begun)

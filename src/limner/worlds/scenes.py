@@ -182,14 +182,14 @@ def _sample_look(rng: np.random.Generator) -> Look:
     return SIZES[rng.integers(2)], fill, color, SHAPES[rng.integers(len(SHAPES))]
 
 
-def sample_crowd(rng: np.random.Generator, *, count: int = 12, split: Split = "train") -> Scene:
-    """A training scene that is full: up to `count` things, as many as fit. No caption says it; it is
+def sample_crowd(rng: np.random.Generator, *, split: Split = "train") -> Scene:
+    """A training scene that is full: up to twelve things, as many as fit. No caption says it; it is
     what a dVAE learns things from, of which a described scene shows but a few. All fills are as
     frequent, since the thin lines of outlines and stripes are what is hard to reconstruct."""
     background = str(rng.choice(list(BACKGROUNDS)))
     while True:
         looks: list[Look] = []
-        for _ in range(count):
+        for _ in range(12):
             size, _, color, shape = _sample_look(rng)
             looks.append((size, FILLS[rng.integers(3)], color, shape))
         if split == "train":

@@ -47,10 +47,10 @@ def test_a_page_is_well_formed_and_self_contained(tmp_path):
 
 
 def test_a_chart_spans_its_points():
-    svg = report.chart("loss", {"loss": [(0, 4.0), (50, 2.0), (100, 1.0)]}, width=200, height=100)
+    svg = report.chart("loss", {"loss": [(0, 4.0), (50, 2.0), (100, 1.0)]})
     points = [tuple(map(float, p.split(","))) for p in re.search(r'points="([^"]+)"', svg).group(1).split()]
     assert points[0][1] < points[1][1] < points[2][1]  # falling loss, y downwards
-    assert all(0 <= x <= 200 and 0 <= y <= 100 for x, y in points)
+    assert all(0 <= x <= 420 and 0 <= y <= 200 for x, y in points)
     assert report.chart("empty", {"loss": [(0, 1.0)]}) == ""
     many = report.chart("long", {"loss": [(i, float(i)) for i in range(10_000)]})
     assert len(many) < 20_000
@@ -60,7 +60,7 @@ def test_a_chart_spans_its_points():
 def test_a_contact_sheet_holds_every_picture(rows, tmp_path):
     red, blue = (Image.new("RGB", (8, 8), color) for color in ("red", "blue"))
     row = report.Row(caption="a word " * 20, pictures=[(red, "drawn"), (blue, "real")], right=True)
-    sheet = report.contact_sheet([row] * rows, side=40, columns=2)
+    sheet = report.contact_sheet([row] * rows, columns=2)
     colors = {color: count for count, color in sheet.getcolors(1 << 20)}
-    assert colors[255, 0, 0] == colors[0, 0, 255] == rows * 40 * 40
+    assert colors[255, 0, 0] == colors[0, 0, 255] == rows * 144 * 144
     assert Image.open(report.save_png(sheet, tmp_path / "sheet.png")).size == sheet.size
