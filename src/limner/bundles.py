@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from limner.catalogue import FORMAT, find, is_bundle, named
 from limner.config import from_dict, read_json, to_dict
+from limner.data.attribution import KEYS, united
 from limner.errors import UserError
 from limner.files import atomic_folder, atomic_write_bytes, atomic_write_text, require_file
 from limner.layers.linear import in_8_bits
@@ -159,6 +160,8 @@ def model_card(models: Mapping[str, Any], tokenizer: Tokenizer, info: Mapping[st
         "", "## Use", "", "```python", "import limner", "",
         'limner.load("THIS/FOLDER")("a caption", n=4, candidates=64, seed=0).save("drawing.png")', "```",
     ]  # fmt: skip
+    if rows := united(info.get("attribution")):
+        lines += ["", "## Attribution", "", "It has learned from pictures of:", "", *map(_credit, rows)]
     for key, title in (("scores", "Scores"), ("recipe", "Recipe")):
         if info.get(key):
             text = json.dumps(info[key], indent=2, ensure_ascii=False)
@@ -171,6 +174,11 @@ def model_card(models: Mapping[str, Any], tokenizer: Tokenizer, info: Mapping[st
     return "\n".join(lines)
 
 
+def _credit(row: Mapping[str, Any]) -> str:
+    named = ", ".join(row[key] for key in KEYS if key in row)
+    return f"- {named or 'others'}: {row['pictures']:,} pictures"
+
+
 # ---------------------------------------------------------------------------- reading
 
 
@@ -181,13 +189,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Any]]:
     """
     path = folder / "config.json"
     data = read_json(path)
-    info = data.get("info", {})
-    if not isinstance(info, dict):
-        raise UserError(f"{path}: info must be a mapping")
-    try:
-        json.dumps(info, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and no file can hold
-        raise UserError(f"{path}: info holds text that is not valid Unicode") from None
+    info = _info(data, path)
     models = {name: _load_part(folder, name, kind, data) for name, kind in _PARTS.items()}
     return models, Tokenizer.load(folder / "tokenizer.json"), info
 
@@ -195,10 +197,30 @@ def read(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Any]]:
 def load_model(name_or_folder: str | Path, part: str) -> Any:
     """One model of a bundle (by name or folder): "dvae", "prior" or "contrastive". The first may also lie in a
     folder that holds a dVAE alone. Raises `UserError`."""
-    folder = Path(name_or_folder)
-    if part != "dvae" or not is_bundle(folder, DVAE_FORMAT):
-        folder = find(named(name_or_folder))
+    folder = _place(name_or_folder) if part == "dvae" else find(named(name_or_folder))
     return _load_part(folder, part, _PARTS[part], read_json(folder / "config.json"))
+
+
+def read_info(name_or_folder: str | Path) -> dict[str, Any]:
+    """The info of a bundle (by name or folder), or of a folder that holds a dVAE alone. Raises `UserError`."""
+    path = _place(name_or_folder) / "config.json"
+    return _info(read_json(path), path)
+
+
+def _place(name_or_folder: str | Path) -> Path:
+    folder = Path(name_or_folder)
+    return folder if is_bundle(folder, DVAE_FORMAT) else find(named(name_or_folder))
+
+
+def _info(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    info = data.get("info", {})
+    if not isinstance(info, dict):
+        raise UserError(f"{path}: info must be a mapping")
+    try:
+        json.dumps(info, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and no file can hold
+        raise UserError(f"{path}: info holds text that is not valid Unicode") from None
+    return info
 
 
 def _load_part(folder: Path, name: str, kind: type, data: Mapping[str, Any]) -> nn.Module:

@@ -1,6 +1,7 @@
 """Run a recipe: tokenizer, dVAE, prior, contrastive model, bundle.
 
     RUN/recipe.json   RUN/tokenizer.json   RUN/dvae/   RUN/tokens/   RUN/prior/   RUN/contrastive/   RUN/bundle/
+    RUN/attribution.json, where the data says whose pictures they are
 
 Each stage is one call of the training loop in its own folder, which goes on from its newest checkpoint;
 a finished stage is loaded, not repeated. So the same command, given again after Ctrl-C or a crash,
@@ -9,6 +10,7 @@ continues where it stopped.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from limner import bundles, catalogue
 from limner.config import differences, read_json, save_json, to_dict
+from limner.data.attribution import attribution, united
 from limner.data.datasets import ImageCaptionDataset, TokenDataset
 from limner.data.distractors import Distractors
 from limner.data.encoded import EncodedDataset
@@ -32,7 +35,7 @@ from limner.data.tokens import encode_tokens, weights_hash
 from limner.errors import UserError
 from limner.evaluation.held_out import held_out
 from limner.evaluation.reconstruction import health
-from limner.files import locked
+from limner.files import atomic_write_text, locked
 from limner.models.contrastive import Contrastive
 from limner.models.dvae import DVAE
 from limner.models.transformer import Transformer
@@ -76,6 +79,7 @@ def train_all(
     with locked(run.out) as lock:
         run.check(wanted)
         save_json(recipe, run.out / "recipe.json")
+        credited = run.credited()
         dvae = run.dvae(train="dvae" in wanted)
         if not {"prior", "contrastive"} & set(wanted):
             return None
@@ -91,7 +95,7 @@ def train_all(
             "samples": len(run.seen),
             "recipe": to_dict(recipe),
             "guidance": recipe.prior.guidance,
-        }
+        } | ({"attribution": credited} if credited else {})
         bundle = TextToImage(dvae, prior, contrastive, tokenizer, info)
         bundle.save_pretrained(run.out / "bundle")
         return bundle
@@ -158,6 +162,19 @@ class Stages:
                 raise UserError(
                     f"the prior in {self.out} has learned from the dVAE as it is: train another into a new folder"
                 )
+
+    def credited(self) -> list[dict[str, Any]]:
+        """Whose pictures the run's models learn from (`data/attribution.py`): those of this data, of what earlier
+        calls trained on, and of the bundles that the recipe begins with."""
+        path, begun = self.out / "attribution.json", [self.recipe.start]
+        if isinstance(self.recipe.dvae, Bundled):
+            begun.append(self.recipe.dvae.bundle)
+        earlier = [bundles.read_info(name).get("attribution") for name in begun if name]
+        known = read_json(path) if path.exists() else []
+        rows = united(known, *earlier, attribution(self.seen))
+        if rows and rows != known:
+            atomic_write_text(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+        return rows
 
     def known_tokenizer(self) -> Tokenizer | None:
         """The run's tokenizer, or that of the recipe's start; None if it is still to be trained."""

@@ -1,0 +1,67 @@
+"""Whose pictures a model has learned from, by their metadata: the set, author, license and source of each.
+
+A table is a list of rows {"set", "author", "license", "source": text where it is known, "pictures": how many}, the
+most pictures first. It has `ROWS` rows at most; the pictures of all others are counted in a last row that names
+nobody. Pictures without a license and an author are in no row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from limner.data.samples import Rejected, Source
+from limner.errors import printable
+
+ROWS = 1_000
+KEYS = ("set", "author", "license", "source")
+_LONGEST = 200  # characters of a value
+_MOST = 1 << 53  # pictures
+_OTHERS = ("",) * len(KEYS)
+_Row = tuple[str, ...]
+
+
+def attribution(source: Source) -> list[dict[str, Any]]:
+    """The table of a source's pictures, each counted once. Those whose metadata cannot be read are left out."""
+    return _table((_row(meta), 1) for meta in _metadata(source) if meta.get("license") or meta.get("author"))
+
+
+def united(*tables: object) -> list[dict[str, Any]]:
+    """One table of several, which may come from strangers: what is no row is left out.
+
+    A row that several have counts as often as in the one that has it most: they may be of the same pictures.
+    """
+    most: dict[_Row, int] = {}
+    for table in tables:
+        for found in table if isinstance(table, list) else ():
+            if isinstance(found, dict) and type(count := found.get("pictures")) is int and 0 < count < _MOST:
+                most[_row(found)] = max(count, most.get(_row(found), 0))
+    return _table(most.items())
+
+
+def _metadata(source: Source) -> Iterable[Mapping[str, Any]]:
+    for index in range(len(source)):
+        try:
+            yield source.meta(index)
+        except Rejected:
+            continue
+
+
+def _row(meta: Mapping[str, Any]) -> _Row:
+    return tuple("" if (value := meta.get(key)) is None else printable(value)[:_LONGEST] for key in KEYS)
+
+
+def _table(counted: Iterable[tuple[_Row, int]]) -> list[dict[str, Any]]:
+    """Rows beyond the first `ROWS` that differ are not kept apart, so that memory is bounded whatever comes."""
+    counts: Counter[_Row] = Counter()
+    others = 0
+    for row, count in counted:
+        if row == _OTHERS or (row not in counts and len(counts) == ROWS):
+            others += count
+        else:
+            counts[row] += count
+    rows = sorted(counts.items(), key=lambda item: (-item[1], item[0])) + ([(_OTHERS, others)] if others else [])
+    return [
+        {key: value for key, value in zip(KEYS, row, strict=True) if value} | {"pictures": count} for row, count in rows
+    ]
