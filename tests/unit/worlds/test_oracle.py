@@ -12,7 +12,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from limner.errors import UserError
-from limner.worlds import captions, judge, oracle, rendering, scenes
+from limner.worlds import captions, judge, oracle, panels, rendering, scenes
 from limner.worlds.captions import Claims
 from limner.worlds.scenes import (
     BACKGROUNDS,
@@ -438,5 +438,5 @@ def test_a_pair_claim_is_about_the_top_too():
     assert judge.satisfies(picture, "the exact same small green triangle on the top upside down at the bottom")
     assert not judge.satisfies(picture, "the exact same small red triangle on the top upside down at the bottom")
     assert not judge.pair_holds(replace(pair, top=replace(pair.top, background="pink")), picture)
-    top, bottom = oracle.read_pair(picture, "upside down")
+    top, bottom = panels.read_pair(picture, "upside down")
     assert top.scene == bottom.scene == pair.top
