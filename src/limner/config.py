@@ -162,7 +162,7 @@ def _load_dataclass(cls: Any, value: Any, where: str) -> Any:
 
 
 def _members(hint: Any) -> list[Any]:
-    """The types that a union is of, but None; empty for what is no union."""
+    """The members of a union except None; empty for other types."""
     is_union = get_origin(hint) in (Union, UnionType)  # `Optional[X]` has the first as its origin, `X | None` the other
     return [kind for kind in get_args(hint) if kind is not NoneType] if is_union else []
 

@@ -1,4 +1,4 @@
-"""What is said to people: the one exception that a user's mistake raises, and text from outside made fit to print.
+"""The one exception for users' mistakes, and text from outside made safe to print.
 
 The command line prints the exception's text as one sentence and exits with code 2 (`--debug` shows the traceback).
 """
@@ -30,8 +30,8 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2
 
 
 def printable(text: object) -> str:
-    """A caption, name, path or message from outside as one harmless line: white space becomes a space, and what
-    steers a terminal its number, as in \\x1b."""
+    """A caption, name, path or message from outside as one harmless line: white space becomes a space, and a
+    character that steers a terminal becomes its number, as in \\x1b."""
 
     def shown(match: re.Match[str]) -> str:
         character = match[0]

@@ -2,11 +2,12 @@
 
 A write goes to a temporary file in the same folder, is flushed to the disk, and takes the name of
 the old file in one step (`os.replace` is atomic within a file system): whoever opens the path sees
-the old content or the new, whatever happens in between. What a killed process leaves is removed by the
-next that writes the same name.
+the old content or the new, whatever happens in between. Temporary files of a killed process are removed by the
+next process that writes the same name.
 
-Who writes a lock's file or a temporary one holds a lock of the system on it (`flock`), which ends with the process
-whatever ends it. Systems without `fcntl` have no such locks: there two writers are not kept apart.
+A process locks each lock file and temporary file that it writes (`flock`). The operating system releases the lock
+when the process ends, however it ends. Systems without `fcntl` have no such locks: there two writers are not kept
+apart.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def require_file(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What the system refuses in the block (a full disk, say) names the file, as an error of `open` does."""
+    """An `OSError` of the block (a full disk, say) gets the file's name, as errors of `open` have it."""
     try:
         yield
     except OSError as error:
@@ -102,7 +103,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[int]:
-    """Make the folder, if need be, and keep every other process that asks for it out until the block ends.
+    """Make the folder if it is missing, and lock it against other processes until the block ends.
 
     Gives the descriptor of the lock (-1 where there are none): a child process that inherits it holds the lock, too,
     and keeps it when this process dies. Raises `UserError` if another process has the folder.

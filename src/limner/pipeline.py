@@ -63,7 +63,7 @@ class Candidates:
         pictures: uint8 [B, N, 3, H, W].
         scores: float32 [B, N].
         tokens: int64 [B, N, S].
-        sampler: that they were drawn with, the model's own guidance filled in.
+        sampler: the one they were drawn with, with the model's own guidance filled in.
     """
 
     pictures: Tensor
@@ -74,7 +74,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Partial:
-    """The top of drawings under way, for whom waits to see something.
+    """The top rows of unfinished drawings, to show while the rest is drawn.
 
     Attributes:
         captions: numbers of the captions, b of them.
@@ -94,8 +94,8 @@ class Runtime:
 
     Args:
         precision: by default bf16 where the hardware multiplies it fast, and fp32 elsewhere.
-        int8_cache: halves what each candidate takes (`layers/cache.py`).
-        int8_weights: halves what the prior takes.
+        int8_cache: keys and values in 8 bits, which halves the memory of each candidate (`layers/cache.py`).
+        int8_weights: the prior's matrices in 8 bits, which halves its memory.
         compiled: faster, after half a minute and more for each number of candidates, the first time
             (`sampling/compiled.py`).
     """
@@ -114,9 +114,9 @@ class TextToImage:
     """Draws pictures from captions.
 
     Args:
-        dvae, prior, contrastive, tokenizer: that belong together.
-        info: JSON values for the model card: "name", "recipe", "data", "scores", ...; "guidance" is what
-            drawings are made with where nothing else is asked.
+        dvae, prior, contrastive, tokenizer: trained to work together.
+        info: JSON values for the model card: "name", "recipe", "data", "scores", ...; "guidance" is
+            the default of drawings.
 
     Raises:
         UserError: the parts do not fit together.
@@ -171,8 +171,9 @@ class TextToImage:
         """Draw a caption, or around what is given: `pipe(caption, given=pipe.given(picture, keep="top:6"))`.
 
         Args:
-            options: how; `settings` are changes to it: `pipe(caption, candidates=8, temperature=0.9)`.
-            n: drawings to return, the best of the candidates, of which so many are made at least.
+            options: candidates, seed and sampler; `settings` replace some of them:
+                `pipe(caption, candidates=8, temperature=0.9)`.
+            n: how many drawings to return, the best of the candidates. At least n candidates are drawn.
             given: tokens of a picture that stay, from the method `given`.
             progress: called with the number of candidates drawn since the last call.
             watch: called with the `Partial` pictures of a batch of candidates after `every` rows of tokens.
@@ -192,7 +193,7 @@ class TextToImage:
         Args:
             image: its central square is taken, in the model's size.
             keep: "top:N" keeps the top N rows of tokens.
-            mask: instead, a picture whose light parts are drawn anew; a token is, if any of it is light.
+            mask: instead of `keep`, a picture whose light parts are drawn anew: every token with a light pixel.
 
         Raises `UserError` where that leaves nothing to keep or to draw.
         """
@@ -228,7 +229,7 @@ class TextToImage:
         **settings: Any,
     ) -> list[Drawings]:
         """Draw several captions; `seed` is one for all or one for each, `given` holds the tokens that are
-        fixed (`sampling.generate`). As `__call__` otherwise."""
+        fixed (`sampling.generate`). Otherwise as `__call__`."""
         if n < 1:
             raise UserError(f"n is the number of drawings: at least 1, not {n}")
         try:
@@ -336,7 +337,7 @@ class TextToImage:
         return self.tokenizer.encode(captions, length)
 
     def _rows(self) -> int:
-        """Candidates in one batch: what the keys and values of all layers leave room for."""
+        """Candidates in one batch: as many as there is memory for their keys and values."""
         c, dtype = self.prior.config, self.runtime.precision.dtype(self.device)
         like = torch.empty(1, c.heads, 0, c.width // c.heads, dtype=dtype, device="meta")
         stores = (self.runtime.store(like, 1, pattern.held) for pattern in c.patterns)
@@ -344,12 +345,12 @@ class TextToImage:
         most, room = _ROWS, _CACHE_BYTES
         if self.device.type == "cuda":
             self._free = self._free or torch.cuda.mem_get_info(self.device)[0]
-            most, room = _GPU_ROWS, self._free // 4  # for two recordings, and a cache on its way into one
+            most, room = _GPU_ROWS, self._free // 4  # two recordings and a cache that is copied into one take three
         return max(1, min(most, room // each))
 
     @torch.inference_mode(False)  # the compiler is for ordinary tensors
     def _models(self) -> tuple[Decoder, Contrastive]:
-        """Prior and contrastive model as they draw, made once: copies where that is in another format."""
+        """Prior and contrastive model in the format they draw in, made once; copies if that is not their own."""
         if self._drawing is None:
             prior, contrastive = self.prior, self.contrastive
             dtype = self.runtime.precision.dtype(self.device)

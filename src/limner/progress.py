@@ -22,7 +22,7 @@ Advance = Callable[[int], object]  # takes the units done since the last call
 
 
 def progress(title: str, total: int | None = None, *, unit: str = "step", every: float = 10.0) -> "Progress":
-    """The kind that fits stderr, as a context manager. `every`: seconds between plain lines."""
+    """A bar if stderr is a terminal, else plain lines; a context manager. `every`: seconds between plain lines."""
     kind = BarProgress if sys.stderr.isatty() else PlainProgress
     return kind(title, total, unit=unit, every=every)
 

@@ -1,4 +1,4 @@
-"""Ranges of settings: `lr: Annotated[float, Range(above=0)]` is held to wherever an instance is made.
+"""Ranges of settings: `lr: Annotated[float, Range(above=0)]` is checked whenever an instance is made.
 
 The base class `Checked` looks at the annotations, so that Python, JSON (`limner.config`) and the command line
 (`limner.cli.arguments`) refuse the same values with the same sentence.
@@ -14,8 +14,8 @@ NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 
 class OutOfRange(ValueError):
-    """The setting `name` `says` something: "must be above 0, not -1.0". Who knows where the setting is puts its path
-    before the name."""
+    """A setting out of its range. `says` is what the sentence says of `name`: "must be above 0, not -1.0". A caller
+    that knows where the setting is puts the path before the name."""
 
     def __init__(self, name: str, says: str) -> None:
         super().__init__(f"{name} {says}")
@@ -52,8 +52,8 @@ SEEDS = Range(0, 2**63 - 1)  # what every generator of random numbers takes
 
 
 class Checked:
-    """Base of dataclasses whose fields are held to the `Range` in their annotation; that of a tuple is of each of its
-    numbers. A `__post_init__` of their own calls this one, then looks at how fields relate."""
+    """Base of dataclasses that check each field against the `Range` in its annotation; the range of a tuple holds for
+    each of its numbers. A subclass's `__post_init__` calls this one, then checks relations between fields."""
 
     def __post_init__(self) -> None:
         for name, (allowed, whole, optional) in ranges(type(self)).items():

@@ -14,9 +14,9 @@ At the paper's size (64 layers, 32 x 32 tokens) that is 283 positions a layer on
 cache holds 1,280 and the text again for each candidate. A candidate's states are stored in the model's own
 format, or as int8 with a scale for each position and head.
 
-A position is a number, or a tensor [1]: then a step does the same operations on the same memory wherever it
-is in the picture, so that it can be recorded once and replayed (`sampling/recorded.py`), at the price of reading
-and hiding what is not there yet.
+A position is a number, or a tensor [1]. With a tensor, every step does the same operations on the same memory, so
+that one step can be recorded and replayed (`sampling/recorded.py`). In return it reads the whole ring, also slots that
+are not written yet, and hides those by a mask.
 
 Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width; n positions held, L lines of
 which a step reads one (the columns, of a pattern that sees only its own; others have one line).
@@ -37,7 +37,7 @@ from limner.layers.patterns import Pattern
 
 Position = int | Tensor  # a tensor is int64 [1]
 
-_PART = 4  # a line is read as a whole from this part on, the rest hidden: a product copies what does not lie together
+_PART = 4  # once a quarter of a line is written, all of it is read and the rest masked: a product copies slices
 
 
 class Store:
@@ -56,15 +56,15 @@ class Store:
         return _line(self.parts[0], line)[:, :, slots]
 
     def expand(self, n: int) -> Store:
-        """`n` candidates in the place of each."""
+        """Each candidate `n` times."""
         return self._with([part.repeat_interleave(n, 1) for part in self.parts])
 
     def keep(self, rows: Tensor) -> Store:
-        """These candidates alone, int64 [M']."""
+        """Only the candidates `rows`, int64 [M']."""
         return self._with([part[:, rows] for part in self.parts])
 
     def at(self, memory: Iterator[Tensor]) -> Store:
-        """The same in the next of these tensors."""
+        """The same states, held in the next tensors of `memory`."""
         return self._with([next(memory) for _ in self.parts])
 
     def _with(self, parts: list[Tensor]) -> Store:
@@ -165,7 +165,7 @@ class LayerCache:
         return slice(ring if there > ring // _PART else there)
 
     def _bias(self, step: Position, slots: slice) -> Tensor | None:
-        """-inf for what lies in the slots and is not to be seen, else 0; None if all of it is to be seen."""
+        """-inf for slots that the position must not see, else 0; None if it sees all of them."""
         ahead = isinstance(step, Tensor) or slots.stop > step + 1  # slots that are not written yet are read
         if not ahead and not self.holes:
             return None
@@ -176,7 +176,7 @@ class LayerCache:
 
 @lru_cache(maxsize=16)
 def _unseen(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """-inf where a line's position is not seen from so many steps on in the line, else 0: [n / L]."""
+    """By steps back in a line: -inf where the pattern does not see that far position, else 0: [n / L]."""
     with torch.inference_mode(False):
         seen = pattern.sees(pattern.lines * torch.arange(pattern.ring, device="cpu"))
         return torch.zeros(pattern.ring, device="cpu").masked_fill_(~seen, -torch.inf).to(device, dtype)
@@ -198,7 +198,7 @@ class Cache:
         return Cache([layer.keep(rows) for layer in self.layers], self.length)
 
     def copy(self) -> Cache:
-        """The same in memory of its own."""
+        """A copy in memory of its own."""
         memory = (x.clone() for x in self.memory)
         return Cache([layer.at(memory) for layer in self.layers], self.length)
 

@@ -1,7 +1,7 @@
 """The one way to change a model's linear layers: from outside, after initialisation.
 
-Models name `nn.Linear` and know no other form. What computes differently (`linear.py`) takes the place of
-layers that are there already, with their weights.
+Models use `nn.Linear` and know no other form. A layer that computes differently (`linear.py`) replaces one of them
+and takes over its weights.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Cross-entropy of a linear layer's outputs without ever holding all of them.
 
 The logits of a large vocabulary in fp32 are the largest tensor of training, and their gradient is another.
-Here a few rows of them are made at a time, give their share of the loss and at once of the gradients, and
-go. The gradients are those of the sum, which autograd scales when their turn comes: so nothing is computed
-twice, and no small number passes through a 16-bit format.
+Here a few rows of logits are computed at a time. Their part of the loss and of the gradients is added up at once,
+and they are freed. The gradients kept are those of the sum, and the backward pass only scales them: so nothing is
+computed twice, and no small number passes through a 16-bit format.
 
 Shapes: N positions, D width, V vocabulary.
 """
@@ -25,7 +25,7 @@ LOGITS = 1 << 23  # alive at once, twice in fp32
 def linear_cross_entropy(x: Float[Tensor, "N D"], layer: nn.Linear, target: Int64[Tensor, " N"]) -> Float[Tensor, ""]:
     """-sum of log softmax(layer(x))[target] over the positions whose target is not negative, fp32 [].
 
-    x [N, D], target int64 [N]. Products are of numbers in autocast's format, logits and softmax in fp32. Equals
+    x [N, D], target int64 [N]. Matrix products take autocast's format, logits and softmax are fp32. Equals
     `F.cross_entropy(layer(x).float(), target, ignore_index=-1, reduction="sum")`.
     """
     there = (target >= 0).nonzero().squeeze(1)

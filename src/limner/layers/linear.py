@@ -17,11 +17,11 @@ from limner.layers.convert import convert
 M = TypeVar("M", bound=nn.Module)
 
 _FEW = 4  # rows up to which 8-bit weights are multiplied as they are
-_ROWS = 64  # for which oneDNN is asked to lay the weights out; others are served nearly as fast
+_ROWS = 64  # oneDNN lays the weights out for this many; other numbers of rows are nearly as fast
 
 
 def in_8_bits(matrix: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "m n"], Float[Tensor, " m"]]:
-    """The nearest whole numbers from -127 to 127 times a scale for each row, in fp32: off by half of it at most."""
+    """Each row as whole numbers from -127 to 127 times an fp32 scale; the error is at most half the scale."""
     matrix = matrix.float()
     scale = matrix.abs().amax(1).clamp_min(1e-12) / 127
     return (matrix / scale[:, None]).round().to(torch.int8), scale
@@ -47,8 +47,8 @@ class PackedLinear(nn.Module):
 class DotLinear(nn.Module):
     """`nn.Linear` for inference with one row, written as sums of products: x [1, ..., n] -> [1, ..., m].
 
-    Meant to be compiled: of this Inductor makes one loop over the weights as they lie, which waits for nothing but
-    the memory, and puts what follows into it. As it stands, all m * n products would be stored.
+    Meant to be compiled: Inductor makes it one loop over the weights in the order they are stored, which only memory
+    bandwidth limits, and fuses the operations that follow into it. Not compiled, it stores all m * n products.
     """
 
     def __init__(self, linear: nn.Linear) -> None:

@@ -34,7 +34,7 @@ class Pattern:
 
     @classmethod
     def of(cls, name: str, grid: Grid, offsets: Iterable[int]) -> Pattern:
-        """Of offsets in any order; those that lead out of the grid are left out.
+        """A pattern from offsets in any order; those that lead out of the grid are dropped.
 
         Raises `ValueError` if a position would see a later one, or not itself.
         """
@@ -61,7 +61,7 @@ class Pattern:
 
     @property
     def ring(self) -> int:
-        """Positions of a line from the farthest that is seen to the one that looks."""
+        """Positions of a line from the farthest that is seen to the one that sees it."""
         return self.reach // self.lines + 1
 
     @property

@@ -9,7 +9,7 @@ that ends where the block ends and begins as many positions before it as the pat
     conv    (k // 2) (w + 1)
     column  0: a block is whole columns
 
-and everybody sees all of the prefix. So the keys of a block are the prefix and its window, copied next to
+and every position sees all of the prefix. So the keys of a block are the prefix and its window, copied next to
 each other, and one softmax under one small mask runs over both (footnote 7). Work and memory grow with
 S * (P + window), not with (P + S)^2. The prefix sees itself causally. The weights are not kept for the
 backward pass: they are computed again, some heads at a time, so that what is alive at once stays small.
@@ -117,7 +117,7 @@ class SparseAttention(nn.Module):
     # their transposes are all that makes them one.
 
     def looking(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """States [R, P + S, C] as those who look: the prefix [R, P, C] and blocks of the image [R n, q, C]."""
+        """States [R, P + S, C] as queries: the prefix [R, P, C] and blocks of the image [R n, q, C]."""
         return x[:, : self.prefix], self._blocks(x[:, self.prefix :]).flatten(0, 1)
 
     def looked(self, parts: Iterable[Tensor]) -> Tensor:
@@ -126,7 +126,7 @@ class SparseAttention(nn.Module):
         return torch.cat([prefix, self._raster(blocks.unflatten(0, (-1, self.blocks)))], 1)
 
     def seen(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """States [R, P + S, C] as those who are seen: by the prefix [R, P, C], by blocks [R n, P + m, C]."""
+        """States [R, P + S, C] as keys or values: for the prefix [R, P, C], for blocks [R n, P + m, C]."""
         p, prefix = self.prefix, x[:, : self.prefix]
         keys = x.new_empty(len(x), self.blocks, p + self.window, x.shape[-1])
         keys[:, :, :p] = prefix[:, None]

@@ -122,9 +122,9 @@ class Contrastive(nn.Module):
 
 
 def sinusoids(side: int, width: int) -> Tensor:
-    """Where each of side x side patches is (Beyer et al. 2022): [side^2, width], as large as what patches hold.
+    """Where each of side x side patches is (Beyer et al. 2022): [side^2, width], of the size of patch embeddings.
 
-    Learned positions alone begin as small noise and stay small, and a model without others tells "a above b"
+    Learned positions begin as small noise and stay small. A model that has only these tells "a above b"
     from "b above a" no better than a coin. Wavelengths go from two patches to four times the picture.
 
     On the CPU whatever the default device, so that models can be built on the meta device.

@@ -8,7 +8,7 @@ embedding plus a row and a column embedding. Every position predicts the next on
 text token, START and the image positions an image token.
 
 In training, logits are computed and stored in fp32 whatever the format of the rest (App. D.2). A model that draws in
-bf16 rounds them: of the bf16 products of a CPU none sums in fp32 without reading twice the memory.
+bf16 rounds its logits: a CPU has no bf16 product with fp32 results that does not read twice the memory.
 
 `embed`, `blocks` and `head` are the whole model; whatever shards, freezes, scales or caches works on
 these three names, and `run` on some of the blocks.

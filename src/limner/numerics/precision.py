@@ -1,7 +1,7 @@
 """Which number formats a model trains or draws in, decided from outside the model.
 
-A precision converts a model (`apply`), once and before it is prepared for training, and says what products are computed
-in (`autocast`). Those below leave the model as it is: weights, gradients and optimiser state stay fp32, and matrix
+A precision converts a model once, before it is prepared for training (`apply`), and sets the format of matrix products
+(`autocast`). Those below leave the model as it is: weights, gradients and optimiser state stay fp32, and matrix
 products run in bf16 under `torch.autocast` where the hardware multiplies bf16 natively: AMX or AVX512-BF16 on CPUs
 (measured 2.4x on a GPT step with AMX), tensor cores since Ampere on GPUs. Elsewhere bf16 is emulated and slower than
 fp32, so `Auto` keeps fp32. bf16 has the exponent range of fp32, hence no loss scaling. The choice asks the processor
@@ -21,7 +21,7 @@ class Fp32:
     """Single precision throughout."""
 
     def dtype(self, device: torch.device | str) -> torch.dtype:
-        """What large matrix products are of."""
+        """The number format of large matrix products."""
         return torch.float32
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -64,7 +64,7 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 @torch.library.custom_op(
     "limner::product", mutates_args=()
-)  # one operation to torch.compile, which cannot see a setting
+)  # one operation to torch.compile, which cannot trace the setting below
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of 16-bit (or 32-bit) matrices [..., n, m] and [..., m, k], summed and given in fp32.
 
@@ -78,7 +78,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(*flat, out_dtype=torch.float32).view(*a.shape[:-1], b.shape[-1])
     setting: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = setting.fp32_precision
-    setting.fp32_precision = "bf16"  # oneDNN multiplies fp32 numbers as bf16, which these are, and sums in fp32
+    setting.fp32_precision = "bf16"  # these numbers are bf16 values: oneDNN multiplies them as such and sums in fp32
     try:
         return a.float() @ b.float()
     finally:

@@ -1,7 +1,7 @@
 """The prior's objective: next-token cross-entropy, 1/8 text and 7/8 image (Ramesh et al. 2021, §2.2).
 
 Each kind's loss is normalised by the number of its tokens in the batch; positions that hold padding
-are no tokens and are never a target. A batch that is computed in parts has one number of text tokens for all of them.
+are no tokens and are never a target. All micro-batches of a batch divide by the same number of text tokens.
 
 Shapes: B batch, T text positions, S image positions.
 """
@@ -40,6 +40,6 @@ class Autoregressive(Checked):
         return loss, {"text": text_loss.detach(), "image": image_loss.detach()}
 
     def shared(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What parts of a batch must know of it: {"text_tokens": targets of a text in it, on average, [B]}."""
+        """What micro-batches must know of the whole batch: {"text_tokens": targets of a text, on average, [B]}."""
         targets = (batch["text"][:, 1:] != PAD).sum()
         return {"text_tokens": (targets / len(batch["text"])).expand(len(batch["text"]))}

@@ -46,11 +46,11 @@ class BalancedELB(Checked):
       otherwise take most of the codes, one shade under a hundred names, which no prior can predict;
     - ln b is clamped from below at `log_b_floor`, so that no pixel is worth more than that.
 
-    Once the codebook lives, a `balance` below 0 turns the first round: a rare code costs more than a frequent one, and
-    those are given up that the decoder can do without, for it sees what lies around (docs/LOG.md).
+    Once the codebook is in use, a `balance` below 0 reverses the first change: rare codes cost more than frequent ones,
+    and the model gives up the codes that its decoder can replace from context (docs/LOG.md).
 
-    From step `hard_from` on the encoder rests and the decoder learns from its argmax codes, which are
-    all that it will ever be given.
+    From step `hard_from` on the encoder is frozen and the decoder learns from its argmax codes, the only
+    ones that it is given when a picture is drawn.
     """
 
     balance: Annotated[float, Range(-1_000, 1_000)] = 0.05

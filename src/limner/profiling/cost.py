@@ -1,7 +1,7 @@
-"""What a prior costs before any of it is bought: parameters, memory, arithmetic, communication, time.
+"""What training a prior will cost, by calculation: parameters, memory, arithmetic, communication, time.
 
 Parameters are counted on the meta device. The rest is arithmetic over a `TransformerConfig`, each term
-named here; no GPU is touched. Memory is held against measured peaks by a test. What is assumed rather
+named here; no GPU is touched. A test compares the memory with measured peaks. What is assumed rather
 than derived is in `GPUS`: the makers' peak rates, the network of the usual machines, and the share of
 the peak that training reaches.
 
@@ -81,7 +81,7 @@ def parameters(config: TransformerConfig) -> Counter[str]:
 
 
 def seen(config: TransformerConfig, pattern: Pattern) -> int:
-    """Pairs of a position and one that it sees, over one sequence, in a layer of that pattern."""
+    """How many pairs (position, position that it sees) a sequence has in a layer of that pattern."""
     p, s = config.text_len + 1, config.grid[0] * config.grid[1]
     return p * (p + 1) // 2 + s * p + s * len(pattern.offsets) - sum(pattern.offsets)
 
@@ -172,7 +172,7 @@ class Cost:
         return found
 
     def activations(self, checkpointing: bool) -> dict[str, float]:
-        """What the backward pass finds again; matrix products in 16 bits, the identity path in 32."""
+        """What is stored for the backward pass; matrix products in 16 bits, the identity path in 32."""
         c, rows = self.config, self.samples * self.positions
         layers = [self._layer(pattern) for pattern in c.patterns]
         if checkpointing:
@@ -199,7 +199,7 @@ class Cost:
 
     @property
     def working(self) -> float:
-        """While one layer's backward pass is at work: scores and their softmax in 32 bits and the weights in 16, with
+        """During one layer's backward pass: scores and their softmax in 32 bits and the weights in 16, with
         the keys of all blocks in both; the gradients of the identity path, twice in 32 bits, and of the hidden layer,
         twice in 16."""
         c = self.config
@@ -212,7 +212,7 @@ class Cost:
         return hidden + max(found)
 
     def memory(self, half: bool, checkpointing: bool) -> float:
-        """The peak: gradients grow while activations go, so the larger of both counts."""
+        """The peak: gradients grow while activations are freed, so the larger of both counts."""
         state, activations = self.state(half), sum(self.activations(checkpointing).values())
         gradients = state.pop("gradients")
         return sum(state.values()) + max(gradients, activations) + self.working

@@ -1,4 +1,4 @@
-"""What a prior costs here, measured; `plan.py` says what it should cost.
+"""What a prior costs on this machine, measured; `cost.py` calculates what it should cost.
 
 Weights are random, since speed does not depend on them. A step of drawing is timed at several places of the
 picture, because caches of columns grow; a picture is the prefill and a step for each of its positions. The
@@ -85,7 +85,7 @@ def seconds(function: Callable[[], object], times: int) -> float:
 
 
 def mean_step(step: Callable[[int], object], positions: int, times: int) -> float:
-    """Seconds of `step(position)` on average over a picture of so many positions."""
+    """Seconds of `step(position)`, averaged over a picture with this many positions."""
     return statistics.mean(seconds(partial(step, int(place * positions)), times) for place in PLACES)
 
 
@@ -155,7 +155,7 @@ def trained(
 
 
 def useful(config: TransformerConfig, batch: int, step: float, here: Machine) -> float:
-    """The share of the product's rate that a training step of so many seconds reaches."""
+    """The share of the product's rate that a training step of this length reaches."""
     return Cost(config=config, gpus=1, batch=batch).flops() / step / here.gemm
 
 

@@ -53,7 +53,7 @@ class DVAEStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundled:
-    """No dVAE is trained: that of a bundle serves (a name or a folder), or one that `limner import` wrote."""
+    """No dVAE is trained; the run takes that of a bundle (a name or a folder), or one that `limner import` wrote."""
 
     bundle: str = "scenes"
 
@@ -63,7 +63,7 @@ class PriorStage(Checked):
     """With `augment` (Listing 2) pictures are encoded on the fly, else once and cached.
 
     `caption_dropout` is the share of captions left empty in training, which guidance needs (0.1, say);
-    `guidance` is what the trained model is drawn with where nothing else is asked, 1 is none.
+    `guidance` is the default of drawings by the trained model, and 1 is none.
     """
 
     model: TransformerConfig = field(default_factory=TransformerConfig)
@@ -93,8 +93,8 @@ class ContrastiveStage(Checked):
 class Recipe:
     """A whole plan. `limner train DATA --recipe NAME` runs it, with any field overridden.
 
-    `start` is a bundle (a name or a folder) to go on from: its tokenizer, the weights that each training begins
-    with, which must have the same settings, and whatever is not trained. None begins with random weights.
+    `start` is a bundle (a name or a folder) to continue from. It gives the tokenizer, the initial weights of each
+    stage, whose settings must be the same, and the models that are not trained. None begins with random weights.
     """
 
     start: str | None = None

@@ -1,1 +1,1 @@
-"""What a run does: its stages, the process beside, pruning, the demonstration."""
+"""What a run does: its stages, the process beside it, pruning, the demo."""

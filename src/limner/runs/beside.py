@@ -1,8 +1,8 @@
 """The reranker, trained in a process of its own while the prior trains here.
 
 The operations of small models are too short to share among a CPU's threads: two processes with half of the
-threads each get through a fifth to two fifths more than one after the other with all of them (docs/LOG.md).
-The other process goes where this one goes: it saves and stops when this one is interrupted or dies.
+threads each do a fifth to two fifths more work than all threads on one model after the other (docs/LOG.md).
+The other process saves and stops when this one is interrupted or dies.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class _Watch(Hook):
 
 @contextmanager
 def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -> Iterator[Hook]:
-    """Half of the threads train the contrastive model of the run `out`, whose recipe and tokenizer are written, as
-    long as this lasts and until it is done. Gives a hook for the training here.
+    """Within the block another process trains the contrastive model of the run `out` with half of the threads; the
+    block ends when that is done. The run's recipe and tokenizer must be written. Gives a hook for the training here.
 
-    The other process holds the run's `lock` (`files.locked`), too: it lives a little longer than this one when this one
-    is killed.
+    The other process also holds the run's `lock` (`files.locked`), since it outlives this one briefly when this one is
+    killed.
     """
     threads = torch.get_num_threads()
     log = out / LOG

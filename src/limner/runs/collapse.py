@@ -13,7 +13,7 @@ _SHARE, _AFTER, _REPORTS = 0.1, 500, 10  # of the vocabulary, steps, in a row
 
 
 class CollapseWarning(Hook):
-    """Says aloud, once a run, that the codebook has collapsed, and what to try.
+    """Warns, once per run, that the codebook has collapsed, and says what to try.
 
     A batch may use few codes now and then. So the warning needs several reports in a row, after `_AFTER` steps, of
     less than `_SHARE` of the vocabulary. A resumed run knows how many there were, and whether it has warned.

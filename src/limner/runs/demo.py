@@ -8,7 +8,7 @@
     OUT/drawings.safetensors all candidates of those that the report shows
     OUT/report.html, OUT/contact.png
 
-Each phase leaves its product, and a later call skips what is there; training itself goes on from its
+Each phase writes its result, and a later call skips the phases that are done; training continues from its
 last checkpoint. So the command may be stopped at any moment and given again.
 """
 
@@ -60,7 +60,7 @@ from limner.worlds.scenes import Scene
 from limner.worlds.writing import write_scenes
 
 THINGS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four things
-_TRAINING = 540  # seconds of twelve minutes; the rest takes a minute and a half, and machines slow down at times
+_TRAINING = 540  # seconds; the rest takes a minute and a half; all should take twelve minutes on a slow day
 _COMPANY = 1.25  # how much longer a step takes beside the other stage
 _CURVES = {
     "dvae": ("dVAE", ("loss", "eval/psnr")),
@@ -119,9 +119,9 @@ def dvae_minutes(stage: DVAEStage) -> float:
 
 
 def paced(recipe: Recipe, out: Path) -> Recipe:
-    """The recipe with fewer steps where a machine would need more than `_TRAINING` seconds for them.
+    """The recipe, with fewer steps if this machine would need more than `_TRAINING` seconds for them.
 
-    They are measured once and kept in `out/steps.json`, so that the same command goes on with the same steps.
+    Steps are timed once, and their number is kept in `out/steps.json`, so that the same command continues with it.
     """
     path = out / "steps.json"
     if not path.exists():

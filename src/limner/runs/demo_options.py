@@ -1,4 +1,4 @@
-"""What the demo is asked with. Without torch, so that a command line is read before that is loaded."""
+"""The options of the demo. They need no torch, so that a command line is read before torch is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Demo(Checked):
     """Train a prior and a contrastive model on the built-in scenes, draw held-out captions, write a report.
 
-    It plans nine minutes of training, on a slow machine of fewer steps. Ctrl-C stops it; the same command goes on.
+    It trains for at most nine minutes, so a slow machine takes fewer steps. Ctrl-C stops it; the same command goes on.
     """
 
     out: Path = Path("limner-demo")

@@ -1,7 +1,7 @@
 """Leave out the codes that no picture uses: the same pictures from a smaller vocabulary.
 
-A dVAE that was trained to need few codes (a negative `balance`) keeps a row for each that it gave up, and so
-does the prior, which has learned never to draw them.
+A dVAE that was trained to need few codes (a negative `balance`) still has a row of weights for each code that it gave
+up, and so has the prior, which has learned never to draw them.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def train_all(
 class Stages:
     """A recipe with its data and its folder; a method for each stage.
 
-    With `train=False` a stage only loads what an earlier call has trained, or the recipe starts from.
+    With `train=False` a stage only loads what an earlier call has trained, or what the recipe starts from.
     """
 
     recipe: Recipe
@@ -128,8 +128,8 @@ class Stages:
         return cls(recipe=recipe, seen=seen, unseen=unseen, out=Path(out), device=device)
 
     def check(self, stages: Sequence[Stage]) -> None:
-        """Build all three models, without memory, and their optimisers: what cannot be trained is found before
-        anything is. Raises `UserError` for that, and for stages that began with other settings."""
+        """Build all three models, without memory, and their optimisers, so that what cannot be trained is found before
+        training begins. Raises `UserError` for that, and for stages that began with other settings."""
         recipe = self.recipe
         found: dict[Stage, tuple[DVAEStage | PriorStage | ContrastiveStage, Any]] = {}
         try:
@@ -160,7 +160,7 @@ class Stages:
             done = completed(self.out / "dvae")
             if not done or step_of(done[-1]) < recipe.dvae.training.steps:
                 raise UserError(
-                    f"the prior in {self.out} has learned from the dVAE as it is: train another into a new folder"
+                    f"the prior in {self.out} has learned from its dVAE as it is: train another dVAE in a new folder"
                 )
 
     def credited(self) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ from limner.runs.stages import Stages
 
 
 def main(data: str, out: str) -> None:
-    """Train the contrastive model of the run `out`, whose recipe and tokenizer are written, until it is done or the
-    standard input ends."""
+    """Train the contrastive model of the run `out` until it is done or the standard input ends. The run's recipe and
+    tokenizer must be written."""
 
     def until_the_end() -> None:
         os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer would be locked when Python ends

@@ -1,9 +1,9 @@
 """Decoding steps compiled ahead of time by AOTInductor, and kept on disk for the next process.
 
-Compiling takes half a minute and more, loading what is kept hardly anything. What is kept is machine code with the
-weights in it, laid out as they are multiplied. So it is looked for under a name that depends on all that it was made
-from, and only in a folder that nobody else may write to: whoever can write there could run code here. Damaged files
-are compiled again.
+Compiling takes half a minute or more; loading a compiled step takes almost no time. The file holds machine code and
+the weights, laid out as they are multiplied. Its name is therefore a hash of all that it was made from, and its folder
+must be one that nobody else may write to: whoever can write there could run code here. Damaged files are compiled
+again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from limner.version import __version__
 
 Step = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
 
-# Weights are constants; and what many numbers are made from is computed once, not for each of them.
+# Weights are constants, and a value that is broadcast is computed once, not for each element.
 _HOW = {"freezing": True, "realize_opcount_threshold": 1}
-_KEPT = 16  # files in the folder; the one that was not used for longest goes first
+_KEPT = 16  # files in the folder; the least recently used is removed first
 
 
 def compiled(model: Transformer, layers: Sequence[LayerCache], token: Tensor, position: Tensor) -> Step:
@@ -64,8 +64,8 @@ def _compile(step: nn.Module, args: tuple[Tensor, Tensor, list[Tensor]]) -> byte
 
 
 def _for_rows(model: Transformer, rows: int) -> Transformer:
-    """The model as it is compiled for so many rows, with the same weights: a CPU takes as long for one as reading the
-    weights does, where its loops are written for that."""
+    """The model as it is compiled for this many rows, with the same weights. For one row its products are loops over
+    the weights, which take a CPU no longer than reading them."""
     plain = any(type(layer) is nn.Linear for layer in model.modules())
     if rows > 1 or not plain or model.head.image.weight.device.type != "cpu":
         return model
@@ -105,7 +105,7 @@ def _name(model: Transformer, memory: Sequence[Tensor]) -> str:
 
 
 def _processor() -> str:
-    """What the processor can do, as the system tells it; code made for another may not run."""
+    """The processor's features as the system lists them; code for another processor may not run."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -121,7 +121,7 @@ def _folder() -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"{path} cannot be made, where compiled steps are kept: {error.strerror}; name another folder in "
+            f"{path} cannot be made to keep compiled steps in: {error.strerror}; name another folder in "
             "XDG_CACHE_HOME, or draw without compiling"
         ) from None
     status = path.lstat()

@@ -42,8 +42,8 @@ def choose(sampler: Sampler, logits: Float[Tensor, "M V"], uniform: Float32[Tens
 
 
 def _filtered(p: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """Probabilities [M, V], of whatever sum, with those that are not kept set to 0: the `top_k` likeliest are, then
-    the smallest set of these, likeliest first, whose mass reaches `top_p` of theirs."""
+    """Probabilities [M, V] that need not sum to 1, with the unlikely ones set to 0. The `top_k` likeliest are kept, and
+    of these the smallest set, likeliest first, whose mass reaches the share `top_p`."""
     falling, tokens = p.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         falling[:, top_k:] = 0
@@ -65,8 +65,8 @@ def uniforms(seed: int, candidates: range, length: int) -> Float32[Tensor, "N {l
 class Rows:
     """Candidates of captions that joined a generation together, and so are at one position.
 
-    They share what they have in common: each caption is read once, given tokens that come before all that is to draw
-    are read once for each caption, and a step reads keys and values of the caption once for all its candidates.
+    They share work: each caption is read once, given tokens before the first one to draw are read once for each
+    caption, and a step reads the keys and values of a caption once for all its candidates.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Rows:
         return now.repeat(2) if self.guided else now
 
     def keep(self, which: Sequence[int]) -> None:
-        """Go on with some candidates of each caption only, by their place among those there were."""
+        """Keep only some candidates of each caption, by their place among the present ones."""
         stay = (self.n * torch.arange(self.captions)[:, None] + torch.tensor(which)).flatten().to(self._tokens.device)
         if self.position > self.primed:
             both = torch.cat([stay, stay + len(self._tokens)]) if self.guided else stay
@@ -122,8 +122,8 @@ class Rows:
 class Generation:
     """Drawings under way. Rows join and leave between tokens, and no row's tokens depend on its company.
 
-    A step reads the model's weights once for all rows, wherever each of them is in its picture; only attention is
-    computed for those apart that did not join together (selective batching: Yu et al. 2022, Orca, §3.2).
+    A step reads the model's weights once for all rows, wherever each of them is in its picture. Only attention is
+    computed separately for rows that joined at different times (selective batching: Yu et al. 2022, Orca, §3.2).
     """
 
     def __init__(self, model: Decoder, store: type[Store] = Store) -> None:
@@ -139,8 +139,8 @@ class Generation:
         Args:
             text: int64 [B, T].
             candidates: their numbers; `range(32, 64)` continues where `range(32)` ended.
-            sampler: its guidance is classifier-free (Ho & Salimans 2022): logits go that far from those without a
-                caption, `empty + guidance * (caption - empty)`; 1 is none, as is None here. The model must have been
+            sampler: its guidance is classifier-free (Ho & Salimans 2022): the logits are
+                `empty + guidance * (caption - empty)`. 1 or None is no guidance. Other values need a model that was
                 trained with captions dropped.
             given: int64 [B, S], image tokens that are fixed, `FREE` where to draw. Top rows prime the
                 model (§2.6, Figure 14); fixed tokens anywhere, drawn around in raster order, inpaint.

@@ -1,4 +1,4 @@
-"""What a drawing is asked with. Without torch, so that a command line is read before that is loaded."""
+"""The options of a drawing. They need no torch, so that a command line is read before torch is loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sampler(Checked):
             raise OutOfRange("temperature", f"must be 0 (the likeliest) or at least 0.01, not {self.temperature}")
 
     def facts(self) -> dict[str, Any]:
-        """What a drawing's file and an evaluation's say of it."""
+        """The settings as the files of drawings and evaluations state them."""
         return {setting.name: getattr(self, setting.name) for setting in fields(Sampler)}
 
 

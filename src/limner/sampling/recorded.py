@@ -1,9 +1,9 @@
 """Decoding steps that are recorded once and replayed.
 
 A step of a small model is hundreds of kernels of a few microseconds each, and launching them one by one takes
-longer than running them on a GPU. Recorded as a CUDA graph, they are launched at once. What is recorded
-reads and writes fixed memory: so the token and the position lie in tensors that are filled before each replay,
-each step does the same whatever its position (`layers/cache.py`), and a cache moves into the recording's memory.
+longer than running them on a GPU. Recorded as a CUDA graph, they are launched at once. A recording
+reads and writes fixed memory. So the token and the position lie in tensors that are filled before each replay,
+each step does the same whatever its position (`layers/cache.py`), and a cache is copied into the recording's memory.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Decoder(Protocol):
 
 
 def decoder(model: Transformer, compile: bool = False) -> Decoder:
-    """The model as it draws fastest where it is; compiled, that is faster still, after half a minute and more for each
-    number of candidates, the first time (`compiled.py`)."""
+    """The model in the form that draws fastest on its device. Compiled steps are faster still, but the first use of
+    each number of candidates takes half a minute or more (`compiled.py`)."""
     on_gpu = model.head.image.weight.device.type == "cuda"
     if not (compile or on_gpu):
         return model
@@ -65,8 +65,8 @@ def cuda_graph(run: Run) -> Run:
 class Recorded:
     """A model whose decoding steps are recorded with the first cache of a shape, and replayed for all others.
 
-    The logits that `step` returns are overwritten by the next step. Rows that are not all at one position go through
-    the model itself: whoever joins or leaves makes another shape of them.
+    The logits that `step` returns are overwritten by the next step. Rows that are at several positions go through
+    the model itself, since their shape changes whenever a row joins or leaves.
 
     Args:
         record: turns a function without arguments into one that does the same to the same memory.
@@ -75,7 +75,7 @@ class Recorded:
 
     def __init__(self, model: Transformer, record: Callable[[Run], Run] = cuda_graph, compile: bool = False) -> None:
         self.model, self.record, self.compile = model, record, compile
-        self._steps: list[_Steps] = []  # the last used last
+        self._steps: list[_Steps] = []  # the most recently used last
 
     @property
     def config(self) -> TransformerConfig:
@@ -105,7 +105,7 @@ class Recorded:
 
 
 class _Steps:
-    """The steps of caches of one shape, with the memory that they work on, which one cache at a time has."""
+    """The steps of caches of one shape, and the memory that they work on, which holds one cache at a time."""
 
     logits: Tensor
 
@@ -133,7 +133,7 @@ class _Steps:
         return mine == its
 
     def take(self, cache: Cache) -> None:
-        """Move the cache here; one that still is goes on in other memory."""
+        """Copy the cache into this memory; a cache that is still in it moves to memory of its own."""
         if (before := self.owner()) is not None and before.layers is self.layers:
             before.layers = before.copy().layers
         for mine, its in zip(Cache(self.layers).memory, cache.memory, strict=True):

@@ -6,9 +6,9 @@
         SHA256SUMS              of all these, as `sha256sum -c` reads them
 
 A folder is written under a temporary name, flushed to the disk, and renamed: a crash at any moment
-leaves either the old state or the new one. Older checkpoints go only after the new one has its
-name. What a disk or a hand has changed since does not have its sum any more: then the newest checkpoint that is
-whole serves, with a warning. Nothing is pickled, so a checkpoint from a stranger can be wrong but cannot run code;
+leaves either the old state or the new one. Older checkpoints are removed only after the new one has its
+name. A file that was changed later no longer has its checksum: then the newest undamaged checkpoint is used, with a
+warning. Nothing is pickled, so a checkpoint from a stranger can be wrong but cannot run code;
 names and shapes are checked against the model that it is loaded into.
 """
 
@@ -38,7 +38,7 @@ _NAME = re.compile(r"step-(\d{8,18})")
 class Files:
     """Keeps the states of the run `run` as checkpoints, the last `keep` of them.
 
-    Where several processes train one model, one of them `writes`, and all read.
+    If several processes train one model, only one of them `writes`; all read.
     """
 
     def __init__(self, run: Path, keep: int, writes: bool = True) -> None:
@@ -82,7 +82,7 @@ class Files:
         return {name: read_tensors(where, name) for name in names}, read_state(where)
 
     def clear(self) -> None:
-        """Remove what a killed process left among the checkpoints. For whoever has the run's lock."""
+        """Remove what a killed process left among the checkpoints. The caller must hold the run's lock."""
         kept = completed(self.run)
         folder = self.run / FOLDER
         for entry in folder.iterdir() if self.writes and folder.is_dir() else ():
@@ -119,7 +119,7 @@ def latest(run: Path) -> Path | None:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """What of a checkpoint is not as it was written; None if it is whole."""
+    """What is damaged in a checkpoint; None if it is whole."""
     try:
         if odd := [path.name for path in checkpoint.iterdir() if not path.is_file()]:  # a pipe would never end
             return f"{odd[0]} is not a file"

@@ -1,4 +1,4 @@
-"""How to train, as a configuration, and what of it may change between a run and its continuation."""
+"""How to train, as a configuration, and which settings may change when a run is continued."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,24 +19,24 @@ class TrainConfig(Checked):
 
     Attributes:
         steps: updates in all.
-        batch_size: samples an update, over all micro-batches.
-        accumulate: micro-batches an update is computed in, to save memory. The gradient is that of
-            the whole batch but for two losses that look at a batch as a whole: the contrastive loss,
-            whose negatives are those of a micro-batch, and the balance of codes in `BalancedELB`.
+        batch_size: samples per update, over all micro-batches.
+        accumulate: micro-batches per update, to save memory. The gradient is that of the whole batch,
+            except for two losses: the contrastive loss takes its negatives from the micro-batch, and
+            `BalancedELB` balances the codes of the micro-batch.
         optimizer: AdamW or Muon, with its learning rate and decay.
         clip_norm: longest gradient; None clips nothing.
         warmup_steps: linear ramp of the learning rate, on top of `schedule`.
         schedule: factor on the learning rate.
         ema_decay, ema_every: averaged weights, which evaluation then uses; None keeps none.
-        ema_warmup: let the first averagings forget faster (`Ema`); the paper names no such thing.
-        precision: converts the model and says what products are computed in; by default bf16 where the hardware has it.
+        ema_warmup: give the first parameters less weight in the average (`Ema`); not in the paper.
+        precision: converts the model and sets the format of products; by default bf16 where the hardware has it.
         checkpoint_activations: recompute activations in the backward pass (models offer
             `set_checkpointing`).
         checkpoint_every, keep: steps between checkpoints, and how many stay.
         eval_every: steps between evaluations; None evaluates at the end only.
         log_every: steps between lines of `metrics.jsonl`.
-        max_bad_steps: updates in a row that are skipped, since their loss or gradient is not finite, or
-            whose loss is far above that of the first, before the run gives up.
+        max_bad_steps: bad updates in a row after which the run gives up. An update is bad if its loss or
+            gradient is not finite (it is then skipped), or if its loss is far above the first one's.
         seed: of all randomness in the loop.
     """
 
@@ -78,7 +78,7 @@ FREE_TO_CHANGE = {
 
 
 def refuse_changes(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises `UserError` if a run's description differs in more than what a run that goes on may change."""
+    """Raises `UserError` if a run's description differs in a setting that a continued run may not change."""
     if changed := [path for path in differences(before, now) if path not in FREE_TO_CHANGE]:
         raise UserError(
             f"{out} holds a run with another {', '.join(changed[:3])}; go on with the "

@@ -1,4 +1,4 @@
-"""What a run does beyond its steps comes in by hooks."""
+"""Hooks: what a run does beyond its training steps."""
 
 from collections.abc import Mapping
 from typing import Any

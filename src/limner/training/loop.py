@@ -11,8 +11,8 @@ started again in the same folder has, on a CPU, the losses of one that was never
 for bit. Randomness comes from `generator`, from torch's global generator (dropout layers) and from
 the stream; objectives use no other.
 
-What a run does beyond its steps comes in from outside: by hooks (`hooks.Hook`), by what its processes do together
-(`parallel.Parallel`) and by where its states are kept (`state.Checkpointer`).
+Everything beyond the steps is passed in: hooks (`hooks.Hook`), what the processes of a run do together
+(`parallel.Parallel`) and where states are kept (`state.Checkpointer`).
 
 Order within a step: update (`step.update`), log and evaluate, checkpoint, stop if asked to. In logs, checkpoints and
 evaluations `step` is the number of updates done.
@@ -45,13 +45,13 @@ from limner.training.trainable import Batch, Objective
 
 
 class Stream(Stateful, Protocol):
-    """An endless iterator over batches whose state is its position."""
+    """An endless iterator over batches. Its state is its position."""
 
     def __next__(self) -> Batch: ...
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM: the step under way was finished and saved; the same call goes on."""
+    """Ctrl-C or SIGTERM: the current step was finished and saved; the same call continues the run."""
 
     def __init__(self, step: int, checkpoint: Path) -> None:
         super().__init__(f"stopped after step {step}, saved in {checkpoint}; the same command goes on from there")

@@ -1,9 +1,9 @@
 """`metrics.jsonl`: one JSON object a line, one line for each logged step, readable while the run
 goes on.
 
-A run that is killed has usually logged steps past its last checkpoint. They happen again after
-resuming, so `MetricsLog` first takes such lines out (atomically), and a line that the kill cut
-short with them: every step is in the file once. Values that JSON cannot express (NaN, infinities)
+A run that is killed has usually logged steps past its last checkpoint. The resumed run repeats these
+steps, so `MetricsLog` first removes their lines (atomically), and a line that the kill cut
+short: every step is in the file once. Values that JSON cannot express (NaN, infinities)
 are written as null.
 """
 
@@ -20,7 +20,7 @@ from limner.files import atomic_write_text, naming
 class MetricsLog:
     """Appends to a metrics file, beginning after `step`; each line is flushed as it is written.
 
-    Where several processes train one model, one of them `writes`.
+    If several processes train one model, only one of them `writes`.
     """
 
     def __init__(self, path: Path, step: int = 0, writes: bool = True) -> None:

@@ -3,11 +3,11 @@
 Each of `world` ranks runs the same loop on its share of each batch. The seed alone fixes the order of samples; ranks
 only divide it. Then
 
-- losses, gradients and weights are those of one process on the whole batch, up to the order of sums, for objectives
-  whose `shared` says what parts must know of the whole, or that are means over samples. The contrastive loss has the
-  negatives of its own share, and `BalancedELB` balances the codes of its own share, as with micro-batches;
-- what draws random numbers (dropout, gumbel noise) draws others on each rank, since ranks hold different samples: with
-  it a run of two ranks is as good as that of one and not the same. Resumed with as many ranks a run is the same.
+- losses, gradients and weights are those of one process on the whole batch, up to the order of sums, if the objective
+  is a mean over samples or its `shared` says what shares must know of the whole. The contrastive loss takes its
+  negatives from the rank's own share, and `BalancedELB` balances the codes of that share, as with micro-batches;
+- dropout and gumbel noise differ between ranks, since ranks hold different samples. With them a run on two ranks is
+  equivalent to a run on one, but not equal. A run resumed on as many ranks as before is equal.
 
 Every rank evaluates, on the same weights; the first one writes files, all ranks read them.
 """
@@ -43,7 +43,7 @@ class Parallel(Protocol):
         ...
 
     def prepare(self, trainable: Trainable) -> nn.Module:
-        """Shard or wrap it; what is called in its place."""
+        """Shard or wrap it; returns the module to call instead."""
         ...
 
     def part(self, last: bool) -> AbstractContextManager[object]:
@@ -51,7 +51,7 @@ class Parallel(Protocol):
         ...
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make each gradient the mean over ranks, where what `prepare` returned has not done so."""
+        """Average each gradient over ranks, unless the module that `prepare` returned has done so."""
         ...
 
     def mean(self, values: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ _RANGE = 10.0  # a loss that is this much (or this many times) above the first h
 
 
 class Diverged(UserError):
-    """Training is of no use any more."""
+    """Training has diverged."""
 
 
 class Prepared(NamedTuple):
@@ -37,8 +37,8 @@ class Prepared(NamedTuple):
 def prepare(
     model: nn.Module, objective: Objective, config: TrainConfig, device: torch.device, parallel: Parallel
 ) -> Prepared:
-    """From a model that is built to one that trains: convert, prepare, optimiser, average, in the order that each needs
-    of the one before.
+    """Make a built model ready to train: convert it, prepare it, build its optimiser, then its average.
+    Each needs the one before.
 
     Raises `UserError` or `ValueError` if it cannot be trained so.
     """
@@ -60,8 +60,8 @@ class Run:
     """All that changes while a run goes on.
 
     Attributes:
-        step: updates done, of which `skipped` changed nothing; `bad` of the last in a row were skipped or had a loss
-            out of range.
+        step: updates done, of which `skipped` changed nothing. `bad` counts the latest ones in a row that were
+            skipped or had a loss out of range.
         config: how to train.
         device: where.
         parallel: what its processes do together.

@@ -1,4 +1,4 @@
-"""All of a run that a checkpoint holds, and how it comes back.
+"""What a checkpoint holds of a run, and how it is restored.
 
 Tensors in groups:
 
@@ -34,11 +34,11 @@ class Checkpointer(Protocol):
     """Where states are kept: by `checkpoint.Files` in the run's folder."""
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
-        """Keep tensors, by group and name, and JSON values, all or nothing; where they are."""
+        """Keep tensors, by group and name, and JSON values, all or nothing; returns where."""
         ...
 
     def latest(self) -> Path | None:
-        """Where the newest state is that can serve; None before the first."""
+        """Where the newest undamaged state is; None before the first."""
         ...
 
     def load(self, where: Path) -> tuple[Tensors, dict[str, Any]]:
@@ -46,12 +46,12 @@ class Checkpointer(Protocol):
         ...
 
     def clear(self) -> None:
-        """Remove what a killed process left. Called by who alone writes there."""
+        """Remove what a killed process left. Only the one process that writes calls it."""
         ...
 
 
 class Stateful(Protocol):
-    """Whatever has a position or memory: its state is JSON values."""
+    """An object with a position or memory. Its state is JSON values."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -61,7 +61,7 @@ class Stateful(Protocol):
 def save(
     run: Run, stream: Stateful, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
 ) -> Path:
-    """Keep everything of a run; where it is. Raises `Diverged` if any of it is not finite."""
+    """Keep everything of a run; returns where. Raises `Diverged` if any of it is not finite."""
     for hook in hooks:
         hook.on_save(run)
     states = {hook.name: state for hook in hooks if (state := hook.state_dict())}
@@ -93,7 +93,7 @@ def save(
 def restore(
     run: Run, stream: Stateful, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
 ) -> Path | None:
-    """Go on from the newest state, whose place is returned; None without one."""
+    """Restore the newest state; returns where it was, or None if there is none."""
     checkpointer.clear()
     found = checkpointer.latest()
     if found is None:

@@ -1,7 +1,7 @@
 """One step of training: forward and backward in micro-batches, clipping, the update.
 
-Whatever trains or times training calls `update`. `run.step` counts from 0 in what objectives and schedules are given;
-afterwards it is the number of updates done.
+The loop and everything that times training call `update`. Objectives and schedules are given steps that count from 0;
+after the update `run.step` is the number of updates done.
 """
 
 import math

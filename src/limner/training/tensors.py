@@ -43,7 +43,7 @@ def optimizer_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
 def load_optimizers(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor], where: str
 ) -> None:
-    """The inverse of `optimizer_tensors`; learning rates and decay stay as the optimisers were built."""
+    """The inverse of `optimizer_tensors`; learning rates and decay stay those that the optimisers were built with."""
     parameters = dict(model.named_parameters())
     owner = {
         p: (optimizer, i)

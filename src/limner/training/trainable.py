@@ -1,7 +1,7 @@
 """Model and objective as one module whose forward is the loss.
 
-It is the one thing that is sharded, compiled and wrapped: what such a wrapper does before and after a forward happens
-for the whole of the loss, whichever of the model's methods the objective calls. Checkpoints hold the model's own names.
+This module is what is sharded, compiled and wrapped. So a wrapper acts before and after the whole computation of the
+loss, whichever of the model's methods the objective calls. Checkpoints hold the model's own names.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ Batch = Mapping[str, Tensor]
 class Objective(Protocol):
     """A scalar loss (mean over the batch) and detached scalars to log.
 
-    One that is no mean over samples may have a method `shared(batch)`: what the parts of a batch (micro-batches, shares
-    of processes) must know of the whole, by name, a row for each sample, such that the mean over equal shares of a
-    batch is the value of the whole.
+    An objective that is no mean over samples may have a method `shared(batch)`. It gives, by name, what parts of a
+    batch (micro-batches, shares of processes) must know of the whole: a row per sample, such that the mean over equal
+    shares is the value of the whole batch.
     """
 
     def __call__(
