@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from limner.cli.arguments import parse, place
 from limner.config import load_json
 from limner.errors import UserError, printable
 from limner.recipes.recipe import Bundled, Recipe
-from limner.runs import stages
+from limner.runs import estimate, stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,8 @@ def main(argv: Sequence[str]) -> None:
     dvae = options.settings.dvae
     if isinstance(dvae, Bundled) and "dvae" in options.stages:
         raise UserError(f"the dVAE is that of {dvae.bundle!r}, so none is trained: leave dvae out of --stages")
-    bundle = stages.train_all(options.settings, options.data, options.out, options.stages or None)
+    announce = partial(estimate.tell, options.settings, options.out, smaller=recipes.smaller(options.recipe))
+    bundle = stages.train_all(options.settings, options.data, options.out, options.stages or None, announce)
     print(f"the run is in {printable(options.out)}")
     if bundle is not None:
         print(f'its bundle draws: limner draw "..." --model {printable(options.out)}')

@@ -14,6 +14,7 @@ NAMES = {
     "demo": "what `limner demo` trains: a small prior and contrastive model over the bundled dVAE",
     "scenes": "the bundled model: 48 x 48 pictures of the scenes world, 12 x 12 tokens",
     "emoji": "64 x 64 emoji, 8 x 8 tokens",
+    "laptop": "64 x 64 pictures of your own, 16 x 16 tokens, of a size for two cores",
     "photos": "128 x 128 pictures of your own, 16 x 16 tokens, of a size for one GPU",
     "tiny": "the paper's method, 256 x 256, 32 x 32 tokens, with a prior of 5 million parameters in its blocks",
     "small": "the same with 25 million",
@@ -24,6 +25,12 @@ NAMES = {
     "dalle-6b": "the same with 5.5 billion (Table 1)",
     "dalle-12b": "the paper's own: 12 billion",
 }
+
+
+def smaller(name: str) -> str | None:
+    """What to train on two cores instead of a recipe of that name; None for those that are made for them."""
+    names = list(NAMES)
+    return "laptop" if name in names[names.index("photos") :] else None
 
 
 def get(name: str) -> Recipe:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
+from limner.bundles import load_model
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
@@ -102,6 +103,16 @@ class Recipe:
     dvae: DVAEStage | Bundled
     prior: PriorStage
     contrastive: ContrastiveStage
+
+
+#: The stages, in order, as people call them.
+TITLES = {"dvae": "dVAE", "prior": "prior", "contrastive": "contrastive model"}
+
+
+def dvae_config(recipe: Recipe) -> DVAEConfig:
+    """Of the dVAE that the recipe trains, or of the one that it borrows. Raises `UserError` if that is not there."""
+    dvae = recipe.dvae
+    return load_model(dvae.bundle, "dvae").config if isinstance(dvae, Bundled) else dvae.model
 
 
 def fitted_prior(stage: PriorStage, text: TextConfig, text_vocab: int, dvae: DVAEConfig) -> TransformerConfig:

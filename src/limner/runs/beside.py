@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,11 @@ from limner.training.metrics_log import read_metrics
 from limner.training.run import Run
 
 LOG = "contrastive.log"
+
+
+def trained_together(stages: Sequence[str], device: torch.device) -> bool:
+    """Whether a run trains the prior and the contrastive model at the same time."""
+    return {"prior", "contrastive"} <= set(stages) and device.type == "cpu" and torch.get_num_threads() > 1
 
 
 class _Watch(Hook):

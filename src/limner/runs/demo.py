@@ -21,9 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from html import escape
-from math import prod
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import numpy as np
@@ -31,9 +29,8 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor, nn
+from torch import Tensor
 
-from limner import bundles
 from limner.config import read_json, to_dict
 from limner.data.shard_writer import is_complete
 from limner.errors import UserError
@@ -42,26 +39,22 @@ from limner.files import atomic_write_bytes, atomic_write_text, locked
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import clock, progress
 from limner.recipes.recipe import (
-    Bundled,
     ContrastiveStage,
     DVAEStage,
     PriorStage,
     Recipe,
-    fitted_contrastive,
-    fitted_prior,
 )
 from limner.runs import stages
 from limner.runs.demo_options import Demo
+from limner.runs.estimate import COMPANY, seconds_a_step, trial
 from limner.training.metrics_log import read_metrics
-from limner.training.run import Run
-from limner.training.step import update
 from limner.worlds.rendering import render
 from limner.worlds.scenes import Scene
 from limner.worlds.writing import write_scenes
 
 THINGS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four things
 _TRAINING = 540  # seconds; the rest takes a minute and a half; all should take twelve minutes on a slow day
-_COMPANY = 1.25  # how much longer a step takes beside the other stage
+_ROOM = 5.0  # seconds that a batch may take that is tried here: all of it, on most machines
 _CURVES = {
     "dvae": ("dVAE", ("loss", "eval/psnr")),
     "prior": ("prior", ("image", "text", "eval/image")),
@@ -79,7 +72,8 @@ def _run(demo: Demo) -> composition.Composition:
     recipe, out = demo.recipe(), demo.out
     _claim(out, {"scenes": demo.scenes, "recipe": to_dict(recipe)})
     if isinstance(recipe.dvae, DVAEStage) and not (out / "run" / "bundle").exists():
-        _say(f"the dVAE alone takes about {max(1, round(dvae_minutes(recipe.dvae)))} minutes on this machine")
+        minutes = seconds_a_step(*trial(recipe, "dvae"), _ROOM) * recipe.dvae.training.steps / 60
+        _say(f"the dVAE alone takes about {max(1, round(minutes))} minutes on this machine")
     with _timed(out, "writing scenes"):
         _write(demo)
     with _timed(out, "training"):
@@ -97,25 +91,6 @@ def _run(demo: Demo) -> composition.Composition:
 
 
 # ---------------------------------------------------------------------------- phases
-
-
-def seconds_a_step(
-    model: nn.Module, stage: DVAEStage | PriorStage | ContrastiveStage, batch: dict[str, Tensor]
-) -> float:
-    """What a step of a stage takes here: the median of three, after one that warms up."""
-    run, found = Run(model, stage.objective, stage.training), []
-    for _ in range(4):
-        begun = time.monotonic()
-        update(run, batch)
-        found.append(time.monotonic() - begun)
-    return median(found[1:])
-
-
-def dvae_minutes(stage: DVAEStage) -> float:
-    """Time that the dVAE's steps will take here."""
-    size = stage.model.size
-    pixels = torch.randint(0, 256, (stage.training.batch_size, 3, size, size), dtype=torch.uint8)
-    return seconds_a_step(stage.model.build(), stage, {"pixels": pixels}) * stage.training.steps / 60
 
 
 def paced(recipe: Recipe, out: Path) -> Recipe:
@@ -143,24 +118,11 @@ def _affordable(recipe: Recipe) -> dict[str, int]:
     steps = {name: stage.training.steps for name, stage in stages.items()}
     if torch.cuda.is_available():
         return steps
-    text, dvae = recipe.text, recipe.dvae
-    pictures = bundles.load_model(dvae.bundle, "dvae").config if isinstance(dvae, Bundled) else dvae.model
     threads = torch.get_num_threads()
     beside = threads > 1  # each has half of them, and is slower in the other's company
     torch.set_num_threads(threads - threads // 2)
-    costs = {}
-    for name, stage in stages.items():
-        n = stage.training.batch_size
-        batch = {"text": torch.randint(0, text.vocab, (n, text.length))}
-        if isinstance(stage, PriorStage):
-            batch["image"] = torch.randint(0, pictures.vocab, (n, prod(pictures.grid)))
-            model: nn.Module = fitted_prior(stage, text, text.vocab, pictures).build()
-        else:
-            batch["pixels"] = torch.randint(0, 256, (n, 3, pictures.size, pictures.size), dtype=torch.uint8)
-            if stage.distractors:
-                batch["distractors"] = torch.randint(0, text.vocab, (n, stage.distractors, text.length))
-            model = fitted_contrastive(stage, text, text.vocab, pictures).build()
-        costs[name] = seconds_a_step(model, stage, batch) * steps[name] * (_COMPANY if beside else 1)
+    company = COMPANY if beside else 1
+    costs = {name: seconds_a_step(*trial(recipe, name), _ROOM) * steps[name] * company for name in stages}
     torch.set_num_threads(threads)
     longest = max(costs.values()) if beside else sum(costs.values())
     if longest > _TRAINING:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,15 +43,17 @@ from limner.objectives.balanced import BalancedELB
 from limner.pipeline import TextToImage
 from limner.progress import progress
 from limner.recipes.recipe import (
+    TITLES,
     Bundled,
     ContrastiveStage,
     DVAEStage,
     PriorStage,
     Recipe,
+    dvae_config,
     fitted_contrastive,
     fitted_prior,
 )
-from limner.runs.beside import contrastive_beside
+from limner.runs.beside import contrastive_beside, trained_together
 from limner.runs.collapse import CollapseWarning
 from limner.text.bpe import Tokenizer
 from limner.training.checkpoint import completed, load_weights, step_of
@@ -69,10 +71,15 @@ _EVALUATED = 512  # held-out samples that an evaluation during training looks at
 
 
 def train_all(
-    recipe: Recipe, data: str | Path, out: str | Path, stages: Sequence[Stage] | None = None
+    recipe: Recipe,
+    data: str | Path,
+    out: str | Path,
+    stages: Sequence[Stage] | None = None,
+    before: Callable[[Sequence[Stage]], object] | None = None,
 ) -> TextToImage | None:
     """Train the stages (all by default) and write `out/bundle`, which is returned once all three exist.
 
+    `before` is called with the stages when it is known that they can be trained.
     On a CPU with several threads the prior and the contrastive model train at the same time.
     """
     run, wanted = Stages.of(recipe, data, out), stages or STAGES
@@ -80,11 +87,13 @@ def train_all(
         run.check(wanted)
         save_json(recipe, run.out / "recipe.json")
         credited = run.credited()
+        if before:
+            before(wanted)
         dvae = run.dvae(train="dvae" in wanted)
         if not {"prior", "contrastive"} & set(wanted):
             return None
         tokenizer = run.tokenizer()
-        both = {"prior", "contrastive"} <= set(wanted) and run.device.type == "cpu" and torch.get_num_threads() > 1
+        both = trained_together(wanted, run.device)
         with contrastive_beside(recipe, data, run.out, lock) if both else nullcontext() as watch:
             prior = run.prior(tokenizer, dvae, "prior" in wanted, [watch] if watch else [])
         contrastive = run.contrastive(tokenizer, dvae, train="contrastive" in wanted and not both)
@@ -133,10 +142,8 @@ class Stages:
         recipe = self.recipe
         found: dict[Stage, tuple[DVAEStage | PriorStage | ContrastiveStage, Any]] = {}
         try:
-            if isinstance(recipe.dvae, Bundled):
-                pictures = bundles.load_model(recipe.dvae.bundle, "dvae").config
-            else:
-                pictures = recipe.dvae.model
+            pictures = dvae_config(recipe)
+            if isinstance(recipe.dvae, DVAEStage):
                 found["dvae"] = recipe.dvae, pictures
             vocab = self.known_tokenizer()
             vocab = vocab.vocab_size if vocab else recipe.text.vocab
@@ -328,8 +335,7 @@ class Stages:
         if self._begin(name, model):
             record = {**record, "start": self.recipe.start}
         stream = Stream(data, config.batch_size, config.seed, prefetch=2)
-        title = {"dvae": "dVAE", "prior": "prior", "contrastive": "contrastive model"}[name]
-        with progress(f"training the {title}", config.steps) as bar:
+        with progress(f"training the {TITLES[name]}", config.steps) as bar:
             train(
                 model,
                 stage.objective,

@@ -336,7 +336,7 @@ def test_recipe_settings_can_be_overridden_and_wrong_files_are_refused(tmp_path,
     out = tmp_path / "run"
     arguments = ["train", "data", "--out", str(out), "--recipe", "demo", "--prior.training.steps", "7"]
     assert main([*arguments, "--stages", "prior", "--prior.training.precision", "bf16"]) == 0
-    ((recipe, data, folder, stages),) = seen
+    ((recipe, data, folder, stages, _),) = seen
     assert (recipe.prior.training.steps, data, folder, stages) == (7, "data", out, ("prior",))
     assert (recipe.prior.training.precision, recipe.contrastive.training.precision) == (Bf16(), Auto())
     assert main([*arguments, "--prior.training.precision", "fp8"]) == 2

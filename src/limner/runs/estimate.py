@@ -1,0 +1,167 @@
+"""How long the stages of a run will take on this machine, from a few steps of each.
+
+Weights and batches are random, since speed does not depend on them. Reading the data, evaluations and checkpoints are
+left out.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from limner.models.dvae import DVAEConfig
+from limner.recipes.recipe import (
+    TITLES,
+    Bundled,
+    ContrastiveStage,
+    DVAEStage,
+    PriorStage,
+    Recipe,
+    dvae_config,
+    fitted_contrastive,
+    fitted_prior,
+)
+from limner.runs.beside import trained_together
+from limner.training.checkpoint import completed, step_of
+from limner.training.run import Run
+from limner.training.step import update
+
+COMPANY = 1.25  # how much longer a step takes beside the other stage
+_ROOM = 1.2  # seconds that a batch may take that is tried here
+_FEW = 100  # steps that are not worth a trial
+_WORK = 5e11  # FLOPs of a sample that can be tried: some seconds on a slow processor
+_DAY = 86_400  # seconds
+
+Batches = Callable[[int], dict[str, Tensor]]
+
+
+def tell(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None = None) -> None:
+    """Say on stderr how long what is left of the stages will take, and beyond a day what to train instead: the recipe
+    `smaller`, or fewer steps. Says nothing where few steps are left, and never fails."""
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            lines = _lines(recipe, out, stages, smaller)
+    except Exception as error:  # training itself will say it, if it matters there
+        lines = [f"how long training will take cannot be tried ({type(error).__name__})"]
+    if lines:
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+
+def _lines(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None) -> list[str]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    together, threads = trained_together(stages, device), torch.get_num_threads()
+    lines, took, untried = [], dict.fromkeys(TITLES, 0.0), False
+    for name, title in TITLES.items():
+        stage = getattr(recipe, name)
+        if name not in stages or isinstance(stage, Bundled):
+            continue
+        done = completed(out / name)
+        steps = stage.training.steps - (step_of(done[-1]) if done else 0)
+        if steps <= _FEW:
+            continue
+        line, shares = f"  {title}: {steps:,} steps", together and name != "dvae"
+        if _work(recipe, name) > _WORK:
+            lines.append(f"{line} of a model that is too large to be tried")
+            untried = True
+            continue
+        try:
+            torch.set_num_threads(threads - threads // 2 if shares else threads)
+            each = seconds_a_step(*trial(recipe, name), _ROOM, device)
+        finally:
+            torch.set_num_threads(threads)
+        took[name] = each * steps * (COMPANY if shares else 1)
+        lines.append(f"{line}, about {_duration(took[name])}" + (" beside the other" if shares else ""))
+        if took[name] > _DAY:
+            what, total = f"the {title} alone", took[name]
+            break
+    else:
+        both = took["prior"], took["contrastive"]
+        what, total = "all of it", took["dvae"] + (max(both) if together else sum(both))
+    if not lines:
+        return []
+    known = f"{'more than' if untried else 'about'} {_duration(total)}" if total else "longer than can be tried"
+    end = f"{what} takes {known} on this machine"
+    if untried or total > _DAY:
+        end += f": {f'--recipe {smaller} is a smaller one' if smaller else 'lower the steps'}"
+    return ["a few steps of each stage were tried:", *lines, end]
+
+
+def _duration(seconds: float) -> str:
+    """ "40 minutes", "3 hours"."""
+    minutes = max(1, round(seconds / 60))
+    count, unit = (minutes, "minute") if minutes < 100 else (round(minutes / 60), "hour")
+    return f"{count:,} {unit}{'s' * (count > 1)}"
+
+
+def _model(recipe: Recipe, name: str, dvae: DVAEConfig) -> nn.Module:
+    """The model of a stage, with initial weights."""
+    if name == "dvae":
+        return dvae.build()
+    fitted = fitted_prior if name == "prior" else fitted_contrastive
+    return fitted(getattr(recipe, name), recipe.text, recipe.text.vocab, dvae).build()
+
+
+def _work(recipe: Recipe, name: str) -> float:
+    """FLOPs of a training step with one sample, roughly: 6 for each parameter at each position. All groups of a dVAE
+    take as many as the innermost one, which has most of the parameters and the positions of the grid."""
+    dvae = dvae_config(recipe)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in _model(recipe, name, dvae).parameters())
+    places = prod(dvae.grid)
+    if name == "contrastive":
+        places = (dvae.size // recipe.contrastive.model.patch) ** 2
+    return 6 * parameters * (places * dvae.groups if name == "dvae" else places + recipe.text.length)
+
+
+def trial(recipe: Recipe, name: str) -> tuple[nn.Module, DVAEStage | PriorStage | ContrastiveStage, Batches]:
+    """The model of a stage, the stage, and what makes random batches of any size for it."""
+    stage, text, dvae = getattr(recipe, name), recipe.text, dvae_config(recipe)
+    encoder = dvae.build() if isinstance(stage, PriorStage) and stage.augment else None
+
+    def batches(n: int) -> dict[str, Tensor]:
+        pixels = torch.randint(0, 256, (n, 3, dvae.size, dvae.size), dtype=torch.uint8)
+        if name == "dvae":
+            return {"pixels": pixels}
+        batch = {"text": torch.randint(0, text.vocab, (n, text.length))}
+        if isinstance(stage, PriorStage):  # with augmentation, each step encodes its pictures
+            image = encoder.tokens(pixels) if encoder else torch.randint(0, dvae.vocab, (n, prod(dvae.grid)))
+            return {**batch, "image": image}
+        if stage.distractors:
+            batch["distractors"] = torch.randint(0, text.vocab, (n, stage.distractors, text.length))
+        return {**batch, "pixels": pixels}
+
+    return _model(recipe, name, dvae), stage, batches
+
+
+def seconds_a_step(
+    model: nn.Module,
+    stage: DVAEStage | PriorStage | ContrastiveStage,
+    batches: Batches,
+    room: float,
+    device: torch.device | str = "cpu",
+) -> float:
+    """What a step of a stage takes here: two samples or more, as many as take about `room` seconds, and for the rest of
+    the batch what each of these took beyond the first."""
+    run, size = Run(model, stage.objective, stage.training, device), stage.training.batch_size
+
+    def took(samples: int) -> float:
+        begun = time.monotonic()
+        update(run, batches(samples))
+        return time.monotonic() - begun
+
+    took(1)  # warms up
+    one = took(1)
+    if size == 1:
+        return one
+    some = max(2, min(size, int(room / one)))
+    found = took(some)
+    if found < 1.5 * room:
+        found = median([found, took(some), took(some)])
+    return found + (size - some) * max(0.0, found - one) / (some - 1)
