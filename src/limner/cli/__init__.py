@@ -23,8 +23,8 @@ from limner.errors import UserError, printable, suggestion
 
 
 class Command(NamedTuple):
-    """`module.main(arguments)` runs it. `resumes`: the same call goes on after an interruption. `lower`: what to lower
-    where memory does not suffice."""
+    """`module.main(arguments)` runs it. `resumes`: after an interruption the same call continues. `lower`: what to
+    lower if memory does not suffice."""
 
     module: str
     help: str
@@ -140,7 +140,7 @@ def _take(flag: str, arguments: list[str]) -> bool:
 
 
 def _explain(error: BaseException, command: Command | None) -> tuple[int, str] | None:
-    """Exit code and sentence for what a user can mend; None for a fault of the program."""
+    """Exit code and sentence of an error that a user can mend; None for a fault of the program."""
     if isinstance(error, UserError):
         return 2, str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -163,7 +163,7 @@ _NO_MEMORY = re.compile("can't allocate memory|not enough memory|out of memory|S
 
 
 def _of_system(error: BaseException) -> str | None:
-    """What the operating system refused, also where a library (safetensors) wraps its error in one of its own."""
+    """The operating system's error, also if a library (safetensors) wraps it in one of its own."""
     if not isinstance(error, OSError):
         code = re.search(r"Os \{ code: (\d+)", str(error)) if type(error).__name__ == "SafetensorError" else None
         if code is None:
@@ -182,7 +182,7 @@ _shown: Counter[tuple[str, int]] = Counter()  # warnings so far from a place in 
 def _show_warning(
     message: Warning | str, category: object, filename: str, lineno: int, *_: object, **__: object
 ) -> None:
-    """A warning as one line, without the place in the source; the same kind three times at most."""
+    """A warning as one line, without its place in the source; each kind three times at most."""
     _shown[filename, lineno] += 1
     if _shown[filename, lineno] <= 3:
         print(f"limner: warning: {printable(message)}", file=sys.stderr)

@@ -1,5 +1,4 @@
-"""Options from dataclasses, by `tyro`, with its complaints put into one sentence; places that options name to write
-to."""
+"""Options from dataclasses, by `tyro`, with its errors put into one sentence; checks of paths to write to."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from limner.ranges import OutOfRange
 
 T = TypeVar("T")
 _TEMPORARY = 18  # bytes by which temporary names (`limner.files`) are longer than what they become
-_LONGEST = 300  # characters of a complaint, which repeats what was given
+_LONGEST = 300  # characters of an error message, which repeats what was given
 
 
 _REGISTRY = ConstructorRegistry()
@@ -44,7 +43,7 @@ def _by_name(of: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
     """An instance of the dataclass `cls` from command-line arguments.
 
-    Unions of dataclasses keep the member that `default` has; one of dataclasses without settings is chosen by name.
+    In a union of dataclasses the member is that of `default`; if the members have no settings, it is chosen by name.
     Raises `UserError` on a mistake; `--help` prints and exits.
     """
     markers = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
@@ -94,8 +93,8 @@ def _name(argument: Any) -> str:
 
 
 def _out_of_range(error: BaseException | None, cls: type) -> str | None:
-    """What a dataclass said of its fields when tyro made it, with the option's name: the errors that led to the one
-    that tyro reports are the dataclass's, and tyro's, which knows where the dataclass belongs."""
+    """What a dataclass found wrong with its fields, with the option's name. The error that tyro reports was caused by
+    the dataclass's own error, which has the sentence, and by one of tyro's, which knows the option."""
     place = ""
     while error is not None and not isinstance(error, OutOfRange):
         found = getattr(error, "arg", None)
@@ -112,7 +111,7 @@ def _out_of_range(error: BaseException | None, cls: type) -> str | None:
 
 
 def place(path: Path, folder: bool = False) -> Path:
-    """Where a file, or a folder, is to be written, found to be possible before work is done for it.
+    """Check that a file or folder can be written, before work is done for it. Returns the path.
 
     A folder's name is made explicit where it is "." or ends in "..". Raises `UserError`: something else is there, a
     name is too long, or nothing can be written there.

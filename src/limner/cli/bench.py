@@ -31,11 +31,11 @@ class BenchOptions(Checked):
     batch: Annotated[int, Range(0, 2**16)] = 4
     """Samples of a training step; 0 leaves training out."""
     checkpointing: bool = False
-    """Train with activations computed again in the backward pass."""
+    """Train with activations recomputed in the backward pass."""
     compiled: bool = False
     """Draw with compiled steps; half a minute of compilation for each line, the first time."""
     rounds: Annotated[int, Range(1, 1_000)] = 3
-    """Sparse and dense take turns; medians are shown, and ratios within rounds."""
+    """Rounds in which sparse and dense take turns; medians and ratios within rounds are shown."""
     plot: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Also draw the cost against candidates and grids as a PNG (needs matplotlib)."""
 

@@ -15,8 +15,8 @@ from limner.errors import printable
 
 @dataclass(frozen=True, kw_only=True)
 class BundleOptions:
-    """Copy a bundle, with what its model card should say. A dVAE's weights are stored in 16 bits where that loses
-    nothing, whatever --bits says."""
+    """Copy a bundle, with a model card of your words and scores. A dVAE's weights are stored in 16 bits if that changes
+    none of them, whatever --bits says."""
 
     source: Positional[str]
     """A run of `limner train`, or a bundle."""
@@ -29,7 +29,7 @@ class BundleOptions:
     scores: tuple[Path, ...] = ()
     """JSON files of `limner evaluate` whose tables go into the card."""
     bits: Literal[8, 16] = 16
-    """Of a number of the other two models; with 8 their matrices have a scale for each row."""
+    """Bits of each number of the prior and the contrastive model; with 8, matrices have a scale for each row."""
     prune: str | None = None
     """Leave out the codes of the dVAE that no picture of this data has."""
 

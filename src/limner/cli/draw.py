@@ -53,7 +53,7 @@ class Draw(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Edit(Settings):
-    """Draw a part of a picture anew, so that the whole fits a caption: below what is kept, or where a mask is light."""
+    """Draw a part of a picture anew to fit a caption: the part below what is kept, or where a mask is light."""
 
     image: Positional[Path]
     """The picture; its central square is taken."""

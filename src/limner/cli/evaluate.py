@@ -1,7 +1,7 @@
 """`limner evaluate composition | pairs | reconstruction | emoji`: measure a trained model.
 
-The defaults are what figures are published with: many captions, and a seed from 1,000 on, on which nothing was
-chosen. To choose between models or settings, give a seed below 1,000.
+The defaults are those of published figures: many captions, and seeds from 1,000 on, on which nothing was chosen. To
+choose between models or settings, give a seed below 1,000.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CompositionOptions(Checked):
     """Draw captions of the scenes world and let the oracle judge whether everything in them is right.
 
     Intervals are 95% and over combinations of size, fill, color, shape and background: 30 are held out, which the
-    captions share. What more candidates gain is told apart from nothing, or not, caption by caption.
+    captions share. The gain of more candidates is computed caption by caption, with its interval.
     """
 
     model: Positional[str] = "scenes"
@@ -99,7 +99,7 @@ class EmojiOptions(Checked):
     """Captions of each split, chosen at random."""
     candidates: Annotated[int, Range(1, 2**16)] = 16
     repeats: Annotated[int, Range(1, 1_000)] = 4
-    """How many times over every caption is drawn, each time with so many candidates: the held-out ones are few."""
+    """How many times each caption is drawn, each time with all candidates: the held-out captions are few."""
     seed: Annotated[int, SEEDS] = 1_000
     """Of the captions and their drawings. Choose between models on seeds below 1,000, publish from 1,000 on."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None

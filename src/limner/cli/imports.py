@@ -17,7 +17,7 @@ from limner.ranges import Checked, Range
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAIDVAE(Checked):
-    """Convert the two halves of the dVAE that OpenAI published, or of one like it. Nothing is rounded.
+    """Convert OpenAI's published dVAE, or one like it: an encoder and a decoder. Nothing is rounded.
 
     Each is the pickled module as published (encoder.pkl, decoder.pkl), or its state dict as torch or safetensors
     write it. No code in a file is run.

@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files; a row group whose number of rows cannot be true is one row."""
+"""Rows of Parquet and Arrow files. A row group that claims an impossible number of rows counts as one row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEPT_BYTES = 1 << 28  # of row groups that stay in memory
 
 
 class _Groups:
-    """Tables of Arrow, loaded when asked for, of which the last few are kept. Reading at random from a file whose
+    """Arrow tables, loaded when they are needed; the last few stay in memory. Reading at random from a file whose
     row groups hold many pictures is slow: `limner data prepare` turns it into shards."""
 
     def __init__(self, columns: Sequence[str], counts: Sequence[int]) -> None:
@@ -111,7 +111,7 @@ class Arrow(_Groups):
         columns = []
         for column in self._batches[group].columns:
             text = pyarrow.types.is_string(column.type)
-            # Offsets beyond the data would be read as they are; text is checked cell by cell.
+            # pyarrow would follow offsets beyond the data; text is checked cell by cell.
             (column.view(pyarrow.binary()) if text else column).validate(full=True)
             columns.append(column)
         return pyarrow.Table.from_arrays(columns, names=self.columns)

@@ -28,9 +28,9 @@ def attribution(source: Source) -> list[dict[str, Any]]:
 
 
 def united(*tables: object) -> list[dict[str, Any]]:
-    """One table of several, which may come from strangers: what is no row is left out.
+    """Several tables in one. They may come from strangers: what is not a valid row is left out.
 
-    A row that several have counts as often as in the one that has it most: they may be of the same pictures.
+    Tables may count the same pictures, so a row that several have gets its largest count, not the sum.
     """
     most: dict[_Row, int] = {}
     for table in tables:
@@ -53,7 +53,7 @@ def _row(meta: Mapping[str, Any]) -> _Row:
 
 
 def _table(counted: Iterable[tuple[_Row, int]]) -> list[dict[str, Any]]:
-    """Rows beyond the first `ROWS` that differ are not kept apart, so that memory is bounded whatever comes."""
+    """After `ROWS` different rows the rest is counted in one, so that memory stays bounded."""
     counts: Counter[_Row] = Counter()
     others = 0
     for row, count in counted:

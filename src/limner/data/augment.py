@@ -1,4 +1,4 @@
-"""The paper's two augmentations and the exact area resizing that they stand on.
+"""The paper's two augmentations, and the exact area resizing that they use.
 
 `augment_dvae` is Listing 1 of Ramesh et al. 2021 (appendix A.2), `augment_prior` Listing 2 (appendix
 B.2): the same integer arithmetic, the same bounds (upper ends exclusive where TensorFlow's are), the
@@ -108,7 +108,7 @@ def area_resize(
     """Resize uint8 [H, W, C] to uint8 [height, width, C] by averaging over the area of each output
     pixel, rounding half to even. Works up and down.
 
-    `window` = (top, left, rows, columns) returns that part of the result alone, at its share of
+    `window` = (top, left, rows, columns) computes only that part of the result, at its share of
     the cost.
     """
     top, left, rows, columns = window or (0, 0, height, width)

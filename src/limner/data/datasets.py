@@ -85,7 +85,7 @@ class ImageCaptionDataset:
         self.distractors, self.threads = distractors, threads or os.cpu_count() or 1
         self._target = largest_side(augment, size)
         self._defects: dict[int, str] = {}
-        # One block for all: small arrays that stay, between large ones that go, would tear the heap apart.
+        # One block for all: small arrays that stay between large ones that are freed would fragment the heap.
         keeps = augment == "none" and len(source) * 3 * size**2 <= keep_bytes
         self._kept = np.empty((len(source), 3, size, size), np.uint8) if keeps else None
         self._kept_words: dict[int, tuple[tuple[str, ...], Falsehood | None]] = {}
@@ -102,8 +102,8 @@ class ImageCaptionDataset:
             return Counter(self._defects.values())
 
     def _read(self, index: int, rng: np.random.Generator, out: np.ndarray) -> tuple[tuple[str, ...], Any, str | None]:
-        """Sample `index` augmented into `out` [3, size, size]; its captions and, for distractors, which others
-        are wrong of it (None if nobody knows), or why it is bad."""
+        """Write sample `index`, augmented, into `out` [3, size, size]. Returns its captions, the test of which other
+        captions are false of it (None if unknown, or without distractors), and the reason if it is bad."""
         if index in self._defects:
             return (), None, self._defects[index]
         if self._kept is not None and index in self._kept_words:
@@ -127,8 +127,8 @@ class ImageCaptionDataset:
         return captions, wrong, None
 
     def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[int, str | None, Any, Any]:
-        """One training sample into `out`: which one it is, its caption (None if dropped), its generator, and which
-        captions are wrong of it."""
+        """Write one training sample into `out`. Returns its index, its caption (None if dropped), its generator, and
+        the test of which captions are false of it."""
         n = len(self.source)
         for which in ((index + step) % n for step in range(n)):
             rng = sample_rng(seed)

@@ -7,12 +7,12 @@ Candidates of *one* caption differ in a single thing. So, a third of the time ea
   "a small red circle" becomes "a small blue circle" or "a small red square";
 - two words change places where each could stand in the other's: "a red circle above a blue square"
   becomes "a red square above a blue circle";
-- two phrases do: it becomes "a blue square above a red circle". Without these a model learns what there
-  is, and not where (docs/LOG.md).
+- two phrases change places: "a red circle above a blue square" becomes "a blue square above a red circle".
+  Without these a model learns what there is, and not where (docs/LOG.md).
 
-That needs no grammar and serves any data. What says the same is left out as far as can be told: a list in
-another order, and, where the facts of a picture are known (`worlds/truth.py`), whatever is true of it. What held-out
-samples say is left out, too, since a model that is taught that it is wrong cannot be tested on it.
+This needs no grammar and works on any data. Captions that mean the same are left out as far as they can be recognised:
+a list in another order, and, if the facts of a picture are known (`worlds/truth.py`), whatever is true of it. Captions
+of held-out samples are left out, too: a model that was taught that they are wrong cannot be tested on them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _LIST = re.compile(r",|\band\b|\bor\b")  # around these, phrases change places a
 class Distractors:
     """`distract(caption, rng)` gives a distractor, or None where there is none.
 
-    `captions` are those of training, `held_out` those that no distractor may say. `falsehood` makes a sample's metadata
-    a judge of captions, or None where it does not say what is true.
+    `captions` are those of training, `held_out` those that no distractor may equal. `falsehood` turns a sample's
+    metadata into a test of whether a caption is false of it, or None if the metadata does not say what is true.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Distractors:
         }
 
     def distract(self, caption: str, rng: np.random.Generator, wrong: Falsehood | None = None) -> str | None:
-        """A word exchanged, two words swapped or two phrases turned round; `wrong` tells whether that is wrong of
-        the picture, where it can be told."""
+        """A caption with a word exchanged, two words swapped or two phrases swapped. `wrong`, if known, tests whether a
+        caption is false of the picture."""
         kinds = (self._exchange, self._swap, self._turn)
         said = _items(caption)
         for i in rng.permutation(len(kinds)):
@@ -90,7 +90,7 @@ class Distractors:
             yield _swapped(caption, first, second)
 
     def _turn(self, caption: str, rng: np.random.Generator) -> Iterator[str]:
-        """Two phrases that can change places so that every word stands where it could, the longest first."""
+        """Captions with two phrases swapped such that every word stands where it could, the longest phrases first."""
         words = list(_places(caption))
         pairs = [(one, other) for one, other in combinations(words, 2) if one[1] != other[1]]
         starts, ends = [], []
@@ -117,7 +117,7 @@ def _items(caption: str) -> list[str]:
 
 
 def _swapped(caption: str, first: tuple[int, int], second: tuple[int, int]) -> str:
-    """With two stretches of it in each other's place; the first ends before the second begins."""
+    """The words with two stretches swapped; the first ends before the second begins."""
     (begin, end), (start, stop) = first, second
     return caption[:begin] + caption[start:stop] + caption[end:start] + caption[begin:end] + caption[stop:]
 

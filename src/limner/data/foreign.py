@@ -1,4 +1,4 @@
-"""What may come from outside, and how it is read: files, text and metadata that strangers made.
+"""Safe reading of what strangers made: files, text and metadata.
 
 Nothing here trusts a name, a size or a type. A path that is no regular file (a FIFO, a device, a
 folder) is never opened, since reading it may wait for ever or never end. Whatever is too large is not
@@ -37,7 +37,7 @@ _Read = TypeVar("_Read", bound=Callable[..., Any])
 
 
 def counted(read: _Read) -> _Read:
-    """For the methods of a source: whatever else they raise becomes `Rejected`, "unreadable sample".
+    """Decorates the methods of a source: any other exception becomes `Rejected`, "unreadable sample".
 
     One sample never ends a loop over all of them. An index out of range stays an `IndexError`.
     """
@@ -64,11 +64,11 @@ READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """A descriptor to read a regular file from. Raises `OSError` for whatever else there is, and never waits."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # to open a device may already be an act
+    """A descriptor to read a regular file from. Raises `OSError` for anything else, and never waits."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may already have an effect
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     descriptor = os.open(path, READ)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # it was exchanged in between
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # it was replaced in between
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     return descriptor
@@ -113,7 +113,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def facts(raw: Any) -> dict[str, Any]:
-    """Metadata such that JSON and UTF-8 can say it, with a "split" that is one of ours where it means one.
+    """Metadata that fits into JSON and UTF-8, with its "split" renamed to ours if it means one of them.
 
     Bytes are left out, dates and decimals become text, NaN becomes null. Raises `Rejected`: "metadata too
     large", or "broken metadata" if it is nested too deep or if the split is not a name.

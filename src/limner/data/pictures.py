@@ -1,9 +1,9 @@
 """Decode pictures from strangers: bounded in time and memory, whatever they claim to be.
 
 A picture's size is read from its header before any memory is spent on pixels, and only plain raster
-formats are decoded (Pillow's EPS reader, for one, would start Ghostscript). What decoding will take is
-worked out from the header as well, and threads wait until it fits into `BUDGET` together with what
-others are decoding; a single picture may always go alone.
+formats are decoded (Pillow's EPS reader, for one, would start Ghostscript). The memory that decoding will
+take is calculated from the header as well, and threads wait until it fits into `BUDGET` beside what
+others are decoding. A picture larger than `BUDGET` is decoded alone.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _local = threading.local()
 
 
 class Budget:
-    """Bytes that threads share. Whoever needs some waits, in turn, until they are free; the first one never
-    waits, however much it needs."""
+    """Bytes of memory that threads share. A thread waits, in turn, until what it needs is free. A thread that is alone
+    never waits, however much it needs."""
 
     def __init__(self, total: int) -> None:
         self.total, self.used = total, 0
@@ -76,7 +76,7 @@ def decode_image(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0) 
 
 @contextmanager
 def decoded(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0, reuse: bool = False) -> Iterator[np.ndarray]:
-    """`decode_image` for a block of work on the picture, which keeps its share of `BUDGET` until the block ends.
+    """`decode_image` as a context manager: the picture holds its share of `BUDGET` until the block ends.
 
     `target` says that the caller will next resize the shorter side to at most that many pixels, by
     area. It allows two economies on JPEGs: to decode at 1/2, 1/4 or 1/8 (in the DCT domain) what
@@ -189,7 +189,7 @@ def _decode_jpeg(data: bytes, height: int, width: int, target: int, reuse: bool)
             min_factor=scale,
             buffer=buffer,
         )
-    except Exception:  # ValueError, or what memory is short for
+    except Exception:  # ValueError, or a MemoryError
         return None
 
 

@@ -34,7 +34,7 @@ _R = TypeVar("_R")
 class Counts:
     """How many samples were kept, how many were rejected for each reason, and how many are of each split.
 
-    What a sample is, each kind of source says (`FolderSource`, `ShardReader`, `tables`); each is either kept or
+    Each kind of source defines what a sample is (`FolderSource`, `ShardReader`, `tables`). A sample is either kept or
     rejected for one reason.
     """
 
@@ -69,8 +69,8 @@ def prepare(
 
     `filters` defaults to the paper's. With `size`, a picture whose shorter side is longer is resized
     by area until it is `size` (JPEGs are stored again at quality 95, others as PNG); otherwise the
-    encoded bytes are copied. Of samples that name no split, the share `held_out` is kept from training,
-    evenly spread. `progress` is told of each sample.
+    encoded bytes are copied. Of samples that name no split, the share `held_out` becomes held-out samples,
+    evenly spread. `progress` is called with 1 after each sample.
     Raises `UserError` if `out` is in use, or if no sample is good: `out` then counts as incomplete.
     """
     if isinstance(source, str | os.PathLike):
@@ -122,7 +122,8 @@ def _prepare_one(sample: Sample, filters: Filters, size: int | None) -> tuple[Sa
 
 
 def _kept_back(n: int, share: float) -> bool:
-    """True for that share of all n, evenly spread: the second one first, so that few samples have one as well."""
+    """Whether sample `n` is held out: a `share` of all, evenly spread, from the second one on, so that few samples have
+    one as well."""
     return n > 0 and floor((n - 1) * share) > floor((n - 2) * share)
 
 

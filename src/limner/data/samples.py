@@ -2,11 +2,11 @@
 
 A `Sample` is an encoded picture, its captions (several phrasings of the same thing) and whatever
 else is known about it. A defect is not an error of the program: `Rejected` carries a short, stable
-reason, so that whoever reads can skip the sample and count why. Every element of a source is either
+reason, so that a reader can skip the sample and count the reason. Every element of a source is either
 kept or rejected for one reason: what goes in equals what is kept plus what is rejected.
 
-A sample belongs to the split that its metadata names: "train" or "held-out", or neither, in which case
-nobody reads it (`unread` says so). What names no split is for training.
+A sample belongs to the split that its metadata names. If that is neither "train" nor "held-out", it is never read
+(`unread` says so). A sample that names no split is for training.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Selection:
 
 
 def by_split(source: Source) -> dict[str, Selection]:
-    """The samples of each split. What names none is for training, and so is what cannot be read: there it is
-    rejected, and counted, when its turn comes."""
+    """The samples of each split. Samples that name none are for training. So are unreadable ones, which are rejected
+    and counted when they are read."""
     indices: dict[str, list[int]] = {}
     for index in range(len(source)):
         try:

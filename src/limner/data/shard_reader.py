@@ -1,4 +1,4 @@
-"""Reading a data set of shards: the samples of tar files as `shard_writer.py` lays them out, or somebody else.
+"""Reading a data set of shards: the samples of tar files written by `shard_writer.py` or by other tools.
 
 Tars are read in place: their headers are scanned once into an index of offsets, and a sample is then one `pread`.
 A reader holds no open file, so threads share it and processes inherit it freely.
@@ -33,15 +33,15 @@ _REASONS = {
 class ShardReader:
     """Random access to the samples of tar files, in the order of the files and within them.
 
-    An element is a picture, with the caption and the metadata of the same key (the name without what
-    follows its last dot; the same in another of the archives joined in a tar is another key), or a caption
-    or metadata without a picture. Where keys come several times in an archive, the first picture goes with the
-    first caption and so on if there are as many, or a single caption goes with the first picture. Beside
-    these, each damaged tar is one element, since how many samples lie behind the damage is not known.
+    An element is a picture with the caption and the metadata of the same key, or a caption or metadata without a
+    picture. A key is the name up to its last dot; equal names in different archives of a joined tar are different
+    keys. If a key occurs several times in an archive, the first picture belongs to the first caption and so on, if
+    there are as many; a single caption belongs to the first picture. Each damaged tar is one more element, since the
+    number of samples behind the damage is unknown.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], splits: Sequence[str | None] | None = None) -> None:
-        """`splits` names the split of each file's samples, for those that name none themselves."""
+        """`splits` gives, for each file, the split of its samples that name none themselves."""
         self.paths = [Path(path) for path in paths]
         self._splits = list(splits or [None] * len(self.paths))
         for folder in {path.parent for path in self.paths}:

@@ -3,8 +3,8 @@
 A shard `00000.tar` holds, for each sample, `KEY.png` (or .jpg, .webp), `KEY.txt` (the caption;
 several phrasings, one a line) and `KEY.json` (metadata: "split", ground truth, ...).
 
-A folder that `ShardWriter` is still filling, or was killed in, contains a file `INCOMPLETE`; readers
-refuse it. The last acts of a writer are `dataset.json`, the summary, and removing that mark. The
+A folder that is not finished contains a file `INCOMPLETE`, and readers refuse it. A writer's last steps are to write
+the summary, `dataset.json`, and to remove that mark. The
 bytes are a function of the samples alone (no times, no owners), so the same data gives the same files.
 """
 

@@ -1,4 +1,4 @@
-"""Open image-caption data as it lies on disk.
+"""Open image-caption data on disk, of whatever kind.
 
 `open_source` takes a folder, a file or a glob and finds out what it is:
 
@@ -12,9 +12,8 @@ Data from elsewhere is not trusted. A table may not name files outside its own f
 `allow_outside`), only regular files are opened, and what is too large or not what it should be is
 rejected for a reason that is counted (`foreign.py`, `pictures.py`).
 
-Where samples name no split, the folders and files that they lie in do, in the way of Hugging Face: a word
-such as "train", "validation" or "test" in the name of a folder, or in that of a table or shard. A single
-file that is named itself is read whatever its name.
+Samples that name no split get it from the names of their folders, table or shard, as with Hugging Face: from a word
+such as "train", "validation" or "test". A single file that is given as the path is read whatever its name.
 """
 
 from __future__ import annotations
@@ -67,11 +66,11 @@ def open_source(
     """Open a folder, a file or a glob of pictures with captions.
 
     Args:
-        caption, image: the columns of a table, where their names do not tell.
+        caption, image: the columns of a table, if their names do not show which they are.
         split: keep the samples whose metadata names this split ("train", "held-out").
         allow_outside: let a table name files outside its folder.
 
-    Raises `UserError` if there is nothing to read or the columns cannot be told.
+    Raises `UserError` if there is nothing to read or the columns are not recognised.
     """
     source = _open(os.fspath(path), caption, image, allow_outside)
     if len(source) == 0:
@@ -177,7 +176,7 @@ def _list(value: Any) -> list[Any]:
 def _splits(files: Sequence[Path], root: Path) -> list[str | None]:
     """The split that each table or shard is of, by the words in its name and in those of the folders below `root`.
 
-    One file alone names none: whoever names it wants it.
+    A single file gets none: who gives its path wants it read.
     """
     return [_split_in(file.relative_to(root).parts) for file in files] if len(files) > 1 else [None]
 
@@ -195,7 +194,7 @@ class FolderSource:
     """Pictures and the `.txt` files of the same name beside them.
 
     An element is a picture, or a caption without one. Of several pictures with one name (`a.png`, `a.jpg`) the first
-    has the caption, and each of the others is rejected: it would otherwise be trained on and held out at once.
+    has the caption, and each of the others is rejected: one could otherwise be trained on and the other held out.
     """
 
     def __init__(self, files: Sequence[Path], root: Path) -> None:

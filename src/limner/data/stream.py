@@ -5,7 +5,7 @@ set of `n`; which element it is follows from (seed, epoch), and all its randomne
 phrasing, BPE dropout) from its own seed, a hash of (seed, k). Nothing else enters: not the batch
 size, not the number of ranks, not threads. Hence
 
-- resuming needs one number, the position (the data set's size comes along, to tell that it is another one);
+- resuming needs one number, the position (with the data set's size, to notice that the data has changed);
 - `world` ranks only divide each batch (`Stream.divide`): rank r takes the r-th slice, and the slices together
   are the batch that a single rank would have seen;
 - the order is a sort by hash rather than a library's shuffle, so it cannot change with a version.
@@ -34,8 +34,8 @@ class Dataset(Protocol):
 
     def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
         """The samples `indices` (int64 [B]); sample b draws all its randomness from seeds[b]
-        (uint64 [B]), so that it comes out the same in whatever batch it lies. Where others have to stand in for some
-        of them, "index" (int64 [B]) says which."""
+        (uint64 [B]), so that it is the same in whatever batch it lies. If other samples replace bad ones, "index"
+        (int64 [B]) says which samples they are."""
         ...
 
 
@@ -65,8 +65,8 @@ def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
 class Stream:
     """Batches of `batch_size` samples, for ever; "index" says which element of the data set each row is.
 
-    With `prefetch > 0` one thread prepares that
-    many batches ahead; `position` and `state_dict` still count only what was consumed.
+    With `prefetch > 0` one thread prepares that many batches ahead; `position` and `state_dict` still count only what
+    was consumed.
     """
 
     def __init__(

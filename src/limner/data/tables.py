@@ -41,7 +41,7 @@ class Table(Protocol):
 
 
 class TableSource:
-    """The rows of tables, one element each. Of several tables one that cannot be read is an element too."""
+    """The rows of tables, one element each. Among several tables, one that cannot be read is one element."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class TableSource:
         allow_outside: bool,
         splits: Sequence[str | None],
     ) -> None:
-        """`splits` names the split of each file's rows, for those that name none themselves."""
+        """`splits` gives, for each file, the split of its rows that name none themselves."""
         self.files, self.allow_outside = list(files), allow_outside
         self._splits = list(splits)
         self._tables = [_open_table(file, alone=len(files) == 1) for file in files]
@@ -126,7 +126,7 @@ def _find_column(what: str, wanted: str | None, known: Sequence[str], columns: S
     for name in known:
         if name in lowered:
             return lowered[name]
-    raise UserError(f"{where} has no {what} column that can be told by its name: name one of {listed}")
+    raise UserError(f"{where} has no {what} column with a known name: name one of {listed}")
 
 
 def _open_table(path: Path, alone: bool) -> Table:

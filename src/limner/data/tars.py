@@ -1,6 +1,6 @@
-"""Where the files in a tar lie, by its headers alone, in all archives that are joined in it, as far as it is undamaged.
+"""Where the files in a tar lie, found from its headers alone, up to the first damage.
 
-Nothing is unpacked, and what a header says is believed only within bounds.
+A tar may be several joined archives. Nothing is unpacked, and numbers in a header are checked against bounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MISSING, DAMAGED = -1, -2  # in place of an offset: why there is nothing to read
 
 
 class Member(NamedTuple):
-    """A file in a tar: which of the archives joined in it, its name, where its bytes begin, how many they are.
+    """A file in a tar: the number of its archive among the joined ones, its name, the offset and number of its bytes.
 
     A link has a name and nothing else: its offset is `MISSING`.
     """
@@ -33,8 +33,8 @@ class Member(NamedTuple):
 def tar_members(path: str | os.PathLike[str]) -> Iterator[Member]:
     """The files and links in a tar, by its headers alone, in all archives that are joined in it (`cat a.tar b.tar`).
 
-    What cannot be walked any further (a damaged header, an end without the zero block that closes an archive, a
-    file that cannot be opened) is one last member without a name, of offset `DAMAGED`, and a warning.
+    Where the headers cannot be followed any further (a damaged header, an archive without its closing zero block, a
+    file that cannot be opened), there is a warning and one last member without a name, of offset `DAMAGED`.
     """
     try:
         descriptor = open_regular(path)
@@ -85,7 +85,7 @@ def _walk(descriptor: int, path: str) -> Iterator[Member]:
             said = {}
         if member.isreg() or member.type in _EXTENSIONS or member.type not in tarfile.SUPPORTED_TYPES:
             at += -(-size // _BLOCK) * _BLOCK
-    if at < end or not ended or end % _BLOCK:  # an archive is whole blocks: what is not has lost something
+    if at < end or not ended or end % _BLOCK:  # an archive is whole blocks: one that is not has lost something
         warnings.warn(f"{path} is damaged at byte {min(at, end)}: what follows is left out", stacklevel=3)
         yield Member(archive, "", DAMAGED, 0)
 

@@ -1,8 +1,8 @@
-"""Rows of text files, of which only the places are kept in memory; a row is parsed when it is asked for.
+"""Rows of text files. Only their offsets are kept in memory; a row is parsed when it is read.
 
 .jsonl, .ndjson   a row is a line that is not empty
-.csv, .tsv        a row is a record, and of a record that breaks off (a quote that is never closed, more
-                  fields than columns in several lines) each line: the reader goes on behind its first line
+.csv, .tsv        a row is a record. If a record is broken (a quote that is never closed, or several lines with more
+                  fields than columns), its first line is one broken row and reading continues on the next line
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MAX_LINES = 64  # of a record of CSV
 
 
 class _Lines:
-    """Spans of bytes in a text file, each of which is a row. A span that ends before it begins is a row that is
-    broken, or too long if it is also empty."""
+    """Spans of bytes in a text file, each of which is a row. A span that ends before it begins marks a broken
+    row, or a row that is too long if it is also empty."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.columns = path, list[str]()
@@ -146,9 +146,9 @@ class Csv(_Lines):
 
 
 class _Pulled:
-    """Lines of a file from a place on, as text; `ends` says where those that a record has taken end.
+    """Lines of a file from an offset on, as text; `ends` collects the offsets where a record's lines end.
 
-    Raises `ValueError` if a record takes too many, or one that is too long.
+    Raises `ValueError` if a record has too many lines, or one that is too long.
     """
 
     def __init__(self, file: BinaryIO, at: int) -> None:

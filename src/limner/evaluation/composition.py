@@ -1,18 +1,18 @@
-"""Does a drawing show what was asked for? On the scenes world, the oracle can tell.
+"""The share of drawings that show what their caption says, by the oracle of the scenes world.
 
 Captions of scenes whose attribute combinations were held out of training (or of training scenes, for
 comparison) are drawn with many candidates each. A drawing is right if *everything* in the caption is:
 the number of things, and for each its size, fill, color and shape, their relation, the background.
 
-"Best of k" is what a user gets who asks for k candidates: of the first k, the one that the contrastive
-model likes best. The *ceiling* is what a perfect reranker would get: any of the first k is right. Both come
-from one set of drawings. What a larger k gains is taken caption by caption.
+"Best of k" is what a user gets who asks for k candidates: the one of the first k that the contrastive model
+scores highest. The *ceiling* is what a perfect reranker would get: any of the first k is right. Both come
+from one set of drawings. The gain of a larger k is computed caption by caption.
 
-Held-out captions share the 30 combinations that are held out, so that intervals are over combinations (see
+Held-out captions share the 30 combinations that are held out, so intervals are over combinations (see
 `intervals.py`).
 
-A figure is worth as much as its captions are fresh. Whatever is chosen by such a score (a bundle, a setting)
-is chosen on seeds below 1,000; what is published comes from `PUBLISHED` on, and no choice is made there.
+Captions that a choice was made on do not measure it. A bundle or a setting is chosen by scores on seeds below
+1,000; published scores are on seeds from `PUBLISHED` on, and no choice is made on those.
 Different seeds draw their captions and drawings from numbers of their own.
 
 Pairs are asked with the upper half given (Ramesh et al. 2021, Figure 14): a right drawing leaves it as it
@@ -87,7 +87,7 @@ def drawing_seed(seed: int, i: int) -> int:
 
 
 def combination(*panels: Scene) -> str:
-    """The combination that a caption counts for: the lowest held-out one, else the first thing's."""
+    """The combination that a caption counts for: the first held-out one in sorted order, else its first thing's."""
     found = [(thing.look, panel.background) for panel in panels for thing in panel.things]
     look, background = min((one for one in found if scenes.held_out(*one)), default=found[0])
     return f"{' '.join(look)} on {background}"

@@ -1,13 +1,13 @@
 """Shares with 95% intervals, over clusters of cases that are alike.
 
-1,024 held-out captions share 30 held-out combinations, and a model that cannot draw one of them fails with
-all of its captions: they tell less than 1,024 unrelated captions would. So the variance of a share is taken
+1,024 held-out captions share 30 held-out combinations, and a model that cannot draw a combination fails on
+all of its captions. So they tell less than 1,024 unrelated captions would. Therefore the variance of a share is taken
 between clusters (Liang & Zeger 1986), turned into the number of unrelated cases that would vary as much
 (the effective sample size, never above the real one, and corrected for the few clusters by Student's t:
 Korn & Graubard 1998), and Wilson's interval is taken for that number, which is sensible also near 0 and 1.
-It says how far the share may be off for other clusters of the kind, not only for other cases of these.
+It covers other clusters of the kind, not only other cases of these clusters.
 
-If all verdicts are the same, nothing tells how alike a cluster's cases are, and they count as unrelated.
+If all verdicts are the same, the likeness within clusters cannot be estimated, and the cases count as unrelated.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Gain:
 
     @staticmethod
     def of(values: np.ndarray, others: np.ndarray, clusters: Sequence[str]) -> Gain:
-        """`values` [n] less `others` [n], case by case. Where no case differs, n equal ones rule out so much."""
+        """The mean of `values` [n] less `others` [n], case by case. If no case differs, the interval is what n equal
+        cases rule out."""
         differences = np.asarray(values, float) - np.asarray(others, float)
         variance, degrees = _clustered(differences, clusters)
         mean = float(differences.mean())
@@ -82,7 +83,7 @@ class Gain:
         return Gain(value=mean, low=max(-1.0, mean - reach), high=min(1.0, mean + reach))
 
     def __str__(self) -> str:
-        """In points of a hundred, and whether it is told apart from none."""
+        """In percentage points, and whether it differs from zero."""
         if self.low > 0:
             verdict = "better"
         elif self.high < 0:

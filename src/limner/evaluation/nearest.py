@@ -1,11 +1,11 @@
-"""Which real picture is a drawing most like? For data without an oracle, such as emoji.
+"""The real picture that a drawing is most like: a score for data without an oracle, such as emoji.
 
 A caption is drawn, the best of N is compared with *every* real picture by mean squared error over the
 pixels, and the nearest one tells what was drawn: the right one, or at least one of the same family
 (another skin tone or gender of it). That is a hard question for 3,900 pictures: by chance the answer is
 right once in 3,900 times.
 
-Captions are few, so that each may be drawn several times over. Intervals are over families, whose emoji are
+Captions are few, so each may be drawn several times. Intervals are over families, whose emoji are
 variants of each other (see `intervals.py`): they say how far the share may be off for other such emoji.
 """
 
@@ -100,7 +100,7 @@ class Nearest:
     settings: dict[str, Any]
 
     def rates(self) -> tuple[Rate, Rate]:
-        """Exactly the right one; the right one or a variant of it."""
+        """The shares of exactly the right one, and of the right one or a variant of it."""
         return Rate.of(self.right, self.families), Rate.of(self.related, self.families)
 
     def table(self) -> str:
@@ -133,8 +133,8 @@ def evaluate(
     seed: int = PUBLISHED,
     progress: Advance | None = None,
 ) -> Nearest:
-    """Draw the captions of `n` pictures of a split, one after another and `repeats` times over, each with
-    `candidates` to choose from; drawing i with `drawing_seed(seed, i)`."""
+    """Draw the captions of `n` pictures of a split in turn, all of them `repeats` times, each time with `candidates` to
+    choose from. Drawing i has the seed `drawing_seed(seed, i)`."""
     wanted = gallery.choose(split, n, seed) * repeats
     found, drawings = [], []
     for start in range(0, len(wanted), _TOGETHER):

@@ -1,4 +1,4 @@
-"""What a dVAE loses: pictures it has not seen, through its tokens and back.
+"""What a dVAE loses when pictures that it has not seen become tokens and pictures again.
 
 Hard reconstructions (argmax codes, as the prior sees them): PSNR, the codes in use and their perplexity
 over the whole set. For the scenes world also the share of reconstructions that the oracle reads as it

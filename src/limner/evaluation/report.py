@@ -28,7 +28,7 @@ class Row:
 
     Attributes:
         pictures: from left to right, each with the words below it.
-        right: whether the drawing keeps what the caption says; None where nobody can tell.
+        right: whether the drawing keeps what the caption says; None if that is not known.
     """
 
     caption: str

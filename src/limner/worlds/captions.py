@@ -1,6 +1,7 @@
 """Words of scenes: captions that describe them, and what a caption claims.
 
-`describe` says a scene in one of many ways; `parse` reads a caption back into `Claims`, which hold of a scene or not.
+`describe` puts a scene into words in one of many ways; `parse` reads a caption back into `Claims`, which hold
+of a scene or not.
 `describe_pair` and `parse_pair` do the same for image-to-image captions.
 """
 
@@ -58,7 +59,7 @@ def _noun(look: tuple[str, ...], rng: np.random.Generator, sized: bool, count: i
 
 
 def describe(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> str:
-    """One of the ways to say a scene. Now and then it leaves out the sizes or the background.
+    """One of the ways to put a scene into words. Now and then it leaves out the sizes or the background.
 
     Of two things that are above, below, left or right of each other, either is said first; but with
     probability `in_order`, always the upper or left one.
@@ -76,7 +77,7 @@ def describe(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> s
 
 
 def _body(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> str:
-    """The things, and how two of them stand, in any order."""
+    """The things in any order; if there are two, perhaps with their relation."""
     sized = rng.random() < _SAID
     things = [scene.things[i] for i in rng.permutation(len(scene.things))]
     looks = [t.look for t in things]
@@ -130,7 +131,7 @@ class Claims:
     background: str | None = None
 
     def hold(self, scene: Scene) -> bool:
-        """Whether everything said is so: number, looks, relation, background."""
+        """Whether everything said is true: number, looks, relation, background."""
         if self.background not in (None, scene.background):
             return False
         if len(scene.things) != len(self.looks):
@@ -206,7 +207,7 @@ class PairClaims:
 
 
 def parse_pair(caption: str) -> PairClaims | None:
-    """Read an image-to-image caption of this world; None if it is none."""
+    """Read an image-to-image caption of this world; None for any other caption."""
     match = _PAIR.fullmatch(" ".join(caption.lower().strip(" .").split()))
     if match is None:
         return None

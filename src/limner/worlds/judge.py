@@ -28,7 +28,7 @@ def satisfies(picture: np.ndarray, caption: str) -> bool:
 
 
 def pair_holds(said: Pair | PairClaims, picture: np.ndarray) -> bool:
-    """Whether the top of uint8 [H, H, 3] is as said and the bottom is that transform of the top.
+    """Whether the top of uint8 [H, H, 3] is as said and the bottom is the said transform of the top.
 
     A `Pair` says everything about its top, down to the places.
     """

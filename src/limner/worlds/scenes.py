@@ -9,11 +9,11 @@ Layout. A scene lives on a lattice of `12 x 12` units. A small thing fills a box
 one 5; boxes start on the lattice and never touch. The picture has `size / 12` pixels a unit, 48 x 48
 by default, so that a dVAE with 4x downsampling spends one token on each unit.
 
-Held-out split. What a thing is and lies on (size, fill, color, shape, background) is *held out* if it is
-in one of forty classes of a Latin-square colouring of all 1,200 combinations: whatever four of the five
-occur in training, and for every shape, size and fill all but one of the 40 pairs of a color and a
-background. A scene is held out if any of its things is. (Where one in eight was, many a color, shape, fill
-and background had a single size left, and a model learned that exception instead of the rule.)
+Held-out split. A Latin square divides all 1,200 combinations of what a thing is and lies on (size, fill, color, shape,
+background) into forty classes, and one class is *held out*. So any four of the five attributes occur together in
+training, and for every shape, size and fill all but one of the 40 pairs of a color and a background. A scene is held
+out if any of its things is. (When one in eight was held out, many combinations of color, shape, fill and background had
+a single size left, and a model learned that exception instead of the rule.)
 
 Pairs. "The exact same scene on the top as a sketch at the bottom" (Ramesh et al. 2021, Figure 14):
 two panels of `12 x 6` units, the lower one a `Transform` of the upper one.
@@ -122,7 +122,7 @@ class Pair:
 
     @property
     def bottom(self) -> Scene | None:
-        """What the lower panel shows, as a scene; None where no words of this world say it."""
+        """What the lower panel shows, as a scene; None if this world has no words for it."""
         if self.transform == "sketch":
             lines = tuple(replace(t, color="black", fill="outlined") for t in self.top.things)
             return replace(self.top, things=lines, background=PAPER)
@@ -155,7 +155,7 @@ def sample_scene(
 ) -> Scene:
     """A random scene of `count` things (1 to 4 by default).
 
-    Things of a held-out scene are free, but one at least has a held-out combination. With
+    In a held-out scene at least one thing has a held-out combination; the others may have any. With
     probability `identical` all things look alike ("three small red circles").
     """
     count = int(rng.integers(1, 5)) if count is None else count
@@ -183,9 +183,9 @@ def _sample_look(rng: np.random.Generator) -> Look:
 
 
 def sample_crowd(rng: np.random.Generator, *, split: Split = "train") -> Scene:
-    """A training scene that is full: up to twelve things, as many as fit. No caption says it; it is
-    what a dVAE learns things from, of which a described scene shows but a few. All fills are as
-    frequent, since the thin lines of outlines and stripes are what is hard to reconstruct."""
+    """A scene full of things: up to twelve, as many as fit. It has no caption. A dVAE learns things
+    from crowds, since a described scene shows only a few. All fills are equally frequent, since the
+    thin lines of outlines and stripes are hard to reconstruct."""
     background = str(rng.choice(list(BACKGROUNDS)))
     while True:
         looks: list[Look] = []

@@ -1,9 +1,9 @@
-"""Is a caption wrong of a picture? Where the facts of a picture are known, that is a question of fact.
+"""Whether a caption is false of a picture whose facts are known.
 
-Samples of the scenes world carry their truth in the metadata ("scene" or "pair"). `falsehood(meta)` gives what
-may serve as a wrong caption of such a sample in training: one that the world has words for, that is false, and
-that says no held-out combination, since training must not learn that those are wrong either. Of a held-out
-sample, which nobody trains on, any false caption will do.
+Samples of the scenes world carry their truth in the metadata ("scene" or "pair"). `falsehood(meta)` tests whether a
+caption may serve as a wrong one of such a sample in training: the world has words for it, it is false, and it says no
+held-out combination, since a model must not learn that those are wrong. For a held-out sample, which nobody trains on,
+any false caption will do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PIXELS = 2 * UNITS  # across pictures that are compared: enough to tell any two
 
 
 def falsehood(meta: Mapping[str, Any]) -> Falsehood | None:
-    """The judge of captions of one sample; None where its metadata holds no truth of the scenes world."""
+    """The test of captions of one sample; None if its metadata holds no truth of the scenes world."""
     try:
         if "scene" in meta and _is_ours(scene := Scene.from_dict(meta["scene"])):
             return partial(_false_of_scene, scene)
@@ -48,7 +48,7 @@ def falsehood(meta: Mapping[str, Any]) -> Falsehood | None:
 
 
 def _is_ours(scene: Scene) -> bool:
-    """Whether it is a scene of this world; what is none may also raise."""
+    """Whether it is a scene of this world; for other values this may also raise."""
     known = (
         scene.background in BACKGROUNDS
         and (scene.width, scene.height) in ((UNITS, UNITS), (UNITS, UNITS // 2))

@@ -44,7 +44,7 @@ def write_scenes(
         held_out: share of samples that contain a held-out combination, marked as that split.
         pairs: share of image-to-image pairs, in either kind.
         things: how often described scenes have one, two, three and four things, relative to each other.
-        in_order: how often captions of two things say the upper or left one first whatever else they would say.
+        in_order: how often captions of two things are made to say the upper or left one first.
         progress: called with 1 after every sample.
     """
     shares = np.array(things) / sum(things)
