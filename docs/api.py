@@ -1,4 +1,4 @@
-"""The API reference, from the docstrings: `python docs/api.py OUT`. What pdoc warns of is an error.
+"""The API reference, from the docstrings: `python docs/api.py OUT`. A warning of pdoc is an error.
 
 pdoc was chosen over Sphinx with autodoc and over mkdocstrings: it needs no configuration and no page of ours.
 """

@@ -2,8 +2,8 @@
 
 python examples/train_on_a_folder.py photos/ runs/photos 3000
 
-The last number is the updates of each model; the recipe `emoji` has 3,000, 4,000 and 400. The same call goes on after
-an interruption.
+The last number is how many steps each model trains; the recipe `emoji` has 3,000, 4,000 and 400. After an interruption
+the same call continues.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """glibc's allocator, tuned for training.
 
 By default glibc maps each large tensor anew and unmaps it when it is freed, so every output of a layer
-pays for fresh, zeroed pages. Told to keep memory instead (no mmap, trim only beyond 8 GiB), a training
+pays for fresh, zeroed pages. If it keeps memory instead (no mmap, trim only beyond 8 GiB), a training
 step on two cores takes about 15 % less time. The setting is read when a process starts, hence the one
 re-exec below. It has no effect on results.
 """

@@ -1,6 +1,6 @@
 """`limner plan`: what training a recipe's prior would take, without touching a GPU.
 
-It also plans what limner cannot do yet, as the paper did it; `RUNS` says which is which.
+It also plans what the paper did and limner cannot do yet; `RUNS` says which is which.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from limner.profiling.cost import GB, GPUS, Cost
 from limner.ranges import Checked, Range
 
 RUNS = """\
-What of this limner can run today: training on one device, in fp32 or with bf16 autocast (fp32 weights, matrix
+What limner can run today: training on one device, in fp32 or with bf16 autocast (fp32 weights, matrix
 products in bf16), checkpointed or not. Its memory in fp32 is in the columns "fp32" and the "checkpointed" one beside
 it, with --gpus 1 --per-machine 1.
 Not yet: the paper's 16-bit formats ("16-bit (App. D)" and the "checkpointed" column beside it), parameters sharded
-over GPUs, gradients averaged between machines, and their compression (PowerSGD). What is said of these, and the
-times of more than one GPU, is worked out for a program that has them."""
+over GPUs, gradients averaged between machines, and their compression (PowerSGD). The figures for these, and the
+times on more than one GPU, are calculated for a program that has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Checked):
     """Parameters, memory, arithmetic, communication and time of a recipe's prior on a cluster.
 
-    Training itself runs on one device as yet, in fp32 or with bf16 autocast: the output says which figures are of
-    what cannot be run.
+    Training itself runs on one device so far, in fp32 or with bf16 autocast. The output says which figures are of
+    things that cannot be run yet.
     """
 
     recipe: str = "dalle-12b"

@@ -38,7 +38,7 @@ from limner.progress import Advance
 
 @dataclass(frozen=True)
 class TokenCache:
-    """The tokens of the good samples of a source: row k belongs to element `indices[k]` of it."""
+    """The tokens of the good samples of a source; row k is element `indices[k]` of the source."""
 
     tokens: np.ndarray  # [N, S] uint16 or int32
     captions: list[tuple[str, ...]]
@@ -63,8 +63,8 @@ def encode_tokens(
     """The tokens of every good picture of `source`, from the cache or through `encode`.
 
     `encode` maps uint8 [B, 3, size, size] to Long [B, S]; `key` identifies it (the dVAE's hash).
-    `progress` is told of the pictures of every batch, and of those in the cache. Raises `UserError` if no sample is
-    good.
+    `progress` is called with the number of pictures of every batch, and of those in the cache. Raises `UserError`
+    if no sample is good.
     """
     folder = Path(cache_dir) / digest(key, source.fingerprint(), f"{size} {part_size} v1")[:32]
     images = ImageCaptionDataset(source, size)

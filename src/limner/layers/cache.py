@@ -226,8 +226,8 @@ class Cache:
 
 
 class Together:
-    """Caches that share a step, each at a position of its own: their rows, one cache's after the other's, are one
-    batch to the rest of the model, and each cache attends for itself."""
+    """Caches at different positions that share a step. To the rest of the model their rows are one batch, cache after
+    cache; attention is computed for each cache alone."""
 
     def __init__(self, caches: Sequence[Cache]) -> None:
         self.caches = caches

@@ -181,8 +181,8 @@ class Cost:
         return {"layers": sum(layers), "logits": self._logits}
 
     def _layer(self, pattern: Pattern) -> float:
-        """Two inputs of LayerNorms in 32 bits; in 16 their outputs, q, k, v, the attention's output and
-        the MLP's hidden layer before and after GELU; the matrices in 16 bits, where fp32 is stored."""
+        """What a layer stores. In 32 bits: the inputs of its two LayerNorms. In 16 bits: their outputs, q, k, v, the
+        attention's output, the MLP's hidden layer before and after GELU, and a copy of the fp32 matrices."""
         c, b = self.config, self.samples
         d, n, p = c.width, self.positions, c.text_len + 1
         states = b * n * d * (2 * _MASTER + (2 + 3 + 1 + 8) * _HALF)
@@ -191,7 +191,8 @@ class Cost:
 
     @property
     def _logits(self) -> float:
-        """Some of them and their log-probabilities in 32 bits, and the gradients of what made them."""
+        """At most `LOGITS` of them at a time with their log-probabilities, and the gradients of the head's inputs and
+        weights, all in 32 bits."""
         c = self.config
         vocab = max(c.text_vocab, c.image_vocab)
         made = (self.samples * self.positions + 2 * vocab) * c.width * _MASTER
@@ -199,9 +200,9 @@ class Cost:
 
     @property
     def working(self) -> float:
-        """During one layer's backward pass: scores and their softmax in 32 bits and the weights in 16, with
-        the keys of all blocks in both; the gradients of the identity path, twice in 32 bits, and of the hidden layer,
-        twice in 16."""
+        """Held during one layer's backward pass. In 32 bits: scores and their softmax, the keys of all blocks, the
+        gradient of the identity path twice. In 16 bits: the weights, the keys of all blocks, the gradient of the hidden
+        layer twice."""
         c = self.config
         hidden = self.samples * self.positions * c.width * (2 * _MASTER + 8 * _HALF)
         found = []
