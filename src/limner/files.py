@@ -37,7 +37,7 @@ LOCK = ".lock"  # the file that `locked` leaves in a folder
 def require_file(path: str | os.PathLike[str]) -> None:
     """Raise `UserError` for a pipe, a device or a folder: reading one may never end.
 
-    What is missing is left to whoever opens it.
+    A missing path raises nothing here; opening it will.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"{path} is not a file but a folder, a pipe or a device")
@@ -168,7 +168,7 @@ def _temporary(path: Path, folder: bool) -> Iterator[tuple[Path, int]]:
         if fcntl is not None:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_nlink:  # else somebody took it for abandoned before it was locked
+        if os.fstat(descriptor).st_nlink:  # else another process removed it as abandoned before it was locked
             break
         os.close(descriptor)
     try:

@@ -86,7 +86,7 @@ def leaves(hint: Any) -> set[Any]:
 
 
 def short(value: object) -> str:
-    """A value as Python writes it, cut where nobody would read on."""
+    """A value as Python writes it, shortened if it is long."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         value = int(value)
         digits = value.bit_length() * 0.30103

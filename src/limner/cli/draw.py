@@ -18,7 +18,7 @@ from limner.progress import progress
 from limner.ranges import Checked, Range
 from limner.sampling.options import Options
 
-_NAME_BYTES = 120  # of a caption in a file's name, of which file systems allow 255 bytes, some of them 143
+_NAME_BYTES = 120  # of a caption in a file's name; names may have 255 bytes, on some file systems 143
 
 
 def _models() -> str:

@@ -75,7 +75,7 @@ class Pattern:
         return len(self.offsets) < self.ring
 
     def sees(self, back: Tensor) -> Tensor:
-        """Whether a position sees the one so many raster steps back, int64 [...] -> bool [...].
+        """Whether a position sees the one `back` raster steps before it, int64 [...] -> bool [...].
 
         A table, not `torch.isin`, which would sort: that takes gigabytes for the masks of long sequences. On
         the CPU whatever the default device, so that models can be built on the meta device.

@@ -36,7 +36,7 @@ from limner.numerics.precision import product
 _SHORT = 256  # positions up to which a dense mask is as fast
 _QUERIES = 64  # of a block, at least, where the grid allows: small products keep no machine busy
 _ALIGNED = 8  # keys of a block are a multiple of this: odd numbers make slow products
-_WEIGHTS = 3 << 19  # attention weights of a part, several of which are alive at once and fit a CPU's caches
+_WEIGHTS = 3 << 19  # attention weights of a part; several parts are alive at once and fit a CPU's caches
 _GPU_WEIGHTS = 1 << 26  # of a part on a GPU, where launching the kernels of small parts takes longer than they run
 
 

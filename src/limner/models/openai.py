@@ -124,7 +124,7 @@ def _names(raw: bytes) -> set[str]:
 
 
 def _tensors(module: _Part) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as `state_dict` would give them. Raises whatever a malformed module leads to."""
+    """Names and tensors as `state_dict` would give them. A malformed module may raise any exception."""
     todo, met = [("", module)], set()
     while todo:
         prefix, part = todo.pop()

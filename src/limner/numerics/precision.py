@@ -68,8 +68,8 @@ def has_fast_bf16(device: torch.device) -> bool:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of 16-bit (or 32-bit) matrices [..., n, m] and [..., m, k], summed and given in fp32.
 
-    `@` rounds the sums to the 16 bits of its inputs, eight of which are bf16's digits: a logit of 20 would be off by up
-    to 0.06 (App. D.2 of Ramesh et al. 2021 keeps logits in 32 bits).
+    `@` rounds the sums to the 16 bits of its inputs. bf16 keeps eight binary digits, so a logit of 20 would be off by
+    up to 0.06 (App. D.2 of Ramesh et al. 2021 keeps logits in 32 bits).
     """
     if a.dtype == b.dtype == torch.float32:
         return a @ b

@@ -48,7 +48,7 @@ def prune(pipe: TextToImage, used: Tensor) -> TextToImage:
 
 
 def _kept(model: nn.Module, smaller: M, used: Tensor) -> M:
-    """Fill `smaller`, on the CPU: wherever a tensor of `model` is longer, what is kept lies at `used`."""
+    """Fill `smaller`, on the CPU, from `model`; of an axis that is longer there, only the positions `used` are kept."""
     values = {name: value.cpu() for name, value in model.state_dict().items()}
     for name, there in smaller.state_dict().items():
         for dim in range(there.ndim):

@@ -1,6 +1,6 @@
 """Drawing tokens from the prior, one position after the other (Ramesh et al. 2021, §2.6; t = 1).
 
-Token-only: a function gives logits, this file turns them into choices. Each candidate owns one uniform
+Token-only: a function gives logits, this file turns them into choices. Each candidate has one uniform
 number for each position, drawn from its own seed, and a token is the inverse of the distribution
 function at that number. So candidate i of a caption is the same whatever the batch around it. Guidance
 and given tokens change the logits or replace choices; the numbers stay.

@@ -83,7 +83,7 @@ class Canvas:
         )
 
     def places(self, row_step: int) -> list[tuple[Size, int, int]]:
-        """Where things of which size may be: corners of windows, the best first."""
+        """Sizes and places where things may be, as (size, y, x) of a window's corner, the best first."""
         steps = row_step, max(1, self.unit // 2)
         first = SEARCH_BLUR * ALL_LOOKS
         least = FAINTEST * self.unit**2

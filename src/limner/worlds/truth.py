@@ -43,7 +43,7 @@ def falsehood(meta: Mapping[str, Any]) -> Falsehood | None:
             render_pair(pair, _PIXELS)
             return partial(_false_of_pair, pair)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
-        pass  # the word is somebody else's, and means something else
+        pass  # other data may use the same key for something else
     return None
 
 
