@@ -1,4 +1,4 @@
-"""`limner data scenes | emoji | prepare | show`: make, prepare or look at training data."""
+"""`limner data scenes | icons | emoji | prepare | show`: make, prepare or look at training data."""
 
 from __future__ import annotations
 
@@ -63,6 +63,37 @@ class EmojiOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class IconsOptions(Checked):
+    """Write drawings of the same subjects by several artists, with style, licence and author, pairs, and a split that
+    holds out combinations of subject and style.
+
+    Sets come from npm: `npm pack @iconify-json/twemoji` leaves a .tgz. For further names of the subjects, give the
+    .tgz of `npm pack cldr-annotations-full` too.
+    """
+
+    out: Positional[Path]
+    """A new folder, for tar shards."""
+    files: Positional[tuple[Path, ...]]
+    """Icon sets in Iconify's format: icons.json, or the .tgz of @iconify-json/NAME."""
+    size: Annotated[int, Range(16, 1_024)] = 64
+    """Side of the pictures in pixels, an even number."""
+    background: str = "white"
+    """What drawings lie on: a color of CSS, as white or #ffeecc."""
+    pairs: Annotated[float, Range(0, 1)] = 0.25
+    """How many drawings come a second time, on top of a pair ("the exact same tiger on the top as a line drawing at
+    the bottom")."""
+    tones: Annotated[int, Range(0, 100)] = 1
+    """Drawings with a skin tone of each subject and style, at most; the one without comes in any case."""
+    all_licenses: bool = False
+    """Take sets whose licence is not a permissive one, too: share-alike, or unknown."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size % 2:
+            raise OutOfRange("size", f"must be even, not {self.size}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrepareOptions(Checked):
     """Write the good samples of a source to tar shards; defects and what the filters reject are counted.
 
@@ -101,7 +132,7 @@ class ShowOptions(Checked):
 
 
 def main(argv: Sequence[str]) -> None:
-    dispatch("limner data", {"scenes": scenes, "emoji": emoji, "prepare": prepare, "show": show}, argv)
+    dispatch("limner data", {"scenes": scenes, "icons": icons, "emoji": emoji, "prepare": prepare, "show": show}, argv)
 
 
 def scenes(argv: Sequence[str]) -> None:
@@ -128,6 +159,35 @@ def emoji(argv: Sequence[str]) -> None:
     with progress("drawing emoji", len(all_emoji()), unit="emoji") as bar:
         counts = build(options.out, options.size, options.font, bar.advance)
     _tell(options.out, counts.kept, counts.rejected)
+
+
+def icons(argv: Sequence[str]) -> None:
+    """write drawings of several icon sets"""
+    options = parse(IconsOptions, argv, "limner data icons")
+    place(options.out, folder=True)
+    from limner.worlds import iconify
+    from limner.worlds.icon_writing import write_icons
+
+    sets, keywords = [], []
+    for path in options.files:
+        if (words := iconify.keywords(path)) is not None:
+            keywords.append(words)
+            continue
+        one = iconify.read(path)
+        if one.permissive or options.all_licenses:
+            sets.append(one)
+            print(printable(f"{one.title}, by {one.author} ({one.license}): {len(one.icons):,} drawings"))
+        else:
+            print(printable(f"{one.title} is left out: its licence is {one.license} (--all-licenses takes it)"))
+    total = sum(len(one.icons) for one in sets)
+    with progress("drawing icons", total, unit="icon") as bar:
+        summary = write_icons(
+            options.out, sets, keywords=keywords, size=options.size, background=options.background,
+            pairs=options.pairs, tones=options.tones, progress=bar.advance,
+        )  # fmt: skip
+    _tell(options.out, summary["kept"], summary["rejected"], summary["splits"])
+    for what in ("joined", "kinds"):
+        print(", ".join(f"{name} {count:,}" for name, count in summary[what].items()))
 
 
 def prepare(argv: Sequence[str]) -> None:

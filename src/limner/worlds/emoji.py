@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -86,6 +87,11 @@ class Emoji:
         return _TONE.sub("", self.name)
 
     @property
+    def is_flag(self) -> bool:
+        """Whether it is the flag of a country, which its name does not say: two letters of a region."""
+        return all(0x1F1E6 <= ord(c) <= 0x1F1FF for c in self.text)
+
+    @property
     def family(self) -> str:
         """The same for all variants of tone, gender, hair and direction: hexadecimal code points."""
         parts = [part for part in self.text.translate(_NEUTRAL).split("\u200d") if part]
@@ -95,7 +101,7 @@ class Emoji:
     def captions(self) -> tuple[str, ...]:
         """Phrasings, the plain name first."""
         if not self.tones:
-            if all(0x1F1E6 <= ord(c) <= 0x1F1FF for c in self.text):
+            if self.is_flag:
                 return (f"flag of {self.name}", f"{self.name} flag")
             return (self.name, f"{self.name} emoji")
         tones = " and ".join(dict.fromkeys(self.tones))
@@ -108,16 +114,21 @@ class Emoji:
 
 def all_emoji() -> list[Emoji]:
     """Every fully qualified emoji that the `emoji` package knows, in a fixed order."""
+    return [Emoji(text, _plain(entry["en"])) for text, entry in _entries()]
+
+
+def other_names() -> dict[str, tuple[str, ...]]:
+    """What the `emoji` package calls an emoji besides its English short name, by code points."""
+    return {text: tuple(map(_plain, entry.get("alias", ()))) for text, entry in _entries()}
+
+
+def _entries() -> list[tuple[str, dict[str, Any]]]:
     try:
         import emoji
     except ImportError:
         raise UserError('the names of emoji need a package: pip install "limner[data]"') from None
     qualified = emoji.STATUS["fully_qualified"]
-    return [
-        Emoji(text, _plain(entry["en"]))
-        for text, entry in sorted(emoji.EMOJI_DATA.items())
-        if entry["status"] == qualified
-    ]
+    return [(text, entry) for text, entry in sorted(emoji.EMOJI_DATA.items()) if entry["status"] == qualified]
 
 
 def _plain(name: str) -> str:

@@ -1,0 +1,187 @@
+"""Write the world of icons to disk as a data set: `limner data icons OUT FILE...`.
+
+Each drawing is a sample, and some come a second time as the upper half of a pair: below is the same thing in another
+style, or changed. A pair never shows a combination that is held out. One pair in twenty is held out as a pair, chosen
+by a hash of what it shows; its two parts are trained as drawings of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import ImageColor
+
+from limner.data.encoding import encoded
+from limner.data.samples import Rejected
+from limner.data.shard_writer import ShardWriter
+from limner.errors import UserError
+from limner.progress import Advance
+from limner.worlds.icon_captions import CHANGES, Keywords, captions, noun, pair_captions
+from limner.worlds.iconify import IconSet
+from limner.worlds.icons import Drawn, stable, world
+from limner.worlds.svg import draw
+
+#: What drawings are recolored in: red, green and blue, from 0 to 255.
+INKS = {
+    "red": (230, 40, 40),
+    "orange": (245, 140, 20),
+    "green": (40, 160, 60),
+    "blue": (40, 90, 220),
+    "pink": (240, 90, 170),
+}
+_KINDS = ("style", "style", "style", *CHANGES, "recolored")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`below` is another style's drawing of the subject, or None where the upper one is changed; `caption` says how."""
+
+    above: Drawn
+    kind: str
+    caption: str
+    below: Drawn | None = None
+    ink: str | None = None
+
+    @property
+    def held_out(self) -> bool:
+        return stable("pair", self.above.base, self.above.style, self.caption) % 20 == 0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"kind": self.kind, "caption": self.caption}
+        if self.below:
+            told |= {key: self.below.facts[key] for key in ("style", "set", "name", "license", "author", "source")}
+        split = {"split": "held-out", "held_out": "pair"} if self.held_out else {"split": "train"}
+        return {**self.above.facts, **split, "pair": told}
+
+
+def write_icons(
+    out: str | os.PathLike[str],
+    sets: Sequence[IconSet],
+    *,
+    keywords: Sequence[Mapping[str, Sequence[str]]] = (),
+    size: int = 64,
+    background: str = "white",
+    pairs: float = 0.25,
+    tones: int = 1,
+    progress: Advance | None = None,
+) -> dict[str, Any]:
+    """Write shards of PNG, captions and facts; the summary is returned, with what was joined and how it is split.
+
+    Args:
+        keywords: of CLDR, by emoji.
+        size: side of the pictures in pixels, an even number.
+        pairs: how many drawings come a second time, on top of a pair.
+        tones: drawings with a skin tone of each subject and style, at most.
+        progress: called with 1 after every drawing, whether it could be drawn or not.
+
+    Raises `UserError` if no drawing is left.
+    """
+    try:
+        ImageColor.getrgb(background)
+    except ValueError:
+        raise UserError(f"{background!r} is no color: name one of CSS, as white or #ffeecc") from None
+    drawn, rejected = world(sets)
+    drawn, more = _fewer_tones(drawn, tones)
+    rejected["a further skin tone"] += len(more)
+    known, partners = Keywords.of(keywords), defaultdict[str, list[Drawn]](list)
+    for one in drawn:
+        if not one.held_out:
+            partners[one.subject].append(one)
+    joined, kinds = Counter[str](), Counter[str]()
+    with ShardWriter(out) as writer:
+        writer.rejected.update({reason: count for reason, count in rejected.items() if count})
+        for one in drawn:
+            try:
+                picture = draw(one.set.svg(one.icon), size, background)
+                if picture.reshape(-1, 3).std(0).max() < 1:
+                    raise Rejected("a drawing of nothing")
+                writer.write(encoded(picture), captions(one, known(one)), one.facts)
+            except Rejected as defect:
+                writer.reject(defect.reason)
+            else:
+                joined["joined" if one.emoji else "not joined"] += 1
+                kinds[one.held_out or "train"] += 1
+                for pair in _pairs(one, partners[one.subject], pairs):
+                    try:
+                        picture = _halves(pair, size, background)
+                    except Rejected as defect:
+                        writer.reject(f"half of a pair: {defect.reason}")
+                        continue
+                    writer.write(encoded(picture), pair_captions(one, pair.caption), pair.facts)
+                    kinds["held-out pair" if pair.held_out else "pair"] += 1
+            if progress:
+                progress(1)
+        if not writer.kept:
+            reasons = ", ".join(f"{reason}: {n}" for reason, n in writer.rejected.items())
+            raise UserError(f"there is nothing to draw in these sets ({reasons or 'they are empty'})")
+    return {**writer.summary(), "subjects": len(partners), "joined": dict(joined), "kinds": dict(kinds)}
+
+
+def _fewer_tones(drawn: Sequence[Drawn], most: int) -> tuple[list[Drawn], list[Drawn]]:
+    """All without a skin tone, and `most` with one of each base and style, chosen by a hash; and the others."""
+    toned = defaultdict[tuple[str, str], list[Drawn]](list)
+    for one in drawn:
+        if one.tones:
+            toned[one.base, one.style].append(one)
+    dropped = {
+        (one.subject, one.style)
+        for some in toned.values()
+        for one in sorted(some, key=lambda one: stable("tone", one.subject, one.style))[most:]
+    }
+    kept, more = [], []
+    for one in drawn:
+        (more if (one.subject, one.style) in dropped else kept).append(one)
+    return kept, more
+
+
+def _pairs(above: Drawn, partners: Sequence[Drawn], share: float) -> Iterator[Pair]:
+    """The pair that a drawing is on top of, if any: half of the pairs are of two styles."""
+    rng = np.random.default_rng(stable("pairs", above.subject, above.style))
+    if above.held_out or rng.random() >= share:
+        return
+    kind = _KINDS[rng.integers(len(_KINDS))]
+    others = [one for one in partners if one.style != above.style]
+    if kind == "style" and others:
+        below = others[rng.integers(len(others))]
+        yield Pair(above, kind, f"as a {noun(below.style)}", below)
+    elif kind == "recolored":
+        ink = list(INKS)[rng.integers(len(INKS))]
+        yield Pair(above, kind, f"in {ink}", ink=ink)
+    elif kind in CHANGES:
+        yield Pair(above, kind, CHANGES[kind])
+
+
+def _halves(pair: Pair, size: int, background: str) -> np.ndarray:
+    """uint8 [size, size, 3]: two drawings of half the side, one above the other. Raises `Rejected`."""
+    half = size // 2
+    above = draw(pair.above.set.svg(pair.above.icon), half, background)
+    if pair.below:
+        below = draw(pair.below.set.svg(pair.below.icon), half, background)
+    else:
+        below = _changed(above, pair, np.asarray(ImageColor.getrgb(background)[:3]))
+    canvas = np.empty((size, size, 3), np.uint8)
+    canvas[:] = ImageColor.getrgb(background)[:3]
+    left = (size - half) // 2
+    canvas[:half, left : left + half], canvas[half : 2 * half, left : left + half] = above, below
+    return canvas
+
+
+def _changed(picture: np.ndarray, pair: Pair, background: np.ndarray) -> np.ndarray:
+    if pair.kind == "upside down":
+        return picture[::-1]
+    ink = np.abs(picture.astype(float) - background).max(-1, keepdims=True)  # how far each pixel is from nothing
+    if pair.kind == "silhouette":
+        alpha = np.clip(ink / 32, 0, 1)
+        return np.rint(background * (1 - alpha)).astype(np.uint8)
+    gray = picture @ np.array([0.299, 0.587, 0.114])[:, None]
+    if pair.kind == "grayscale":
+        return np.rint(np.repeat(gray, 3, -1)).astype(np.uint8)
+    alpha = np.clip(ink / 32, 0, 1)  # light things become light, dark ones dark, of one color
+    tint = 255 - (255 - np.asarray(INKS[pair.ink or "red"])) * (1.2 - 0.8 * gray / 255)
+    return np.rint(np.clip(tint, 0, 255) * alpha + background * (1 - alpha)).astype(np.uint8)
