@@ -39,8 +39,8 @@ class ScenesOptions(Checked):
     things: Annotated[tuple[float, float, float, float], Range(0)] = (3, 5, 1, 1)
     """How often described scenes have one, two, three and four things, relative to each other."""
     in_order: Annotated[float, Range(0, 1)] = 0.0
-    """How often captions of two things say the upper or left one first; else either, with equal chances. A model
-    learns "above" and "below" sooner where one order is rarer."""
+    """How often captions of two things are made to say the upper or left one first; the others say either first. A
+    model learns "above" and "below" sooner if one order is rarer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +59,7 @@ class EmojiOptions(Checked):
     size: Annotated[int, Range(8, 1_024)] = 64
     """Side of the pictures in pixels."""
     font: Path | None = None
-    """A font file, where the system's own is not found or not wanted."""
+    """A font file, if the system's own is not found or not wanted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +111,9 @@ class PrepareOptions(Checked):
     held_out: Annotated[float, Range(0, below=1)] = 0.02
     """Share of samples to keep from training, for evaluation; samples that name a split stay in it."""
     caption: str | None = None
-    """The caption column of a table, where its name does not tell."""
+    """The caption column of a table, if its name does not show it."""
     image: str | None = None
-    """The image column of a table, where its name does not tell."""
+    """The image column of a table, if its name does not show it."""
     allow_outside: bool = False
     """Let a table name files outside its own folder."""
     filters: Annotated[Filters, arg(name="")] = field(default_factory=Filters)
@@ -121,7 +121,7 @@ class PrepareOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(Checked):
-    """Count what a source holds, by split, and what cannot be used, by reason; show some captions."""
+    """Count the samples of a source by split, and the unusable ones by reason; show some captions."""
 
     source: Positional[str]
     """A folder, a file or a glob (in quotes)."""
@@ -209,7 +209,7 @@ def prepare(argv: Sequence[str]) -> None:
 
 
 def show(argv: Sequence[str]) -> None:
-    """count what is there and look at some of it"""
+    """count samples and show some of them"""
     options = parse(ShowOptions, argv, "limner data show")
     if options.output:
         place(options.output)

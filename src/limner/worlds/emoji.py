@@ -1,4 +1,4 @@
-"""Real pictures that nobody here drew: every emoji of an installed colour-emoji font, with its name.
+"""Real pictures, not drawn by this project: every emoji of an installed colour-emoji font, with its name.
 
 The names are Unicode's English short names (`emoji` package); the pictures come from the font, on
 white, square. They are a small data set with structure: most people and professions come in five skin
@@ -40,7 +40,7 @@ from limner.progress import Advance
 _TONE = re.compile(r" (light|medium-light|medium|medium-dark|dark) skin tone\b")
 _TONE_CODES = range(0x1F3FB, 0x1F400)
 _PERSON, _CHILD, _ELDER = "\U0001f9d1", "\U0001f9d2", "\U0001f9d3"
-#: One person for all genders, one age at a time; signs of gender, hair and direction vanish.
+#: Words for a person of any gender, by age; signs of gender, hair and direction are removed.
 _NEUTRAL = str.maketrans(
     {
         **dict.fromkeys("\U0001f468\U0001f469", _PERSON),
