@@ -9,6 +9,8 @@ from hostile import MEMORY, NUMBERS, SECONDS, TEXTS, judge
 from miniature import DEMO, SMALL, TRAIN
 from PIL import Image
 
+from toy_icons import write_toy_icons
+
 pytestmark = pytest.mark.attack
 
 CAPTION = "two green crosses, teal background"
@@ -34,6 +36,10 @@ COMMANDS = {
     "evaluate pairs": (("evaluate", "pairs", "tiny", "--pairs", 1, "--candidates", 1, "-o", "out.json"), 1),
     "evaluate reconstruction": (("evaluate", "reconstruction", "tiny", "--count", 4, "-o", "out.json"), 1),
     "evaluate emoji": (("evaluate", "emoji", "tiny", "data", "--captions", 1, "--candidates", 1, "-o", "out.json"), 1),
+    "evaluate icons": (
+        ("evaluate", "icons", "tiny", "icons", "--captions", 1, "--candidates", 1, "--epochs", 1, "-o", "out.json"), 1,
+    ),
+    "evaluate grid": (("evaluate", "grid", "tiny", "icons", "--candidates", 1, "-o", "out.png"), 1),
     "bench": (("bench", "--grids", 4, "--candidates", 1), 1),
 }  # fmt: skip
 _SAID = {"data": 2, "evaluate": 2, "import": 2}  # words that name a command
@@ -43,6 +49,7 @@ _SAID = {"data": 2, "evaluate": 2, "import": 2}  # words that name a command
 def ground(ground):
     """With places to write to that are none."""
     Image.new("RGB", (24, 24), (0, 128, 128)).save(ground / "picture.png")
+    write_toy_icons(ground / "icons")
     os.mkfifo(ground / "fifo")
     (ground / "full").symlink_to("/dev/full")
     (ground / "file").write_text("{}")

@@ -19,6 +19,7 @@ from PIL import Image
 from limner.cli.memory import TUNABLES
 from limner.data.shard_writer import ShardWriter
 from tiny import tiny_pipe
+from toy_icons import write_toy_icons
 
 SOURCE = Path(__file__).parents[2] / "src"
 CAPTION = "a small red circle above a large blue square on a gray background"
@@ -207,6 +208,28 @@ def test_evaluate_reads_held_out_data_and_emoji(bundle, tmp_path):
     assert "held-out" in out
     assert (tmp_path / "emoji.json").stat().st_size
     assert Image.open(tmp_path / "mosaic-train.png").size > Image.open(tmp_path / "mosaic-held-out.png").size
+
+
+def test_evaluate_icons_keeps_its_judge_and_a_grid_is_a_picture(bundle, tmp_path):
+    write_toy_icons(tmp_path / "icons")
+    options = ["--captions", 2, "--candidates", 2, "--epochs", 4, "-o", "icons.json"]
+    first = limner("evaluate", "icons", bundle, "icons", *options, cwd=tmp_path)
+    assert first[0] == 0, first[2]
+    for says in ("the judge reads of the 20 real pictures", "held-out combinations, 1 captions of 1 subjects",
+        "held-out subjects", "training captions", "held-out pairs, style", "held-out pairs, upside down"):  # fmt: skip
+        assert says in first[1]
+    names = [part["name"] for part in json.loads((tmp_path / "icons.json").read_text())["results"]]
+    assert len(names) == 5
+    judges = sorted((tmp_path / "icons-judge").rglob("*.safetensors"))
+    assert judges
+    again = limner("evaluate", "icons", bundle, "icons", *options, "--judge", "icons-judge", cwd=tmp_path)
+    assert again[:2] == first[:2]
+    assert sorted((tmp_path / "icons-judge").rglob("*.safetensors")) == judges
+    asked = ["--subjects", "circle", "cross", "--candidates", 2, "--real", "-o", "grid.png"]
+    code, out, err = limner("evaluate", "grid", bundle, "icons", *asked, cwd=tmp_path)
+    assert (code, out) == (0, "written: grid.png\n"), err
+    width, height = Image.open(tmp_path / "grid.png").size
+    assert width > 4 * 2 * 96 and 2 * 96 < height < 3 * 96
 
 
 def test_plan_says_what_can_be_run_and_what_cannot():

@@ -1,4 +1,4 @@
-"""`limner evaluate composition | pairs | reconstruction | emoji`: measure a trained model.
+"""`limner evaluate composition | pairs | reconstruction | emoji | icons | grid`: measure a trained model.
 
 The defaults are those of published figures: many captions, and seeds from 1,000 on, on which nothing was chosen. To
 choose between models or settings, give a seed below 1,000.
@@ -108,8 +108,56 @@ class EmojiOptions(Checked):
     """Write a PNG of drawings beside the real ones, a file for each split."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class IconsOptions(Checked):
+    """Draw subjects in styles that were held out of training, and have a classifier, the judge, read subject and style
+    of the drawings. Held-out pairs are drawn with their upper half given.
+
+    The judge is trained on all real pictures the first time, and kept. Intervals are 95% and over subjects.
+    """
+
+    model: Positional[str]
+    """A bundled model by name, or a folder."""
+    data: Positional[str]
+    """The data set that `limner data icons` wrote."""
+    captions: Annotated[int, Range(1, 10**6)] = 256
+    """Captions of each split, and pairs of each kind, chosen at random."""
+    candidates: Annotated[int, Range(1, 2**16)] = 16
+    repeats: Annotated[int, Range(1, 1_000)] = 1
+    """How many times each caption is drawn, each time with so many candidates."""
+    seed: Annotated[int, SEEDS] = 1_000
+    """Of the captions and their drawings. Choose between models on seeds below 1,000, publish from 1,000 on."""
+    judge: Path | None = None
+    """The folder where judges are kept; by default DATA-judge."""
+    epochs: Annotated[int, Range(1, 10_000)] = 20
+    """How often the judge sees each real picture in its training."""
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Write all results as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridOptions(Checked):
+    """Draw icons on one sheet: a row for each subject, a column for each style, held-out combinations framed."""
+
+    model: Positional[str]
+    """A bundled model by name, or a folder."""
+    data: Positional[str]
+    """The data set that `limner data icons` wrote."""
+    output: Annotated[Path, arg(aliases=("-o",))]
+    """A PNG file."""
+    subjects: tuple[str, ...] = ()
+    """Names of subjects; by default eight subjects with a held-out combination."""
+    candidates: Annotated[int, Range(1, 2**16)] = 16
+    seed: Annotated[int, SEEDS] = 1_000
+    real: bool = False
+    """Show the real picture beside each drawing."""
+
+
 def main(argv: Sequence[str]) -> None:
-    kinds = {"composition": composition, "pairs": pairs, "reconstruction": reconstruction, "emoji": emoji}
+    kinds = {
+        "composition": composition, "pairs": pairs, "reconstruction": reconstruction, "emoji": emoji, "icons": icons,
+        "grid": grid,
+    }  # fmt: skip
     dispatch("limner evaluate", kinds, argv)
 
 
@@ -228,3 +276,56 @@ def emoji(argv: Sequence[str]) -> None:
             path = save_png(evaluation.mosaic(gallery, result), _of_split(options.mosaic, split))
             print(f"written: {printable(path)}")
     _keep(lambda path: evaluation.save(path, gallery, results), options.output)
+
+
+def icons(argv: Sequence[str]) -> None:
+    """are subjects drawn in styles that they were never seen in?"""
+    options = parse(IconsOptions, argv, "limner evaluate icons")
+    _places(options.output)
+    kept = options.judge and place(options.judge, folder=True)
+    from limner.data.sources import open_source
+    from limner.evaluation import icons as evaluation
+    from limner.evaluation.judge import JudgeConfig, steps_of, trained
+    from limner.pipeline import load
+
+    source, pipe = open_source(options.data), load(options.model)
+    there = Path(options.data).resolve()
+    kept = kept or place(there.parent / f"{there.name}-judge", folder=True)
+    data = evaluation.Icons.of(source, pipe.dvae.config.size)
+    labelled, config = data.labelled, JudgeConfig(epochs=options.epochs)
+    with progress("the judge", steps_of(labelled, config)) as bar:
+        judge = trained(labelled, kept, config, bar)
+    accuracy = evaluation.accuracy(judge, data)
+    told = ", ".join(f"{respect} of {share:.1%}" for respect, share in accuracy.items())
+    print(f"the judge reads of the {len(labelled):,} real pictures, on which it was trained: {told}")
+    settings = evaluation.Settings(
+        captions=options.captions, candidates=options.candidates, repeats=options.repeats, seed=options.seed
+    )
+    results = []
+    asked = [(evaluation.evaluate, split, data.gallery.splits.count(split)) for split in evaluation.SPLITS]
+    asked += [(evaluation.evaluate_pairs, kind, data.pairs.kinds.count(kind)) for kind in sorted(set(data.pairs.kinds))]
+    for evaluate, what, count in asked:
+        if total := min(count, settings.captions) * settings.repeats * settings.candidates:
+            with progress(f"drawing, {printable(what)}", total, unit="drawing") as bar:
+                results.append(evaluate(pipe, data, judge, what, settings, bar.advance))
+            print(results[-1].table())
+    _keep(lambda path: evaluation.save(path, accuracy, results), options.output)
+
+
+def grid(argv: Sequence[str]) -> None:
+    """draw a sheet of icons, subjects down and styles across"""
+    options = parse(GridOptions, argv, "limner evaluate grid")
+    _places(options.output)
+    from limner.data.sources import open_source
+    from limner.evaluation import icon_grid
+    from limner.evaluation.icons import Icons
+    from limner.evaluation.report import save_png
+    from limner.pipeline import load
+
+    source, pipe = open_source(options.data), load(options.model)
+    data = Icons.of(source, pipe.dvae.config.size)
+    chosen = icon_grid.cells(data, options.subjects)
+    with progress("drawing", len(chosen) * options.candidates, unit="drawing") as bar:
+        drawings = icon_grid.draw(pipe, data, chosen, options.candidates, options.seed, bar.advance)
+    path = save_png(icon_grid.sheet(data, chosen, drawings, options.real), options.output)
+    print(f"written: {printable(path)}")

@@ -22,7 +22,7 @@ is and shows below what the caption says of it, upside down, say, with every thi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -291,20 +291,34 @@ def _judged(
     right = np.zeros((len(asked), candidates), bool)
     scores = np.zeros((len(asked), candidates), np.float32)
     texts = [caption for caption, _ in asked]
-    for start in range(0, len(texts), _TOGETHER):
-        part = range(start, min(start + _TOGETHER, len(texts)))
-        made = pipe.candidates(
-            [texts[i] for i in part], candidates, seed=[drawing_seed(settings.seed, i) for i in part], sampler=sampler,
-            given=None if given is None else given[part.start : part.stop], progress=progress,
-        )  # fmt: skip
+    for part, made in drawn(pipe, texts, candidates, settings.seed, sampler, given, progress):
         for i, pictures in zip(part, made.pictures, strict=True):
             right[i] = verdicts(pictures, asked[i][1])
         scores[part.start : part.stop], sampler = made.scores.numpy(), made.sampler
         if keep:
-            keep(start, made)
+            keep(part.start, made)
     how = {"model": pipe.name, "candidates": candidates, "seed": settings.seed, **sampler.facts()}
     ks = tuple(sorted({k for k in (*settings.best_of, candidates) if k <= candidates}))
     return Composition(texts, list(kinds), list(clusters), right, scores, ks, how)
+
+
+def drawn(
+    pipe: TextToImage,
+    captions: Sequence[str],
+    candidates: int,
+    seed: int,
+    sampler: Sampler = Sampler(),
+    given: Tensor | None = None,
+    progress: Advance | None = None,
+) -> Iterator[tuple[range, Candidates]]:
+    """The candidates of all captions, those of some captions at a time, with the numbers of these; caption i is drawn
+    with `drawing_seed(seed, i)`, below the tokens `given[i]`."""
+    for start in range(0, len(captions), _TOGETHER):
+        part = range(start, min(start + _TOGETHER, len(captions)))
+        yield part, pipe.candidates(
+            [captions[i] for i in part], candidates, seed=[drawing_seed(seed, i) for i in part], sampler=sampler,
+            given=None if given is None else given[part.start : part.stop], progress=progress,
+        )  # fmt: skip
 
 
 def verdicts(pictures: Tensor, judge: Judge) -> np.ndarray:

@@ -25,14 +25,12 @@ from torch import Tensor
 
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.samples import Source
-from limner.evaluation.composition import PUBLISHED, drawing_seed
+from limner.evaluation.composition import PUBLISHED, drawn
 from limner.evaluation.intervals import Rate
 from limner.files import atomic_write_text
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.sampling.rerank import best
-
-_TOGETHER = 16  # captions drawn at a time
 
 
 @dataclass(frozen=True)
@@ -73,10 +71,15 @@ class Gallery:
 
     def nearest(self, pictures: Tensor) -> Tensor:
         """Index of the real picture with the least squared error: uint8 [B, 3, H, W] -> [B]."""
-        real, drawn = self.pictures.flatten(1), pictures.flatten(1).float()
-        # |a - b|^2 = |a|^2 - 2 ab + |b|^2, of which |a|^2 is the same for all b
-        distance = [(b := part.float() / 255).square().sum(1) - 2 * (drawn / 255) @ b.T for part in real.split(1024)]
-        return torch.cat(distance, 1).argmin(1)
+        return nearest(self.pictures, pictures)
+
+
+def nearest(real: Tensor, pictures: Tensor) -> Tensor:
+    """Index of the real picture with the least squared error: uint8 [M, 3, H, W] and [B, 3, H, W] -> [B]."""
+    drawings = pictures.flatten(1).float() / 255
+    # |a - b|^2 = |a|^2 - 2 ab + |b|^2, of which |a|^2 is the same for all b
+    distance = [(b := part.float() / 255).square().sum(1) - 2 * drawings @ b.T for part in real.flatten(1).split(1024)]
+    return torch.cat(distance, 1).argmin(1)
 
 
 @dataclass(frozen=True)
@@ -137,10 +140,7 @@ def evaluate(
     choose from. Drawing i has the seed `drawing_seed(seed, i)`."""
     wanted = gallery.choose(split, n, seed) * repeats
     found, drawings = [], []
-    for start in range(0, len(wanted), _TOGETHER):
-        part = wanted[start : start + _TOGETHER]
-        seeds = [drawing_seed(seed, start + i) for i in range(len(part))]
-        made = pipe.candidates([gallery.captions[i] for i in part], candidates, seed=seeds)
+    for part, made in drawn(pipe, [gallery.captions[i] for i in wanted], candidates, seed):
         chosen = made.pictures[torch.arange(len(part)), best(made.scores, 1)[:, 0]]
         found += gallery.nearest(chosen).tolist()
         drawings.append(chosen)

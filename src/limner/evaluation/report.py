@@ -50,7 +50,7 @@ def contact_sheet(rows: Sequence[Row], columns: int) -> Picture:
     draw = ImageDraw.Draw(sheet)
     for i, row in enumerate(rows):
         x, y = i % columns * width + gap, i // columns * height + gap
-        for line, text in enumerate(_wrap(row.caption, font, width - 2 * gap)[:2]):
+        for line, text in enumerate(wrap(row.caption, font, width - 2 * gap)[:2]):
             draw.text((x, y + line * 17), text, "black", font)
         for picture, label in row.pictures:
             sheet.paste(picture.convert("RGB").resize((side, side), Image.Resampling.NEAREST), (x, y + 38))
@@ -60,7 +60,8 @@ def contact_sheet(rows: Sequence[Row], columns: int) -> Picture:
     return sheet
 
 
-def _wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
+def wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
+    """Lines of at most `width` pixels, if no word is longer."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()

@@ -214,6 +214,7 @@ def test_no_command_lets_text_steer_the_terminal(command, capsys, tmp_path, monk
         ["train", path, "--recipe", "demo", "--out", "run"], ["train", "d", "--recipe", path, "--out", "run"],
         ["train", "d", "--recipe", f"{path}.json", "--out", "run"], ["import", "openai-dvae", path, path, "out"],
         ["evaluate", path], ["evaluate", "composition", path], ["evaluate", "emoji", path, path],
+        ["evaluate", "icons", path, path], ["evaluate", "grid", path, path, "-o", "x.png"],
         ["evaluate", "reconstruction", "--split", path],
     ):  # fmt: skip
         assert main(arguments) == 2, arguments
@@ -284,11 +285,12 @@ def test_outputs_are_named_after_the_caption(tmp_path, monkeypatch):
 OUTPUTS = {
     "file": (
         "evaluate composition -o", "evaluate pairs -o", "evaluate reconstruction -o", "evaluate emoji run data -o",
-        "evaluate emoji run data --mosaic", "bench -o", "data show source -o", "draw a -o", "draw a -n 2 -o",
+        "evaluate emoji run data --mosaic", "evaluate icons run data -o", "evaluate grid run data -o", "bench -o",
+        "data show source -o", "draw a -o", "draw a -n 2 -o",
     ),
     "folder": (
-        "data scenes", "data emoji", "data prepare source", "demo --out", "train source --recipe scenes --out",
-        "bundle scenes", "import openai-dvae encoder decoder",
+        "data scenes", "data emoji", "data prepare source", "evaluate icons run data --judge", "demo --out",
+        "train source --recipe scenes --out", "bundle scenes", "import openai-dvae encoder decoder",
     ),
 }  # fmt: skip
 NOWHERE = ("file/x.png", "file/new/x.png", "\u65e5" * 80 + ".png", "x" * 250 + ".png", "\u65e5" * 90 + "/x.png",

@@ -26,6 +26,8 @@ COMMANDS = {
     "evaluate pairs": evaluate.PairsOptions,
     "evaluate reconstruction": evaluate.ReconstructionOptions,
     "evaluate emoji RUN DATA": evaluate.EmojiOptions,
+    "evaluate icons RUN DATA": evaluate.IconsOptions,
+    "evaluate grid RUN DATA -o grid.png": evaluate.GridOptions,
     "bench": bench.BenchOptions,
     "plan": plan.PlanOptions,
     "import openai-dvae ENCODER DECODER OUT": imports.OpenAIDVAE,

@@ -1,0 +1,75 @@
+"""A sheet of drawings of icons: a row for each subject, a column for each style.
+
+A cell is the best drawing of its caption. Cells of held-out combinations are framed: the model has not seen the subject
+in that style. A cell is empty if the data has no picture of the combination, and so no caption.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from limner.errors import UserError, suggestion
+from limner.evaluation.composition import drawn
+from limner.evaluation.icons import Icons
+from limner.evaluation.report import wrap
+from limner.pipeline import TextToImage
+from limner.progress import Advance
+from limner.sampling.rerank import best
+
+FRAME, SIDE, GAP, LEFT, TOP = "#d97706", 96, 12, 120, 34  # least pixels of a picture, between, left and above all
+_ROWS = 8  # where no subject is named
+
+Cells = dict[tuple[str, str], int]  # (subject, style) -> index of the real picture in the gallery
+
+
+def cells(icons: Icons, subjects: Sequence[str] = ()) -> Cells:
+    """The cells of these subjects, in the order given. By default they are some subjects with a held-out combination,
+    those with the most styles. Raises `UserError` for a subject that the data does not have."""
+    gallery, of = icons.gallery, dict[str, dict[str, int]]()
+    for i, (subject, style) in enumerate(zip(gallery.keys, icons.styles, strict=True)):
+        of.setdefault(subject, {}).setdefault(style, i)
+    held = dict.fromkeys(gallery.keys[i] for i in gallery.choose("combination"))
+    subjects = subjects or sorted(held, key=lambda subject: -len(of[subject]))[:_ROWS] or list(of)[:_ROWS]
+    for subject in subjects:
+        if subject not in of:
+            raise UserError(f"the data has no subject {subject!r}: {suggestion(subject, list(of)[:20])}")
+    return {(subject, style): of[subject][style] for subject in subjects for style in sorted(of[subject])}
+
+
+def draw(
+    pipe: TextToImage, icons: Icons, chosen: Cells, candidates: int, seed: int, progress: Advance | None = None
+) -> Tensor:
+    """The best of so many candidates for each cell, uint8 [B, 3, H, W]."""
+    captions = [icons.gallery.captions[i] for i in chosen.values()]
+    made = drawn(pipe, captions, candidates, seed, progress=progress)
+    return torch.cat([m.pictures[torch.arange(len(part)), best(m.scores, 1)[:, 0]] for part, m in made])
+
+
+def sheet(icons: Icons, chosen: Cells, drawings: Tensor, real: bool = False) -> Image.Image:
+    """The sheet; with `real`, the real picture is at the right of each drawing."""
+    gallery = icons.gallery
+    subjects, styles = list(dict.fromkeys(s for s, _ in chosen)), sorted({style for _, style in chosen})
+    factor = math.ceil(SIDE / drawings.shape[-1])
+    side = factor * drawings.shape[-1]
+    width = side * (2 if real else 1) + GAP
+    picture = Image.new("RGB", (LEFT + len(styles) * width + GAP, TOP + len(subjects) * (side + GAP) + 22), "white")
+    pen, font = ImageDraw.Draw(picture), ImageFont.load_default(14)
+    for column, style in enumerate(styles):
+        pen.text((LEFT + column * width, 8), style, "black", font)
+    for row, subject in enumerate(subjects):
+        for line, text in enumerate(wrap(subject, font, LEFT - GAP)[:4]):
+            pen.text((GAP, TOP + row * (side + GAP) + 17 * line), text, "black", font)
+    for (subject, style), i, drawing in zip(chosen, chosen.values(), drawings, strict=True):
+        x, y = LEFT + styles.index(style) * width, TOP + subjects.index(subject) * (side + GAP)
+        if gallery.splits[i] != "train":
+            pen.rectangle((x - 4, y - 4, x + width - GAP + 3, y + side + 3), outline=FRAME, width=3)
+        for place, pixels in enumerate((drawing, gallery.pictures[i])[: 2 if real else 1]):
+            image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+            picture.paste(image.resize((side, side), Image.Resampling.NEAREST), (x + place * side, y))
+    pen.text((LEFT, picture.height - 22), "framed: never seen in this style", FRAME, font)
+    return picture

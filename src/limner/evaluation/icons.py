@@ -1,0 +1,375 @@
+"""The share of drawings of icons that show the subject and the style that their caption names.
+
+A data set of icons (`limner data icons`) has the same subjects in several styles. Some combinations of subject and
+style are held out, and some subjects in all styles. The model draws their captions, and captions of training for
+comparison, and a classifier that was trained on all real pictures (`judge.py`) reads subject and style of each drawing.
+For comparison there are
+
+- the nearest of all real pictures by squared error, in place of the judge;
+- copies in place of drawings of held-out combinations: the training picture of the subject in the nearest style.
+  The distance of two styles is the mean squared error between their pictures of the subjects that training has in both;
+- real pictures in place of drawings, and real pictures reconstructed by the model's dVAE: these are ceilings.
+
+A held-out pair is drawn with its real upper half given (Ramesh et al. 2021, Figure 14). Where the lower half is to be
+in another style, it is cut out, enlarged and read by the judge. For other kinds of pairs ("upside down", say) the lower
+half is compared with the real lower halves of all held-out pairs of that kind; it is right if its own is the nearest.
+
+Drawings that differ in skin tone alone count as one subject. Intervals are over subjects (see `intervals.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from limner.data.datasets import ImageCaptionDataset
+from limner.data.samples import Source
+from limner.errors import UserError, printable
+from limner.evaluation.composition import PUBLISHED, drawn
+from limner.evaluation.intervals import Rate
+from limner.evaluation.judge import Judge, Labelled
+from limner.evaluation.nearest import Gallery, nearest
+from limner.files import atomic_write_text
+from limner.pipeline import TextToImage
+from limner.progress import Advance
+from limner.ranges import SEEDS, Checked, Range
+from limner.sampling.rerank import best
+
+#: Training, and why a drawing is held out, as metadata have it; and their titles in tables.
+SPLITS = {"combination": "held-out combinations", "subject": "held-out subjects", "train": "training captions"}
+_ALL = "subject and style"
+_RIGHT = "right"
+
+Verdicts = dict[str, np.ndarray]  # by respect ("subject", "style", ...): right or not, [B], or the share that is right
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The held-out pairs, P of them.
+
+    Attributes:
+        pictures: uint8 [P, 3, H, W].
+        captions: the first phrasing of each.
+        kinds: "style", "upside down", ...
+        subjects, styles: of the lower halves.
+    """
+
+    pictures: Tensor
+    captions: list[str]
+    kinds: list[str]
+    subjects: list[str]
+    styles: list[str]
+
+
+@dataclass(frozen=True)
+class Icons:
+    """The pictures of a data set of icons.
+
+    Attributes:
+        gallery: the M single pictures. A key is the subject, a family the subject without skin tones, a split one of
+            `SPLITS`.
+        styles: of the single pictures, [M].
+        pairs: the held-out ones.
+    """
+
+    gallery: Gallery
+    styles: list[str]
+    pairs: Pairs
+
+    @staticmethod
+    def of(source: Source, size: int) -> Icons:
+        """Read a whole source at `size` pixels a side; samples that cannot be read are left out.
+
+        Raises `UserError` if none has a subject and a style.
+        """
+        found, pictures, captions, _ = ImageCaptionDataset(source, size).load(np.arange(len(source)))
+        facts = [source.meta(int(i)) for i in found]
+        drawings = [i for i, fact in enumerate(facts) if "subject" in fact and "style" in fact]
+        single = [i for i in drawings if "pair" not in facts[i]]
+        pairs = [i for i in drawings if isinstance(facts[i].get("pair"), dict) and facts[i].get("split") == "held-out"]
+        if not single:
+            raise UserError("no sample has a subject and a style in its metadata: give what `limner data icons` wrote")
+
+        def says(which: Sequence[int], *keys: str) -> list[str]:
+            """For each sample the value of the first of these keys that it has."""
+            return [next(str(facts[i][key]) for key in keys if key in facts[i]) for i in which]
+
+        splits = [
+            str(facts[i].get("held_out", "combination")) if facts[i].get("split") == "held-out" else "train"
+            for i in single
+        ]
+        return Icons(
+            Gallery(
+                pictures[single],
+                [captions[i][0] for i in single],
+                says(single, "subject"),
+                says(single, "base", "subject"),
+                splits,
+            ),
+            says(single, "style"),
+            Pairs(
+                pictures[pairs],
+                [captions[i][0] for i in pairs],
+                [str(facts[i]["pair"].get("kind")) for i in pairs],
+                says(pairs, "base", "subject"),
+                [str(facts[i]["pair"].get("style", facts[i]["style"])) for i in pairs],
+            ),
+        )
+
+    @property
+    def labelled(self) -> Labelled:
+        """Training data of a judge: all single pictures."""
+        return Labelled(self.gallery.pictures, self.gallery.families, self.styles)
+
+    def distances(self) -> dict[tuple[str, str], float]:
+        """Mean squared error between the pictures of two styles, over the subjects that training has in both. Styles
+        without a common subject have no entry."""
+        gallery, of = self.gallery, dict[str, dict[str, int]]()
+        for i in gallery.choose("train"):
+            of.setdefault(self.styles[i], {}).setdefault(gallery.keys[i], i)
+        found = {}
+        for a, ours in of.items():
+            for b, theirs in of.items():
+                if a < b and (shared := sorted(ours.keys() & theirs.keys())):
+                    left, right = (gallery.pictures[[side[key] for key in shared]].float() for side in (ours, theirs))
+                    found[a, b] = found[b, a] = float(F.mse_loss(left, right))
+        return found
+
+    def copies(self, wanted: Sequence[int]) -> list[int | None]:
+        """For each wanted picture the training picture of its subject in the nearest other style, with the same skin
+        tone if there is one; None if the subject is not in training."""
+        gallery, distances, of = self.gallery, self.distances(), dict[str, list[int]]()
+        for i in gallery.choose("train"):
+            of.setdefault(gallery.families[i], []).append(i)
+
+        def cost(w: int, i: int) -> tuple[float, bool]:
+            return distances.get((self.styles[w], self.styles[i]), np.inf), gallery.keys[i] != gallery.keys[w]
+
+        others = ([i for i in of.get(gallery.families[w], []) if self.styles[i] != self.styles[w]] for w in wanted)
+        return [min(those, key=lambda i: cost(w, i), default=None) for w, those in zip(wanted, others, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Checked):
+    """How an evaluation draws.
+
+    Args:
+        captions: at most so many captions of each split, and pairs of each kind, chosen at random.
+        candidates: drawings of each caption, of which the best is chosen.
+        repeats: how many times each caption is drawn with so many candidates.
+        seed: caption i is drawn with `drawing_seed(seed, i)`.
+    """
+
+    captions: Annotated[int, Range(1, 10**6)] = 256
+    candidates: Annotated[int, Range(1, 2**16)] = 16
+    repeats: Annotated[int, Range(1, 1_000)] = 1
+    seed: Annotated[int, SEEDS] = PUBLISHED
+
+
+@dataclass(frozen=True)
+class Result:
+    """The verdicts on B drawings of a split, or of a kind of pairs.
+
+    Attributes:
+        name: title of the split or kind.
+        captions, subjects: what was to be drawn, [B].
+        figures: by row of the table ("best of 16", "any candidate", "real pictures", ...), verdicts by respect.
+        chance: the probability that a uniform guess is right, by respect.
+        pictures: uint8 [B, 3, H, W], the best drawings.
+    """
+
+    name: str
+    captions: list[str]
+    subjects: list[str]
+    figures: dict[str, Verdicts]
+    chance: dict[str, float]
+    pictures: Tensor
+    settings: dict[str, Any]
+
+    def rates(self) -> dict[str, dict[str, Rate]]:
+        return {
+            way: {respect: Rate.of(values, self.subjects) for respect, values in verdicts.items()}
+            for way, verdicts in self.figures.items()
+        }
+
+    def table(self) -> str:
+        """For people, in lines of less than 80 columns: the interval is of the first respect."""
+        respects = list(self.chance)
+        captions, subjects, times = len(set(self.captions)), len(set(self.subjects)), self.settings["repeats"]
+        lines = [
+            f"{printable(self.name)}, {captions:,} captions of {subjects:,} subjects, drawn {times} times",
+            f"  {'':<33}{respects[0]:<26}" + "".join(f"{name:>9}" for name in respects[1:]),
+        ]
+        for way, rates in self.rates().items():
+            first, *others = rates.values()
+            lines.append(f"  {way:<33}{first!s:<26}" + "".join(f"{rate.value:>9.1%}" for rate in others))
+        first, *others = (f"{value:.2%}" for value in self.chance.values())
+        lines.append(f"  {'chance':<33}{first:>6}{'':<20}" + "".join(f"{value:>9}" for value in others))
+        return "\n".join(line.rstrip() for line in lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        rates = {
+            way: {respect: rate.to_dict() for respect, rate in those.items()} for way, those in self.rates().items()
+        }
+        cases = [
+            {"caption": caption, "subject": subject}
+            | {
+                way: {respect: round(float(values[i]), 4) for respect, values in verdicts.items()}
+                for way, verdicts in self.figures.items()
+            }
+            for i, (caption, subject) in enumerate(zip(self.captions, self.subjects, strict=True))
+        ]
+        return {"name": self.name, "rates": rates, "chance": self.chance, "settings": self.settings, "cases": cases}
+
+
+def evaluate(
+    pipe: TextToImage,
+    icons: Icons,
+    judge: Judge,
+    split: str,
+    settings: Settings = Settings(),
+    progress: Advance | None = None,
+) -> Result:
+    """Draw captions of a split and have the judge read the drawings."""
+    gallery, styles = icons.gallery, icons.styles
+    wanted = gallery.choose(split, settings.captions, settings.seed) * settings.repeats
+    captions, subjects = [gallery.captions[w] for w in wanted], [gallery.families[w] for w in wanted]
+
+    def verdict(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
+        return _verdicts(judge.read(pictures), [subjects[i] for i in cases], [styles[wanted[i]] for i in cases])
+
+    def shown(found: Sequence[int | None]) -> Verdicts:
+        """The verdicts on real pictures in place of drawings; where there is none, it is wrong."""
+        pictures = gallery.pictures[[0 if i is None else i for i in found]]
+        there = np.array([i is not None for i in found])
+        return {respect: right & there for respect, right in verdict(pictures, range(len(found))).items()}
+
+    figures, chosen = _drawn(pipe, captions, verdict, settings, progress=progress)
+    near = nearest(gallery.pictures, chosen).tolist()
+    read = [gallery.families[i] for i in near], [styles[i] for i in near]
+    figures[f"best of {settings.candidates}, nearest picture"] = _verdicts(read, subjects, [styles[w] for w in wanted])
+    if split == "combination":
+        figures["copied from the nearest style"] = shown(icons.copies(wanted))
+    figures["real pictures"] = shown(wanted)
+    rebuilt = [
+        pipe.dvae.pictures(pipe.dvae.tokens(part.to(pipe.device))).cpu() for part in gallery.pictures[wanted].split(64)
+    ]
+    figures["real pictures, through the dVAE"] = verdict(torch.cat(rebuilt), range(len(wanted)))
+    return Result(SPLITS.get(split, split), captions, subjects, figures, _chance(judge), chosen, _facts(pipe, settings))
+
+
+def evaluate_pairs(
+    pipe: TextToImage,
+    icons: Icons,
+    judge: Judge,
+    kind: str,
+    settings: Settings = Settings(),
+    progress: Advance | None = None,
+) -> Result:
+    """Draw the lower halves of held-out pairs of a kind, their real upper halves given."""
+    pairs = icons.pairs
+    mine = [i for i, name in enumerate(pairs.kinds) if name == kind]
+    wanted = _some(mine, settings) * settings.repeats
+    captions, subjects = [pairs.captions[w] for w in wanted], [pairs.subjects[w] for w in wanted]
+    keep = f"top:{pipe.dvae.config.grid[0] // 2}"
+    given = torch.cat([pipe.given(_image(pairs.pictures[w]), keep=keep) for w in wanted])
+    real = _below(pairs.pictures[mine])
+
+    def judged(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
+        read = judge.read(enlarged(_below(pictures)))
+        return _verdicts(read, [subjects[i] for i in cases], [pairs.styles[wanted[i]] for i in cases])
+
+    def matched(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
+        own = _below(pairs.pictures[[wanted[i] for i in cases]])
+        found = real[nearest(real, _below(pictures))]
+        return {_RIGHT: (found == own).flatten(1).all(1).numpy()}  # equal pictures count, which two pairs may have
+
+    of_style = kind == "style"
+    figures, chosen = _drawn(pipe, captions, judged if of_style else matched, settings, given, progress)
+    if of_style:
+        figures["real lower halves"] = judged(pairs.pictures[wanted], range(len(wanted)))
+    chance = _chance(judge) if of_style else {_RIGHT: 1 / len(mine)}
+    return Result(f"held-out pairs, {kind}", captions, subjects, figures, chance, chosen, _facts(pipe, settings))
+
+
+def accuracy(judge: Judge, icons: Icons) -> dict[str, float]:
+    """The share of all real pictures that the judge, who was trained on them, reads right."""
+    gallery = icons.gallery
+    verdicts = _verdicts(judge.read(gallery.pictures), gallery.families, icons.styles)
+    return {respect: float(right.mean()) for respect, right in verdicts.items()}
+
+
+def save(path: str | Path, judge: dict[str, float], results: Sequence[Result]) -> None:
+    """All results as JSON."""
+    text = json.dumps({"judge": judge, "results": [result.to_dict() for result in results]}, ensure_ascii=False)
+    atomic_write_text(Path(path), text + "\n")
+
+
+def enlarged(halves: Tensor) -> Tensor:
+    """The middle squares of uint8 [B, 3, h, 2h], as pictures uint8 [B, 3, 2h, 2h]."""
+    h = halves.shape[2]
+    middle = halves[..., h // 2 : h // 2 + h].float()
+    return F.interpolate(middle, (2 * h, 2 * h), mode="bilinear").round().to(torch.uint8)
+
+
+def _below(pictures: Tensor) -> Tensor:
+    """[B, 3, H, W] -> the lower halves [B, 3, H/2, W]."""
+    return pictures[:, :, pictures.shape[2] // 2 :]
+
+
+def _drawn(
+    pipe: TextToImage,
+    captions: Sequence[str],
+    verdict: Callable[[Tensor, Sequence[int]], Verdicts],
+    settings: Settings,
+    given: Tensor | None = None,
+    progress: Advance | None = None,
+) -> tuple[dict[str, Verdicts], Tensor]:
+    """The verdicts on the best drawings and the shares of all candidates that are right; the best drawings, uint8
+    [B, 3, H, W]. `verdict` is called with pictures and the indices of their captions."""
+    n = settings.candidates
+    chosen, right, picks = [], dict[str, list[np.ndarray]](), []
+    for part, made in drawn(pipe, captions, n, settings.seed, given=given, progress=progress):
+        picks.append(best(made.scores, 1)[:, 0])
+        chosen.append(made.pictures[torch.arange(len(part)), picks[-1]])
+        found = verdict(made.pictures.flatten(0, 1), [i for i in part for _ in range(n)])
+        for respect, values in found.items():
+            right.setdefault(respect, []).append(values.reshape(len(part), n))
+    every = {respect: np.concatenate(parts) for respect, parts in right.items()}
+    pick = torch.cat(picks).numpy()[:, None]
+    first = {respect: np.take_along_axis(values, pick, 1)[:, 0] for respect, values in every.items()}
+    figures = {f"best of {n}": first, "any candidate": {respect: values.mean(1) for respect, values in every.items()}}
+    return figures, torch.cat(chosen)
+
+
+def _verdicts(read: tuple[Sequence[str], Sequence[str]], subjects: Sequence[str], styles: Sequence[str]) -> Verdicts:
+    """Whether the subjects and styles that were read are the wanted ones."""
+    subject, style = (np.array(a) == np.array(b) for a, b in zip(read, (subjects, styles), strict=True))
+    return {_ALL: subject & style, "subject": subject, "style": style}
+
+
+def _chance(judge: Judge) -> dict[str, float]:
+    subject, style = 1 / len(judge.subjects), 1 / len(judge.styles)
+    return {_ALL: subject * style, "subject": subject, "style": style}
+
+
+def _some(which: list[int], settings: Settings) -> list[int]:
+    n = min(settings.captions, len(which))
+    return sorted(np.random.default_rng(settings.seed).choice(which, n, replace=False).tolist())
+
+
+def _image(picture: Tensor) -> Image.Image:
+    return Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
+
+
+def _facts(pipe: TextToImage, settings: Settings) -> dict[str, Any]:
+    return {"model": pipe.name, **vars(settings)}
