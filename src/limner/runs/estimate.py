@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -87,10 +86,10 @@ def _lines(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None
     if not lines:
         return []
     known = f"{'more than' if untried else 'about'} {_duration(total)}" if total else "longer than can be tried"
-    end = f"{what} takes {known} on this machine"
+    end = f"{what} takes {known}"
     if untried or total > _DAY:
         end += f": {f'--recipe {smaller} is a smaller one' if smaller else 'lower the steps'}"
-    return ["a few steps of each stage were tried:", *lines, end]
+    return ["a few steps of each stage were tried, on this machine as busy as it is now:", *lines, end]
 
 
 def _duration(seconds: float) -> str:
@@ -156,12 +155,15 @@ def seconds_a_step(
         update(run, batches(samples))
         return time.monotonic() - begun
 
+    def shortest(samples: int) -> float:
+        """Of three, where one does not take long already: other work on the machine only makes them longer."""
+        once = took(samples)
+        return once if once > 1.5 * room else min(once, took(samples), took(samples))
+
     took(1)  # warms up
-    one = took(1)
+    one = shortest(1)
     if size == 1:
         return one
     some = max(2, min(size, int(room / one)))
-    found = took(some)
-    if found < 1.5 * room:
-        found = median([found, took(some), took(some)])
+    found = shortest(some)
     return found + (size - some) * max(0.0, found - one) / (some - 1)

@@ -56,30 +56,30 @@ def test_each_stage_has_a_line_and_what_trains_together_counts_once(monkeypatch,
     recipe = with_steps(tiny_recipe(), dvae=6_000, prior=7_200, contrastive=1_440)
     said, tried = told(monkeypatch, {"dvae": 0.5, "prior": 2.0, "contrastive": 1.0}, recipe, tmp_path)
     assert said == [
-        "a few steps of each stage were tried:",
+        "a few steps of each stage were tried, on this machine as busy as it is now:",
         "  dVAE: 6,000 steps, about 50 minutes",
         "  prior: 7,200 steps, about 5 hours beside the other",
         "  contrastive model: 1,440 steps, about 30 minutes beside the other",
-        "all of it takes about 6 hours on this machine",
+        "all of it takes about 6 hours",
     ]
     assert tried == [("dvae", 2), ("prior", 1), ("contrastive", 1)] and two_threads[-1] == 2
     said, _ = told(monkeypatch, {"prior": 2.0}, recipe, tmp_path, ("prior",))
-    assert said[1:] == ["  prior: 7,200 steps, about 4 hours", "all of it takes about 4 hours on this machine"]
+    assert said[1:] == ["  prior: 7,200 steps, about 4 hours", "all of it takes about 4 hours"]
 
 
 def test_more_than_a_day_names_the_smaller_recipe_and_tries_no_further(monkeypatch, two_threads, tmp_path):
     """16 seconds a step are what the dVAE of `photos` was measured to take on two cores."""
     photos = recipes.get("photos")
     said, tried = told(monkeypatch, {"dvae": 16.0}, photos, tmp_path, smaller=recipes.smaller("photos"))
-    assert said[-1] == "the dVAE alone takes about 222 hours on this machine: --recipe laptop is a smaller one"
+    assert said[-1] == "the dVAE alone takes about 222 hours: --recipe laptop is a smaller one"
     assert [name for name, _ in tried] == ["dvae"]
     said, _ = told(monkeypatch, {"dvae": 16.0}, photos, tmp_path, smaller=None)
-    assert said[-1] == "the dVAE alone takes about 222 hours on this machine: lower the steps"
+    assert said[-1] == "the dVAE alone takes about 222 hours: lower the steps"
     said, _ = told(monkeypatch, {"dvae": 0.1, "prior": 16.0}, photos, tmp_path)
-    assert said[-1].startswith("the prior alone takes about 556 hours on this machine")  # 1.25 beside the other
+    assert said[-1].startswith("the prior alone takes about 556 hours")  # 1.25 beside the other
     together = with_steps(tiny_recipe(), dvae=72_000, prior=72_000, contrastive=101)
     said, _ = told(monkeypatch, {"dvae": 1.0, "prior": 0.5, "contrastive": 0.5}, together, tmp_path)
-    assert said[-1] == "all of it takes about 32 hours on this machine: --recipe laptop is a smaller one"
+    assert said[-1] == "all of it takes about 32 hours: --recipe laptop is a smaller one"
 
 
 def test_only_what_takes_a_larger_machine_has_a_smaller_recipe():
@@ -93,9 +93,9 @@ def test_the_largest_models_are_not_built(monkeypatch, two_threads, tmp_path):
     said, tried = told(monkeypatch, {"contrastive": 0.01}, recipe, tmp_path)
     assert [name for name, _ in tried] == ["contrastive"]
     assert said[1] == "  prior: 430,000 steps of a model that is too large to be tried"
-    assert said[-1] == "all of it takes more than 83 minutes on this machine: --recipe laptop is a smaller one"
+    assert said[-1] == "all of it takes more than 83 minutes: --recipe laptop is a smaller one"
     said, _ = told(monkeypatch, {}, recipe, tmp_path, ("prior",))
-    assert said[-1].startswith("all of it takes longer than can be tried on this machine: ")
+    assert said[-1].startswith("all of it takes longer than can be tried: ")
 
 
 def test_nothing_is_said_where_little_is_left(monkeypatch, two_threads, tmp_path):
@@ -130,7 +130,7 @@ def test_a_whole_batch_follows_from_a_few_samples(monkeypatch, size, fixed, each
     stage = replace(recipe.dvae, training=replace(recipe.dvae.training, batch_size=size))
     model, _, batches = estimate.trial(recipe, "dvae")
     assert estimate.seconds_a_step(model, stage, batches, 1.2) == pytest.approx(fixed + each * size)
-    assert clock[0] < 4 * (fixed + each) + 6
+    assert clock[0] < 6 * (fixed + each) + 6
 
 
 @pytest.mark.parametrize("augment", [False, True])
