@@ -45,7 +45,7 @@ def test_help_names_every_command(capsys):
         (["draw", "a", "b"], "unknown: b"),
         (["draw", "a", "-o", "b.gif"], "b.png"),
         (["draw", "a", "--model", "no-such-model"], "no-such-model"),
-        (["data"], "scenes, emoji"),
+        (["data"], "scenes, icons, emoji"),
         (["data", "scene"], "did you mean 'scenes'"),
         (["data", "scenes", "out", "--count", "0"], "count"),
         (["data", "scenes", "out", "--size", "50"], "multiple of 24"),
