@@ -23,8 +23,16 @@ _Row = tuple[str, ...]
 
 
 def attribution(source: Source) -> list[dict[str, Any]]:
-    """The table of a source's pictures, each counted once. Those whose metadata cannot be read are left out."""
-    return _table((_row(meta), 1) for meta in _metadata(source) if meta.get("license") or meta.get("author"))
+    """The table of a source's pictures, each counted once in a row. Those whose metadata cannot be read are left out.
+
+    A picture that was made of others says whose these are in mappings of its metadata: it is in their rows, too.
+    """
+    return _table((row, 1) for meta in _metadata(source) for row in _rows(meta))
+
+
+def _rows(meta: Mapping[str, Any]) -> set[_Row]:
+    parts = [meta, *(value for value in meta.values() if isinstance(value, dict))]
+    return {_row(part) for part in parts if part.get("license") or part.get("author")}
 
 
 def united(*tables: object) -> list[dict[str, Any]]:

@@ -76,6 +76,12 @@ def test_data_that_names_nobody_leaves_no_trace(tmp_path):
     assert "Attribution" not in (tmp_path / "run" / "bundle" / "README.md").read_text()
 
 
+def test_a_picture_made_of_two_is_in_the_rows_of_both(tmp_path):
+    metas = [{**TWEMOJI, "pair": {"kind": "style", **NOTO}}, {**TWEMOJI, "pair": {**TWEMOJI}}, {"pair": {"kind": "x"}}]
+    rows = attribution(open_source(shards(tmp_path / "data", metas)))
+    assert rows == [{**TWEMOJI, "pictures": 2}, {**NOTO, "pictures": 1}]
+
+
 def test_rows_are_bounded_and_all_pictures_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ROWS", 3)
     metas = [{"license": f"L{i % 5}", "author": "x" * 999} for i in range(20)] + [{"license": "L4"}] * 2
