@@ -27,7 +27,7 @@ def attribution(source: Source) -> list[dict[str, Any]]:
 
     A picture that was made of others says whose these are in mappings of its metadata: it is in their rows, too.
     """
-    return _table((row, 1) for meta in _metadata(source) for row in _rows(meta))
+    return _table((row, 1) for meta in _metadata(source) for row in sorted(_rows(meta)))
 
 
 def _rows(meta: Mapping[str, Any]) -> set[_Row]:
