@@ -7,13 +7,14 @@ in that style. A cell is empty if the data has no picture of the combination, an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from limner.errors import UserError, suggestion
+from limner.errors import UserError, nearest
 from limner.evaluation.composition import drawn
 from limner.evaluation.icons import Icons
 from limner.evaluation.report import wrap
@@ -28,17 +29,33 @@ Cells = dict[tuple[str, str], int]  # (subject, style) -> index of the real pict
 
 
 def cells(icons: Icons, subjects: Sequence[str] = ()) -> Cells:
-    """The cells of these subjects, in the order given. By default they are some subjects with a held-out combination,
-    those with the most styles. Raises `UserError` for a subject that the data does not have."""
-    gallery, of = icons.gallery, dict[str, dict[str, int]]()
-    for i, (subject, style) in enumerate(zip(gallery.keys, icons.styles, strict=True)):
+    """The cells of these subjects, in the order given; by default of some with a held-out combination.
+
+    Raises `UserError` for a subject that the data does not have.
+    """
+    of: dict[str, dict[str, int]] = {}
+    for i, (subject, style) in enumerate(zip(icons.gallery.keys, icons.styles, strict=True)):
         of.setdefault(subject, {}).setdefault(style, i)
-    held = dict.fromkeys(gallery.keys[i] for i in gallery.choose("combination"))
-    subjects = subjects or sorted(held, key=lambda subject: -len(of[subject]))[:_ROWS] or list(of)[:_ROWS]
+    subjects = subjects or (_by_turns(icons, of) or list(of))[:_ROWS]
     for subject in subjects:
         if subject not in of:
-            raise UserError(f"the data has no subject {subject!r}: {suggestion(subject, list(of)[:20])}")
+            meant = nearest(subject, of)
+            raise UserError(
+                f"the data has no subject {subject!r}"
+                + (f": did you mean {meant!r}?" if meant else f", but {', '.join(list(of)[:5])}, ...")
+            )
     return {(subject, style): of[subject][style] for subject in subjects for style in sorted(of[subject])}
+
+
+def _by_turns(icons: Icons, of: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Subjects with a held-out combination: one of each style in turn, first those with the most styles."""
+    waiting: dict[str, list[str]] = {}
+    gallery = icons.gallery
+    for i in gallery.choose("combination"):
+        if gallery.keys[i] == gallery.families[i]:  # of its skin tones one will do
+            waiting.setdefault(icons.styles[i], []).append(gallery.keys[i])
+    rows = (sorted(subjects, key=lambda subject: -len(of[subject])) for subjects in waiting.values())
+    return [subject for turn in zip_longest(*rows) for subject in turn if subject]
 
 
 def draw(
@@ -56,7 +73,8 @@ def sheet(icons: Icons, chosen: Cells, drawings: Tensor, real: bool = False) -> 
     subjects, styles = list(dict.fromkeys(s for s, _ in chosen)), sorted({style for _, style in chosen})
     factor = math.ceil(SIDE / drawings.shape[-1])
     side = factor * drawings.shape[-1]
-    width = side * (2 if real else 1) + GAP
+    beside = side + GAP // 3  # from a drawing to the real picture
+    width = (beside if real else 0) + side + GAP
     picture = Image.new("RGB", (LEFT + len(styles) * width + GAP, TOP + len(subjects) * (side + GAP) + 22), "white")
     pen, font = ImageDraw.Draw(picture), ImageFont.load_default(14)
     for column, style in enumerate(styles):
@@ -70,6 +88,6 @@ def sheet(icons: Icons, chosen: Cells, drawings: Tensor, real: bool = False) -> 
             pen.rectangle((x - 4, y - 4, x + width - GAP + 3, y + side + 3), outline=FRAME, width=3)
         for place, pixels in enumerate((drawing, gallery.pictures[i])[: 2 if real else 1]):
             image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-            picture.paste(image.resize((side, side), Image.Resampling.NEAREST), (x + place * side, y))
+            picture.paste(image.resize((side, side), Image.Resampling.NEAREST), (x + place * beside, y))
     pen.text((LEFT, picture.height - 22), "framed: never seen in this style", FRAME, font)
     return picture

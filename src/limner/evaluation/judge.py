@@ -94,8 +94,8 @@ def augmented(pixels: Tensor, generator: torch.Generator) -> Tensor:
     """The augmentation: uint8 [B, 3, H, W] -> [B, 3, H, W] in 0 .. 1, random for each picture.
 
     Rotation by up to 11 degrees, a scale of 0.8 to 1.1, a shift by up to a twelfth of the side. Half of the pictures
-    are blurred, at most to half their resolution. Each color channel has a contrast of 0.8 to 1.2 and a brightness
-    changed by up to 0.1. Noise is added to single pixels and to squares of 4 pixels, as errors of a dVAE are. Nothing
+    are blurred, at most to half their resolution. Each color channel has a contrast of 0.85 to 1.15 and a brightness
+    changed by up to 0.05. Noise is added to single pixels and to squares of 4 pixels, as errors of a dVAE are. Nothing
     is flipped: a hand that points left is another subject than one that points right.
     """
     b, _, h, w = pixels.shape
@@ -105,7 +105,7 @@ def augmented(pixels: Tensor, generator: torch.Generator) -> Tensor:
 
     def noise(height: int, width: int) -> Tensor:
         values = torch.randn(b, 3, height, width, generator=generator, device=pixels.device)
-        return F.interpolate(values * uniform(0, 0.08, 1, 1, 1), (h, w))
+        return F.interpolate(values * uniform(0, 0.05, 1, 1, 1), (h, w))
 
     angle, size, x, y = uniform(-0.2, 0.2), uniform(0.8, 1.1), uniform(-1 / 6, 1 / 6), uniform(-1 / 6, 1 / 6)
     cos, sin = angle.cos() / size, angle.sin() / size
@@ -114,7 +114,7 @@ def augmented(pixels: Tensor, generator: torch.Generator) -> Tensor:
     pictures = F.grid_sample(pixels.float() / 255, grid, padding_mode="border", align_corners=False)
     blurred = F.interpolate(F.avg_pool2d(pictures, 2), (h, w), mode="bilinear")
     pictures = pictures.lerp(blurred, uniform(-1, 1, 1, 1, 1).clamp_min(0))
-    pictures = pictures * uniform(0.8, 1.2, 3, 1, 1) + uniform(-0.1, 0.1, 3, 1, 1)
+    pictures = pictures * uniform(0.85, 1.15, 3, 1, 1) + uniform(-0.05, 0.05, 3, 1, 1)
     return (pictures + noise(h, w) + noise(h // 4, w // 4)).clamp(0, 1)
 
 
