@@ -39,6 +39,7 @@ from limner.training.loop import train
 from limner.training.trainable import Batch
 
 _READ = 256  # pictures read at a time
+_PLACES = 4  # rows and columns of the last features: subjects differ in where their parts are
 _GROUPS = 8  # of channels, which are normalised together
 
 
@@ -52,7 +53,7 @@ class JudgeConfig(Checked):
         batch_size, lr: of AdamW, with a cosine schedule.
     """
 
-    width: Annotated[int, Range(_GROUPS, 1_024)] = 32
+    width: Annotated[int, Range(_GROUPS, 1_024)] = 24
     epochs: Annotated[int, Range(1, 10_000)] = 20
     batch_size: Annotated[int, Range(1, 4_096)] = 64
     lr: Annotated[float, Range(above=0)] = 2e-3
@@ -67,13 +68,15 @@ class Net(nn.Module):
         self.stem = nn.Conv2d(3, width, 5, 2, 2)
         self.stages = nn.ModuleList(_Stage(a, b) for a, b in pairwise(widths))
         self.norm = nn.GroupNorm(_GROUPS, widths[-1])
-        self.subject, self.style = nn.Linear(widths[-1], subjects), nn.Linear(widths[-1], styles)
+        self.mix = nn.Linear(_PLACES**2 * widths[-1], 2 * widths[-1])
+        self.subject, self.style = nn.Linear(2 * widths[-1], subjects), nn.Linear(2 * widths[-1], styles)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.stem((2 * x - 1).contiguous(memory_format=torch.channels_last))
         for stage in self.stages:
             x = stage(x)
-        x = F.relu(self.norm(x)).mean((2, 3))
+        x = F.adaptive_avg_pool2d(F.relu(self.norm(x)), _PLACES)
+        x = F.relu(self.mix(x.flatten(1)))
         return self.subject(x), self.style(x)
 
 
