@@ -10,9 +10,10 @@ For comparison there are
   The distance of two styles is the mean squared error between their pictures of the subjects that training has in both;
 - real pictures in place of drawings, and real pictures reconstructed by the model's dVAE: these are ceilings.
 
-A held-out pair is drawn with its real upper half given (Ramesh et al. 2021, Figure 14). Where the lower half is to be
-in another style, it is cut out, enlarged and read by the judge. For other kinds of pairs ("upside down", say) the lower
-half is compared with the real lower halves of all held-out pairs of that kind; it is right if its own is the nearest.
+A held-out pair is drawn with its real upper half given (Ramesh et al. 2021, Figure 14), tokenized above an empty lower
+half. Where the lower half is to be in another style, it is cut out, enlarged and read by the judge. For other kinds of
+pairs ("upside down", say) the lower half is compared with the real lower halves of all held-out pairs of that kind; it
+is right if its own is the nearest.
 
 Drawings that differ in skin tone alone count as one subject. Intervals are over subjects (see `intervals.py`).
 """
@@ -281,7 +282,9 @@ def evaluate_pairs(
     wanted = _some(mine, settings) * settings.repeats
     captions, subjects = [pairs.captions[w] for w in wanted], [pairs.subjects[w] for w in wanted]
     keep = f"top:{pipe.dvae.config.grid[0] // 2}"
-    given = torch.cat([pipe.given(_image(pairs.pictures[w]), keep=keep) for w in wanted])
+    tops = pairs.pictures[wanted]
+    _below(tops)[:] = tops[:, :, :1, :1]  # the background: an encoder may look below, and must not see the answer
+    given = torch.cat([pipe.given(_image(top), keep=keep) for top in tops])
     real = _below(pairs.pictures[mine])
 
     def judged(pictures: Tensor, cases: Sequence[int]) -> Verdicts:

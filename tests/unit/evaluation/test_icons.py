@@ -1,6 +1,7 @@
 """Icons: what is right is told apart from what is not, by the judge, by pixels and for what is copied."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -138,6 +139,10 @@ def test_pairs_are_judged_by_their_lower_half_below_the_real_upper_one(icons, ju
     assert style.rates()["real lower halves"]["subject and style"].value == 1
     (given,) = artist.given_tops
     assert given.shape == (2, 36) and torch.all(given[:, :18] >= 0) and torch.all(given[:, 18:] < 0)
+    other = replace(icons, pairs=replace(icons.pairs, pictures=icons.pairs.pictures.clone()))
+    other.pairs.pictures[:, :, 12:] //= 2
+    evaluate_pairs(artist, other, judge, "style", settings)
+    assert torch.equal(artist.given_tops[-1], given)  # which do not know what was below
     turned = evaluate_pairs(artist, icons, judge, "upside down", settings)
     assert turned.rates()["best of 2"]["right"].value == 1
     assert turned.chance == {"right": 0.5}
