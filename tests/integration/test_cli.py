@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from icon_sets import SQUARE, archive, information
 from limner.cli.memory import TUNABLES
 from limner.data.shard_writer import ShardWriter
+from limner.data.sources import open_source
 from tiny import tiny_pipe
 from toy_icons import write_toy_icons
 
@@ -155,6 +157,40 @@ def test_data_from_scenes_to_shards(tmp_path):
     assert code == 0, err
     assert "kept  12" in out
     assert (tmp_path / "sheet.png").exists()
+
+
+def test_data_from_icon_sets_to_shards(tmp_path):
+    icons = {"tiger": {"body": SQUARE}, "guitar": {"body": f"<g>{SQUARE}</g>"}, "bad": {"body": "<script/>"}}
+    for prefix, spdx in (("twemoji", "CC-BY-4.0"), ("noto", "Apache-2.0"), ("openmoji", "CC-BY-SA-4.0")):
+        archive(tmp_path / f"{prefix}.tgz", icons={"prefix": prefix, "icons": icons}, info=information(spdx))
+    cldr = {"annotations": {"annotations": {"\U0001f405": {"default": ["big cat", "tiger"], "tts": ["tiger"]}}}}
+    words = archive(tmp_path / "cldr.tgz", annotations__en__annotations=cldr)
+    sets = ["twemoji.tgz", "noto.tgz", "openmoji.tgz", words]
+    code, out, err = limner("data", "icons", "made", *sets, "--pairs", 0, cwd=tmp_path)
+    assert code == 0, err
+    assert "Toys, by A. Painter (CC-BY-4.0): 3 drawings" in out
+    assert "left out: its licence is CC-BY-SA-4.0 (--all-licenses takes it)" in out
+    assert re.search(r"^kept +4 ", out, re.M)
+    assert re.search(r"SVG with an element that icons do not need: script +2 ", out)
+    source = open_source(str(tmp_path / "made"))
+    assert len(source) == 4
+    assert "big cat, flat" in source[0].captions
+    assert {source.meta(i)["style"] for i in range(4)} == {"flat", "shaded"}
+    code, out, err = limner("data", "icons", "more", *sets, "--all-licenses", "--pairs", 0, cwd=tmp_path)
+    assert code == 0, err
+    more = open_source(str(tmp_path / "more"))
+    assert [more.meta(i)["style"] for i in range(len(more))] == ["flat", "flat", "shaded", "shaded", "comic", "comic"]
+    for wrong, says in (
+        (["none.tgz"], "none.tgz"),
+        ([words, "openmoji.tgz"], "no icon set is left"),
+        (["twemoji.tgz", "--background", "no such color"], "name one of CSS"),
+        (["twemoji.tgz", "--size", 33], "must be even"),
+        ([], "files"),
+    ):
+        code, out, err = limner("data", "icons", "wrong", *wrong, cwd=tmp_path)
+        assert code == 2, out
+        assert says in err
+        assert err.count("limner:") == 1 and "Traceback" not in err
 
 
 SCORED = ["--captions", 3, "--candidates", 2]

@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 from limner.cli import dispatch
 from limner.cli.arguments import parse, place
 from limner.data.filters import Filters
-from limner.errors import printable
+from limner.errors import UserError, printable
 from limner.progress import progress
 from limner.ranges import SEEDS, Checked, OutOfRange, Range
 
@@ -179,6 +179,8 @@ def icons(argv: Sequence[str]) -> None:
             print(printable(f"{one.title}, by {one.author} ({one.license}): {len(one.icons):,} drawings"))
         else:
             print(printable(f"{one.title} is left out: its licence is {one.license} (--all-licenses takes it)"))
+    if not sets:
+        raise UserError("no icon set is left to draw: name one whose licence is permissive, or take --all-licenses")
     total = sum(len(one.icons) for one in sets)
     with progress("drawing icons", total, unit="icon") as bar:
         summary = write_icons(

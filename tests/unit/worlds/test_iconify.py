@@ -1,18 +1,16 @@
 """Icon sets in Iconify's format: folders and archives, aliases, and files that are none."""
 
-import io
 import json
-import tarfile
 
 import numpy as np
 import pytest
 
+from icon_sets import SQUARE, archive, information
 from limner.data.samples import Rejected
 from limner.errors import UserError
 from limner.worlds import iconify
 from limner.worlds.svg import draw
 
-SQUARE = '<path fill="#f00" d="M0 0h8v8H0z"/>'
 DATA = {
     "prefix": "toys", "width": 16, "height": 16,
     "icons": {"ball": {"body": SQUARE}, "old": {"body": SQUARE, "hidden": True}, "tall": {"body": SQUARE, "height": 32},
@@ -21,17 +19,7 @@ DATA = {
                 "ball-turned": {"parent": "ball-right", "rotate": 1}, "lost": {"parent": "nowhere"},
                 "a": {"parent": "b"}, "b": {"parent": "a"}, "twice": {"parent": "ball-right", "hFlip": True}},
 }  # fmt: skip
-INFO = {"name": "Toys", "author": {"name": "A. Painter", "url": "https://example.org"}, "license": {"spdx": "MIT"}}
-
-
-def archive(path, **members):
-    with tarfile.open(path, "w:gz") as tar:
-        for name, data in members.items():
-            raw = data if isinstance(data, bytes) else json.dumps(data).encode()
-            member = tarfile.TarInfo(f"package/{name.replace('__', '/')}.json")
-            member.size = len(raw)
-            tar.addfile(member, io.BytesIO(raw))
-    return path
+INFO = information("MIT")
 
 
 @pytest.fixture(params=["archive", "folder", "one file"])
