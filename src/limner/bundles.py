@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from limner.catalogue import FORMAT, find, is_bundle, named
-from limner.config import from_dict, read_json, to_dict
+from limner.config import TAG, from_dict, read_json, to_dict
 from limner.data.attribution import KEYS, united
 from limner.errors import UserError
 from limner.files import atomic_folder, atomic_write_bytes, atomic_write_text, require_file
 from limner.layers.linear import in_8_bits
 from limner.models.contrastive import ContrastiveConfig
-from limner.models.dvae import DVAE, DVAEConfig
+from limner.models.dvae import DVAEConfig
+from limner.models.patches import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.text.bpe import Tokenizer
 
@@ -41,7 +42,7 @@ M = TypeVar("M", bound=nn.Module)
 
 DVAE_FORMAT = "limner-dvae-1"
 
-_PARTS: dict[str, type] = {"dvae": DVAEConfig, "prior": TransformerConfig, "contrastive": ContrastiveConfig}
+_PARTS: dict[str, Any] = {"dvae": AnyDVAEConfig, "prior": TransformerConfig, "contrastive": ContrastiveConfig}
 _POSITIONS = 1 << 12  # of a caption or a picture: masks grow with the square
 _WIDTH = 1 << 14
 _TENSORS = 1 << 14  # of one model
@@ -76,7 +77,7 @@ def write(
     return info
 
 
-def save_dvae(dvae: DVAE, folder: str | Path, info: Mapping[str, Any]) -> Path:
+def save_dvae(dvae: AnyDVAE, folder: str | Path, info: Mapping[str, Any]) -> Path:
     """Write a folder that holds a dVAE alone. Raises `UserError` if the folder holds something else."""
     folder = Path(folder)
     _check_place(folder, DVAE_FORMAT, "a dVAE")
@@ -113,7 +114,8 @@ def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype) 
 
 
 def _write_config(folder: Path, kind: str, models: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-    config = {"format": kind, **{name: to_dict(model.config) for name, model in models.items()}, "info": dict(info)}
+    configs = {name: to_dict(model.config, _PARTS[name]) for name, model in models.items()}
+    config = {"format": kind, **configs, "info": dict(info)}
     atomic_write_text(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -223,13 +225,13 @@ def _info(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return info
 
 
-def _load_part(folder: Path, name: str, kind: type, data: Mapping[str, Any]) -> nn.Module:
+def _load_part(folder: Path, name: str, kind: Any, data: Mapping[str, Any]) -> nn.Module:
     """Build one model and fill it, after every name, shape and number format was found to be right."""
     where = folder / "config.json"
     if name not in data:
         raise UserError(f"{where} lacks the settings of {name!r}")
     try:
-        config = from_dict(kind, data[name], name)
+        config = from_dict(kind, _tagged(name, data[name]), name)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     path = folder / f"{name}.safetensors"
@@ -272,12 +274,18 @@ def _load_part(folder: Path, name: str, kind: type, data: Mapping[str, Any]) -> 
     return model.eval().requires_grad_(False)
 
 
+def _tagged(name: str, data: Any) -> Any:
+    """A part's settings; those of a dVAE name their class, which was the paper's before there was another one."""
+    untagged = name == "dvae" and isinstance(data, dict) and TAG not in data
+    return {TAG: DVAEConfig.__name__, **data} if untagged else data
+
+
 def _check_size(config: Any, tensors: int, where: str) -> None:
     """Refuse what building would take long over. `tensors` in the file bound the layers.
 
     Raises `UserError`.
     """
-    layers = config.groups * config.blocks if isinstance(config, DVAEConfig) else config.depth
+    layers = config.groups * config.blocks if isinstance(config, AnyDVAEConfig) else config.depth
     if layers > tensors:
         raise UserError(f"{where} has {layers} layers: more than the {tensors} tensors of its file")
     reranker = isinstance(config, ContrastiveConfig)

@@ -29,9 +29,12 @@ TAG = "type"  # key that tells the members of a union of dataclasses apart
 MAX_BYTES = 4 << 20  # a config beyond this is not a config
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """The dataclass as nested dictionaries of JSON values; `from_dict` is the inverse."""
-    return _dump(config, type(config))
+def to_dict(config: Any, kind: Any = None) -> dict[str, Any]:
+    """The dataclass as nested dictionaries of JSON values; `from_dict` is the inverse.
+
+    `kind` is what it will be read as, its own class by default; a union makes the dictionary carry the class's name.
+    """
+    return _dump(config, kind or type(config))
 
 
 def from_dict(cls: type[T], data: Any, where: str = "") -> T:

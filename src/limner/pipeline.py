@@ -36,7 +36,7 @@ from limner.errors import UserError
 from limner.layers.cache import Int8Store, Store
 from limner.layers.linear import int8, packed
 from limner.models.contrastive import Contrastive, ContrastiveConfig
-from limner.models.dvae import DVAE, DVAEConfig
+from limner.models.patches import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Auto, Precision
 from limner.progress import Advance
@@ -124,7 +124,7 @@ class TextToImage:
 
     def __init__(
         self,
-        dvae: DVAE,
+        dvae: AnyDVAE,
         prior: Transformer,
         contrastive: Contrastive,
         tokenizer: Tokenizer,
@@ -430,7 +430,7 @@ def _batches(seeds: Sequence[int], count: int, rows: int) -> list[tuple[list[int
 
 
 def _check_fit(
-    dvae: DVAEConfig, prior: TransformerConfig, contrastive: ContrastiveConfig, tokenizer: Tokenizer
+    dvae: AnyDVAEConfig, prior: TransformerConfig, contrastive: ContrastiveConfig, tokenizer: Tokenizer
 ) -> None:
     pairs = (
         ("grid of the prior", tuple(prior.grid), "grid of the dVAE", tuple(dvae.grid)),

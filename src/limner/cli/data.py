@@ -164,6 +164,8 @@ def emoji(argv: Sequence[str]) -> None:
 def icons(argv: Sequence[str]) -> None:
     """write drawings of several icon sets"""
     options = parse(IconsOptions, argv, "limner data icons")
+    if not options.files:
+        raise UserError("name the files of icon sets, such as the .tgz that `npm pack @iconify-json/NAME` leaves")
     place(options.out, folder=True)
     from limner.worlds import iconify
     from limner.worlds.icon_writing import write_icons

@@ -20,6 +20,7 @@ from limner.files import atomic_write_text
 from limner.metrics.codebook import usage
 from limner.metrics.pictures import psnr
 from limner.models.dvae import DVAE, unmap_pixels
+from limner.models.patches import AnyDVAE
 from limner.objectives.elbo import gumbel_softmax
 from limner.progress import Advance
 from limner.worlds import judge, oracle, rendering, scenes
@@ -75,7 +76,7 @@ def fresh_scenes(n: int, seed: int = PUBLISHED, split: Split | None = None, size
 
 
 def measure(
-    dvae: DVAE,
+    dvae: AnyDVAE,
     pictures: Tensor,
     *,
     read: bool = False,
@@ -106,24 +107,23 @@ def measure(
     )
 
 
-def health(model: DVAE, pixels: Tensor, tau: float) -> dict[str, float]:
-    """What a run logs of uint8 [B, 3, H, W]: PSNR of hard and of relaxed reconstructions (at temperature `tau`), their
-    gap, codes in use, perplexity."""
-    hard, relaxed, tokens = [], [], []
+def health(model: AnyDVAE, pixels: Tensor) -> dict[str, float]:
+    """What a run logs of uint8 [B, 3, H, W]: PSNR of hard reconstructions, codes in use, perplexity."""
+    tokens = [model.tokens(part) for part in pixels.split(_BATCH)]
+    found = [psnr(part, model.pictures(used)) for part, used in zip(pixels.split(_BATCH), tokens, strict=True)]
+    codes = usage(torch.cat(tokens), model.config.vocab)
+    return {"psnr": float(torch.cat(found).mean()), **{name: float(value) for name, value in codes.items()}}
+
+
+def relaxation(model: DVAE, pixels: Tensor, tau: float, hard: float) -> dict[str, float]:
+    """PSNR of relaxed reconstructions of uint8 [B, 3, H, W] at temperature `tau`, and how far it is above `hard`."""
+    found = []
     for part in pixels.split(_BATCH):
-        logits = model.encode(part)
         generator = torch.Generator(part.device).manual_seed(0)
-        mu = model.decode(gumbel_softmax(logits, tau, generator))[0]
-        tokens.append(logits.argmax(1).flatten(1))  # `model.tokens`, without encoding twice
-        hard.append(psnr(part, model.pictures(tokens[-1])))
-        relaxed.append(psnr(part, unmap_pixels(torch.sigmoid(mu))))
-    hard_db, relaxed_db = (float(torch.cat(found).mean()) for found in (hard, relaxed))
-    return {
-        "psnr": hard_db,
-        "relaxed_psnr": relaxed_db,
-        "gap": relaxed_db - hard_db,
-        **{name: float(value) for name, value in usage(torch.cat(tokens), model.config.vocab).items()},
-    }
+        mu = model.decode(gumbel_softmax(model.encode(part), tau, generator))[0]
+        found.append(psnr(part, unmap_pixels(torch.sigmoid(mu))))
+    relaxed = float(torch.cat(found).mean())
+    return {"relaxed_psnr": relaxed, "gap": relaxed - hard}
 
 
 def _reads_alike(original: np.ndarray, again: np.ndarray) -> bool:

@@ -2,10 +2,10 @@
 
 A precision converts a model once, before it is prepared for training (`apply`), and sets the format of matrix products
 (`autocast`). Those below leave the model as it is: weights, gradients and optimiser state stay fp32, and matrix
-products run in bf16 under `torch.autocast` where the hardware multiplies bf16 natively: AMX or AVX512-BF16 on CPUs
-(measured 2.4x on a GPT step with AMX), tensor cores since Ampere on GPUs. Elsewhere bf16 is emulated and slower than
-fp32, so `Auto` keeps fp32. bf16 has the exponent range of fp32, hence no loss scaling. The choice asks the processor
-what it has; nothing is timed.
+products run in bf16 under `torch.autocast` where the hardware multiplies bf16 faster than fp32: AMX on CPUs (measured
+2.4x on a GPT step), tensor cores since Ampere on GPUs. Elsewhere bf16 is slower, also with AVX512-BF16 (a training step
+of a small prior takes 1.3 to 1.4 times as long), so `Auto` keeps fp32. bf16 has the exponent range of fp32, hence no
+loss scaling. The choice asks the processor what it has; nothing is timed.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -44,7 +44,7 @@ class Bf16(Fp32):
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Fp32):
-    """Matrix products in bf16 where the hardware has it."""
+    """Matrix products in bf16 where the hardware multiplies it faster than fp32."""
 
     def dtype(self, device: torch.device | str) -> torch.dtype:
         return torch.bfloat16 if has_fast_bf16(torch.device(device)) else torch.float32
@@ -54,12 +54,12 @@ Precision = Auto | Bf16 | Fp32
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """True where `device` multiplies bf16 matrices in hardware."""
+    """True where `device` multiplies bf16 matrices faster than fp32 ones."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu":
         return False
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return torch.cpu._is_amx_tile_supported()
 
 
 @torch.library.custom_op(

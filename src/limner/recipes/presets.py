@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
+from limner.models.patches import PatchDVAEConfig
 from limner.models.transformer import SIZES, TransformerConfig
 from limner.objectives.balanced import BalancedELB
 from limner.objectives.contrastive import ContrastiveLoss
 from limner.optim.optimizers import AdamW, Muon
 from limner.optim.schedules import Anneal, Cosine, Plateau
-from limner.recipes.recipe import Bundled, ContrastiveStage, DVAEStage, PriorStage, Recipe, TextConfig
+from limner.recipes.recipe import Bundled, ContrastiveStage, DVAEStage, PatchStage, PriorStage, Recipe, TextConfig
 from limner.training.config import TrainConfig
 
 
@@ -110,6 +111,22 @@ def emoji() -> Recipe:
             augment=False,
         ),
         contrastive=_small_contrastive(steps=400),
+    )
+
+
+def icons() -> Recipe:
+    """Drawings of several artists, which no artist drew."""
+    return Recipe(
+        text=TextConfig(vocab=2_048, length=24, dropout=0.1),
+        dvae=_patches(64, vocab=8_192, steps=3_000),
+        prior=PriorStage(
+            model=TransformerConfig(width=256, depth=8, heads=4),
+            training=_training(steps=24_000, batch=16, ema=0.999),
+            augment=False,
+            caption_dropout=0.1,
+            guidance=2.0,
+        ),
+        contrastive=_small_contrastive(steps=3_000),
     )
 
 
@@ -255,6 +272,17 @@ def _small_dvae(size: int, groups: int, vocab: int, steps: int, context: int) ->
             warmup_steps=100, schedule=Cosine(end=0.02), ema_decay=0.998, eval_every=500, checkpoint_every=250,
         ),
         augment=False,
+    )  # fmt: skip
+
+
+def _patches(size: int, vocab: int, steps: int) -> PatchStage:
+    """A dVAE of 4 x 4 patches."""
+    return PatchStage(
+        model=PatchDVAEConfig(size=size, vocab=vocab),
+        training=TrainConfig(
+            steps=steps, batch_size=16, optimizer=AdamW(lr=2e-3, betas=(0.9, 0.99), weight_decay=1e-4), clip_norm=1.0,
+            warmup_steps=50, schedule=Cosine(end=0.02), ema_decay=0.998, eval_every=500, checkpoint_every=250,
+        ),
     )  # fmt: skip
 
 

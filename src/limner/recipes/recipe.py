@@ -13,11 +13,13 @@ from typing import Annotated
 from limner.bundles import load_model
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
+from limner.models.patches import AnyDVAEConfig, PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.balanced import BalancedELB
 from limner.objectives.contrastive import ContrastiveLoss
 from limner.objectives.elbo import RelaxedELB
+from limner.objectives.squared import SquaredError
 from limner.optim.optimizers import Muon
 from limner.ranges import Checked, OutOfRange, Range
 from limner.training.config import TrainConfig
@@ -37,6 +39,12 @@ def _check_activations(training: TrainConfig) -> None:
         raise OutOfRange("training.checkpoint_activations", "must be false: only the prior can do it")
 
 
+def _check_dvae(training: TrainConfig) -> None:
+    if isinstance(training.optimizer, Muon):
+        raise OutOfRange("training.optimizer", "must be AdamW: Muon is for the matrices of transformers")
+    _check_activations(training)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DVAEStage:
     """`augment` is Listing 1 of the paper; without it, pictures are squares resized."""
@@ -47,9 +55,20 @@ class DVAEStage:
     augment: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.training.optimizer, Muon):
-            raise OutOfRange("training.optimizer", "must be AdamW: Muon is for the matrices of transformers")
-        _check_activations(self.training)
+        _check_dvae(self.training)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchStage:
+    """A dVAE of patches: k-means of the training pictures' patches, then training of the decoder."""
+
+    model: PatchDVAEConfig = field(default_factory=PatchDVAEConfig)
+    objective: SquaredError = field(default_factory=SquaredError)
+    training: TrainConfig
+    augment: bool = False
+
+    def __post_init__(self) -> None:
+        _check_dvae(self.training)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +109,9 @@ class ContrastiveStage(Checked):
         _check_activations(self.training)
 
 
+AnyStage = DVAEStage | PatchStage | PriorStage | ContrastiveStage
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A whole plan. `limner train DATA --recipe NAME` runs it, with any field overridden.
@@ -100,7 +122,7 @@ class Recipe:
 
     start: str | None = None
     text: TextConfig = field(default_factory=TextConfig)
-    dvae: DVAEStage | Bundled
+    dvae: DVAEStage | PatchStage | Bundled
     prior: PriorStage
     contrastive: ContrastiveStage
 
@@ -109,19 +131,19 @@ class Recipe:
 TITLES = {"dvae": "dVAE", "prior": "prior", "contrastive": "contrastive model"}
 
 
-def dvae_config(recipe: Recipe) -> DVAEConfig:
+def dvae_config(recipe: Recipe) -> AnyDVAEConfig:
     """Of the dVAE that the recipe trains, or of the one that it borrows. Raises `UserError` if that is not there."""
     dvae = recipe.dvae
     return load_model(dvae.bundle, "dvae").config if isinstance(dvae, Bundled) else dvae.model
 
 
-def fitted_prior(stage: PriorStage, text: TextConfig, text_vocab: int, dvae: DVAEConfig) -> TransformerConfig:
+def fitted_prior(stage: PriorStage, text: TextConfig, text_vocab: int, dvae: AnyDVAEConfig) -> TransformerConfig:
     """The prior's sizes that follow from the tokenizer and the dVAE."""
     return replace(stage.model, text_vocab=text_vocab, text_len=text.length, image_vocab=dvae.vocab, grid=dvae.grid)
 
 
 def fitted_contrastive(
-    stage: ContrastiveStage, text: TextConfig, text_vocab: int, dvae: DVAEConfig
+    stage: ContrastiveStage, text: TextConfig, text_vocab: int, dvae: AnyDVAEConfig
 ) -> ContrastiveConfig:
     """The contrastive model's sizes that follow from the tokenizer and the dVAE."""
     return replace(stage.model, text_vocab=text_vocab, text_len=text.length, size=dvae.size)

@@ -39,8 +39,8 @@ from limner.files import atomic_write_bytes, atomic_write_text, locked
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import clock, progress
 from limner.recipes.recipe import (
+    Bundled,
     ContrastiveStage,
-    DVAEStage,
     PriorStage,
     Recipe,
 )
@@ -71,7 +71,7 @@ def run(demo: Demo) -> composition.Composition:
 def _run(demo: Demo) -> composition.Composition:
     recipe, out = demo.recipe(), demo.out
     _claim(out, {"scenes": demo.scenes, "recipe": to_dict(recipe)})
-    if isinstance(recipe.dvae, DVAEStage) and not (out / "run" / "bundle").exists():
+    if not isinstance(recipe.dvae, Bundled) and not (out / "run" / "bundle").exists():
         minutes = seconds_a_step(*trial(recipe, "dvae"), _ROOM) * recipe.dvae.training.steps / 60
         _say(f"the dVAE alone takes about {max(1, round(minutes))} minutes on this machine")
     with _timed(out, "writing scenes"):

@@ -15,12 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from limner.models.dvae import DVAEConfig
+from limner.models.patches import AnyDVAEConfig
 from limner.recipes.recipe import (
     TITLES,
+    AnyStage,
     Bundled,
-    ContrastiveStage,
-    DVAEStage,
     PriorStage,
     Recipe,
     dvae_config,
@@ -99,7 +98,7 @@ def _duration(seconds: float) -> str:
     return f"{count:,} {unit}{'s' * (count > 1)}"
 
 
-def _model(recipe: Recipe, name: str, dvae: DVAEConfig) -> nn.Module:
+def _model(recipe: Recipe, name: str, dvae: AnyDVAEConfig) -> nn.Module:
     """The model of a stage, with initial weights."""
     if name == "dvae":
         return dvae.build()
@@ -119,7 +118,7 @@ def _work(recipe: Recipe, name: str) -> float:
     return 6 * parameters * (places * dvae.groups if name == "dvae" else places + recipe.text.length)
 
 
-def trial(recipe: Recipe, name: str) -> tuple[nn.Module, DVAEStage | PriorStage | ContrastiveStage, Batches]:
+def trial(recipe: Recipe, name: str) -> tuple[nn.Module, AnyStage, Batches]:
     """The model of a stage, the stage, and what makes random batches of any size for it."""
     stage, text, dvae = getattr(recipe, name), recipe.text, dvae_config(recipe)
     encoder = dvae.build() if isinstance(stage, PriorStage) and stage.augment else None
@@ -141,7 +140,7 @@ def trial(recipe: Recipe, name: str) -> tuple[nn.Module, DVAEStage | PriorStage 
 
 def seconds_a_step(
     model: nn.Module,
-    stage: DVAEStage | PriorStage | ContrastiveStage,
+    stage: AnyStage,
     batches: Batches,
     room: float,
     device: torch.device | str = "cpu",

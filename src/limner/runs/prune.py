@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.samples import Source
 from limner.errors import UserError
-from limner.models.dvae import DVAE
+from limner.models.patches import AnyDVAE
 from limner.pipeline import TextToImage
 from limner.progress import progress
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def used_codes(dvae: DVAE, source: Source) -> Tensor:
+def used_codes(dvae: AnyDVAE, source: Source) -> Tensor:
     """The codes that pictures of `source` are encoded with, in order: int64 [K]. Raises `UserError` if none is good."""
     images, used = ImageCaptionDataset(source, dvae.config.size), torch.zeros(dvae.config.vocab, dtype=torch.bool)
     device = next(dvae.parameters()).device

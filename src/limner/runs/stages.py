@@ -34,20 +34,19 @@ from limner.data.stream import Dataset, Stream
 from limner.data.tokens import encode_tokens, weights_hash
 from limner.errors import UserError
 from limner.evaluation.held_out import held_out
-from limner.evaluation.reconstruction import health
+from limner.evaluation.reconstruction import health, relaxation
 from limner.files import atomic_write_text, locked
 from limner.models.contrastive import Contrastive
-from limner.models.dvae import DVAE
+from limner.models.patches import ROUNDS, AnyDVAE, PatchDVAE
 from limner.models.transformer import Transformer
 from limner.objectives.balanced import BalancedELB
 from limner.pipeline import TextToImage
 from limner.progress import progress
 from limner.recipes.recipe import (
     TITLES,
+    AnyStage,
     Bundled,
-    ContrastiveStage,
-    DVAEStage,
-    PriorStage,
+    PatchStage,
     Recipe,
     dvae_config,
     fitted_contrastive,
@@ -68,6 +67,7 @@ Stage = Literal["dvae", "prior", "contrastive"]
 STAGES: tuple[Stage, ...] = ("dvae", "prior", "contrastive")
 _KEPT_BYTES = 1 << 30  # of decoded pictures that stay in memory, where they are read again and again
 _EVALUATED = 512  # held-out samples that an evaluation during training looks at
+_CLUSTERED = 8_000  # pictures whose patches are clustered
 
 
 def train_all(
@@ -140,10 +140,10 @@ class Stages:
         """Build all three models, without memory, and their optimisers, so that what cannot be trained is found before
         training begins. Raises `UserError` for that, and for stages that began with other settings."""
         recipe = self.recipe
-        found: dict[Stage, tuple[DVAEStage | PriorStage | ContrastiveStage, Any]] = {}
+        found: dict[Stage, tuple[AnyStage, Any]] = {}
         try:
             pictures = dvae_config(recipe)
-            if isinstance(recipe.dvae, DVAEStage):
+            if not isinstance(recipe.dvae, Bundled):
                 found["dvae"] = recipe.dvae, pictures
             vocab = self.known_tokenizer()
             vocab = vocab.vocab_size if vocab else recipe.text.vocab
@@ -163,7 +163,7 @@ class Stages:
                 ours = {"training": stage.training, "model": config, "objective": stage.objective}
                 known = read_json(saved)
                 refuse_changes(self.out / name, known, {**known, **{k: to_dict(v) for k, v in ours.items()}})
-        if "dvae" in stages and isinstance(recipe.dvae, DVAEStage) and completed(self.out / "prior"):
+        if "dvae" in stages and not isinstance(recipe.dvae, Bundled) and completed(self.out / "prior"):
             done = completed(self.out / "dvae")
             if not done or step_of(done[-1]) < recipe.dvae.training.steps:
                 raise UserError(
@@ -197,7 +197,7 @@ class Stages:
             (self.known_tokenizer() or Tokenizer.train(_captions(self.seen), self.recipe.text.vocab)).save(path)
         return Tokenizer.load(path)
 
-    def dvae(self, train: bool = True) -> DVAE:
+    def dvae(self, train: bool = True) -> AnyDVAE:
         """Stage one (§2.1), or the dVAE that the recipe borrows.
 
         Its weights are rounded as the bundle will store them, so that the prior learns the tokens of the bundle.
@@ -219,16 +219,26 @@ class Stages:
         checked = ImageCaptionDataset(some, size).load(np.arange(len(some)))[1].to(self.device)
 
         def evaluate(model: Any, step: int) -> Mapping[str, float]:
-            return health(model, checked, stage.objective.tau(step))
+            found = health(model, checked)
+            if isinstance(stage, PatchStage):
+                return found
+            return found | relaxation(model, checked, stage.objective.tau(step), found["psnr"])
 
         record = {"model": to_dict(stage.model), "objective": to_dict(stage.objective)}
-        meant = isinstance(stage.objective, BalancedELB) and stage.objective.balance < 0
-        watching = [] if meant else [CollapseWarning(stage.model.vocab)]
+        watching = []
+        if isinstance(model, PatchDVAE):
+            if not self.recipe.start and not completed(self.out / "dvae"):
+                with progress("finding codes", ROUNDS, unit="round") as bar:
+                    some = ImageCaptionDataset(_some(self.seen, _CLUSTERED), size)
+                    pixels = some.load(np.arange(len(some)))[1]
+                    model.fit(pixels, torch.Generator().manual_seed(stage.training.seed), progress=bar.advance)
+        elif not (isinstance(stage.objective, BalancedELB) and stage.objective.balance < 0):
+            watching = [CollapseWarning(stage.model.vocab)]
         self._run("dvae", model, stage, images, evaluate, record, watching)
         return bundles.rounded(model).eval()
 
     def prior(
-        self, tokenizer: Tokenizer, dvae: DVAE, train: bool = True, hooks: Sequence[Hook] = ()
+        self, tokenizer: Tokenizer, dvae: AnyDVAE, train: bool = True, hooks: Sequence[Hook] = ()
     ) -> Transformer | None:
         """Stage two (§2.2): the transformer over text and image tokens."""
         stage, text = self.recipe.prior, self.recipe.text
@@ -269,7 +279,7 @@ class Stages:
         self._run("prior", model, stage, data, evaluate, record, hooks)
         return model.eval()
 
-    def contrastive(self, tokenizer: Tokenizer, dvae: DVAE, train: bool = True) -> Contrastive | None:
+    def contrastive(self, tokenizer: Tokenizer, dvae: AnyDVAE, train: bool = True) -> Contrastive | None:
         """The reranker (§2.6)."""
         stage, text = self.recipe.contrastive, self.recipe.text
         config = fitted_contrastive(stage, text, tokenizer.vocab_size, dvae.config)
@@ -302,7 +312,7 @@ class Stages:
         self._run("contrastive", model, stage, data, evaluate, record)
         return model.eval()
 
-    def _begin(self, name: Stage, model: DVAE | Transformer | Contrastive) -> bool:
+    def _begin(self, name: Stage, model: AnyDVAE | Transformer | Contrastive) -> bool:
         """Fill the model with the weights that the recipe starts from; False if it starts from random ones."""
         start = self.recipe.start
         if start is None:
@@ -314,7 +324,7 @@ class Stages:
         model.load_state_dict(begun.state_dict())
         return True
 
-    def _load(self, name: Stage, model: DVAE | Transformer | Contrastive) -> bool:
+    def _load(self, name: Stage, model: AnyDVAE | Transformer | Contrastive) -> bool:
         """Fill the model with what an earlier call has trained, or the recipe starts from; False if there is none."""
         if not completed(self.out / name):
             return self._begin(name, model)
@@ -324,8 +334,8 @@ class Stages:
     def _run(
         self,
         name: Stage,
-        model: DVAE | Transformer | Contrastive,
-        stage: DVAEStage | PriorStage | ContrastiveStage,
+        model: AnyDVAE | Transformer | Contrastive,
+        stage: AnyStage,
         data: Dataset,
         evaluate: Evaluate | None,
         record: Mapping[str, Any],
@@ -359,6 +369,6 @@ def _captions(source: Source) -> Iterable[str]:
             continue
 
 
-def _some(source: Source) -> Source:
-    """At most `_EVALUATED` samples, evenly spread."""
-    return Selection(source, np.linspace(0, len(source) - 1, min(_EVALUATED, len(source))).astype(int))
+def _some(source: Source, most: int = _EVALUATED) -> Source:
+    """At most `most` samples, evenly spread."""
+    return Selection(source, np.linspace(0, len(source) - 1, min(most, len(source))).astype(int))

@@ -29,7 +29,7 @@ class TrainConfig(Checked):
         schedule: factor on the learning rate.
         ema_decay, ema_every: averaged weights, which evaluation then uses; None keeps none.
         ema_warmup: give the first parameters less weight in the average (`Ema`); not in the paper.
-        precision: converts the model and sets the format of products; by default bf16 where the hardware has it.
+        precision: converts the model and sets the format of products; by default bf16 where that is faster.
         checkpoint_activations: recompute activations in the backward pass (models offer
             `set_checkpointing`).
         checkpoint_every, keep: steps between checkpoints, and how many stay.

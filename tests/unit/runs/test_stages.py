@@ -4,11 +4,15 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from limner.errors import UserError
 from limner.files import locked
 from limner.models.contrastive import ContrastiveConfig
+from limner.models.patches import PatchDVAEConfig
 from limner.objectives.contrastive import ContrastiveLoss
+from limner.pipeline import TextToImage
+from limner.recipes.recipe import PatchStage
 from limner.runs.stages import Stages, train_all
 from limner.training.metrics_log import read_metrics
 from limner.worlds.writing import write_scenes
@@ -44,7 +48,7 @@ def test_a_refused_command_changes_nothing(data, tmp_path):
         ({"prior": wider}, "run/prior holds a run with another model.width"),
         ({"dvae": replace(dvae, training=replace(dvae.training, seed=9))}, "dvae holds .* another training.seed"),
         ({"contrastive": replace(RECIPE.contrastive, objective=ContrastiveLoss())}, "another objective.spoiled"),
-        ({"dvae": with_steps(RECIPE, 3).dvae}, "the prior in .* has learned from the dVAE as it is"),
+        ({"dvae": with_steps(RECIPE, 3).dvae}, "the prior in .* has learned from its dVAE as it is"),
     ):
         with pytest.raises(UserError, match=says):
             train_all(replace(RECIPE, **change), data, run)
@@ -83,3 +87,20 @@ def test_evaluations_of_a_stopped_run_are_those_of_a_whole_one(data, tmp_path):
         for name in ("whole", "parts")
     )
     assert whole == stopped and len(whole) == 2
+
+
+def test_codes_of_patches_are_found_once_and_stay(data, tmp_path):
+    training = replace(RECIPE.dvae.training, steps=4, checkpoint_every=1)
+    patches = PatchStage(model=PatchDVAEConfig(size=24, vocab=32, width=8, blocks=1), training=training)
+    recipe = replace(RECIPE, dvae=patches)
+    begun = replace(recipe, dvae=replace(patches, training=replace(training, steps=2)))
+    first = Stages.of(begun, data, tmp_path / "parts").dvae()
+    again = Stages.of(recipe, data, tmp_path / "parts").dvae()
+    assert torch.equal(first.state_dict()["codes"], again.state_dict()["codes"])
+    assert len(again.state_dict()["codes"].unique(dim=0)) > 8
+    assert not torch.equal(first.state_dict()["output.w"], again.state_dict()["output.w"])
+    assert read_metrics(tmp_path / "parts" / "dvae" / "metrics.jsonl")[-1]["eval/psnr"] > 15
+    assert train_all(recipe, data, tmp_path / "all") is not None
+    bundle = tmp_path / "all" / "bundle"
+    assert json.loads((bundle / "config.json").read_text())["dvae"]["type"] == "PatchDVAEConfig"
+    assert TextToImage.from_pretrained(bundle)("a red circle")[0].image.size == (24, 24)

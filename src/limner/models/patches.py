@@ -1,0 +1,152 @@
+"""A discrete VAE of patches: a code is the nearest of V patches, and a decoder makes one picture of them.
+
+For small, flat pictures and few processors; not in the paper (docs/LOG.md compares). The codes are the centres of a
+k-means clustering, found in minutes and all in use from the first step on, where the paper's encoder learns them by a
+relaxation. A code says what is at its place and nothing of what is around it, which a prior learns fastest from. The
+decoder pastes the patches and corrects them by their neighbours, with residual blocks at the grid's resolution:
+
+    tokens = nearest of `codes` to each patch;   pictures = pasted codes + conv 1x1(blocks(conv 1x1(pasted codes)))
+
+Shapes: B batch, H x W pixels, h x w grid of patches of P x P pixels, V codes, D = 3 P^2 numbers of a patch, S = h * w.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor, nn
+
+from limner.models.dvae import DVAE, Block, Conv2d, DVAEConfig, map_pixels, unmap_pixels
+from limner.progress import Advance
+from limner.ranges import Checked, OutOfRange, Range
+
+ROUNDS = 15  # of Lloyd's algorithm
+_ROWS = 1_024  # patches compared with all codes at once: their distances stay in the processor's cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchDVAEConfig(Checked):
+    """A dVAE of patches.
+
+    Args:
+        size: side of the square picture in pixels, a multiple of `patch`.
+        patch: side of a patch in pixels.
+        vocab: codes (V).
+        width, blocks: of the decoder.
+    """
+
+    size: Annotated[int, Range(1, 4_096)] = 64
+    patch: Annotated[int, Range(1, 64)] = 4
+    vocab: Annotated[int, Range(2, 2**20)] = 8_192
+    width: Annotated[int, Range(4, 4_096)] = 192
+    blocks: Annotated[int, Range(1, 256)] = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size % self.patch:
+            raise OutOfRange("size", f"must be a multiple of patch, {self.patch}, not {self.size}")
+
+    @property
+    def groups(self) -> int:
+        """All blocks work at one resolution."""
+        return 1
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.size // self.patch, self.size // self.patch
+
+    def build(self) -> PatchDVAE:
+        return PatchDVAE(self)
+
+
+class PatchDVAE(nn.Module):
+    """Codes and decoder. Both work on any size that is a multiple of the patch.
+
+    `codes` [V, D] are patches as `map_pixels` gives them, black until `fit` has found them. Training leaves them.
+    """
+
+    codes: Tensor
+
+    def __init__(self, config: PatchDVAEConfig) -> None:
+        super().__init__()
+        self.config = config
+        numbers, width = 3 * config.patch**2, config.width
+        self.register_buffer("codes", map_pixels(torch.zeros(config.vocab, numbers, dtype=torch.uint8)))
+        self.input = Conv2d(numbers, width, 1, gain=4.0)  # of numbers that differ by a quarter
+        self.blocks = nn.Sequential(*(Block(width, width, (1, 3, 3, 3), 0.5, 2**0.5) for _ in range(config.blocks)))
+        self.output = Conv2d(width, numbers, 1, gain=0.01)
+        self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+    @torch.no_grad()
+    def tokens(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Int64[Tensor, "B S"]:
+        """uint8 [B, 3, H, W] -> int64 [B, S], the nearest code of each patch."""
+        with torch.autocast(pixels.device.type, enabled=False):  # codes are nearer to each other than bf16 can tell
+            return nearest(self._patches(pixels).flatten(0, 1), self.codes.float()).view(len(pixels), -1)
+
+    def decode(self, tokens: Int64[Tensor, "B h w"]) -> Float[Tensor, "B 3 H W"]:
+        """Codes -> float32 [B, 3, H, W], pixels as `map_pixels` gives them."""
+        pasted = F.embedding(tokens, self.codes).movedim(-1, 1)
+        x = self.blocks(self.input((pasted - 0.5).to(self.input.w.dtype)))
+        return F.pixel_shuffle(pasted.float() + self.output(F.relu(x)).float(), self.config.patch)
+
+    @torch.no_grad()
+    def pictures(self, tokens: Int64[Tensor, "B S"], grid: tuple[int, int] | None = None) -> UInt8[Tensor, "B 3 H W"]:
+        """int64 [B, S] -> uint8 [B, 3, H, W]."""
+        return unmap_pixels(self.decode(tokens.unflatten(1, grid or self.config.grid)))
+
+    @torch.no_grad()
+    def fit(
+        self,
+        pixels: UInt8[Tensor, "B 3 H W"],
+        generator: torch.Generator,
+        samples: int = 200_000,
+        progress: Advance | None = None,
+    ) -> None:
+        """Make `codes` the centres of about `samples` patches of uint8 [B, 3, H, W], all on the CPU.
+
+        A patch is drawn with a chance that grows with its contrast: most patches of flat pictures are of one color, and
+        a few codes are enough for them. `progress` is advanced by one after each of `ROUNDS` rounds.
+        """
+        found, each = [], -(-samples // len(pixels))
+        for picture in pixels:
+            patches = self._patches(picture[None])[0]
+            contrast = patches.view(len(patches), 3, -1).std(2).mean(1) + 0.01
+            found.append(patches[torch.multinomial(contrast, min(each, len(patches)), generator=generator)])
+        self.codes.copy_(centres(torch.cat(found), self.config.vocab, generator, progress))
+
+    def _patches(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B S D"]:
+        return F.pixel_unshuffle(map_pixels(pixels), self.config.patch).flatten(2).mT
+
+
+def nearest(points: Float[Tensor, "N D"], codes: Float[Tensor, "V D"]) -> Int64[Tensor, " N"]:
+    """The row of `codes` that is nearest to each point."""
+    half = codes.square().sum(1) / 2  # half the squared distance is |p|^2 / 2 - p.c + |c|^2 / 2
+    return torch.cat([torch.addmm(half, part, codes.T, alpha=-1).argmin(1) for part in points.split(_ROWS)])
+
+
+def centres(
+    points: Float[Tensor, "N D"], count: int, generator: torch.Generator, progress: Advance | None = None
+) -> Float[Tensor, "{count} D"]:
+    """k-means (Lloyd 1982) from random points; a centre that is nearest to no point begins anew at a random one."""
+
+    def some() -> Tensor:
+        return points[torch.randint(len(points), (count,), generator=generator)]
+
+    codes = some()
+    for _ in range(ROUNDS):
+        own = nearest(points, codes)
+        members = torch.bincount(own, minlength=count)[:, None]
+        sums = torch.zeros_like(codes).index_add_(0, own, points)
+        codes = torch.where(members > 0, sums / members.clamp_min(1), some())
+        if progress:
+            progress(1)
+    return codes
+
+
+#: Both kinds have `tokens`, `pictures` and a `config` with size, grid and vocab: all that a prior and a drawing need.
+AnyDVAE = DVAE | PatchDVAE
+AnyDVAEConfig = DVAEConfig | PatchDVAEConfig

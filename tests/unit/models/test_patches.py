@@ -1,0 +1,100 @@
+"""A dVAE of patches: nearest codes, k-means, and a decoder that works on any size."""
+
+import pytest
+import torch
+
+from limner.models.dvae import map_pixels
+from limner.models.patches import ROUNDS, PatchDVAEConfig, centres, nearest
+from limner.objectives.squared import SquaredError
+from limner.ranges import OutOfRange
+
+SMALL = PatchDVAEConfig(size=16, patch=4, vocab=12, width=8, blocks=1)
+
+
+def squares(n: int, seed: int = 0) -> torch.Tensor:
+    """Pictures of patches in five colors, uint8 [n, 3, 16, 16]."""
+    generator = torch.Generator().manual_seed(seed)
+    colors = torch.tensor([[0, 0, 0], [255, 0, 0], [0, 200, 90], [40, 40, 255], [255, 255, 255]], dtype=torch.uint8)
+    chosen = colors[torch.randint(5, (n, 4, 4), generator=generator)]
+    return chosen.permute(0, 3, 1, 2).repeat_interleave(4, 2).repeat_interleave(4, 3)
+
+
+def test_a_token_is_the_nearest_code():
+    model = SMALL.build()
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8, generator=generator)
+    model.codes.copy_(map_pixels(torch.randint(0, 256, (12, 48), dtype=torch.uint8, generator=generator)))
+    tokens = model.tokens(pixels).view(3, 4, 4)
+    for b, y, x in ((0, 0, 0), (1, 2, 3), (2, 3, 1)):
+        patch = map_pixels(pixels[b, :, 4 * y : 4 * y + 4, 4 * x : 4 * x + 4]).flatten()
+        assert tokens[b, y, x] == (model.codes - patch).square().sum(1).argmin()
+
+
+def test_more_points_than_are_compared_at_once():
+    points, codes = torch.randn(2_500, 6), torch.randn(40, 6)
+    assert torch.equal(nearest(points, codes), torch.cdist(points.double(), codes.double()).argmin(1))
+
+
+def test_centres_find_each_group_of_points():
+    generator = torch.Generator().manual_seed(0)
+    groups = 10 * torch.randn(7, 5, generator=generator)
+    points = groups.repeat(40, 1) + 0.01 * torch.randn(280, 5, generator=generator)
+    rounds = []
+    codes = centres(points, 20, generator, rounds.append)
+    assert len(rounds) == ROUNDS
+    assert (points - codes[nearest(points, codes)]).norm(dim=1).max() < 0.1
+
+
+def test_fitted_codes_and_an_untrained_decoder_give_back_what_they_were_fitted_to():
+    model = SMALL.build()
+    model.fit(squares(50), torch.Generator().manual_seed(0))
+    unseen = squares(8, seed=1)
+    again = model.pictures(model.tokens(unseen))
+    assert again.shape == unseen.shape
+    assert (again.int() - unseen.int()).abs().float().mean() < 8
+
+
+def test_contrast_decides_which_patches_are_clustered():
+    flat = torch.randint(0, 256, (200, 3, 1, 1), dtype=torch.uint8).expand(-1, -1, 16, 16).clone()
+    edge = torch.zeros(3, 4, 4, dtype=torch.uint8)
+    edge[:, :, 2:] = 255
+    flat[:, :, :4, :4] = edge  # one patch in sixteen
+    model = SMALL.build()
+    model.fit(flat, torch.Generator().manual_seed(0), samples=200)
+    assert (model.codes - map_pixels(edge).flatten()).abs().amax(1).min() < 1e-5
+
+
+def test_the_decoder_learns_what_pasted_patches_miss():
+    torch.manual_seed(0)
+    model = SMALL.build()
+    generator = torch.Generator().manual_seed(0)
+    ramps = (torch.arange(16).view(1, 1, 1, 16) * 8 + torch.randint(0, 100, (64, 1, 1, 1), generator=generator)).expand(
+        -1, 3, 16, -1
+    )
+    batch = {"pixels": ramps.to(torch.uint8).contiguous()}
+    model.fit(batch["pixels"], generator)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(60):
+        loss, metrics = SquaredError()(model, batch, 0, None)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert 1 < metrics["codes"] <= 12
+    assert not model.codes.requires_grad
+
+
+def test_half_a_picture_has_half_the_grid():
+    model = SMALL.build()
+    model.fit(squares(50), torch.Generator().manual_seed(0))
+    pixels = squares(2)
+    upper = model.tokens(pixels[:, :, :8])
+    assert torch.equal(upper, model.tokens(pixels)[:, :8])
+    assert model.pictures(upper, (2, 4)).shape == (2, 3, 8, 16)
+
+
+def test_sizes_that_do_not_fit():
+    with pytest.raises(OutOfRange, match="multiple of patch, 5, not 16"):
+        PatchDVAEConfig(size=16, patch=5)
