@@ -124,6 +124,7 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory):
     """A folder with something to read for each command."""
+    import torch
     from miniature import ground_for_imports, world
 
     from tiny import tiny_pipe
@@ -131,5 +132,6 @@ def ground(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ground") / "work"
     world(folder)
     tiny_pipe().save_pretrained(folder / "tiny")
+    tiny_pipe(patches=True).save_pretrained(folder / "eight", torch.int8)
     ground_for_imports(folder)
     return folder

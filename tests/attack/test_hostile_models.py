@@ -77,11 +77,13 @@ def test_bundles(server, tally, ground):
     with tally("hostile bundles") as count:
         rng = count.random
         weights = ["dvae.safetensors", "prior.safetensors", "contrastive.safetensors"]
-        splices = [(ground / "tiny" / name).read_bytes() for name in weights]
-        written = {path.read_bytes() for path in (ground / "tiny").iterdir()}
+        models = ["tiny", "eight"]  # the paper's dVAE in 16 bits; one of patches and matrices in 8
+        splices = [(ground / model / name).read_bytes() for model in models for name in weights]
+        written = {path.read_bytes() for model in models for path in (ground / model).iterdir()}
         for _ in count.share(range(800)):
             with count.case("a bundle") as place:
-                shutil.copytree(ground / "tiny", place / "m")
+                model = rng.choice(models)
+                shutil.copytree(ground / model, place / "m")
                 for _ in range(rng.choice((1, 1, 1, 2))):
                     way = rng.randrange(6)
                     file = place / "m" / rng.choice((*weights, "config.json", "config.json", "tokenizer.json"))
@@ -117,7 +119,7 @@ def test_bundles(server, tally, ground):
                         assert (
                             picture.size == (24, 24)
                             or (place / "m" / "config.json").read_bytes()
-                            != (ground / "tiny" / "config.json").read_bytes()
+                            != (ground / model / "config.json").read_bytes()
                         ), f"a picture of {picture.size}: {ended.command}"
 
 

@@ -117,11 +117,11 @@ def emoji() -> Recipe:
 def icons() -> Recipe:
     """Drawings of several artists, which no artist drew."""
     return Recipe(
-        text=TextConfig(vocab=2_048, length=24, dropout=0.1),
+        text=TextConfig(vocab=2_048, length=40, dropout=0.1),
         dvae=_patches(64, vocab=8_192, steps=3_000),
         prior=PriorStage(
-            model=TransformerConfig(width=256, depth=8, heads=4),
-            training=_training(steps=24_000, batch=16, ema=0.999),
+            model=TransformerConfig(width=256, depth=6, heads=4),
+            training=_training(steps=16_000, batch=16, ema=0.999),
             augment=False,
             caption_dropout=0.1,
             guidance=2.0,

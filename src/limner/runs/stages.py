@@ -37,7 +37,7 @@ from limner.evaluation.held_out import held_out
 from limner.evaluation.reconstruction import health, relaxation
 from limner.files import atomic_write_text, locked
 from limner.models.contrastive import Contrastive
-from limner.models.patches import ROUNDS, AnyDVAE, PatchDVAE
+from limner.models.patches import ROUNDS, AnyDVAE, PatchDVAE, relate
 from limner.models.transformer import Transformer
 from limner.objectives.balanced import BalancedELB
 from limner.pipeline import TextToImage
@@ -247,6 +247,8 @@ class Stages:
         model = config.build()
         if not train:
             return model.to(self.device).eval() if self._load("prior", model) else None
+        if isinstance(dvae, PatchDVAE):
+            relate(model, dvae.codes)
         dvae = dvae.to(self.device).eval()
         key, size = weights_hash(dvae), dvae.config.size
 

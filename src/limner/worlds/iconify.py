@@ -22,7 +22,7 @@ from limner.errors import UserError
 from limner.files import require_file
 from limner.worlds.svg import document
 
-MAX_BYTES = 1 << 29  # of one JSON file; the largest of ten sets has 104 MB
+MAX_BYTES = 1 << 27  # of one JSON file; the largest of ten sets has 104 MB
 _MAX_CHAIN = 16  # of aliases of aliases
 _ENDED = (tarfile.TarError, EOFError, zlib.error, OSError)
 #: Licences that ask for a name at most, by SPDX. What is made from others may have to carry their conditions.
@@ -171,7 +171,7 @@ def _json(path: Path, name: str, required: bool = True) -> dict[str, Any]:
             raise UserError(f"{path} is no icon set: it has no package/{name}")
         return {}
     if len(raw) > MAX_BYTES:
-        raise UserError(f"{path} has a file of more than {MAX_BYTES >> 20} MiB: it is no icon set")
+        raise UserError(f"{path} has more than {MAX_BYTES >> 20} MiB in {name}, which is more than an icon set takes")
     try:
         data = json.loads(raw)
     except (ValueError, RecursionError) as error:

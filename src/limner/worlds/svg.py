@@ -25,24 +25,13 @@ MAX_DEPTH = 100  # likewise
 _NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
 _SVG, _HREFS = "{http://www.w3.org/2000/svg}", ("href", "{http://www.w3.org/1999/xlink}href")
 _ELEMENTS = frozenset(  # what ten icon sets draw with
-    (
-        "svg",
-        "g",
-        "defs",
-        "use",
-        "symbol",
-        "title",
-        "desc",
-        "clipPath",
-        "mask",
-        "linearGradient",
-        "radialGradient",
-        "stop",
-    )
-    + ("path", "rect", "circle", "ellipse", "line", "polyline", "polygon", "filter", "feBlend", "feColorMatrix")
-    + ("feComposite", "feFlood", "feGaussianBlur", "feMerge", "feMergeNode", "feOffset")
-)
+    ("svg", "g", "defs", "use", "symbol", "title", "desc", "clipPath", "mask", "linearGradient", "radialGradient",
+     "stop", "path", "rect", "circle", "ellipse", "line", "polyline", "polygon", "filter", "feBlend", "feColorMatrix",
+     "feComposite", "feFlood", "feGaussianBlur", "feMerge", "feMergeNode", "feOffset")
+)  # fmt: skip
 _REFERENCE = re.compile(r"url\(\s*['\"]?\s*([^'\")\s]*)")
+_NAMES = re.compile(r"#[\w-]*")  # of colors and of elements
+_LARGE = re.compile(r"(?<![\d.])\d{8,}|[\d.][eE]\+?0*([4-9]|[1-9]\d)")  # numbers that resvg's sums may overflow with
 #: What a reference to these repeats; a gradient that names another takes its stops, which is nothing to draw.
 _REPEATING = ("mask", "clip-path", "filter", "style")
 
@@ -74,8 +63,10 @@ def draw(svg: str, size: int, background: str = "white") -> np.ndarray:
     try:
         png = resvg_py.svg_to_bytes(svg, width=size, height=size, background=background, skip_system_fonts=True)
         picture = np.asarray(Image.open(io.BytesIO(bytes(png))).convert("RGB"))
-    except (ValueError, OSError):
-        raise Rejected("SVG that cannot be drawn") from None
+    except BaseException as error:  # resvg's panics are no `Exception`
+        if isinstance(error, ValueError | OSError) or type(error).__name__ == "PanicException":
+            raise Rejected("SVG that cannot be drawn") from None
+        raise
     if picture.shape == (size, size, 3):
         return picture
     canvas = Image.new("RGB", (size, size), background)  # an icon that is wider than high, or the other way round
@@ -97,6 +88,8 @@ def _check(text: str) -> None:
             known = name if re.fullmatch(r"[A-Za-z]{1,20}", name) else "another kind"
             raise Rejected(f"SVG with an element that icons do not need: {known}")
         named.setdefault(element.get("id", ""), element)
+        if any(key != "id" and _LARGE.search(_NAMES.sub("", value)) for key, value in element.items()):
+            raise Rejected("SVG with a number that is too large")
         for target in _targets(element):
             if not target.startswith("#"):
                 raise Rejected("SVG that refers to something outside")

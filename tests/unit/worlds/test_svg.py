@@ -47,6 +47,11 @@ def test_references_within_the_document_are_drawn():
     assert quarters(draw(document(body, BOX), 16)) == [["red", "white"], ["white", "red"]]
 
 
+def test_names_and_small_numbers_are_no_large_numbers():
+    body = '<path id="a12345678" fill="#1e9e9e" d="M.12345678 1e-9h1234567v8z"/>'
+    assert "1234567v8" in document(body, BOX)
+
+
 def bomb(levels: int) -> str:
     """Ten `use` of ten `use` of ...: 10^levels elements."""
     parts = ['<path id="u0" d="M0 0h1v1z"/>']
@@ -83,6 +88,8 @@ MASKS = "".join(
         ("<g>" * 200 + "</g>" * 200, "too deep"),
         ("<g>" * 90_000 + "</g>" * 90_000, "too deep"),
         (" " * (MAX_BODY + 1), "too long"),
+        ('<path stroke="#000" stroke-width="1e30" d="M0 0h8v8H0z"/>', "number that is too large"),  # resvg panics
+        ('<path d="M0 0h123456789v8H0z"/>', "number that is too large"),
     ],
 )  # fmt: skip
 def test_what_is_dangerous_is_refused_quickly_and_says_why(body, reason):
