@@ -75,6 +75,16 @@ class LlamaGen:
         return trained(model, objective, {"image": image, "caption": caption}, CPU)
 
 
+def dalle_pytorch(path: str) -> Any:
+    """The module of `dalle-pytorch` 1.6.6 that has its models."""
+    sys.path.insert(0, path)
+    for name in ("torchvision", "taming", "omegaconf", "pkg_resources", "requests", "regex", "ftfy"):
+        sys.modules.setdefault(name, MagicMock())
+    for name in ("taming.models", "taming.models.vqgan", "torchvision.transforms"):
+        sys.modules.setdefault(name, MagicMock())
+    return importlib.import_module("dalle_pytorch.dalle_pytorch")
+
+
 class DallePytorch:
     """`dalle-pytorch` 1.6.6.
 
@@ -85,12 +95,7 @@ class DallePytorch:
     """
 
     def __init__(self, path: str, config: TransformerConfig, best: bool) -> None:
-        sys.path.insert(0, path)
-        for name in ("torchvision", "taming", "omegaconf", "pkg_resources", "requests", "regex", "ftfy"):
-            sys.modules.setdefault(name, MagicMock())
-        for name in ("taming.models", "taming.models.vqgan", "torchvision.transforms"):
-            sys.modules.setdefault(name, MagicMock())
-        self.code: Any = importlib.import_module("dalle_pytorch.dalle_pytorch")
+        self.code: Any = dalle_pytorch(path)
         self.config, self.best = config, best
         last = "full" if best else "conv_like"
         names = {"row": "axial_row", "column": "axial_col", "conv": last}

@@ -1,0 +1,241 @@
+"""Quality for an hour of training: `dalle-pytorch` beside ours, on the same pictures and captions of icons.
+
+    python bench/quality.py DATA --dalle-pytorch PATH --reranker MODEL     # 2.5 hours with the default --minutes 60
+
+DATA is what `limner data icons` wrote, PATH a folder as `bench/prior.py` describes it, MODEL a bundle whose contrastive
+model chooses among the candidates of both sides. Each side is a process of its own: it trains a dVAE and a transformer
+from random weights for so many minutes, then draws each held-out combination of subject and style. The judge of
+`limner evaluate icons` reads the drawings; what is printed are the shares that are right, with 95% intervals.
+
+    ours       the recipe `icons`, with as many steps of its prior as the time allows; drawn with its defaults
+    theirs     DiscreteVAE and DALLE of dalle-pytorch 1.6.6 with the defaults of its `train_vae.py`, `train_dalle.py`
+               and `generate.py`, but for what helps it: pictures of 64 pixels, our tokenizer of 2,048 words instead of
+               one of 49,408, 40 text positions instead of 256. Its dVAE has a third of the time, or 20 epochs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from peers import dalle_pytorch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from limner import recipes
+from limner.data.datasets import ImageCaptionDataset
+from limner.data.sources import open_source
+from limner.evaluation.composition import PUBLISHED, drawn
+from limner.evaluation.icons import Icons
+from limner.evaluation.intervals import Rate
+from limner.evaluation.judge import steps_of, trained
+from limner.pipeline import TextToImage, load
+from limner.progress import progress
+from limner.recipes.recipe import PatchStage, Recipe, fitted_contrastive
+from limner.runs.estimate import seconds_a_step, trial
+from limner.runs.stages import Stages
+from limner.sampling.rerank import best, scores
+from limner.text.bpe import Tokenizer
+
+SIZE, CANDIDATES, TEXT = 64, 16, 40
+_DRAWN = 64  # candidates that dalle-pytorch draws at a time
+_DVAE = 1 / 3  # of dalle-pytorch's time
+
+
+class Clock:
+    """Minutes of training: what is prepared before, and evaluations that a trainer does not need, are not in it."""
+
+    def __init__(self, minutes: float) -> None:
+        self.begun, self.seconds = time.monotonic(), 60 * minutes
+
+    def share(self) -> float:
+        """How much of the time is gone, from 0 to 1 and more."""
+        return (time.monotonic() - self.begun) / self.seconds
+
+
+def ours(options: argparse.Namespace, folder: Path, captions: list[str]) -> Tensor:
+    """Train the recipe; draw."""
+    recipe, clock = recipes.get("icons"), Clock(options.minutes)
+    assert isinstance(recipe.dvae, PatchStage)
+    steps = max(1, round(recipe.dvae.training.steps * min(1.0, options.minutes / 240)))
+    recipe = _with_steps(recipe, dvae=steps)
+    dvae = Stages.of(recipe, options.data, folder / "run").dvae()
+    left = (1 - clock.share()) * clock.seconds
+    affordable = int(0.95 * left / seconds_a_step(*trial(recipe, "prior"), room=10.0))  # the rest prepares the data
+    recipe = _with_steps(recipe, prior=max(1, min(recipe.prior.training.steps, affordable)))
+    stages = Stages.of(recipe, options.data, folder / "run")
+    tokenizer = stages.tokenizer()
+    prior = stages.prior(tokenizer, dvae)
+    took = clock.share() * options.minutes
+    print(f"ours: {steps:,} and {recipe.prior.training.steps:,} steps in {took:.1f} minutes", file=sys.stderr)
+    assert prior is not None
+    unused = fitted_contrastive(recipe.contrastive, recipe.text, tokenizer.vocab_size, dvae.config).build()
+    pipe = TextToImage(dvae, prior, unused.eval(), tokenizer, {"name": "ours", "guidance": recipe.prior.guidance})
+    made = []
+    with progress("drawing", len(captions) * CANDIDATES, unit="drawing") as bar:
+        for _, part in drawn(pipe, captions, CANDIDATES, PUBLISHED, progress=bar.advance):
+            made.append(part.pictures)
+    return torch.cat(made)
+
+
+def _with_steps(recipe: Recipe, **steps: int) -> Recipe:
+    """The recipe with other numbers of steps, and without evaluations on the way."""
+    changed = {}
+    for name, count in steps.items():
+        stage = getattr(recipe, name)
+        training = replace(
+            stage.training, steps=count, warmup_steps=min(stage.training.warmup_steps, count // 10), eval_every=10**6
+        )
+        changed[name] = replace(stage, training=training)
+    return replace(recipe, **changed)
+
+
+def theirs(options: argparse.Namespace, folder: Path, captions: list[str]) -> Tensor:
+    """Train as the scripts of dalle-pytorch do; draw."""
+    code = dalle_pytorch(options.dalle_pytorch)
+    torch.manual_seed(0)
+    source = open_source(options.data)
+    seen = [i for i in range(len(source)) if source.meta(i).get("split") == "train"]
+    _, pixels, texts, _ = ImageCaptionDataset(source, SIZE).load(np.array(seen))
+    tokenizer = Tokenizer.train((caption for those in texts for caption in those), 2_048)
+
+    def words(those: list[str]) -> Tensor:
+        return tokenizer.encode(those, TEXT).clamp_min(-1) + 1  # 0 is padding there
+
+    rng, clock = np.random.default_rng(0), Clock(options.minutes)
+    vae = code.DiscreteVAE(
+        image_size=SIZE, num_layers=3, num_tokens=8_192, codebook_dim=512, hidden_dim=256, num_resnet_blocks=2
+    )
+    dvae_steps = _their_dvae(vae, pixels, clock, rng)
+    dalle = code.DALLE(
+        dim=512, vae=vae, num_text_tokens=tokenizer.vocab_size + 1, text_seq_len=TEXT, depth=2, heads=8, dim_head=64,
+        attn_types=("full",), loss_img_weight=7, shift_tokens=False, rotary_emb=False,
+    )  # fmt: skip
+    optimizer, steps = torch.optim.Adam([p for p in dalle.parameters() if p.requires_grad], lr=3e-4), 0
+    while clock.share() < 1:
+        for rows in _epoch(len(pixels), 4, rng):
+            if clock.share() >= 1:
+                break
+            said = [texts[i][rng.integers(len(texts[i]))] for i in rows]
+            loss = dalle(words(said), _cropped(pixels[rows], rng), return_loss=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(dalle.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+            if steps % 500 == 0:
+                print(f"theirs: step {steps:,}, loss {loss.item():.3f}, {clock.share():.0%}", file=sys.stderr)
+    print(
+        f"theirs: {dvae_steps:,} and {steps:,} steps in {clock.share() * options.minutes:.1f} minutes", file=sys.stderr
+    )
+    made, together = [], _DRAWN // CANDIDATES
+    with progress("drawing", len(captions) * CANDIDATES, unit="drawing") as bar:
+        for start in range(0, len(captions), together):
+            text = words(captions[start : start + together]).repeat_interleave(CANDIDATES, 0)
+            images = dalle.generate_images(text, filter_thres=0.9)
+            made.append(((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).unflatten(0, (-1, CANDIDATES)))
+            bar.advance(len(text))
+    return torch.cat(made)
+
+
+def _their_dvae(vae: Any, pixels: Tensor, clock: Clock, rng: np.random.Generator) -> int:
+    """`train_vae.py`: Adam, a learning rate and a temperature that fall every hundredth step of an epoch."""
+    optimizer = torch.optim.Adam(vae.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.98)
+    steps, temperature = 0, 1.0
+    for _ in range(20):
+        for i, rows in enumerate(_epoch(len(pixels), 8, rng)):
+            if clock.share() >= _DVAE:
+                return steps
+            loss = vae(pixels[rows].float() / 255, return_loss=True, return_recons=True, temp=temperature)[0]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if i % 100 == 0:
+                temperature = max(temperature * float(np.exp(-1e-6 * steps)), 0.5)
+                schedule.step()
+                print(f"theirs: dVAE step {steps:,}, loss {loss.item():.4f}, {clock.share():.0%}", file=sys.stderr)
+            steps += 1
+    return steps
+
+
+def _epoch(samples: int, batch: int, rng: np.random.Generator) -> list[np.ndarray]:
+    return np.array_split(rng.permutation(samples)[: samples // batch * batch], samples // batch)
+
+
+def _cropped(pixels: Tensor, rng: np.random.Generator) -> Tensor:
+    """torchvision's RandomResizedCrop with square crops of 75 to 100% of the area, as `train_dalle.py` has it."""
+    made = []
+    for picture in pixels.float() / 255:
+        side = round(SIZE * float(np.sqrt(rng.uniform(0.75, 1.0))))
+        y, x = rng.integers(0, SIZE - side + 1, 2)
+        crop = picture[None, :, y : y + side, x : x + side]
+        made.append(F.interpolate(crop, (SIZE, SIZE), mode="bilinear", antialias=True)[0])
+    return torch.stack(made)
+
+
+def work(options: argparse.Namespace) -> None:
+    """One side: train, draw, and keep the drawings, uint8 [C, 16, 3, 64, 64]."""
+    folder = options.out / options.worker
+    folder.mkdir(parents=True, exist_ok=True)
+    captions = json.loads((options.out / "captions.json").read_text())
+    made = {"ours": ours, "theirs": theirs}[options.worker](options, folder, captions)
+    save_file({"pictures": made.contiguous()}, folder / "drawings.safetensors")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="an hour of training, ours and dalle-pytorch's")
+    parser.add_argument("data", help="what `limner data icons` wrote")
+    parser.add_argument("--dalle-pytorch", required=True, help="a folder with dalle_pytorch and its three dependencies")
+    parser.add_argument("--reranker", required=True, help="a bundle whose contrastive model chooses for both")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of training, for each side")
+    parser.add_argument("--out", type=Path, default=Path("runs/quality"))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options)
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    icons = Icons.of(open_source(options.data), SIZE)
+    wanted = icons.gallery.choose("combination")
+    captions = [icons.gallery.captions[w] for w in wanted]
+    (options.out / "captions.json").write_text(json.dumps(captions))
+    for side in ("ours", "theirs"):
+        if not (options.out / side / "drawings.safetensors").exists():
+            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--worker", side], check=True)
+    folder = Path(options.data).resolve()
+    with progress("the judge", steps_of(icons.labelled)) as bar:
+        judge = trained(icons.labelled, folder.parent / f"{folder.name}-judge", progress=bar)
+    reranker = load(options.reranker)
+    text = reranker.tokenizer.encode(captions, reranker.contrastive.config.text_len)
+    subjects = [icons.gallery.families[w] for w in wanted]
+    found: dict[str, list[Rate]] = {}
+    for side in ("ours", "theirs"):
+        pictures = load_file(options.out / side / "drawings.safetensors")["pictures"]
+        subject, style = judge.read(pictures.flatten(0, 1))
+        right = np.array(
+            [
+                (subject[k], style[k]) == (subjects[k // CANDIDATES], icons.styles[wanted[k // CANDIDATES]])
+                for k in range(len(subject))
+            ]
+        ).reshape(-1, CANDIDATES)
+        picked = best(scores(reranker.contrastive, text, pictures), 1).numpy()
+        chosen = np.take_along_axis(right, picked, 1)[:, 0]
+        found[side] = [Rate.of(right.mean(1), subjects), Rate.of(chosen, subjects)]
+    print(f"{len(captions)} held-out combinations; drawings of the right subject in the right style")
+    print(f"{'':10}{'best of 1':>28}{f'best of {CANDIDATES}':>28}")
+    for side, rates in found.items():
+        print(f"{side:10}" + "".join(f"{rate!s:>28}" for rate in rates))
+
+
+if __name__ == "__main__":
+    main()
