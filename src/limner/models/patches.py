@@ -126,7 +126,7 @@ class PatchDVAE(nn.Module):
 def nearest(points: Float[Tensor, "N D"], codes: Float[Tensor, "V D"]) -> Int64[Tensor, " N"]:
     """The row of `codes` that is nearest to each point."""
     half = codes.square().sum(1) / 2  # half the squared distance is |p|^2 / 2 - p.c + |c|^2 / 2
-    return torch.cat([torch.addmm(half, part, codes.T, alpha=-1).argmin(1) for part in points.split(_ROWS)])
+    return torch.cat([torch.addmm(half, part, codes.T, alpha=-1).min(1).indices for part in points.split(_ROWS)])
 
 
 def centres(
