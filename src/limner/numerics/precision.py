@@ -43,6 +43,14 @@ class Bf16(Fp32):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp16(Fp32):
+    """Matrix products in fp16, whose gradients need a scale (`TrainConfig.scaling`)."""
+
+    def dtype(self, device: torch.device | str) -> torch.dtype:
+        return torch.float16
+
+
+@dataclass(frozen=True, kw_only=True)
 class Auto(Fp32):
     """Matrix products in bf16 where the hardware multiplies it faster than fp32."""
 
@@ -50,7 +58,7 @@ class Auto(Fp32):
         return torch.bfloat16 if has_fast_bf16(torch.device(device)) else torch.float32
 
 
-Precision = Auto | Bf16 | Fp32
+Precision = Auto | Bf16 | Fp16 | Fp32
 
 
 def has_fast_bf16(device: torch.device) -> bool:

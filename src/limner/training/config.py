@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from limner.config import differences
 from limner.errors import UserError
@@ -30,6 +30,8 @@ class TrainConfig(Checked):
         ema_decay, ema_every: averaged weights, which evaluation then uses; None keeps none.
         ema_warmup: give the first parameters less weight in the average (`Ema`); not in the paper.
         precision: converts the model and sets the format of products; by default bf16 where that is faster.
+        scaling: of gradients, for backward passes in fp16 (`scaling.py`): a scale for each resblock, as in the paper;
+            one for the loss that follows the gradients; or one that stays, without tensors that overflow.
         checkpoint_activations: recompute activations in the backward pass (models offer
             `set_checkpointing`).
         checkpoint_every, keep: steps between checkpoints, and how many stay.
@@ -51,6 +53,7 @@ class TrainConfig(Checked):
     ema_every: Annotated[int, Range(1, 10**6)] = 1
     ema_warmup: bool = True
     precision: Precision = field(default_factory=Auto)
+    scaling: Literal["none", "resblocks", "loss", "tensors"] = "none"
     checkpoint_activations: bool = False
     checkpoint_every: Annotated[int, Range(1, 10**9)] = 500
     keep: Annotated[int, Range(1, 10**6)] = 2

@@ -38,6 +38,7 @@ from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
 from limner.training.parallel import Parallel, Single
 from limner.training.run import Diverged, Evaluate, Run
+from limner.training.scaling import scaling
 from limner.training.signals import Signals
 from limner.training.state import Checkpointer, Stateful, restore, save
 from limner.training.step import update
@@ -119,6 +120,7 @@ def train(
     description = json.loads(json.dumps({"training": to_dict(config), **(record or {})}))
     with locked(out) if parallel.is_main else nullcontext():
         run = Run(model, objective, config, device, parallel)
+        hooks = [*scaling(run), *hooks]
         parallel.divide(stream)
         saved = restore(run, stream, hooks, description, checkpointer)
         if saved:

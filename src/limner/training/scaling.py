@@ -1,0 +1,222 @@
+"""Gradient scales for backward passes in 16 bits: one for each resblock, or one for the loss.
+
+Gradients of deep transformers span more powers of two than a 16-bit format has exponents: what one scale for the whole
+loss lifts out of underflow in one block, it makes overflow in another (Ramesh et al. 2021, §2.4). Each kind of scaling
+here is a hook of the training loop, so that its state is part of each checkpoint, and leaves the model as it is.
+
+`ResblockScaling` is Figure 4: x is a resblock's input and also its identity path, in fp32,
+
+    forward      x ────────────────┬──────────────────────────────▶ + ─▶ x + branch(norm(x))
+                                   └─▶ norm ─▶ branch (16 bits) ──▶ ┘
+    backward     g ◀─ + ◀──────────┬──────────────────────────────── g
+                      └ unscale ◀─ filter ◀─ 16 bits ◀─ filter ◀─ scale, cast to 16 bits ┘
+
+where the filter sets Inf and NaN to zero. Without it an overflow in one block would reach the identity path and make
+the scales of all earlier blocks fall. The gradients of a block's parameters are divided by its scale before they are
+clipped and applied. A block whose gradients are not all finite is left out of the update, alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from limner.errors import UserError
+from limner.models.transformer import Resblock
+from limner.training.hooks import Hook
+from limner.training.run import Run
+
+FIRST, LOWEST, HIGHEST = 2.0**13, 2.0**7, 2.0**24  # App. D.1, for each data-parallel replica
+GROWTH, FALL = 2 ** (1 / 1_000), 2**0.5  # factors, after an update with finite gradients and after another
+WINDOW = 125  # updates after a fall in which a scale does not fall again
+
+
+class _Scaled(torch.autograd.Function):
+    """To fp32; the gradient is multiplied by `scale`, cast to the format that the values had, and filtered.
+
+    What comes back is fp32 only because what went on is: autograd gives a gradient the format of its tensor.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor) -> Tensor:
+        return x.float() if x.dtype != torch.float32 else x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.format = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return filtered((grad.float() * ctx.saved_tensors[0]).to(ctx.format)), None
+
+
+class _Unscaled(torch.autograd.Function):
+    """Identity; its gradient is filtered and divided by `scale`, in fp32."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return filtered(grad.float()) / ctx.saved_tensors[0], None
+
+
+def filtered(x: Tensor) -> Tensor:
+    """Inf and NaN become zero."""
+    return torch.where(x.isfinite(), x, 0)
+
+
+def resblocks(model: nn.Module) -> dict[str, Resblock]:
+    """The resblocks of a model by name. Raises `UserError` if it has none."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Resblock)}
+    if not found:
+        raise UserError(f"a {type(model).__name__} has no resblocks: give it another scaling than resblocks")
+    return found
+
+
+class ResblockScales(Hook):
+    """One scale for each resblock (Figure 4, App. D.1), on the device of the model.
+
+    Attributes:
+        names: of the R resblocks.
+        scales: fp32 [R].
+        skipped: updates that left a block out, int64 [R].
+    """
+
+    def __init__(self, model: nn.Module, world: int = 1) -> None:
+        blocks = resblocks(model)
+        self.names, self.world = list(blocks), world
+        device = next(model.parameters()).device
+        self.scales = torch.full((len(blocks),), world * FIRST, device=device)
+        self.fell = torch.full((len(blocks),), -WINDOW)  # when it last fell
+        self.skipped = torch.zeros(len(blocks), dtype=torch.int64)
+        self.parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
+        for i, block in enumerate(blocks.values()):
+            block.norm.register_forward_pre_hook(lambda _, args, i=i: (_Unscaled.apply(args[0], self.scales[i]),))
+            block.branch.register_forward_hook(lambda _, args, out, i=i: _Scaled.apply(out, self.scales[i]))
+
+    def after_backward(self, run: Run) -> None:
+        grads = [_grads(block) for block in self.parameters]
+        sums = torch.stack([_sum(block) for block in grads])
+        finite = [math.isfinite(value) for value in sums.tolist()]
+        scales = self.scales.tolist()
+        for i, block in enumerate(self.parameters):
+            if finite[i]:
+                torch._foreach_mul_(grads[i], 1 / scales[i])
+                scales[i] *= GROWTH
+            else:
+                for p in block:
+                    p.grad = None
+                self.skipped[i] += 1
+                if run.step - int(self.fell[i]) >= WINDOW:
+                    scales[i] /= FALL
+                    self.fell[i] = run.step
+        low, high = self.world * LOWEST, self.world * HIGHEST
+        self.scales.copy_(torch.tensor(scales).clamp(low, high))
+
+    def on_report(self, run: Run, row: dict[str, Any]) -> None:
+        logs = self.scales.log2()
+        row |= {"scale/lowest": logs.min().item(), "scale/highest": logs.max().item()}
+        row["scale/skipped"] = int(self.skipped.sum())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scales": self.scales, "fell": self.fell, "skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, value in self.state_dict().items():
+            value.copy_(state[name])
+
+
+def _grads(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _sum(grads: list[Tensor]) -> Tensor:
+    """Of all magnitudes: finite if all of them are."""
+    return torch.stack(torch._foreach_norm(grads, 1)).sum() if grads else torch.zeros(())
+
+
+class LossScale(Hook):
+    """One scale for the whole loss, which grows until gradients overflow (Micikevicius et al. 2018).
+
+    An update with a gradient that is not finite is skipped, all of it, and halves the scale.
+    """
+
+    FIRST, EVERY = 2.0**16, 2_000  # the scale at first; finite updates in a row after which it doubles
+
+    def __init__(self, trainable: nn.Module, parameters: Sequence[Tensor], device: torch.device) -> None:
+        self.parameters, self.good, self.skipped = parameters, 0, 0
+        self.scale = torch.tensor(self.FIRST, device=device)
+        trainable.register_forward_hook(lambda _, args, found: (_Scaled.apply(found[0], self.scale), found[1]))
+
+    def after_backward(self, run: Run) -> None:
+        grads = _grads(self.parameters)
+        torch._foreach_mul_(grads, 1 / self.scale.item())
+        if math.isfinite(_sum(grads).item()):
+            self.good += 1
+            if self.good % self.EVERY == 0:
+                self.scale.mul_(2)
+        else:  # the loop finds the same and skips the update
+            self.good, self.skipped = 0, self.skipped + 1
+            self.scale.div_(2)
+
+    def on_report(self, run: Run, row: dict[str, Any]) -> None:
+        row |= {"scale": math.log2(self.scale.item()), "scale/skipped": self.skipped}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good": self.good, "skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scale.copy_(state["scale"])
+        self.good, self.skipped = int(state["good"]), int(state["skipped"])
+
+
+class TensorScale(Hook):
+    """A scale of the loss that stays as it is (Wortsman et al. 2023, App. G).
+
+    A tensor whose gradient is not finite is left out of the update, alone: a few spikes in one layer, most often the
+    first one, neither stop the others nor lower the scale for good.
+    """
+
+    FIRST = 2.0**16
+
+    def __init__(self, trainable: nn.Module, parameters: Sequence[Tensor], device: torch.device) -> None:
+        self.parameters, self.skipped = parameters, 0
+        self.scale = torch.tensor(self.FIRST, device=device)
+        trainable.register_forward_hook(lambda _, args, found: (_Scaled.apply(found[0], self.scale), found[1]))
+
+    def after_backward(self, run: Run) -> None:
+        there, grads = [p for p in self.parameters if p.grad is not None], _grads(self.parameters)
+        torch._foreach_mul_(grads, 1 / self.FIRST)
+        for p, size in zip(there, torch.stack(torch._foreach_norm(grads, 1)).tolist(), strict=True):
+            if not math.isfinite(size):
+                p.grad, self.skipped = None, self.skipped + 1
+
+    def on_report(self, run: Run, row: dict[str, Any]) -> None:
+        row["scale/skipped"] = self.skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.skipped = int(state["skipped"])
+
+
+def scaling(run: Run) -> list[Hook]:
+    """The hooks that `config.scaling` asks for."""
+    kind = run.config.scaling
+    if kind == "resblocks":
+        return [ResblockScales(run.model, run.parallel.world)]
+    if kind == "loss":
+        return [LossScale(run.trainable, run.parameters, run.device)]
+    return [TensorScale(run.trainable, run.parameters, run.device)] if kind == "tensors" else []

@@ -1,0 +1,206 @@
+"""Gradient scales: the same gradients where nothing overflows, the paper's rule, skips of one block or tensor alone."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from limner.errors import UserError
+from limner.models.transformer import TransformerConfig
+from limner.numerics.precision import Fp16
+from limner.objectives.autoregressive import Autoregressive
+from limner.optim.optimizers import AdamW
+from limner.text import PAD
+from limner.training.config import TrainConfig
+from limner.training.loop import train
+from limner.training.run import Run
+from limner.training.scaling import FALL, FIRST, GROWTH, HIGHEST, LOWEST, WINDOW, ResblockScales, scaling
+from limner.training.step import update
+
+MODEL = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3), width=16, depth=2, heads=2)
+TRAIN = TrainConfig(steps=6, batch_size=4, optimizer=AdamW(lr=1e-3), clip_norm=None, log_every=1, checkpoint_every=2)
+KINDS = ("resblocks", "loss", "tensors")
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    text, image = (torch.randint(0, n, (4, length), generator=generator) for n, length in ((20, 5), (16, 9)))
+    text[0, 3:] = PAD  # so that padding has a gradient, too
+    return {"text": text, "image": image}
+
+
+def run_of(kind, **settings):
+    torch.manual_seed(1)
+    return Run(MODEL.build(), Autoregressive(), replace(TRAIN, scaling=kind, **settings))
+
+
+def gradients(run, hooks=()):
+    """Those that an update would apply, by parameter."""
+    found = {}
+
+    class Look:
+        def __getattr__(self, name):
+            return lambda run, *_: (
+                name == "after_backward"
+                and found.update(
+                    {n: None if p.grad is None else p.grad.clone() for n, p in run.model.named_parameters()}
+                )
+            )
+
+    update(run, batch(), [*hooks, Look()])
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_fp32_a_scale_changes_no_gradient(kind):
+    plain, run = run_of("none"), run_of(kind)
+    expected, found = gradients(plain), gradients(run, scaling(run))
+    for name, grad in expected.items():
+        assert torch.allclose(found[name], grad, rtol=1e-5, atol=1e-9), name
+    assert math.isclose(plain.norm, run.norm, rel_tol=1e-5)
+
+
+def test_resblock_scales_lift_gradients_that_fp16_loses():
+    """With a loss that is a millionth of itself, half of the gradients are below fp16's smallest number."""
+
+    def small(model, batch, step, generator):
+        loss, found = Autoregressive()(model, batch, step, generator)
+        return loss * 1e-6, found
+
+    exact, lost, kept = (
+        Run(run_of("none").model, small, replace(TRAIN, precision=precision, scaling=kind))
+        for precision, kind in ((TRAIN.precision, "none"), (Fp16(), "none"), (Fp16(), "resblocks"))
+    )
+    grads = [gradients(run, scaling(run)) for run in (exact, lost, kept)]
+    names = [n for n, p in exact.model.named_parameters() if n.startswith("blocks") and p.ndim == 2]
+
+    def error(found):
+        return max(float((found[n] - grads[0][n]).norm() / grads[0][n].norm()) for n in names)
+
+    assert error(grads[1]) > 0.5
+    assert error(grads[2]) < 0.05
+
+
+def test_the_rule_of_appendix_d():
+    run = run_of("resblocks")
+    hook = ResblockScales(run.model, world=4)
+    assert hook.names == [f"blocks.{i}.{part}" for i in (0, 1) for part in ("attention", "mlp")]
+    assert hook.scales.tolist() == [4 * FIRST] * 4
+    bad = hook.parameters[2]
+
+    def step(number, overflow):
+        run.step = number
+        for p in run.model.parameters():
+            p.grad = torch.ones_like(p)
+        if overflow:
+            bad[0].grad[0] = math.inf
+        hook.after_backward(run)
+        assert all((p.grad is None) == overflow for p in bad)
+        assert all(p.grad is not None for p in hook.parameters[1])
+
+    step(0, False)
+    assert hook.scales.tolist() == pytest.approx([4 * FIRST * GROWTH] * 4)
+    assert run.model.blocks[0].mlp.branch.up.weight.grad[0, 0].item() == pytest.approx(1 / (4 * FIRST))
+    assert run.model.head.norm.weight.grad[0] == 1  # no resblock's: not scaled
+    step(1, True)
+    fallen = 4 * FIRST * GROWTH / FALL
+    assert hook.scales[2].item() == pytest.approx(fallen)
+    assert hook.scales[1].item() == pytest.approx(4 * FIRST * GROWTH**2)
+    step(2, True)  # no second fall within the window
+    assert hook.scales[2].item() == pytest.approx(fallen)
+    step(1 + WINDOW, True)
+    assert hook.scales[2].item() == pytest.approx(fallen / FALL)
+    assert hook.skipped.tolist() == [0, 0, 3, 0]
+    for value, limit in ((4 * HIGHEST * 1.1, 4 * HIGHEST), (4 * LOWEST / 1.1, 4 * LOWEST)):
+        hook.scales.fill_(value)
+        step(500, False)
+        assert hook.scales.tolist() == [limit] * 4
+
+
+def test_an_overflow_in_one_block_leaves_the_others_alone():
+    """Infinite gradients within a block are filtered where it is left, and its parameters are not updated."""
+    plain, run = run_of("none"), run_of("resblocks")
+    hooks = scaling(run)
+    block = run.model.blocks[1].mlp
+    block.branch.down.register_full_backward_hook(lambda module, found, given: (found[0] * math.inf,))
+    before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
+    expected = gradients(plain)
+    found = gradients(run, hooks)
+    assert math.isfinite(run.loss) and math.isfinite(run.norm) and run.skipped == 0
+    for name, p in run.model.named_parameters():
+        mine = name.startswith("blocks.1.mlp")
+        assert (found[name] is None) == mine, name
+        assert torch.equal(p, before[name]) == mine, name
+    last = "head.image.weight"  # beyond the block: as without
+    assert torch.allclose(found[last], expected[last], rtol=1e-5, atol=1e-9)
+
+
+def test_one_tensor_alone_is_left_out_and_its_own_steps_are_counted():
+    run = run_of("tensors")
+    hooks = scaling(run)
+    weight = run.model.blocks[0].mlp.branch.up.weight
+    weight.register_hook(lambda grad: grad * math.nan)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    update(run, batch(), hooks)
+    same = [p for p, old in zip(run.model.parameters(), before, strict=True) if torch.equal(p, old)]
+    assert len(same) == 1 and same[0] is weight
+    assert run.skipped == 0 and hooks[0].skipped == 1
+    assert weight not in run.optimizers[0].state  # no step of its own yet, so that bias correction begins when it does
+
+
+def test_a_loss_scale_halves_skips_everything_and_grows_back(monkeypatch):
+    run = run_of("loss")
+    (hook,) = scaling(run)
+    monkeypatch.setattr(hook, "EVERY", 2, raising=False)
+    monkeypatch.setattr(type(hook), "EVERY", 2)
+    handle = run.model.head.norm.weight.register_hook(lambda grad: grad * math.inf)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    update(run, batch(), [hook])
+    assert all(torch.equal(p, old) for p, old in zip(run.model.parameters(), before, strict=True))
+    assert hook.scale.item() == hook.FIRST / 2 and run.skipped == hook.skipped == 1
+    handle.remove()
+    for _ in range(2):
+        update(run, batch(), [hook])
+    assert hook.scale.item() == hook.FIRST and run.skipped == 1
+
+
+class Endless:
+    def __init__(self):
+        self.position = 0
+
+    def __next__(self):
+        self.position += 1
+        return batch(self.position)
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = int(state["position"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_has_the_same_scales_and_weights(kind, tmp_path):
+    config = replace(TRAIN, scaling=kind, precision=Fp16())
+
+    def trained(out, steps):
+        torch.manual_seed(1)
+        model = MODEL.build()
+        result = train(model, Autoregressive(), Endless(), replace(config, steps=steps), out)
+        return model.state_dict(), result.metrics
+
+    whole, told = trained(tmp_path / "whole", 6)
+    trained(tmp_path / "parts", 4)
+    parts, again = trained(tmp_path / "parts", 6)
+    assert all(torch.equal(parts[name], value) for name, value in whole.items())
+    names = [name for name in told if name.startswith("scale")]
+    assert names and {n: told[n] for n in names} == {n: again[n] for n in names}
+
+
+def test_a_model_without_resblocks_is_refused_in_a_sentence():
+    run = Run(nn.Linear(2, 2), lambda m, b, s, g: (F.mse_loss(m(b["x"]), b["x"]), {}), replace(TRAIN, scaling="loss"))
+    with pytest.raises(UserError, match="no resblocks: give it another scaling"):
+        ResblockScales(run.model)
