@@ -25,18 +25,23 @@ Core = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, H, n, C] -> [B,
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention. The core says who sees whom; the layer itself knows no pattern."""
+    """Multi-head self-attention. The core says who sees whom; the layer itself knows no pattern.
 
-    def __init__(self, width: int, heads: int) -> None:
+    With `qk_norm` queries and keys are normalised (Dehghani et al. 2023), so that their products cannot grow.
+    """
+
+    def __init__(self, width: int, heads: int, qk_norm: bool = False) -> None:
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
+        self.q_norm, self.k_norm = (nn.LayerNorm(width // heads) if qk_norm else nn.Identity() for _ in range(2))
 
     def forward(self, x: Float[Tensor, "B n D"], core: Core) -> Float[Tensor, "B n D"]:
         """x [B, n, D] -> [B, n, D]."""
         b, n, d = x.shape
         q, k, v = (y.view(b, n, self.heads, d // self.heads).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         return self.out(core(q, k, v).transpose(1, 2).reshape(b, n, d))
 
 

@@ -33,8 +33,11 @@ class ContrastiveConfig(Checked):
     Args:
         text_vocab, text_len: of the captions' tokens.
         size, patch: sides of the picture and of a ViT patch in pixels.
-        width, depth, heads: of both towers.
+        width, depth, heads: of both towers, or of the picture's if `text_tower` gives those of the caption's.
         embedding: E.
+        patch_dropout: share of patches that training leaves out (Li et al. 2022), at random for each picture.
+        patch_norm: a LayerNorm after the embedding of patches, which has the largest gradients (Wortsman et al. 2023).
+        layer_scale, qk_norm: as the transformer's.
     """
 
     text_vocab: Annotated[int, Range(2, 2**24)] = 16_384
@@ -45,11 +48,22 @@ class ContrastiveConfig(Checked):
     depth: Annotated[int, Range(1, 4_096)] = 12
     heads: Annotated[int, Range(1, 2**12)] = 8
     embedding: Annotated[int, Range(1, 2**16)] = 512
+    text_tower: Annotated[tuple[int, int, int] | None, Range(1, 2**16)] = None
+    patch_dropout: Annotated[float, Range(0, below=1)] = 0.0
+    patch_norm: bool = False
+    layer_scale: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.width % self.heads:
-            raise OutOfRange("width", f"must be a multiple of heads, {self.heads}, not {self.width}")
+        for width, _, heads in (self.tower, self.text_tower or self.tower):
+            if width % heads:
+                raise OutOfRange("width", f"must be a multiple of heads, {heads}, not {width}")
+
+    @property
+    def tower(self) -> tuple[int, int, int]:
+        """Width, depth and heads."""
+        return self.width, self.depth, self.heads
 
     def build(self) -> Contrastive:
         """Raises `UserError` where patches do not fill the picture, whose size another model may have decided."""
@@ -58,6 +72,21 @@ class ContrastiveConfig(Checked):
                 f"the contrastive model's patch must divide the picture's {self.size} pixels, not {self.patch}"
             )
         return Contrastive(self)
+
+
+#: Sizes of ViT-B/32, L/14 and H/14 as OpenCLIP trains them, and one for two cores; all with what keeps them stable.
+SIZES = {
+    name: ContrastiveConfig(
+        size=size, patch=patch, width=width, depth=depth, heads=heads, text_tower=text, embedding=embedding,
+        text_vocab=16_384, text_len=77, patch_dropout=0.5, patch_norm=True,
+    )
+    for name, size, patch, (width, depth, heads), text, embedding in (
+        ("tiny", 48, 8, (128, 4, 4), (128, 4, 4), 128),
+        ("B", 224, 32, (768, 12, 12), (512, 12, 8), 512),
+        ("L", 224, 14, (1_024, 24, 16), (768, 12, 12), 768),
+        ("H", 224, 14, (1_280, 32, 16), (1_024, 24, 16), 1_024),
+    )
+}  # fmt: skip
 
 
 class Contrastive(nn.Module):
@@ -72,32 +101,42 @@ class Contrastive(nn.Module):
         self.config = config
         d, side = config.width, config.size // config.patch
 
-        def tower() -> nn.ModuleList:
-            return nn.ModuleList(Block(d, config.heads) for _ in range(config.depth))
+        def tower(width: int, depth: int, heads: int) -> nn.ModuleList:
+            return nn.ModuleList(Block(width, heads, config.layer_scale, config.qk_norm) for _ in range(depth))
 
+        text_tower = config.text_tower or config.tower
+        w = text_tower[0]
         self.patches = nn.Conv2d(3, d, config.patch, config.patch)
         self.image_position = nn.Parameter(torch.empty(side**2 + 1, d))
         nn.init.normal_(self.image_position, std=0.02)
-        self.image_blocks, self.text_blocks = tower(), tower()
-        self.text = nn.Embedding(config.text_vocab, d)
-        self.text_position = nn.Embedding(config.text_len, d)
-        self.image_norm, self.text_norm = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.patch_norm = nn.LayerNorm(d) if config.patch_norm else nn.Identity()
+        self.image_blocks, self.text_blocks = tower(*config.tower), tower(*text_tower)
+        self.text = nn.Embedding(config.text_vocab, w)
+        self.text_position = nn.Embedding(config.text_len, w)
+        self.image_norm, self.text_norm = nn.LayerNorm(d), nn.LayerNorm(w)
         self.image_out = nn.Linear(d, config.embedding, bias=False)
-        self.text_out = nn.Linear(d, config.embedding, bias=False)
+        self.text_out = nn.Linear(w, config.embedding, bias=False)
         self.log_scale = nn.Parameter(torch.tensor(log(1 / 0.07)))
         nn.init.normal_(self.text.weight, std=0.02)
         nn.init.normal_(self.text_position.weight, std=0.02)
         t = config.text_len
         self.register_buffer("causal", torch.ones(t, t, dtype=torch.bool, device="cpu").tril(), persistent=False)
         self.register_buffer("waves", F.pad(sinusoids(side, d), (0, 0, 1, 0)), persistent=False)
-        self.everywhere = MaskedAttention(torch.ones(side**2 + 1, side**2 + 1, dtype=torch.bool, device="cpu"))
+        kept = max(1, round((1 - config.patch_dropout) * side**2))
+        self.everywhere, self.among_kept = (
+            MaskedAttention(torch.ones(n + 1, n + 1, dtype=torch.bool, device="cpu")) for n in (side**2, kept)
+        )
 
     def encode_image(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B E"]:
         """uint8 [B, 3, H, W] -> float32 [B, E] of unit length. Position 0 is the class token."""
         x = self.patches(pixels.to(self.patches.weight.dtype) / 127.5 - 1).flatten(2).transpose(1, 2)
-        x = F.pad(x, (0, 0, 1, 0)) + self.image_position + self.waves
+        x = F.pad(self.patch_norm(x), (0, 0, 1, 0)) + self.image_position + self.waves
+        core = self.everywhere
+        if self.training and self.config.patch_dropout:
+            core = self.among_kept
+            x = some_patches(x, len(core.mask) - 1)
         for block in self.image_blocks:
-            x = block(x, self.everywhere)
+            x = block(x, core)
         return F.normalize(self.image_out(self.image_norm(x[:, 0])).float(), dim=-1)
 
     def encode_text(self, text: Int64[Tensor, "B T"]) -> Float[Tensor, "B E"]:
@@ -119,6 +158,13 @@ class Contrastive(nn.Module):
     def constrain(self) -> None:
         """Clip the temperature after an update, not in the forward pass, where its gradient would be 0 from then on."""
         self.log_scale.clamp_(max=MAX_LOG_SCALE)
+
+
+def some_patches(x: Float[Tensor, "B n D"], kept: int) -> Float[Tensor, "B k D"]:
+    """The class token and `kept` of the patches, others for each picture: [B, 1 + S, D] -> [B, 1 + kept, D]."""
+    chosen = 1 + torch.rand(len(x), x.shape[1] - 1, device=x.device).argsort(1)[:, :kept]
+    index = F.pad(chosen, (1, 0))[..., None].expand(-1, -1, x.shape[2])
+    return x.gather(1, index)
 
 
 def sinusoids(side: int, width: int) -> Tensor:

@@ -50,6 +50,7 @@ class TransformerConfig(Checked):
         grid: (h, w) of the image tokens.
         width: D, a multiple of `heads`.
         kernel: side of the convolutional window.
+        layer_scale, qk_norm: not in the paper; both keep features small, for formats of 8 bits.
     """
 
     text_vocab: Annotated[int, Range(2, 2**24)] = 16_384
@@ -61,6 +62,8 @@ class TransformerConfig(Checked):
     heads: Annotated[int, Range(1, 2**12)] = 62
     pattern: Literal["paper", "dense"] = "paper"
     kernel: Annotated[int, Range(1, 255)] = 11
+    layer_scale: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,28 +134,41 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class LayerScale(nn.Module):
+    """A learned factor for each channel, zero at first: the block begins as the identity, and what it adds stays small
+    for long (Touvron et al. 2021; Wortsman et al. 2023, §2.3)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
 class Resblock(nn.Module):
-    """x + branch(norm(x)).
+    """x + branch(norm(x)), where `layer_scale` may scale what is added.
 
     The identity path is left at `norm` and joined at `branch`, and nowhere else: so a forward pre-hook of the one and
     a forward hook of the other, put there from outside, act on all gradients of a resblock and on no others (Figure 4).
     """
 
-    def __init__(self, width: int, branch: nn.Module) -> None:
+    def __init__(self, width: int, branch: nn.Module, layer_scale: bool = False) -> None:
         super().__init__()
         self.norm, self.branch = nn.LayerNorm(width), branch
+        self.scale = LayerScale(width) if layer_scale else nn.Identity()
 
     def forward(self, x: Tensor, *core: Core) -> Tensor:
-        return x + self.branch(self.norm(x), *core)
+        return x + self.scale(self.branch(self.norm(x), *core))
 
 
 class Block(nn.Module):
     """A layer: two resblocks, attention and an MLP."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, layer_scale: bool = False, qk_norm: bool = False) -> None:
         super().__init__()
-        self.attention = Resblock(width, Attention(width, heads))
-        self.mlp = Resblock(width, MLP(width))
+        self.attention = Resblock(width, Attention(width, heads, qk_norm), layer_scale)
+        self.mlp = Resblock(width, MLP(width), layer_scale)
 
     def forward(self, x: Tensor, core: Core) -> Tensor:
         return self.mlp(self.attention(x, core))
@@ -175,7 +191,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config)
-        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(
+            Block(config.width, config.heads, config.layer_scale, config.qk_norm) for _ in range(config.depth)
+        )
         self.head = Head(config)
         self.checkpointing = False
         patterns = {pattern.name: pattern for pattern in config.patterns}

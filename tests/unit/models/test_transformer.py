@@ -57,6 +57,28 @@ def test_it_trains_and_draws_with_patterns_that_are_new(short, monkeypatch):
     torch.testing.assert_close(torch.stack(found, 1), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_layer_scale_and_normalised_queries_train_and_draw_alike():
+    model, text, image = small(layer_scale=True, qk_norm=True), *batch(small())
+    with torch.inference_mode():
+        first = model(text, image)[1]
+    for block in model.blocks:
+        assert torch.equal(block.mlp.scale.gain, torch.zeros(32))
+        for resblock in (block.attention, block.mlp):
+            resblock.scale.gain.data.fill_(0.5)
+        core = block.attention.branch
+        core.q_norm.weight.data.uniform_(0.5, 2)
+    with torch.inference_mode():
+        expected = model(text, image)[1]
+        cache, logits = model.prefill(text)
+        found = [logits, *(model.step(cache, token) for token in image.T[:-1])]
+    torch.testing.assert_close(torch.stack(found, 1), expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(first, expected)  # at first each block was the identity
+    core.qkv.weight.data[:64] *= 100  # queries and keys, whose length is normalised away; no bias
+    core.qkv.bias.data.zero_()
+    with torch.inference_mode():
+        torch.testing.assert_close(model(text, image)[1], expected, atol=1e-3, rtol=1e-3)
+
+
 def test_logits_do_not_depend_on_later_tokens():
     model = small(pattern="dense")
     text, image = batch(model)
