@@ -35,6 +35,7 @@ COMMANDS = {
     ),
     "evaluate pairs": (("evaluate", "pairs", "tiny", "--pairs", 1, "--candidates", 1, "-o", "out.json"), 1),
     "evaluate reconstruction": (("evaluate", "reconstruction", "tiny", "--count", 4, "-o", "out.json"), 1),
+    "evaluate zero-shot": (("evaluate", "zero-shot", "tiny", "--count", 4, "-o", "out.json"), 1),
     "evaluate emoji": (("evaluate", "emoji", "tiny", "data", "--captions", 1, "--candidates", 1, "-o", "out.json"), 1),
     "evaluate icons": (
         ("evaluate", "icons", "tiny", "icons", "--captions", 1, "--candidates", 1, "--epochs", 1, "-o", "out.json"), 1,

@@ -238,6 +238,10 @@ def test_evaluate_reads_held_out_data_and_emoji(bundle, tmp_path):
     assert "2 unseen pictures" in out
     assert json.loads((tmp_path / "scores.json").read_text())["read_alike"] is None  # no oracle reads such pictures
     options = ["--candidates", 2, "--repeats", 2, "-o", "emoji.json", "--mosaic", "mosaic.png"]
+    found = limner("evaluate", "zero-shot", bundle, "--data", "data", "-o", "classes.json", cwd=tmp_path)
+    assert found[0] == 0, found[2]
+    assert "classes, 2 prompts each" in found[1] and "right among the first 1 " in found[1]
+    assert json.loads((tmp_path / "classes.json").read_text())["rates"]["top 1"]["total"] > 0
     code, out, err = limner("evaluate", "emoji", bundle, "data", *options, cwd=tmp_path)
     assert code == 0, err
     assert "train" in out

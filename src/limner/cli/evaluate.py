@@ -1,4 +1,4 @@
-"""`limner evaluate composition | pairs | reconstruction | emoji | icons | grid`: measure a trained model.
+"""`limner evaluate composition | pairs | reconstruction | zero-shot | emoji | icons | grid`: measure a trained model.
 
 The defaults are those of published figures: many captions, and seeds from 1,000 on, on which nothing was chosen. To
 choose between models or settings, give a seed below 1,000.
@@ -85,6 +85,23 @@ class ReconstructionOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ZeroShotOptions(Checked):
+    """Classify pictures with a model's contrastive model and the names of the classes alone."""
+
+    model: Positional[str] = "scenes"
+    """A bundled model by name, or a folder."""
+    data: str | None = None
+    """What `limner data emoji` wrote, whose names are the classes; without it, fresh scenes of one thing."""
+    split: Literal["train", "held-out"] = "held-out"
+    count: Annotated[int, Range(1, 10**6)] = 1_024
+    """Pictures at most."""
+    seed: Annotated[int, SEEDS] = 1_000
+    """Of the pictures. Choose between models on seeds below 1,000, publish from 1,000 on."""
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Write the result as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EmojiOptions(Checked):
     """Draw captions of a data set of emoji and look for the nearest real one among all of them.
 
@@ -155,8 +172,8 @@ class GridOptions(Checked):
 
 def main(argv: Sequence[str]) -> None:
     kinds = {
-        "composition": composition, "pairs": pairs, "reconstruction": reconstruction, "emoji": emoji, "icons": icons,
-        "grid": grid,
+        "composition": composition, "pairs": pairs, "reconstruction": reconstruction, "zero-shot": zero_shot,
+        "emoji": emoji, "icons": icons, "grid": grid,
     }  # fmt: skip
     dispatch("limner evaluate", kinds, argv)
 
@@ -244,6 +261,27 @@ def reconstruction(argv: Sequence[str]) -> None:
     with progress("reconstructing", len(pictures), unit="picture") as bar:
         result = evaluation.measure(pipe.dvae, pictures, read=options.data is None, progress=bar.advance)
     print(f"{printable(pipe.name)}\n{result.table()}")
+    _keep(result.save, options.output)
+
+
+def zero_shot(argv: Sequence[str]) -> None:
+    """does the contrastive model know classes by their names?"""
+    options = parse(ZeroShotOptions, argv, "limner evaluate zero-shot")
+    _places(options.output)
+    from limner.data.sources import open_source
+    from limner.evaluation import zero_shot as evaluation
+    from limner.pipeline import load
+
+    pipe = load(options.model)
+    size = pipe.contrastive.config.size
+    if options.data is None:
+        task = evaluation.scenes(options.count, size, options.split, options.seed)
+    else:
+        task = evaluation.pictures_of(open_source(options.data), size, options.split, options.count, options.seed)
+    total = len(task.names) * len(task.prompts) + len(task.labels)
+    with progress("prompts and pictures", total, unit="text or picture") as bar:
+        result = evaluation.evaluate(pipe, task, bar.advance)
+    print(f"{printable(pipe.name)}, {options.split}\n{result.table()}")
     _keep(result.save, options.output)
 
 

@@ -1,0 +1,151 @@
+"""Zero-shot classification with the contrastive model (Radford et al. 2021, §3.1).
+
+A class is a name put into several prompts. The vectors of its prompts are averaged, and a picture belongs to the class
+whose average is nearest. The classes of scenes are the 40 colored shapes, of scenes with one thing of a held-out
+combination; the classes of a data set are the names of its pictures, as `limner data emoji` writes them.
+
+Shapes: B pictures of H x W pixels, C classes, E embedding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from limner.data.samples import Source
+from limner.errors import UserError
+from limner.evaluation.composition import PUBLISHED, combination
+from limner.evaluation.intervals import Rate
+from limner.evaluation.nearest import Gallery
+from limner.files import atomic_write_text
+from limner.models.contrastive import Contrastive
+from limner.pipeline import TextToImage
+from limner.progress import Advance
+from limner.worlds.rendering import render
+from limner.worlds.scenes import BACKGROUNDS, COLORS, SHAPES, SIZES, Split, sample_scene
+
+TOP = (1, 5)  # a picture is right if its class is among so many
+EMOJI_PROMPTS = ("{}", "{} emoji")
+SCENE_PROMPTS = (
+    *(f"a {size} {{}} on a {background} background" for size, background in product(SIZES, BACKGROUNDS)),
+    *(f"a {size} striped {{}} on a {background} background" for size, background in product(SIZES, BACKGROUNDS)),
+    *(f"a {size} outlined {{}} on a {background} background" for size, background in product(SIZES, BACKGROUNDS)),
+)
+_READ = 256  # pictures or prompts encoded at a time
+
+
+@dataclass(frozen=True)
+class Task:
+    """Pictures to classify.
+
+    Attributes:
+        pictures: uint8 [B, 3, H, W].
+        labels: the index of each picture's class, [B].
+        clusters: pictures of one cluster are alike (see `intervals.py`), [B].
+        names: of the C classes.
+        prompts: texts with "{}" in the place of the name.
+    """
+
+    pictures: Tensor
+    labels: list[int]
+    clusters: list[str]
+    names: list[str]
+    prompts: Sequence[str]
+
+
+def scenes(count: int, size: int, split: Split = "held-out", seed: int = PUBLISHED) -> Task:
+    """Fresh scenes of one thing, whose color and shape is asked for. Scene i depends on the seed and i alone."""
+    names = [f"{color} {shape}" for color, shape in product(COLORS, SHAPES)]
+    pictures, labels, clusters = [], [], []
+    for i in range(count):
+        scene = sample_scene(np.random.default_rng([seed, i]), count=1, split=split)
+        pictures.append(torch.from_numpy(render(scene, size)).permute(2, 0, 1))
+        labels.append(names.index(f"{scene.things[0].color} {scene.things[0].shape}"))
+        clusters.append(combination(scene))
+    return Task(torch.stack(pictures), labels, clusters, names, SCENE_PROMPTS)
+
+
+def pictures_of(source: Source, size: int, split: str, count: int, seed: int = PUBLISHED) -> Task:
+    """Pictures of a data set among all its names. Raises `UserError` if it has none of the split."""
+    gallery = Gallery.of(source, size)
+    chosen = gallery.choose(split, count, seed)
+    if not chosen:
+        raise UserError(f"the data has no picture in the split {split!r}")
+    names = list(dict.fromkeys(gallery.captions))
+    index = {name: i for i, name in enumerate(names)}
+    return Task(
+        gallery.pictures[chosen], [index[gallery.captions[i]] for i in chosen], [gallery.families[i] for i in chosen],
+        names, EMOJI_PROMPTS,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """Whether the class of each picture is among the first k: bool [B] by k."""
+
+    right: dict[int, np.ndarray]
+    classes: int
+    clusters: list[str]
+    settings: dict[str, Any]
+
+    def rates(self) -> dict[int, Rate]:
+        return {k: Rate.of(values, self.clusters) for k, values in self.right.items()}
+
+    def table(self) -> str:
+        lines = [f"{len(self.clusters):,} pictures, {self.classes:,} classes, {self.settings['prompts']} prompts each"]
+        lines += [
+            f"  right among the first {k:<3} {rate}   by chance {min(1, k / self.classes):.2%}"
+            for k, rate in self.rates().items()
+        ]
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        rates = {f"top {k}": rate.to_dict() for k, rate in self.rates().items()}
+        text = json.dumps({"rates": rates, "classes": self.classes, "settings": self.settings}, indent=1)
+        atomic_write_text(Path(path), text + "\n")
+
+
+def evaluate(pipe: TextToImage, task: Task, progress: Advance | None = None) -> Result:
+    """Classify the pictures with a bundle's contrastive model. `progress` is advanced by prompts and pictures."""
+    length = pipe.contrastive.config.text_len
+
+    def told(texts: list[str]) -> Tensor:
+        return pipe.tokenizer.encode(texts, length).to(pipe.device)
+
+    text = [[told([prompt.format(name)])[0] for prompt in task.prompts] for name in task.names]
+    found = logits(pipe.contrastive, torch.stack([torch.stack(rows) for rows in text]), task.pictures, progress)
+    ranks = found.argsort(dim=1, descending=True, stable=True)
+    labels = torch.tensor(task.labels)[:, None]
+    right = {k: (ranks[:, :k] == labels).any(1).numpy() for k in TOP if k < len(task.names)}
+    settings = {"model": pipe.name, "prompts": len(task.prompts)}
+    return Result(right, len(task.names), task.clusters, settings)
+
+
+@torch.inference_mode()
+def logits(
+    model: Contrastive, prompts: Tensor, pictures: UInt8[Tensor, "B 3 H W"], progress: Advance | None = None
+) -> Float[Tensor, "B C"]:
+    """Cosines of pictures and classes: prompts int64 [C, K, T], pictures uint8 [B, 3, H, W] -> [B, C]."""
+    device = next(model.parameters()).device
+
+    def parts(values: Tensor, encode: Any) -> Tensor:
+        made = []
+        for part in values.split(_READ):
+            made.append(encode(part.to(device)))
+            if progress:
+                progress(len(part))
+        return torch.cat(made)
+
+    texts = parts(prompts.flatten(0, 1), model.encode_text).unflatten(0, prompts.shape[:2])
+    classes = F.normalize(texts.mean(1), dim=-1)
+    return (parts(pictures, model.encode_image) @ classes.T).cpu()
