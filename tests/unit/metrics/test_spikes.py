@@ -1,0 +1,76 @@
+"""Spikes: found where they are, counted once, and told from coincidence."""
+
+import math
+
+import numpy as np
+import pytest
+
+from limner.metrics.spikes import RMS, foreseen, loss_spikes, rms_spikes
+
+
+def calm(n=4_000, seed=0):
+    """A falling, noisy loss."""
+    return 4 * np.exp(-np.arange(n) / 2_000) + 0.05 * np.random.default_rng(seed).standard_normal(n)
+
+
+def test_a_calm_loss_has_no_spikes():
+    assert [len(loss_spikes(calm(seed=seed))) for seed in range(5)] == [0] * 5
+
+
+def test_spikes_of_several_steps_are_found_once_and_at_their_first_step():
+    loss = calm()
+    for step in (1_000, 1_500, 3_000):
+        loss[step - 1 : step + 3] += 1
+    assert loss_spikes(loss) == [1_000, 1_500, 3_000]
+
+
+def test_single_steps_and_the_first_ones_do_not_count():
+    loss = calm()  # of 4,000 steps a twentieth is ignored, as of the paper's 20,000
+    loss[2_000] += 1
+    loss[149:153] += 2
+    assert loss_spikes(loss) == []
+    loss[219:223] += 1
+    assert loss_spikes(loss) == [220]
+
+
+def test_a_long_spike_does_not_hide_a_later_one():
+    loss = calm()
+    loss[1_999:2_030] += 1
+    loss[2_099:2_104] += 1
+    assert loss_spikes(loss) == [2_000, 2_100]
+
+
+def test_a_new_level_is_one_spike():
+    loss = calm()
+    loss[1_999:] += 1
+    loss[2_999:3_003] += 1
+    assert loss_spikes(loss) == [2_000, 3_000]
+
+
+def test_losses_that_are_not_finite_are_too_high():
+    loss = calm()
+    loss[999:1_002] = [math.inf, math.nan, math.inf]
+    assert loss_spikes(loss) == [1_000]
+
+
+def test_rms_spikes_are_merged():
+    rms = np.ones(2_000)
+    rms[[49, 499, 503, 510, 530]] = RMS
+    rms[1_000] = RMS - 0.01
+    assert rms_spikes(rms) == [500, 531]
+
+
+def test_spikes_that_follow_are_told_from_coincidence():
+    loss, rms = calm(), np.ones(4_000)
+    for step in (1_000, 1_500, 3_000):
+        rms[step - 1] = 5
+        loss[step + 4 : step + 9] += 1  # the fifth to ninth step after
+    loss[2_499:2_504] += 1
+    found = foreseen(loss, rms)
+    assert found.loss == [1_005, 1_505, 2_500, 3_005] and found.following == [1_005, 1_505, 3_005]
+    assert found.covered == pytest.approx(3 * 8 / 4_000)
+    p = found.covered
+    assert found.chance == pytest.approx(4 * p**3 * (1 - p) + p**4)
+    late = np.roll(rms, 20)
+    assert foreseen(loss, late).following == [] and foreseen(loss, late).chance == pytest.approx(1)
+    assert foreseen(calm(), np.ones(4_000)).chance == 1  # no spikes: nothing was foreseen
