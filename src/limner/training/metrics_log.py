@@ -18,16 +18,19 @@ from limner.files import atomic_write_text, naming
 
 
 class MetricsLog:
-    """Appends to a metrics file, beginning after `step`; each line is flushed as it is written.
+    """Appends to a metrics file, beginning after `step`, or at its end if that is None; each line is flushed as it is
+    written.
 
     If several processes train one model, only one of them `writes`.
     """
 
-    def __init__(self, path: Path, step: int = 0, writes: bool = True) -> None:
-        kept = [row for row in read_metrics(path) if row.get("step", 0) <= step]
-        self.last: Mapping[str, Any] = kept[-1] if kept else {}
-        if writes and path.exists():
-            atomic_write_text(path, "".join(map(_line, kept)))
+    def __init__(self, path: Path, step: int | None = 0, writes: bool = True) -> None:
+        self.last: Mapping[str, Any] = {}
+        if step is not None:
+            kept = [row for row in read_metrics(path) if row.get("step", 0) <= step]
+            self.last = kept[-1] if kept else {}
+            if writes and path.exists():
+                atomic_write_text(path, "".join(map(_line, kept)))
         self._path, self._file = path, path.open("a", encoding="utf-8") if writes else None
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -1,0 +1,108 @@
+"""RMS_t of each tensor in each step, beside the loss, and a warning before the loss moves (Wortsman et al. 2023, §3.4).
+
+AdamW divides gradients g_t by the root of u_t, a running mean of their squares. `RMS_t = sqrt(mean(g_t^2 / u_t))` of a
+tensor is 1 where u_t is up to date. It rises far above 1 where gradients have grown all of a sudden: then the update is
+too large, and one to eight steps later the loss spikes.
+
+    RUN/STAGE/stability.jsonl: {"step": 120, "loss": 2.1, "rms": {"patches.weight": 1.02, ...}}
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from limner.metrics.spikes import RMS, TOGETHER
+from limner.training.hooks import Hook
+from limner.training.metrics_log import MetricsLog
+from limner.training.run import Run
+
+_WORDS = 3  # tensors that a warning names
+
+
+class Stability(Hook):
+    """Writes `out/stability.jsonl`, a line for each step, with RMS_t of all tensors that an Adam of any kind updates.
+
+    It is computed from gradients before clipping. Warns where RMS_t of a matrix reaches `RMS`, after the warm-up; again
+    for the same matrix only after `_QUIET` steps. Lines reach the file with each report and each checkpoint.
+    """
+
+    _QUIET = 1_000
+
+    def __init__(self, out: Path) -> None:
+        self.path = out / "stability.jsonl"
+        self.rms: dict[str, float] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.warned: dict[str, int] = {}
+        self.begun = False
+
+    def after_backward(self, run: Run) -> None:
+        names = {id(p): name for name, p in run.model.named_parameters()}
+        found = {names[id(p)]: value for p, value in rms(run.optimizers)}
+        values = torch.stack(list(found.values())).tolist() if found else []
+        self.rms = dict(zip(found, values, strict=True))
+
+    def after_update(self, run: Run) -> None:
+        self.rows.append({"step": run.step, "loss": run.loss, "rms": {k: round(v, 4) for k, v in self.rms.items()}})
+        if run.step <= max(run.config.warmup_steps, TOGETHER):
+            return
+        high = {
+            name: value
+            for name, value in self.rms.items()
+            if value >= RMS
+            and run.model.get_parameter(name).ndim > 1
+            and run.step - self.warned.get(name, -self._QUIET) >= self._QUIET
+        }
+        if high:
+            self.warned |= dict.fromkeys(high, run.step)
+            worst = sorted(high, key=lambda name: -high[name])[:_WORDS]
+            told = ", ".join(f"{name} ({high[name]:.1f})" for name in worst)
+            warnings.warn(
+                f"step {run.step}: gradients of {told} are far above what Adam expects (RMS_t, 1 is usual); the loss "
+                "may spike within eight steps; StableAdamW, or a lower second beta, prevents it",
+                stacklevel=2,
+            )
+
+    def on_report(self, run: Run, row: dict[str, Any]) -> None:
+        self._flush(run)
+
+    def on_save(self, run: Run) -> None:
+        self._flush(run)
+
+    def _flush(self, run: Run) -> None:
+        """Append the lines, the first time to a file without those of steps that are repeated."""
+        if self.rows and run.parallel.is_main:
+            with closing(MetricsLog(self.path, None if self.begun else self.rows[0]["step"] - 1)) as log:
+                for row in self.rows:
+                    log.write(row)
+            self.begun = True
+        self.rows = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"warned": self.warned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.warned = {str(name): int(step) for name, step in state["warned"].items()}
+
+
+def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
+    """RMS_t of each tensor that has a gradient and a running mean of squares, [], as the coming step will have it.
+
+    With bias corrections: u_t = (beta2 v_{t-1} + (1 - beta2) g_t^2) / (1 - beta2^t), at least eps^2.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                state = optimizer.state.get(p, {})
+                if p.grad is None or "exp_avg_sq" not in state:
+                    continue
+                beta, eps = group["betas"][1], group["eps"]
+                square = p.grad.float().square()
+                u = torch.lerp(square, state["exp_avg_sq"].float(), beta) / (1 - beta ** (float(state["step"]) + 1))
+                yield p, (square / u.clamp_min(eps**2)).mean().sqrt()

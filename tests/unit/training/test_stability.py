@@ -1,0 +1,104 @@
+"""RMS_t: as written in the paper, logged in each step, and said before the loss moves."""
+
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from limner.optim.optimizers import AdamW, Muon
+from limner.training.config import TrainConfig
+from limner.training.loop import train
+from limner.training.run import Run
+from limner.training.stability import Stability, rms
+
+CONFIG = TrainConfig(
+    steps=30, batch_size=2, optimizer=AdamW(lr=1e-6, betas=(0.9, 0.99)), clip_norm=1.0, log_every=10, checkpoint_every=5
+)
+
+
+def textbook(gradients, beta=0.99, eps=1e-8):
+    """Algorithm 2's RMS_t of the last of a tensor's gradients, in float64, with its debiased beta."""
+    u = torch.zeros_like(gradients[0], dtype=torch.float64)
+    for t, g in enumerate(gradients, 1):
+        g = g.double()
+        debiased = beta * (1 - beta ** (t - 1)) / (1 - beta**t)
+        u = debiased * u + (1 - debiased) * g**2
+    return (g**2 / u.clamp_min(eps**2)).mean().sqrt()
+
+
+def test_it_is_that_of_algorithm_2():
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(5, 7))
+    optimizer = torch.optim.AdamW([p], lr=1e-3, betas=(0.9, 0.99), fused=True)
+    gradients = []
+    for t in range(6):
+        p.grad = torch.randn(5, 7) * (50 if t == 5 else 1)
+        gradients.append(p.grad.clone())
+        if t:
+            ((found, value),) = rms([optimizer])
+            assert found is p
+            torch.testing.assert_close(value.double(), textbook(gradients), rtol=1e-5, atol=0)
+        optimizer.step()
+    assert value > 2  # sqrt(6) at most, as long as there were six
+
+
+class Line(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 1)
+
+
+def objective(model, batch, step, generator):
+    """Gradients that hardly change, but for one step."""
+    return model.b(model.a(batch["x"])).mean() * (1_000 if step == 24 else 1), {}
+
+
+class Endless:
+    def __init__(self):
+        self.position = 0
+
+    def __next__(self):
+        self.position += 1
+        return {"x": 1 + 0.1 * torch.randn(2, 3, generator=torch.Generator().manual_seed(self.position))}
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = int(state["position"])
+
+
+def trained(out, steps=30, optimizer=CONFIG.optimizer):
+    torch.manual_seed(0)
+    config = replace(CONFIG, steps=steps, optimizer=optimizer)
+    train(Line(), objective, Endless(), config, out, hooks=[Stability(out)])
+    return [json.loads(line) for line in (out / "stability.jsonl").read_text().splitlines()]
+
+
+def test_every_step_is_logged_once_also_by_a_resumed_run_and_a_spike_is_said_once(tmp_path):
+    with pytest.warns(UserWarning, match=r"step 25: gradients of .*a\.weight \(\d\.\d\).* Stable") as said:
+        whole = trained(tmp_path / "whole")
+    assert len(said) == 1
+    assert [row["step"] for row in whole] == list(range(1, 31))
+    assert whole[0]["rms"] == {} and set(whole[9]["rms"]) == {"a.weight", "a.bias", "b.weight", "b.bias"}
+    assert max(row["rms"]["a.weight"] for row in whole[15:24]) < 2.3 < whole[24]["rms"]["a.weight"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trained(tmp_path / "parts", 17)
+        assert trained(tmp_path / "parts") == whole
+
+
+def test_what_muon_updates_has_no_squares():
+    model = Line()
+    model.blocks = nn.ModuleList([nn.Linear(4, 4)])
+    run = Run(model, objective, replace(CONFIG, optimizer=Muon()))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for optimizer in run.optimizers:
+        optimizer.step()
+    assert {id(p) for p, _ in rms(run.optimizers)} == {
+        id(p) for name, p in model.named_parameters() if name != "blocks.0.weight"
+    }
