@@ -61,6 +61,7 @@ from limner.training.hooks import Hook
 from limner.training.loop import train
 from limner.training.parallel import Single
 from limner.training.run import Evaluate, prepare
+from limner.training.stability import Stability
 from limner.worlds.truth import falsehood
 
 Stage = Literal["dvae", "prior", "contrastive"]
@@ -356,7 +357,7 @@ class Stages:
                 self.out / name,
                 evaluate=evaluate,
                 record=record,
-                hooks=hooks,
+                hooks=[*hooks, Stability(self.out / name)],
                 device=self.device,
                 progress=bar,
             )

@@ -29,8 +29,9 @@ _WORDS = 3  # tensors that a warning names
 class Stability(Hook):
     """Writes `out/stability.jsonl`, a line for each step, with RMS_t of all tensors that an Adam of any kind updates.
 
-    It is computed from gradients before clipping. Warns where RMS_t of a matrix reaches `RMS`, after the warm-up; again
-    for the same matrix only after `_QUIET` steps. Lines reach the file with each report and each checkpoint.
+    It is computed from gradients before clipping. Warns where RMS_t of a matrix reaches `RMS` in two steps in a row,
+    after the warm-up; again for the same matrix only after `_QUIET` steps. Lines reach the file with each report and
+    each checkpoint.
     """
 
     _QUIET = 1_000
@@ -38,11 +39,13 @@ class Stability(Hook):
     def __init__(self, out: Path) -> None:
         self.path = out / "stability.jsonl"
         self.rms: dict[str, float] = {}
+        self.before: dict[str, float] = {}  # of the last step
         self.rows: list[dict[str, Any]] = []
         self.warned: dict[str, int] = {}
         self.begun = False
 
     def after_backward(self, run: Run) -> None:
+        self.before = self.rms
         names = {id(p): name for name, p in run.model.named_parameters()}
         found = {names[id(p)]: value for p, value in rms(run.optimizers)}
         values = torch.stack(list(found.values())).tolist() if found else []
@@ -55,7 +58,7 @@ class Stability(Hook):
         high = {
             name: value
             for name, value in self.rms.items()
-            if value >= RMS
+            if min(value, self.before.get(name, 0.0)) >= RMS
             and run.model.get_parameter(name).ndim > 1
             and run.step - self.warned.get(name, -self._QUIET) >= self._QUIET
         }
@@ -85,10 +88,11 @@ class Stability(Hook):
         self.rows = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"warned": self.warned}
+        return {"warned": self.warned, "rms": self.rms}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.warned = {str(name): int(step) for name, step in state["warned"].items()}
+        self.rms = {str(name): float(value) for name, value in state["rms"].items()}
 
 
 def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
