@@ -1,4 +1,4 @@
-"""RMS_t of each tensor in each step, beside the loss, and a warning before the loss moves (Wortsman et al. 2023, §3.4).
+"""RMS_t of each matrix in each step, beside the loss, and a warning before the loss moves (Wortsman et al. 2023, §3.4).
 
 AdamW divides gradients g_t by the root of u_t, a running mean of their squares. `RMS_t = sqrt(mean(g_t^2 / u_t))` of a
 tensor is 1 where u_t is up to date. It rises far above 1 where gradients have grown all of a sudden: then the update is
@@ -27,7 +27,7 @@ _WORDS = 3  # tensors that a warning names
 
 
 class Stability(Hook):
-    """Writes `out/stability.jsonl`, a line for each step, with RMS_t of all tensors that an Adam of any kind updates.
+    """Writes `out/stability.jsonl`, a line for each step, with RMS_t of all matrices that an Adam of any kind updates.
 
     It is computed from gradients before clipping. Warns where RMS_t of a matrix reaches `RMS` in two steps in a row,
     after the warm-up; again for the same matrix only after `_QUIET` steps. Lines reach the file with each report and
@@ -47,19 +47,18 @@ class Stability(Hook):
     def after_backward(self, run: Run) -> None:
         self.before = self.rms
         names = {id(p): name for name, p in run.model.named_parameters()}
-        found = {names[id(p)]: value for p, value in rms(run.optimizers)}
+        found = {names[id(p)]: value for p, value in rms(run.optimizers) if p.ndim > 1}
         values = torch.stack(list(found.values())).tolist() if found else []
         self.rms = dict(zip(found, values, strict=True))
 
     def after_update(self, run: Run) -> None:
-        self.rows.append({"step": run.step, "loss": run.loss, "rms": {k: round(v, 4) for k, v in self.rms.items()}})
+        self.rows.append({"step": run.step, "loss": run.loss, "rms": {k: round(v, 2) for k, v in self.rms.items()}})
         if run.step <= max(run.config.warmup_steps, TOGETHER):
             return
         high = {
             name: value
             for name, value in self.rms.items()
             if min(value, self.before.get(name, 0.0)) >= RMS
-            and run.model.get_parameter(name).ndim > 1
             and run.step - self.warned.get(name, -self._QUIET) >= self._QUIET
         }
         if high:
