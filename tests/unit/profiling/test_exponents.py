@@ -1,0 +1,62 @@
+"""Exponents of gradients: counted exactly, and what a format loses is what a cast to it loses."""
+
+import pytest
+import torch
+
+from limner.models.transformer import TransformerConfig
+from limner.objectives.autoregressive import Autoregressive
+from limner.profiling.exponents import LOWEST, SMALLEST, Exponents, exponents
+from limner.training.config import TrainConfig
+from limner.training.run import Run
+
+
+def test_exponents_are_counted():
+    values = torch.tensor([1.0, 1.99, -2.0, 0.75, 2.0**-149, 3.4e38, 0.0, -0.0, float("inf"), float("nan")])
+    found = Exponents.of(values)
+    counts = {i + LOWEST: int(n) for i, n in enumerate(found.counts) if n}
+    assert counts == {0: 2, 1: 1, -1: 1, -149: 1, 127: 1}
+    assert (found.zeros, found.nonfinite) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp16", torch.float16), ("e5m2", torch.float8_e5m2), ("e4m3", torch.float8_e4m3fn), ("bf16", torch.bfloat16)],
+)
+def test_what_is_flushed_is_what_a_cast_makes_zero(name, dtype):
+    torch.manual_seed(0)
+    low = -10 + torch.log2(torch.tensor(SMALLEST[name]))
+    values = torch.exp2(low + 14 * torch.rand(20_000)) * torch.randn(20_000).sign()
+    values = values[values != 0]
+    lost = (values.to(dtype).float() == 0).double().mean().item()
+    assert 0.3 < lost < 0.9
+    assert Exponents.of(values).flushed(SMALLEST[name]) == pytest.approx(
+        lost, abs=5e-4
+    )  # numbers that are just half of the smallest
+    scaled = (values * 32).to(dtype).float()
+    assert Exponents.of(values).flushed(SMALLEST[name], 32) == pytest.approx(
+        (scaled == 0).double().mean().item(), abs=5e-4
+    )
+
+
+def test_the_middle_of_the_range():
+    values = torch.exp2(torch.arange(-50, 50).float())
+    assert Exponents.of(values).range(0.5) == (-25, 24)
+    assert Exponents.of(torch.zeros(3)).range() == (0, 0)
+
+
+def test_every_gradient_of_a_model_is_counted_once():
+    torch.manual_seed(0)
+    config = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3), width=16, depth=2, heads=2)
+    run = Run(config.build(), Autoregressive(), TrainConfig(steps=1))
+    batch = {"text": torch.randint(0, 20, (4, 5)), "image": torch.randint(0, 16, (4, 9))}
+    parts = {part.name: part for part in exponents(run, batch)}
+    blocks = [f"blocks.{i}.{kind}" for i in (0, 1) for kind in ("attention", "mlp")]
+    assert [name for name, part in parts.items() if part.activations] == blocks
+    n = 4 * (5 + 1 + 9 - 1) * 16  # activations of a branch; the last image token is never read
+    for name in blocks:
+        entering = parts[name].activations
+        assert abs(int(entering.counts.sum()) + entering.zeros - n) <= 4 * 16
+    total = sum(int(part.parameters.counts.sum()) + part.parameters.zeros for part in parts.values())
+    assert total == sum(p.numel() for p in run.model.parameters())
+    assert all(p.grad is None for p in run.model.parameters())
+    assert "head.image" in parts and "embed.image" in parts
