@@ -29,9 +29,7 @@ def test_what_is_flushed_is_what_a_cast_makes_zero(name, dtype):
     values = values[values != 0]
     lost = (values.to(dtype).float() == 0).double().mean().item()
     assert 0.3 < lost < 0.9
-    assert Exponents.of(values).flushed(SMALLEST[name]) == pytest.approx(
-        lost, abs=5e-4
-    )  # numbers that are just half of the smallest
+    assert Exponents.of(values).flushed(SMALLEST[name]) == pytest.approx(lost, abs=5e-4)
     scaled = (values * 32).to(dtype).float()
     assert Exponents.of(values).flushed(SMALLEST[name], 32) == pytest.approx(
         (scaled == 0).double().mean().item(), abs=5e-4

@@ -1,0 +1,83 @@
+"""Which spikes of a run's loss its RMS_t foretold: a table and a page (Wortsman et al. 2023, Figure 4 and Appendix E).
+
+It reads the `stability.jsonl` that `training/stability.py` writes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from limner.errors import UserError
+from limner.evaluation.report import Points, chart, save_page, table
+from limner.metrics.spikes import AFTER, RMS, Foreseen, foreseen, loss_spikes
+from limner.training.metrics_log import read_metrics
+
+HEADER = ("matrix", "RMS spikes", "loss spikes", "after an RMS spike", "by chance", "highest RMS")
+_AROUND = 40  # steps before and after a spike that the page shows
+_SHOWN = 6  # spikes with a chart of their own
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """A run's loss and RMS_t, a value for each step from 1 on; `found` compares their spikes, by matrix."""
+
+    loss: np.ndarray
+    rms: dict[str, np.ndarray]
+    found: dict[str, Foreseen]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Matrices whose spikes foretell most first."""
+        order = sorted(self.found, key=lambda name: (self.found[name].chance, -self.rms[name].max()))
+        rows = []
+        for name in order:
+            found, highest = self.found[name], self.rms[name].max()
+            counts = map(str, (len(found.rms), len(found.loss), len(found.following)))
+            rows.append((name, *counts, f"{found.chance:.2g}", f"{highest:.1f}"))
+        return rows
+
+    def save(self, path: Path, title: str) -> Path:
+        """The page: all of the run, and its first spikes from near."""
+        first = self.rows()[0][0] if self.found else ""
+        charts = [chart("loss", {"loss": _points(self.loss)})]
+        if first:
+            charts.append(chart(f"RMS of {first} ({RMS} is a spike)", {first: _points(self.rms[first])}))
+        near = []
+        for step in loss_spikes(self.loss)[:_SHOWN]:
+            begin, end = max(0, step - _AROUND), step + _AROUND
+            near.append(chart(f"loss, spike at step {step}", {"loss": _points(self.loss[begin:end], begin)}))
+            if first:
+                near.append(chart(f"RMS of {first}", {first: _points(self.rms[first][begin:end], begin)}))
+        said = f"A loss spike comes after an RMS spike if it follows by {AFTER[0]} to {AFTER[1]} steps."
+        body = (
+            f"<h1>{escape(title)}</h1><p>{said}</p>{table(self.rows(), HEADER)}"
+            f'<h2>The run</h2><div class="charts">{"".join(charts)}</div>'
+            f'<h2>Loss spikes</h2><div class="charts">{"".join(near)}</div>'
+        )
+        return save_page(path, title, body)
+
+
+def foretold(folder: Path) -> Foretold:
+    """Of the stage in a folder. Raises `UserError` if it logged no steps."""
+    path = folder / "stability.jsonl"
+    rows = [row for row in read_metrics(path) if isinstance(row.get("step"), int) and isinstance(row.get("rms"), dict)]
+    if not rows:
+        raise UserError(f"{folder} has no steps in stability.jsonl: name a stage's folder in a run, such as run/prior")
+    by_step = {row["step"]: row for row in rows}
+    steps = range(1, max(by_step) + 1)
+    names = {name for row in rows for name in row["rms"]}
+
+    def values(of: dict[int, float | None], absent: float) -> np.ndarray:
+        return np.array([value if (value := of.get(step)) is not None else absent for step in steps], float)
+
+    loss = values({step: row.get("loss") for step, row in by_step.items()}, math.nan)
+    rms = {name: values({step: row["rms"].get(name) for step, row in by_step.items()}, 1.0) for name in sorted(names)}
+    return Foretold(loss, rms, {name: foreseen(loss, those) for name, those in rms.items()})
+
+
+def _points(values: np.ndarray, begin: int = 0) -> Points:
+    return [(begin + i + 1, float(value)) for i, value in enumerate(values)]

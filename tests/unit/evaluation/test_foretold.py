@@ -1,0 +1,43 @@
+"""The report of a run's spikes: which matrix foretells them, from the file that a run writes."""
+
+import json
+
+import numpy as np
+import pytest
+
+from limner.errors import UserError
+from limner.evaluation.foretold import foretold
+
+
+def written(folder, steps=3_000):
+    """Loss spikes at 1,005 and 2,005; RMS spikes of the first matrix five steps before, of the second at random."""
+    rng = np.random.default_rng(0)
+    loss = 2 + 0.05 * rng.standard_normal(steps)
+    first, second = np.ones(steps), np.ones(steps)
+    for step in (1_000, 2_000):
+        first[step - 1] = 5
+        loss[step + 4 : step + 8] += 1
+    second[[499, 1_499]] = 4
+    folder.mkdir()
+    rows = [
+        {"step": i + 1, "loss": loss[i], "rms": {"patches": first[i], "<b>middle": second[i]} if i else {}}
+        for i in range(steps)
+    ]
+    rows[600]["loss"] = None
+    (folder / "stability.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 30')
+    return foretold(folder)
+
+
+def test_the_matrix_that_foretells_is_named_first_and_drawn(tmp_path):
+    found = written(tmp_path / "prior")
+    rows = found.rows()
+    assert rows[0][:4] == ("patches", "2", "2", "2") and float(rows[0][4]) < 1e-3
+    assert rows[1][:5] == ("<b>middle", "2", "2", "0", "1")
+    page = found.save(tmp_path / "spikes.html", "prior").read_text()
+    assert "spike at step 1005" in page and "spike at step 2005" in page
+    assert "<b>middle" not in page and "&lt;b&gt;middle" in page
+
+
+def test_what_is_no_run_is_said_in_a_sentence(tmp_path):
+    with pytest.raises(UserError, match="name a stage's folder"):
+        foretold(tmp_path)
