@@ -105,7 +105,8 @@ class Process:
 
 
 def _lines(path: Path) -> tuple[str, ...]:
-    return tuple(path.read_bytes().decode("utf-8", "backslashreplace").splitlines()) if path.exists() else ()
+    text = path.read_bytes().decode("utf-8", "backslashreplace") if path.exists() else ""
+    return tuple(line for line in text.split("\n") if line)  # a path may have other ends of lines in it
 
 
 class Server:

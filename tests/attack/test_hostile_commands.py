@@ -1,5 +1,6 @@
 """Every command with every option, given what nobody should give."""
 
+import json
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ COMMANDS = {
     "out.png"), 2),
     "data scenes": (("data", "scenes", "out", "--count", 8, "--size", 24), 2),
     "data emoji": (("data", "emoji", "out", "--size", 16), 1),
+    "data icons": (("data", "icons", "out", "icons.json", "--size", 16), 2),
     "data prepare": (("data", "prepare", "pictures", "out"), 2),
     "data show": (("data", "show", "pictures", "-o", "out.png"), 1),
     "train": (TRAIN, 8),
@@ -41,9 +43,13 @@ COMMANDS = {
         ("evaluate", "icons", "tiny", "icons", "--captions", 1, "--candidates", 1, "--epochs", 1, "-o", "out.json"), 1,
     ),
     "evaluate grid": (("evaluate", "grid", "tiny", "icons", "--candidates", 1, "-o", "out.png"), 1),
+    "inspect spikes": (("inspect", "spikes", "stage", "-o", "out.png"), 1),
     "bench": (("bench", "--grids", 4, "--candidates", 1), 1),
 }  # fmt: skip
-_SAID = {"data": 2, "evaluate": 2, "import": 2}  # words that name a command
+_SAID = {"data": 2, "evaluate": 2, "import": 2, "inspect": 2}  # words that name a command
+
+
+MIT = {"info": {"name": "Toys", "author": {"name": "A"}, "license": {"spdx": "MIT"}}}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +57,11 @@ def ground(ground):
     """With places to write to that are none."""
     Image.new("RGB", (24, 24), (0, 128, 128)).save(ground / "picture.png")
     write_toy_icons(ground / "icons")
+    drawing = {"body": '<path fill="#f00" d="M2 2h4v4H2z"/>', "width": 8, "height": 8}
+    (ground / "icons.json").write_text(json.dumps({"prefix": "toys", "icons": {"tiger": drawing}, **MIT}))
+    rows = [{"step": i + 1, "loss": 1 / (i + 1), "rms": {"head.weight": 1.0}} for i in range(40)]
+    (ground / "stage").mkdir()
+    (ground / "stage" / "stability.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.mkfifo(ground / "fifo")
     (ground / "full").symlink_to("/dev/full")
     (ground / "file").write_text("{}")

@@ -46,6 +46,7 @@ from limner.recipes.recipe import (
     TITLES,
     AnyStage,
     Bundled,
+    DVAEStage,
     PatchStage,
     Recipe,
     dvae_config,
@@ -60,7 +61,7 @@ from limner.training.config import refuse_changes
 from limner.training.hooks import Hook
 from limner.training.loop import train
 from limner.training.parallel import Single
-from limner.training.run import Evaluate, prepare
+from limner.training.run import Evaluate, Run, prepare
 from limner.training.stability import Stability
 from limner.worlds.truth import falsehood
 
@@ -215,7 +216,6 @@ class Stages:
                 raise UserError(f"there is no dVAE in {self.out / 'dvae'}: train the stage 'dvae' first")
             return bundles.rounded(model).to(self.device).eval()
         size = stage.model.size
-        images = ImageCaptionDataset(self.seen, size, "dvae" if stage.augment else "none", keep_bytes=_KEPT_BYTES)
         some = _some(self.unseen if len(self.unseen) else self.seen)
         checked = ImageCaptionDataset(some, size).load(np.arange(len(some)))[1].to(self.device)
 
@@ -235,8 +235,12 @@ class Stages:
                     model.fit(pixels, torch.Generator().manual_seed(stage.training.seed), progress=bar.advance)
         elif not (isinstance(stage.objective, BalancedELB) and stage.objective.balance < 0):
             watching = [CollapseWarning(stage.model.vocab)]
-        self._run("dvae", model, stage, images, evaluate, record, watching)
+        self._run("dvae", model, stage, self._images(stage), evaluate, record, watching)
         return bundles.rounded(model).eval()
+
+    def _images(self, stage: DVAEStage | PatchStage) -> Dataset:
+        augment = "dvae" if stage.augment else "none"
+        return ImageCaptionDataset(self.seen, stage.model.size, augment, keep_bytes=_KEPT_BYTES)
 
     def prior(
         self, tokenizer: Tokenizer, dvae: AnyDVAE, train: bool = True, hooks: Sequence[Hook] = ()
@@ -251,36 +255,40 @@ class Stages:
         if isinstance(dvae, PatchDVAE):
             relate(model, dvae.codes)
         dvae = dvae.to(self.device).eval()
-        key, size = weights_hash(dvae), dvae.config.size
-
-        def encode(pixels: Tensor) -> Tensor:
-            return dvae.tokens(pixels.to(self.device)).cpu()
-
-        def cached(source: Source, dropout: float, caption_dropout: float) -> TokenDataset:
-            with progress("encoding pictures", len(source), unit="image") as bar:
-                cache = encode_tokens(
-                    source,
-                    encode,
-                    key=key,
-                    size=size,
-                    cache_dir=self.out / "tokens",
-                    progress=bar.advance,
-                )
-            return TokenDataset(cache.tokens, cache.captions, tokenizer, text.length, dropout, caption_dropout)
-
-        if stage.augment:
-            images = ImageCaptionDataset(
-                self.seen, size, "prior", tokenizer, text.length, text.dropout, stage.caption_dropout
-            )
-            data = EncodedDataset(images, encode)
-        else:
-            data = cached(self.seen, text.dropout, stage.caption_dropout)
         evaluate = None
         if len(self.unseen):
-            evaluate = held_out(stage.objective, cached(_some(self.unseen), 0.0, 0.0), 64, self.device)
-        record = {"model": to_dict(config), "objective": to_dict(stage.objective), "dvae": key}
-        self._run("prior", model, stage, data, evaluate, record, hooks)
+            unseen = self._tokens(_some(self.unseen), tokenizer, dvae)
+            evaluate = held_out(stage.objective, unseen, 64, self.device)
+        record = {"model": to_dict(config), "objective": to_dict(stage.objective), "dvae": weights_hash(dvae)}
+        self._run("prior", model, stage, self._streams(tokenizer, dvae), evaluate, record, hooks)
         return model.eval()
+
+    def _streams(self, tokenizer: Tokenizer, dvae: AnyDVAE) -> Dataset:
+        """The prior's: tokens of captions and pictures, these encoded once, or anew each time if they are augmented."""
+        stage, text = self.recipe.prior, self.recipe.text
+        if not stage.augment:
+            return self._tokens(self.seen, tokenizer, dvae, text.dropout, stage.caption_dropout)
+        images = ImageCaptionDataset(
+            self.seen, dvae.config.size, "prior", tokenizer, text.length, text.dropout, stage.caption_dropout
+        )
+        return EncodedDataset(images, self._encoder(dvae))
+
+    def _tokens(
+        self, source: Source, tokenizer: Tokenizer, dvae: AnyDVAE, dropout: float = 0.0, caption_dropout: float = 0.0
+    ) -> TokenDataset:
+        with progress("encoding pictures", len(source), unit="image") as bar:
+            cache = encode_tokens(
+                source,
+                self._encoder(dvae),
+                key=weights_hash(dvae),
+                size=dvae.config.size,
+                cache_dir=self.out / "tokens",
+                progress=bar.advance,
+            )
+        return TokenDataset(cache.tokens, cache.captions, tokenizer, self.recipe.text.length, dropout, caption_dropout)
+
+    def _encoder(self, dvae: AnyDVAE) -> Callable[[Tensor], Tensor]:
+        return lambda pixels: dvae.tokens(pixels.to(self.device)).cpu()
 
     def contrastive(self, tokenizer: Tokenizer, dvae: AnyDVAE, train: bool = True) -> Contrastive | None:
         """The reranker (§2.6)."""
@@ -290,30 +298,49 @@ class Stages:
         model = config.build()
         if not train:
             return model.to(self.device).eval() if self._load("contrastive", model) else None
-        augment = "prior" if stage.augment else "none"
+        evaluate = None
+        if len(self.unseen):
+            evaluate = held_out(stage.objective, self._captioned(self.unseen, tokenizer, config.size), 128, self.device)
+        record = {"model": to_dict(config), "objective": to_dict(stage.objective)}
+        self._run("contrastive", model, stage, self._captioned(self.seen, tokenizer, config.size), evaluate, record)
+        return model.eval()
+
+    def _captioned(self, source: Source, tokenizer: Tokenizer, size: int) -> ImageCaptionDataset:
+        """The contrastive model's: pictures, captions and distractors; without augmentation or dropout, and not all of
+        them, if they are held out."""
+        stage, text, seen = self.recipe.contrastive, self.recipe.text, source is self.seen
         distractors = None
         if stage.distractors:
             distractors = Distractors(_captions(self.seen), _captions(self.unseen), falsehood), stage.distractors
+        return ImageCaptionDataset(
+            source if seen else _some(source),
+            size,
+            "prior" if stage.augment and seen else "none",
+            tokenizer,
+            text.length,
+            text.dropout if seen else 0.0,
+            distractors=distractors,
+            keep_bytes=_KEPT_BYTES,
+        )
 
-        def images(source: Source, augment: str, dropout: float) -> ImageCaptionDataset:
-            return ImageCaptionDataset(
-                source,
-                config.size,
-                augment,
-                tokenizer,
-                text.length,
-                dropout,
-                distractors=distractors,
-                keep_bytes=_KEPT_BYTES,
-            )
-
-        data = images(self.seen, augment, text.dropout)
-        evaluate = None
-        if len(self.unseen):
-            evaluate = held_out(stage.objective, images(_some(self.unseen), "none", 0.0), 128, self.device)
-        record = {"model": to_dict(config), "objective": to_dict(stage.objective)}
-        self._run("contrastive", model, stage, data, evaluate, record)
-        return model.eval()
+    def trained(self, name: Stage) -> tuple[Run, Dataset]:
+        """A stage as its newest checkpoint has it, in training mode, and its data. Raises `UserError` without one."""
+        stage = getattr(self.recipe, name)
+        if isinstance(stage, Bundled) or not completed(self.out / name):
+            raise UserError(f"there is no checkpoint in {self.out / name}: train the stage {name!r} first")
+        if name == "dvae":
+            model, data = stage.model.build(), self._images(stage)
+        else:
+            tokenizer, dvae = self.tokenizer(), self.dvae(train=False)
+            if name == "prior":
+                config = fitted_prior(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
+                data = self._streams(tokenizer, dvae)
+            else:
+                config = fitted_contrastive(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
+                data = self._captioned(self.seen, tokenizer, config.size)
+            model = config.build()
+        load_weights(model, self.out / name)
+        return Run(model.train(), stage.objective, stage.training, self.device), data
 
     def _begin(self, name: Stage, model: AnyDVAE | Transformer | Contrastive) -> bool:
         """Fill the model with the weights that the recipe starts from; False if it starts from random ones."""

@@ -8,7 +8,7 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 import pytest
 
 from limner import recipes
-from limner.cli import bench, data, demo, draw, evaluate, imports, main, plan
+from limner.cli import bench, data, demo, draw, evaluate, imports, inspect, main, plan
 from limner.config import from_dict, to_dict
 from limner.errors import UserError
 from limner.ranges import Checked, ranges
@@ -30,6 +30,7 @@ COMMANDS = {
     "evaluate emoji RUN DATA": evaluate.EmojiOptions,
     "evaluate icons RUN DATA": evaluate.IconsOptions,
     "evaluate grid RUN DATA -o grid.png": evaluate.GridOptions,
+    "inspect underflow RUN DATA": inspect.UnderflowOptions,
     "bench": bench.BenchOptions,
     "plan": plan.PlanOptions,
     "import openai-dvae ENCODER DECODER OUT": imports.OpenAIDVAE,
