@@ -143,7 +143,7 @@ def laptop() -> Recipe:
     contrastive = _small_contrastive(steps=1_500)
     return Recipe(
         text=TextConfig(vocab=4_096, length=64, dropout=0.1),
-        dvae=replace(_small_dvae(64, groups=3, vocab=1_024, steps=6_000, context=1), augment=True),
+        dvae=replace(_patches(64, vocab=8_192, steps=3_000), augment=True),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4),
             training=_training(steps=10_000, batch=16, ema=0.998),
