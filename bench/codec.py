@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from limner.cli.memory import settle_allocator
 from limner.numerics.formats import E6M9, UE6M10, FloatFormat
 
 
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 16, 1 << 24])
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
+    settle_allocator()  # as `limner train` does; else new tensors cost more than what is computed
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     for size in options.sizes:
         functions, times = sides(size), max(1, (1 << 22) // size)

@@ -170,10 +170,11 @@ class FloatFormat:
 
     def _decoded(self, codes: Tensor) -> Tensor:
         """fp32 values of codes [n]."""
-        codes = codes.int()
-        field = codes & (2 ** (self.exponent + self.mantissa) - 1)
-        normal = (field << (_FRACTION - self.mantissa)) + ((_FP32_BIAS - self._bias) << _FRACTION)
-        x = torch.where(field < 2**self.mantissa, field.float() * self.smallest, normal.view(torch.float32))
+        m, codes = self.mantissa, codes.int()
+        number = codes & (2 ** (self.exponent + m) - 1)
+        exponent = (number >> m).clamp_min(1)  # of subnormals, too
+        significand = number - ((exponent - 1) << m)  # with the leading one, in steps
+        x = significand.float() * ((exponent + (_FP32_BIAS - self._bias - m)) << _FRACTION).view(torch.float32)
         if not self.sign:
             return x
         negative = codes << (32 - self.bits) & ~_MAGNITUDE

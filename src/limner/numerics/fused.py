@@ -30,12 +30,14 @@ class Fused:
     def __call__(self, first: Tensor, *others: Any) -> Any:
         if not self._works or not self.compiles(first):
             return self.function(first, *others)
-        from torch._dynamo.exc import TorchDynamoException  # a second to import, so only now
+        from torch._dynamo import config  # a second to import, so only now
+        from torch._dynamo.exc import TorchDynamoException
 
         if self._compiled is None:
             self._compiled = torch.compile(self.function, dynamic=True)
         try:
-            return self._compiled(first, *others)
+            with config.patch(specialize_int=True):  # numbers of bits are constants; sizes of tensors are not
+                return self._compiled(first, *others)
         except TorchDynamoException as error:  # no compiler, or one that does not work
             self._works = False
             reason = str(error).strip().partition("\n")[0]
