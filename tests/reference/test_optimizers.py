@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import optimi
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,7 +117,6 @@ def _turned(g: Tensor) -> Tensor:
 
 def test_stable_adamw_equals_torch_optimi() -> None:
     """Which has one count of steps for all tensors, so each has a gradient here."""
-    optimi = pytest.importorskip("optimi")
     ours, theirs = parameters(torch.float32), parameters(torch.float32)
     a = StableAdamW(ours, lr=0.02, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.3)
     b = optimi.StableAdamW(theirs, lr=0.02, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.3, triton=False)

@@ -2,7 +2,7 @@
 
 A chain of tensor operations reads and writes memory once for each of them. `torch.compile` makes one loop of the chain:
 for number formats six times as fast on one core. It takes some ten seconds the first time (torch keeps what it made on
-disk) and some 50 µs a call, so only large tensors are worth it. It needs a C++ compiler on a CPU, and Triton on a GPU.
+disk) and 0.1 ms a call, so only large tensors are worth it. It needs a C++ compiler on a CPU, and Triton on a GPU.
 Without, everything runs as it is written.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGE = 1 << 20  # values from which compiled code is worth its call, and, for a training run, its compilation
+LARGE = 1 << 17  # values from which compiled code is worth its call
 
 
 class Fused:

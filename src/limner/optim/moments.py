@@ -25,7 +25,7 @@ from torch import Tensor
 from limner.numerics.formats import E6M9, UE6M10
 
 FORMATS = {"exp_avg": E6M9, "exp_avg_sq": UE6M10}
-_AT_ONCE = 1 << 20  # values of small tensors that are updated together
+_AT_ONCE = 1 << 17  # values of small tensors that are updated together, within a core's cache
 
 
 def read(state: Mapping[str, Tensor], moment: str) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from limner.errors import UserError
 from limner.optim.ema import Ema
+from limner.optim.stable_adamw import StableAdamW
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single, folded
 from limner.training.trainable import Objective, Trainable
@@ -115,11 +116,18 @@ class Run:
             "lr": self.lr,
             "grad_norm": self.norm,
             "skipped": self.skipped,
+            **self._rms(),
             "samples_per_s": round(self.seen / max(now - self.seen_since, 1e-9), 2),
             "seconds": round(self.seconds + now - self.started, 2),
         }
         self.seen, self.seen_since = 0, now
         return row
+
+    def _rms(self) -> dict[str, float]:
+        """RMS_t of each tensor in the last update, before it is clipped, where the optimiser measures it."""
+        stable = (optimizer for optimizer in self.optimizers if isinstance(optimizer, StableAdamW))
+        found = [optimizer.rms(self.model.named_parameters()) for optimizer in stable]
+        return {f"rms/{name}": value for values in found for name, value in values.items()}
 
     def evaluate(self, evaluate: Evaluate) -> dict[str, float]:
         """Metrics of the averaged weights; model and generators are as before afterwards."""

@@ -67,7 +67,7 @@ def test_loss_falls_with_closures_schedulers_and_groups(make: Make) -> None:
 
     losses = []
     for _ in range(50):
-        losses.append(float(optimizer.step(closure)))
+        losses.append(optimizer.step(closure).item())
         scheduler.step()
     assert losses[-1] < 0.95 * losses[0] and optimizer.param_groups[0]["lr"] < 0.02
     assert torch.equal(net.bias, bias)  # whose learning rate is zero
