@@ -81,21 +81,21 @@ class StableAdamW(MomentOptimizer):
         c1, c2 = corrections(beta1, counts), corrections(beta2, counts)
         rms = root_mean_squares(gradients, variances, beta2, c2, group["eps"])
         self._rms.append((parameters, rms))
-        rates = (lr / rms.clamp_min(1)).unbind()
+        rates = lr / rms.clamp_min(1)
         if not group["clip_decay"]:
             torch._foreach_mul_(parameters, 1 - lr * decay)
             decay = 0.0
         if not all(map(_alike, parameters, gradients, means, variances)):
             adamw_(
-                parameters, gradients, means, variances, rates=rates, betas=(beta1, [beta2] * len(c1)),
+                parameters, gradients, means, variances, rates=rates.unbind(), betas=(beta1, [beta2] * len(c1)),
                 corrections=(c1, c2), eps=group["eps"], weight_decay=decay,
             )  # fmt: skip
             return
-        for i, count in enumerate(counts):
+        steps = {count: torch.tensor(float(count)) for count in set(counts)}
+        for i, (rate, count) in enumerate(zip(rates.tolist(), counts, strict=True)):
             torch._fused_adamw_(
-                [parameters[i]], [gradients[i]], [means[i]], [variances[i]], [], [torch.tensor(float(count))],
-                lr=rates[i], beta1=beta1, beta2=beta2, weight_decay=decay, eps=group["eps"], amsgrad=False,
-                maximize=False,
+                [parameters[i]], [gradients[i]], [means[i]], [variances[i]], [], [steps[count]],
+                lr=rate, beta1=beta1, beta2=beta2, weight_decay=decay, eps=group["eps"], amsgrad=False, maximize=False,
             )  # fmt: skip
 
 
