@@ -9,7 +9,12 @@ from importlib import resources
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MODULES = {"pillow": "PIL", "pytest_xdist": "xdist", "attrs": "attr"}  # where the name differs
+MODULES = {
+    "pillow": "PIL",
+    "pytest_xdist": "xdist",
+    "attrs": "attr",
+    "torch_optimi": "optimi",
+}  # where the name differs
 # Commands, a plugin, and what a package that the tests import needs: no file imports them.
 CALLED = {"ruff", "pyright", "import_linter", "xdist", "pdoc", "attr"}
 ABSENT = {"autoregressive", "dalle_pytorch"}  # bench/peers.py: the sources of others, by their path

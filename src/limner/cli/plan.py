@@ -12,25 +12,26 @@ from typing import Annotated
 from limner import recipes
 from limner.cli import choose
 from limner.cli.arguments import parse
+from limner.optim.optimizers import AdamW16
 from limner.profiling import cost
 from limner.profiling.cost import GB, GPUS, Cost
 from limner.ranges import Checked, Range
 
 RUNS = """\
 What limner can run today: training on one device, in fp32 or with bf16 autocast (fp32 weights, matrix
-products in bf16), checkpointed or not. Its memory in fp32 is in the columns "fp32" and the "checkpointed" one beside
-it, with --gpus 1 --per-machine 1.
-Not yet: the paper's 16-bit formats ("16-bit (App. D)" and the "checkpointed" column beside it), parameters sharded
-over GPUs, gradients averaged between machines, and their compression (PowerSGD). The figures for these, and the
-times on more than one GPU, are calculated for a program that has them."""
+products in bf16), checkpointed or not. Its memory is in the columns "fp32" and the "checkpointed" one beside it, with
+--gpus 1 --per-machine 1. A recipe with AdamW16, as the paper's, has its moments in the paper's 16-bit formats there.
+Not yet: weights and gradients in 16 bits ("16-bit (App. D)" and the "checkpointed" column beside it), parameters
+sharded over GPUs, gradients averaged between machines, and their compression (PowerSGD). The figures for these, and
+the times on more than one GPU, are calculated for a program that has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Checked):
     """Parameters, memory, arithmetic, communication and time of a recipe's prior on a cluster.
 
-    Training itself runs on one device so far, in fp32 or with bf16 autocast. The output says which figures are of
-    things that cannot be run yet.
+    Training itself runs on one device so far, in fp32 or with bf16 autocast; Adam's moments may be in 16 bits. The
+    output says which figures are of things that cannot be run yet.
     """
 
     recipe: str = "dalle-12b"
@@ -61,6 +62,7 @@ def main(argv: Sequence[str]) -> None:
         per_machine=options.per_machine,
         batch=batch,
         rank=options.rank,
+        packed=isinstance(training.optimizer, AdamW16),
     )
     print("\n\n".join(report(options.recipe, made, training.steps, options.candidates)))
 

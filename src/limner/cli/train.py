@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 from tyro.conf import Positional, arg
 
 from limner import recipes
+from limner.cli import choose
 from limner.cli.arguments import parse, place
 from limner.config import load_json
 from limner.errors import UserError, printable
+from limner.optim.optimizers import Optimizer
+from limner.ranges import OutOfRange
 from limner.recipes.recipe import Bundled, Recipe
 from limner.runs import estimate, stages
 
@@ -25,6 +28,8 @@ class Train:
 
     The same command goes on after an interruption. The result is a bundle: `limner draw --model RUN`. With
     `--dvae.bundle FOLDER` any recipe takes the dVAE of a bundle, or one that `limner import` wrote, and trains none.
+    With `--prior.training.optimizer NAME` (or dvae, or contrastive) a stage takes another optimiser, whose settings are
+    then its options: AdamW, Muon, AdamW16, StableAdamW, Beta2WarmupAdamW or Lion.
     """
 
     data: Positional[str]
@@ -44,6 +49,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"say which recipe to train with --recipe NAME: {', '.join(recipes.NAMES)}")
     required: Any = tyro.MISSING
     settings = _borrowing(settings or recipes.get("scenes"), argv)
+    settings, argv = _optimizing(settings, argv)
     default = Train(data=required, out=required, recipe=required, settings=settings)
     options = parse(Train, argv, "limner train", default)
     place(options.out, folder=True)
@@ -75,6 +81,27 @@ def _borrowing(recipe: Recipe, argv: Sequence[str]) -> Recipe:
                 f"{name} is for a dVAE that is trained, --dvae.bundle for one that is there: give one of them"
             )
     return replace(recipe, dvae=Bundled())
+
+
+def _optimizing(recipe: Recipe, argv: Sequence[str]) -> tuple[Recipe, list[str]]:
+    """The recipe with the optimisers that the arguments name, and the other arguments."""
+    named = {kind.__name__: kind for kind in get_args(Optimizer)}
+    argv = list(argv)
+    for stage in ("dvae", "prior", "contrastive"):
+        option, of = f"--{stage}.training.optimizer", getattr(recipe, stage)
+        name = _value_of(option, argv)
+        if name is None or isinstance(of, Bundled):
+            continue
+        choose(name, list(named), "optimiser")
+        at = next(i for i, word in enumerate(argv) if word.partition("=")[0] == option)
+        del argv[at : at + (1 if "=" in argv[at] else 2)]
+        if type(of.training.optimizer) is not named[name]:
+            try:
+                changed = replace(of, training=replace(of.training, optimizer=named[name]()))
+            except OutOfRange as error:
+                raise UserError(f"{stage}.{error}") from None
+            recipe = replace(recipe, **{stage: changed})
+    return recipe, argv
 
 
 def _value_of(option: str, argv: Sequence[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Which optimiser, as a configuration that builds it. A third one is another class here.
+"""Which optimiser, as a configuration that builds it. One more is another class here, and a member of `Optimizer`.
 
 `build` gives a list of torch optimisers that together hold each trainable parameter once. Every
 group keeps its own learning rate under `initial_lr`, as torch's schedulers do; a schedule multiplies it.
@@ -7,12 +7,12 @@ group keeps its own learning rate under `initial_lr`, as torch's schedulers do; 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
-from limner.optim import muon
+from limner.optim import adamw16, beta2_warmup, lion, muon, stable_adamw
 from limner.optim.groups import Decayed, block_matrices, parameter_groups
 from limner.ranges import Checked, Range
 
@@ -59,3 +59,82 @@ class Muon(Checked):
             muon.Muon([group], lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay),
             *self.others.build(model, frozenset(matrices)),
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW16(Checked):
+    """AdamW whose moments take 16 bits for the matrices of a model's blocks, and fp32 for all else: gains, biases,
+    embeddings and output layers (Ramesh et al. 2021, App. D.2). `most` is the largest running variance (B.2)."""
+
+    lr: Annotated[float, Range(above=0)] = 3e-4
+    betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.96)
+    eps: Annotated[float, Range(above=0)] = 1e-8
+    weight_decay: Annotated[float, Range(0)] = 4.5e-2
+    decayed: Decayed = "matrices"
+    most: Annotated[float, Range(above=0)] = 5.0
+
+    def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices = frozenset(block_matrices(model))
+        if not matrices:
+            raise ValueError("AdamW16 needs a model with blocks: this one has no matrix within an nn.ModuleList")
+        others = frozenset(model.parameters()) - matrices
+        groups = [
+            {**group, "packed": packed, "initial_lr": self.lr}
+            for packed, excluded in ((True, others), (False, matrices))
+            for group in parameter_groups(model, self.weight_decay, self.decayed, excluded)
+        ]
+        return [adamw16.AdamW16(groups, lr=self.lr, betas=self.betas, eps=self.eps, most=self.most)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StableAdamW(Checked):
+    """AdamW that divides the learning rate of each tensor by RMS_t where that is above 1 (Wortsman et al. 2023,
+    Algorithm 2). Needs no `clip_norm`. `clip_decay` is explained in `optim/stable_adamw.py`."""
+
+    lr: Annotated[float, Range(above=0)] = 3e-4
+    betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.99)
+    eps: Annotated[float, Range(above=0)] = 1e-6
+    weight_decay: Annotated[float, Range(0)] = 4.5e-2
+    decayed: Decayed = "matrices"
+    clip_decay: bool = True
+
+    def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        groups = _groups(model, self.lr, self.weight_decay, self.decayed)
+        return [stable_adamw.StableAdamW(groups, self.lr, self.betas, self.eps, clip_decay=self.clip_decay)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beta2WarmupAdamW(Checked):
+    """AdamW whose beta2 is 1 - t^-power at step t (Wortsman et al. 2023, Figure 14)."""
+
+    lr: Annotated[float, Range(above=0)] = 3e-4
+    beta1: Annotated[float, Range(0, below=1)] = 0.9
+    power: Annotated[float, Range(above=0)] = 0.5
+    eps: Annotated[float, Range(above=0)] = 1e-8
+    weight_decay: Annotated[float, Range(0)] = 4.5e-2
+    decayed: Decayed = "matrices"
+
+    def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        groups = _groups(model, self.lr, self.weight_decay, self.decayed)
+        return [beta2_warmup.Beta2WarmupAdamW(groups, self.lr, self.beta1, self.power, self.eps)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion(Checked):
+    """Chen et al. 2023: the sign of a momentum. Learning rates are 3 to 10 times smaller than AdamW's, decay larger."""
+
+    lr: Annotated[float, Range(above=0)] = 6e-5
+    betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.99)
+    weight_decay: Annotated[float, Range(0)] = 0.2
+    decayed: Decayed = "matrices"
+
+    def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        return [lion.Lion(_groups(model, self.lr, self.weight_decay, self.decayed), self.lr, self.betas)]
+
+
+Optimizer = AdamW | Muon | AdamW16 | StableAdamW | Beta2WarmupAdamW | Lion
+
+
+def _groups(model: nn.Module, lr: float, weight_decay: float, decayed: Decayed) -> list[dict[str, Any]]:
+    """All trainable parameters, with the learning rate that a schedule multiplies."""
+    return [{**group, "initial_lr": lr} for group in parameter_groups(model, weight_decay, decayed)]

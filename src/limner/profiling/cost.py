@@ -106,6 +106,7 @@ class Cost:
         per_machine: m, among which a machine's copy of the parameters is sharded.
         batch: samples of a step, over all GPUs.
         rank: r of PowerSGD, over all shards together (Table 1); None takes `default_rank`.
+        packed: Adam's moments of the blocks' matrices are in 16 bits even where all else is fp32 (`AdamW16`).
     """
 
     config: TransformerConfig
@@ -114,6 +115,7 @@ class Cost:
     per_machine: int = 8
     batch: int = 64
     rank: int | None = None
+    packed: bool = False
 
     @property
     def effective(self) -> int:
@@ -157,12 +159,13 @@ class Cost:
 
         `half` is the paper's storage (App. B.2, D): the blocks' matrices, their gradients and both Adam
         moments in 16 bits, everything else in 32, the averaged weights in the host's memory, and an error
-        buffer for PowerSGD between machines. Else all is fp32, as one GPU trains here.
+        buffer for PowerSGD between machines. Else all is fp32, as one GPU trains here, but for moments if `packed`.
         """
         matrices, others = (n / self.m for n in self.sizes)
         size = _HALF if half else _MASTER
         values = matrices * size + others * _MASTER
-        found = {"weights": values, "gradients": values, "moments": 2 * values}
+        moments = 2 * (matrices * (_HALF if half or self.packed else _MASTER) + others * _MASTER)
+        found = {"weights": values, "gradients": values, "moments": moments}
         if half and self.machines > 1:
             found["error buffers"] = matrices * _HALF
         elif not half:

@@ -10,7 +10,7 @@ from limner.models.patches import PatchDVAEConfig
 from limner.models.transformer import SIZES, TransformerConfig
 from limner.objectives.balanced import BalancedELB
 from limner.objectives.contrastive import ContrastiveLoss
-from limner.optim.optimizers import AdamW, Muon
+from limner.optim.optimizers import AdamW, AdamW16, Muon
 from limner.optim.schedules import Anneal, Cosine, Plateau
 from limner.recipes.recipe import Bundled, ContrastiveStage, DVAEStage, PatchStage, PriorStage, Recipe, TextConfig
 from limner.training.config import TrainConfig
@@ -202,7 +202,8 @@ def paper(size: str = "dalle-12b") -> Recipe:
     """Ramesh et al. 2021, App. A.2 and B.2, with the prior of that size. The largest are plans for a cluster.
 
     Decay and averaging are as written there: all parameters decay, and averages forget evenly from the first update
-    on. The contrastive model, of which the paper gives no settings, has those of Radford et al. 2021.
+    on. The prior's moments are in 16 bits, as in App. D, its weights and gradients in fp32. The contrastive model, of
+    which the paper gives no settings, has those of Radford et al. 2021.
 
     The learning rate falls with the width, as Brown et al. 2020 (Table 2.1) have it for smaller models.
     """
@@ -226,7 +227,7 @@ def paper(size: str = "dalle-12b") -> Recipe:
             training=TrainConfig(
                 steps=430_000,
                 batch_size=1_024,
-                optimizer=AdamW(lr=lr, betas=(0.9, 0.96), weight_decay=4.5e-2, decayed="all"),
+                optimizer=AdamW16(lr=lr, betas=(0.9, 0.96), weight_decay=4.5e-2, decayed="all", most=5.0),
                 clip_norm=4.0,
                 warmup_steps=5_000,
                 schedule=Plateau(halvings=5),

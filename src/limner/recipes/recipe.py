@@ -20,7 +20,7 @@ from limner.objectives.balanced import BalancedELB
 from limner.objectives.contrastive import ContrastiveLoss
 from limner.objectives.elbo import RelaxedELB
 from limner.objectives.squared import SquaredError
-from limner.optim.optimizers import Muon
+from limner.optim.optimizers import AdamW16, Muon
 from limner.ranges import Checked, OutOfRange, Range
 from limner.training.config import TrainConfig
 
@@ -40,8 +40,9 @@ def _check_activations(training: TrainConfig) -> None:
 
 
 def _check_dvae(training: TrainConfig) -> None:
-    if isinstance(training.optimizer, Muon):
-        raise OutOfRange("training.optimizer", "must be AdamW: Muon is for the matrices of transformers")
+    if isinstance(training.optimizer, (Muon, AdamW16)):
+        kind = type(training.optimizer).__name__
+        raise OutOfRange("training.optimizer", f"must be AdamW: {kind} is for the matrices of transformers")
     _check_activations(training)
 
 

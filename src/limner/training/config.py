@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from limner.config import differences
 from limner.errors import UserError
 from limner.numerics.precision import Auto, Precision
-from limner.optim.optimizers import AdamW, Muon
+from limner.optim.optimizers import AdamW, Optimizer
 from limner.optim.schedules import Constant, Cosine, Plateau
 from limner.ranges import SEEDS, Checked, OutOfRange, Range
 
@@ -23,7 +23,7 @@ class TrainConfig(Checked):
         accumulate: micro-batches per update, to save memory. The gradient is that of the whole batch,
             except for two losses: the contrastive loss takes its negatives from the micro-batch, and
             `BalancedELB` balances the codes of the micro-batch.
-        optimizer: AdamW or Muon, with its learning rate and decay.
+        optimizer: which one (`optim/optimizers.py`), with its learning rate and decay.
         clip_norm: longest gradient; None clips nothing.
         warmup_steps: linear ramp of the learning rate, on top of `schedule`.
         schedule: factor on the learning rate.
@@ -45,7 +45,7 @@ class TrainConfig(Checked):
     steps: Annotated[int, Range(1, 10**9)]
     batch_size: Annotated[int, Range(1, 2**20)] = 64
     accumulate: Annotated[int, Range(1, 2**20)] = 1
-    optimizer: AdamW | Muon = field(default_factory=AdamW)
+    optimizer: Optimizer = field(default_factory=AdamW)
     clip_norm: Annotated[float | None, Range(above=0)] = 4.0
     warmup_steps: Annotated[int, Range(0, 10**9)] = 0
     schedule: Constant | Cosine | Plateau = field(default_factory=Constant)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from limner.metrics.spikes import RMS, TOGETHER
+from limner.optim.moments import read
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
 from limner.training.run import Run
@@ -105,7 +106,8 @@ def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tenso
                 state = optimizer.state.get(p, {})
                 if p.grad is None or "exp_avg_sq" not in state:
                     continue
-                beta, eps = group["betas"][1], group["eps"]
+                step, warms = int(state["step"]) + 1, "power" in group  # a warming beta2 begins at 0: no bias
+                beta = 1 - step ** -group["power"] if warms else group["betas"][1]
                 square = p.grad.float().square()
-                u = torch.lerp(square, state["exp_avg_sq"].float(), beta) / (1 - beta ** (float(state["step"]) + 1))
-                yield p, (square / u.clamp_min(eps**2)).mean().sqrt()
+                u = torch.lerp(square, read(state, "exp_avg_sq").float(), beta) / (1 if warms else 1 - beta**step)
+                yield p, (square / u.clamp_min(group["eps"] ** 2)).mean().sqrt()

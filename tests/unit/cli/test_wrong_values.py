@@ -8,9 +8,10 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 import pytest
 
 from limner import recipes
-from limner.cli import bench, data, demo, draw, evaluate, imports, inspect, main, plan
+from limner.cli import bench, data, demo, draw, evaluate, imports, inspect, main, plan, train
 from limner.config import from_dict, to_dict
 from limner.errors import UserError
+from limner.optim.optimizers import Lion, StableAdamW
 from limner.ranges import Checked, ranges
 from limner.recipes.recipe import Recipe
 
@@ -151,3 +152,24 @@ def test_a_recipe_of_a_file(capsys, tmp_path, monkeypatch):
     (tmp_path / "recipe.json").write_text('{"steps": ' + "9" * 5000 + "}")
     assert main(["train", "data", "--out", "run", "--recipe", "recipe.json"]) == 2
     assert "is not valid JSON" in capsys.readouterr().err
+
+
+def test_an_optimiser_is_chosen_by_name(capsys, tmp_path, monkeypatch):
+    """Its settings are then the options; those of the recipe's are unknown."""
+    monkeypatch.chdir(tmp_path)
+    found = []
+    monkeypatch.setattr(train.stages, "train_all", lambda settings, *others: found.append(settings))
+    command = ["train", "data", "--out", "run", "--recipe", "scenes"]
+    stable = ["--prior.training.optimizer", "StableAdamW", "--prior.training.optimizer.betas", "0.8", "0.95"]
+    assert main([*command, *stable, "--contrastive.training.optimizer=Lion"]) == 0
+    assert found[0].prior.training.optimizer == StableAdamW(betas=(0.8, 0.95))
+    assert found[0].contrastive.training.optimizer == Lion()
+    assert main([*command, "--prior.training.optimizer", "Muon"]) == 0  # which it is: its settings stay
+    assert found[1] == recipes.get("scenes")
+    for wrong, says in (
+        (["--prior.training.optimizer", "StableAdam"], "did you mean 'StableAdamW'"),
+        (["--dvae.training.optimizer=AdamW16"], "dvae.training.optimizer must be AdamW: AdamW16 is for the matrices"),
+        (["--prior.training.optimizer=Lion", "--prior.training.optimizer.eps", "1"], "unknown: --prior.training.optim"),
+    ):
+        assert main([*command, *wrong]) == 2
+        assert says in capsys.readouterr().err

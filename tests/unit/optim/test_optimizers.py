@@ -1,11 +1,17 @@
 """Each optimiser takes every trainable parameter once and follows the schedule group by group."""
 
+import json
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 
+from limner.config import from_dict, to_dict
+from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
-from limner.optim.optimizers import AdamW, Muon
+from limner.optim.optimizers import AdamW, AdamW16, Beta2WarmupAdamW, Lion, Muon, Optimizer, StableAdamW
+from limner.training.config import TrainConfig
 
 
 def prior() -> nn.Module:
@@ -13,8 +19,11 @@ def prior() -> nn.Module:
     return TransformerConfig(text_vocab=9, image_vocab=8, text_len=3, grid=(2, 2), width=8, depth=2, heads=2).build()
 
 
-@pytest.mark.parametrize("config", [AdamW(), Muon()])
-def test_every_parameter_has_one_owner(config: AdamW | Muon) -> None:
+CONFIGS: list[Optimizer] = [kind() for kind in get_args(Optimizer)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+def test_every_parameter_has_one_owner(config: Optimizer) -> None:
     model = prior()
     model.embed.row.weight.requires_grad_(False)
     owned = [p for o in config.build(model) for group in o.param_groups for p in group["params"]]
@@ -46,6 +55,43 @@ def test_muon_takes_the_matrices_of_the_blocks_and_makes_orthogonal_updates() ->
     assert float(sizes.min()) > 0.5 and float(sizes.max()) < 1.5  # Newton-Schulz, not an exact factorisation
 
 
-def test_muon_says_what_it_needs() -> None:
-    with pytest.raises(ValueError, match="blocks"):
-        Muon().build(nn.Linear(2, 2))
+@pytest.mark.parametrize("config", [Muon(), AdamW16()])
+def test_what_is_for_blocks_says_so(config: Muon | AdamW16) -> None:
+    with pytest.raises(ValueError, match="needs a model with blocks"):
+        config.build(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+def test_settings_arrive(config: Optimizer) -> None:
+    for optimizer in config.build(prior()):
+        for group in optimizer.param_groups:
+            given = config.others if isinstance(config, Muon) and "betas" in group else config
+            assert group["lr"] == group["initial_lr"] == given.lr and group["weight_decay"] in (0.0, given.weight_decay)
+            for name in ("betas", "eps", "most", "power", "clip_decay"):
+                assert group.get(name) == getattr(given, name, group.get(name))
+    if isinstance(config, Beta2WarmupAdamW):
+        assert config.build(prior())[0].param_groups[0]["betas"] == (config.beta1,)
+
+
+def test_only_matrices_of_blocks_have_moments_in_16_bits() -> None:
+    """Gains, biases, embeddings and output layers stay in fp32 (App. D.2)."""
+    model = prior()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    (optimizer,) = AdamW16(decayed="all").build(model)
+    optimizer.step()
+    packed = {n for n, p in model.named_parameters() if optimizer.state[p]["exp_avg"].dtype == torch.int16}
+    ends = ("qkv.weight", "out.weight", "up.weight", "down.weight")
+    assert packed == {n for n, p in model.named_parameters() if n.startswith("blocks.") and n.endswith(ends)}
+    assert all(group["weight_decay"] == AdamW16().weight_decay for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, StableAdamW(clip_decay=False, lr=1e-3), Lion(betas=(0.95, 0.98))])
+def test_json_says_which_one_it_is(config: Optimizer) -> None:
+    training = TrainConfig(steps=1, optimizer=config)
+    data = json.loads(json.dumps(to_dict(training)))
+    assert data["optimizer"]["type"] == type(config).__name__
+    assert from_dict(TrainConfig, data) == training
+    data["optimizer"]["type"] = "Adagrad"
+    with pytest.raises(UserError, match=r"optimizer needs a 'type': choose 'AdamW', 'Muon', .*'Lion'"):
+        from_dict(TrainConfig, data)

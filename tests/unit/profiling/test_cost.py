@@ -6,11 +6,13 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from limner import recipes
 from limner.layers.attention import visible
 from limner.layers.patterns import PATTERNS
 from limner.models.transformer import SIZES, TransformerConfig
+from limner.optim.optimizers import AdamW, AdamW16
 from limner.profiling import cost
 from limner.profiling.cost import GPUS, Cost
 
@@ -86,6 +88,21 @@ def test_compression_saves_what_it_says_between_machines():
     assert saved == pytest.approx(cost.compression_rate(3968, 896))
     assert replace(bare, gpus=8).between(False) == replace(bare, gpus=8).between(True) == 0
     assert replace(bare, gpus=1).within == 0
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(), AdamW16()])
+def test_moments_take_what_is_planned(optimizer):
+    config = TransformerConfig(text_vocab=9, image_vocab=8, text_len=3, grid=(4, 4), width=16, depth=2, heads=2)
+    model = config.build()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    (built,) = optimizer.build(model)
+    built.step()
+    kept = [value for state in built.state.values() for key, value in state.items() if key != "step"]
+    planned = Cost(config=config, gpus=1, packed=isinstance(optimizer, AdamW16)).state(half=False)
+    assert sum(value.nbytes for value in kept) == planned["moments"]
+    if isinstance(optimizer, AdamW16):
+        assert planned["moments"] == Cost(config=config, gpus=1).state(half=True)["moments"]
 
 
 PEAK = """

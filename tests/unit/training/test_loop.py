@@ -20,7 +20,7 @@ from limner.files import locked
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.numerics.precision import Auto, Bf16, Fp32
 from limner.objectives.balanced import BalancedELB
-from limner.optim.optimizers import AdamW, Muon
+from limner.optim.optimizers import AdamW, AdamW16, Beta2WarmupAdamW, Lion, Muon, Optimizer, StableAdamW
 from limner.optim.schedules import Cosine, Plateau
 from limner.training.checkpoint import completed, latest, load_weights, read_tensors
 from limner.training.config import TrainConfig
@@ -127,9 +127,15 @@ def blocks(dropout: float = 0.0) -> nn.Sequential:
     return layers
 
 
+OPTIMIZERS: list[Optimizer] = [
+    AdamW(lr=1e-2), Muon(others=AdamW(lr=1e-2)), AdamW16(lr=1e-2), StableAdamW(lr=1e-2), Beta2WarmupAdamW(lr=1e-2),
+    Lion(lr=1e-3),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("stops", [[1], [5], [3, 4, 11]])
-@pytest.mark.parametrize("optimizer", [AdamW(lr=1e-2), Muon(others=AdamW(lr=1e-2))], ids=["AdamW", "Muon"])
-def test_a_run_in_parts_is_the_whole_run_bit_for_bit(optimizer: AdamW | Muon, stops: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
+def test_a_run_in_parts_is_the_whole_run_bit_for_bit(optimizer: Optimizer, stops: list[int], tmp_path: Path) -> None:
     config, whole, parts = replace(FULL, optimizer=optimizer), blocks(0.2), blocks(0.2)
     train(whole, noisy, stream(), config, tmp_path / "whole")
     for steps in (*stops, 12):

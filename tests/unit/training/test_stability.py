@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from limner.optim import Beta2WarmupAdamW, StableAdamW
 from limner.optim.optimizers import AdamW, Muon
 from limner.training.config import TrainConfig
 from limner.training.loop import train
@@ -43,6 +44,31 @@ def test_it_is_that_of_algorithm_2():
             torch.testing.assert_close(value.double(), textbook(gradients), rtol=1e-5, atol=0)
         optimizer.step()
     assert value > 2  # sqrt(6) at most, as long as there were six
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_it_is_what_stable_adamw_clips_by(packed):
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(8, 8))
+    optimizer = StableAdamW([p], lr=1e-3, betas=(0.9, 0.99), packed=packed)
+    for t in range(6):
+        p.grad = torch.randn(8, 8) * (50 if t == 4 else 1)
+        expected = [value.item() for _, value in rms([optimizer])]
+        optimizer.step()
+        if t:
+            assert expected == pytest.approx(list(optimizer.rms([("p", p)]).values()), rel=1e-4)
+
+
+def test_a_beta_that_warms_up_is_followed():
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(8, 8))
+    optimizer, u = Beta2WarmupAdamW([p], power=0.5), torch.zeros(8, 8)
+    for t in range(1, 6):
+        p.grad = torch.randn(8, 8) * t
+        u = u + (p.grad**2 - u) * t**-0.5
+        found = [value.item() for _, value in rms([optimizer])]
+        assert found == ([] if t == 1 else pytest.approx([(p.grad**2 / u).mean().sqrt().item()], rel=1e-5))
+        optimizer.step()
 
 
 class Line(nn.Module):

@@ -1,0 +1,65 @@
+"""How fast 16-bit formats are packed and unpacked, in values a second.
+
+    python bench/codec.py
+
+Times 1-6-9 and 0-6-10 on tensors of normal numbers spread over the formats' range, in turn with torch's own conversion
+to fp16 and back, which one instruction of the processor does. Prints medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from limner.cli.memory import settle_allocator
+from limner.numerics.formats import E6M9, UE6M10, FloatFormat
+
+
+def sides(size: int) -> dict[str, Callable[[], Tensor]]:
+    """What is timed, by name."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(size, generator=generator) * torch.exp2(-30 * torch.rand(size, generator=generator))
+
+    def codec(f: FloatFormat) -> dict[str, Callable[[], Tensor]]:
+        codes = f.pack(x)
+        noise = torch.Generator().manual_seed(0)
+        return {
+            f"pack {f}": lambda: f.pack(x, out=codes),
+            f"pack {f}, stochastic": lambda: f.pack(x, noise, out=codes),
+            f"unpack {f}": lambda: f.unpack(codes),
+        }
+
+    half = x.half()
+    return codec(E6M9) | codec(UE6M10) | {"to fp16": x.half, "from fp16": half.float}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="values a second packed and unpacked")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 16, 1 << 24])
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    settle_allocator()  # as `limner train` does; else new tensors cost more than what is computed
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    for size in options.sizes:
+        functions, times = sides(size), max(1, (1 << 22) // size)
+        rates: dict[str, list[float]] = {name: [] for name in functions}
+        for turn in range(options.rounds + 1):
+            for name, function in functions.items():
+                began = time.perf_counter()
+                for _ in range(times):
+                    function()
+                if turn:  # the first turn compiles and warms up
+                    rates[name].append(times * size / (time.perf_counter() - began))
+        print(f"\n{size:,} values: millions a second (median of {options.rounds})")
+        for name, found in rates.items():
+            print(f"{name:24} {statistics.median(found) / 1e6:8.0f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""What optimisers of Adam's family share: two moments for each tensor, in fp32 or in 16 bits, and a count of its steps.
+
+A tensor without gradient is left out of a step: its moments stay and its own count does not advance, so that the bias
+correction stays right for tensors whose updates are skipped (App. G of Wortsman et al. 2023 skips those with Inf or
+NaN).
+
+Moments in 16 bits (App. B.2 and D of Ramesh et al. 2021) are codes: 1-6-9 for the running mean, 0-6-10 for the running
+variance. A step unpacks those of a few tensors at a time, computes in fp32, and packs them again; `read` and `write`
+are all that knows of it. Which tensors: groups of parameters say `packed`, and of these the tensors with two dimensions
+or more. "Store all gains, biases, embeddings, and unembeddings in 32-bit precision, [...] and 32-bit Adam moments"
+(D.2): gains and biases have one dimension; embeddings and output layers belong into a group with `packed=False`.
+
+State of a parameter, under the names that torch's AdamW has for it: `step` (fp32, on the CPU), `exp_avg`, `exp_avg_sq`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from limner.numerics.formats import E6M9, UE6M10
+
+FORMATS = {"exp_avg": E6M9, "exp_avg_sq": UE6M10}
+_AT_ONCE = 1 << 17  # values of small tensors that are updated together, within a core's cache
+
+
+def read(state: Mapping[str, Tensor], moment: str) -> Tensor:
+    """A moment as a number: itself in fp32, or unpacked."""
+    kept = state[moment]
+    return kept if kept.is_floating_point() else FORMATS[moment].unpack(kept)
+
+
+def write(state: Mapping[str, Tensor], moment: str, value: Tensor) -> None:
+    """Keep what `read` gave, after it has changed in place."""
+    if not state[moment].is_floating_point():
+        FORMATS[moment].pack(value, out=state[moment])
+
+
+class MomentOptimizer(torch.optim.Optimizer):
+    """The step, but for what it does with gradients and moments: `_update` of a subclass."""
+
+    def __init__(
+        self, params: Iterable[Any], lr: float, betas: tuple[float, ...], eps: float, weight_decay: float, **others: Any
+    ) -> None:
+        if not all(0 <= beta < 1 for beta in betas) or min(lr, eps, weight_decay) < 0:
+            settings = f"{betas}, {lr}, {eps}, {weight_decay}"
+            raise ValueError(f"betas are in [0, 1), lr, eps and weight_decay 0 or more, not {settings}")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **others})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. Raises `ValueError` for parameters of 16 bits."""
+        super().add_param_group(param_group)
+        for p in param_group["params"]:
+            if p.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"parameters stay in fp32, not {p.dtype}: train with autocast, which rounds copies")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. A `closure` computes the loss anew, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameters in together(p for p in group["params"] if p.grad is not None):
+                self._step(group, parameters)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, but that every tensor stays as it was saved: torch makes codes fp32."""
+        super().load_state_dict(state_dict)
+        numbers = (i for group in state_dict["param_groups"] for i in group["params"])
+        parameters = (p for group in self.param_groups for p in group["params"])
+        for i, p in zip(numbers, parameters, strict=True):
+            for key, value in state_dict["state"].get(i, {}).items():
+                device = "cpu" if key == "step" else p.device
+                self.state[p][key] = value.to(device, copy=True)
+
+    def _step(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
+        states = [self._state(p, group.get("packed", False)) for p in parameters]
+        torch._foreach_add_([state["step"] for state in states], 1)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        moments = {moment: [read(state, moment) for state in states] for moment in FORMATS}
+        counts = [int(state["step"]) for state in states]
+        self._update(group, parameters, gradients, moments["exp_avg"], moments["exp_avg_sq"], counts)
+        for moment, values in moments.items():
+            for state, value in zip(states, values, strict=True):
+                write(state, moment, value)
+
+    def _state(self, p: Tensor, packed: bool) -> dict[str, Tensor]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros(())
+            for moment, its_format in FORMATS.items():
+                dtype = its_format.dtype if packed and p.ndim >= 2 else p.dtype  # code 0 is the number 0
+                state[moment] = torch.zeros_like(p, dtype=dtype)
+        return state
+
+    def _update(
+        self,
+        group: Mapping[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        means: list[Tensor],
+        variances: list[Tensor],
+        counts: list[int],
+    ) -> None:
+        """Change parameters and moments in place. `counts` are the steps of each tensor, this one included."""
+        raise NotImplementedError
+
+
+def together(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters in lists that are updated at once: large ones alone, so that a step needs little memory beyond the
+    state, and small ones of one device and dtype together, so that it needs few calls."""
+    some: list[Tensor] = []
+    size = 0
+    for p in parameters:
+        if some and (size + p.numel() > _AT_ONCE or (p.device, p.dtype) != (some[0].device, some[0].dtype)):
+            yield some
+            some, size = [], 0
+        some.append(p)
+        size += p.numel()
+    if some:
+        yield some
+
+
+def adamw_(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    means: list[Tensor],
+    variances: list[Tensor],
+    *,
+    rates: list[float] | tuple[Tensor, ...],
+    betas: tuple[float, list[float]],
+    corrections: tuple[list[float], list[float]],
+    eps: float,
+    weight_decay: float,
+    most: float = inf,
+) -> None:
+    """AdamW of each tensor, in place, with a learning rate, a beta2 and bias corrections of its own:
+
+    m <- beta1 m + (1 - beta1) g
+    v <- min(beta2 v + (1 - beta2) g^2, most)
+    p <- p - rate (m / c1 / (sqrt(v / c2) + eps) + weight_decay p)
+    """
+    (beta1, beta2), (c1, c2) = betas, corrections
+    torch._foreach_lerp_(means, gradients, 1 - beta1)
+    torch._foreach_mul_(variances, beta2)
+    torch._foreach_addcmul_(variances, gradients, gradients, [1 - beta for beta in beta2])
+    if most < inf:
+        torch._foreach_clamp_max_(variances, most)
+    below = torch._foreach_div(variances, c2)
+    torch._foreach_sqrt_(below)
+    torch._foreach_add_(below, eps)
+    torch._foreach_mul_(below, c1)
+    updates = torch._foreach_div(means, below)
+    if weight_decay:
+        torch._foreach_add_(updates, parameters, alpha=weight_decay)
+    torch._foreach_mul_(updates, rates)
+    torch._foreach_sub_(parameters, updates)
+
+
+def corrections(beta: float, counts: list[int]) -> list[float]:
+    """1 - beta^t of each tensor (Kingma & Ba 2015, §3)."""
+    return [1 - beta**count for count in counts]

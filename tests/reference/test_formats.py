@@ -1,0 +1,155 @@
+"""Number formats against their definition, code by code and bit by bit."""
+
+from fractions import Fraction
+from math import inf, isnan
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from limner.numerics import fused
+from limner.numerics.formats import E6M9, UE6M10, FloatFormat
+
+E4M3, E5M2 = FloatFormat(1, 4, 3), FloatFormat(1, 5, 2)
+FORMATS = [
+    E6M9,
+    UE6M10,
+    E4M3,
+    E5M2,
+    FloatFormat(1, 5, 10),
+    FloatFormat(0, 1, 1),
+    FloatFormat(1, 7, 4),
+    FloatFormat(0, 5, 11),
+]
+
+
+def bias_of(f: FloatFormat) -> int:
+    return 2 ** (f.exponent - 1) - 1 if f.bias is None else f.bias
+
+
+def value(f: FloatFormat, code: int) -> float:
+    """The definition, in double precision."""
+    field, m = code >> f.mantissa & (2**f.exponent - 1), code % 2**f.mantissa / 2**f.mantissa
+    x = 2.0 ** (1 - bias_of(f)) * m if field == 0 else 2.0 ** (field - bias_of(f)) * (1 + m)
+    return -x if f.sign and code >> (f.bits - 1) else x
+
+
+def nearest(f: FloatFormat, x: float) -> int:
+    """The code of the nearest number, in rational arithmetic: steps from zero, ties to even codes."""
+    negative = np.signbit(x)
+    if negative and not f.sign:
+        return 0
+    most = 2 ** (f.exponent + f.mantissa) - 1
+    size = abs(x)
+    if isnan(x) or size >= value(f, most):
+        code = most
+    else:
+        exact = Fraction(size)
+        low, high = 0, most  # bisection: numbers grow with their codes
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if Fraction(value(f, middle)) <= exact else (low, middle)
+        below, above = exact - Fraction(value(f, low)), Fraction(value(f, high)) - exact
+        code = low if below < above or (below == above and low % 2 == 0) else high
+    return code | (negative and f.sign) << (f.bits - 1)
+
+
+def every_code(f: FloatFormat) -> torch.Tensor:
+    codes = torch.arange(2**f.bits)
+    return codes.to(f.dtype)
+
+
+def bits(f: FloatFormat, codes: torch.Tensor) -> list[int]:
+    return (codes.long() & (2**f.bits - 1)).tolist()
+
+
+@pytest.mark.parametrize("f", FORMATS, ids=str)
+def test_every_code_has_its_value_and_comes_back(f: FloatFormat) -> None:
+    codes = every_code(f)
+    x = f.unpack(codes)
+    assert x.double().tolist() == [value(f, code) for code in range(2**f.bits)]
+    assert torch.equal(f.pack(x), codes)
+    assert x.max() == f.maximum and x[x > 0].min() == f.smallest
+    assert torch.equal(f.rounded(x).view(torch.int32), x.view(torch.int32))  # -0 too
+
+
+@pytest.mark.parametrize("f", FORMATS, ids=str)
+def test_rounding_is_to_nearest_ties_to_even(f: FloatFormat) -> None:
+    """Ties between neighbours and fp32's neighbours of them; ends of the range; what is no number; random bits."""
+    generator = torch.Generator().manual_seed(0)
+    x = f.unpack(every_code(f)).double()
+    x = x[torch.randperm(len(x), generator=generator)[:300]]
+    halves = torch.cat([x * (1 + 2.0 ** -(f.mantissa + 1)), x + f.smallest / 2, x - f.smallest / 2]).float()
+    ends = torch.tensor([0.0, -0.0, f.maximum, f.smallest / 2, f.smallest * 1.5, inf, -inf, float("nan"), 3e38, -3e38])
+    ends = torch.cat([ends, torch.tensor([1e-45, -1e-45, 1.1754944e-38, 1e-39])])
+    up, down = torch.tensor(inf), torch.tensor(-inf)
+    noise = torch.randint(-(2**31), 2**31, (1000,), generator=generator).int().view(torch.float32)
+    near = torch.randn(1000, generator=generator) * 2.0 ** torch.randint(-75, 6, (1000,), generator=generator)
+    every = torch.cat([t for base in (halves, ends) for t in (base, base.nextafter(up), base.nextafter(down))])
+    every = torch.cat([every, noise, near])
+    assert bits(f, f.pack(every)) == [nearest(f, v) for v in every.tolist()]
+
+
+@pytest.mark.parametrize(("f", "dtype"), [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)], ids=str)
+def test_eight_bits_agree_with_those_of_torch(f: FloatFormat, dtype: torch.dtype) -> None:
+    """Codes are the same up to torch's largest number, where its codes for NaN (S.1111.111 of e4m3fn; the whole last
+    exponent of e5m2, with infinities) begin; ours go on to 480 and 114,688, and stay there where torch gives NaN."""
+    theirs = every_code(f).view(dtype).float()
+    finite = theirs.isfinite()
+    assert torch.equal(f.unpack(every_code(f))[finite], theirs[finite])
+    largest = torch.finfo(dtype).max
+    x = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 5, 20_000)
+    x = x.clamp(-largest, largest)
+    assert torch.equal(f.pack(x), x.to(dtype).view(torch.uint8))
+    assert f.maximum > largest and f.rounded(torch.tensor([3e38])) == f.maximum
+
+
+@pytest.mark.parametrize("f", [E6M9, UE6M10, E4M3], ids=str)
+def test_stochastic_rounding_gives_neighbours_with_the_mean_of_x(f: FloatFormat) -> None:
+    generator = torch.Generator().manual_seed(0)
+    n = 20_000
+    for x in (1.3, -0.7, 3 * f.smallest / 4, 2.6 * f.smallest, 1.0, 0.0, 1e9):
+        if x < 0 and not f.sign:
+            continue
+        found = f.rounded(torch.full((n,), x), generator).double()
+        codes = [nearest(f, x) + i for i in (-1, 0, 1)]
+        assert set(found.tolist()) <= {value(f, max(code, 0)) for code in codes}
+        target = min(x, f.maximum)
+        spread = found.std().item() / n**0.5
+        assert abs(found.mean().item() - target) <= 5 * spread + abs(target) * 2e-7
+    x = torch.randn(1000)
+    again = [f.pack(x, torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert torch.equal(*again)
+
+
+@given(st.integers(0, 1), st.integers(1, 7), st.integers(1, 12), st.integers(-40, 90), st.floats(width=32))
+@settings(max_examples=300, deadline=None)
+def test_any_format_is_refused_or_rounds_as_defined(
+    sign: int, exponent: int, mantissa: int, bias: int, x: float
+) -> None:
+    try:
+        f = FloatFormat(sign, exponent, mantissa, bias)
+    except ValueError:
+        return
+    got = f.pack(torch.tensor([x], dtype=torch.float32))
+    assert bits(f, got) == [nearest(f, x)]
+    assert f.unpack(got).item() == value(f, nearest(f, x))
+
+
+@pytest.mark.parametrize("f", [E6M9, UE6M10, E4M3], ids=str)
+def test_compiled_code_gives_the_same_bits(f: FloatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "LARGE", 1 << 14)
+    x = torch.randint(-(2**31), 2**31, (1 << 16,), generator=torch.Generator().manual_seed(0)).int().view(torch.float32)
+    f = FloatFormat(f.sign, f.exponent, f.mantissa, f.bias)
+    codes = f.pack(x)
+    if not f._pack._works:
+        pytest.skip("there is no compiler")
+    assert torch.equal(codes, f._encoded(x, None))
+    assert torch.equal(f.unpack(codes), f._decoded(codes))
+    assert f._pack._compiled is not None and f._unpack._compiled is not None
+
+
+def test_sixteen_bits_hold_what_the_paper_says() -> None:
+    assert 15.9 < E6M9.maximum < 16 and UE6M10.maximum > 5
+    assert E6M9.bits == UE6M10.bits == 16

@@ -1,0 +1,52 @@
+"""Shapes, layouts and mistakes; values are in tests/reference/test_formats.py."""
+
+import pytest
+import torch
+
+from limner.numerics import fused
+from limner.numerics.formats import E6M9, FloatFormat
+
+
+def test_codes_keep_shape_and_layout() -> None:
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    codes = E6M9.pack(x)
+    assert codes.dtype == torch.int16 and codes.stride() == x.stride()
+    assert torch.equal(codes, E6M9.pack(x.contiguous()))
+    assert torch.equal(E6M9.unpack(codes), E6M9.rounded(x.contiguous()))
+    for odd in (x[:, ::2], x.mT, torch.randn(3, 1).expand(3, 4), torch.zeros(0, 2), torch.tensor(1.5)):
+        assert torch.equal(E6M9.rounded(odd), E6M9.rounded(odd.contiguous()))
+    out = torch.empty_like(x.contiguous(), dtype=torch.int16)
+    assert E6M9.pack(x, out=out) is out and torch.equal(out, codes)
+    assert FloatFormat(1, 4, 3).pack(x).dtype == torch.uint8
+    assert torch.equal(E6M9.pack(x.double()), codes)
+
+
+def test_pieces_make_no_difference() -> None:
+    x = torch.randn(100_001)
+    assert torch.equal(E6M9.pack(x), E6M9._encoded(x, None))
+
+
+def test_formats_that_cannot_be_are_refused() -> None:
+    for parts in ((1, 8, 7), (2, 4, 3), (1, 7, 9), (1, 6, 0), (0, 0, 4)):
+        with pytest.raises(ValueError, match="is no format"):
+            FloatFormat(*parts)
+    with pytest.raises(ValueError, match="1-6-9 reaches beyond fp32: choose a bias nearer to 31"):
+        FloatFormat(1, 6, 9, bias=-60)
+    with pytest.raises(ValueError, match="need an `out` of torch.int16"):
+        E6M9.pack(torch.zeros(3), out=torch.zeros(3, dtype=torch.uint8))
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.exc import TorchDynamoException
+
+    def broken(function, dynamic):
+        def call(*args):
+            raise TorchDynamoException("no compiler\nand more")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    double = fused.Fused(lambda x: 2 * x)
+    with pytest.warns(UserWarning, match=r"does not work here \(no compiler\)") as said:
+        once = double(torch.ones(fused.LARGE))
+    assert len(said) == 1 and torch.equal(double(torch.ones(fused.LARGE)), once)

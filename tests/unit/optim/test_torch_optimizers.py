@@ -1,0 +1,123 @@
+"""Our optimisers within torch's ways: groups, states, closures, schedulers; what they refuse."""
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from limner.optim import AdamW16, Beta2WarmupAdamW, Lion, StableAdamW
+
+Make = Callable[..., torch.optim.Optimizer]
+MAKES = [AdamW16, Beta2WarmupAdamW, Lion, StableAdamW, lambda ps: StableAdamW(ps, packed=True)]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(36, 2))
+
+
+def steps(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        optimizer.zero_grad()
+        net(torch.randn(2, 3, 5, 5, generator=generator)).square().sum().backward()
+        if step % 3 == 1:
+            net[0].bias.grad = None  # pyright: ignore
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_a_saved_state_goes_on_bit_for_bit(make: Make) -> None:
+    whole, part = model(), model()
+    steps(whole, make(whole.parameters()), 0, 6)
+    before = make(part.parameters())
+    steps(part, before, 0, 3)
+    file = io.BytesIO()
+    torch.save(before.state_dict(), file)
+    file.seek(0)
+    after = make(part.parameters())
+    after.load_state_dict(torch.load(file, weights_only=True))
+    for p in part.parameters():
+        for key, value in before.state[p].items():
+            loaded = after.state[p][key]
+            assert loaded.dtype == value.dtype and torch.equal(loaded, value) and loaded is not value
+            assert loaded.stride() == value.stride()
+    steps(part, after, 3, 6)
+    assert all(map(torch.equal, whole.parameters(), part.parameters()))
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_loss_falls_with_closures_schedulers_and_groups(make: Make) -> None:
+    torch.manual_seed(0)
+    net, x, y = nn.Linear(8, 1), torch.randn(64, 8), torch.randn(64, 1)
+    optimizer = make([{"params": [net.weight]}, {"params": [net.bias], "lr": 1e-5}])
+    for group, lr in zip(optimizer.param_groups, (0.02, 0.0), strict=True):
+        group["lr"] = lr
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    bias = net.bias.detach().clone()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (net(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(50):
+        losses.append(optimizer.step(closure).item())
+        scheduler.step()
+    assert losses[-1] < 0.95 * losses[0] and optimizer.param_groups[0]["lr"] < 0.02
+    assert torch.equal(net.bias, bias)  # whose learning rate is zero
+
+
+def test_the_state_is_that_of_torchs_adamw() -> None:
+    """A run that began with torch's goes on with ours."""
+    a = model()
+    theirs = torch.optim.AdamW(a.parameters(), weight_decay=0.0)
+    steps(a, theirs, 0, 3)
+    b = copy.deepcopy(a)
+    ours = AdamW16([{"params": list(b.parameters()), "packed": False}])
+    ours.load_state_dict({**ours.state_dict(), "state": theirs.state_dict()["state"]})
+    ours.param_groups[0].update(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
+    steps(a, theirs, 3, 6)
+    steps(b, ours, 3, 6)
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+def test_half_of_the_state_is_gone() -> None:
+    p, embedding = nn.Parameter(torch.zeros(30, 20)), nn.Parameter(torch.zeros(30, 20))
+    optimizer = AdamW16([{"params": [p]}, {"params": [embedding], "packed": False}])
+    p.grad, embedding.grad = torch.ones_like(p), torch.ones_like(p)
+    optimizer.step()
+
+    def size(of: nn.Parameter) -> int:
+        return sum(state.nbytes for name, state in optimizer.state[of].items() if name != "step")
+
+    assert size(p) == 600 * 4 and size(embedding) == 600 * 8
+
+
+def test_what_is_left_out_keeps_its_moments_and_its_count() -> None:
+    a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = StableAdamW([a, b])
+    for i in range(3):
+        a.grad, b.grad = torch.ones(3), torch.ones(3) if i == 0 else None
+        optimizer.step()
+    assert int(optimizer.state[a]["step"]) == 3 and int(optimizer.state[b]["step"]) == 1
+    assert optimizer.rms([("a", a), ("b", b)]).keys() == {"a"}
+
+
+def test_settings_and_parameters_that_cannot_be_are_refused() -> None:
+    p = nn.Parameter(torch.zeros(2))
+    for make in (AdamW16, StableAdamW, Lion):
+        with pytest.raises(ValueError, match=r"betas are in \[0, 1\)"):
+            make([p], betas=(0.9, 1.0))
+        with pytest.raises(ValueError, match="lr"):
+            make([p], lr=-1.0)
+    with pytest.raises(ValueError, match="power is above 0"):
+        Beta2WarmupAdamW([p], power=0.0)
+    with pytest.raises(ValueError, match="stay in fp32, not torch.bfloat16"):
+        StableAdamW([nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))])
