@@ -47,6 +47,7 @@ COMMANDS = {
     "bench": Command("limner.cli.bench", "how fast a prior draws and trains on this machine", True, lower=_TIMED),
     "bundle": Command("limner.cli.bundle", "pack a trained model, with its name and scores, to pass on"),
     "import": Command("limner.cli.imports", "convert published weights to our format"),
+    "inspect": Command("limner.cli.inspect", "show what a run has recorded of itself"),
     "evaluate": Command("limner.cli.evaluate", "measure a trained model", True, lower="--candidates or --count"),
 }
 

@@ -11,12 +11,13 @@ replayed CUDA graph runs no Python and counts nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 Product = Literal["forward", "input gradient", "weight gradient"]
+Counts = Counter[tuple[str, str, str]]  # by product, kernel, and why it was not the fast one ("" if it was)
 
 _numbers = count(1)
 _tallies: WeakValueDictionary[int, Tally] = WeakValueDictionary()
@@ -27,12 +28,12 @@ class Tally:
 
     Attributes:
         number: by which operations, which take no Python objects, find it; 0 is nobody's.
-        counts: by product, kernel, and why it was not the fast one ("" if it was).
+        counts: of its products.
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.counts: Counter[tuple[str, str, str]] = Counter()
+        self.counts: Counts = Counter()
         _tallies[self.number] = self
 
     def __deepcopy__(self, memo: object) -> Tally:
@@ -41,19 +42,21 @@ class Tally:
     def __reduce__(self) -> tuple[type[Tally], tuple[()]]:
         return Tally, ()
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The counts as JSON values."""
-        return [
-            {"product": product, "kernel": kernel, "why": why, "count": n}
-            for (product, kernel, why), n in sorted(self.counts.items())
-        ]
-
-    def restore(self, rows: list[Mapping[str, Any]]) -> None:
-        """The inverse of `rows`."""
-        self.counts = Counter({(row["product"], row["kernel"], row["why"]): row["count"] for row in rows})
-
 
 def counted(number: int, product: str, kernel: str, why: str = "") -> None:
     """Count one product in the tally of this number, if there is one."""
     if (tally := _tallies.get(number)) is not None:
         tally.counts[product, kernel, why] += 1
+
+
+def to_rows(counts: Counts) -> list[dict[str, Any]]:
+    """Counts as JSON values."""
+    return [
+        {"product": product, "kernel": kernel, "why": why, "count": n}
+        for (product, kernel, why), n in sorted(counts.items())
+    ]
+
+
+def from_rows(rows: Iterable[Mapping[str, Any]]) -> Counts:
+    """The inverse. Raises `KeyError`, `TypeError` or `ValueError` if they are not of that form."""
+    return Counter({(str(x["product"]), str(x["kernel"]), str(x["why"])): int(x["count"]) for x in rows})

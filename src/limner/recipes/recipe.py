@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from limner.bundles import load_model
+from limner.layers.precisions import SwitchBack
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patches import AnyDVAEConfig, PatchDVAEConfig
@@ -42,6 +43,8 @@ def _check_activations(training: TrainConfig) -> None:
 def _check_dvae(training: TrainConfig) -> None:
     if isinstance(training.optimizer, Muon):
         raise OutOfRange("training.optimizer", "must be AdamW: Muon is for the matrices of transformers")
+    if isinstance(training.precision, SwitchBack):
+        raise OutOfRange("training.precision", "must be auto, bf16 or fp32: 8 bits are for the blocks of transformers")
     _check_activations(training)
 
 
