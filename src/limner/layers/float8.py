@@ -9,8 +9,8 @@ want range (Micikevicius et al. 2022, which the paper follows). x / absmax is sc
 which all of its range then serves, and rounded to the nearest number of the format, ties to even.
 
 GPUs from compute capability 8.9 on multiply such numbers (`torch._scaled_mm`). Elsewhere the numbers are exactly those
-of the format, and the product is computed in bf16, which holds each of them, and summed in fp32: the paper's
-simulation. It says what such training would learn, and not how fast.
+of the format, and the product is computed in bf16 or fp32, either of which holds each of them, and summed in fp32: the
+paper's simulation. It says what such training would learn, and not how fast.
 
 Shapes: b rows, n inputs, m outputs. `weight` is [m, n].
 """
@@ -90,8 +90,9 @@ def _product(
     chosen, why = kernel(a, b)
     counted(tally, of, chosen, why)
     if chosen == "simulated":
+        held = precision.Auto().dtype(a.device)
         with torch.autocast(a.device.type, enabled=False):
-            y = precision.product(a.bfloat16(), b.bfloat16().mT)
+            y = precision.product(a.to(held), b.to(held).mT)
         y = y * (scale_a[:, None] if scale_a.ndim else scale_a) * scale_b
     elif scale_a.ndim or scale_b.ndim:  # then it wants a scale for each row of both, and gives bf16
         by_row, by_column = scale_a.expand(len(a)).contiguous(), scale_b.expand(len(b)).contiguous()

@@ -98,8 +98,8 @@ class Saves(torch.autograd.Function):
 def weight_gradient(g: Float[Tensor, "b m"], x: Float[Tensor, "b n"], dtype: torch.dtype, tally: int) -> Tensor:
     """g^T x in 16 bits, given in `dtype` [m, n]: the product that SwitchBack leaves in higher precision.
 
-    It is computed in the format of x if that is a 16-bit one, else in bf16 where the hardware multiplies it faster than
-    fp32 (`numerics/precision.py`), else in fp32; and summed in fp32.
+    On a GPU it is computed in the format of x if that is a 16-bit one; else in bf16 where the hardware multiplies it
+    faster than fp32 (`numerics/precision.py`), and in fp32 where not. It is summed in fp32.
     """
     return _weight_gradient(g, x, tally).to(dtype)
 
@@ -107,9 +107,10 @@ def weight_gradient(g: Float[Tensor, "b m"], x: Float[Tensor, "b n"], dtype: tor
 @looped
 @torch.library.custom_op("limner::weight_gradient", mutates_args=())
 def _weight_gradient(g: Tensor, x: Tensor, tally: int) -> Tensor:
-    dtype = precision.Auto().dtype(x.device) if x.dtype == torch.float32 else x.dtype
-    if dtype == torch.float16 and x.device.type == "cpu":  # `product` would round it to bf16
-        dtype = torch.float32
+    if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16):
+        dtype = x.dtype
+    else:  # a CPU has no fast product in fp16, and bf16 would round what fp16 holds
+        dtype = torch.float32 if x.dtype == torch.float16 else precision.Auto().dtype(x.device)
     counted(tally, "weight gradient", str(dtype).removeprefix("torch."))
     with torch.autocast(x.device.type, enabled=False):
         return precision.product(g.to(dtype).mT, x.to(dtype))

@@ -38,9 +38,9 @@ def row_wise(x: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "m n"], Float[Tensor
 
 
 def column_wise(x: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "m n"], Float[Tensor, " n"]]:
-    """Each column with its own scale: int8 [m, n], fp32 [n]."""
-    values, scale = _row_wise(x.mT)
-    return values.mT, scale
+    """Each column with its own scale: int8 [m, n], fp32 [n]. On a GPU the values are laid out as their transpose, which
+    its products want."""
+    return _column_wise(x)
 
 
 def tensor_wise(x: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "m n"], Float[Tensor, ""]]:
@@ -81,6 +81,25 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @looped
+@torch.library.custom_op("limner::column_wise", mutates_args=())
+def _column_wise(x: Tensor) -> tuple[Tensor, Tensor]:
+    if triton_runs(x):
+        from limner.layers import triton_int8
+
+        values, scale = triton_int8.row_wise(x.mT)
+        return values.mT, scale
+    scale, inverse = scales(_absmax(x, 0), INT8)
+    return _scaled(x, inverse), scale
+
+
+@_column_wise.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    shape = x.mT.shape if triton_runs(x) else x.shape
+    values = x.new_empty(shape, dtype=torch.int8)
+    return values.mT if triton_runs(x) else values, x.new_empty(x.shape[1:], dtype=torch.float32)
+
+
+@looped
 @torch.library.custom_op("limner::tensor_wise", mutates_args=())
 def _tensor_wise(x: Tensor) -> tuple[Tensor, Tensor]:
     scale, inverse = scales(_absmax(x).amax(), INT8)
@@ -88,10 +107,7 @@ def _tensor_wise(x: Tensor) -> tuple[Tensor, Tensor]:
         from limner.layers import triton_int8
 
         return triton_int8.scaled(x, inverse), scale
-    values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    for part, to in zip(*(_parts(y, x.shape) for y in (x, values)), strict=True):
-        to.copy_((part.float() * inverse).round_())
-    return values, scale
+    return _scaled(x, inverse), scale
 
 
 @_tensor_wise.register_fake
@@ -117,9 +133,17 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return values.contiguous() if triton_runs(x) else values, x.new_empty((), dtype=torch.float32)
 
 
-def _absmax(x: Tensor) -> Tensor:
-    """The largest magnitude of each row, NaN if there is one. Two reductions are faster than any single one on CPUs."""
-    return torch.maximum(x.amax(1), -x.amin(1))
+def _absmax(x: Tensor, dim: int = 1) -> Tensor:
+    """The largest magnitudes along `dim`, NaN where there is one. On CPUs two reductions are faster than one."""
+    return torch.maximum(x.amax(dim), -x.amin(dim))
+
+
+def _scaled(x: Tensor, inverse: Tensor) -> Tensor:
+    """int8 of a matrix times a scale's inverse, one [] or one for each column [n]."""
+    values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    for part, to in zip(_parts(x, x.shape), _parts(values, x.shape), strict=True):
+        to.copy_((part.float() * inverse).round_())
+    return values
 
 
 def _parts(x: Tensor, shape: torch.Size) -> Iterator[Tensor]:

@@ -159,7 +159,7 @@ def test_checkpointing_computes_the_forward_product_again_and_says_so(kind):
 
 
 @every
-def test_under_autocast_products_are_in_16_bits_and_gradients_in_the_parameters_format(kind):
+def test_under_autocast_results_have_16_bits_and_gradients_the_parameters_format(kind):
     torch.manual_seed(0)
     layer, x = kind(16, 8), torch.randn(4, 16, requires_grad=True)
     exact = F.linear(x, layer.weight, layer.bias)
@@ -170,7 +170,7 @@ def test_under_autocast_products_are_in_16_bits_and_gradients_in_the_parameters_
     y.float().square().sum().backward()
     assert {p.grad.dtype for p in (x, *layer.parameters())} == {torch.float32}
     if kind in (SwitchBackLinear, SwitchBackMLinear, SwitchBackQLinear, Fp8SwitchBackLinear):
-        assert ("weight gradient", "bfloat16", "") in layer.tally.counts
+        assert ("weight gradient", "bfloat16" if FAST_BF16 else "float32", "") in layer.tally.counts
     assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
 
 
