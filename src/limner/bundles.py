@@ -31,7 +31,7 @@ from limner.config import TAG, from_dict, read_json, to_dict
 from limner.data.attribution import KEYS, united
 from limner.errors import UserError
 from limner.files import atomic_folder, atomic_write_bytes, atomic_write_text, require_file
-from limner.layers.linear import in_8_bits
+from limner.layers.quantize import row_wise
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patches import AnyDVAE, AnyDVAEConfig
@@ -108,7 +108,7 @@ def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype) 
         tensors = {key: store(value, small) for key, value in state.items()}
         if dtype == torch.int8 and name != "dvae":
             for key in (key for key, value in state.items() if value.dim() == 2):
-                tensors[key], tensors[key + _SCALE] = in_8_bits(state[key].detach().cpu())
+                tensors[key], tensors[key + _SCALE] = row_wise(state[key].detach().cpu())
         # The library's own `save_file` makes a file that only its owner can read.
         atomic_write_bytes(folder / f"{name}.safetensors", save(tensors))
 

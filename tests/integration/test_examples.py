@@ -1,6 +1,7 @@
 """The programs in examples/ run as they stand."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +43,11 @@ def test_train_on_a_folder(tmp_path: Path) -> None:
 def test_sparse_attention(tmp_path: Path) -> None:
     losses = [float(line.split()[-1]) for line in run("sparse_attention.py", cwd=tmp_path).splitlines()]
     assert losses[-1] < losses[0]
+
+
+def test_low_precision(tmp_path: Path) -> None:
+    said = run("low_precision.py", cwd=tmp_path)
+    first, last = map(float, re.match(r"loss ([\d.]+) at first, ([\d.]+) at the end", said).groups())
+    assert last < 0.7 * first
+    assert "torch.int16 and torch.int16" in said
+    assert re.search(r"forward: (_int_mm|reference), 40 times", said)

@@ -48,7 +48,7 @@ COMMANDS = {
     "bundle": Command("limner.cli.bundle", "pack a trained model, with its name and scores, to pass on"),
     "import": Command("limner.cli.imports", "convert published weights to our format"),
     "evaluate": Command("limner.cli.evaluate", "measure a trained model", True, lower="--candidates or --count"),
-    "inspect": Command("limner.cli.inspect", "look into a run: spikes of its loss, underflow of its gradients", True),
+    "inspect": Command("limner.cli.inspect", "look into a run: its kernels, spikes and underflow", True),
 }
 
 

@@ -1,1 +1,26 @@
+"""Attention patterns, caches and linear layers. Those that train in eight bits stand alone, in any model:
 
+from limner.layers import SwitchBackLinear
+from limner.layers.convert import convert
+
+convert(model, SwitchBackLinear.of)
+"""
+
+from limner.layers.float8 import Fp8SwitchBackLinear, Fp8TensorWiseLinear
+from limner.layers.switchback import (
+    LLMInt8Linear,
+    StandardLinear,
+    SwitchBackLinear,
+    SwitchBackMLinear,
+    SwitchBackQLinear,
+)
+
+__all__ = [
+    "Fp8SwitchBackLinear",
+    "Fp8TensorWiseLinear",
+    "LLMInt8Linear",
+    "StandardLinear",
+    "SwitchBackLinear",
+    "SwitchBackMLinear",
+    "SwitchBackQLinear",
+]

@@ -9,22 +9,15 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int8
 from torch import Tensor, nn
 
 from limner.layers.convert import convert
+from limner.layers.quantize import row_wise
 
 M = TypeVar("M", bound=nn.Module)
 
 _FEW = 4  # rows up to which 8-bit weights are multiplied as they are
 _ROWS = 64  # oneDNN lays the weights out for this many; other numbers of rows are nearly as fast
-
-
-def in_8_bits(matrix: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "m n"], Float[Tensor, " m"]]:
-    """Each row as whole numbers from -127 to 127 times an fp32 scale; the error is at most half the scale."""
-    matrix = matrix.float()
-    scale = matrix.abs().amax(1).clamp_min(1e-12) / 127
-    return (matrix / scale[:, None]).round().to(torch.int8), scale
 
 
 class PackedLinear(nn.Module):
@@ -73,7 +66,7 @@ class Int8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        weight, scale = in_8_bits(linear.weight.detach())
+        weight, scale = row_wise(linear.weight.detach())
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale.to(linear.weight.dtype))
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from limner.bundles import load_model
+from limner.layers.precisions import SwitchBack
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patches import AnyDVAEConfig, PatchDVAEConfig
@@ -43,6 +44,8 @@ def _check_dvae(training: TrainConfig) -> None:
     if isinstance(training.optimizer, (Muon, AdamW16)):
         kind = type(training.optimizer).__name__
         raise OutOfRange("training.optimizer", f"must be AdamW: {kind} is for the matrices of transformers")
+    if isinstance(training.precision, SwitchBack):
+        raise OutOfRange("training.precision", "must be of 16 or 32 bits: 8 bits are for the blocks of transformers")
     _check_activations(training)
 
 

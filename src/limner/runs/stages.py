@@ -36,6 +36,7 @@ from limner.errors import UserError
 from limner.evaluation.held_out import held_out
 from limner.evaluation.reconstruction import health, relaxation
 from limner.files import atomic_write_text, locked
+from limner.layers.precisions import SwitchBack
 from limner.models.contrastive import Contrastive
 from limner.models.patches import ROUNDS, AnyDVAE, PatchDVAE, relate
 from limner.models.transformer import Transformer
@@ -59,6 +60,7 @@ from limner.text.bpe import Tokenizer
 from limner.training.checkpoint import completed, load_weights, step_of
 from limner.training.config import refuse_changes
 from limner.training.hooks import Hook
+from limner.training.kernels import KernelCounts
 from limner.training.loop import train
 from limner.training.parallel import Single
 from limner.training.run import Evaluate, Run, prepare
@@ -372,6 +374,8 @@ class Stages:
         hooks: Sequence[Hook] = (),
     ) -> None:
         config = stage.training
+        if isinstance(config.precision, SwitchBack):
+            hooks = [*hooks, KernelCounts(self.out / name)]
         if self._begin(name, model):
             record = {**record, "start": self.recipe.start}
         stream = Stream(data, config.batch_size, config.seed, prefetch=2)

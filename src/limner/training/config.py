@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from limner.config import differences
 from limner.errors import UserError
-from limner.numerics.precision import Auto, Precision
+from limner.layers.precisions import TrainingPrecision
+from limner.numerics.precision import Auto
 from limner.optim.optimizers import AdamW, Optimizer
 from limner.optim.schedules import Constant, Cosine, Plateau
 from limner.ranges import SEEDS, Checked, OutOfRange, Range
@@ -29,7 +30,8 @@ class TrainConfig(Checked):
         schedule: factor on the learning rate.
         ema_decay, ema_every: averaged weights, which evaluation then uses; None keeps none.
         ema_warmup: give the first parameters less weight in the average (`Ema`); not in the paper.
-        precision: converts the model and sets the format of products; by default bf16 where that is faster.
+        precision: converts the model and sets the format of products; by default bf16 where that is faster. Those of
+            `layers/precisions.py` train the blocks of transformers in 8 bits.
         scaling: of gradients, for backward passes in fp16 (`scaling.py`): a scale for each resblock, as in the paper;
             one for the loss that follows the gradients; or one that stays, without tensors that overflow.
         checkpoint_activations: recompute activations in the backward pass (models offer
@@ -52,7 +54,7 @@ class TrainConfig(Checked):
     ema_decay: Annotated[float | None, Range(0, below=1)] = None
     ema_every: Annotated[int, Range(1, 10**6)] = 1
     ema_warmup: bool = True
-    precision: Precision = field(default_factory=Auto)
+    precision: TrainingPrecision = field(default_factory=Auto)
     scaling: Literal["none", "resblocks", "loss", "tensors"] = "none"
     checkpoint_activations: bool = False
     checkpoint_every: Annotated[int, Range(1, 10**9)] = 500

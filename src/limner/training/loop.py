@@ -31,6 +31,7 @@ from torch import nn
 from limner.config import to_dict
 from limner.errors import UserError
 from limner.files import atomic_write_text, locked
+from limner.layers.low_precision import plain
 from limner.progress import Progress
 from limner.training.checkpoint import Files
 from limner.training.config import TrainConfig
@@ -93,7 +94,7 @@ def train(
     """Train `model` in the folder `out`, going on from its newest checkpoint if there is one.
 
     Afterwards the model holds the averaged weights if the run averages, else its last ones, on
-    `device`.
+    `device`; layers of low precision are ordinary linear layers again.
 
     Args:
         evaluate: (model, step) -> metrics; called with averaged weights, in eval mode, without
@@ -163,4 +164,5 @@ def train(
         assert saved is not None  # config.steps >= 1, so that the loop has run now or before
         if run.ema:
             run.ema.copy_to(run.model)
+        plain(run.model)
         return TrainResult(step=run.step, skipped=run.skipped, checkpoint=saved, metrics=log.last)

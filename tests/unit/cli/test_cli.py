@@ -210,6 +210,7 @@ def test_no_command_lets_text_steer_the_terminal(command, capsys, tmp_path, monk
         [path], ["draw", "a", f"--{path}"], ["draw", "a", "--model", path], ["draw", "a", "-o", f"{path}.gif"],
         ["draw", "a", "--seed", path], ["data", path], ["data", "show", path], ["data", "prepare", path, "out"],
         ["data", "emoji", "out", "--font", path], ["edit", path, "a", "--keep", "top:1"], ["bundle", path, "out"],
+        ["inspect", path], ["inspect", "precision", path],
         ["plan", "--recipe", path], ["plan", "--gpu", path], ["bench", "--size", path],
         ["train", path, "--recipe", "demo", "--out", "run"], ["train", "d", "--recipe", path, "--out", "run"],
         ["train", "d", "--recipe", f"{path}.json", "--out", "run"], ["import", "openai-dvae", path, path, "out"],

@@ -1,0 +1,180 @@
+"""Linear layers that train with 8-bit floating point (Wortsman et al. 2023, §2.2.1 "float8", §2.3).
+
+                       input, weight (e4m3)    gradient (e5m2)    weight gradient
+    Fp8SwitchBack      by row, one scale       by row             16 bits
+    Fp8TensorWise      one scale each          one scale          8 bits
+
+e4m3 has four bits of exponent and three of mantissa, e5m2 five and two: inputs and weights want precision, gradients
+want range (Micikevicius et al. 2022, which the paper follows). x / absmax is scaled to the format's largest number,
+which all of its range then serves, and rounded to the nearest number of the format, ties to even.
+
+GPUs from compute capability 8.9 on multiply such numbers (`torch._scaled_mm`). Elsewhere the numbers are exactly those
+of the format, and the product is computed in bf16 or fp32, either of which holds each of them, and summed in fp32: the
+paper's simulation. It says what such training would learn, and not how fast.
+
+Shapes: b rows, n inputs, m outputs. `weight` is [m, n].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from limner.layers.low_precision import Gradients, LowPrecisionLinear, Saves, bias_gradient, weight_gradient
+from limner.layers.scales import scales
+from limner.layers.tally import Product, counted
+from limner.layers.vmap import looped
+from limner.numerics import precision
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def rounded(x: Float[Tensor, ...], format: torch.dtype) -> Float[Tensor, ...]:
+    """The nearest number of a float8 format, the largest where x is beyond it; NaN stays NaN."""
+    largest = torch.finfo(format).max
+    return x.float().clamp(-largest, largest).to(format)
+
+
+def row_wise(x: Float[Tensor, "m n"], format: torch.dtype) -> tuple[Float[Tensor, "m n"], Float[Tensor, " m"]]:
+    """Each row with its own scale: float8 [m, n], fp32 [m]."""
+    scale, inverse = scales(x.abs().amax(1), torch.finfo(format).max)
+    return rounded(x * inverse[:, None], format), scale
+
+
+def tensor_wise(x: Float[Tensor, "m n"], format: torch.dtype) -> tuple[Float[Tensor, "m n"], Float[Tensor, ""]]:
+    """One scale for the matrix: float8 [m, n], fp32 []."""
+    scale, inverse = scales(x.abs().amax(), torch.finfo(format).max)
+    return rounded(x.float() * inverse, format), scale
+
+
+def product(
+    a: Float[Tensor, "m k"],
+    b: Float[Tensor, "n k"],
+    scale_a: Float[Tensor, ...],
+    scale_b: Float[Tensor, ...],
+    bias: Float[Tensor, " n"] | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    tally: int = 0,
+    of: Product = "forward",
+) -> Float[Tensor, "m n"]:
+    """scale_a scale_b^T * (a b^T) + bias: [m, n] in `dtype`. As `int8.product`, of float8 matrices."""
+    return _product(a, b, scale_a, scale_b, bias, dtype, tally, of)
+
+
+def kernel(a: Tensor, b: Tensor) -> tuple[str, str]:
+    """The kernel that multiplies these, and why it is not the one in float8 ("" if it is)."""
+    if not a.is_cuda or torch.cuda.get_device_capability(a.device) < (8, 9):
+        return "simulated", "this processor multiplies no float8"
+    if a.shape[1] % 16 or len(b) % 16:
+        return "simulated", "_scaled_mm takes multiples of 16"
+    return "_scaled_mm", ""
+
+
+@looped
+@torch.library.custom_op("limner::fp8_product", mutates_args=())
+def _product(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tally: int,
+    of: str,
+) -> Tensor:
+    chosen, why = kernel(a, b)
+    counted(tally, of, chosen, why)
+    if chosen == "simulated":
+        held = precision.Auto().dtype(a.device)
+        with torch.autocast(a.device.type, enabled=False):
+            y = precision.product(a.to(held), b.to(held).mT)
+        y = y * (scale_a[:, None] if scale_a.ndim else scale_a) * scale_b
+    elif scale_a.ndim or scale_b.ndim:  # then it wants a scale for each row of both, and gives bf16
+        by_row, by_column = scale_a.expand(len(a)).contiguous(), scale_b.expand(len(b)).contiguous()
+        y = torch._scaled_mm(
+            a.contiguous(), b.contiguous().mT, by_row[:, None], by_column[None], out_dtype=torch.bfloat16
+        )
+    else:
+        y = torch._scaled_mm(a.contiguous(), b.contiguous().mT, scale_a, scale_b, out_dtype=dtype)
+    return (y if bias is None else y + bias).to(dtype)
+
+
+@_product.register_fake
+def _(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tally: int,
+    of: str,
+) -> Tensor:
+    return a.new_empty(len(a), len(b), dtype=dtype)
+
+
+class _Fp8SwitchBack(Saves):
+    """Algorithm 1 with float8cast(x / absmax) in the place of round(127 x / absmax)."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: int) -> Tensor:
+        (q, state_x), (w, state_w) = row_wise(x, E4M3), tensor_wise(weight, E4M3)
+        return product(q, w, state_x, state_w, bias, x.dtype, tally=tally)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Gradients:
+        x, weight = ctx.saved_tensors
+        by_x = by_weight = by_bias = None
+        if ctx.needs_input_grad[0]:
+            (q, state_g), (w, state_w) = row_wise(g, E5M2), tensor_wise(weight, E4M3)
+            by_x = product(q, w.mT, state_g, state_w, None, g.dtype, tally=ctx.tally, of="input gradient")
+        if ctx.needs_input_grad[1]:
+            by_weight = weight_gradient(g, x, weight.dtype, ctx.tally)
+        if ctx.needs_input_grad[2]:
+            by_bias = bias_gradient(g, weight.dtype)
+        return by_x, by_weight, by_bias, None
+
+
+class _Fp8TensorWise(Saves):
+    """The baseline of §2.3: inputs, weights and gradients with one scale each, all products in float8."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: int) -> Tensor:
+        (q, state_x), (w, state_w) = tensor_wise(x, E4M3), tensor_wise(weight, E4M3)
+        return product(q, w, state_x, state_w, bias, x.dtype, tally=tally)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Gradients:
+        x, weight = ctx.saved_tensors
+        values, state_g = tensor_wise(g, E5M2)
+        by_x = by_weight = by_bias = None
+        if ctx.needs_input_grad[0]:
+            w, state_w = tensor_wise(weight, E4M3)
+            by_x = product(values, w.mT, state_g, state_w, None, g.dtype, tally=ctx.tally, of="input gradient")
+        if ctx.needs_input_grad[1]:
+            q, state_x = tensor_wise(x, E4M3)
+            by_weight = product(
+                values.mT, q.mT, state_g, state_x, None, weight.dtype, tally=ctx.tally, of="weight gradient"
+            )
+        if ctx.needs_input_grad[2]:
+            by_bias = bias_gradient(g, weight.dtype)
+        return by_x, by_weight, by_bias, None
+
+
+class Fp8SwitchBackLinear(LowPrecisionLinear):
+    """`nn.Linear` in float8, with the weight gradient in 16 bits."""
+
+    function = _Fp8SwitchBack
+
+
+class Fp8TensorWiseLinear(LowPrecisionLinear):
+    """All three products in float8 with one scale for each matrix: the baseline that diverges in large models."""
+
+    function = _Fp8TensorWise

@@ -1,0 +1,146 @@
+"""Products of 8-bit integers, back in floating point (Wortsman et al. 2023, §2.2.1, equations 2 and 4).
+
+    y = scale_a scale_b^T * (a b^T) + bias
+
+a b^T is summed in 32-bit integers, so it is exact, and all kernels give the same sums:
+
+    reference   in fp64, which holds integers up to 2^53: readable, for any device and shape
+    _int_mm     torch's: oneDNN on CPUs (VNNI, AMX), cuBLAS on GPUs, which takes multiples of 8 alone
+    triton      ours (`triton_int8.py`), on GPUs where Triton is installed: scales and bias within the kernel
+
+Some CPUs without VNNI add pairs of products in 16 bits, where 255 * 127 * 2 does not fit: so before its first use
+`_int_mm` multiplies the largest numbers there are, and if they come out wrong the reference takes over. A product whose
+shape a kernel cannot take goes to the reference too; both are counted with the reason (`tally.py`).
+
+On a CPU a product is computed a few rows at a time, and scaled while its int32 sums are in the cache.
+(`onednn.qlinear_pointwise` gives fp32 directly, but is no faster than this on unsigned inputs, needs its weights laid
+out first, and takes minutes with signed inputs where it has no kernel for them.)
+
+Shapes: m rows of inputs, n of weights, k summed over.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from jaxtyping import Float, Int8
+from torch import Tensor
+
+from limner.layers.scales import triton_runs
+from limner.layers.tally import Product, counted
+from limner.layers.vmap import looped
+
+_AT_ONCE = 1 << 20  # int32 sums of a part of a product on a CPU: 4 MB
+_ROWS = 64  # of a part at least, since oneDNN lays the weights out anew for each
+_MOST = (2**31 - 1) // 127**2  # k up to which sums fit into 32 bits
+
+
+def product(
+    a: Int8[Tensor, "m k"],
+    b: Int8[Tensor, "n k"],
+    scale_a: Float[Tensor, ...],
+    scale_b: Float[Tensor, ...],
+    bias: Float[Tensor, " n"] | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    tally: int = 0,
+    of: Product = "forward",
+) -> Float[Tensor, "m n"]:
+    """scale_a scale_b^T * (a b^T) + bias: [m, n] in `dtype`.
+
+    Args:
+        a, b: int8 [m, k] and [n, k], no entry -128; b may be a transposed view.
+        scale_a, scale_b: fp32 [m] or [], [n] or [].
+        bias: [n].
+        tally, of: in whose tally (`Tally.number`; 0 is nobody's), and as which product, it is counted.
+    """
+    return _product(a, b, scale_a, scale_b, bias, dtype, tally, of)
+
+
+def reference(a: Int8[Tensor, "m k"], b: Int8[Tensor, "n k"]) -> Float[Tensor, "m n"]:
+    """a b^T exactly, as integers in fp64."""
+    return a.double() @ b.double().mT
+
+
+def kernel(a: Tensor, b: Tensor) -> tuple[str, str]:
+    """The kernel that multiplies these, and why it is not the fast one ("" if it is)."""
+    (m, k), n = a.shape, len(b)
+    if k > _MOST:
+        return "reference", f"sums of more than {_MOST:,} products may not fit into 32 bits"
+    if triton_runs(a):
+        return "triton", ""
+    if a.device.type not in ("cpu", "cuda"):
+        return "reference", f"there is no kernel for {a.device.type}"
+    if a.is_cuda and (m <= 16 or k % 8 or n % 8):
+        return "reference", "_int_mm on a GPU needs more than 16 rows, and multiples of 8"
+    if not is_exact(a.device):
+        return "reference", "_int_mm of this processor is not exact"
+    return "_int_mm", ""
+
+
+@cache
+def is_exact(device: torch.device) -> bool:
+    """Whether `_int_mm` gives exact sums here, of the largest numbers and of any."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(-127, 128, (32, 256), dtype=torch.int8, generator=generator)
+    a[:4], a[4:8] = 127, -127
+    a[8:12, ::2], a[12:16, ::2] = 127, -127  # neighbours of both signs
+    a, b = a.to(device), a.flip(0).contiguous().to(device)
+    try:
+        found = torch._int_mm(a, b.mT)
+    except RuntimeError:  # a GPU that has no such product
+        return False
+    return bool((found.double() == reference(a, b)).all())
+
+
+@looped
+@torch.library.custom_op("limner::int8_product", mutates_args=())
+def _product(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tally: int,
+    of: str,
+) -> Tensor:
+    chosen, why = kernel(a, b)
+    counted(tally, of, chosen, why)
+    if chosen == "triton":
+        from limner.layers import triton_int8
+
+        return triton_int8.product(a, b, scale_a, scale_b, bias, dtype)
+    y = torch.empty(len(a), len(b), dtype=dtype, device=a.device)
+    if not y.numel():
+        return y
+    rows = max(_ROWS, _AT_ONCE // len(b)) if a.device.type == "cpu" else len(a)
+    sums = torch.empty(min(rows, len(a)), len(b), dtype=torch.int32, device=a.device)
+    by_row = scale_a[:, None] if scale_a.ndim else scale_a.expand(len(a), 1)
+    by_row = by_row if scale_b.ndim else by_row * scale_b
+    for part, own, to in zip(a.split(rows), by_row.split(rows), y.split(rows), strict=True):
+        exact = torch._int_mm(part, b.mT, out=sums[: len(part)]) if chosen == "_int_mm" else reference(part, b)
+        scaled = to if dtype == torch.float32 else torch.empty_like(to, dtype=torch.float32)
+        scaled.copy_(exact).mul_(own)  # faster than one product of int32 and fp32
+        if scale_b.ndim:
+            scaled.mul_(scale_b)
+        if bias is not None:
+            scaled.add_(bias)
+        if scaled is not to:
+            to.copy_(scaled)
+    return y
+
+
+@_product.register_fake
+def _(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tally: int,
+    of: str,
+) -> Tensor:
+    return a.new_empty(len(a), len(b), dtype=dtype)

@@ -1,0 +1,151 @@
+"""Numbers in eight bits and the scales that undo it (Wortsman et al. 2023, §2.2.1, equation 1).
+
+    q = round(127 / absmax * x)        x is nearly q * scale, scale = absmax / 127
+
+absmax is the largest magnitude of what shares a scale: a row, a column, or the whole matrix. Rounding is to the
+nearest integer, ties to even, so an entry is off by half its scale at most. Scales are fp32. The paper keeps absmax as
+the "state" and divides by 127 when it multiplies back; here the division is done once.
+
+A finer scale loses less: one large entry costs the precision of its row alone. But scales must be the same along the
+dimension that a product sums over, so inputs [b, n] and weights [m, n] of x w^T have scales by row, and w again, in
+the gradient g w, by column.
+
+What cannot be scaled: a row of zeros stays zeros; one with infinity or NaN gets a scale that is not finite, so that
+its products are not finite either, and training skips the update instead of learning from garbage.
+
+Every backend does the same fp32 operations in the same order, so all of them give the same integers.
+
+Shapes: m rows, n columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int8
+from torch import Tensor
+
+from limner.layers.scales import INT8, scales, triton_runs
+from limner.layers.vmap import looped
+
+_AT_ONCE = 1 << 18  # entries quantised together on a CPU, 1 MB in fp32: the second pass finds them in the cache
+
+
+def row_wise(x: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "m n"], Float[Tensor, " m"]]:
+    """Each row with its own scale: int8 [m, n], fp32 [m]."""
+    return _row_wise(x)
+
+
+def column_wise(x: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "m n"], Float[Tensor, " n"]]:
+    """Each column with its own scale: int8 [m, n], fp32 [n]. On a GPU the values are laid out as their transpose, which
+    its products want."""
+    return _column_wise(x)
+
+
+def tensor_wise(x: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "m n"], Float[Tensor, ""]]:
+    """One scale for the matrix: int8 [m, n], fp32 []."""
+    return _tensor_wise(x)
+
+
+def tensor_wise_transposed(x: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "n m"], Float[Tensor, ""]]:
+    """`tensor_wise` of the transpose, int8 [n, m] and fp32 []. On a GPU, whose products want it so, it is transposed in
+    the same pass over memory; elsewhere it is a view."""
+    return _tensor_wise_transposed(x)
+
+
+def dequantize(values: Int8[Tensor, "m n"], scale: Float[Tensor, ...]) -> Float[Tensor, "m n"]:
+    """fp32, from the values and scales of `row_wise` or `tensor_wise`."""
+    return values * (scale[:, None] if scale.ndim else scale)
+
+
+@looped
+@torch.library.custom_op("limner::row_wise", mutates_args=())  # opaque to torch.compile, which would unroll the loop
+def _row_wise(x: Tensor) -> tuple[Tensor, Tensor]:
+    if triton_runs(x):
+        from limner.layers import triton_int8
+
+        return triton_int8.row_wise(x)
+    values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty(len(x), device=x.device)
+    for part, to, own in zip(*(_parts(y, x.shape) for y in (x, values, scale)), strict=True):
+        found, inverse = scales(_absmax(part), INT8)
+        own.copy_(found)
+        to.copy_((part * inverse[:, None]).round_())
+    return values, scale
+
+
+@_row_wise.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:1], dtype=torch.float32)
+
+
+@looped
+@torch.library.custom_op("limner::column_wise", mutates_args=())
+def _column_wise(x: Tensor) -> tuple[Tensor, Tensor]:
+    if triton_runs(x):
+        from limner.layers import triton_int8
+
+        values, scale = triton_int8.row_wise(x.mT)
+        return values.mT, scale
+    scale, inverse = scales(_absmax(x, 0), INT8)
+    return _scaled(x, inverse), scale
+
+
+@_column_wise.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    shape = x.mT.shape if triton_runs(x) else x.shape
+    values = x.new_empty(shape, dtype=torch.int8)
+    return values.mT if triton_runs(x) else values, x.new_empty(x.shape[1:], dtype=torch.float32)
+
+
+@looped
+@torch.library.custom_op("limner::tensor_wise", mutates_args=())
+def _tensor_wise(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale, inverse = scales(_absmax(x).amax(), INT8)
+    if triton_runs(x):
+        from limner.layers import triton_int8
+
+        return triton_int8.scaled(x, inverse), scale
+    return _scaled(x, inverse), scale
+
+
+@_tensor_wise.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((), dtype=torch.float32)
+
+
+@looped
+@torch.library.custom_op("limner::tensor_wise_transposed", mutates_args=())
+def _tensor_wise_transposed(x: Tensor) -> tuple[Tensor, Tensor]:
+    if not triton_runs(x):
+        values, scale = _tensor_wise(x)
+        return values.mT, scale
+    from limner.layers import triton_int8
+
+    scale, inverse = scales(_absmax(x).amax(), INT8)
+    return triton_int8.scaled(x, inverse, transposed=True), scale
+
+
+@_tensor_wise_transposed.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    values = torch.empty_like(x, dtype=torch.int8, memory_format=torch.contiguous_format).mT
+    return values.contiguous() if triton_runs(x) else values, x.new_empty((), dtype=torch.float32)
+
+
+def _absmax(x: Tensor, dim: int = 1) -> Tensor:
+    """The largest magnitudes along `dim`, NaN where there is one. On CPUs two reductions are faster than one."""
+    return torch.maximum(x.amax(dim), -x.amin(dim))
+
+
+def _scaled(x: Tensor, inverse: Tensor) -> Tensor:
+    """int8 of a matrix times a scale's inverse, one [] or one for each column [n]."""
+    values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    for part, to in zip(_parts(x, x.shape), _parts(values, x.shape), strict=True):
+        to.copy_((part.float() * inverse).round_())
+    return values
+
+
+def _parts(x: Tensor, shape: torch.Size) -> Iterator[Tensor]:
+    """The rows of a matrix of this shape, or what there is one of a row, in parts that a cache holds."""
+    return iter(x.split(max(1, _AT_ONCE // max(1, shape[1]))))

@@ -1,0 +1,192 @@
+"""Linear layers that train with 8-bit integers (Wortsman et al. 2023, §2.2 and Appendix C.1).
+
+                       input, gradient    weight             weight gradient    saved for it
+    SwitchBack         by row             one scale          16 bits            input
+    SwitchBackM        by row             one scale          16 bits            input in 8 bits
+    SwitchBackQ        by row             by row, column     16 bits            input
+    LLM.int8()         by row             by row, column     8 bits, by column  input
+    Standard           no 8 bits          -                  16 bits            input
+
+The error of a product of rounded numbers grows with the number of terms summed (Appendix D, equation 12). The weight
+gradient sums over all positions of a batch, the other two over a layer's width alone: so SwitchBack switches back to
+16 bits for it, which is where it differs from LLM.int8().
+
+Of the three products two are in 8 bits, so with integers r times as fast a layer takes (2 / r + 1) / 3 of its time, and
+what rounding costs: at most three times the speed if the weight gradient is as slow as before, and more where 16 bits
+are faster than 32 (AMX, tensor cores).
+
+Shapes: b rows, n inputs, m outputs. `weight` is [m, n].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from limner.layers import int8
+from limner.layers.low_precision import Gradients, LowPrecisionLinear, Saves, bias_gradient, weight_gradient
+from limner.layers.quantize import column_wise, dequantize, row_wise, tensor_wise, tensor_wise_transposed
+
+
+class _SwitchBack(Saves):
+    """Algorithm 1."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: int) -> Tensor:
+        (q, state_x), (w, state_w) = row_wise(x), tensor_wise(weight)
+        return int8.product(q, w, state_x, state_w, bias, x.dtype, tally=tally)  # equation 2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Gradients:
+        x, weight = ctx.saved_tensors
+        by_x = by_weight = by_bias = None
+        if ctx.needs_input_grad[0]:
+            (q, state_g), (w, state_w) = row_wise(g), tensor_wise_transposed(weight)
+            by_x = int8.product(q, w, state_g, state_w, None, g.dtype, tally=ctx.tally, of="input gradient")
+        if ctx.needs_input_grad[1]:
+            by_weight = weight_gradient(g, x, weight.dtype, ctx.tally)
+        if ctx.needs_input_grad[2]:
+            by_bias = bias_gradient(g, weight.dtype)
+        return by_x, by_weight, by_bias, None
+
+
+class _SwitchBackM(Function):
+    """Algorithm 3: what is saved has 8 bits."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: int) -> tuple[Tensor, ...]:
+        (q, state_x), (w, state_w) = row_wise(x), tensor_wise(weight)
+        return int8.product(q, w, state_x, state_w, bias, x.dtype, tally=tally), q, state_x, w, state_w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, int], output: tuple[Tensor, ...]) -> None:
+        _, weight, _, ctx.tally = inputs
+        ctx.format = weight.dtype
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor, *_: Any) -> Gradients:
+        q, state_x, w, state_w = ctx.saved_tensors
+        by_x = by_weight = by_bias = None
+        if ctx.needs_input_grad[0]:
+            values, state_g = row_wise(g)
+            by_x = int8.product(values, w.mT, state_g, state_w, None, g.dtype, tally=ctx.tally, of="input gradient")
+        if ctx.needs_input_grad[1]:
+            by_weight = weight_gradient(g, dequantize(q, state_x).to(g.dtype), ctx.format, ctx.tally)
+        if ctx.needs_input_grad[2]:
+            by_bias = bias_gradient(g, ctx.format)
+        return by_x, by_weight, by_bias, None
+
+
+class _SwitchBackQ(Saves):
+    """Algorithm 4: the weight has a scale for each row of what is multiplied."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: int) -> Tensor:
+        (q, state_x), (w, state_w) = row_wise(x), row_wise(weight)
+        return int8.product(q, w, state_x, state_w, bias, x.dtype, tally=tally)  # equation 4
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Gradients:
+        x, weight = ctx.saved_tensors
+        by_x = by_weight = by_bias = None
+        if ctx.needs_input_grad[0]:
+            by_x = _by_columns(g, weight, ctx.tally)
+        if ctx.needs_input_grad[1]:
+            by_weight = weight_gradient(g, x, weight.dtype, ctx.tally)
+        if ctx.needs_input_grad[2]:
+            by_bias = bias_gradient(g, weight.dtype)
+        return by_x, by_weight, by_bias, None
+
+
+class _LLMInt8(Saves):
+    """LLM.int8() as the paper compares with it (§2.2.3): `_SwitchBackQ` with the weight gradient in 8 bits as well.
+
+    Columns of g and x have scales of their own, as that sum runs over rows. Dettmers et al. (2022) also keep columns
+    with outliers in 16 bits; the paper's baseline does without.
+    """
+
+    forward = _SwitchBackQ.forward
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Gradients:
+        x, weight = ctx.saved_tensors
+        by_x = by_weight = by_bias = None
+        if ctx.needs_input_grad[0]:
+            by_x = _by_columns(g, weight, ctx.tally)
+        if ctx.needs_input_grad[1]:
+            (values, state_g), (q, state_x) = column_wise(g), column_wise(x)
+            by_weight = int8.product(
+                values.mT, q.mT, state_g, state_x, None, weight.dtype, tally=ctx.tally, of="weight gradient"
+            )
+        if ctx.needs_input_grad[2]:
+            by_bias = bias_gradient(g, weight.dtype)
+        return by_x, by_weight, by_bias, None
+
+
+def _by_columns(g: Tensor, weight: Tensor, tally: int) -> Tensor:
+    """The input gradient g W in 8 bits, with a scale for each row of g and each column of the weight."""
+    (q, state_g), (w, state_w) = row_wise(g), column_wise(weight)
+    return int8.product(q, w.mT, state_g, state_w, None, g.dtype, tally=tally, of="input gradient")
+
+
+class _Standard(Saves):
+    """Algorithm 5: what a layer costs as an autograd function without 8 bits."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: int) -> Tensor:
+        y = x @ weight.to(x.dtype).mT
+        return y if bias is None else y + bias.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Gradients:
+        x, weight = ctx.saved_tensors
+        by_x = by_weight = by_bias = None
+        if ctx.needs_input_grad[0]:
+            by_x = g @ weight.to(g.dtype)
+        if ctx.needs_input_grad[1]:
+            by_weight = (g.mT @ x).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            by_bias = g.sum(0).to(weight.dtype)
+        return by_x, by_weight, by_bias, None
+
+
+class SwitchBackLinear(LowPrecisionLinear):
+    """`nn.Linear` in int8, with the weight gradient in 16 bits (Algorithm 1)."""
+
+    function = _SwitchBack
+
+
+class SwitchBackMLinear(LowPrecisionLinear):
+    """`SwitchBackLinear` that saves int8 for the backward pass, a quarter of fp32's memory (Algorithm 3)."""
+
+    function = _SwitchBackM
+
+
+class SwitchBackQLinear(LowPrecisionLinear):
+    """`SwitchBackLinear` with a scale for each row or column of the weight (Algorithm 4)."""
+
+    function = _SwitchBackQ
+
+
+class LLMInt8Linear(LowPrecisionLinear):
+    """All three products in int8: the baseline that loses accuracy where batches are large (§2.2.3)."""
+
+    function = _LLMInt8
+
+
+class StandardLinear(LowPrecisionLinear):
+    """`nn.Linear` as an autograd function of Python, to compare speeds with (Algorithm 5). It counts no products."""
+
+    function = _Standard

@@ -1,0 +1,163 @@
+"""The steps of an int8 linear layer as Triton kernels (Wortsman et al. 2023, §2.2.1, Algorithm 1), for GPUs.
+
+    row_wise    absmax, scale and integers of each row, in one kernel
+    scaled      integers of a whole matrix, and of its transpose: a tile is read once and written the other way round
+                (`tensor-wise_quantize_transpose`). A GPU multiplies A B^T alone, and so the gradient needs W transposed
+    product     a b^T in int32 on tensor cores, with scales and bias applied before anything is written
+
+Each does the fp32 operations of `quantize.py` and `int8.py` in their order: quotients are rounded correctly
+(`div_rn`), and products are not contracted with what follows (`enable_fp_fusion=False`), so that the integers are the
+same on all devices. Rounding to nearest even adds and subtracts 1.5 * 2^23, beyond which fp32 has no fractions.
+
+This file is imported where there is a GPU. Without one, tests run it under Triton's interpreter and compile it ahead of
+time.
+
+Shapes: m rows of inputs, n of weights, k summed over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from limner.layers.scales import INT8, SMALLEST
+
+_LARGEST = tl.constexpr(INT8)
+_SMALLEST = tl.constexpr(SMALLEST)
+_FRACTIONS_END = tl.constexpr(1.5 * 2**23)
+_TILE = 64
+
+
+def row_wise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [m, n] and fp32 scales [m] of the rows of x [m, n]."""
+    m, n = x.shape
+    values, scale = torch.empty(m, n, dtype=torch.int8, device=x.device), torch.empty(m, device=x.device)
+    if x.numel():
+        block = min(4_096, triton.next_power_of_2(n))
+        launch: Any = row_wise_kernel[(m,)]
+        launch(x, values, scale, n, *x.stride(), *values.stride(), BLOCK=block, enable_fp_fusion=False)
+    return values, scale
+
+
+def scaled(x: Tensor, inverse: Tensor, transposed: bool = False) -> Tensor:
+    """int8 [m, n] of x [m, n] times a scale's inverse, fp32 []; [n, m] if it is to be transposed."""
+    m, n = x.shape
+    values = torch.empty((n, m) if transposed else (m, n), dtype=torch.int8, device=x.device)
+    strides = values.mT.stride() if transposed else values.stride()
+    if x.numel():
+        launch: Any = scaled_kernel[triton.cdiv(m, _TILE), triton.cdiv(n, _TILE)]
+        launch(x, values, inverse, m, n, *x.stride(), *strides, TILE=_TILE, enable_fp_fusion=False)
+    return values
+
+
+def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """See `int8.product`. Tensor cores read both along k."""
+    b = b.contiguous()
+    (m, k), n = a.shape, len(b)
+    y = torch.empty(m, n, dtype=dtype, device=a.device)
+    if not y.numel():
+        return y
+
+    def grid(chosen: dict[str, Any]) -> tuple[int, int]:
+        return triton.cdiv(m, chosen["M"]), triton.cdiv(n, chosen["N"])
+
+    product_kernel[grid](
+        a, b, y, scale_a, scale_b, scale_a if bias is None else bias, m, n, k, *a.stride(), *b.stride(), y.stride(0),
+        BY_ROW=scale_a.ndim == 1, BY_COLUMN=scale_b.ndim == 1, BIAS=bias is not None,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _rounded(x):
+    return (x + _FRACTIONS_END) - _FRACTIONS_END
+
+
+@triton.jit
+def _magnitude(x):
+    """|x|; infinite where x is NaN, which a maximum may leave out."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def row_wise_kernel(x, values, scale, n, x_row, x_column, v_row, v_column, BLOCK: tl.constexpr):
+    """One program for each row, which it reads twice; the second time it comes from the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    x, values = x + row * x_row, values + row * v_row
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        part = tl.load(x + at.to(tl.int64) * x_column, mask=at < n, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, _magnitude(part))
+    absmax = tl.maximum(tl.max(largest, 0), _SMALLEST)
+    tl.store(scale + row, tl.div_rn(absmax, _LARGEST * 1.0))
+    inverse = tl.div_rn(_LARGEST * 1.0, absmax)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        part = tl.load(x + at.to(tl.int64) * x_column, mask=at < n, other=0.0).to(tl.float32)
+        tl.store(values + at.to(tl.int64) * v_column, _rounded(part * inverse).to(tl.int8), mask=at < n)
+
+
+@triton.jit
+def scaled_kernel(x, values, inverse, m, n, x_row, x_column, v_row, v_column, TILE: tl.constexpr):
+    """One program for each tile."""
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    there = (row < m) & (column < n)
+    tile = tl.load(x + row * x_row + column * x_column, mask=there, other=0.0).to(tl.float32)
+    whole = _rounded(tile * tl.load(inverse)).to(tl.int8)
+    tl.store(values + row * v_row + column * v_column, whole, mask=there)
+
+
+_CONFIGS = [
+    triton.Config({"M": m, "N": n, "K": k}, num_warps=warps, num_stages=stages)
+    for m, n, k, warps, stages in (
+        (64, 64, 64, 4, 3),
+        (64, 128, 64, 4, 4),
+        (128, 64, 64, 4, 4),
+        (128, 128, 64, 4, 4),
+        (128, 128, 128, 8, 3),
+        (128, 256, 64, 8, 3),
+        (128, 256, 128, 8, 3),
+        (256, 128, 128, 8, 3),
+    )
+]
+
+
+@triton.autotune(_CONFIGS[: 1 if knobs.runtime.interpret else None], key=["m", "n", "k"])
+@triton.jit
+def product_kernel(
+    a, b, y, scale_a, scale_b, bias, m, n, k, a_row, a_column, b_row, b_column, y_row,
+    BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr, BIAS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """One program for each tile [M, N] of the result."""
+    row = tl.program_id(0) * M + tl.arange(0, M)
+    column = tl.program_id(1) * N + tl.arange(0, N)
+    in_m, in_n = row < m, column < n
+    a += row.to(tl.int64)[:, None] * a_row
+    b += column.to(tl.int64)[None, :] * b_row
+    sums = tl.zeros((M, N), tl.int32)
+    for start in range(0, k, K):
+        at = start + tl.arange(0, K).to(tl.int64)
+        in_k = at < k
+        left = tl.load(a + at[None, :] * a_column, mask=in_m[:, None] & in_k[None, :], other=0)
+        right = tl.load(b + at[:, None] * b_column, mask=in_k[:, None] & in_n[None, :], other=0)
+        sums = tl.dot(left, right, sums, out_dtype=tl.int32)
+    if BY_ROW:
+        by_row = tl.load(scale_a + row, mask=in_m, other=0.0)[:, None]
+    else:
+        by_row = tl.load(scale_a)
+    if BY_COLUMN:
+        found = sums.to(tl.float32) * by_row * tl.load(scale_b + column, mask=in_n, other=0.0)[None, :]
+    else:
+        found = sums.to(tl.float32) * (by_row * tl.load(scale_b))
+    if BIAS:
+        found += tl.load(bias + column, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    y += row.to(tl.int64)[:, None] * y_row + column[None, :]
+    tl.store(y, found.to(y.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])

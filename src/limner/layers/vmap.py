@@ -1,0 +1,30 @@
+"""`torch.func.vmap` for operations that are opaque to it.
+
+The products and quantisers of low-precision layers are custom operations, since what they do at run time (choose a
+kernel, count it) must not be traced. `vmap` runs such an operation once for each element of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Op = TypeVar("Op", bound=Any)
+
+
+def looped(op: Op) -> Op:
+    """The same custom operation, which `vmap` calls in a loop; its results are stacked in front."""
+
+    def call_each(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        def of(i: int) -> list[Any]:
+            return [x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True)]
+
+        found = [op(*of(i)) for i in range(info.batch_size)]
+        if isinstance(found[0], Tensor):
+            return torch.stack(found), 0
+        return tuple(torch.stack(parts) for parts in zip(*found, strict=True)), (0,) * len(found[0])
+
+    torch.library.register_vmap(op, call_each)
+    return op

@@ -1,0 +1,50 @@
+"""The proof that a run's products were computed as its precision says: counts of kernels, kept with the run.
+
+    RUN/STAGE/precision.json    for each layer of low precision: its products, their kernels, and how often each ran
+
+`limner inspect precision RUN` shows it. The file is as old as the newest checkpoint, which holds the counts as well: so
+a run that is killed and goes on counts each of its updates once.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from limner.files import atomic_write_text
+from limner.layers.low_precision import LowPrecisionLinear
+from limner.layers.tally import Counts, from_rows, to_rows
+from limner.training.hooks import Hook
+from limner.training.run import Run
+
+FILE = "precision.json"
+
+
+class KernelCounts(Hook):
+    """Writes the counts to the folder `out` whenever the run is saved; the first process writes its own."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._before: dict[str, Counts] = {}  # what earlier processes of the run have counted
+        self._now: dict[str, Counts] = {}
+
+    def on_save(self, run: Run) -> None:
+        layers = {name: x for name, x in run.model.named_modules() if isinstance(x, LowPrecisionLinear)}
+        self._now = {name: self._before.get(name, Counter()) + layer.tally.counts for name, layer in layers.items()}
+        if run.parallel.is_main:
+            found = {
+                "step": run.step,
+                "precision": type(run.config.precision).__name__,
+                "layers": [
+                    {"name": name, "kind": type(layer).__name__, "products": to_rows(self._now[name])}
+                    for name, layer in layers.items()
+                ],
+            }
+            atomic_write_text(self.out / FILE, json.dumps(found, indent=1) + "\n")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"layers": {name: to_rows(counts) for name, counts in self._now.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._before = {name: from_rows(rows) for name, rows in state["layers"].items()}

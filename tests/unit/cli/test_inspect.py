@@ -1,0 +1,78 @@
+"""`limner inspect precision`: a run in 8 bits, from its recipe to its bundle and its record."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from limner.cli import main
+from limner.layers.precisions import Fp8SwitchBack, SwitchBack
+from limner.numerics.precision import Bf16
+from limner.pipeline import load
+from limner.runs.stages import train_all
+from limner.training.kernels import FILE
+from limner.worlds.writing import write_scenes
+from tiny import tiny_recipe
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inspect")
+    write_scenes(folder / "scenes", 24, 0, size=24, held_out=0.3)
+    recipe = tiny_recipe()
+    recipe = replace(
+        recipe,
+        prior=replace(recipe.prior, training=replace(recipe.prior.training, steps=20, precision=SwitchBack())),
+        contrastive=replace(
+            recipe.contrastive, training=replace(recipe.contrastive.training, steps=5, precision=Fp8SwitchBack())
+        ),
+    )
+    pipe = train_all(recipe, folder / "scenes", folder / "run")
+    assert pipe is not None
+    for drawing in (pipe, load(folder / "run"), load(folder / "run", precision=Bf16())):  # ordinary layers again
+        assert {type(x) for x in drawing.prior.modules() if isinstance(x, nn.Linear)} == {nn.Linear}
+        assert len(drawing("a red circle", n=1, candidates=2).images) == 1
+    return folder / "run"
+
+
+def test_each_layer_is_listed_with_its_kernels(run, capsys):
+    assert main(["inspect", "precision", str(run)]) == 0
+    prior, contrastive = capsys.readouterr().out.split("\n\n")
+    lines = prior.splitlines()
+    assert lines[0] == "prior: SwitchBack, 20 steps"
+    assert lines[1].split("  ")[0] == "layer" and lines[1].endswith("weight gradient")
+    assert sum(line.startswith("blocks.") for line in lines) == 8
+    row = lines[2]
+    assert "blocks.0.attention.branch.qkv" in row and "SwitchBackLinear" in row and "_int_mm x 20" in row
+    assert "none of" in lines[-1] and "fell back" in lines[-1]
+    assert contrastive.startswith("contrastive model: Fp8SwitchBack, 5 steps")
+    assert "products fell back:" in contrastive and "to simulated, since this processor" in contrastive
+    assert main(["inspect", "precision", str(run / "prior")]) == 0
+    assert "_int_mm x 20" in capsys.readouterr().out
+
+
+def test_what_is_no_such_run_is_told(run, capsys, tmp_path):
+    def says(path):
+        assert main(["inspect", "precision", str(path)]) == 2
+        return capsys.readouterr().err
+
+    assert "is no folder" in says(tmp_path / "nothing")
+    assert "is no run" in says(tmp_path)
+    shutil.copytree(run, tmp_path / "run")
+    for file in (tmp_path / "run").glob(f"*/{FILE}"):
+        file.unlink()
+    assert "has no layers of low precision: train with" in says(tmp_path / "run")
+    wrong = tmp_path / "run" / "prior" / FILE
+    good = json.loads((run / "prior" / FILE).read_text())
+    for content in ([], {}, {**good, "layers": [{}]}, {**good, "layers": 3}, {**good, "step": "x"}):
+        wrong.write_text(json.dumps(content))
+        assert "is no record of kernels" in says(tmp_path / "run")
+    wrong.write_text("{")
+    assert "not valid JSON" in says(tmp_path / "run")
+    wrong.write_text(json.dumps({**good, "precision": "\x1b[31m", "layers": []}))
+    assert main(["inspect", "precision", str(tmp_path / "run")]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    assert main(["inspect", "precisoin", str(run)]) == 2
+    assert "did you mean 'precision'" in capsys.readouterr().err

@@ -1,0 +1,243 @@
+"""Layers in 8 bits: the paper's algorithms written out, and everything that may be around a layer."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
+
+from limner.layers import (
+    Fp8SwitchBackLinear,
+    Fp8TensorWiseLinear,
+    LLMInt8Linear,
+    StandardLinear,
+    SwitchBackLinear,
+    SwitchBackMLinear,
+    SwitchBackQLinear,
+    float8,
+)
+from limner.layers.convert import convert
+from limner.layers.low_precision import plain
+from limner.numerics.precision import has_fast_bf16
+
+COUNTED = [
+    SwitchBackLinear, SwitchBackMLinear, SwitchBackQLinear, LLMInt8Linear, Fp8SwitchBackLinear, Fp8TensorWiseLinear
+]  # fmt: skip
+KINDS = [*COUNTED, StandardLinear]
+every = pytest.mark.parametrize("kind", KINDS)
+FAST_BF16 = has_fast_bf16(torch.device("cpu"))
+
+
+def back(values, dim=None):
+    """The numbers in 8 bits, as fp64: one scale for the slices along `dim`, or for all."""
+    values = values.detach().double()
+    absmax = values.abs().amax() if dim is None else values.abs().amax(dim, keepdim=True)
+    return torch.round(values * 127 / absmax) * absmax / 127
+
+
+def float8_back(values, format, dim=None):
+    values = values.detach().double()
+    scale = (values.abs().amax() if dim is None else values.abs().amax(dim, keepdim=True)) / torch.finfo(format).max
+    return float8.rounded(values / scale, format).double() * scale
+
+
+def expected(kind, x, weight, bias, g):
+    """Output and gradients of Algorithms 1, 3, 4 and 5, in fp64."""
+    rows, columns, e4m3, e5m2 = partial(back, dim=1), partial(back, dim=0), float8.E4M3, float8.E5M2
+    by_x, by_weight = (g, weight), (g, x)  # what the two gradients are products of
+    if kind in (SwitchBackLinear, SwitchBackMLinear):
+        forward, by_x = (rows(x), back(weight)), (rows(g), back(weight))
+        by_weight = (g, rows(x) if kind is SwitchBackMLinear else x)
+    elif kind in (SwitchBackQLinear, LLMInt8Linear):
+        forward, by_x = (rows(x), rows(weight)), (rows(g), columns(weight))
+        by_weight = (columns(g), columns(x)) if kind is LLMInt8Linear else (g, x)
+    elif kind in (Fp8SwitchBackLinear, Fp8TensorWiseLinear):
+        dim, w = (1 if kind is Fp8SwitchBackLinear else None), float8_back(weight, e4m3)
+        x8, g8 = float8_back(x, e4m3, dim), float8_back(g, e5m2, dim)
+        forward, by_x, by_weight = (x8, w), (g8, w), (g8, x8) if dim is None else (g, x)
+    else:
+        forward = x, weight
+    (a, w), (g1, w1), (g2, x2) = ((p.detach().double() for p in pair) for pair in (forward, by_x, by_weight))
+    y = a @ w.mT + (0 if bias is None else bias.detach().double())
+    return y, g1 @ w1, g2.mT @ x2, g.double().sum(0)
+
+
+def run(layer, x, g):
+    """Output and gradients; `layer` may be compiled."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    return y.detach(), *torch.autograd.grad(y, [x, *parameters], g.to(y.dtype))
+
+
+@every
+@pytest.mark.parametrize(("b", "n", "m"), [(1, 1, 1), (5, 7, 3), (70, 48, 33), (33, 64, 128)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_outputs_and_gradients_are_those_of_the_algorithms(kind, b, n, m, bias):
+    torch.manual_seed(b)
+    layer, x, g = kind(n, m, bias), torch.randn(b, n), torch.randn(b, m)
+    want = expected(kind, x, layer.weight, layer.bias, g)
+    found = run(layer, x, g)
+    assert len(found) == 3 + bias
+    loose = {"rtol": 2e-2, "atol": 3e-2} if FAST_BF16 and kind is not StandardLinear else {"rtol": 1e-4, "atol": 1e-4}
+    for name, one, other in zip(("y", "x", "weight", "bias"), found, want, strict=False):
+        torch.testing.assert_close(one.double(), other, **(loose if name == "weight" else {"rtol": 1e-4, "atol": 1e-4}))
+
+
+@every
+def test_zero_rows_and_no_rows_are_safe(kind):
+    layer, x = kind(8, 4), torch.randn(3, 8)
+    x[1] = 0
+    g = torch.randn(3, 4)
+    g[2] = 0
+    found = run(layer, x, g)
+    assert all(value.isfinite().all() for value in found)
+    torch.testing.assert_close(found[0][1], layer.bias)
+    assert not found[1][2].any()
+    layer.weight.data.zero_()
+    torch.testing.assert_close(run(layer, x, g)[0], layer.bias.expand(3, 4))
+    y, by_x, *by_parameters = run(layer, torch.randn(2, 0, 8), torch.randn(2, 0, 4))
+    assert y.shape == (2, 0, 4) and by_x.shape == (2, 0, 8)
+    assert not any(value.any() for value in by_parameters)
+
+
+@every
+def test_only_what_is_needed_is_computed(kind):
+    layer = kind(8, 4)
+    x, g = torch.randn(3, 8), torch.randn(3, 4)
+    for frozen in (("weight",), ("bias",), ("weight", "bias")):
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        layer.tally.counts.clear()
+        assert len(run(layer, x, g)) == 4 - len(frozen)
+        done = {product for product, _, _ in layer.tally.counts}
+        if kind in COUNTED:
+            assert done == {"forward", "input gradient"} | ({"weight gradient"} if "weight" not in frozen else set())
+    layer.requires_grad_(True)
+    layer.tally.counts.clear()
+    layer(x).sum().backward()  # x needs none
+    assert "input gradient" not in {product for product, _, _ in layer.tally.counts}
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [*((kind, "aot_eager") for kind in KINDS), (SwitchBackLinear, "inductor"), (SwitchBackMLinear, "inductor")],
+)
+def test_compiled_it_is_the_same_and_counts_the_same(kind, backend):
+    torch.manual_seed(0)
+    layer, x, g = kind(48, 33), torch.randn(5, 7, 48), torch.randn(5, 7, 33)
+    want, each = run(layer, x, g), layer.tally.counts.total()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for one, other in zip(run(compiled, x, g), want, strict=True):
+        torch.testing.assert_close(one, other)
+    assert layer.tally.counts.total() == 2 * each == (6 if kind in COUNTED else 0)
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_checkpointing_computes_the_forward_product_again_and_says_so(kind):
+    torch.manual_seed(0)
+    layer, x, g = kind(16, 8), torch.randn(4, 16), torch.randn(4, 8)
+    want = run(layer, x, g)
+    layer.tally.counts.clear()
+
+    class Saved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return checkpoint(self.layer, x, use_reentrant=False)
+
+    assert all(torch.equal(one, other) for one, other in zip(run(Saved(), x, g), want, strict=True))
+    times = {product: times for (product, _, _), times in layer.tally.counts.items()}
+    assert times == {"forward": 2, "input gradient": 1, "weight gradient": 1}
+
+
+@every
+def test_under_autocast_results_have_16_bits_and_gradients_the_parameters_format(kind):
+    torch.manual_seed(0)
+    layer, x = kind(16, 8), torch.randn(4, 16, requires_grad=True)
+    exact = F.linear(x, layer.weight, layer.bias)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), exact, rtol=0.1, atol=0.1)
+    y.float().square().sum().backward()
+    assert {p.grad.dtype for p in (x, *layer.parameters())} == {torch.float32}
+    if kind in (SwitchBackLinear, SwitchBackMLinear, SwitchBackQLinear, Fp8SwitchBackLinear):
+        assert ("weight gradient", "bfloat16" if FAST_BF16 else "float32", "") in layer.tally.counts
+    assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+@every
+def test_function_transforms_see_an_ordinary_layer(kind):
+    torch.manual_seed(0)
+    layer, x = kind(12, 6), torch.randn(5, 3, 12)
+    parameters = dict(layer.named_parameters())
+
+    def loss(parameters, x):
+        return functional_call(layer, parameters, (x,)).square().sum()
+
+    found = grad(loss)(parameters, x)
+    loss(parameters, x).backward()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(found[name], parameter.grad)
+    for_each = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+    for i, own in enumerate(x):
+        for name, value in grad(loss)(parameters, own).items():
+            torch.testing.assert_close(for_each[name][i], value)
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_a_second_derivative_is_refused(kind):
+    layer, x = kind(4, 4), torch.randn(2, 4, requires_grad=True)
+    (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        first.sum().backward()
+
+
+@every
+def test_an_ordinary_layer_is_taken_over_and_given_back(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Sequential(nn.Linear(4, 3))).eval()
+    before, parameters = model.state_dict(), list(model.parameters())
+    x = torch.randn(5, 8)
+    exact = model(x)
+    convert(model, kind.of)
+    assert type(model[0]) is kind and not model[0].training
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == list(before)
+    torch.testing.assert_close(model(x), exact, atol=0.1, rtol=0.1)
+    twin = copy.deepcopy(model)
+    twin(x)
+    assert model[0].tally.counts.total() == (1 if kind in COUNTED else 0) == twin[0].tally.counts.total()
+    plain(model)
+    assert type(model[0]) is type(model[1][0]) is nn.Linear and not model[0].training
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert torch.equal(model(x), exact)
+
+
+@every
+def test_inputs_of_another_width_are_refused(kind):
+    with pytest.raises(RuntimeError, match="8 features in the last dimension, not 6"):
+        kind(8, 4)(torch.randn(4, 6))
+
+
+def test_saved_for_backward_by_m_is_a_quarter():
+    held = {}
+    for kind in (SwitchBackLinear, SwitchBackMLinear):
+        sizes = []
+
+        def pack(x, sizes=sizes):
+            sizes.append(x.nbytes)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            kind(256, 256)(torch.randn(512, 256, requires_grad=True))
+        held[kind] = sum(sizes)
+    assert held[SwitchBackMLinear] < 0.27 * held[SwitchBackLinear]
