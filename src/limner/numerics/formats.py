@@ -28,12 +28,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
 from limner.numerics.fused import Fused
+from limner.ranges import Checked, Range
 
 _FRACTION = 23  # bits of an fp32 significand
 _FP32_BIAS = 127
@@ -43,7 +45,7 @@ _PIECE = 1 << 15  # values whose intermediate results stay in a core's cache
 
 
 @dataclass(frozen=True)
-class FloatFormat:
+class FloatFormat(Checked):
     """`sign` (0 or 1), `exponent` and `mantissa` bits, 16 at most in all. `bias` is 2^(exponent - 1) - 1 by default,
     as IEEE 754 has it.
 
@@ -51,14 +53,15 @@ class FloatFormat:
     bias that moves its numbers to the ends of fp32's range.
     """
 
-    sign: int
-    exponent: int
-    mantissa: int
-    bias: int | None = None
+    sign: Annotated[int, Range(0, 1)]
+    exponent: Annotated[int, Range(1, 7)]
+    mantissa: Annotated[int, Range(1, 15)]
+    bias: Annotated[int | None, Range(-200, 200)] = None
 
     def __post_init__(self) -> None:
-        if self.sign not in (0, 1) or not 1 <= self.exponent <= 7 or self.mantissa < 1 or self.bits > 16:
-            raise ValueError(f"{self} is no format of 16 bits or less with 1 to 7 bits of exponent and a significand")
+        super().__post_init__()
+        if self.bits > 16:
+            raise ValueError(f"{self} is no format of 16 bits or less")
         if 1 - self._bias - self.mantissa < -126 or self._highest + _FRACTION - self.mantissa > 127:
             raise ValueError(f"{self} reaches beyond fp32: choose a bias nearer to {2 ** (self.exponent - 1) - 1}")
 

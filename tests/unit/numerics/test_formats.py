@@ -28,7 +28,7 @@ def test_pieces_make_no_difference() -> None:
 
 def test_formats_that_cannot_be_are_refused() -> None:
     for parts in ((1, 8, 7), (2, 4, 3), (1, 7, 9), (1, 6, 0), (0, 0, 4)):
-        with pytest.raises(ValueError, match="is no format"):
+        with pytest.raises(ValueError, match=r"is no format|must be at (least|most)"):
             FloatFormat(*parts)
     with pytest.raises(ValueError, match="1-6-9 reaches beyond fp32: choose a bias nearer to 31"):
         FloatFormat(1, 6, 9, bias=-60)
