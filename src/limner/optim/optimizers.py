@@ -23,7 +23,7 @@ class AdamW(Checked):
 
     lr: Annotated[float, Range(above=0)] = 3e-4
     betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.96)
-    eps: Annotated[float, Range(above=0)] = 1e-8
+    eps: Annotated[float, Range(above=0, most=1)] = 1e-8
     weight_decay: Annotated[float, Range(0)] = 4.5e-2
     decayed: Decayed = "matrices"
 
@@ -68,7 +68,7 @@ class AdamW16(Checked):
 
     lr: Annotated[float, Range(above=0)] = 3e-4
     betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.96)
-    eps: Annotated[float, Range(above=0)] = 1e-8
+    eps: Annotated[float, Range(above=0, most=1)] = 1e-8
     weight_decay: Annotated[float, Range(0)] = 4.5e-2
     decayed: Decayed = "matrices"
     most: Annotated[float, Range(above=0)] = 5.0
@@ -93,7 +93,7 @@ class StableAdamW(Checked):
 
     lr: Annotated[float, Range(above=0)] = 3e-4
     betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.99)
-    eps: Annotated[float, Range(above=0)] = 1e-6
+    eps: Annotated[float, Range(above=0, most=1)] = 1e-6
     weight_decay: Annotated[float, Range(0)] = 4.5e-2
     decayed: Decayed = "matrices"
     clip_decay: bool = True
@@ -110,7 +110,7 @@ class Beta2WarmupAdamW(Checked):
     lr: Annotated[float, Range(above=0)] = 3e-4
     beta1: Annotated[float, Range(0, below=1)] = 0.9
     power: Annotated[float, Range(above=0)] = 0.5
-    eps: Annotated[float, Range(above=0)] = 1e-8
+    eps: Annotated[float, Range(above=0, most=1)] = 1e-8
     weight_decay: Annotated[float, Range(0)] = 4.5e-2
     decayed: Decayed = "matrices"
 
