@@ -12,6 +12,7 @@ the command's own. Long work takes `progress: Advance`, a callable that is told 
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
@@ -19,6 +20,8 @@ from typing import Self, TextIO
 from limner.errors import printable
 
 Advance = Callable[[int], object]  # takes the units done since the last call
+_RECENT = 120.0  # seconds whose mean is the rate: a slow stretch long ago says nothing of the time left
+_MARKS = 24  # kept of them
 
 
 def progress(title: str, total: int | None = None, *, unit: str = "step", every: float = 10.0) -> "Progress":
@@ -32,20 +35,29 @@ class Progress:
 
     def __init__(self, title: str, total: int | None = None, *, unit: str = "step", every: float = 10.0) -> None:
         self.title, self.total, self.unit, self.every = title, total, unit, every
-        self.done = self.resumed = 0
+        self.done = 0
         self.metrics: dict[str, float | str] = {}
+        self._begin()
+
+    def _begin(self) -> None:
         self.started = time.monotonic()
+        self._marks = deque([(self.started, self.done)])  # when how much was done, within the last `_RECENT` seconds
 
     def resume(self, done: int) -> None:
         """Work that an earlier process did: part of the total, not of the rate."""
-        self.done = self.resumed = done
-        self.started = time.monotonic()
+        self.done = done
+        self._begin()
         self.show()
 
     def advance(self, n: int = 1, **metrics: float | str) -> None:
         """`n` more units are done; metrics replace those shown under the same name."""
         self.done += n
         self.metrics.update(metrics)
+        now = time.monotonic()
+        if now - self._marks[-1][0] >= _RECENT / _MARKS:
+            self._marks.append((now, self.done))
+        while len(self._marks) > 2 and now - self._marks[1][0] >= _RECENT:
+            self._marks.popleft()
         self.show()
 
     def note(self, text: str) -> None:
@@ -56,8 +68,9 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Units a second in this process."""
-        return (self.done - self.resumed) / max(time.monotonic() - self.started, 1e-9)
+        """Units a second, lately."""
+        since, done = self._marks[0]
+        return (self.done - done) / max(time.monotonic() - since, 1e-9)
 
     def status(self) -> str:
         """Rate, time left and metrics: "3.1 steps/s · 2:10 left · loss 4.82"."""
@@ -72,7 +85,7 @@ class Progress:
         return " · ".join(parts)
 
     def __enter__(self) -> Self:
-        self.started = time.monotonic()
+        self._begin()
         return self
 
     def __exit__(

@@ -45,6 +45,17 @@ def test_resumed_work_is_done_but_does_not_count_as_speed(time, capsys) -> None:
     assert "91/100 · 5.0 s/step · 0:45 left" in capsys.readouterr().err
 
 
+def test_the_rate_is_that_of_the_last_minutes(time) -> None:
+    bar = Progress("training", total=10_000)
+    for seconds, steps in ((10.0, 60), (0.5, 600)):  # ten minutes beside other work, then five alone
+        for _ in range(steps):
+            time.now += seconds
+            bar.advance(1)
+    assert bar.rate == pytest.approx(2)
+    time.now += 600  # nothing is done any more
+    assert bar.rate < 0.5
+
+
 def test_a_total_may_be_unknown(time, capsys) -> None:
     with PlainProgress("reading", unit="image") as bar:
         time.now += 2
