@@ -26,6 +26,7 @@ from limner.progress import Advance
 from limner.ranges import Checked, OutOfRange, Range
 
 ROUNDS = 15  # of Lloyd's algorithm
+_FLAT = 0.01  # largest difference within a channel of a patch that is of one color: three levels of 255
 _ROWS = 1_024  # patches compared with all codes at once: their distances stay in the processor's cache
 
 
@@ -109,15 +110,37 @@ class PatchDVAE(nn.Module):
     ) -> None:
         """Make `codes` the centres of about `samples` patches of uint8 [B, 3, H, W], all on the CPU.
 
-        A patch is drawn with a chance that grows with its contrast: most patches of flat pictures are of one color, and
-        a few codes are enough for them. `progress` is advanced by one after each of `ROUNDS` rounds.
+        Patches of one color, most of a flat picture, have an eighth of the codes for themselves, which are of one
+        color, too: otherwise the nearest code of a flat area has traces of an edge, and the area dots. A color is drawn
+        with a chance that grows with the root of its frequency, another patch with one that grows with its contrast.
+        `progress` is advanced by one after each of `ROUNDS` rounds.
         """
-        found, each = [], -(-samples // len(pixels))
+        found, colors, each = [], [], -(-samples // len(pixels))
         for picture in pixels:
             patches = self._patches(picture[None])[0]
-            contrast = patches.view(len(patches), 3, -1).std(2).mean(1) + 0.01
-            found.append(patches[torch.multinomial(contrast, min(each, len(patches)), generator=generator)])
-        self.codes.copy_(centres(torch.cat(found), self.config.vocab, generator, progress))
+            channels = patches.unflatten(1, (3, -1))
+            flat = (channels.amax(2) - channels.amin(2)).amax(1) <= _FLAT
+            colors.append(channels[flat].mean(2))
+            others, contrast = patches[~flat], channels[~flat].std(2).mean(1) + 0.01
+            if len(others):
+                found.append(others[torch.multinomial(contrast, min(each, len(others)), generator=generator)])
+        vocab = self.config.vocab
+        plain = self._plain(torch.cat(colors), vocab // 8 if found else vocab, samples // 8, generator)
+        others = torch.cat(found) if found else plain
+        rest = [centres(others, vocab - len(plain), generator, progress)] if len(plain) < vocab else []
+        self.codes.copy_(torch.cat([plain, *rest]))
+
+    def _plain(
+        self, colors: Float[Tensor, "N 3"], most: int, samples: int, generator: torch.Generator
+    ) -> Float[Tensor, "F D"]:
+        """Codes of one color each, at most so many."""
+        distinct, counts = torch.unique((colors * 255).round(), dim=0, return_counts=True)
+        if len(distinct) <= most:  # also where there is none
+            chosen = distinct
+        else:
+            drawn = torch.multinomial(counts.sqrt(), samples, replacement=True, generator=generator)
+            chosen = centres(distinct[drawn], most, generator)
+        return (chosen / 255).repeat_interleave(self.config.patch**2, 1)
 
     def _patches(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B S D"]:
         return F.pixel_unshuffle(map_pixels(pixels), self.config.patch).flatten(2).mT

@@ -1,5 +1,7 @@
 """A dVAE of patches: nearest codes, k-means, and a decoder that works on any size."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,6 +66,22 @@ def test_contrast_decides_which_patches_are_clustered():
     model = SMALL.build()
     model.fit(flat, torch.Generator().manual_seed(0), samples=200)
     assert (model.codes - map_pixels(edge).flatten()).abs().amax(1).min() < 1e-5
+
+
+def test_flat_areas_have_codes_of_one_color():
+    """Colors that lie beside edges in most pictures, which would leave traces in their codes."""
+    generator = torch.Generator().manual_seed(0)
+    pictures = squares(100)
+    edges = torch.rand(100, 1, 16, 16, generator=generator) < 0.05
+    pictures = torch.where(edges, 255 - pictures, pictures)
+    model = replace(SMALL, vocab=64).build()
+    model.fit(pictures, generator)
+    spread = model.codes.unflatten(1, (3, -1)).std(2).amax(1)
+    assert (spread == 0).sum() == 5  # an eighth of 64 are more than there are colors
+    plain = squares(8, seed=1)
+    found = model.codes[model.tokens(plain)]
+    patches = map_pixels(plain).unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).reshape(8, 16, 48)
+    assert (found - patches).abs().max() < 0.003
 
 
 def test_the_decoder_learns_what_pasted_patches_miss():
