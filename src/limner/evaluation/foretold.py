@@ -6,6 +6,7 @@ It reads the `stability.jsonl` that `training/stability.py` writes.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -24,11 +25,13 @@ _SHOWN = 6  # spikes with a chart of their own
 
 @dataclass(frozen=True)
 class Foretold:
-    """A run's loss and RMS_t, a value for each step from 1 on; `found` compares their spikes, by matrix."""
+    """A run's loss and RMS_t, a value for each step from 1 on; `found` compares their spikes, by matrix.
+    `features` are the mean magnitudes of what blocks give, at some steps."""
 
     loss: np.ndarray
     rms: dict[str, np.ndarray]
     found: dict[str, Foreseen]
+    features: Mapping[str, Points]
 
     def rows(self) -> list[tuple[str, ...]]:
         """Matrices whose spikes foretell most first."""
@@ -46,6 +49,10 @@ class Foretold:
         charts = [chart("loss", {"loss": _points(self.loss)})]
         if first:
             charts.append(chart(f"RMS of {first} ({RMS} is a spike)", {first: _points(self.rms[first])}))
+        if self.features:
+            names = list(self.features)
+            some = dict.fromkeys(names[i] for i in np.linspace(0, len(names) - 1, 4).round().astype(int))
+            charts.append(chart("mean magnitude of features", {name: self.features[name] for name in some}))
         near = []
         for step in loss_spikes(self.loss)[:_SHOWN]:
             begin, end = max(0, step - _AROUND), step + _AROUND
@@ -76,7 +83,14 @@ def foretold(folder: Path) -> Foretold:
 
     loss = values({step: row.get("loss") for step, row in by_step.items()}, math.nan)
     rms = {name: values({step: row["rms"].get(name) for step, row in by_step.items()}, 1.0) for name in sorted(names)}
-    return Foretold(loss, rms, {name: foreseen(loss, those) for name, those in rms.items()})
+    features: dict[str, list[tuple[float, float]]] = {}
+    for step, row in sorted(by_step.items()):
+        if isinstance(found := row.get("features"), dict):
+            for name, value in found.items():
+                features.setdefault(name, []).append(
+                    (step, float(value) if isinstance(value, int | float) else math.nan)
+                )
+    return Foretold(loss, rms, {name: foreseen(loss, those) for name, those in rms.items()}, features)
 
 
 def _points(values: np.ndarray, begin: int = 0) -> Points:

@@ -116,7 +116,8 @@ def chart(title: str, curves: Mapping[str, Points]) -> str:
         return f"{px:.1f},{py:.1f}"
 
     parts = [
-        f'<svg class="chart" viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{escape(title)}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {height}" width="{width}" '
+        f'role="img" aria-label="{escape(title)}">',
         f'<text x="{left}" y="14" class="title">{escape(title)}</text>',
         f'<path class="axis" d="M{left},{top}V{bottom}H{width - 8}"/>',
         f'<text x="{left - 6}" y="{top + 4}" text-anchor="end">{y1:.4g}</text>',
@@ -161,6 +162,12 @@ table { border-collapse: collapse; font-size: .92rem } td, th { text-align: left
 .chart text.c1 { stroke: none; fill: var(--c1) } .chart text.c2 { stroke: none; fill: var(--c2) }
 .chart text.c3 { stroke: none; fill: var(--c3) }
 """
+
+
+def drawing(chart: str) -> str:
+    """A chart as the content of an .svg file, with its style."""
+    head, _, rest = chart.partition(">")
+    return f"{head}><style>{_STYLE}</style>{rest}\n"
 
 
 def page(title: str, body: str) -> str:

@@ -21,7 +21,7 @@ IGNORED = 1_000  # first steps, with small learning rates; of a run of the paper
 TOGETHER = 10  # steps within which spikes are one
 AFTER = (1, 8)  # steps after an RMS spike in which a loss spike follows it
 _PAPER = 20_000
-_WINDOW = 100  # steps of the running mean; the paper does not say how many
+WINDOW = 100  # steps of the running mean; the paper does not say how many
 
 
 def rms_spikes(rms: Float[np.ndarray, " T"], threshold: float = RMS) -> list[int]:
@@ -29,18 +29,19 @@ def rms_spikes(rms: Float[np.ndarray, " T"], threshold: float = RMS) -> list[int
     return _first(1 + np.flatnonzero(rms >= threshold), len(rms))
 
 
-def loss_spikes(loss: Float[np.ndarray, " T"]) -> list[int]:
+def loss_spikes(loss: Float[np.ndarray, " T"], window: int = WINDOW) -> list[int]:
     """The first of each group of two or more losses above the running mean by `DEVIATIONS`, but for the beginning.
 
-    Mean and standard deviation are those of the `_WINDOW` steps before, without those that were too high themselves,
-    unless all were: then they are a new level.
+    Mean and standard deviation are those of the `window` steps before, without those that were too high themselves,
+    unless all were: then they are a new level. In a run of a few hundred steps the loss falls by much within 100, which
+    a spike would have to exceed: a shorter window sees it.
     A loss that is not finite is too high.
     """
     high, calm, since = [], [], 0  # since: the last step that was not too high
     for step, value in enumerate(loss.tolist(), 1):
-        if step - since > _WINDOW:  # no spike, but a new level
+        if step - since > window:  # no spike, but a new level
             calm, since = [v for v in loss[since : step - 1].tolist() if math.isfinite(v)], step
-        recent = calm[-_WINDOW:]
+        recent = calm[-window:]
         if len(recent) >= TOGETHER and not value <= np.mean(recent) + DEVIATIONS * np.std(recent):
             high.append(step)
         else:
@@ -85,9 +86,9 @@ class Foreseen:
         return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1))
 
 
-def foreseen(loss: Float[np.ndarray, " T"], rms: Float[np.ndarray, " T"]) -> Foreseen:
-    """Compare the spikes of a loss with those of one tensor's RMS_t."""
-    ours, theirs = loss_spikes(loss), rms_spikes(rms)
+def foreseen(loss: Float[np.ndarray, " T"], rms: Float[np.ndarray, " T"], window: int = WINDOW) -> Foreseen:
+    """Compare the spikes of a loss, found with `window`, with those of one tensor's RMS_t."""
+    ours, theirs = loss_spikes(loss, window), rms_spikes(rms)
     first, last = AFTER
     after = {step + k for step in theirs for k in range(first, last + 1) if step + k <= len(loss)}
     return Foreseen(ours, theirs, [step for step in ours if step in after], len(after) / max(len(loss), 1))

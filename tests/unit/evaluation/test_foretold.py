@@ -24,6 +24,8 @@ def written(folder, steps=3_000):
         for i in range(steps)
     ]
     rows[600]["loss"] = None
+    for row in rows[9::10]:
+        row["features"] = {"blocks.0": 0.5, "blocks.1": row["step"] / 100}
     (folder / "stability.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 30')
     return foretold(folder)
 
@@ -35,6 +37,7 @@ def test_the_matrix_that_foretells_is_named_first_and_drawn(tmp_path):
     assert rows[1][:5] == ("<b>middle", "2", "2", "0", "1")
     page = found.save(tmp_path / "spikes.html", "prior").read_text()
     assert "spike at step 1005" in page and "spike at step 2005" in page
+    assert found.features["blocks.1"][:2] == [(10, 0.1), (20, 0.2)] and "mean magnitude of features" in page
     assert "<b>middle" not in page and "&lt;b&gt;middle" in page
 
 

@@ -74,3 +74,9 @@ def test_spikes_that_follow_are_told_from_coincidence():
     late = np.roll(rms, 20)
     assert foreseen(loss, late).following == [] and foreseen(loss, late).chance == pytest.approx(1)
     assert foreseen(calm(), np.ones(4_000)).chance == 1  # no spikes: nothing was foreseen
+
+
+def test_a_shorter_window_sees_spikes_of_a_loss_that_falls_fast():
+    loss = 4 * np.exp(-np.arange(400) / 50) + 0.01 * np.random.default_rng(0).standard_normal(400)
+    loss[149:153] += 0.5
+    assert loss_spikes(loss) == [] and loss_spikes(loss, 20) == [150]

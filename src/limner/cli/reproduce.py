@@ -1,0 +1,51 @@
+"""`limner reproduce`: the papers' findings at the scale of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from limner.cli import choose
+from limner.cli.arguments import parse, place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Run the experiment behind a finding of the papers, and say whether it holds here.
+
+    Each ends within 20 minutes on two cores. A trial that is done is kept: after Ctrl-C the same command goes on.
+    """
+
+    name: Positional[str]
+    """Of the finding; `limner reproduce` without a name lists them."""
+    quick: bool = False
+    """A few short trials that show that it works, and not whether the finding holds."""
+    output: Annotated[Path, arg(aliases=("-o",))] = Path("reproduced")
+    """A folder for the page with table and curves, and for the trials."""
+
+
+def main(argv: Sequence[str]) -> None:
+    from limner.reproduce import NAMES, load
+
+    if not argv:
+        print("usage: limner reproduce NAME [--quick] [-o FOLDER]\n")
+        for name in NAMES:
+            print(f"  {name:<{max(map(len, NAMES))}}  {load(name).CLAIM}")
+        return
+    options = parse(Options, argv, "limner reproduce")
+    name = choose(options.name, NAMES, "finding")
+    folder = place(options.output, folder=True)
+    from limner.reproduce.trials import Trials
+
+    found = load(name).reproduce(Trials(folder / "trials" / name), options.quick)
+    if options.quick:
+        found = replace(found, holds=None)
+    page = found.save(folder)
+    print(found.text())
+    if options.quick:
+        print("These were quick trials: they show that the command works, and nothing else.")
+    print(f"The page is {page}")

@@ -1,0 +1,43 @@
+"""Small contrastive models of scenes, as the second paper trains its own: with patch dropout and a norm after the patch
+embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from limner.models.contrastive import Contrastive, ContrastiveConfig
+from limner.objectives.contrastive import ContrastiveLoss
+from limner.reproduce import small
+from limner.reproduce.small import SCENES, SIZE, TEXT, WORDS, Trained, scenes
+
+MODEL = ContrastiveConfig(
+    text_vocab=WORDS, text_len=TEXT, size=SIZE, patch=4, width=64, depth=3, heads=2, embedding=64, patch_dropout=0.5,
+    patch_norm=True,
+)  # fmt: skip
+PATCHES = "patches.weight"
+
+
+def train(
+    steps: int, *, model: ContrastiveConfig = MODEL, count: int = SCENES, seed: int = 0, **settings: Any
+) -> Trained:
+    """Train one on the first `count` scenes; `settings` are those of `small.train`, of which the first tensor is the
+    pictures."""
+    pictures, tokens = scenes(count)
+    torch.manual_seed(seed)
+    samples = {"pixels": pictures, "text": tokens}
+    return small.train(model.build(), ContrastiveLoss(), samples, steps, seed=seed, **settings)
+
+
+@torch.no_grad()
+def accuracy(model: Contrastive, count: int = 1_024, among: int = 64) -> float:
+    """The share of fresh scenes whose own caption is the nearest among so many."""
+    pictures, tokens = scenes(count, seed=1)
+    model.eval()
+    right = 0
+    for p, t in zip(pictures.split(among), tokens.split(among), strict=True):
+        likeness = model.encode_image(p) @ model.encode_text(t).mT
+        right += int((likeness.argmax(1) == torch.arange(len(p))).sum())
+    model.train()
+    return right / count

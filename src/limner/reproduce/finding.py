@@ -1,0 +1,69 @@
+"""What a reproduction says: the paper's claim, whether it holds at this scale, and the numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from limner.evaluation.report import Points, chart, drawing, save_page, table
+from limner.files import atomic_write_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The outcome of an experiment.
+
+    Attributes:
+        name: of the command.
+        claim: what the paper found, in a sentence.
+        source: where.
+        holds: whether it holds here; None where the trials cannot tell.
+        verdict: what was found here, in a sentence or two.
+        header, rows: the table.
+        curves: charts by title, each with its curves by name.
+        settings: of the trials, seeds among them.
+    """
+
+    name: str
+    claim: str
+    source: str
+    holds: bool | None
+    verdict: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    curves: Mapping[str, Mapping[str, Points]] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def answer(self) -> str:
+        return {True: "holds here", False: "does not hold here", None: "cannot be told here"}[self.holds]
+
+    def text(self) -> str:
+        """For a terminal."""
+        cells = [[str(cell) for cell in row] for row in (self.header, *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in cells]
+        return "\n".join([f"{self.claim} ({self.source})", "", *lines, "", f"This {self.answer}. {self.verdict}"])
+
+    def save(self, folder: Path) -> Path:
+        """Write `NAME.json`, the charts as `NAME-1.svg` and so on, and the page `NAME.html`, whose path is given."""
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = {key: value for key, value in vars(self).items() if key != "curves"}
+        atomic_write_text(folder / f"{self.name}.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        for i, (title, curves) in enumerate(self.curves.items(), 1):
+            atomic_write_text(folder / f"{self.name}-{i}.svg", drawing(chart(title, curves)))
+        mark = {True: "good", False: "bad", None: "dim"}[self.holds]
+        charts = "".join(chart(title, curves) for title, curves in self.curves.items())
+        body = (
+            f"<h1>{escape(self.name)}</h1><p class=lead>{escape(self.claim)} <small>{escape(self.source)}</small></p>"
+            f"<p class={mark}><b>This {self.answer}.</b> {escape(self.verdict)}</p>"
+            + table(self.rows, self.header)
+            + (f'<h2>Curves</h2><div class="charts">{charts}</div>' if charts else "")
+            + "<h2>Settings</h2>"
+            + table(list(self.settings.items()))
+        )
+        return save_page(folder / f"{self.name}.html", self.name, body)

@@ -1,0 +1,120 @@
+"""§2.3 and Figure 2: float8 with one scale for each matrix fails where features are large, and layer-scale keeps them
+small.
+
+With one scale for each matrix a few large values push the others towards zero. The features of a residual network grow
+from block to block. Where each block's output is multiplied by a learned vector that begins at zero, they stay small,
+and the same float8 trains. Small contrastive models, deeper than those of the other findings, are trained with products
+in fp32 and in float8, with and without layer-scale, and with the paper's other remedies, clipped gradients and
+normalised queries and keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+
+from limner.layers.precisions import Fp8TensorWise
+from limner.models.contrastive import Contrastive
+from limner.numerics.precision import Fp32
+from limner.optim.optimizers import AdamW
+from limner.reproduce import clips
+from limner.reproduce.finding import Finding
+from limner.reproduce.small import scenes
+from limner.reproduce.trials import Result, Trials
+
+CLAIM = "Tensor-wise float8 diverges or falls behind where layer-scale from zero trains, since features stay small"
+SOURCE = "Wortsman et al. 2023, §2.3, Figure 2"
+
+_LAST = 50  # steps whose mean loss is a run's
+WAYS = {
+    "fp32": {},
+    "float8": {"fp8": True},
+    "float8, clipped": {"fp8": True, "clip": 1.0},
+    "float8, q and k normalised": {"fp8": True, "qk_norm": True},
+    "fp32, layer-scale": {"layer_scale": True},
+    "float8, layer-scale": {"fp8": True, "layer_scale": True},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A small contrastive model."""
+
+    seed: int
+    steps: int
+    depth: int
+    fp8: bool = False
+    clip: float | None = None
+    qk_norm: bool = False
+    layer_scale: bool = False
+    batch: int = 64
+    lr: float = 4e-3
+
+
+def trial(of: Training) -> Result:
+    model = replace(clips.MODEL, depth=of.depth, qk_norm=of.qk_norm, layer_scale=of.layer_scale)
+    trained = clips.train(
+        of.steps, model=model, seed=of.seed, batch=of.batch, precision=Fp8TensorWise() if of.fp8 else Fp32(),
+        optimizer=AdamW(lr=of.lr, betas=(0.9, 0.98)), clip_norm=of.clip,
+    )  # fmt: skip
+    built = trained.run.model
+    assert isinstance(built, Contrastive)
+    return {"loss": trained.loss.tolist(), "accuracy": clips.accuracy(built), "features": features(built)}
+
+
+@torch.no_grad()
+def features(model: Contrastive) -> list[float]:
+    """Mean magnitude of what each block of the pictures' tower gives (Figure 2, right)."""
+    found: list[float] = []
+    handles = [
+        block.register_forward_hook(lambda _, args, x: found.append(x.abs().mean().item()))
+        for block in model.image_blocks
+    ]
+    model.eval()
+    model.encode_image(scenes()[0][:256])
+    model.train()
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def reproduce(trials: Trials, quick: bool) -> Finding:
+    seeds, steps, depth = (range(1), 8, 2) if quick else (range(2), 400, 8)
+    settings = [Training(seed=seed, steps=steps, depth=depth, **way) for way in WAYS.values() for seed in seeds]
+    results = trials.run(trial, settings, "training contrastive models")
+    found = {way: results[i * len(seeds) : (i + 1) * len(seeds)] for i, way in enumerate(WAYS)}
+    losses = {way: np.array([_end(r["loss"], steps) for r in some]) for way, some in found.items()}
+    lost = losses["float8"].mean() - losses["fp32"].mean()
+    lost_scaled = losses["float8, layer-scale"].mean() - losses["fp32, layer-scale"].mean()
+    plain, scaled = (np.mean([r["features"] for r in found[way]], 0) for way in ("fp32", "fp32, layer-scale"))
+    rows = [
+        (way, f"{losses[way].mean():.3f}", f"{losses[way].min():.3f} to {losses[way].max():.3f}",
+         f"{np.mean([r['accuracy'] for r in some]):.1%}", f"{np.mean([r['features'][-1] for r in some]):.2f}")
+        for way, some in found.items()
+    ]  # fmt: skip
+    fails = losses["float8"].min() > losses["fp32"].max() and lost > 2 * max(lost_scaled, 0)
+    return Finding(
+        name="fp8-layerscale",
+        claim=CLAIM,
+        source=SOURCE,
+        holds=bool(fails and scaled[-1] < plain[-1]),
+        verdict=f"float8 costs {lost:+.3f} of the loss without layer-scale and {lost_scaled:+.3f} with it. Features "
+        f"after the last block have a mean magnitude of {plain[-1]:.2f} without and {scaled[-1]:.2f} with it, after "
+        f"the first {plain[0]:.2f} and {scaled[0]:.2f}.",
+        header=("training", "loss", "of seeds", "accuracy among 64", "features after the last block"),
+        rows=rows,
+        curves={
+            "loss, first seed": {way: list(enumerate(some[0]["loss"])) for way, some in found.items()},
+            "mean magnitude of features, over blocks": {
+                "without layer-scale": list(enumerate(plain.tolist())), "with": list(enumerate(scaled.tolist()))
+            },
+        },
+        settings={"seeds": list(seeds), **{k: v for k, v in asdict(settings[0]).items() if k != "seed"}},
+    )  # fmt: skip
+
+
+def _end(loss: list[float], steps: int) -> float:
+    """The mean of a run's last losses; the highest of all where it ended early."""
+    return float(np.mean(loss[-_LAST:])) if len(loss) == steps else float(np.nanmax(loss))

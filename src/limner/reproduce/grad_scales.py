@@ -1,0 +1,128 @@
+"""Figure 12 and §2.4: one gradient scale for each resblock, where one for the whole loss is not enough.
+
+The gradients that enter a resblock shrink from the first one to the last, and more so in deeper models. A format with
+few exponents cannot hold those of all blocks at one scale: where the first blocks' are just below its largest number,
+the last blocks' are below its smallest one, and become zero. The paper saw it in fp16 from about a billion parameters
+on. The model here is small, so its format is smaller still: three bits of exponent for the gradients of all linear
+layers in the blocks, simulated.
+
+The paper's rules for scales are for hundreds of thousands of updates. Here they adapt faster by as much as the run is
+shorter: all constants of time are divided by 40.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from limner.numerics.formats import FloatFormat
+from limner.reproduce.finding import Finding
+from limner.reproduce.trials import Result, Trials
+from limner.training.hooks import Hook
+from limner.training.run import Run
+from limner.training.scaling import LossScale, ResblockScales
+
+CLAIM = "A gradient scale for each resblock trains in a format whose exponents are too few for one scale of the loss"
+SOURCE = "Ramesh et al. 2021, §2.4, App. D.1, Figure 12"
+
+FORM = FloatFormat(1, 3, 8, bias=-2)  # up to about 1,000: the first blocks' gradients, times the first scale
+_FASTER = 40
+_LAST = 50  # steps whose mean loss is a run's
+
+
+class ResblockScalesFast(ResblockScales):
+    GROWTH = ResblockScales.GROWTH**_FASTER
+    WINDOW = ResblockScales.WINDOW // _FASTER
+
+
+class LossScaleFast(LossScale):
+    EVERY = LossScale.EVERY // _FASTER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A small prior. `kind` of scale: "none", "loss" or "resblocks", in the narrow format; "fp32" without either."""
+
+    kind: str
+    seed: int
+    steps: int
+    depth: int
+    batch: int = 32
+    lr: float = 2e-3
+
+
+def hooks(kind: str, run: Run) -> Sequence[Hook]:
+    """The one that scales."""
+    if kind == "resblocks":
+        return [ResblockScalesFast(run.model, run.parallel)]
+    return [LossScaleFast(run.trainable, run.parameters, run.device, run.parallel)] if kind == "loss" else []
+
+
+def trial(of: Training) -> Result:
+    from limner.layers.precisions import Narrow
+    from limner.numerics.precision import Fp32
+    from limner.optim.optimizers import AdamW
+    from limner.reproduce import priors
+
+    made: list[Hook] = []
+
+    def make(run: Run) -> Sequence[Hook]:
+        made.extend(hooks(of.kind, run))
+        return made
+
+    trained = priors.train(
+        of.steps, model=replace(priors.MODEL, depth=of.depth), seed=of.seed, batch=of.batch, clip_norm=1.0, hooks=make,
+        optimizer=AdamW(lr=of.lr, betas=(0.9, 0.98)), precision=Fp32() if of.kind == "fp32" else Narrow(form=FORM),
+        max_bad_steps=of.steps,
+    )  # fmt: skip
+    scales = made[0].scales.log2().tolist() if made and isinstance(made[0], ResblockScales) else []
+    return {
+        "loss": trained.loss.tolist(),
+        "held_out": priors.held_out_loss(trained.run.model),  # pyright: ignore[reportArgumentType]
+        "skipped": trained.run.skipped,
+        "scales": scales,
+        "loss_scale": made[0].scale.log2().item() if made and isinstance(made[0], LossScale) else None,
+    }
+
+
+def reproduce(trials: Trials, quick: bool) -> Finding:
+    kinds, seeds = ("fp32", "resblocks", "loss", "none"), range(1, 2 if quick else 4)
+    depth, steps = (2, 15) if quick else (12, 400)
+    settings = [Training(kind=kind, seed=seed, steps=steps, depth=depth) for kind in kinds for seed in seeds]
+    results = trials.run(trial, settings, "training priors")
+    found = {kind: results[i * len(seeds) : (i + 1) * len(seeds)] for i, kind in enumerate(kinds)}
+    held_out = {kind: np.array([r["held_out"] for r in some]) for kind, some in found.items()}
+    best, ours, global_ = (held_out[kind].mean() for kind in ("fp32", "resblocks", "loss"))
+    scales = np.array([r["scales"] for r in found["resblocks"]]).mean(0)
+    words = {"fp32": "fp32", "resblocks": "one for each resblock", "loss": "one for the loss", "none": "none"}
+    rows = [
+        (
+            "fp32" if kind == "fp32" else str(FORM),
+            "-" if kind == "fp32" else words[kind],
+            f"{np.mean([np.mean(r['loss'][-_LAST:]) for r in some]):.3f}",
+            f"{held_out[kind].mean():.3f}",
+            f"{held_out[kind].min():.3f} to {held_out[kind].max():.3f}",
+            max(r["skipped"] for r in some),
+        )
+        for kind, some in found.items()
+    ]
+    lost_ours, lost_global = ours - best, global_ - best
+    return Finding(
+        name="grad-scales",
+        claim=CLAIM,
+        source=SOURCE,
+        holds=bool(lost_ours < 0.25 * lost_global and held_out["resblocks"].max() < held_out["loss"].min()),
+        verdict=f"Gradients in {FORM} cost {lost_ours:+.3f} of fresh scenes' loss with a scale for each resblock and "
+        f"{lost_global:+.3f} with one for the loss (fp32: {best:.3f}). The scales at the end span "
+        f"{scales.max() - scales.min():.1f} powers of two, from 2^{scales[0]:.1f} in the first resblock to "
+        f"2^{scales[-1]:.1f} in the last.",
+        header=("gradients in", "scale", "training loss", "loss on fresh scenes", "of seeds", "updates skipped, most"),
+        rows=rows,
+        curves={
+            "loss, first seed": {words[kind]: list(enumerate(some[0]["loss"])) for kind, some in found.items()},
+            "log2 of the scales at the end, over resblocks": {"mean of seeds": list(enumerate(scales.tolist()))},
+        },
+        settings={"seeds": list(seeds), **{k: v for k, v in asdict(settings[0]).items() if k not in ("kind", "seed")}},
+    )

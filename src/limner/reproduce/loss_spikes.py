@@ -1,0 +1,91 @@
+"""§3.3: more loss spikes with larger models, larger batches and higher learning rates, fewer with a lower beta2.
+
+One of the three is varied at a time, at several beta2, and the spikes of all seeds are counted. Runs are those on few
+scenes of `spiking.py`: nothing is injected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+
+import numpy as np
+
+from limner.metrics import spikes
+from limner.reproduce.finding import Finding
+from limner.reproduce.spiking import QUICK, SEEDS, WINDOW, Setting, points, trial
+from limner.reproduce.trials import Trials
+
+CLAIM = "Loss spikes grow with model size, batch size and learning rate, and shrink with a lower beta2"
+SOURCE = "Wortsman et al. 2023, §3.3, Figures 3, 12 and 13"
+
+_BASE = Setting(batch=64)
+_VARIED = {"width": (16, 32, 64), "batch": (32, 64, 128), "lr": (2e-3, 4e-3, 8e-3)}
+_BETAS = (0.9, 0.99, 0.999)
+_SEEDS = SEEDS[:3]
+
+
+def reproduce(trials: Trials, quick: bool) -> Finding:
+    base = replace(_BASE, steps=QUICK) if quick else _BASE
+    varied = {"lr": (2e-3, 8e-3)} if quick else _VARIED
+    betas, seeds = (_BETAS[1:], _SEEDS[:1]) if quick else (_BETAS, _SEEDS)
+    cells = {(key, value, beta): _runs(base, key, value, beta, seeds) for key in varied for value in varied[key]
+             for beta in betas}  # fmt: skip
+    settings = list(dict.fromkeys(run for runs in cells.values() for run in runs))  # the base is in each of the three
+    results = dict(zip(settings, trials.run(trial, settings, "training"), strict=True))
+    counts = {
+        cell: sum(len(spikes.loss_spikes(np.array(results[run]["loss"]), WINDOW)) for run in runs)
+        for cell, runs in cells.items()
+    }
+    by_axis = {key: [counts[key, value, betas[-1]] for value in varied[key]] for key in varied}
+    by_beta = [sum(count for (*_, beta), count in counts.items() if beta == b) for b in betas]
+    growing = judge(by_axis, by_beta)
+    rows = [(key, value, *(counts[key, value, b] for b in betas)) for key in varied for value in varied[key]]
+    curves = {
+        f"Loss spikes over {key}": {
+            f"beta2 {b}": [(value, counts[key, value, b]) for value in varied[key]] for b in betas
+        }
+        for key in varied
+    }
+    shown = [replace(base, beta2=b, seed=seeds[0]) for b in (betas[0], betas[-1])]
+    curves |= {"Loss": {f"beta2 {run.beta2}": points(results[run]["loss"]) for run in shown if run in results}}
+    return Finding(
+        name="loss-spikes",
+        claim=CLAIM,
+        source=SOURCE,
+        holds=all(growing.values()) if sum(by_beta) else None,
+        verdict=f"At beta2 {betas[-1]}, from the least to the largest value: "
+        + "; ".join(f"{key} {', '.join(map(str, by_axis[key]))} spikes" for key in varied)
+        + f". With beta2 {', '.join(map(str, betas))}: {', '.join(map(str, by_beta))} spikes in all settings. "
+        + _said(growing)
+        + " Nothing is injected: batches are a large share of few scenes.",
+        header=("varied", "value", *(f"spikes, beta2 {b}" for b in betas)),
+        rows=rows,
+        curves=curves,
+        settings={**asdict(base), "seed": list(seeds), "window": WINDOW},
+    )
+
+
+def _runs(base: Setting, key: str, value: float, beta: float, seeds: Sequence[int]) -> list[Setting]:
+    changed: Mapping[str, float] = {key: value}
+    return [replace(base, beta2=beta, seed=seed, **changed) for seed in seeds]
+
+
+def judge(by_axis: Mapping[str, Sequence[int]], by_beta: Sequence[int]) -> dict[str, bool]:
+    """Which numbers of spikes grow along their axis: never fall from a value to the next, and rise from first to last.
+
+    Args:
+        by_axis: for each axis from its least value on, at the highest beta2.
+        by_beta: for each beta2 from the lowest on.
+    """
+    return {key: _grows(counts) for key, counts in {**by_axis, "beta2": by_beta}.items()}
+
+
+def _grows(counts: Sequence[int]) -> bool:
+    return counts[-1] > counts[0] and all(a <= b for a, b in pairwise(counts))
+
+
+def _said(growing: Mapping[str, bool]) -> str:
+    with_it, without = ([key for key, grows in growing.items() if grows is wanted] for wanted in (True, False))
+    return f"Spikes grow with {', '.join(with_it) or 'nothing'}" + (f", not with {', '.join(without)}." * bool(without))

@@ -1,0 +1,52 @@
+"""Small priors of scenes, over tokens of 4 x 4 patches."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from limner.models.patches import PatchDVAEConfig
+from limner.models.transformer import Transformer, TransformerConfig
+from limner.objectives.autoregressive import Autoregressive
+from limner.reproduce import small
+from limner.reproduce.small import SCENES, SIZE, TEXT, WORDS, Trained, scenes
+
+CODES = 256
+MODEL = TransformerConfig(
+    text_vocab=WORDS,
+    image_vocab=CODES,
+    text_len=TEXT,
+    grid=(SIZE // 4, SIZE // 4),
+    width=64,
+    depth=6,
+    heads=2,
+    kernel=3,
+)
+
+
+@cache
+def _tokens(count: int, seed: int) -> Int64[Tensor, "N S"]:
+    dvae = PatchDVAEConfig(size=SIZE, vocab=CODES).build()
+    dvae.fit(scenes()[0][:1_024], torch.Generator().manual_seed(0), samples=20_000)
+    return dvae.tokens(scenes(count, seed)[0])
+
+
+def train(steps: int, *, model: TransformerConfig = MODEL, seed: int = 0, **settings: Any) -> Trained:
+    """Train one; `settings` are those of `small.train`."""
+    samples = {"text": scenes()[1], "image": _tokens(SCENES, 0)}
+    torch.manual_seed(seed)
+    return small.train(model.build(), Autoregressive(), samples, steps, seed=seed, **settings)
+
+
+@torch.no_grad()
+def held_out_loss(model: Transformer, count: int = 512) -> float:
+    """Of fresh scenes, as in training."""
+    model.eval()
+    batch = {"text": scenes(count, seed=1)[1], "image": _tokens(count, 1)}
+    loss, _ = Autoregressive()(model, batch, 0, None)
+    model.train()
+    return loss.item()

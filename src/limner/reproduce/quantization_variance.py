@@ -1,0 +1,84 @@
+"""Appendix D: rounding to 8 bits adds noise to an inner product, the more the longer its vectors are.
+
+With vectors of k independent numbers of variances s_u^2 and s_v^2, and rounding errors of variance s_q^2,
+
+    Var <u^, v^> = Var <u, v> + k s_q^2 (s_u^2 + s_v^2 + s_q^2)        (12)
+
+Uniform numbers have a largest one that does not depend on k, so neither does s_q: there the equation is met as it
+stands. Normal numbers have a larger maximum the more they are, and s_q grows with it, which the paper leaves out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+import torch
+
+from limner.layers import int8
+from limner.layers.quantize import row_wise
+from limner.reproduce.finding import Finding
+from limner.reproduce.trials import Result, Trials
+
+CLAIM = "The variance that 8-bit rounding adds to an inner product grows with its length, as equation 12 says"
+SOURCE = "Wortsman et al. 2023, App. D.1"
+
+_LEVELS = 127  # of int8, on either side of zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """Of pairs of vectors of `length` numbers; `vectors` on either side."""
+
+    length: int
+    kind: str
+    seed: int
+    vectors: int = 256
+
+
+def trial(of: Products) -> Result:
+    """Variance of the error that quantising adds, measured, and as the equation has it."""
+    torch.manual_seed(of.seed)
+    shape = (of.vectors, of.length)
+    u, v = (torch.rand(shape) * 2 - 1 if of.kind == "uniform" else torch.randn(shape) for _ in range(2))
+    (a, scale_a), (b, scale_b) = row_wise(u), row_wise(v)
+    error = int8.product(a, b, scale_a, scale_b).double() - u.double() @ v.double().mT
+    largest = (u.abs().amax(1).square().mean() + v.abs().amax(1).square().mean()).item() / 2
+    s_q = largest / _LEVELS**2 / 12  # of numbers rounded to multiples of largest / 127
+    s_u = s_v = 1 / 3 if of.kind == "uniform" else 1.0
+    return {"measured": error.var().item(), "expected": of.length * s_q * (s_u + s_v + s_q), "rounding": s_q}
+
+
+def reproduce(trials: Trials, quick: bool) -> Finding:
+    lengths = [4**n for n in range(3, 6 if quick else 9)]
+    seeds = range(1 if quick else 5)
+    settings = [Products(length=k, kind=kind, seed=s) for kind in ("uniform", "normal") for k in lengths for s in seeds]
+    results = iter(trials.run(trial, settings, "multiplying"))
+    rows, curves, worst, growth = [], {}, 0.0, {}
+    for kind in ("uniform", "normal"):
+        means = []
+        for k in lengths:
+            some = [next(results) for _ in seeds]
+            measured, expected, rounding = (sum(r[key] for r in some) / len(some) for key in some[0])
+            ratio = measured / expected
+            worst = max(worst, abs(ratio - 1))
+            means.append((k, measured))
+            rows.append((kind, k, f"{measured:.4g}", f"{expected:.4g}", f"{ratio:.3f}", f"{rounding:.3g}"))
+        curves[kind] = [(math.log2(k), math.log2(value)) for k, value in means]
+        growth[kind] = [later / earlier for (_, earlier), (_, later) in pairwise(means)]
+    holds = worst < 0.05 and min(map(min, growth.values())) > 3.5
+    return Finding(
+        name="quantization-variance",
+        claim=CLAIM,
+        source=SOURCE,
+        holds=holds,
+        verdict=f"Measured and expected variance differ by {worst:.1%} at most. Vectors four times as long have "
+        f"{min(growth['uniform']):.2f} to {max(growth['uniform']):.2f} times the variance where the largest number "
+        f"stays the same, and {min(growth['normal']):.2f} to {max(growth['normal']):.2f} times with normal numbers, "
+        "whose rounding errors grow too.",
+        header=("numbers", "length k", "variance added", "equation 12", "ratio", "s_q^2"),
+        rows=rows,
+        curves={"log2 of the variance added, over log2 of the length": curves},
+        settings={"seeds": list(seeds), **asdict(settings[0])},
+    )

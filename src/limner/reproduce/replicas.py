@@ -1,0 +1,136 @@
+"""Replicas that take turns in one process: the reducers of `distributed/`, without processes and without a network.
+
+The micro-batches of an update are the shares of the replicas. Each replica has a reducer of its own, which sees its
+share's gradients. All replicas reduce a block together: each goes on until it waits for the others, then what all have
+brought is exchanged.
+
+Shapes: R replicas, n values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from limner.distributed.reducers import Codec, GradientReducer, Replicas, Waiting, blocks
+from limner.models.transformer import TransformerConfig
+from limner.optim.optimizers import AdamW
+from limner.reproduce import priors
+from limner.reproduce.small import Trained
+from limner.training.parallel import Single
+from limner.training.trainable import Trainable
+
+
+class Table:
+    """Where replicas put what they bring, and find what all have brought."""
+
+    def __init__(self) -> None:
+        self._brought: list[Tensor] = []
+        self.all = torch.empty(0)  # [R, n]
+
+    def put(self, values: Float[Tensor, " n"]) -> None:
+        self._brought.append(values.clone())
+
+    def turn(self) -> None:
+        """All have put something there."""
+        self.all, self._brought = torch.stack(self._brought), []
+
+
+class Seat(Replicas):
+    """What a replica has instead of a process group."""
+
+    def __init__(self, table: Table, count: int) -> None:
+        self.table, self._count, self.sent = table, count, 0
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def _exchange(self, values: Tensor, size: int) -> Iterator[Any]:
+        self.table.put(values)
+        self.sent += 2 * size * (self.count - 1) // self.count
+        yield self
+
+    def mean(self, values: Float[Tensor, " n"]) -> Waiting:
+        yield from self._exchange(values, values.nbytes)
+        values.copy_(self.table.all.mean(0))
+
+    def coded_mean(self, values: Float[Tensor, " n"], codec: Codec) -> Waiting:
+        codes = codec.pack(values)
+        yield from self._exchange(codec.unpack(codes), codes.nbytes)
+        values.copy_(codec.unpack(codec.pack(self.table.all.mean(0))))
+
+
+class Turns(Single):
+    """The strategy of a process that is all replicas, with `TrainConfig.accumulate` of them.
+
+    Args:
+        make: a reducer.
+        count: of replicas.
+    """
+
+    def __init__(self, make: Callable[[], GradientReducer], count: int) -> None:
+        super().__init__()
+        self._make, self.count, self._turn = make, count, 0
+
+    def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        module = super().prepare(trainable, device, dtype)
+        self._table, self._blocks = Table(), blocks(trainable.model)
+        self.seats = [Seat(self._table, self.count) for _ in range(self.count)]
+        self.reducers = [self._make() for _ in range(self.count)]
+        # A replica's parameters share their memory with the model's, and have gradients of their own.
+        self._own = [
+            {
+                block: {name: nn.Parameter(p.detach()) for name, p in found.items()}
+                for block, found in self._blocks.items()
+            }
+            for _ in range(self.count)
+        ]
+        for reducer, own, seat in zip(self.reducers, self._own, self.seats, strict=True):
+            reducer.attach(own, seat)
+        return module
+
+    @contextmanager
+    def part(self, last: bool) -> Iterator[None]:
+        """A replica's share, whose gradient is that of the batch divided by their number."""
+        yield
+        for block, found in self._blocks.items():
+            for name, p in found.items():
+                if p.grad is not None:
+                    self._own[self._turn][block][name].grad = p.grad.mul_(self.count)
+                    p.grad = None
+        self._turn = 0 if last else self._turn + 1
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        for block in reversed(self._blocks):
+            self._together([reducer.reduce(block) for reducer in self.reducers])
+        self._together([reducer.finish() for reducer in self.reducers])
+        for block, found in self._blocks.items():
+            for name, p in found.items():
+                p.grad = self._own[0][block][name].grad
+                for own in self._own:
+                    own[block][name].grad = None
+        super().reduce(parameters)
+
+    def _together(self, waiting: list[Waiting]) -> None:
+        while True:
+            through = [next(one, None) is None for one in waiting]
+            if all(through):
+                return
+            assert not any(through)  # all wait for the same exchanges
+            self._table.turn()
+
+
+def train(make: Callable[[], GradientReducer], *, width: int, steps: int, seed: int, replicas: int = 2) -> Trained:
+    """A small prior on a batch of 32, by replicas; `run.parallel` are the `Turns` that they took."""
+    model: TransformerConfig = replace(priors.MODEL, width=width, depth=4, heads=max(2, width // 48))
+    return priors.train(
+        steps, model=model, seed=seed, batch=32, accumulate=replicas, clip_norm=1.0, parallel=Turns(make, replicas),
+        optimizer=AdamW(lr=2e-3, betas=(0.9, 0.98)),
+    )  # fmt: skip

@@ -1,0 +1,130 @@
+"""Small trainings in memory, on scenes: what the findings about precision and stability are shown with.
+
+Scenes have one or two things, 24 x 24 pixels and a caption of at most `TEXT` tokens. Unless a trial says otherwise,
+learning rates warm up for a quarter of the steps and fall as a cosine, gradients are not clipped, and products are in
+fp32.
+
+Shapes: T steps, N scenes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor, nn
+
+from limner.numerics.precision import Fp32
+from limner.optim.schedules import Cosine
+from limner.text.bpe import Tokenizer
+from limner.training.config import TrainConfig
+from limner.training.hooks import Hook
+from limner.training.parallel import Parallel
+from limner.training.run import Diverged, Run
+from limner.training.scaling import scaling
+from limner.training.stability import rms
+from limner.training.step import update
+from limner.training.trainable import Objective
+from limner.worlds.captions import describe
+from limner.worlds.rendering import render
+from limner.worlds.scenes import sample_scene
+
+SIZE, SCENES, WORDS, TEXT = 24, 4_096, 400, 24
+
+Change = Callable[[int, Tensor], Tensor]  # of a step's first tensor
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run.
+
+    Attributes:
+        loss: [T], shorter where it diverged.
+        rms: RMS_t of the tensors that were watched, [T] each; 1 before they have any.
+        run: as it is at the end, with its model.
+    """
+
+    loss: Float[np.ndarray, " T"]
+    rms: dict[str, Float[np.ndarray, " T"]]
+    run: Run
+
+
+class Watch(Hook):
+    """RMS_t of some tensors, before gradients are clipped."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.found: dict[str, list[float]] = {name: [] for name in names}
+
+    def after_backward(self, run: Run) -> None:
+        values = {id(p): value for p, value in rms(run.optimizers)} if self.found else {}
+        for name, found in self.found.items():
+            value = values.get(id(run.model.get_parameter(name)))
+            found.append(1.0 if value is None else value.item())
+
+
+@cache
+def scenes(count: int = SCENES, seed: int = 0) -> tuple[UInt8[Tensor, "N 3 H W"], Int64[Tensor, "N T"]]:
+    """Pictures, and their captions as tokens."""
+    pictures, said = [], []
+    for i in range(count):
+        rng = np.random.default_rng([seed, i])
+        scene = sample_scene(rng, count=1 + i % 2)
+        pictures.append(torch.from_numpy(render(scene, SIZE)).permute(2, 0, 1))
+        said.append(describe(scene, rng))
+    return torch.stack(pictures), _tokenizer().encode(said, TEXT)
+
+
+@cache
+def _tokenizer() -> Tokenizer:
+    """Of captions of scenes."""
+    rngs = (np.random.default_rng([2, i]) for i in range(1_024))
+    return Tokenizer.train([describe(sample_scene(rng, count=1 + i % 2), rng) for i, rng in enumerate(rngs)], WORDS)
+
+
+def train(
+    model: nn.Module,
+    objective: Objective,
+    samples: Mapping[str, Tensor],
+    steps: int,
+    *,
+    batch: int = 64,
+    seed: int = 0,
+    change: Change | None = None,
+    watch: Sequence[str] = (),
+    hooks: Callable[[Run], Sequence[Hook]] = scaling,
+    parallel: Parallel | None = None,
+    **settings: Any,
+) -> Trained:
+    """Train on random batches.
+
+    Args:
+        samples: by name, [N, ...] each; a batch has the same rows of all.
+        change: what becomes of the first tensor of a batch, given the step.
+        watch: parameters whose RMS_t is kept.
+        hooks: of the loop, by default what `scaling` of `TrainConfig` asks for.
+        parallel: what replicas do together; None for a process alone.
+        settings: more of `TrainConfig`'s.
+    """
+    config = TrainConfig(
+        steps=steps, batch_size=batch, clip_norm=None, warmup_steps=steps // 4, schedule=Cosine(), precision=Fp32(),
+        seed=seed, max_bad_steps=50,
+    )  # fmt: skip
+    run = Run(model, objective, replace(config, **settings), parallel=parallel)
+    watched, rng, losses = Watch(watch), np.random.default_rng(seed), []
+    all_hooks, first = [*hooks(run), watched], next(iter(samples))
+    for step in range(steps):
+        rows = rng.choice(len(samples[first]), batch, replace=False)
+        taken = {name: tensor[rows] for name, tensor in samples.items()}
+        if change:
+            taken[first] = change(step, taken[first])
+        try:
+            update(run, taken, all_hooks)
+        except Diverged:
+            break
+        losses.append(run.loss)
+    return Trained(np.array(losses), {name: np.array(values) for name, values in watched.found.items()}, run)

@@ -1,0 +1,86 @@
+"""Appendix B and Figures 6 to 8: what rounding to int8 costs a SwitchBack layer falls with its width, and the layer
+overtakes those in 16 and 32 bits.
+
+Quantising and dequantising touch each number once, products touch it once for each input or output: the wider the
+layer, the smaller the share of the former. Everything is timed on the device at hand, one after the other, with all of
+its threads. Nothing else may run meanwhile.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+from limner.profiling.linear import Times, layers, parts, processor, products, rounds, times_as_fast
+from limner.progress import progress
+from limner.reproduce.finding import Finding
+from limner.reproduce.trials import Trials
+
+CLAIM = "The share of quantising falls with a layer's width, and a wide SwitchBack layer is faster than in 16 bits"
+SOURCE = "Wortsman et al. 2023, App. B, Figures 6 to 8"
+
+_ROUNDS = 7
+
+
+def reproduce(trials: Trials, quick: bool) -> Finding:
+    """Nothing is kept in `trials`: a time is of one machine in one hour."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dims, rows = ((64, 128), (64,)) if quick else ((256, 512, 1_024, 2_048), (512, 2_048))
+    if device.type == "cuda" and not quick:
+        dims, rows = (1_024, 2_048, 4_096), (16_384, 65_536)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    lines, shares, speeds = [], {}, {}
+    with progress("timing layers", len(dims) * len(rows), unit="layer") as bar:
+        for b in rows:
+            for d in dims:
+                torch.manual_seed(0)
+                x, g = (torch.randn(b, n, device=device, dtype=dtype) for n in (d, 4 * d))
+                weight, times = torch.randn(4 * d, d, device=device), 1 if quick else _ROUNDS
+                quantise, dequantise, multiply = _shares(
+                    rounds(parts(x, weight, g), times, device), rounds(products(x, weight), times, device)
+                )
+                timed = rounds(layers(x, g, simulated=False), times, device)
+                ours = timed["SwitchBackLinear"]
+                fast = {base: times_as_fast(timed[base], ours) for base in ("nn.Linear fp32", "nn.Linear bf16")}
+                standard = times_as_fast(timed["StandardLinear"], ours)
+                shares.setdefault(b, []).append((d, 100 * (quantise + dequantise)))
+                speeds.setdefault(b, []).append((d, fast["nn.Linear bf16"]))
+                percent = (f"{share:.0%}" for share in (quantise, dequantise, multiply))
+                factors = (f"{value:.2f}" for value in (*fast.values(), standard))
+                lines.append((f"{b:,}", f"{d:,} -> {4 * d:,}", *percent, *factors))
+                bar.advance()
+    falls = all(points[-1][1] < points[0][1] for points in shares.values())
+    widest = [points[-1][1] for points in speeds.values()]
+    return Finding(
+        name="switchback-speed",
+        claim=CLAIM,
+        source=SOURCE,
+        holds=falls and min(widest) > 1,
+        verdict=f"On {processor(device)} with {torch.get_num_threads()} threads quantising and dequantising take "
+        + " and ".join(f"{points[0][1]:.0f}% (width {points[0][0]}) to {points[-1][1]:.0f}% ({points[-1][0]:,}) with "
+                       f"{b:,} rows" for b, points in shares.items())
+        + f"; at the largest width SwitchBack is {min(widest):.2f} to {max(widest):.2f} times as fast as bf16.",
+        header=("rows", "layer", "quantise", "dequantise", "multiply", "times as fast as fp32", "as bf16",
+                "as Algorithm 5"),
+        rows=lines,
+        curves={
+            "percent of a step that is no product, over the width": {f"{b:,} rows": p for b, p in shares.items()},
+            "times as fast as bf16, over the width": {f"{b:,} rows": p for b, p in speeds.items()},
+        },
+        settings={"rounds": _ROUNDS, "format given to the layers": str(dtype).removeprefix("torch.")},
+    )  # fmt: skip
+
+
+def _shares(of_parts: Times, of_products: Times) -> tuple[float, float, float]:
+    """The shares of a SwitchBack layer's time that go into quantising, dequantising and products. Where the kernel that
+    multiplies also dequantises, that is part of the product."""
+    seconds = {name: statistics.median(times) for name, times in of_parts.items()}
+    quantise = sum(value for name, value in seconds.items() if name.startswith("quantise"))
+    whole, both = sum(seconds.values()), seconds["forward"] + seconds["input gradient"]
+    alone = of_products.get("int8, sums alone")
+    dequantise = 0.0
+    if alone is not None:
+        scaled = next(times for name, times in of_products.items() if name.startswith("int8 ("))
+        dequantise = both * max(0.0, 1 - statistics.median(alone) / statistics.median(scaled))
+    return quantise / whole, dequantise / whole, (whole - quantise - dequantise) / whole

@@ -1,0 +1,54 @@
+"""`limner reproduce`: every finding runs, is kept, and is not run again; Ctrl-C loses no trial that is done."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from html import escape
+from xml.etree import ElementTree
+
+import pytest
+
+from limner.cli import main
+from limner.reproduce import NAMES, load
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_quick_run_leaves_a_page_with_table_and_curves(name, tmp_path, capsys):
+    assert main(["reproduce", name, "--quick", "-o", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert load(name).CLAIM in said and "quick" in said
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert found["rows"] and all(len(row) == len(found["header"]) for row in found["rows"])
+    assert found["holds"] is None  # quick trials cannot tell
+    assert found["verdict"] in said and escape(found["verdict"]) in (tmp_path / f"{name}.html").read_text()
+    for chart in tmp_path.glob(f"{name}-*.svg"):
+        ElementTree.parse(chart)
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "trials").rglob("*.json")}
+    assert main(["reproduce", name, "--quick", "-o", str(tmp_path)]) == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "trials").rglob("*.json")} == kept
+
+
+def test_without_a_name_the_findings_are_listed(capsys):
+    assert main(["reproduce"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{name} " in said and load(name).CLAIM in said for name in NAMES)
+    assert main(["reproduce", "loss-spike"]) == 2
+    assert "there is no finding 'loss-spike'" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_goes_on(tmp_path):
+    command = [sys.executable, "-m", "limner", "reproduce", "quantization-variance", "-o", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=os.environ)
+    deadline = time.monotonic() + 120
+    while not (kept := list(tmp_path.rglob("trials/**/*.json"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert b"the same command goes on" in process.stderr.read()
+    before = {path: path.stat().st_mtime_ns for path in kept}
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    assert (tmp_path / "quantization-variance.html").exists()
+    assert {path: path.stat().st_mtime_ns for path in before} == before

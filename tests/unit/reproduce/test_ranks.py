@@ -1,0 +1,105 @@
+"""Replicas that take turns do what processes do; what the findings on compressed gradients compute, and can fail by."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
+from limner.distributed.reducers import Plain
+from limner.distributed.replicated import Replicated
+from limner.models.transformer import TransformerConfig
+from limner.numerics.precision import Fp32
+from limner.objectives.autoregressive import Autoregressive
+from limner.optim.optimizers import AdamW
+from limner.reproduce import bandwidth, householder
+from limner.reproduce.compression_rank import smallest
+from limner.reproduce.replicas import Turns
+from limner.training.config import TrainConfig
+from limner.training.parallel import Parallel, Single
+from limner.training.run import Run
+from limner.training.step import update
+from ranks import on_ranks
+
+
+def learn(strategy: Parallel, accumulate: int = 1) -> list[torch.Tensor]:
+    """Weights after three updates, each replica with its share of the batch."""
+    config = TransformerConfig(text_vocab=16, image_vocab=16, text_len=4, grid=(4, 4), width=32, depth=2, heads=2)
+    torch.manual_seed(0)
+    settings = TrainConfig(
+        steps=3, batch_size=8, accumulate=accumulate, optimizer=AdamW(lr=1e-3), precision=Fp32(), seed=1
+    )
+    run = Run(config.build(), Autoregressive(), settings, parallel=strategy)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        text, image = (torch.randint(16, (8, n), generator=generator) for n in (4, 16))
+        share = {"text": text.chunk(strategy.world)[strategy.rank], "image": image.chunk(strategy.world)[strategy.rank]}
+        update(run, share)
+    return [p.detach().clone() for p in run.parameters]
+
+
+def compressed() -> PowerSGD:
+    return PowerSGD(PowerSGDConfig(rank=4))
+
+
+def learn_on_rank() -> list[torch.Tensor]:
+    return learn(Replicated(compressed))
+
+
+def test_replicas_that_take_turns_are_one_process_where_nothing_is_compressed():
+    for ours, theirs in zip(learn(Turns(Plain, 4), 4), learn(Single()), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_replicas_that_take_turns_compress_as_processes_do():
+    turns = Turns(compressed, 2)
+    ours = learn(turns, 2)
+    for theirs in on_ranks(2, learn_on_rank):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert not all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, learn(Single()), strict=True))
+    assert len({seat.sent for seat in turns.seats}) == 1 and turns.seats[0].sent > 0
+
+
+@pytest.mark.parametrize(
+    ("gaps", "found"),
+    [
+        ({4: 0.5, 8: 0.2, 16: 0.01, 32: -0.01}, 16),
+        ({4: 0.5, 8: 0.01, 16: 0.2, 32: 0.01}, 32),  # luck below a gap does not count
+        ({4: 0.5, 8: 0.2}, None),
+        ({4: 0.0, 8: 0.0}, 4),
+    ],
+)
+def test_the_smallest_rank_has_no_gap_above_it(gaps: dict[int, float], found: int | None):
+    assert smallest(gaps, noise=0.1) == found
+
+
+@pytest.mark.parametrize("way", householder.WAYS.values())
+def test_all_ways_give_the_same_columns_where_that_is_easy(way: Callable[[Any], Any]):
+    p = torch.randn(3, 40, 6, generator=torch.Generator().manual_seed(0))
+    ours, theirs = way(p), torch.linalg.qr(p)[0]
+    torch.testing.assert_close(ours @ ours.mT, theirs @ theirs.mT, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours.mT @ ours, torch.eye(6).expand(3, 6, 6), rtol=0, atol=1e-5)
+
+
+def test_only_reflections_stay_orthonormal():
+    found = householder.trial(householder.Columns(digits=None, seed=0, matrices=2, m=64, r=8))
+    wrong = {key: value is None or value > 1e-2 for key, value in found.items()}
+    assert all(is_wrong == ("Gram" in key) for key, is_wrong in wrong.items())
+
+
+def test_the_formulas_count_the_factors_of_all_matrices_of_a_resblock():
+    r, d, m = 16, 64, 4
+    ours = [(3 * d / m, d), (d / m, d), (4 * d / m, d), (d, 4 * d / m)]
+    assert bandwidth.ours(r, d, m) == pytest.approx(sum(r / m * (h + w) for h, w in ours) / sum(h * w for h, w in ours))
+    cut = [(d, d / m)] * 4 + [(d, 4 * d / m)] * 2  # Table 2
+    assert bandwidth.papers(r, d, m) == pytest.approx(sum(r / m * (h + w) for h, w in cut) / sum(h * w for h, w in cut))
+    assert bandwidth.papers(8, 5, 8) == pytest.approx(1)
+
+
+def test_bytes_that_are_not_counted_anywhere_are_said_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(bandwidth, "_COUNTER", tmp_path / "absent")
+    with pytest.raises(bandwidth.UserError, match="which only Linux has"):
+        bandwidth._written()
