@@ -2,15 +2,15 @@
 
 Two kinds, kept apart because only one of them has memory:
 
-- pure functions of the step: `warmup`, `cosine`, and `Anneal`, a cosine with its end points as a
+- pure functions of the step: `warmup`, `cooldown`, `cosine`, and `Anneal`, a cosine with its end points as a
   config. The paper anneals the KL weight β, the relaxation temperature τ and the learning rate of the
   dVAE this way (appendix A.2);
 - learning-rate schedules, `Constant | Cosine | Plateau`: configs whose `build(steps)` gives a
   `Schedule`, a factor on the base learning rate. `Plateau` watches the training loss and halves, as the
   paper did five times for the prior (B.2); what it has seen is part of the checkpoint.
 
-Steps count from 0. The training loop multiplies `warmup(step) * schedule.factor(step)` with the
-base learning rate.
+Steps count from 0. The training loop multiplies `warmup * cooldown * schedule.factor(step)` with
+the base learning rate.
 """
 
 import math
@@ -24,6 +24,12 @@ from limner.ranges import Checked, Range
 def warmup(step: int, steps: int) -> float:
     """Linear ramp: `1/steps` at step 0, 1 from step `steps - 1` on. Constant 1 if `steps` is 0."""
     return min(1.0, (step + 1) / steps) if steps > 0 else 1.0
+
+
+def cooldown(step: int, steps: int, last: int) -> float:
+    """Linear descent over the `last` ones of `steps` updates, to `1/last` at the last one; constant 1 before, and if
+    `last` is 0. A run may so be ended at any time as if its schedule had been made for it (Hägele et al. 2024)."""
+    return min(1.0, max(0, steps - step) / last) if last > 0 else 1.0
 
 
 def cosine(step: int, start: float, end: float, steps: int) -> float:

@@ -17,61 +17,17 @@ from limner.training.config import TrainConfig
 
 
 def scenes() -> Recipe:
-    """The bundled model; a few hours on two cores.
+    """The bundled model; three hours on two cores.
 
-    The dVAE learns from crowded scenes, which are full of things, and its decoder goes on with the argmax
-    codes; the other two learn from described scenes:
-
-        limner data scenes data/crowds --kind crowded --count 20000 --seed 11 --held-out 0.03
-        limner data scenes data/scenes --count 60000 --seed 1 --held-out 0.02 --pairs 0.08
-        limner train data/crowds --recipe scenes --out runs/scenes --stages dvae
-        limner train data/crowds --recipe scenes --out runs/scenes --stages dvae --dvae.training.steps 14000
-        limner train data/scenes --recipe scenes --out runs/scenes --stages prior contrastive
-
-    From that bundle, a dVAE that gives up the codes it does not need, and the prior again, on more scenes of two
-    things:
-
-        limner data scenes data/twos --count 100000 --seed 2 --held-out 0.01 --pairs 0.08 --things 2 7 0.5 0.5
-        CODES="--dvae.objective.balance -0.004 --dvae.objective.hard-from 800 --dvae.objective.tau.start 0.6
-            --dvae.objective.tau.steps 500 --dvae.training.optimizer.lr 1.5e-3"
-        limner train data/crowds --recipe scenes --start runs/scenes --out runs/fewer --stages dvae $CODES \\
-            --dvae.training.steps 3000
-        limner train data/crowds --recipe scenes --start runs/scenes --out runs/fewer --stages dvae $CODES \\
-            --dvae.training.steps 7000
-        limner train data/twos --recipe scenes --start runs/scenes --out runs/fewer --stages prior \\
-            --prior.training.steps 5000
-        limner bundle runs/fewer src/limner/assets/scenes --name scenes --prune data/crowds
-
-    From that one, which does not know above from below, with captions that say the upper or left thing first more
-    often, and then do not. SLOW is `--prior.training.optimizer.lr 0.012`; the first two runs were stopped there, of
-    4500 and 3000 steps:
-
-        limner data scenes data/more --count 120000 --seed 3 --held-out 0.01 --pairs 0.14 --things 2 7 0.5 0.5
-        limner data scenes data/ordered --count 90000 --seed 4 --held-out 0.01 --pairs 0.14 --things 2 7 0.5 0.5 \\
-            --in-order 0.7
-        limner data scenes data/relations --count 30000 --seed 5 --held-out 0.02 --pairs 0 --things 0 1 0 0 \\
-            --in-order 0.9
-        limner train data/more --recipe scenes --start scenes --out runs/more --stages prior \\
-            --prior.training.steps 3140
-        limner train data/ordered --recipe scenes --start runs/more --out runs/ordered --stages prior \\
-            --prior.training.steps 614 SLOW
-        limner train data/relations --recipe scenes --start runs/ordered --out runs/relations --stages prior \\
-            --prior.training.steps 700 SLOW
-        limner train data/more --recipe scenes --start runs/relations --out runs/final --stages prior \\
-            --prior.training.steps 1700 SLOW
-        limner train DATA --recipe scenes --start scenes --out runs/final --stages contrastive \\
-            --contrastive.training.steps 2600 --contrastive.training.optimizer.lr 0.01 \\
-            --contrastive.training.optimizer.others.lr 5e-4
-
-    with more, ordered, relations, ordered and more as DATA in turn, each from where the other was stopped (Ctrl-C after
-    steps 315, 639, 1066 and 1371), and 2350 as the number of steps from 1641 on.
+    limner data scenes data/scenes --count 120000 --things 2 7 0.5 0.5 --in-order 0.7
+    limner train data/scenes --recipe scenes --out runs/scenes
     """
     return Recipe(
         text=TextConfig(vocab=1_024, length=32, dropout=0.0),
-        dvae=_small_dvae(48, groups=3, vocab=512, steps=8_000, context=0),
+        dvae=_patches(48, vocab=2_048, steps=2_000),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4),
-            training=_training(steps=8_000, batch=16, ema=0.998),
+            training=_training(steps=12_000, batch=16, ema=0.999),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=3_000),
@@ -116,12 +72,14 @@ def emoji() -> Recipe:
 
 def icons() -> Recipe:
     """Drawings of several artists, which no artist drew."""
+    schedule = Cosine(end=0.02, steps=16_000)  # it falls to zero earlier
+    training = replace(_training(steps=7_000, batch=16, ema=0.999), schedule=schedule, cooldown_steps=1_750)
     return Recipe(
         text=TextConfig(vocab=2_048, length=40, dropout=0.1),
         dvae=_patches(64, vocab=8_192, steps=3_000),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4),
-            training=_training(steps=16_000, batch=16, ema=0.999),
+            training=training,
             augment=False,
             caption_dropout=0.1,
             guidance=2.0,
@@ -233,6 +191,7 @@ def paper(size: str = "dalle-12b") -> Recipe:
                 schedule=Plateau(halvings=5),
                 ema_decay=0.99,
                 ema_every=25,
+                ema_on_cpu=True,
                 ema_warmup=False,
                 checkpoint_activations=True,
                 eval_every=5_000,

@@ -27,8 +27,11 @@ class TrainConfig(Checked):
         optimizer: which one (`optim/optimizers.py`), with its learning rate and decay.
         clip_norm: longest gradient; None clips nothing.
         warmup_steps: linear ramp of the learning rate, on top of `schedule`.
+        cooldown_steps: linear descent of the learning rate over the last updates, on top of `schedule`: a run that must
+            end early gets most of what the rest would have brought.
         schedule: factor on the learning rate.
         ema_decay, ema_every: averaged weights, which evaluation then uses; None keeps none.
+        ema_on_cpu: keep that average in the CPU's memory, and compute it beside the training.
         ema_warmup: give the first parameters less weight in the average (`Ema`); not in the paper.
         precision: converts the model and sets the format of products; by default bf16 where that is faster. Those of
             `layers/precisions.py` train the blocks of transformers in 8 bits.
@@ -50,9 +53,11 @@ class TrainConfig(Checked):
     optimizer: Optimizer = field(default_factory=AdamW)
     clip_norm: Annotated[float | None, Range(above=0)] = 4.0
     warmup_steps: Annotated[int, Range(0, 10**9)] = 0
+    cooldown_steps: Annotated[int, Range(0, 10**9)] = 0
     schedule: Constant | Cosine | Plateau = field(default_factory=Constant)
     ema_decay: Annotated[float | None, Range(0, below=1)] = None
     ema_every: Annotated[int, Range(1, 10**6)] = 1
+    ema_on_cpu: bool = False
     ema_warmup: bool = True
     precision: TrainingPrecision = field(default_factory=Auto)
     scaling: Literal["none", "resblocks", "loss", "tensors"] = "none"
@@ -73,12 +78,14 @@ class TrainConfig(Checked):
 # What may differ between the run that wrote a checkpoint and the one that goes on from it.
 FREE_TO_CHANGE = {
     "training.steps",
+    "training.cooldown_steps",
     "training.checkpoint_every",
     "training.keep",
     "training.eval_every",
     "training.log_every",
     "training.max_bad_steps",
     "training.checkpoint_activations",
+    "training.ema_on_cpu",
 }
 
 

@@ -3,12 +3,17 @@ import math
 
 import pytest
 
-from limner.optim.schedules import Anneal, Constant, Cosine, Plateau, cosine, warmup
+from limner.optim.schedules import Anneal, Constant, Cosine, Plateau, cooldown, cosine, warmup
 
 
 def test_warmup_is_a_line_from_the_first_step() -> None:
     assert [warmup(step, 4) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
     assert warmup(0, 0) == 1
+
+
+def test_cooldown_is_a_line_to_the_last_step() -> None:
+    assert [cooldown(step, 10, 4) for step in range(4, 10)] == [1, 1, 1, 0.75, 0.5, 0.25]
+    assert cooldown(10, 10, 4) == 0 and cooldown(9, 10, 0) == 1
 
 
 @pytest.mark.parametrize(("start", "end"), [(0.0, 6.6), (1.0, 1 / 16), (1e-4, 1.25e-6)])
