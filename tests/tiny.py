@@ -8,9 +8,10 @@ from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patches import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
+from limner.objectives.balanced import BalancedELB
 from limner.pipeline import TextToImage
 from limner.recipes import get
-from limner.recipes.recipe import Recipe
+from limner.recipes.recipe import DVAEStage, Recipe
 from limner.text.bpe import Tokenizer
 
 WORDS = ["a small red circle above a large blue square on a gray background", "two green crosses, teal background"]
@@ -49,7 +50,12 @@ def tiny_recipe() -> Recipe:
     return replace(
         r,
         text=replace(r.text, vocab=300),
-        dvae=replace(r.dvae, model=dvae, training=replace(r.dvae.training, steps=3, **often)),
+        dvae=DVAEStage(
+            model=dvae,
+            objective=BalancedELB(),
+            training=replace(r.dvae.training, steps=3, **often),
+            augment=False,
+        ),
         prior=replace(
             r.prior,
             model=TransformerConfig(width=32, depth=2, heads=2),

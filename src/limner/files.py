@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -86,13 +86,15 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 @contextlib.contextmanager
-def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of `path` when the block ends, and vanishes if it raises."""
+def atomic_folder(path: str | os.PathLike[str], check: Callable[[], None] = lambda: None) -> Iterator[Path]:
+    """A new folder to fill, which takes the place of `path` when the block ends, and vanishes if it raises, or if
+    `check` does, which is called when all is on the disk."""
     path = Path(path).resolve()  # of a link, what it points to is replaced
     with _temporary(path, folder=True) as (fresh, _):
         yield fresh
         for file in (*fresh.iterdir(), fresh):
             sync(file)
+        check()
         if path.exists():
             _exchange(fresh, path)
             shutil.rmtree(fresh)

@@ -69,6 +69,7 @@ def test_a_precision() -> None:
 RANK = """
 import sys
 import numpy as np
+import torch
 from limner.data.stream import Stream
 from limner.numerics.precision import Fp32
 from limner.training.config import TrainConfig

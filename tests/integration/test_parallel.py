@@ -1,7 +1,6 @@
 """Two gloo processes against one on the same global batches: a small prior, whose loss knows the whole batch.
 
-The worker below is one rank. Gradients are averaged by DistributedDataParallel, or by hand after the last
-micro-batch; on the way both ranks are killed once, and once a signal reaches one of them only.
+The worker below is one rank. On the way both ranks are killed once, and once a signal reaches one of them only.
 """
 
 import os
@@ -9,19 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, distributed
 
 from limner import errors
 from limner.data.stream import Stream
+from limner.distributed.replicated import Replicated
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
@@ -32,60 +31,8 @@ from limner.training.config import TrainConfig
 from limner.training.loop import Interrupted, train
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import Parallel, Single
-from limner.training.trainable import Trainable
 
 STEPS = 20
-
-
-class Averaged:
-    """Ranks that hold the same weights, and average their gradients after the last micro-batch."""
-
-    def __init__(self) -> None:
-        self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
-        self.is_main = self.rank == 0
-
-    def divide(self, stream: Any) -> None:
-        stream.divide(self.rank, self.world)
-
-    def prepare(self, trainable: Trainable) -> nn.Module:
-        return trainable
-
-    def part(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        for p in parameters:
-            if p.grad is not None:
-                p.grad = self.mean(p.grad)
-
-    def mean(self, values: Tensor) -> Tensor:
-        values = values.clone(memory_format=torch.contiguous_format)
-        distributed.all_reduce(values)
-        return values / self.world
-
-    def any(self, flag: bool) -> bool:
-        found = torch.tensor(int(flag))
-        distributed.all_reduce(found, distributed.ReduceOp.MAX)
-        return bool(found)
-
-    def gather(self, values: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(values) for _ in range(self.world)]
-        distributed.all_gather(found, values)
-        return found
-
-
-class Wrapped(Averaged):
-    """The same by DistributedDataParallel, whose hooks act on the forward of what it wraps."""
-
-    def prepare(self, trainable: Trainable) -> nn.Module:
-        self.wrapped = DistributedDataParallel(trainable)
-        return self.wrapped
-
-    def part(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else self.wrapped.no_sync()
-
-    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Done in the backward pass."""
 
 
 class Tokens:
@@ -128,7 +75,7 @@ def work(out: Path, parallel: Parallel) -> None:
 
 
 @contextmanager
-def working(out: Path, strategy: type[Averaged], seconds_per_step: float = 0.0) -> Iterator[list[subprocess.Popen]]:
+def working(out: Path, seconds_per_step: float = 0.0) -> Iterator[list[subprocess.Popen]]:
     """Two ranks on `out`, which do not outlive the block."""
     env = {
         **os.environ,
@@ -139,7 +86,7 @@ def working(out: Path, strategy: type[Averaged], seconds_per_step: float = 0.0) 
     }
     out.mkdir(exist_ok=True)
     meeting = out / f"meeting-{time.monotonic_ns()}"
-    command = [sys.executable, __file__, strategy.__name__, str(out), str(meeting)]
+    command = [sys.executable, __file__, str(out), str(meeting)]
     ranks = [subprocess.Popen([*command, str(rank)], env=env) for rank in range(2)]
     try:
         yield ranks
@@ -156,8 +103,8 @@ def wait_for(out: Path, step: int, ranks: list[subprocess.Popen]) -> None:
         time.sleep(0.01)
 
 
-def to_the_end(out: Path, strategy: type[Averaged]) -> None:
-    with working(out, strategy) as ranks:
+def to_the_end(out: Path) -> None:
+    with working(out) as ranks:
         assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
 
 
@@ -180,31 +127,26 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_two_ranks_are_one_process(whole: Path, tmp_path: Path) -> None:
-    to_the_end(tmp_path, Averaged)
-    compare(tmp_path, whole)
-
-
-def test_two_wrapped_ranks_are_one_process_whatever_happens_to_them(whole: Path, tmp_path: Path) -> None:
-    with working(tmp_path, Wrapped, 0.05) as ranks:
+def test_two_ranks_are_one_process_whatever_happens_to_them(whole: Path, tmp_path: Path) -> None:
+    with working(tmp_path, 0.05) as ranks:
         wait_for(tmp_path, 5, ranks)
         for rank in ranks:
             rank.send_signal(signal.SIGKILL)
         assert [rank.wait(timeout=60) for rank in ranks] == [-signal.SIGKILL] * 2
-    with working(tmp_path, Wrapped, 0.05) as ranks:
+    with working(tmp_path, 0.05) as ranks:
         wait_for(tmp_path, 9, ranks)
         ranks[1].send_signal(signal.SIGTERM)  # the one that writes nothing
         assert [rank.wait(timeout=60) for rank in ranks] == [130, 130]
     saved = int(completed(tmp_path)[-1].name.removeprefix("step-"))
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == saved < STEPS
-    to_the_end(tmp_path, Wrapped)
+    to_the_end(tmp_path)
     compare(tmp_path, whole)
 
 
 if __name__ == "__main__":
-    strategy, out, meeting, rank = sys.argv[1:]
+    out, meeting, rank = sys.argv[1:]
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=2)
     try:
-        work(Path(out), {"Averaged": Averaged, "Wrapped": Wrapped}[strategy]())
+        work(Path(out), Replicated())
     finally:
         distributed.destroy_process_group()

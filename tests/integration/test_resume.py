@@ -20,6 +20,7 @@ from torch import nn
 
 from limner import errors
 from limner.data.stream import Stream
+from limner.files import LOCK
 from limner.optim.schedules import Plateau
 from limner.training.checkpoint import completed
 from limner.training.config import TrainConfig
@@ -86,7 +87,7 @@ def working(out: Path, seconds_per_step: float = 0.0) -> Iterator[subprocess.Pop
         "SECONDS_PER_STEP": str(seconds_per_step),
     }
     command = [sys.executable, __file__, str(out)]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as worker:
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
         try:
             yield worker
         finally:
@@ -127,6 +128,27 @@ def test_a_run_survives_what_happens_to_it(tmp_path: Path) -> None:
     for name in ("model", "ema", "optimizer", "rng"):
         files = [completed(out)[-1] / f"{name}.safetensors" for out in (whole, parts)]
         assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_who_was_cut_off_cannot_write_over_who_went_on(tmp_path: Path) -> None:
+    """The first one stands still, as a machine that lost the network does, while another one that does not see its lock
+    goes on from its checkpoint and ends the run."""
+    with working(tmp_path, seconds_per_step=0.01) as first:
+        deadline = time.monotonic() + 60
+        while not completed(tmp_path):
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+        first.send_signal(signal.SIGSTOP)
+        (tmp_path / LOCK).unlink()
+        with working(tmp_path) as second:
+            assert second.wait(timeout=60) == 0
+        done = completed(tmp_path)
+        before = {path: path.read_bytes() for path in done[-1].iterdir()}
+        first.send_signal(signal.SIGCONT)
+        _, error = first.communicate(timeout=60)
+    assert first.returncode == 1
+    assert b"has been started again elsewhere (start 2; this is start 1): this one saves nothing more and ends" in error
+    assert completed(tmp_path) == done and {path: path.read_bytes() for path in done[-1].iterdir()} == before
 
 
 if __name__ == "__main__":

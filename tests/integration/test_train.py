@@ -15,6 +15,7 @@ from limner import bundles, errors
 from limner.cli import main
 from limner.config import save_json
 from limner.errors import UserError
+from limner.files import file_hash
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.runs.beside import LOG
@@ -173,3 +174,13 @@ def test_any_recipe_takes_an_imported_dvae_and_keeps_its_tokens(data, monkeypatc
         assert main([*train, "--out", "wrong", *wrong]) == 2
         said = capsys.readouterr().err
         assert says in said and said.count("\n") == 1, said
+
+
+def test_a_deterministic_run_gives_the_same_weights_again(data, monkeypatch):
+    monkeypatch.chdir(data)
+    hashes = []
+    for out in ("first", "second"):
+        assert main(["train", "data", "--recipe", "recipe.json", "--out", out, "--deterministic"]) == 0
+        assert not torch.are_deterministic_algorithms_enabled()
+        hashes.append({p.name: file_hash(p) for p in (data / out / "bundle").glob("*.safetensors")})
+    assert hashes[0] == hashes[1] and len(hashes[0]) >= 3

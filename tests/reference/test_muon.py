@@ -8,7 +8,8 @@ from limner.optim.muon import Muon, orthogonalize
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_updates_equal_those_of_torch(weight_decay: float) -> None:
+def test_updates_equal_those_of_torch(weight_decay: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("limner.optim.muon.has_fast_bf16", lambda device: True)  # torch's is in bf16 everywhere
     torch.manual_seed(0)
     shapes = [(12, 4), (4, 12), (12, 4), (8, 8), (12, 4)]
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -30,6 +31,16 @@ def test_singular_values_come_near_one() -> None:
     for shape in [(3, 16, 16), (2, 40, 8), (2, 8, 40)]:
         values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)).float())
         assert float(values.min()) > 0.3 and float(values.max()) < 1.3
+
+
+def test_without_fast_bf16_the_updates_are_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    matrices, found = torch.randn(3, 32, 64), {}
+    for fast in (False, True):
+        monkeypatch.setattr("limner.optim.muon.has_fast_bf16", lambda device, fast=fast: fast)
+        found[fast] = orthogonalize(matrices)
+    assert (found[False].dtype, found[True].dtype) == (torch.float32, torch.bfloat16)
+    torch.testing.assert_close(found[False], found[True].float(), atol=0.02, rtol=0)
 
 
 def test_vectors_are_refused() -> None:

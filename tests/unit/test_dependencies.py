@@ -13,6 +13,7 @@ MODULES = {
     "pillow": "PIL",
     "pytest_xdist": "xdist",
     "attrs": "attr",
+    "pyyaml": "yaml",
     "torch_optimi": "optimi",
 }  # where the name differs
 # Commands, a plugin, and what a package that the tests import needs: no file imports them.

@@ -66,8 +66,8 @@ def test_ends_none_and_whole_numbers_for_floats_are_in_range():
 MADE = tuple(
     f"limner.{name}"
     for name in (
-        "bundles", "drawing", "pipeline", "data.", "evaluation.", "layers.", "metrics.", "profiling.", "runs.stages",
-        "training.", "worlds.",
+        "bundles", "drawing", "pipeline", "data.", "distributed.reducers.", "evaluation.", "layers.", "metrics.",
+        "profiling.", "reproduce.", "runs.stages", "training.", "worlds.",
     )
 )  # fmt: skip
 SET = ("limner.data.filters.Filters", "limner.evaluation.composition.Settings", "limner.training.config.TrainConfig")

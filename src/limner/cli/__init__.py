@@ -48,6 +48,7 @@ COMMANDS = {
     "bundle": Command("limner.cli.bundle", "pack a trained model, with its name and scores, to pass on"),
     "import": Command("limner.cli.imports", "convert published weights to our format"),
     "evaluate": Command("limner.cli.evaluate", "measure a trained model", True, lower="--candidates or --count"),
+    "reproduce": Command("limner.cli.reproduce", "the papers' findings, on this machine", True, True),
     "inspect": Command("limner.cli.inspect", "look into a run: its kernels, spikes and underflow", True),
 }
 

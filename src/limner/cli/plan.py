@@ -1,36 +1,39 @@
-"""`limner plan`: what training a recipe's prior would take, without touching a GPU.
+"""`limner plan`: what training a recipe's prior would take, and how to start it, without touching a GPU.
 
-It also plans what the paper did and limner cannot do yet; `RUNS` says which is which.
+It also plans what the paper did and limner does otherwise; `RUNS` says which is which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from limner import recipes
 from limner.cli import choose
 from limner.cli.arguments import parse
+from limner.cli.launches import launches, tried
+from limner.cli.tables import gb, table
 from limner.optim.optimizers import AdamW16
 from limner.profiling import cost
+from limner.profiling.choice import Cluster, choices
 from limner.profiling.cost import GB, GPUS, Cost
 from limner.ranges import Checked, Range
 
 RUNS = """\
-What limner can run today: training on one device, in fp32 or with bf16 autocast (fp32 weights, matrix
-products in bf16), checkpointed or not. Its memory is in the columns "fp32" and the "checkpointed" one beside it, with
---gpus 1 --per-machine 1. A recipe with AdamW16, as the paper's, has its moments in the paper's 16-bit formats there.
-Not yet: weights and gradients in 16 bits ("16-bit (App. D)" and the "checkpointed" column beside it), parameters
-sharded over GPUs, gradients averaged between machines, and their compression (PowerSGD). The figures for these, and
-the times on more than one GPU, are calculated for a program that has them."""
+What limner runs today: training on one GPU, or by torchrun on many, with parameters sharded over some of them
+(--parallel sharded), replicas of these, and gradients between replicas averaged as they are or compressed by PowerSGD.
+Weights and gradients are fp32, products of matrices bf16, checkpointed or not; moments of AdamW16 are in the paper's
+16-bit formats. The launches are calculated for that; so are the columns "fp32" and the "checkpointed" one beside it,
+with a copy of the parameters in each machine.
+Not yet: weights and gradients in 16 bits ("16-bit (App. D)" and the "checkpointed" column beside it)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Checked):
     """Parameters, memory, arithmetic, communication and time of a recipe's prior on a cluster.
 
-    Training itself runs on one device so far, in fp32 or with bf16 autocast; Adam's moments may be in 16 bits. The
+    The tables are of the paper's layout; the launches are what `torchrun` can start, with the command for the best. The
     output says which figures are of things that cannot be run yet.
     """
 
@@ -44,7 +47,14 @@ class PlanOptions(Checked):
     per_machine: Annotated[int, Range(1, 10**5)] = 8
     """GPUs of a machine, among which its copy of the parameters is sharded."""
     rank: Annotated[int | None, Range(1, 10**6)] = None
-    """PowerSGD's rank over all shards of a machine; the paper's by default (Table 1)."""
+    """PowerSGD's rank over all shards; the paper's by default (Table 1)."""
+    link: Annotated[float | None, Range(above=0)] = None
+    """Mbit/s between a machine and the others; what is usual for the kind of GPU by default."""
+    replicas: Annotated[int | None, Range(1, 10**7)] = None
+    """Of the sharded parameters; the quickest number that fits by default."""
+    trial: bool = False
+    """Also try the launch in this process, on tensors without values: seconds for a small model, minutes for the
+    largest."""
     candidates: Annotated[int, Range(1, 10**6)] = 512
     """Of one caption, when sampling."""
 
@@ -64,7 +74,20 @@ def main(argv: Sequence[str]) -> None:
         rank=options.rank,
         packed=isinstance(training.optimizer, AdamW16),
     )
-    print("\n\n".join(report(options.recipe, made, training.steps, options.candidates)))
+    cluster = Cluster(
+        gpu=options.gpu,
+        per_machine=made.m,
+        link=None if options.link is None else options.link * 1e6 / 8,
+    )
+    settings = replace(training, batch_size=batch)
+    found = choices(made.config, settings, options.gpus, cluster, options.replicas, options.rank)
+    blocks = [*report(options.recipe, made, training.steps, options.candidates)]
+    blocks += launches(found, options.recipe, training)
+    if options.trial:
+        from limner.profiling.trial import try_out
+
+        blocks += tried(found[0], try_out(found[0].launch))
+    print("\n\n".join([*blocks, RUNS]))
 
 
 def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
@@ -77,7 +100,7 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
         f"sample{'s' * (made.samples > 1)} a GPU"
     )
     counts = cost.parameters(c)
-    yield _table(
+    yield table(
         ("parameters", ""),
         [(kind, f"{n:,}") for kind, n in counts.items()]
         + [("all", f"{counts.total():,}"), ("effective, 12 n_layer d_model^2", f"{made.effective:,}")],
@@ -88,19 +111,19 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
         {**made.state(half), **made.activations(saved), "one layer at work": made.working} for half, saved in cases
     ]
     rows = [
-        (part, *(_gb(found[part]) if part in found else "" for found in parts))
+        (part, *(gb(found[part]) if part in found else "" for found in parts))
         for part in dict.fromkeys(part for found in parts for part in found)
     ]
     peaks = [made.memory(half, saved) for half, saved in cases]
     verdicts = ("fits" if peak <= gpu.memory else "too large" for peak in peaks)
-    yield _table(
+    yield table(
         (f"memory a GPU, GB of {gpu.memory / GB:.1f}", "fp32", "checkpointed", "16-bit (App. D)", "checkpointed"),
-        [*rows, ("peak", *map(_gb, peaks)), ("", *verdicts)],
+        [*rows, ("peak", *map(gb, peaks)), ("", *verdicts)],
     )
 
     prefix, each = made.cache()
     dense = made.cache(dense=True)[1]
-    yield _table(
+    yield table(
         ("cache when sampling", "MB"),
         [
             ("a caption's text, shared", f"{prefix / 1e6:,.1f}"),
@@ -111,31 +134,31 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
         ],
     )
 
-    yield _table(
+    yield table(
         ("a step", "", "checkpointed"),
         [
             ("PFLOP, all GPUs", *(f"{made.flops(saved) / 1e15:,.3g}" for saved in (False, True))),
-            ("GB read and written, a GPU", *(_gb(made.traffic(True, saved)) for saved in (False, True))),
+            ("GB read and written, a GPU", *(gb(made.traffic(True, saved)) for saved in (False, True))),
         ],
     )
 
-    yield _table(
+    yield table(
         ("a GPU sends, GB a step", ""),
         [
-            ("within its machine", _gb(made.within)),
-            ("between machines", _gb(made.between(False))),
-            (f"the same, compressed to rank {made.r}", _gb(made.between(True))),
+            ("within its machine", gb(made.within)),
+            ("between machines", gb(made.between(False))),
+            (f"the same, compressed to rank {made.r}", gb(made.between(True))),
         ],
     )
     rate = cost.compression_rate(c.width, made.r, made.m)
     yield (
-        _table(
+        table(
             ("compression of a layer, values", "gradient shard", "P", "Q"),
             [(kind, *(f"{n:,.0f}" for n in row)) for kind, row in cost.table2(c.width, made.r, made.m).items()],
         )
         + f"\nsaved: {rate:.1%} (Table 2: 1 - r (m + 2) / (2 d m))"
     )
-    yield _table(
+    yield table(
         ("Table 1: effective parameters", "d_model", "rank", "saved"),
         [(f"{n / 1e9:.2f} billion", f"{d:,}", str(r), f"{saved:.0%}") for n, d, r, saved in cost.table1()],
     )
@@ -145,20 +168,4 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
         took = [made.seconds(other, True, compressed) for compressed in (False, True)]
         days = (f"{t:,.2f} s, {t * steps / 86_400:,.3g} days" for t in took)
         times.append((other, f"{kind.share:.0%} of {kind.rate / 1e12:,.0f} TFLOP/s", *days))
-    yield _table((f"{steps:,} steps, checkpointed", "assumed", "uncompressed", "compressed"), times)
-    yield RUNS
-
-
-def _gb(value: float) -> str:
-    return f"{value / GB:,.2f}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text, the first to the left, numbers to the right."""
-    lines = [head, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    made = [
-        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    ]
-    return "\n".join([made[0], "-" * len(made[0]), *made[1:]]).replace(" \n", "\n")
+    yield table((f"{steps:,} steps, checkpointed", "assumed", "uncompressed", "compressed"), times)

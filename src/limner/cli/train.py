@@ -15,15 +15,20 @@ from limner import recipes
 from limner.cli import choose
 from limner.cli.arguments import parse, place
 from limner.config import load_json
+from limner.distributed import processes
+from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
+from limner.distributed.reducers import Bf16
+from limner.distributed.replicated import Make
 from limner.errors import UserError, printable
 from limner.optim.optimizers import Optimizer
-from limner.ranges import OutOfRange
+from limner.ranges import Checked, OutOfRange, Range
 from limner.recipes.recipe import Bundled, Recipe
 from limner.runs import estimate, stages
+from limner.training.determinism import deterministic
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class Train(Checked):
     """Train on image-caption data: a folder of pictures with .txt captions, JSONL, CSV or Parquet, or tar shards.
 
     The same command goes on after an interruption. The result is a bundle: `limner draw --model RUN`. With
@@ -40,6 +45,16 @@ class Train:
     """A recipe by name, or a recipe.json of an earlier run; its settings are the options below."""
     stages: tuple[Literal["dvae", "prior", "contrastive"], ...] = ()
     """Which stages to train; all by default."""
+    parallel: processes.Kind = "replicated"
+    """Whether each of the processes that torchrun starts holds all weights, or a part of them."""
+    replicas: Annotated[int, Range(1, 2**16)] = 1
+    """How many groups of processes hold all weights together, if they are sharded."""
+    deterministic: bool = False
+    """The same weights again from the same command, on GPUs, too, where it is slower; stages are trained in turn."""
+    reduce: Literal["plain", "bf16", "powersgd"] = "plain"
+    """How gradients travel between replicas: in fp32, in bf16, or compressed to thin factors."""
+    reduce_rank: Annotated[int | None, Range(1, 2**16), arg(name="reduce.rank")] = None
+    """Of PowerSGD's factors, over all shards of a matrix; by default an eighth of a matrix's smaller side."""
     settings: Annotated[Recipe, arg(name="")]
 
 
@@ -57,10 +72,24 @@ def main(argv: Sequence[str]) -> None:
     if isinstance(dvae, Bundled) and "dvae" in options.stages:
         raise UserError(f"the dVAE is that of {dvae.bundle!r}, so none is trained: leave dvae out of --stages")
     announce = partial(estimate.tell, options.settings, options.out, smaller=recipes.smaller(options.recipe))
-    bundle = stages.train_all(options.settings, options.data, options.out, options.stages or None, announce)
+    joined = processes.joined(options.parallel, options.replicas, _reducer(options))
+    with deterministic(options.deterministic), joined as parallel:
+        bundle = stages.train_all(
+            options.settings, options.data, options.out, options.stages or None, announce, parallel
+        )
+    if processes.rank():
+        return
     print(f"the run is in {printable(options.out)}")
     if bundle is not None:
         print(f'its bundle draws: limner draw "..." --model {printable(options.out)}')
+
+
+def _reducer(options: Train) -> Make | None:
+    if options.reduce == "powersgd":
+        return partial(PowerSGD, PowerSGDConfig(rank=options.reduce_rank))
+    if options.reduce_rank:
+        raise UserError(f"reduce.rank is of powersgd, not of {options.reduce}: add --reduce powersgd")
+    return Bf16 if options.reduce == "bf16" else None
 
 
 def find_recipe(name: str | None) -> Recipe | None:

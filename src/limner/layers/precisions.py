@@ -4,7 +4,8 @@ As the paper has it, what is converted is all linear layers within the transform
 blocks. Embeddings, heads and the convolution that reads patches stay as they are, and so does everything between the
 layers, which runs as `Auto` says. The layers themselves are in `switchback.py` and `float8.py`.
 
-None has settings, so a recipe and the command line name them in one word: `--prior.training.precision switchback`.
+Those of `TrainingPrecision` have no settings, so a recipe and the command line name them in one word:
+`--prior.training.precision switchback`. `Narrow` has one, and is for experiments in Python.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torch import nn
 from limner.layers.convert import convert
 from limner.layers.float8 import Fp8SwitchBackLinear, Fp8TensorWiseLinear
 from limner.layers.low_precision import LowPrecisionLinear
+from limner.layers.narrow import NarrowLinear
 from limner.layers.switchback import LLMInt8Linear, SwitchBackLinear, SwitchBackMLinear, SwitchBackQLinear
-from limner.numerics.precision import Auto, Precision
+from limner.numerics.formats import FloatFormat
+from limner.numerics.precision import Auto, Fp32, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,16 @@ class Fp8TensorWise(SwitchBack):
     """float8 in all three products, with one scale for each matrix."""
 
     layer = Fp8TensorWiseLinear
+
+
+@dataclass(frozen=True, kw_only=True)
+class Narrow(Fp32):
+    """The gradients of the blocks' linear layers are rounded to a format; all else is fp32."""
+
+    form: FloatFormat
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        return convert(model, lambda layer: NarrowLinear(layer, self.form), in_blocks)
 
 
 TrainingPrecision = (

@@ -149,8 +149,11 @@ class SparseAttention(nn.Module):
     @property
     def at_once(self) -> int:
         """Sequences whose weights are alive at the same time."""
-        room = _WEIGHTS if self.bias.device.type == "cpu" else _GPU_WEIGHTS
-        return max(1, room // self.bias.numel())
+        return self.at_once_on(self.bias.device.type)
+
+    def at_once_on(self, device: str) -> int:
+        """The same on a device of that type."""
+        return max(1, (_WEIGHTS if device == "cpu" else _GPU_WEIGHTS) // self.bias.numel())
 
 
 class _Recomputed(torch.autograd.Function):

@@ -29,9 +29,13 @@ class Fp32:
         return model
 
     def autocast(self, device: torch.device | str) -> AbstractContextManager[object]:
-        """Context of the forward pass, in which matrix products run in `dtype`; no context at all for fp32."""
-        dtype = self.dtype(device)
-        return nullcontext() if dtype == torch.float32 else torch.autocast(torch.device(device).type, dtype=dtype)
+        """Context of the forward pass, in which matrix products run in `dtype`; no context at all for fp32.
+
+        It keeps no 16-bit copies of weights until its end, as autocast otherwise does, for whoever uses a weight
+        twice: with checkpointing or shards, the copies of all blocks would be there together.
+        """
+        dtype, kind = self.dtype(device), torch.device(device).type
+        return nullcontext() if dtype == torch.float32 else torch.autocast(kind, dtype=dtype, cache_enabled=False)
 
 
 @dataclass(frozen=True, kw_only=True)

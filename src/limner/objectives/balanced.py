@@ -8,6 +8,7 @@ Shapes: B batch, H x W pixels, h x w grid, V codes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -65,6 +66,20 @@ class BalancedELB(Checked):
     def __call__(
         self, model: DVAE, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._loss(model, batch, step, generator, lambda rows: rows)
+
+    def across(self, join: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+        """The objective of one of several processes, which balances the codes of all; `join` puts rows together."""
+        return lambda model, batch, step, generator: self._loss(model, batch, step, generator, join)
+
+    def _loss(
+        self,
+        model: DVAE,
+        batch: dict[str, Tensor],
+        step: int,
+        generator: torch.Generator | None,
+        join: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         pixels, tau = batch["pixels"], self.tau(step)
         hard = self.hard_from is not None and step >= self.hard_from
         with torch.set_grad_enabled(torch.is_grad_enabled() and not hard):
@@ -73,7 +88,8 @@ class BalancedELB(Checked):
         nll = logit_laplace_nll(map_pixels(pixels), mu, log_b.clamp_min(self.log_b_floor)).mean()
         weight = contrast(pixels, logits.shape[-1])
         q = logits.movedim(1, -1).flatten(0, 2).softmax(-1)
-        mean_q = (q * (weight / weight.sum()).view(-1, 1)).sum(0)
+        share = weight / join(weight.sum().view(1)).sum()
+        mean_q = join((q * share.view(-1, 1)).sum(0, keepdim=True)).sum(0)
         imbalance = (mean_q * (mean_q.clamp_min(1e-9) * len(mean_q)).log()).sum()
         loss = nll + self.balance * imbalance
         metrics = {"nll": nll.detach(), "imbalance": imbalance.detach(), **usage(logits.argmax(1), logits.shape[1])}

@@ -7,11 +7,15 @@ in nearly everything, the candidates of one caption in one thing, so both sides 
 - a batch may bring `distractors`, wrong captions for each picture;
 - each caption may meet `spoiled` copies of its picture, in which something is missing, doubled or cut.
 
-Shapes: B batch, K distractors, M spoiled pictures, T text positions, E embedding.
+Where several processes share a batch, the pictures and captions of all are to choose from (`across`).
+
+Shapes: B batch (of a process), N that of all processes, K distractors, M spoiled pictures, T text positions, E
+embedding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -39,22 +43,35 @@ class ContrastiveLoss(Checked):
     def __call__(
         self, model: Contrastive, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._loss(model, batch, generator, lambda rows: rows)
+
+    def across(self, join: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+        """The objective of one of several processes, whose rows `join` puts together."""
+        return lambda model, batch, step, generator: self._loss(model, batch, generator, join)
+
+    def _loss(
+        self,
+        model: Contrastive,
+        batch: dict[str, Tensor],
+        generator: torch.Generator | None,
+        join: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         text, pixels = batch["text"], batch["pixels"]
         copies = [spoil(pixels, shift, generator) for shift in range(self.spoiled)]
         images, *wrong = model.encode_image(torch.cat([pixels, *(copy for copy, _ in copies)])).split(len(text))
         texts, scale = model.encode_text(text), model.scale()
-        logits = scale * images @ texts.T
-        same = (text[:, None] == text[None]).all(-1).float()
+        captions, pictures = scale * images @ join(texts).T, scale * texts @ join(images).T  # to choose from, [B, N]
+        same = (text[:, None] == join(text)[None]).all(-1).float()
         target = same / same.sum(1, keepdim=True)
-        captions, pictures = logits, logits.T  # what a picture chooses from, and a caption
         if "distractors" in batch:
             captions = torch.cat([captions, _distractor_logits(model, images, batch["distractors"])], 1)
         if wrong:
             intact = torch.stack([unchanged for _, unchanged in copies])
             against = scale * (torch.stack(wrong) * texts).sum(-1)
             pictures = torch.cat([pictures, against.masked_fill(intact, -torch.inf).T], 1)
-        b = len(text)
-        loss = -(target * (captions.log_softmax(1)[:, :b] + pictures.log_softmax(1)[:, :b])).sum() / (2 * b)
+        n = same.shape[1]
+        picked = captions.log_softmax(1)[:, :n] + pictures.log_softmax(1)[:, :n]
+        loss = -(target * picked).sum() / (2 * len(text))
         found = {"accuracy": _accuracy(captions, same), "kept": _accuracy(pictures, same), "scale": scale}
         return loss, {name: value.detach() for name, value in found.items()}
 
@@ -87,9 +104,9 @@ def spoil(
 
 
 def _accuracy(choices: Tensor, same: Tensor) -> Tensor:
-    """How often the highest of [B, B + n] is among the right ones, [B, B]."""
+    """How often the highest of [B, N + n] is among the right ones, [B, N]."""
     picked = choices.argmax(1, keepdim=True)
-    return F.pad(same, (0, choices.shape[1] - len(same))).gather(1, picked).mean()
+    return F.pad(same, (0, choices.shape[1] - same.shape[1])).gather(1, picked).mean()
 
 
 def _distractor_logits(model: Contrastive, images: Tensor, distractors: Tensor) -> Tensor:

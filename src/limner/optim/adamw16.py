@@ -39,6 +39,7 @@ class AdamW16(MomentOptimizer):
     def _update(
         self,
         group: Mapping[str, Any],
+        whole: list[Tensor],
         parameters: list[Tensor],
         gradients: list[Tensor],
         means: list[Tensor],

@@ -34,6 +34,7 @@ class Beta2WarmupAdamW(MomentOptimizer):
     def _update(
         self,
         group: Mapping[str, Any],
+        whole: list[Tensor],
         parameters: list[Tensor],
         gradients: list[Tensor],
         means: list[Tensor],

@@ -7,15 +7,19 @@ The paper uses d = 0.999 for the dVAE (A.2) and, to save time, d = 0.99 once in 
 prior (B.2). Early on the copy is mostly initialisation; with `warmup` the coefficient is min(d, (1
 + n) / (10 + n)) at the n-th averaging, which forgets it quickly. Only parameters are averaged
 (buffers stay the model's own), in fp32.
+
+`Ema` is where the model is. `EmaOnCpu` takes no memory of a GPU and no time of a step but that of a copy, as in B.2.
 """
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from limner.errors import UserError
+from limner.optim.shards import like
 
 
 class Ema:
@@ -32,7 +36,16 @@ class Ema:
         if not 0 <= decay < 1 or every < 1:
             raise ValueError(f"averaging needs 0 <= decay < 1 and every >= 1, not {decay} and {every}")
         self.decay, self.every, self.warmup = decay, every, warmup
-        self.parameters = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+        self._averages = self._copies(model)
+
+    @staticmethod
+    def _copies(model: nn.Module) -> dict[str, Tensor]:
+        return {name: p.detach().float().clone() for name, p in model.named_parameters()}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The averages, in fp32."""
+        return self._averages
 
     @torch.no_grad()
     def update(self, model: nn.Module, updates: int) -> None:
@@ -41,9 +54,11 @@ class Ema:
             return
         n = updates // self.every
         decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
-        current = dict(model.named_parameters())
-        for name, average in self.parameters.items():
-            average.lerp_(current[name].detach().float(), 1 - decay)
+        self._average({name: p.detach() for name, p in model.named_parameters()}, decay)
+
+    def _average(self, current: Mapping[str, Tensor], decay: float) -> None:
+        for name, average in self._averages.items():
+            average.lerp_(current[name].float(), 1 - decay)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
@@ -72,4 +87,43 @@ class Ema:
         for name, average in self.parameters.items():
             if name not in state or state[name].shape != average.shape:
                 raise UserError(f"the averaged weights lack {name!r} or have it in another shape")
-            average.copy_(state[name])
+            average.copy_(like(state[name], average))
+
+
+class EmaOnCpu(Ema):
+    """The same averages in the CPU's memory. The parameters are copied there, by a GPU without waiting for it; a thread
+    averages them while training goes on, and whoever reads the averages waits for that."""
+
+    def __init__(self, model: nn.Module, decay: float, every: int = 1, warmup: bool = True) -> None:
+        super().__init__(model, decay, every, warmup)
+        on_gpu = any(p.is_cuda for p in model.parameters())
+        self._latest = {name: torch.empty_like(x, pin_memory=on_gpu) for name, x in self._averages.items()}
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
+
+    @staticmethod
+    def _copies(model: nn.Module) -> dict[str, Tensor]:
+        copies = Ema._copies(model).items()
+        return {name: x if x.is_meta else x.cpu() for name, x in copies}  # those of a recipe that is only checked
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+        return self._averages
+
+    def _average(self, current: Mapping[str, Tensor], decay: float) -> None:
+        copied = None
+        for name, average in self.parameters.items():  # which waits for what is under way
+            self._latest[name].copy_(current[name], non_blocking=average.device != current[name].device)
+        if any(x.is_cuda for x in current.values()):
+            copied = torch.cuda.Event()
+            copied.record()
+        self._pending = self._thread.submit(self._catch_up, decay, copied)
+
+    @torch.no_grad()
+    def _catch_up(self, decay: float, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            copied.synchronize()
+        super()._average(self._latest, decay)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from limner.optim.shards import sharded
+
 Decayed = Literal["matrices", "all"]
 
 
@@ -46,7 +48,8 @@ def parameter_groups(
 
     trainable = [p for p in model.parameters() if p.requires_grad and p not in exclude]
     groups = [
-        {"params": [p for p in trainable if decays(p)], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if not decays(p)], "weight_decay": 0.0},
+        {"params": [p for p in trainable if decays(p) == decayed and sharded(p) == shared], "weight_decay": decay}
+        for decayed, decay in ((True, weight_decay), (False, 0.0))
+        for shared in (False, True)  # which no operation takes in one list
     ]
     return [group for group in groups if group["params"]]

@@ -23,21 +23,23 @@ import torch
 from torch import Tensor
 
 from limner.numerics.formats import E6M9, UE6M10
+from limner.optim.shards import local
 
 FORMATS = {"exp_avg": E6M9, "exp_avg_sq": UE6M10}
 _AT_ONCE = 1 << 17  # values of small tensors that are updated together, within a core's cache
 
 
 def read(state: Mapping[str, Tensor], moment: str) -> Tensor:
-    """A moment as a number: itself in fp32, or unpacked."""
-    kept = state[moment]
+    """A moment as a number: itself in fp32, or unpacked; of a shared one this process's shard."""
+    kept = local(state[moment])
     return kept if kept.is_floating_point() else FORMATS[moment].unpack(kept)
 
 
 def write(state: Mapping[str, Tensor], moment: str, value: Tensor) -> None:
     """Keep what `read` gave, after it has changed in place."""
-    if not state[moment].is_floating_point():
-        FORMATS[moment].pack(value, out=state[moment])
+    kept = local(state[moment])
+    if not kept.is_floating_point():
+        FORMATS[moment].pack(value, out=kept)
 
 
 class MomentOptimizer(torch.optim.Optimizer):
@@ -83,10 +85,11 @@ class MomentOptimizer(torch.optim.Optimizer):
     def _step(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
         states = [self._state(p, group.get("packed", False)) for p in parameters]
         torch._foreach_add_([state["step"] for state in states], 1)
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
         moments = {moment: [read(state, moment) for state in states] for moment in FORMATS}
         counts = [int(state["step"]) for state in states]
-        self._update(group, parameters, gradients, moments["exp_avg"], moments["exp_avg_sq"], counts)
+        means, variances = moments.values()
+        self._update(group, parameters, [local(p) for p in parameters], gradients, means, variances, counts)
         for moment, values in moments.items():
             for state, value in zip(states, values, strict=True):
                 write(state, moment, value)
@@ -103,13 +106,15 @@ class MomentOptimizer(torch.optim.Optimizer):
     def _update(
         self,
         group: Mapping[str, Any],
+        whole: list[Tensor],
         parameters: list[Tensor],
         gradients: list[Tensor],
         means: list[Tensor],
         variances: list[Tensor],
         counts: list[int],
     ) -> None:
-        """Change parameters and moments in place. `counts` are the steps of each tensor, this one included."""
+        """Change parameters and moments in place: this process's shards of the `whole` parameters, or these
+        themselves. `counts` are the steps of each tensor, this one included."""
         raise NotImplementedError
 
 

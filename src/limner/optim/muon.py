@@ -3,6 +3,9 @@
 torch has this optimiser; its updates are these (tests/reference/test_muon.py). Here matrices of one
 shape are orthogonalised together, which halves the time of a step for models of some million
 parameters, whose matrices are too small to keep the machine busy one by one.
+
+A matrix that several processes share is gathered, since singular values are those of the whole: each process computes
+the whole update and keeps its part.
 """
 
 from __future__ import annotations
@@ -14,14 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from limner.numerics.precision import has_fast_bf16
+from limner.optim.shards import like, whole
+
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at zero; brings singular values to about 0.7 .. 1.2 in five steps
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Newton-Schulz iteration in bf16: [N, rows, columns] -> the same with singular values near 1."""
+    """Newton-Schulz iteration: [N, rows, columns] -> the same with singular values near 1.
+
+    In bf16, which is enough (Jordan et al. 2024), where that is fast: then the result is bf16 too.
+    """
     a, b, c = _QUINTIC
     tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.bfloat16()
+    x = matrices.bfloat16() if has_fast_bf16(matrices.device) else matrices.float()
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)  # no singular value above 1
     for _ in range(5):
@@ -51,10 +60,10 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is not None:
                     alike[p.shape].append((p, p.grad))
             for shape, pairs in alike.items():
-                updates = orthogonalize(torch.stack([self._direction(p, grad, momentum) for p, grad in pairs]))
+                updates = orthogonalize(torch.stack([whole(self._direction(p, grad, momentum)) for p, grad in pairs]))
                 scale = max(1, shape[0] / shape[1]) ** 0.5
                 for (p, _), update in zip(pairs, updates.to(pairs[0][1].dtype), strict=True):
-                    p.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
+                    p.mul_(1 - lr * group["weight_decay"]).add_(like(update, p), alpha=-lr * scale)
 
     def _direction(self, p: Tensor, grad: Tensor, momentum: float) -> Tensor:
         """Nesterov's momentum, after the gradient has joined it."""

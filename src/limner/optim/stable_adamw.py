@@ -27,6 +27,7 @@ from torch import Tensor
 
 from limner.numerics.fused import Fused
 from limner.optim.moments import MomentOptimizer, adamw_, corrections
+from limner.optim.shards import mean
 
 
 class StableAdamW(MomentOptimizer):
@@ -71,6 +72,7 @@ class StableAdamW(MomentOptimizer):
     def _update(
         self,
         group: Mapping[str, Any],
+        whole: list[Tensor],
         parameters: list[Tensor],
         gradients: list[Tensor],
         means: list[Tensor],
@@ -79,8 +81,8 @@ class StableAdamW(MomentOptimizer):
     ) -> None:
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
         c1, c2 = corrections(beta1, counts), corrections(beta2, counts)
-        rms = root_mean_squares(gradients, variances, beta2, c2, group["eps"])
-        self._rms.append((parameters, rms))
+        rms = root_mean_squares(whole, gradients, variances, beta2, c2, group["eps"])
+        self._rms.append((whole, rms))
         rates = lr / rms.clamp_min(1)
         if not group["clip_decay"]:
             torch._foreach_mul_(parameters, 1 - lr * decay)
@@ -105,27 +107,28 @@ def _alike(p: Tensor, *others: Tensor) -> bool:
 
 
 def root_mean_squares(
-    gradients: list[Tensor], variances: list[Tensor], beta2: float, c2: list[float], eps: float
+    whole: list[Tensor], gradients: list[Tensor], variances: list[Tensor], beta2: float, c2: list[float], eps: float
 ) -> Tensor:
-    """RMS_t of n tensors, [n]. `variances` are those before the step; c2 = 1 - beta2^t corrects the bias after it."""
+    """RMS_t of n tensors, [n]. `variances` are those before the step; c2 = 1 - beta2^t corrects the bias after it.
+    Gradients and variances are this process's shards, or all, of the `whole` tensors."""
     floors = [eps**2 * c for c in c2]
-    if len(gradients) == 1 and _mean_square.compiles(gradients[0]):
+    if len(gradients) == 1 and _sum_of_squares.compiles(gradients[0]):
         constants = torch.tensor([beta2, floors[0]], device=gradients[0].device)
-        means = [_mean_square(gradients[0], variances[0], constants)]
+        sums = [_sum_of_squares(gradients[0], variances[0], constants)]
     else:
         squares = torch._foreach_mul(gradients, gradients)
         new = torch._foreach_lerp(variances, squares, 1 - beta2)
         torch._foreach_clamp_min_(new, floors)
         torch._foreach_div_(squares, new)
-        means = [square.mean() for square in squares]
-    torch._foreach_mul_(means, c2)
-    return torch.stack(means).sqrt_()
+        sums = [square.sum() for square in squares]
+    torch._foreach_mul_(sums, c2)
+    return mean(sums, whole).sqrt_()
 
 
-def _mean_square_of(gradient: Tensor, variance: Tensor, constants: Tensor) -> Tensor:
+def _sum_of_squares_of(gradient: Tensor, variance: Tensor, constants: Tensor) -> Tensor:
     beta2, floor = constants
     square = gradient * gradient
-    return (square / torch.maximum(beta2 * variance + (1 - beta2) * square, floor)).mean()
+    return (square / torch.maximum(beta2 * variance + (1 - beta2) * square, floor)).sum()
 
 
-_mean_square = Fused(_mean_square_of)
+_sum_of_squares = Fused(_sum_of_squares_of)

@@ -87,11 +87,11 @@ def seen(config: TransformerConfig, pattern: Pattern) -> int:
 
 
 @lru_cache(maxsize=16)
-def _weights(config: TransformerConfig, pattern: Pattern) -> tuple[bool, int, int, int]:
+def _weights(config: TransformerConfig, pattern: Pattern, device: str = "cpu") -> tuple[bool, int, int, int]:
     """How layers of a pattern attend: sparsely or not, weights and keys of one sequence, and sequences at once."""
     path = training_core(pattern, config.text_len + 1)
     if isinstance(path, SparseAttention):
-        return True, path.bias.numel(), path.bias.numel() // path.queries, path.at_once
+        return True, path.bias.numel(), path.bias.numel() // path.queries, path.at_once_on(device)
     n = config.text_len + 1 + config.grid[0] * config.grid[1]
     return False, n**2, n, 1 << 62
 
@@ -107,6 +107,7 @@ class Cost:
         batch: samples of a step, over all GPUs.
         rank: r of PowerSGD, over all shards together (Table 1); None takes `default_rank`.
         packed: Adam's moments of the blocks' matrices are in 16 bits even where all else is fp32 (`AdamW16`).
+        device: the type of device whose parts attention works on: a GPU takes more sequences at once.
     """
 
     config: TransformerConfig
@@ -116,6 +117,7 @@ class Cost:
     batch: int = 64
     rank: int | None = None
     packed: bool = False
+    device: str = "cpu"
 
     @property
     def effective(self) -> int:
@@ -203,17 +205,25 @@ class Cost:
 
     @property
     def working(self) -> float:
-        """Held during one layer's backward pass. In 32 bits: scores and their softmax, the keys of all blocks, the
-        gradient of the identity path twice. In 16 bits: the weights, the keys of all blocks, the gradient of the hidden
-        layer twice."""
-        c = self.config
-        hidden = self.samples * self.positions * c.width * (2 * _MASTER + 8 * _HALF)
-        found = []
+        """Held during one layer's backward pass, at most: by both resblocks."""
+        return self.mlp + self.attention
+
+    @property
+    def mlp(self) -> float:
+        """Held during an MLP's backward pass: in 32 bits the gradient of the identity path twice, in 16 bits that of
+        the hidden layer twice."""
+        return self.samples * self.positions * self.config.width * (2 * _MASTER + 8 * _HALF)
+
+    @property
+    def attention(self) -> float:
+        """Held during attention's backward pass. In 32 bits: scores and their softmax, the keys of all blocks. In
+        16 bits: the weights, the keys of all blocks."""
+        c, found = self.config, []
         for pattern in set(c.patterns):
-            _, weights, keys, at_once = _weights(c, pattern)
+            _, weights, keys, at_once = _weights(c, pattern, self.device)
             each = weights * (2 * _MASTER + _HALF) + keys * (c.width // c.heads) * (_MASTER + _HALF)
             found.append(min(self.samples * c.heads, at_once) * each)
-        return hidden + max(found)
+        return max(found)
 
     def memory(self, half: bool, checkpointing: bool) -> float:
         """The peak: gradients grow while activations are freed, so the larger of both counts."""

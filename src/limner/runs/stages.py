@@ -14,9 +14,9 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -38,11 +38,13 @@ from limner.evaluation.reconstruction import health, relaxation
 from limner.files import atomic_write_text, locked
 from limner.layers.precisions import SwitchBack
 from limner.models.contrastive import Contrastive
+from limner.models.dvae import DVAE
 from limner.models.patches import ROUNDS, AnyDVAE, PatchDVAE, relate
 from limner.models.transformer import Transformer
 from limner.objectives.balanced import BalancedELB
+from limner.optim.shards import sharded
 from limner.pipeline import TextToImage
-from limner.progress import progress
+from limner.progress import Progress, progress
 from limner.recipes.recipe import (
     TITLES,
     AnyStage,
@@ -62,11 +64,12 @@ from limner.training.config import refuse_changes
 from limner.training.hooks import Hook
 from limner.training.kernels import KernelCounts
 from limner.training.loop import train
-from limner.training.parallel import Single
+from limner.training.parallel import Parallel, Single
 from limner.training.run import Evaluate, Run, prepare
 from limner.training.stability import Stability
 from limner.worlds.truth import falsehood
 
+M = TypeVar("M", bound=PatchDVAE | DVAE | Transformer | Contrastive)
 Stage = Literal["dvae", "prior", "contrastive"]
 STAGES: tuple[Stage, ...] = ("dvae", "prior", "contrastive")
 _KEPT_BYTES = 1 << 30  # of decoded pictures that stay in memory, where they are read again and again
@@ -80,24 +83,29 @@ def train_all(
     out: str | Path,
     stages: Sequence[Stage] | None = None,
     before: Callable[[Sequence[Stage]], object] | None = None,
+    parallel: Parallel | None = None,
 ) -> TextToImage | None:
     """Train the stages (all by default) and write `out/bundle`, which is returned once all three exist.
 
     `before` is called with the stages when it is known that they can be trained.
-    On a CPU with several threads the prior and the contrastive model train at the same time.
+    On a CPU with several threads the prior and the contrastive model train at the same time. Of several processes
+    (`parallel`) each trains every stage with the others, and the first one writes files.
     """
-    run, wanted = Stages.of(recipe, data, out), stages or STAGES
-    with locked(run.out) as lock:
+    run, wanted = Stages.of(recipe, data, out, parallel or Single()), stages or STAGES
+    with locked(run.out) if run.parallel.is_main else nullcontext(-1) as lock:
         run.check(wanted)
-        save_json(recipe, run.out / "recipe.json")
-        credited = run.credited()
-        if before:
-            before(wanted)
+        with run.parallel.first():
+            if run.parallel.is_main:
+                save_json(recipe, run.out / "recipe.json")
+            credited = run.credited()
+            if before and run.parallel.is_main:
+                before(wanted)
         dvae = run.dvae(train="dvae" in wanted)
         if not {"prior", "contrastive"} & set(wanted):
             return None
         tokenizer = run.tokenizer()
-        both = trained_together(wanted, run.device)
+        alone = run.parallel.world == 1 and not torch.are_deterministic_algorithms_enabled()
+        both = alone and trained_together(wanted, run.device)
         with contrastive_beside(recipe, data, run.out, lock) if both else nullcontext() as watch:
             prior = run.prior(tokenizer, dvae, "prior" in wanted, [watch] if watch else [])
         contrastive = run.contrastive(tokenizer, dvae, train="contrastive" in wanted and not both)
@@ -110,7 +118,8 @@ def train_all(
             "guidance": recipe.prior.guidance,
         } | ({"attribution": credited} if credited else {})
         bundle = TextToImage(dvae, prior, contrastive, tokenizer, info)
-        bundle.save_pretrained(run.out / "bundle")
+        if run.parallel.is_main:
+            bundle.save_pretrained(run.out / "bundle")
         return bundle
 
 
@@ -126,9 +135,10 @@ class Stages:
     unseen: Source
     out: Path
     device: torch.device
+    parallel: Parallel = field(default_factory=Single)
 
     @classmethod
-    def of(cls, recipe: Recipe, data: str | Path, out: str | Path) -> Stages:
+    def of(cls, recipe: Recipe, data: str | Path, out: str | Path, parallel: Parallel | None = None) -> Stages:
         """Open the data. Raises `UserError` if none of it is for training."""
         source = open_source(str(data))
         splits = by_split(source)
@@ -138,7 +148,7 @@ class Stages:
         if len(seen) == 0:
             raise UserError(f"{data} has no sample in the split 'train': check its metadata")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(recipe=recipe, seen=seen, unseen=unseen, out=Path(out), device=device)
+        return cls(recipe=recipe, seen=seen, unseen=unseen, out=Path(out), device=device, parallel=parallel or Single())
 
     def check(self, stages: Sequence[Stage]) -> None:
         """Build all three models, without memory, and their optimisers, so that what cannot be trained is found before
@@ -197,8 +207,9 @@ class Stages:
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer, trained on the captions the first time if it is not that of the recipe's start."""
         path = self.out / "tokenizer.json"
-        if not path.exists():
-            (self.known_tokenizer() or Tokenizer.train(_captions(self.seen), self.recipe.text.vocab)).save(path)
+        with self.parallel.first():
+            if not path.exists():
+                (self.known_tokenizer() or Tokenizer.train(_captions(self.seen), self.recipe.text.vocab)).save(path)
         return Tokenizer.load(path)
 
     def dvae(self, train: bool = True) -> AnyDVAE:
@@ -231,13 +242,13 @@ class Stages:
         watching = []
         if isinstance(model, PatchDVAE):
             if not self.recipe.start and not completed(self.out / "dvae"):
-                with progress("finding codes", ROUNDS, unit="round") as bar:
+                with self._bar("finding codes", ROUNDS, "round") as bar:
                     some = ImageCaptionDataset(_some(self.seen, _CLUSTERED), size)
                     pixels = some.load(np.arange(len(some)))[1]
                     model.fit(pixels, torch.Generator().manual_seed(stage.training.seed), progress=bar.advance)
         elif not (isinstance(stage.objective, BalancedELB) and stage.objective.balance < 0):
             watching = [CollapseWarning(stage.model.vocab)]
-        self._run("dvae", model, stage, self._images(stage), evaluate, record, watching)
+        model = self._run("dvae", model, stage, self._images(stage), evaluate, record, watching)
         return bundles.rounded(model).eval()
 
     def _images(self, stage: DVAEStage | PatchStage) -> Dataset:
@@ -262,8 +273,7 @@ class Stages:
             unseen = self._tokens(_some(self.unseen), tokenizer, dvae)
             evaluate = held_out(stage.objective, unseen, 64, self.device)
         record = {"model": to_dict(config), "objective": to_dict(stage.objective), "dvae": weights_hash(dvae)}
-        self._run("prior", model, stage, self._streams(tokenizer, dvae), evaluate, record, hooks)
-        return model.eval()
+        return self._run("prior", model, stage, self._streams(tokenizer, dvae), evaluate, record, hooks).eval()
 
     def _streams(self, tokenizer: Tokenizer, dvae: AnyDVAE) -> Dataset:
         """The prior's: tokens of captions and pictures, these encoded once, or anew each time if they are augmented."""
@@ -278,7 +288,7 @@ class Stages:
     def _tokens(
         self, source: Source, tokenizer: Tokenizer, dvae: AnyDVAE, dropout: float = 0.0, caption_dropout: float = 0.0
     ) -> TokenDataset:
-        with progress("encoding pictures", len(source), unit="image") as bar:
+        with self.parallel.first(), self._bar("encoding pictures", len(source), "image") as bar:
             cache = encode_tokens(
                 source,
                 self._encoder(dvae),
@@ -304,8 +314,8 @@ class Stages:
         if len(self.unseen):
             evaluate = held_out(stage.objective, self._captioned(self.unseen, tokenizer, config.size), 128, self.device)
         record = {"model": to_dict(config), "objective": to_dict(stage.objective)}
-        self._run("contrastive", model, stage, self._captioned(self.seen, tokenizer, config.size), evaluate, record)
-        return model.eval()
+        data = self._captioned(self.seen, tokenizer, config.size)
+        return self._run("contrastive", model, stage, data, evaluate, record).eval()
 
     def _captioned(self, source: Source, tokenizer: Tokenizer, size: int) -> ImageCaptionDataset:
         """The contrastive model's: pictures, captions and distractors; without augmentation or dropout, and not all of
@@ -344,6 +354,10 @@ class Stages:
         load_weights(model, self.out / name)
         return Run(model.train(), stage.objective, stage.training, self.device), data
 
+    def _bar(self, title: str, total: int, unit: str = "step") -> Progress:
+        """Shown by the process that writes files."""
+        return (progress if self.parallel.is_main else Progress)(title, total, unit=unit)
+
     def _begin(self, name: Stage, model: AnyDVAE | Transformer | Contrastive) -> bool:
         """Fill the model with the weights that the recipe starts from; False if it starts from random ones."""
         start = self.recipe.start
@@ -366,21 +380,22 @@ class Stages:
     def _run(
         self,
         name: Stage,
-        model: AnyDVAE | Transformer | Contrastive,
+        model: M,
         stage: AnyStage,
         data: Dataset,
         evaluate: Evaluate | None,
         record: Mapping[str, Any],
         hooks: Sequence[Hook] = (),
-    ) -> None:
+    ) -> M:
+        """Train a model; returns it, or where its weights are spread over processes one like it with all of them."""
         config = stage.training
         if isinstance(config.precision, SwitchBack):
             hooks = [*hooks, KernelCounts(self.out / name)]
         if self._begin(name, model):
             record = {**record, "start": self.recipe.start}
         stream = Stream(data, config.batch_size, config.seed, prefetch=2)
-        with progress(f"training the {TITLES[name]}", config.steps) as bar:
-            train(
+        with self._bar(f"training the {TITLES[name]}", config.steps) as bar:
+            trained = train(
                 model,
                 stage.objective,
                 stream,
@@ -390,9 +405,15 @@ class Stages:
                 record=record,
                 hooks=[*hooks, Stability(self.out / name)],
                 device=self.device,
+                parallel=self.parallel,
                 progress=bar,
             )
         stream.close()
+        if any(map(sharded, model.parameters())):
+            model = model.config.build()  # type: ignore[assignment]
+            load_weights(model, trained.checkpoint)  # which all processes have written
+            model.to(self.device)
+        return model
 
 
 def _captions(source: Source) -> Iterable[str]:

@@ -5,6 +5,9 @@
         state.json              everything else
         SHA256SUMS              of all these, as `sha256sum -c` reads them
 
+Where several processes train one model, each has written a file of shards instead of these groups: `shard_files.py`
+reads them, and everything here takes either kind.
+
 A folder is written under a temporary name, flushed to the disk, and renamed: a crash at any moment
 leaves either the old state or the new one. Older checkpoints are removed only after the new one has its
 name. A file that was changed later no longer has its checksum: then the newest undamaged checkpoint is used, with a
@@ -16,9 +19,10 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -27,67 +31,133 @@ from torch import Tensor, nn
 from limner.config import read_json
 from limner.errors import UserError
 from limner.files import atomic_folder, file_hash
+from limner.training import shard_files
 from limner.training.tensors import load_model
 
 FOLDER = "checkpoints"
 STATE = "state.json"
 SUMS = "SHA256SUMS"
 _NAME = re.compile(r"step-(\d{8,18})")
+_START = re.compile(r"start-(\d{8,18})")
+
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+
+
+class Checkpointer(Protocol):
+    """Where states are kept: by `Files` in the run's folder. All ranks call the same methods in the same order."""
+
+    def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
+        """Keep tensors, by group and name, and JSON values, all or nothing; returns where. It may be written while
+        training goes on. Raises `UserError` if this or the state before cannot be written; earlier ones are untouched.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Until what was saved is written. Raises `UserError` if it cannot be."""
+        ...
+
+    def latest(self) -> Path | None:
+        """Where the newest undamaged state is; None before the first."""
+        ...
+
+    def load(self, where: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
+        """What was saved, for this model; tensors on the CPU. Raises `UserError` if it is damaged."""
+        ...
+
+    def begin(self) -> None:
+        """Take the run over: what killed processes left is removed, and those that still live, on another machine that
+        sees neither the lock nor us, save no more. The run's lock must be held."""
+        ...
 
 
 class Files:
-    """Keeps the states of the run `run` as checkpoints, the last `keep` of them.
+    """Keeps the states of the run `run` as checkpoints, the last `keep` of them. One process writes.
 
-    If several processes train one model, only one of them `writes`; all read.
+    Each start of a run takes the next number, a file `start-00000003`; a checkpoint gets its name only while its
+    start's number is the newest. So of two groups of machines that lost each other, the older one ends.
     """
 
-    def __init__(self, run: Path, keep: int, writes: bool = True) -> None:
-        self.run, self.keep, self.writes = run, keep, writes
+    def __init__(self, run: Path, keep: int) -> None:
+        self.run, self.keep, self.folder = run, keep, run / FOLDER
+        self._number: int | None = None  # of this start
 
-    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of `step` and remove all but the last `keep`; its folder.
+    def path(self, step: int) -> Path:
+        """The checkpoint of `step`."""
+        return self.folder / f"step-{step:08d}"
+
+    def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
+        """See `Checkpointer`: a file for each group."""
+        with self.writing(step, state, {}) as fresh:
+            for name, group in tensors.items():
+                on_cpu = {k: t.detach().cpu().contiguous() for k, t in group.items()}
+                save_file(on_cpu, fresh / f"{name}.safetensors")
+        return self.path(step)
+
+    @contextmanager
+    def writing(self, step: int, state: Mapping[str, Any], sums: Mapping[str, str]) -> Iterator[Path]:
+        """A folder to fill with tensors, which gets the state and becomes the checkpoint of `step` when the block ends.
+        All but the last `keep` checkpoints are removed then.
 
         Args:
-            tensors: file name (without suffix) -> tensor name -> tensor.
-            state: everything else, as JSON values.
+            state: everything but tensors, as JSON values.
+            sums: checksums by file name, as the block finds them out; of other files they are computed.
 
         Raises:
             UserError: it cannot be written (a full disk, say); earlier checkpoints are untouched.
         """
-        final = self.run / FOLDER / f"step-{step:08d}"
-        if not self.writes:
-            return final
+        final = self.path(step)
         try:
-            with atomic_folder(final) as fresh:
-                for name, group in tensors.items():
-                    on_cpu = {k: t.detach().cpu().contiguous() for k, t in group.items()}
-                    save_file(on_cpu, fresh / f"{name}.safetensors")
+            with atomic_folder(final, self._check) as fresh:
+                yield fresh
                 (fresh / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-                sums = "".join(f"{file_hash(path)}  {path.name}\n" for path in sorted(fresh.iterdir()))
-                (fresh / SUMS).write_text(sums, encoding="utf-8")
+                names = sorted({*sums, *(path.name for path in fresh.iterdir())})
+                lines = [f"{sums.get(name) or file_hash(fresh / name)}  {name}\n" for name in names]
+                (fresh / SUMS).write_text("".join(lines), encoding="utf-8")
         except (OSError, SafetensorError) as error:
             raise UserError(f"the checkpoint {final} cannot be written: {error}; earlier ones are intact") from None
         for old in completed(self.run)[: -self.keep]:
             doomed = old.rename(old.with_suffix(".tmp"))  # first, so that a half-removed folder has no good name
             shutil.rmtree(doomed, ignore_errors=True)
-        return final
+
+    def wait(self) -> None:
+        """`save` has written it."""
 
     def latest(self) -> Path | None:
         """See `latest` below."""
         return latest(self.run)
 
-    def load(self, where: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """The tensors and the state of a checkpoint. Raises `UserError` if one cannot be read."""
-        names = sorted(path.name.removesuffix(".safetensors") for path in where.glob("*.safetensors"))
-        return {name: read_tensors(where, name) for name in names}, read_state(where)
+    def load(self, where: Path, model: nn.Module) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """See `Checkpointer`. Of tensors that this process shares with others it reads its shards, where it can."""
+        return read_groups(where, parameters=dict(model.named_parameters())), read_state(where)
 
-    def clear(self) -> None:
-        """Remove what a killed process left among the checkpoints. The caller must hold the run's lock."""
-        kept = completed(self.run)
-        folder = self.run / FOLDER
-        for entry in folder.iterdir() if self.writes and folder.is_dir() else ():
+    def begin(self) -> None:
+        """See `Checkpointer`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            self._number = self._newest() + 1
+            try:
+                own = self.folder / f"start-{self._number:08d}"
+                own.touch(exist_ok=False)  # of several that try only one succeeds
+                break
+            except FileExistsError:
+                continue
+        kept = {own, *completed(self.run)}
+        for entry in self.folder.iterdir():
             if entry not in kept:
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
+
+    def _newest(self) -> int:
+        """The number of the newest start; 0 before the first."""
+        starts = (_START.fullmatch(path.name) for path in self.folder.glob("start-*"))
+        return max((int(found[1]) for found in starts if found), default=0)
+
+    def _check(self) -> None:
+        if self._number is not None and (newest := self._newest()) > self._number:
+            raise UserError(
+                f"the run {self.run} has been started again elsewhere (start {newest}; this is start {self._number}): "
+                "this one saves nothing more and ends"
+            )
 
 
 def completed(run: Path) -> list[Path]:
@@ -140,13 +210,32 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return read_json(checkpoint / STATE, max_bytes=64 << 20)
 
 
+def read_groups(
+    checkpoint: Path, wanted: Collection[str] | None = None, parameters: Mapping[str, Tensor] | None = None
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a checkpoint by group and name, on the CPU; the `wanted` groups that it has, or all.
+
+    `parameters` are those that it is read for: where one is a shard, so is what is read for it, if that is stored in
+    shards. Raises `UserError` if a file is damaged.
+    """
+    if shard_files.found(checkpoint):
+        return shard_files.read(checkpoint, wanted, parameters or {})
+    groups = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        if wanted is None or path.stem in wanted:
+            try:
+                groups[path.stem] = load_file(path)
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path} cannot be read: {error}") from None
+    return groups
+
+
 def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of one file, on the CPU. Raises `UserError` if it is absent or damaged."""
-    path = checkpoint / f"{name}.safetensors"
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+    """The tensors of one group, whole and on the CPU. Raises `UserError` if it is absent or damaged."""
+    groups = read_groups(checkpoint, (name,))
+    if name not in groups:
+        raise UserError(f"{checkpoint} has no tensors of the group {name!r}: it is no checkpoint of a run that has")
+    return groups[name]
 
 
 def load_weights(model: nn.Module, folder: str | Path, averaged: bool = True) -> Path:
@@ -160,8 +249,6 @@ def load_weights(model: nn.Module, folder: str | Path, averaged: bool = True) ->
     checkpoint = folder if (folder / STATE).is_file() else latest(folder)
     if checkpoint is None:
         raise UserError(f"{folder} holds no checkpoint; name the folder of a training run")
-    weights = read_tensors(checkpoint, "model")
-    if averaged and (checkpoint / "ema.safetensors").is_file():
-        weights |= read_tensors(checkpoint, "ema")
-    load_model(model, weights, str(checkpoint))
+    groups = read_groups(checkpoint, ("model", "ema") if averaged else ("model",))
+    load_model(model, groups.get("model", {}) | groups.get("ema", {}), str(checkpoint))
     return checkpoint

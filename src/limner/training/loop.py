@@ -12,7 +12,7 @@ for bit. Randomness comes from `generator`, from torch's global generator (dropo
 the stream; objectives use no other.
 
 Everything beyond the steps is passed in: hooks (`hooks.Hook`), what the processes of a run do together
-(`parallel.Parallel`) and where states are kept (`state.Checkpointer`).
+(`parallel.Parallel`) and where states are kept (`checkpoint.Checkpointer`).
 
 Order within a step: update (`step.update`), log and evaluate, checkpoint, stop if asked to. In logs, checkpoints and
 evaluations `step` is the number of updates done.
@@ -33,7 +33,7 @@ from limner.errors import UserError
 from limner.files import atomic_write_text, locked
 from limner.layers.low_precision import plain
 from limner.progress import Progress
-from limner.training.checkpoint import Files
+from limner.training.checkpoint import Checkpointer, Files
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
@@ -41,7 +41,7 @@ from limner.training.parallel import Parallel, Single
 from limner.training.run import Diverged, Evaluate, Run
 from limner.training.scaling import scaling
 from limner.training.signals import Signals
-from limner.training.state import Checkpointer, Stateful, restore, save
+from limner.training.state import Stateful, restore, save
 from limner.training.step import update
 from limner.training.trainable import Batch, Objective
 
@@ -104,7 +104,7 @@ def train(
         record: JSON values that describe the rest of the run (model, data, recipe). Saved in
             `config.json`, and a checkpoint that was made with another record is refused.
         parallel: what the processes of the run do together; by default there is one.
-        checkpointer: keeps states; by default as files in `out/checkpoints`.
+        checkpointer: keeps states; by default as files in `out/checkpoints`, as `parallel` writes them.
         progress: advanced by one a step.
 
     Raises:
@@ -117,13 +117,14 @@ def train(
     out, parallel, progress = Path(out), parallel or Single(), progress or Progress("training")
     if len({hook.name for hook in hooks}) < len(hooks):
         raise ValueError(f"the hooks {', '.join(hook.name for hook in hooks)} need names that differ")
-    checkpointer = checkpointer or Files(out, config.keep, writes=parallel.is_main)
+    checkpointer = checkpointer or parallel.checkpointer(Files(out, config.keep))
     description = json.loads(json.dumps({"training": to_dict(config), **(record or {})}))
     with locked(out) if parallel.is_main else nullcontext():
         run = Run(model, objective, config, device, parallel)
         hooks = [*scaling(run), *hooks]
         parallel.divide(stream)
         saved = restore(run, stream, hooks, description, checkpointer)
+        parallel.check(run.parameters)
         if saved:
             progress.note(f"going on from {saved}")
         progress.resume(run.step)
@@ -155,6 +156,8 @@ def train(
                     stop = parallel.any(signals.received)
                     if last or stop or (run.step % config.checkpoint_every == 0 and not run.bad):
                         saved = save(run, stream, hooks, description, checkpointer)
+                        if last or stop:
+                            checkpointer.wait()
                         if stop and not last:
                             raise Interrupted(run.step, saved)
         except Diverged as error:

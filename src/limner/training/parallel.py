@@ -4,21 +4,25 @@ Each of `world` ranks runs the same loop on its share of each batch. The seed al
 only divide it. Then
 
 - losses, gradients and weights are those of one process on the whole batch, up to the order of sums, if the objective
-  is a mean over samples or its `shared` says what shares must know of the whole. The contrastive loss takes its
-  negatives from the rank's own share, and `BalancedELB` balances the codes of that share, as with micro-batches;
+  is a mean over samples, or says what shares must know of the whole (`shared`), or joins what they compute (`across`:
+  the contrastive loss takes its negatives from all ranks, and `BalancedELB` balances the codes of all);
 - dropout and gumbel noise differ between ranks, since ranks hold different samples. With them a run on two ranks is
   equivalent to a run on one, but not equal. A run resumed on as many ranks as before is equal.
 
-Every rank evaluates, on the same weights; the first one writes files, all ranks read them.
+Every rank evaluates, on the same weights; the first one writes files, all ranks read them. Checkpoints are written by
+all ranks together.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from limner.data.stream import hash64
+from limner.optim.shards import divide
+from limner.training.checkpoint import Checkpointer, Files
 from limner.training.trainable import Trainable
 
 
@@ -38,20 +42,52 @@ class Parallel(Protocol):
         """Whether this process writes files: one of them does."""
         ...
 
+    def first(self) -> AbstractContextManager[object]:
+        """A block for the rank that writes files; the others run it when that one is through."""
+        ...
+
+    def checkpointer(self, files: Files) -> Checkpointer:
+        """What keeps the states of all ranks as checkpoints among these files."""
+        ...
+
     def divide(self, stream: Any) -> None:
         """Let the stream yield this rank's share of each batch."""
         ...
 
-    def prepare(self, trainable: Trainable) -> nn.Module:
-        """Shard or wrap it; returns the module to call instead."""
+    def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """Shard it or wrap it, and move it to the device, where all weights need not fit; returns the module to call
+        instead. It will be called where autocast computes products in `dtype`."""
         ...
 
     def part(self, last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of a micro-batch, the last of an update or an earlier one."""
         ...
 
+    def gathered(self) -> AbstractContextManager[object]:
+        """A block in which the model's own methods may be called, where calling the module that `prepare` returned is
+        what gathers its weights."""
+        ...
+
+    def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor) -> None:
+        """From now on the gradients of these are `scale` times too large, [], and `scale` may change: what `reduce`
+        leaves is divided by it."""
+        ...
+
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average each gradient over ranks, unless the module that `prepare` returned has done so."""
+        ...
+
+    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raises `UserError` if ranks whose weights must be the same have others: a reduction has been forgotten, say,
+        and they drift apart."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold of it, by name, the same on all ranks or in shards."""
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse; tensors are on the CPU, whole or in shards. Raises `UserError` if they do not fit."""
         ...
 
     def mean(self, values: Tensor) -> Tensor:
@@ -66,23 +102,54 @@ class Parallel(Protocol):
         """The tensor of each rank, all of one shape."""
         ...
 
+    def join(self, values: Tensor) -> Tensor:
+        """The rows of all ranks, in their order. A gradient flows back to the rank that a row is from, as a sum over
+        the ranks' losses."""
+        ...
+
 
 class Single:
     """One process."""
 
     rank, world, is_main = 0, 1, True
 
+    def __init__(self) -> None:
+        self._scales: dict[Tensor, Tensor] = {}
+
+    def first(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def checkpointer(self, files: Files) -> Checkpointer:
+        return files
+
     def divide(self, stream: Any) -> None:
         """The whole batch is its share."""
 
-    def prepare(self, trainable: Trainable) -> nn.Module:
-        return trainable
+    def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        self._scales = {}
+        return trainable.to(device)
 
     def part(self, last: bool) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def gathered(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor) -> None:
+        self._scales |= dict.fromkeys(parameters, scale)
+
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Its gradients are the mean."""
+        divide(self._scales)
+
+    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+        """It agrees with itself."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """It keeps nothing."""
 
     def mean(self, values: Tensor) -> Tensor:
         return values
@@ -92,6 +159,9 @@ class Single:
 
     def gather(self, values: Tensor) -> list[Tensor]:
         return [values]
+
+    def join(self, values: Tensor) -> Tensor:
+        return values
 
 
 def folded(seed: int, rank: int) -> int:

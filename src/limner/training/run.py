@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from limner.errors import UserError
-from limner.optim.ema import Ema
+from limner.optim.ema import Ema, EmaOnCpu
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single, folded
 from limner.training.trainable import Objective, Trainable
@@ -42,17 +42,20 @@ def prepare(
 
     Raises `UserError` or `ValueError` if it cannot be trained so.
     """
-    model = config.precision.apply(model.to(device))
+    model = config.precision.apply(model)
     if config.checkpoint_activations:
         if not hasattr(model, "set_checkpointing"):
             raise UserError(f"a {type(model).__name__} cannot do without checkpoint_activations=False")
         model.set_checkpointing(True)  # type: ignore[operator]
+    if parallel.world > 1 and (across := getattr(objective, "across", None)):
+        objective = across(parallel.join)
     trainable = Trainable(model, objective)
-    compute = parallel.prepare(trainable)
+    compute = parallel.prepare(trainable, device, config.precision.dtype(device))
     optimizers = config.optimizer.build(model)
     ema = None
     if config.ema_decay is not None:
-        ema = Ema(model, config.ema_decay, config.ema_every, config.ema_warmup)
+        kind = EmaOnCpu if config.ema_on_cpu else Ema
+        ema = kind(model, config.ema_decay, config.ema_every, config.ema_warmup)
     return Prepared(model, trainable, compute, optimizers, ema)
 
 
@@ -127,6 +130,7 @@ class Run:
         devices = [self.device] if self.device.type == "cuda" else []
         with (
             self.ema.swapped(self.model) if self.ema else nullcontext(),
+            self.parallel.gathered(),
             _eval_mode(self.model),
             torch.no_grad(),
             torch.random.fork_rng(devices),

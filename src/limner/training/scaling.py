@@ -12,8 +12,9 @@ here is a hook of the training loop, so that its state is part of each checkpoin
                       └ unscale ◀─ filter ◀─ 16 bits ◀─ filter ◀─ scale, cast to 16 bits ┘
 
 where the filter sets Inf and NaN to zero. Without it an overflow in one block would reach the identity path and make
-the scales of all earlier blocks fall. The gradients of a block's parameters are divided by its scale before they are
-clipped and applied. A block whose gradients are not all finite is left out of the update, alone.
+the scales of all earlier blocks fall. The gradients of a block's parameters are divided by its scale where processes
+average them (`Parallel.unscale`), before they are clipped and applied. A block whose gradients are not all finite is
+left out of the update, alone.
 """
 
 from __future__ import annotations
@@ -27,12 +28,10 @@ from torch import Tensor, nn
 
 from limner.errors import UserError
 from limner.models.transformer import Resblock
+from limner.optim.shards import whole
 from limner.training.hooks import Hook
+from limner.training.parallel import Parallel
 from limner.training.run import Run
-
-FIRST, LOWEST, HIGHEST = 2.0**13, 2.0**7, 2.0**24  # App. D.1, for each data-parallel replica
-GROWTH, FALL = 2 ** (1 / 1_000), 2**0.5  # factors, after an update with finite gradients and after another
-WINDOW = 125  # updates after a fall in which a scale does not fall again
 
 
 class _Scaled(torch.autograd.Function):
@@ -93,35 +92,38 @@ class ResblockScales(Hook):
         skipped: updates that left a block out, int64 [R].
     """
 
-    def __init__(self, model: nn.Module, world: int = 1) -> None:
+    FIRST, LOWEST, HIGHEST = 2.0**13, 2.0**7, 2.0**24  # for each data-parallel replica
+    GROWTH, FALL = 2 ** (1 / 1_000), 2**0.5  # factors, after an update with finite gradients and after another
+    WINDOW = 125  # updates after a fall in which a scale does not fall again
+
+    def __init__(self, model: nn.Module, parallel: Parallel) -> None:
         blocks = resblocks(model)
-        self.names, self.world = list(blocks), world
+        self.names, self.world = list(blocks), parallel.world
         device = next(model.parameters()).device
-        self.scales = torch.full((len(blocks),), world * FIRST, device=device)
-        self.fell = torch.full((len(blocks),), -WINDOW)  # when it last fell
+        self.scales = torch.full((len(blocks),), self.world * self.FIRST, device=device)
+        self.fell = torch.full((len(blocks),), -self.WINDOW)  # when it last fell
         self.skipped = torch.zeros(len(blocks), dtype=torch.int64)
         self.parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
         for i, block in enumerate(blocks.values()):
+            parallel.unscale(self.parameters[i], self.scales[i])
             block.norm.register_forward_pre_hook(lambda _, args, i=i: (_Unscaled.apply(args[0], self.scales[i]),))
             block.branch.register_forward_hook(lambda _, args, out, i=i: _Scaled.apply(out, self.scales[i]))
 
     def after_backward(self, run: Run) -> None:
-        grads = [_grads(block) for block in self.parameters]
-        sums = torch.stack([_sum(block) for block in grads])
+        sums = torch.stack([_sum(_grads(block)) for block in self.parameters])
         finite = [math.isfinite(value) for value in sums.tolist()]
         scales = self.scales.tolist()
         for i, block in enumerate(self.parameters):
             if finite[i]:
-                torch._foreach_mul_(grads[i], 1 / scales[i])
-                scales[i] *= GROWTH
+                scales[i] *= self.GROWTH
             else:
                 for p in block:
                     p.grad = None
                 self.skipped[i] += 1
-                if run.step - int(self.fell[i]) >= WINDOW:
-                    scales[i] /= FALL
+                if run.step - int(self.fell[i]) >= self.WINDOW:
+                    scales[i] /= self.FALL
                     self.fell[i] = run.step
-        low, high = self.world * LOWEST, self.world * HIGHEST
+        low, high = self.world * self.LOWEST, self.world * self.HIGHEST
         self.scales.copy_(torch.tensor(scales).clamp(low, high))
 
     def on_report(self, run: Run, row: dict[str, Any]) -> None:
@@ -143,7 +145,7 @@ def _grads(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def _sum(grads: list[Tensor]) -> Tensor:
     """Of all magnitudes: finite if all of them are."""
-    return torch.stack(torch._foreach_norm(grads, 1)).sum() if grads else torch.zeros(())
+    return whole(torch.stack(torch._foreach_norm(grads, 1)).sum()) if grads else torch.zeros(())
 
 
 class LossScale(Hook):
@@ -154,15 +156,16 @@ class LossScale(Hook):
 
     FIRST, EVERY = 2.0**16, 2_000  # the scale at first; finite updates in a row after which it doubles
 
-    def __init__(self, trainable: nn.Module, parameters: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(
+        self, trainable: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device, parallel: Parallel
+    ) -> None:
         self.parameters, self.good, self.skipped = parameters, 0, 0
         self.scale = torch.tensor(self.FIRST, device=device)
+        parallel.unscale(parameters, self.scale)
         trainable.register_forward_hook(lambda _, args, found: (_Scaled.apply(found[0], self.scale), found[1]))
 
     def after_backward(self, run: Run) -> None:
-        grads = _grads(self.parameters)
-        torch._foreach_mul_(grads, 1 / self.scale.item())
-        if math.isfinite(_sum(grads).item()):
+        if math.isfinite(_sum(_grads(self.parameters)).item()):
             self.good += 1
             if self.good % self.EVERY == 0:
                 self.scale.mul_(2)
@@ -190,15 +193,17 @@ class TensorScale(Hook):
 
     FIRST = 2.0**16
 
-    def __init__(self, trainable: nn.Module, parameters: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(
+        self, trainable: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device, parallel: Parallel
+    ) -> None:
         self.parameters, self.skipped = parameters, 0
         self.scale = torch.tensor(self.FIRST, device=device)
+        parallel.unscale(parameters, self.scale)
         trainable.register_forward_hook(lambda _, args, found: (_Scaled.apply(found[0], self.scale), found[1]))
 
     def after_backward(self, run: Run) -> None:
         there, grads = [p for p in self.parameters if p.grad is not None], _grads(self.parameters)
-        torch._foreach_mul_(grads, 1 / self.FIRST)
-        for p, size in zip(there, torch.stack(torch._foreach_norm(grads, 1)).tolist(), strict=True):
+        for p, size in zip(there, whole(torch.stack(torch._foreach_norm(grads, 1))).tolist(), strict=True):
             if not math.isfinite(size):
                 p.grad, self.skipped = None, self.skipped + 1
 
@@ -216,7 +221,7 @@ def scaling(run: Run) -> list[Hook]:
     """The hooks that `config.scaling` asks for."""
     kind = run.config.scaling
     if kind == "resblocks":
-        return [ResblockScales(run.model, run.parallel.world)]
+        return [ResblockScales(run.model, run.parallel)]
     if kind == "loss":
-        return [LossScale(run.trainable, run.parameters, run.device)]
-    return [TensorScale(run.trainable, run.parameters, run.device)] if kind == "tensors" else []
+        return [LossScale(run.trainable, run.parameters, run.device, run.parallel)]
+    return [TensorScale(run.trainable, run.parameters, run.device, run.parallel)] if kind == "tensors" else []

@@ -8,19 +8,26 @@ from typing import Self
 
 
 class Signals:
-    """Within the block a first signal sets `received`; a second one stops at once."""
+    """Within the block a first signal sets `received`; a second one of its kind stops at once.
+
+    On Ctrl-C the terminal sends SIGINT to all processes that `torchrun` has started, and `torchrun` sends them SIGTERM.
+    """
 
     received = False
 
     def __enter__(self) -> Self:
         self._previous = {}
+        self._kinds: set[int] = set()
         if threading.current_thread() is threading.main_thread():
             self._previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
+        if number in self._kinds:
             raise KeyboardInterrupt
+        self._kinds.add(number)
+        if self.received:
+            return
         self.received = True
         # `print` is not safe within a signal handler.
         os.write(2, b"\nfinishing this step, then saving; once more to stop at once\n")

@@ -1,10 +1,15 @@
-"""RMS_t of each matrix in each step, beside the loss, and a warning before the loss moves (Wortsman et al. 2023, §3.4).
+"""RMS_t of each matrix in each step, beside the loss, and a warning before the loss moves (Wortsman et al. 2023, §3.4);
+now and then the size of each block's features (§2.3).
 
 AdamW divides gradients g_t by the root of u_t, a running mean of their squares. `RMS_t = sqrt(mean(g_t^2 / u_t))` of a
 tensor is 1 where u_t is up to date. It rises far above 1 where gradients have grown all of a sudden: then the update is
 too large, and one to eight steps later the loss spikes.
 
-    RUN/STAGE/stability.jsonl: {"step": 120, "loss": 2.1, "rms": {"patches.weight": 1.02, ...}}
+    RUN/STAGE/stability.jsonl: {"step": 120, "loss": 2.1, "rms": {"patches.weight": 1.02, ...},
+                                "features": {"image_blocks.0": 0.81, ...}}
+
+Features are the mean magnitude of what a block gives, E[abs(x_k)]: where it grows with the depth, formats with few bits
+fail first (Figure 2). They are in one line in `log_every`.
 """
 
 from __future__ import annotations
@@ -12,14 +17,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from limner.metrics.spikes import RMS, TOGETHER
+from limner.models.transformer import Block
 from limner.optim.moments import read
+from limner.optim.shards import local, mean
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
 from limner.training.run import Run
@@ -43,7 +51,20 @@ class Stability(Hook):
         self.before: dict[str, float] = {}  # of the last step
         self.rows: list[dict[str, Any]] = []
         self.warned: dict[str, int] = {}
-        self.begun = False
+        self.features: dict[str, Tensor] | None = None  # of this step, if it is one in `log_every`
+        self.begun = self.watches = False
+
+    def before_step(self, run: Run) -> None:
+        if not self.watches:
+            self.watches = True
+            for name, module in run.model.named_modules():
+                if isinstance(module, Block):
+                    module.register_forward_hook(partial(self._look, name))
+        self.features = {} if (run.step + 1) % run.config.log_every == 0 else None
+
+    def _look(self, name: str, block: nn.Module, inputs: Any, x: Tensor) -> None:
+        if self.features is not None and x.requires_grad:  # not in an evaluation
+            self.features[name] = x.detach().abs().mean()
 
     def after_backward(self, run: Run) -> None:
         self.before = self.rms
@@ -53,7 +74,12 @@ class Stability(Hook):
         self.rms = dict(zip(found, values, strict=True))
 
     def after_update(self, run: Run) -> None:
-        self.rows.append({"step": run.step, "loss": run.loss, "rms": {k: round(v, 2) for k, v in self.rms.items()}})
+        row = {"step": run.step, "loss": run.loss, "rms": {k: round(v, 2) for k, v in self.rms.items()}}
+        if self.features:
+            values = torch.stack(list(self.features.values())).tolist()
+            row["features"] = {name: float(f"{x:.3g}") for name, x in zip(self.features, values, strict=True)}
+            self.features = None
+        self.rows.append(row)
         if run.step <= max(run.config.warmup_steps, TOGETHER):
             return
         high = {
@@ -108,6 +134,6 @@ def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tenso
                     continue
                 step, warms = int(state["step"]) + 1, "power" in group  # a warming beta2 begins at 0: no bias
                 beta = 1 - step ** -group["power"] if warms else group["betas"][1]
-                square = p.grad.float().square()
+                square = local(p.grad).float().square()
                 u = torch.lerp(square, read(state, "exp_avg_sq").float(), beta) / (1 if warms else 1 - beta**step)
-                yield p, (square / u.clamp_min(group["eps"] ** 2)).mean().sqrt()
+                yield p, mean([(square / u.clamp_min(group["eps"] ** 2)).sum()], [p])[0].sqrt()

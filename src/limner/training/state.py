@@ -6,6 +6,7 @@ Tensors in groups:
     ema         averaged parameters, if the run averages
     optimizer   "exp_avg.NAME", "exp_avg_sq.NAME", "step.NAME" for each parameter (AdamW)
     rng         states of the random generators as bytes; those of rank 2, say, end in ".2"
+    parallel    what the strategy of the processes keeps: error buffers of compressed gradients, say
     hook.NAME   of the hook of that name, where its state has tensors
 
 and the rest as JSON values: step, data position, schedule, counters, hooks, config, versions.
@@ -21,33 +22,13 @@ import torch
 from torch import Tensor
 
 from limner.errors import UserError
+from limner.optim.shards import local
+from limner.training.checkpoint import Checkpointer, Tensors
 from limner.training.config import refuse_changes
 from limner.training.hooks import Hook
 from limner.training.run import Run
 from limner.training.tensors import load_model, load_optimizers, model_tensors, optimizer_tensors
 from limner.version import __version__
-
-Tensors = Mapping[str, Mapping[str, Tensor]]
-
-
-class Checkpointer(Protocol):
-    """Where states are kept: by `checkpoint.Files` in the run's folder."""
-
-    def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
-        """Keep tensors, by group and name, and JSON values, all or nothing; returns where."""
-        ...
-
-    def latest(self) -> Path | None:
-        """Where the newest undamaged state is; None before the first."""
-        ...
-
-    def load(self, where: Path) -> tuple[Tensors, dict[str, Any]]:
-        """What was saved; tensors on the CPU. Raises `UserError` if it is damaged."""
-        ...
-
-    def clear(self) -> None:
-        """Remove what a killed process left. Only the one process that writes calls it."""
-        ...
 
 
 class Stateful(Protocol):
@@ -61,7 +42,13 @@ class Stateful(Protocol):
 def save(
     run: Run, stream: Stateful, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
 ) -> Path:
-    """Keep everything of a run; returns where. Raises `Diverged` if any of it is not finite."""
+    """Keep everything of a run; returns where. A tensor that ranks share goes to the checkpointer as it is, each rank
+    with its shard.
+
+    Raises `Diverged` if any of it is not finite on any rank, `UserError` if processes have other weights than they must
+    have.
+    """
+    run.parallel.check(run.parameters)
     for hook in hooks:
         hook.on_save(run)
     states = {hook.name: state for hook in hooks if (state := hook.state_dict())}
@@ -70,12 +57,13 @@ def save(
         "optimizer": optimizer_tensors(run.model, run.optimizers),
         "rng": _generators(run),
         "ema": run.ema.state_dict() if run.ema else {},
+        "parallel": run.parallel.tensors(),
     }
     for name, state in states.items():
         tensors[f"hook.{name}"] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    for group in tensors.values():
-        if not all(t.isfinite().all() for t in group.values() if t.is_floating_point()):
-            raise run.diverged()
+    numbers = (local(t) for group in tensors.values() for t in group.values() if t.is_floating_point())
+    if run.parallel.any(not all(x.isfinite().all() for x in numbers)):
+        raise run.diverged()
     state = {
         "step": run.step,
         "first": run.first,
@@ -94,11 +82,11 @@ def restore(
     run: Run, stream: Stateful, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
 ) -> Path | None:
     """Restore the newest state; returns where it was, or None if there is none."""
-    checkpointer.clear()
+    checkpointer.begin()
     found = checkpointer.latest()
     if found is None:
         return None
-    tensors, state = checkpointer.load(found)
+    tensors, state = checkpointer.load(found, run.model)
     try:
         refuse_changes(found, state["config"], description)
         if state["made_with"] != _made_with(run):
@@ -117,6 +105,7 @@ def _load(
     load_optimizers(run.model, run.optimizers, tensors["optimizer"], where)
     if run.ema:
         run.ema.load_state_dict(tensors["ema"])
+    run.parallel.load(tensors.get("parallel", {}))
     stream.load_state_dict(state["parts"]["stream"])
     run.schedule.load_state_dict(state["parts"]["schedule"])
     for hook in hooks:

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from limner.optim.schedules import warmup
+from limner.optim.schedules import cooldown, warmup
+from limner.optim.shards import clip, total_norm
 from limner.training.hooks import Hook
 from limner.training.run import Run
 from limner.training.trainable import Batch
@@ -26,20 +27,21 @@ def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tens
     config, parallel = run.config, run.parallel
     for hook in hooks:
         hook.before_step(run)
-    factor = warmup(run.step, config.warmup_steps) * run.schedule.factor(run.step)
+    ends = warmup(run.step, config.warmup_steps) * cooldown(run.step, config.steps, config.cooldown_steps)
+    factor = ends * run.schedule.factor(run.step)
     run.lr = config.optimizer.lr * factor
     rows = len(next(iter(batch.values())))
     metrics = _gradients(run, batch, rows)
     parallel.reduce(run.parameters)
     for hook in hooks:
         hook.after_backward(run)
-    norm = nn.utils.get_total_norm([p.grad for p in run.parameters if p.grad is not None])
+    norm = total_norm(p.grad for p in run.parameters if p.grad is not None)
     # The only wait for the device in a step.
     run.loss, run.norm = torch.stack([parallel.mean(metrics["loss"]), norm]).tolist()
     finite = math.isfinite(run.loss) and math.isfinite(run.norm)
     if finite:
         if config.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(run.parameters, config.clip_norm, norm)
+            clip(run.parameters, config.clip_norm, norm)
         for optimizer in run.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from limner.errors import UserError
+from limner.optim.shards import like
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -30,7 +31,7 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> N
             there, here = list(tensors[name].shape), list(own[name].shape)
             raise UserError(f"{where} holds {name!r} with shape {there}, where the model has {here}")
     for name, tensor in own.items():
-        tensor.copy_(tensors[name])
+        tensor.copy_(like(tensors[name], tensor))
 
 
 def optimizer_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
@@ -58,7 +59,7 @@ def load_optimizers(
             raise UserError(f"{where} holds optimiser state {entry!r} that does not fit the model")
         optimizer, i = owner[p]
         if tensor.ndim:  # in the parameter's own layout: fused kernels go through memory without regard to strides
-            tensor = torch.empty_like(p, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+            tensor = torch.empty_like(p, dtype=tensor.dtype).copy_(like(tensor, p))
         states[optimizer].setdefault(i, {})[key] = tensor
     for optimizer, state in states.items():
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

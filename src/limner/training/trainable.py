@@ -19,6 +19,9 @@ class Objective(Protocol):
     An objective that is no mean over samples may have a method `shared(batch)`. It gives, by name, what parts of a
     batch (micro-batches, shares of processes) must know of the whole: a row per sample, such that the mean over equal
     shares is the value of the whole batch.
+
+    One that compares samples with each other may have a method `across(join)`, which gives the objective of a process
+    among several. `join` puts the rows of all processes together (`Parallel.join`).
     """
 
     def __call__(

@@ -15,7 +15,8 @@ from PIL import Image
 from safetensors import SafetensorError
 
 from limner import cli
-from limner.cli import COMMANDS, Command, main
+from limner.cli import COMMANDS, Command, main, train
+from limner.cli.arguments import parse
 from limner.cli.draw import Draw, output_path
 from limner.errors import UserError, printable
 from limner.numerics.precision import Auto, Bf16
@@ -57,6 +58,9 @@ def test_help_names_every_command(capsys):
         (["evaluate", "pairs", "--pairs", "0"], "pairs must be at least 1"),
         (["plan", "--gpu", "v100"], "did you mean 'v100-16gb'"),
         (["plan", "--gpus", "0"], "gpus must be at least 1"),
+        (["plan", "--gpus", "1000"], "a batch of 1024 cannot be divided among 1000 ranks: choose a multiple of 1000"),
+        (["plan", "--replicas", "3"], "1024 processes cannot hold 3 replicas: choose a divisor of 1024"),
+        (["plan", "--replicas", "128", "--rank", "100"], "a rank of 100 cannot be divided among 8 shards"),
         (["plan", "--recipe", "dalle-21b"], "did you mean 'dalle-12b'"),
         (["bench", "--size", "smal"], "did you mean 'small'"),
         (["bench", "--candidates", "0"], "candidates must be at least 1, not 0"),
@@ -340,7 +344,7 @@ def test_recipe_settings_can_be_overridden_and_wrong_files_are_refused(tmp_path,
     out = tmp_path / "run"
     arguments = ["train", "data", "--out", str(out), "--recipe", "demo", "--prior.training.steps", "7"]
     assert main([*arguments, "--stages", "prior", "--prior.training.precision", "bf16"]) == 0
-    ((recipe, data, folder, stages, _),) = seen
+    ((recipe, data, folder, stages, *_),) = seen
     assert (recipe.prior.training.steps, data, folder, stages) == (7, "data", out, ("prior",))
     assert (recipe.prior.training.precision, recipe.contrastive.training.precision) == (Bf16(), Auto())
     assert main([*arguments, "--prior.training.precision", "fp8"]) == 2
@@ -362,11 +366,48 @@ def test_plan_says_which_of_its_columns_can_be_run_today(capsys):
     assert main(["plan", "--recipe", "tiny", "--gpus", "16"]) == 0
     *tables, said = capsys.readouterr().out.split("\n\n")
     today, later = said.split("Not yet:")
-    assert all(text in today for text in ("one device", "fp32", "bf16 autocast", "checkpointed"))
-    assert all(text in later for text in ('"16-bit (App. D)"', "sharded", "averaged between machines", "PowerSGD"))
+    assert all(text in today for text in ("--parallel sharded", "fp32", "PowerSGD", "checkpointed", "AdamW16"))
+    assert '"16-bit (App. D)"' in later
     heads = next(table for table in tables if table.startswith("memory a GPU")).splitlines()[0].split("  ")
     heads = [head.strip() for head in heads if head.strip()]
     assert heads[1:] == ["fp32", "checkpointed", "16-bit (App. D)", "checkpointed"]  # which the sentence speaks of
+
+
+def test_plan_proposes_a_launch_whose_command_is_one(capsys):
+    asked = ["plan", "--recipe", "tiny", "--gpus", "16", "--batch", "64", "--link", "1000"]
+    assert main(asked) == 0
+    out = capsys.readouterr().out
+    assert "1,000 Mbit/s" in out
+    line = out.partition("the quickest that fits:\n\n")[2].partition("\n\n")[0].replace("\\\n", " ")
+    torchrun, _, words = line.partition(" -m ")
+    assert torchrun.startswith("torchrun --nnodes 2 --nproc-per-node 8 ")
+    reduction = " --reduce powersgd --reduce.rank 128"
+    assert reduction in words
+    options = parse_train(words.replace(reduction, "").split()[2:])
+    assert (options.parallel, options.replicas, options.stages) == ("sharded", 2, ("prior",))
+    assert options.settings.prior.training.batch_size == 64
+    assert not options.settings.prior.training.checkpoint_activations  # which the recipe does, and is not needed here
+
+
+def parse_train(words):
+    """What `limner train` makes of its arguments."""
+    settings = train.find_recipe(words[words.index("--recipe") + 1])
+    default = train.Train(data="", out=Path(), recipe="", settings=settings)
+    return parse(train.Train, words, "limner train", default)
+
+
+def test_plan_says_why_nothing_fits(capsys):
+    assert main(["plan", "--gpus", "8", "--gpu", "v100-16gb"]) == 0
+    assert "no launch fits" in (out := capsys.readouterr().out) and "the least is" in out
+
+
+def test_plan_tries_a_launch(capsys):
+    asked = ["plan", "--recipe", "tiny", "--gpus", "12", "--replicas", "1", "--batch", "12", "--gpu", "h100-80gb"]
+    assert main([*asked, "--per-machine", "4", "--trial"]) == 0
+    out = capsys.readouterr().out
+    assert "tried as the first of 12 ranks" in out and "12 shards do not divide 23 of these evenly" in out
+    weights = next(line for line in out.splitlines() if line.startswith("weights, MB"))
+    assert weights.split()[-2] == weights.split()[-1]
 
 
 def test_bench_times_both_sides_and_draws_the_cost(capsys, tmp_path):

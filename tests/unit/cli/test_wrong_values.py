@@ -113,14 +113,14 @@ def test_of_every_setting_of_a_recipe(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--dvae.model.size 50", "dvae.model.size must be a multiple of the stride, 4, not 50"),
-        ("--dvae.model.context-groups 4", "dvae.model.context-groups must be at most groups, 3, not 4"),
+        ("--dvae.model.size 50", "dvae.model.size must be a multiple of the stride, 8, not 50"),
+        ("--dvae.model.context-groups 5", "dvae.model.context-groups must be at most groups, 4, not 5"),
         ("--dvae.model.width 4096 --dvae.model.groups 12 --dvae.model.size 2048", "dvae.model.width"),
         ("--dvae.objective.tau.start 0", "dvae.objective.tau.start must be above 0, not 0.0"),
         ("--dvae.training.accumulate 17", "dvae.training.accumulate must be at most batch_size, 16, not 17"),
         ("--dvae.training.checkpoint-activations", "dvae.training.checkpoint-activations must be false"),
         ("--contrastive.training.checkpoint-activations", "contrastive.training.checkpoint-activations must be"),
-        ("--prior.model.heads 3", "prior.model.width must be a multiple of heads, 3, not 256"),
+        ("--prior.model.heads 3", "prior.model.width must be a multiple of heads, 3, not 128"),
         ("--prior.model.kernel 4", "prior.model.kernel must be odd, not 4"),
         ("--prior.model.grid 1000 1000", "prior.model.grid must have at most 65,536 positions, not 1,000,000"),
         ("--contrastive.model.heads 5", "contrastive.model.width must be a multiple of heads, 5, not 128"),
@@ -128,7 +128,7 @@ def test_of_every_setting_of_a_recipe(capsys, tmp_path, monkeypatch):
 )
 def test_settings_that_contradict_each_other(arguments, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "data", "--out", "run", "--recipe", "scenes", *arguments.split()]) == 2
+    assert main(["train", "data", "--out", "run", "--recipe", "emoji", *arguments.split()]) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

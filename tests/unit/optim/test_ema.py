@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from limner.errors import UserError
-from limner.optim.ema import Ema
+from limner.optim.ema import Ema, EmaOnCpu
 
 
 def test_the_average_is_the_textbook_sum() -> None:
@@ -49,3 +49,25 @@ def test_swapped_gives_the_average_and_restores_even_after_an_error() -> None:
 def test_state_of_another_model_is_refused() -> None:
     with pytest.raises(UserError, match="weight"):
         Ema(nn.Linear(3, 2), 0.9).load_state_dict(Ema(nn.Linear(2, 2), 0.9).state_dict())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_averages_on_the_cpu_are_the_same_whenever_they_are_read(device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(200, 300), nn.Linear(300, 200)).to(device)
+    here, there = (kind(model, decay=0.9, every=2) for kind in (Ema, EmaOnCpu))
+    for update in range(1, 12):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_()
+        here.update(model, update)
+        there.update(model, update)
+        if update in (4, 5, 11):
+            for name, average in there.state_dict().items():
+                assert average.device.type == "cpu"
+                torch.testing.assert_close(average, here.state_dict()[name].cpu(), rtol=0, atol=1e-7)
+    again = EmaOnCpu(model, decay=0.9, every=2)
+    again.update(model, 2)
+    again.load_state_dict(there.state_dict())
+    again.copy_to(model)
+    torch.testing.assert_close(model[0].weight.cpu(), there.state_dict()["0.weight"], rtol=0, atol=0)

@@ -61,8 +61,21 @@ def test_what_a_killed_process_left_does_not_count_and_goes(tmp_path: Path) -> N
         (tmp_path / "checkpoints" / name).mkdir()
     (tmp_path / "checkpoints" / "step-00000004").touch()  # no folder
     assert latest(tmp_path) == good
-    Files(tmp_path, 1).clear()
-    assert list((tmp_path / "checkpoints").iterdir()) == [good]
+    Files(tmp_path, 1).begin()
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {good.name, "start-00000001"}
+
+
+def test_only_the_newest_start_of_a_run_saves(tmp_path: Path) -> None:
+    older, newer = Files(tmp_path, 2), Files(tmp_path, 2)
+    for files in (older, newer):
+        files.begin()
+    good = newer.save(4, {"model": {"x": torch.zeros(2)}}, {"step": 4})
+    with pytest.raises(
+        UserError, match=r"has been started again elsewhere \(start 2; this is start 1\): this one saves"
+    ):
+        older.save(6, {"model": {"x": torch.ones(2)}}, {"step": 6})
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {good.name, "start-00000002"}
+    newer.save(6, {"model": {"x": torch.ones(2)}}, {"step": 6})
 
 
 def flip(path: Path) -> None:
@@ -160,6 +173,8 @@ def test_damaged_and_absent_files_are_user_errors(tmp_path: Path) -> None:
     (path / "model.safetensors").write_bytes(b"\x80\x04pickle")
     with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
         checkpoint.load_weights(nn.Linear(1, 1), path)
+    with pytest.raises(UserError, match="no tensors of the group 'ema'"):
+        checkpoint.read_tensors(path.parent / "none", "ema")
     with pytest.raises(UserError, match="holds no checkpoint"):
         checkpoint.load_weights(nn.Linear(1, 1), tmp_path / "nowhere")
 
@@ -185,16 +200,3 @@ def test_optimiser_state_goes_by_name(tmp_path: Path) -> None:
         assert torch.equal(value, tensors[name])
     with pytest.raises(UserError, match="does not fit"):
         load_optimizers(other, [fresh], {"exp_avg.0.weight": torch.ones(2, 2)}, "it")
-
-
-def test_one_process_writes_and_all_read(tmp_path: Path) -> None:
-    other = Files(tmp_path, keep=1, writes=False)
-    assert other.save(1, {"model": {"w": torch.ones(1)}}, {}) == tmp_path / "checkpoints" / "step-00000001"
-    assert other.latest() is None and not (tmp_path / "checkpoints").exists()
-    where = write(tmp_path, 1)
-    (tmp_path / "checkpoints" / "step-00000002.tmp").mkdir()
-    other.clear()
-    assert (tmp_path / "checkpoints" / "step-00000002.tmp").exists()
-    assert other.latest() == where
-    tensors, state = other.load(where)
-    assert tensors["model"]["w"].tolist() == [1, 1] and state == {"step": 1}

@@ -69,7 +69,7 @@ CONFIG = TrainConfig(steps=12, batch_size=12, optimizer=AdamW(lr=1e-2), precisio
 
 
 def test_it_is_the_textbook_loop(tmp_path: Path) -> None:
-    config = replace(CONFIG, warmup_steps=3, clip_norm=0.5, schedule=Cosine(end=0.1))
+    config = replace(CONFIG, warmup_steps=3, cooldown_steps=4, clip_norm=0.5, schedule=Cosine(end=0.1))
     config = replace(config, ema_decay=0.3, ema_every=4)
     ours, theirs, batches = model(), model(), stream()
     averages = [p.detach().clone() for p in theirs.parameters()]
@@ -84,7 +84,7 @@ def test_it_is_the_textbook_loop(tmp_path: Path) -> None:
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         factor = 0.1 + 0.9 * (1 + math.cos(math.pi * step / 12)) / 2
         for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * min(1, (step + 1) / 3) * factor
+            group["lr"] = 1e-2 * min(1, (step + 1) / 3, (12 - step) / 4) * factor
         optimizer.step()
         if decay := {3: 2 / 11, 7: 3 / 12, 11: 0.3}.get(step):  # min(0.3, (1 + n) / (10 + n))
             averages = [
@@ -383,10 +383,13 @@ class Memory:
     def latest(self):
         return next(iter(self.kept), None)
 
-    def load(self, where):
+    def wait(self):
+        pass
+
+    def load(self, where, model):
         return copy.deepcopy(self.kept[where])
 
-    def clear(self):
+    def begin(self):
         pass
 
 
@@ -420,7 +423,7 @@ def test_the_loss_is_computed_within_the_forward_of_one_module(tmp_path: Path) -
     calls = []
 
     class Watched(Single):
-        def prepare(self, trainable):
+        def prepare(self, trainable, device, dtype):
             trainable.register_forward_pre_hook(lambda *_: calls.append("begin"))
             trainable.register_forward_hook(lambda *_: calls.append("end"))
             return trainable

@@ -17,7 +17,7 @@ from limner.text import PAD
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.run import Run
-from limner.training.scaling import FALL, FIRST, GROWTH, HIGHEST, LOWEST, WINDOW, ResblockScales, scaling
+from limner.training.scaling import ResblockScales, scaling
 from limner.training.step import update
 
 MODEL = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3), width=16, depth=2, heads=2)
@@ -86,9 +86,10 @@ def test_resblock_scales_lift_gradients_that_fp16_loses():
 
 def test_the_rule_of_appendix_d():
     run = run_of("resblocks")
-    hook = ResblockScales(run.model, world=4)
+    run.parallel.world = 4
+    hook = ResblockScales(run.model, run.parallel)
     assert hook.names == [f"blocks.{i}.{part}" for i in (0, 1) for part in ("attention", "mlp")]
-    assert hook.scales.tolist() == [4 * FIRST] * 4
+    assert hook.scales.tolist() == [4 * ResblockScales.FIRST] * 4
     bad = hook.parameters[2]
 
     def step(number, overflow):
@@ -97,24 +98,28 @@ def test_the_rule_of_appendix_d():
             p.grad = torch.ones_like(p)
         if overflow:
             bad[0].grad[0] = math.inf
+        run.parallel.reduce(run.parameters)
         hook.after_backward(run)
         assert all((p.grad is None) == overflow for p in bad)
         assert all(p.grad is not None for p in hook.parameters[1])
 
     step(0, False)
-    assert hook.scales.tolist() == pytest.approx([4 * FIRST * GROWTH] * 4)
-    assert run.model.blocks[0].mlp.branch.up.weight.grad[0, 0].item() == pytest.approx(1 / (4 * FIRST))
+    assert hook.scales.tolist() == pytest.approx([4 * ResblockScales.FIRST * ResblockScales.GROWTH] * 4)
+    assert run.model.blocks[0].mlp.branch.up.weight.grad[0, 0].item() == pytest.approx(1 / (4 * ResblockScales.FIRST))
     assert run.model.head.norm.weight.grad[0] == 1  # no resblock's: not scaled
     step(1, True)
-    fallen = 4 * FIRST * GROWTH / FALL
+    fallen = 4 * ResblockScales.FIRST * ResblockScales.GROWTH / ResblockScales.FALL
     assert hook.scales[2].item() == pytest.approx(fallen)
-    assert hook.scales[1].item() == pytest.approx(4 * FIRST * GROWTH**2)
+    assert hook.scales[1].item() == pytest.approx(4 * ResblockScales.FIRST * ResblockScales.GROWTH**2)
     step(2, True)  # no second fall within the window
     assert hook.scales[2].item() == pytest.approx(fallen)
-    step(1 + WINDOW, True)
-    assert hook.scales[2].item() == pytest.approx(fallen / FALL)
+    step(1 + ResblockScales.WINDOW, True)
+    assert hook.scales[2].item() == pytest.approx(fallen / ResblockScales.FALL)
     assert hook.skipped.tolist() == [0, 0, 3, 0]
-    for value, limit in ((4 * HIGHEST * 1.1, 4 * HIGHEST), (4 * LOWEST / 1.1, 4 * LOWEST)):
+    for value, limit in (
+        (4 * ResblockScales.HIGHEST * 1.1, 4 * ResblockScales.HIGHEST),
+        (4 * ResblockScales.LOWEST / 1.1, 4 * ResblockScales.LOWEST),
+    ):
         hook.scales.fill_(value)
         step(500, False)
         assert hook.scales.tolist() == [limit] * 4
@@ -203,4 +208,4 @@ def test_a_resumed_run_has_the_same_scales_and_weights(kind, tmp_path):
 def test_a_model_without_resblocks_is_refused_in_a_sentence():
     run = Run(nn.Linear(2, 2), lambda m, b, s, g: (F.mse_loss(m(b["x"]), b["x"]), {}), replace(TRAIN, scaling="loss"))
     with pytest.raises(UserError, match="no resblocks: give it another scaling"):
-        ResblockScales(run.model)
+        ResblockScales(run.model, run.parallel)

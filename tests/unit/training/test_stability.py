@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from limner.models.transformer import Block
 from limner.optim import Beta2WarmupAdamW, StableAdamW
 from limner.optim.optimizers import AdamW, Muon
 from limner.training.config import TrainConfig
@@ -115,6 +116,29 @@ def test_every_step_is_logged_once_also_by_a_resumed_run_and_a_spike_is_said_onc
         warnings.simplefilter("ignore")
         trained(tmp_path / "parts", 17)
         assert trained(tmp_path / "parts") == whole
+
+
+def test_the_size_of_each_blocks_features_is_logged_now_and_then(tmp_path):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(8, 2) for _ in range(2))
+
+    seen = []
+
+    def through(model, batch, step, generator):
+        x = batch["x"].new_ones(2, 4, 8).requires_grad_()
+        for block in model.blocks:
+            x = block(x, lambda q, k, v: v)
+            if step % CONFIG.log_every == CONFIG.log_every - 1:
+                seen.append(x.detach().abs().mean().item())
+        return x.square().mean(), {}
+
+    train(Two(), through, Endless(), CONFIG, tmp_path, hooks=[Stability(tmp_path)], evaluate=lambda model, step: {})
+    rows = [json.loads(line) for line in (tmp_path / "stability.jsonl").read_text().splitlines()]
+    features = {row["step"]: row["features"] for row in rows if "features" in row}
+    assert list(features) == [10, 20, 30] and list(features[10]) == ["blocks.0", "blocks.1"]
+    assert [x for row in features.values() for x in row.values()] == pytest.approx(seen, rel=0.01)
 
 
 def test_what_muon_updates_has_no_squares():

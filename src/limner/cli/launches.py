@@ -1,0 +1,83 @@
+"""What `limner plan` says of starting a run on many GPUs: which launch, its command, and what a trial of it found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from limner.cli.tables import gb, table
+from limner.profiling.choice import Timed, command
+from limner.profiling.cost import GPUS
+from limner.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from limner.profiling.trial import Trial
+
+_SHOWN = 5
+
+
+def launches(found: Sequence[Timed], recipe: str, before: TrainConfig) -> Iterable[str]:
+    """Blocks of text: the launches, the command for the first, or why none fits. `before` is the recipe's training."""
+    best, cluster = found[0], found[0].cluster
+    rows = [
+        (
+            f"{timed.launch.shards} shards x {timed.launch.replicas}",
+            str(timed.launch.training.accumulate),
+            "yes" if timed.launch.training.checkpoint_activations else "no",
+            str(timed.launch.rank or "-"),
+            gb(timed.launch.peak),
+            *(f"{t:,.3f}" for t in (timed.computing, timed.within, timed.between, timed.seconds)),
+        )
+        for timed in [timed for timed in found if timed.fits == best.fits][:_SHOWN]
+    ]
+    head = (
+        *("launches", "micro-batches", "checkpointed", "rank", "GB a GPU"),
+        *("computing, s", "within machines", "between", "a step"),
+    )
+    yield table(head, rows) + (
+        f"\ncomputing hides what is sent within machines; a machine sends {cluster.between * 8 / 1e6:,.0f} Mbit/s"
+    )
+    if best.fits:
+        yield f"the quickest that fits:\n\n{command(best, recipe, before)}"
+        return
+    launch, memory = best.launch, GPUS[cluster.gpu].memory
+    yield (
+        f"no launch fits into nine tenths of a {cluster.gpu}'s {gb(memory)} GB: the least is {gb(launch.peak)} GB; "
+        "take more GPUs, or some with more memory"
+    )
+
+
+def tried(timed: Timed, trial: Trial) -> Iterable[str]:
+    """Blocks of text: memory and traffic of the first rank, calculated and as the trial found them, and its shards."""
+    launch = timed.launch.uncompressed
+    calculated = {
+        **{name: launch.state[name] for name in trial.state},
+        "activations of a micro-batch": sum(launch.activations.values()),
+        "peak": launch.peak,
+    }
+    counted = {**trial.state, "activations of a micro-batch": trial.activations, "peak": trial.peak}
+    yield table(
+        (f"tried as the first of {launch.gpus:,} ranks, uncompressed", "calculated", "tried"),
+        [
+            *((f"{name}, MB", _mb(calculated[name]), _mb(value)) for name, value in counted.items()),
+            *((f"{name}, calls", f"{n:,}", f"{trial.calls[name]:,}") for name, n in launch.calls.items()),
+            *((f"{name}, MB sent", _mb(n), _mb(trial.sent[name])) for name, n in launch.sent.items()),
+        ],
+    )
+    shown = {name: shapes for name, shapes in trial.shards.items() if not name.startswith("blocks.")}
+    shown |= {name: shapes for name, shapes in trial.shards.items() if name.startswith("blocks.0.")}
+    text = table(
+        ("shapes of a block and of the rest", "whole", "a shard"),
+        [(name, *(" x ".join(map(str, shape)) for shape in shapes)) for name, shapes in shown.items()],
+    )
+    if launch.uneven:
+        first = launch.uneven[0]
+        text += (
+            f"\n{launch.shards} shards do not divide {len(launch.uneven)} of these evenly, {first} the first: "
+            "its last shards are shorter, and are padded"
+        )
+    yield text
+
+
+def _mb(value: float) -> str:
+    return f"{value / 1e6:,.1f}"

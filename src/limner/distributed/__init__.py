@@ -1,0 +1,1 @@
+"""Many processes that train one model: strategies for `training.parallel.Parallel` on torch.distributed."""

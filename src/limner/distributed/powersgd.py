@@ -1,0 +1,246 @@
+"""PowerSGD: gradients sent between replicas as two thin factors (Vogels et al. 2019; Ramesh et al. 2021, App. E.2).
+
+For each matrix a replica keeps an error buffer E [m, n], m <= n (transposed, if need be): all that its gradients have
+said and that no update has had yet. An update takes the part of it that lies in r directions. In E.2's steps:
+
+    2   E += G, unless G is not finite on one replica: then nothing is added on any
+    3   P = E Q_0                 [m, r]; Q_0 [n, r] stays what it was drawn as from a seed
+    4   P = mean over replicas    one collective for all matrices of a block
+    5   P = orthonormal columns of P + eps I, by Householder's reflections
+    6   Q = E^T P                 [n, r]
+    7   Q = mean over replicas    one collective for all matrices of a block
+    8   what is no matrix of a block is averaged in fp32, in one collective for all
+    11  the gradient is P Q^T     all replicas have the same
+    12  E -= P Q^T                where P and Q are finite; a buffer that is not finite begins anew
+
+Step 12 comes right after step 7, so that a buffer is unpacked and packed once in an update.
+
+So r (m + n) numbers travel where m n did, and what is left out comes later: over all steps, the mean of the buffers
+plus the gradients handed over is the sum of the mean gradients. Numbers travel in 1-6-9, twice as thin again; what that
+rounds off stays in the buffers, too, because step 12 subtracts what the replicas really had.
+
+With shards, each process factors its own shard, with r / shards directions, "independently of its neighboring GPUs"
+(§2.5). Since all steps are linear in E, only the mean of the buffers over replicas matters. A checkpoint holds that
+mean, and every replica goes on from it, however many there are. (The paper's gradients are divided by the whole batch,
+so that its checkpoints hold the sum; ours are the mean over a replica's samples.)
+
+Two things differ from E.2. With P and with Q travels whether they and the gradients are finite, so that all replicas
+leave out the same blocks. And the loop measures the gradient's length on P Q^T itself: the length of Q is the same (in
+step 9) only as far as P's columns are orthonormal after rounding.
+
+Shapes: m x n a matrix's shard with m <= n, r directions of a shard, k matrices of one m in a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, distributed, nn
+
+from limner.data.stream import hash64
+from limner.distributed.reducers import Replicas, Waiting
+from limner.errors import UserError
+from limner.numerics.formats import E6M9
+from limner.optim.shards import like, local, placed, sharded
+from limner.ranges import Checked, Range
+
+EPS = 1e-6  # step 5
+
+
+def orthonormal(p: Float[Tensor, "k m r"], eps: float = EPS) -> Float[Tensor, "k m r"]:
+    """Orthonormal columns that span those of `p` + eps I, by Householder's reflections, which stay exact where
+    Gram-Schmidt's columns do not: [k, m, r] -> [k, m, r], r <= m."""
+    p = p.clone()
+    p.diagonal(dim1=-2, dim2=-1).add_(eps)
+    return torch.linalg.householder_product(*torch.geqrf(p))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGDConfig(Checked):
+    """Settings.
+
+    Attributes:
+        rank: directions of a matrix, over all its shards; None takes an eighth of the matrix's smaller side.
+        narrow: whether factors travel and buffers are kept in 1-6-9, else in fp32.
+        seed: of Q_0.
+    """
+
+    rank: Annotated[int | None, Range(1, 2**16)] = None
+    narrow: bool = True
+    seed: Annotated[int, Range(0, 2**31 - 1)] = 0
+
+
+@dataclass
+class Matrix:
+    """A matrix of a block, or the shard of it that this process has."""
+
+    name: str
+    parameter: nn.Parameter
+    buffer: Tensor  # E in the shape of the shard, in fp32 or as codes
+    turned: bool  # whether the shard is higher than wide
+    start: Float[Tensor, "n r"]  # Q_0
+
+    def error(self) -> Float[Tensor, "h w"]:
+        """E, as the shard is stored, in fp32."""
+        return (self.buffer if self.buffer.is_floating_point() else E6M9.unpack(self.buffer)).flatten(1)
+
+    def keep(self, error: Float[Tensor, "h w"]) -> None:
+        error = error.view(self.buffer.shape)
+        if self.buffer.is_floating_point():
+            self.buffer.copy_(error)
+        else:
+            E6M9.pack(error, out=self.buffer)
+
+    def oriented(self, error: Float[Tensor, "h w"]) -> Float[Tensor, "m n"]:
+        return error.T if self.turned else error
+
+    def product(self, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> tuple[Tensor, Tensor]:
+        """[h, r] and [r, w], whose product is P Q^T as the shard is stored."""
+        return (q, p.T) if self.turned else (p, q.T)
+
+
+class PowerSGD:
+    """See the module; a `GradientReducer`."""
+
+    def __init__(self, config: PowerSGDConfig) -> None:
+        self.config = config
+        self._blocks: dict[str, list[Matrix]] = {}
+        self._rest: dict[str, list[nn.Parameter]] = {}
+        self._factors: list[tuple[Matrix, Tensor, Tensor]] = []  # P and Q of what has gradients
+
+    def attach(self, blocks: Mapping[str, Mapping[str, nn.Parameter]], replicas: Replicas) -> None:
+        self._replicas = replicas
+        for block, parameters in blocks.items():
+            found = {name: self._matrix(name, p) for name, p in parameters.items() if block and p.requires_grad}
+            self._blocks[block] = [matrix for matrix in found.values() if matrix is not None]
+            self._rest[block] = [p for name, p in parameters.items() if found.get(name) is None]
+
+    def _matrix(self, name: str, p: nn.Parameter) -> Matrix | None:
+        """None where two factors would be no smaller than the matrix, or where shards differ in size."""
+        shared = cast(Any, p)
+        shards, along = (shared.device_mesh.size(), shared.placements[0].dim) if sharded(p) else (1, 0)
+        if p.ndim < 2 or p.shape[along] % shards:
+            return None
+        shard = local(p.detach())
+        height, width = len(shard), shard[0].numel()
+        m, n = sorted((height, width))
+        r = max(1, min((self.config.rank or min(len(p), p[0].numel()) // 8) // shards, m))
+        if r * (m + n) >= m * n:
+            return None
+        seed = int(hash64(self.config.seed, *name.encode())) >> 1  # the same on all replicas, another one for each name
+        start = torch.randn(n, r, generator=torch.Generator().manual_seed(seed)).to(shard.device)
+        buffer = torch.zeros_like(shard, memory_format=torch.contiguous_format)
+        return Matrix(name, p, E6M9.pack(buffer) if self.config.narrow else buffer, height > width, start)
+
+    def reduce(self, block: str) -> Waiting:
+        """Steps 2 to 7 and 12 for a block."""
+        matrices = [matrix for matrix in self._blocks[block] if matrix.parameter.grad is not None]
+        if not matrices:
+            return
+        grads = [local(cast(Tensor, matrix.parameter.grad)).flatten(1) for matrix in matrices]
+        finite = _finite(grads)
+        # In place: a gradient's memory holds E + G until that is packed again.
+        errors = [grad.add_(matrix.error()) for matrix, grad in zip(matrices, grads, strict=True)]
+        for matrix in matrices:
+            matrix.parameter.grad = None
+        del grads
+        p = [matrix.oriented(error) @ self.start(matrix) for matrix, error in zip(matrices, errors, strict=True)]
+        all_finite, all_good = yield from self._averaged(p, finite, _finite(p))
+        if all_finite and all_good:
+            p = self._orthonormal(p)
+            if self.config.narrow:
+                p = [E6M9.rounded(x) for x in p]
+            q = [matrix.oriented(error).T @ x for matrix, error, x in zip(matrices, errors, p, strict=True)]
+            (all_good,) = yield from self._averaged(q, _finite(q))
+            if all_good:
+                for matrix, error, left, right in zip(matrices, errors, p, q, strict=True):
+                    matrix.keep(error.addmm_(*matrix.product(left, right), alpha=-1))
+                    self.applied(matrix, right)
+                    self._factors.append((matrix, left, right))
+                return
+        for matrix, error in zip(matrices, errors, strict=True):
+            if all_finite:  # or else nothing is added
+                matrix.keep(error if error.isfinite().all() else torch.zeros_like(error))
+            self._hand_over(matrix, torch.full_like(error, torch.nan))
+
+    def _averaged(self, factors: list[Tensor], *good: Tensor) -> Generator[distributed.Work, None, list[bool]]:
+        """Each becomes its mean over replicas, all in one collective; with them travels whether each of `good` is true
+        on all replicas, which is given back."""
+        flat = torch.cat([x.flatten() for x in factors] + [(~flag).float().view(1) for flag in good])
+        yield from self._replicas.coded_mean(flat, E6M9) if self.config.narrow else self._replicas.mean(flat)
+        *values, wrong = flat.split([*(x.numel() for x in factors), len(good)])
+        factors[:] = [x.view_as(before) for x, before in zip(values, factors, strict=True)]
+        return [not flag for flag in wrong.tolist()]
+
+    def finish(self) -> Waiting:
+        """Steps 8 and 11."""
+        rest = [p.grad for parameters in self._rest.values() for p in parameters if p.grad is not None]
+        if sum(local(grad).numel() for grad in rest):
+            flat = torch.cat([local(grad).flatten().float() for grad in rest])
+            yield from self._replicas.mean(flat)
+            for grad, values in zip(rest, flat.split([local(grad).numel() for grad in rest]), strict=True):
+                local(grad).copy_(values.view_as(local(grad)))
+        for matrix, p, q in self._factors:
+            left, right = matrix.product(p, q)
+            self._hand_over(matrix, left @ right)
+        self._factors.clear()
+
+    def _hand_over(self, matrix: Matrix, gradient: Float[Tensor, "h w"]) -> None:
+        # In the parameter's own layout: fused optimisers go through memory without regard to strides.
+        weight = local(matrix.parameter.detach())
+        if weight.stride() != gradient.stride():
+            gradient = torch.empty_like(weight).copy_(gradient.view(weight.shape))
+        matrix.parameter.grad = placed(gradient, matrix.parameter)
+
+    def start(self, matrix: Matrix) -> Float[Tensor, "n r"]:
+        """What a step's Q begins from. §2.5 fixes it "at the start of training"; others begin from the last Q."""
+        return matrix.start
+
+    def orthonormal(self, p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
+        """Step 5, of matrices of one shape."""
+        return orthonormal(p)
+
+    def applied(self, matrix: Matrix, q: Float[Tensor, "n r"]) -> None:
+        """The step's Q has been used."""
+
+    def _orthonormal(self, factors: list[Float[Tensor, "m r"]]) -> list[Float[Tensor, "m r"]]:
+        """Those of one shape together."""
+        shapes: dict[torch.Size, list[int]] = {}
+        for i, p in enumerate(factors):
+            shapes.setdefault(p.shape, []).append(i)
+        found = list(factors)
+        for same in shapes.values():
+            for i, p in zip(same, self.orthonormal(torch.stack([factors[i] for i in same])), strict=True):
+                found[i] = p
+        return found
+
+    def _matrices(self) -> list[Matrix]:
+        return [matrix for block in self._blocks.values() for matrix in block]
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {}
+        for matrix in self._matrices():
+            error = matrix.error().clone().view(matrix.buffer.shape)
+            for work in self._replicas.mean(error.view(-1)):
+                work.wait()
+            found[matrix.name] = placed(error, matrix.parameter)
+        return found
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        for matrix in self._matrices():
+            if (error := tensors.get(matrix.name)) is not None:
+                if error.shape != matrix.parameter.shape:
+                    raise UserError(
+                        f"the error buffer of {matrix.name!r} has shape {list(error.shape)}, where the model has "
+                        f"{list(matrix.parameter.shape)}"
+                    )
+                matrix.keep(local(like(error.to(matrix.buffer.device), matrix.parameter)))
+
+
+def _finite(tensors: list[Tensor]) -> Tensor:
+    """Whether all values are finite: [], by their sums, which are not if one of them is not."""
+    return torch.stack([x.sum() for x in tensors]).isfinite().all()

@@ -1,0 +1,96 @@
+"""The processes that `torchrun` starts, and how they meet.
+
+    torchrun --nproc-per-node 2 -m limner train DATA --recipe laptop --out RUN
+
+`torchrun` says in environment variables which of them this one is. On GPUs each has one of its own and they talk by
+NCCL, elsewhere by gloo. Without `torchrun` there is one process and nothing to meet.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Literal
+
+import torch
+from torch import distributed
+
+from limner.distributed.meeting import agreed
+from limner.distributed.replicated import Make, Replicated
+from limner.distributed.sharded import Sharded
+from limner.errors import UserError
+
+Kind = Literal["replicated", "sharded"]
+_WAIT = timedelta(minutes=30)  # for the slowest: the first process may encode a data set meanwhile
+_MEETING = 180.0  # seconds until all are there; where one was lost, those that wait must begin anew
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_BROKEN = re.compile("gloo|NCCL|Connection (closed|reset)|Broken pipe", re.IGNORECASE)  # what another's end looks like
+
+
+def rank() -> int:
+    """Of this process; 0 where there is one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextmanager
+def joined(kind: Kind = "replicated", replicas: int = 1, make: Make | None = None) -> Iterator[Replicated | None]:
+    """Within the block the processes of a run can talk to each other; None where there is one.
+
+    Args:
+        kind: whether each holds all weights, or a part.
+        replicas: of sharded weights.
+        make: a reducer of gradients for each model that is trained; None averages them in fp32.
+
+    Raises `UserError` where they cannot meet, where another one has ended, or where the numbers do not fit.
+    """
+    if "RANK" not in os.environ:
+        if kind != "replicated" or replicas > 1 or make:
+            raise UserError("there is one process, and nothing to share: start several with torchrun")
+        yield None
+        return
+    if missing := [name for name in _NEEDED if name not in os.environ]:
+        raise UserError(f"RANK is set and {', '.join(missing)} not: start the processes with torchrun")
+    on_gpus = torch.cuda.is_available()
+    local = int(os.environ["LOCAL_RANK"])
+    if on_gpus:
+        if local >= torch.cuda.device_count():
+            raise UserError(
+                f"this machine has {torch.cuda.device_count()} GPUs and process {local} has none: give torchrun "
+                f"--nproc-per-node {torch.cuda.device_count()}"
+            )
+        torch.cuda.set_device(local)
+    try:
+        _meet("nccl" if on_gpus else "gloo")
+    except (RuntimeError, TimeoutError, ValueError) as error:  # DistStoreError, DistNetworkError and the like
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(f"process {rank()} cannot meet the others at {where}: {error}".splitlines()[0]) from None
+    try:
+        if kind == "replicated" and replicas > 1:
+            raise UserError("every process holds all weights: replicas are for --parallel sharded")
+        if kind == "sharded" and replicas == 1 and make:
+            raise UserError(
+                "all processes hold one replica together, so no gradients travel between replicas: give --replicas 2 "
+                "or more, or leave --reduce out"
+            )
+        yield Sharded(replicas, make) if kind == "sharded" else Replicated(make)
+    except RuntimeError as error:
+        if not _BROKEN.search(str(error)):
+            raise
+        reason = str(error).splitlines()[0]
+        raise UserError(f"another process of the run has ended, so process {rank()} ends, too ({reason})") from None
+    finally:
+        distributed.destroy_process_group()
+
+
+def _meet(backend: str) -> None:
+    """Join the process group, under a name of this start's own in the store."""
+    number, world = rank(), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = number == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = distributed.TCPStore(address, port, world, is_master=hosts, timeout=_WAIT)
+    run = distributed.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", "run"), store)
+    store = distributed.PrefixStore(agreed(run, number, world, _MEETING), run)
+    distributed.init_process_group(backend, store=store, rank=number, world_size=world, timeout=_WAIT)

@@ -1,0 +1,170 @@
+"""Every process holds all weights: gradients are averaged while the backward pass goes on (Li et al. 2020).
+
+The simplest way for models that fit on one device. DistributedDataParallel broadcasts the first process's weights,
+gathers gradients in buckets and averages each bucket as soon as it is full. With a `GradientReducer` that takes its
+place, gradients are compressed (`reducers.py`).
+
+Shapes: n rows of a process, W processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from limner.distributed.checkpoints import Folder, Shards
+from limner.distributed.reducers import GradientReducer, Reduction, Replicas, blocks
+from limner.errors import UserError
+from limner.models.dvae import DVAE
+from limner.optim.shards import divide, local
+
+Make = Callable[[], GradientReducer]
+
+
+class Replicated:
+    """The strategy of a process of the default process group; see `Parallel`.
+
+    Args:
+        make: a reducer for each model that is trained; None leaves gradients to torch.
+    """
+
+    def __init__(self, make: Make | None = None) -> None:
+        self._make = make
+        self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
+        self.is_main = self.rank == 0
+        self.device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
+        self._reduction: Reduction | None = None
+        self._scales: dict[Tensor, Tensor] = {}
+        self._wrapped: DistributedDataParallel | None = None
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """See `Parallel`."""
+        if not self.is_main:
+            distributed.barrier()
+        yield
+        if self.is_main:
+            distributed.barrier()
+
+    def checkpointer(self, files: Folder) -> Shards:
+        """See `Parallel`."""
+        return Shards(files)
+
+    def divide(self, stream: Any) -> None:
+        """See `Parallel`."""
+        stream.divide(self.rank, self.world)
+
+    def prepare(self, trainable: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """See `Parallel`."""
+        self._scales = {}
+        trainable.to(device)
+        if self._make:
+            self._begin_alike(trainable)
+            return self._reduced(trainable, distributed.group.WORLD, self._make)
+        freezes = isinstance(trainable.model, DVAE)  # its encoder, at the end: then that has no gradients to wait for
+        self._wrapped = DistributedDataParallel(trainable, find_unused_parameters=freezes)
+        return self._wrapped
+
+    def _begin_alike(self, trainable: nn.Module) -> None:
+        """With the weights of the first process."""
+        for p in trainable.parameters():
+            there = p.detach().to(self.device)
+            distributed.broadcast(there, src=0)
+            p.detach().copy_(there)
+
+    def _reduced(self, trainable: nn.Module, group: Any, make: Make) -> nn.Module:
+        """Let a reducer average the gradients over a group."""
+        self._reduction = Reduction(make(), blocks(trainable.model), Replicas(group), self._scales)  # type: ignore[arg-type]
+        return trainable
+
+    def part(self, last: bool) -> AbstractContextManager[object]:
+        """See `Parallel`."""
+        if self._reduction:
+            self._reduction.last = last
+        return nullcontext() if last or self._wrapped is None else self._wrapped.no_sync()
+
+    def gathered(self) -> AbstractContextManager[object]:
+        """See `Parallel`."""
+        return nullcontext()
+
+    def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor) -> None:
+        """See `Parallel`."""
+        self._scales |= dict.fromkeys(parameters, scale)
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The backward pass has done it, but for the last of what a reducer does."""
+        if self._reduction:
+            self._reduction.complete()
+        else:
+            divide(self._scales)
+
+    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See `Parallel`."""
+        self._check(parameters, distributed.group.WORLD)
+
+    def _check(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
+        """Within a group whose processes must have the same weights."""
+        parts = [local(p.detach()) for p in parameters]
+        hashes = [torch.hash_tensor(x) if x.numel() else x.new_zeros((), dtype=torch.uint64) for x in parts]
+        own = torch.stack(hashes).view(torch.int64)
+        found = [torch.empty_like(own) for _ in range(group.size())]
+        distributed.all_gather(found, own, group=group)
+        differ = [i for i, other in enumerate(found) if not torch.equal(other, found[0])]
+        if self.any(bool(differ)):
+            ranks = [distributed.get_global_rank(group, i) for i in differ] or "others"
+            raise UserError(
+                f"the weights of process {distributed.get_global_rank(group, 0)} and of {ranks} differ, which must be "
+                "the same: nothing is saved any more; start again from the last checkpoint"
+            )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `Parallel`."""
+        return self._reduction.reducer.tensors() if self._reduction else {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Parallel`."""
+        if self._reduction:
+            self._reduction.reducer.load(tensors)
+
+    def join(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "W*n ..."]:
+        """See `Parallel`."""
+        return _Joined.apply(values, self)  # type: ignore[no-any-return]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """See `Parallel`."""
+        values = values.clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(values)
+        return values / self.world
+
+    def any(self, flag: bool) -> bool:
+        """See `Parallel`."""
+        found = torch.tensor(int(flag), device=self.device)
+        distributed.all_reduce(found, distributed.ReduceOp.MAX)
+        return bool(found)
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """See `Parallel`."""
+        found = [torch.empty_like(values) for _ in range(self.world)]
+        distributed.all_gather(found, values)
+        return found
+
+
+class _Joined(torch.autograd.Function):
+    """The rows of all processes; a row's gradient is the sum of those that the processes have for it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ranks: Replicated) -> Tensor:
+        ctx.ranks, ctx.rows = ranks, len(values)
+        return torch.cat(ranks.gather(values.contiguous()))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        whole = upstream[0].contiguous().clone()
+        distributed.all_reduce(whole)
+        return whole[ctx.ranks.rank * ctx.rows :][: ctx.rows], None

@@ -1,0 +1,127 @@
+"""Every process holds a part of each weight: parameters are sharded (Ramesh et al. 2021, §2.5; FSDP2).
+
+Each block's weights are gathered while its neighbour computes, in the forward pass the block before it and in the
+backward pass the one after it, and dropped at once after use; full gradients are reduced to shards as soon as a block's
+are there (Figure 5). Linear layers that compute in 16 bits are gathered in 16 bits; gradients are summed in fp32. What
+is outside the blocks (embeddings, heads, norms) is one more group, which stays gathered from the forward to the
+backward pass. Single numbers, such as a temperature, each process holds itself. So weights, gradients, averages and
+optimiser state take 1/W of their memory on each of W processes.
+
+With `replicas`, groups of processes hold the same shards: W / replicas processes share a set of weights, and gradients
+are reduced within a group first, by FSDP, then between groups, by a `GradientReducer`. (FSDP could do both, but never
+with compression, and on CPUs it waits for the second.)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, pairwise
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from limner.distributed.checkpoints import Folder, Shards
+from limner.distributed.reducers import Plain
+from limner.distributed.replicated import Make, Replicated
+from limner.errors import UserError
+from limner.optim.shards import cut
+
+
+class Sharded(Replicated):
+    """The strategy of a process of the default process group; see `Parallel`.
+
+    Args:
+        replicas: groups of processes, each of which holds all weights together.
+        make: a reducer for each model that is trained; by default gradients travel between replicas in fp32.
+
+    Raises `UserError` if `replicas` does not divide the processes.
+    """
+
+    def __init__(self, replicas: int = 1, make: Make | None = None) -> None:
+        super().__init__(make)
+        if self.world % replicas:
+            raise UserError(f"{self.world} processes cannot hold {replicas} replicas: choose a divisor of {self.world}")
+        sizes = (replicas, self.world // replicas)
+        self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        self._modules: list[FSDPModule] = []
+        self._single: list[nn.Parameter] = []
+
+    def checkpointer(self, files: Folder) -> Shards:
+        """See `Parallel`."""
+        return Shards(files, self.mesh["replicate"].size(), self.mesh.get_local_rank("replicate"))
+
+    def prepare(self, trainable: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """See `Parallel`. A group is a block of a module list, the rest is another one; each moves by itself."""
+        self._modules, self._scales = [], {}
+        for p in trainable.parameters():
+            p.data = p.data.contiguous()  # kernels of convolutions lie channels-last, which cannot be sharded
+        self._begin_alike(trainable)
+        shards = self.mesh["shard"]
+        lists = [module for module in trainable.modules() if isinstance(module, nn.ModuleList)]
+        for blocks in lists:
+            groups = [self._groups(block, dtype) for block in blocks]
+            for (group, *_), after in pairwise(groups):
+                group.set_modules_to_forward_prefetch(after)
+            self._modules += chain.from_iterable(groups)
+        self._single = [p for p in trainable.parameters() if p.ndim == 0]  # which cannot be sharded
+        for p in self._single:
+            p.data = p.data.to(device)
+        self._modules.append(
+            fully_shard(trainable, mesh=shards, shard_placement_fn=self._cut, ignored_params=set(self._single))
+        )
+        if self.device.type == "cpu" and (overlap := getattr(self._modules[-1], "_set_unshard_async_op", None)):
+            overlap(True)  # GPUs gather in a stream of their own; without it gloo gathers when it is waited for
+        if self._make or self.mesh["replicate"].size() > 1:
+            self._reduced(trainable, self.mesh["replicate"].get_group(), self._make or Plain)
+        return trainable
+
+    def _groups(self, block: nn.Module, dtype: torch.dtype) -> list[FSDPModule]:
+        """A block's, its own first. Linear layers in 16 bits are gathered in 16 bits, which is how autocast would round
+        them afterwards. Gains stay fp32, and gradients are summed in fp32."""
+        linear = [module for module in block.modules() if type(module) is nn.Linear]
+        inner: list[FSDPModule] = []
+        if dtype != torch.float32 and linear:
+            # Nothing changes a linear layer's output in place.
+            warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPLinear.* returned a view tensor")
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            fully_shard(linear, mesh=self.mesh["shard"], shard_placement_fn=self._cut, mp_policy=policy)  # pyright: ignore
+            inner = [linear[0]]  # pyright: ignore
+        return [fully_shard(block, mesh=self.mesh["shard"], shard_placement_fn=self._cut), *inner]
+
+    def _cut(self, p: nn.Parameter) -> Shard:
+        return Shard(cut(p.shape, self.mesh["shard"].size()))
+
+    @contextmanager
+    def part(self, last: bool) -> Iterator[None]:
+        """See `Parallel`. Gradients of earlier micro-batches stay whole, on the process that has them."""
+        self._modules[-1].set_requires_gradient_sync(last)
+        with super().part(last):
+            yield
+
+    def gathered(self) -> AbstractContextManager[object]:
+        """See `Parallel`."""
+        return self._gathered() if self._modules else nullcontext()
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        for module in self._modules:
+            module.unshard()
+        yield
+        for module in self._modules:
+            module.reshard()
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The backward pass has done it, but for single numbers and the last of what a reducer does."""
+        super().reduce(parameters)
+        for p in self._single:
+            if p.grad is not None:
+                p.grad = self.mean(p.grad)
+
+    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See `Parallel`."""
+        self._check(parameters, self.mesh["replicate"].get_group())

@@ -1,0 +1,166 @@
+"""`torchrun … -m limner train`: two processes train what one trains, in all stages, also when one of them is killed,
+and when one goes on alone."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from limner import errors
+from limner.cli import main
+from limner.training.checkpoint import completed, read_tensors
+from limner.training.metrics_log import read_metrics
+
+STAGES = ("dvae", "prior", "contrastive")
+STEPS = 24
+OPTIONS = [
+    *(
+        "--recipe",
+        "scenes",
+        "--dvae.model.vocab",
+        "64",
+        "--dvae.model.width",
+        "8",
+        "--contrastive.objective.spoiled",
+        "0",
+    ),
+    *("--prior.model.width", "32", "--prior.model.heads", "2", "--prior.model.depth", "2"),
+    *("--contrastive.training.batch-size", "16", "--contrastive.model.depth", "1", "--contrastive.model.width", "32"),
+    *(word for stage in STAGES for word in (f"--{stage}.training.log-every", "1", f"--{stage}.training.steps", "4")),
+    *(
+        "--prior.training.steps",
+        str(STEPS),
+        "--prior.training.checkpoint-every",
+        "4",
+        "--prior.training.batch-size",
+        "8",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("scenes") / "data"
+    assert main(["data", "scenes", str(out), "--count", "200", "--held-out", "0.1"]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path) -> Path:
+    out = data.parent / "whole"
+    assert main(["train", str(data), "--out", str(out), *OPTIONS]) == 0
+    return out
+
+
+def start(data: Path, out: Path, *more: str, ranks: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
+    env = {
+        **os.environ, "PYTHONPATH": str(Path(errors.__file__).parents[1]), "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts"]
+    command = [*torchrun, str(restarts), "-m", "limner", "train", str(data), "--out", str(out), *OPTIONS, *more]
+    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def compare(out: Path, whole: Path, stages: tuple[str, ...] = STAGES) -> None:
+    for stage in stages:
+        ours, theirs = (read_metrics(folder / stage / "metrics.jsonl") for folder in (out, whole))
+        assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+        for name in ("loss", "grad_norm", "lr"):
+            assert [row[name] for row in ours] == pytest.approx([row[name] for row in theirs], rel=1e-5)
+        ours, theirs = (read_tensors(completed(folder / stage)[-1], "model") for folder in (out, whole))
+        assert all((ours[name] - theirs[name]).abs().max() < 1e-4 for name in theirs)
+
+
+def wait_for(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 240
+    while not any(row["step"] >= step for row in read_metrics(out / "prior/metrics.jsonl")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def workers(agent: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_two_processes_train_what_one_trains(kind: str, data: Path, whole: Path, tmp_path: Path) -> None:
+    process = start(data, tmp_path / "run", "--parallel", kind)
+    said, warned = process.communicate(timeout=400)
+    assert process.returncode == 0, warned
+    assert said.count("the run is in") == 1 and warned.count(f"{STEPS}/{STEPS}") == 1  # one of them speaks
+    compare(tmp_path / "run", whole)
+    assert (tmp_path / "run/bundle/config.json").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in Linux's /proc")
+def test_a_killed_process_is_started_again_and_one_process_goes_on_alone(
+    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, stages = tmp_path / "run", ("--stages", "dvae", "prior")
+    process = start(data, out, *stages, restarts=1)
+    wait_for(out, 6, process)
+    os.kill(workers(process)[1], signal.SIGKILL)  # the one that writes nothing
+    wait_for(out, 12, process)
+    process.send_signal(signal.SIGINT)
+    _, warned = process.communicate(timeout=400)
+    assert "another process of the run has ended" in warned and "going on from" in warned
+    assert process.returncode != 0 and len(read_metrics(out / "prior/metrics.jsonl")) < STEPS
+    capsys.readouterr()
+    assert main(["train", str(data), "--out", str(out), *OPTIONS, *stages]) == 0
+    assert "2 ranks: results may differ" in capsys.readouterr().err
+    compare(out, whole, ("dvae", "prior"))
+
+
+def test_shards_of_replicas_go_on_as_other_shards(data: Path, whole: Path, tmp_path: Path) -> None:
+    """Four processes that hold two replicas in halves, with moments in 16 bits; then two that hold one."""
+    out, one = tmp_path / "run", tmp_path / "one"
+    more = ("--stages", "prior", "--prior.training.accumulate", "2", "--prior.training.optimizer", "AdamW16")
+    for folder in (out, one):
+        shutil.copytree(whole / "dvae", folder / "dvae")
+    process = start(data, out, *more, "--parallel", "sharded", "--replicas", "2", ranks=4)
+    wait_for(out, 6, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=400)
+    assert 6 <= len(read_metrics(out / "prior/metrics.jsonl")) < STEPS
+    process = start(data, out, *more, "--parallel", "sharded")
+    _, warned = process.communicate(timeout=400)
+    assert process.returncode == 0 and "going on from" in warned, warned
+    assert main(["train", str(data), "--out", str(one), *OPTIONS, *more]) == 0
+    compare(out, one, ("prior",))
+    ours, theirs = (read_tensors(completed(folder / "prior")[-1], "optimizer") for folder in (out, one))
+    assert ours.keys() == theirs.keys() and any(x.dtype == torch.int16 for x in ours.values())
+    assert all(ours[name].shape == theirs[name].shape for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--dvae.training.batch-size", "5"), "a batch of 5 cannot be divided among 2 ranks: choose a multiple of 2"),
+        (("--parallel", "sharded", "--replicas", "3"), "2 processes cannot hold 3 replicas: choose a divisor of 2"),
+    ],
+)
+def test_what_cannot_be_divided_is_said_in_a_sentence(
+    options: tuple[str, ...], says: str, data: Path, tmp_path: Path
+) -> None:
+    process = start(data, tmp_path / "run", *options)
+    _, warned = process.communicate(timeout=400)
+    assert process.returncode != 0
+    assert f"limner: {says}" in warned
+    assert "Traceback" not in warned.partition("ChildFailedError")[0].partition("torch/distributed/elastic")[0]
+
+
+def test_without_torchrun_half_an_environment_is_refused(data: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert main(["train", str(data), "--out", str(tmp_path / "run"), *OPTIONS]) == 2
+    assert "MASTER_ADDR" in (said := capsys.readouterr().err) and "torchrun" in said
+    monkeypatch.delenv("RANK")
+    assert main(["train", str(data), "--out", str(tmp_path / "run"), *OPTIONS, "--parallel", "sharded"]) == 2
+    assert "start several with torchrun" in capsys.readouterr().err

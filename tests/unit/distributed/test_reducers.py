@@ -1,0 +1,332 @@
+"""Reducers in gloo processes: against one process on the whole batch, and against the algorithm written plainly."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+from limner.distributed import powersgd
+from limner.distributed.powersgd import PowerSGD, PowerSGDConfig, orthonormal
+from limner.distributed.reducers import Bf16, Plain, Reduction, Replicas, blocks
+from limner.distributed.replicated import Replicated
+from limner.distributed.sharded import Sharded
+from limner.errors import UserError
+from limner.models.transformer import TransformerConfig
+from limner.numerics.formats import E6M9
+from limner.objectives.autoregressive import Autoregressive
+from limner.optim.shards import whole
+from limner.training.parallel import Parallel, Single
+from limner.training.trainable import Trainable
+from ranks import on_ranks
+
+PRIOR = TransformerConfig(
+    text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=2, heads=2, kernel=3
+)  # fmt: skip
+BATCH = 8
+
+
+def batch(step: int, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
+    """A share of the batch of a step."""
+    g = torch.Generator().manual_seed(step)
+    text, image = torch.randint(0, 20, (BATCH, 8), generator=g), torch.randint(0, 8, (BATCH, 9), generator=g)
+    return {name: x.chunk(world)[rank] for name, x in {"text": text, "image": image}.items()}
+
+
+def gradients(
+    parallel: Parallel, steps: int, accumulate: int = 1, kept: Mapping[str, Tensor] | None = None, first: int = 0
+) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """The mean gradients of each step by parameter, and what the strategy keeps at the end; it begins with `kept`."""
+    torch.manual_seed(parallel.rank)  # the first process's weights are everyone's
+    model = PRIOR.build()
+    compute = parallel.prepare(Trainable(model, Autoregressive()), torch.device("cpu"), torch.float32)
+    parallel.load(kept or {})
+    found = []
+    for step in range(first, first + steps):
+        for p in model.parameters():
+            p.grad = None
+        share = batch(step, parallel.rank, parallel.world)
+        for i in range(accumulate):
+            with parallel.part(last=i == accumulate - 1):
+                part = {name: x.chunk(accumulate)[i] for name, x in share.items()}
+                (compute(part, step, torch.Generator())[0] / accumulate).backward()
+        parallel.reduce(model.parameters())
+        found.append({name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None})
+    kept = {name: whole(x) for name, x in parallel.tensors().items()}
+    parallel.check(model.parameters())
+    return found, kept
+
+
+def strategy(kind: str) -> Parallel:
+    config = PowerSGDConfig(rank=8, narrow="narrow" in kind)
+    make = {"plain": Plain, "bf16": Bf16, "powersgd": partial(PowerSGD, config)}[kind.split()[1]]
+    return Replicated(make) if kind.startswith("replicated") else Sharded(2, make)
+
+
+def all_gradients(kinds: list[str], steps: int) -> dict[str, Any]:
+    return {kind: gradients(strategy(kind), steps, 2 if "accumulated" in kind else 1) for kind in kinds}
+
+
+KINDS = [
+    "replicated plain", "replicated bf16", "replicated powersgd", "replicated powersgd narrow",
+    "replicated powersgd accumulated", "sharded plain", "sharded bf16", "sharded powersgd", "sharded powersgd narrow",
+    "sharded powersgd accumulated",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, Any]]:
+    return on_ranks(4, all_gradients, KINDS, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_handed_over_and_what_is_kept_is_the_gradient(measured, kind):
+    """Over all steps; what is no matrix of a block is the mean gradient itself."""
+    alone, _ = gradients(Single(), 3)
+    tolerance = 1e-2 if "bf16" in kind else 4e-3 if "narrow" in kind else 2e-6
+    for rank in measured:
+        steps, kept = rank[kind]
+        assert bool(kept) == ("powersgd" in kind)
+        for name in alone[0]:
+            given = sum(step[name] for step in steps) + kept.get(name, 0)
+            should = sum(step[name] for step in alone)
+            assert (given - should).norm() <= tolerance * sum(step[name].norm() for step in alone), name
+            if name in kept:
+                assert (steps[0][name] - alone[0][name]).norm() > 0.05 * alone[0][name].norm()
+        assert all(torch.equal(steps[-1][name], measured[0][kind][0][-1][name]) for name in steps[-1])
+    if "powersgd" in kind:
+        compressed = [name for name in alone[0] if name in measured[0][kind][1]]
+        assert len(compressed) == 8 and all(name.startswith("blocks.") for name in compressed)
+
+
+def going_on(kinds: list[str], first: int, steps: int, kept: dict[str, Any], replicas: int) -> dict[str, Any]:
+    make = partial(PowerSGD, PowerSGDConfig(rank=8, narrow=False))
+    makers = {"replicated": lambda: Replicated(make), "sharded": lambda: Sharded(replicas, make)}
+    return {kind: gradients(makers[kind](), steps, kept=kept.get(kind), first=first) for kind in kinds}
+
+
+@pytest.fixture(scope="module")
+def stopped() -> tuple[dict[str, Any], dict[str, Any]]:
+    """What 4 processes have done after 5 steps, in 4 replicas and in 2; and what they keep after 3."""
+    both = ["replicated", "sharded"]
+    return on_ranks(4, going_on, both, 0, 5, {}, 2)[0], on_ranks(4, going_on, both, 0, 3, {}, 2)[0]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("replicated", 2), ("replicated", 1), ("sharded", 2)])
+def test_errors_go_on_with_any_number_of_replicas(stopped, kind, ranks):
+    """Their mean is all that counts."""
+    should, before = stopped
+    for result in on_ranks(ranks, going_on, [kind], 3, 2, {kind: before[kind][1]}, 1):
+        for ours, theirs in zip(result[kind][0], should[kind][0][3:], strict=True):
+            for name, gradient in theirs.items():
+                assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+SCALE = 8.0
+
+
+def scaled(changes: bool) -> list[Tensor]:
+    """The gradients of a matrix whose loss is scaled, by another scale in each step if that changes."""
+    model = One(12, 20)
+    scale = torch.tensor(SCALE)
+    reduction = Reduction(
+        PowerSGD(PowerSGDConfig(rank=3, narrow=False)), blocks(model), Replicas(distributed.group.WORLD),
+        {model.blocks[0].weight: scale},
+    )  # fmt: skip
+    found = []
+    for step in range(3):
+        scale.fill_(SCALE * (step + 1) if changes else SCALE)
+        model.zero_grad()
+        (model.blocks[0].weight * gradient_of(12, 20, step, distributed.get_rank()) * scale).sum().backward()
+        reduction.complete()
+        found.append(model.blocks[0].weight.grad.clone())
+    return found
+
+
+def test_a_scale_that_changes_leaves_the_buffers_alone():
+    for ours, theirs in zip(on_ranks(1, scaled, True)[0], on_ranks(1, scaled, False)[0], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+class Reference:
+    """Steps 2 to 12 of App. E.2 for one matrix of all replicas."""
+
+    def __init__(self, replicas: int, start: Tensor, narrow: bool) -> None:
+        self.start, self.replicas = start, replicas
+        self.rounded: Callable[[Tensor], Tensor] = E6M9.rounded if narrow else lambda x: x
+        self.errors: list[Tensor] = []
+
+    def step(self, gradients: list[Tensor]) -> Tensor:
+        self.errors = self.errors or [torch.zeros_like(g) for g in gradients]
+        self.errors = [e + g for e, g in zip(self.errors, gradients, strict=True)]
+        p = self._mean([e @ self.start for e in self.errors])
+        eye = torch.eye(*p.shape)
+        p = self.rounded(torch.linalg.qr(p + 1e-6 * eye).Q)
+        q = self._mean([e.T @ p for e in self.errors])
+        self.errors = [self.rounded(e - p @ q.T) for e in self.errors]
+        return p @ q.T
+
+    def _mean(self, parts: list[Tensor]) -> Tensor:
+        return self.rounded(torch.stack([self.rounded(x) for x in parts]).mean(0))
+
+
+class One(nn.Module):
+    """A block with a matrix."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(columns, rows, bias=False)])
+
+
+def one_matrix(rows: int, columns: int, narrow: bool, steps: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """The gradients of a matrix over some steps, what is kept, and Q_0."""
+    model, reducer = One(rows, columns), PowerSGD(PowerSGDConfig(rank=3, narrow=narrow))
+    reduction = Reduction(reducer, blocks(model), Replicas(distributed.group.WORLD))
+    p, found = model.blocks[0].weight, []
+    for step in range(steps):
+        p.grad = None
+        (p * gradient_of(rows, columns, step, distributed.get_rank())).sum().backward()
+        reduction.complete()
+        found.append(p.grad.clone())
+    return found, reducer.tensors()["blocks.0.weight"], reducer._blocks["blocks.0"][0].start
+
+
+def gradient_of(rows: int, columns: int, step: int, rank: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(10 * step + rank)) * 0.01
+
+
+CASES = [(12, 20, False), (20, 12, False), (12, 20, True)]
+
+
+def matrices() -> list[tuple[list[Tensor], Tensor, Tensor]]:
+    return [one_matrix(*case, 4) for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def factored() -> list[list[tuple[list[Tensor], Tensor, Tensor]]]:
+    return on_ranks(3, matrices)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_it_is_the_papers_algorithm(factored, case):
+    rows, columns, narrow = CASES[case]
+    found = [rank[case] for rank in factored]
+    turn = (lambda x: x.T) if rows > columns else (lambda x: x)
+    plain = Reference(3, found[0][2], narrow)
+    for step in range(4):
+        should = turn(plain.step([turn(gradient_of(rows, columns, step, rank)) for rank in range(3)]))
+        for gradients, _, _ in found:
+            assert (gradients[step] - should).norm() < (3e-3 if narrow else 1e-5) * should.norm()
+    for _, kept, _ in found:
+        mean = turn(torch.stack(plain.errors).mean(0))
+        assert (kept - mean).norm() < (1e-2 if narrow else 1e-5) * mean.norm()
+
+
+@pytest.mark.parametrize("shape", [(5, 8, 3), (1, 40, 40), (2, 6, 1)])
+def test_columns_are_orthonormal_even_of_matrices_of_no_rank(shape):
+    for p in (torch.randn(shape), torch.zeros(shape), torch.ones(shape) + 1e-6 * torch.randn(shape)):
+        q = orthonormal(p)
+        torch.testing.assert_close(q.mT @ q, torch.eye(shape[-1]).expand(shape[0], -1, -1), atol=1e-5, rtol=0)
+        span = q @ (q.mT @ p)
+        torch.testing.assert_close(span, p, atol=1e-4, rtol=0)
+        g = torch.randn(shape[0], shape[-1], 9)
+        torch.testing.assert_close((q @ g).norm(), g.norm())  # step 9: the length is that of Q
+
+
+WRONG = ("gradient", "p", "q", "buffer", "outside")
+VALUES = (float("inf"), float("nan"))
+
+
+class Two(nn.Module):
+    """Two blocks and something outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(16, 12) for _ in range(2)])
+        self.outside = nn.Linear(12, 2)
+
+
+def with_wrong_values(where: str, value: float) -> dict[str, Any]:
+    """A step in which something of the first block is not finite in process 1, between steps in which nothing is."""
+    torch.manual_seed(0)
+    model, rank = Two(), distributed.get_rank()
+    reducer = PowerSGD(PowerSGDConfig(rank=3, narrow=False))
+    reduction = Reduction(reducer, blocks(model), Replicas(distributed.group.WORLD))
+    matrix, other = reducer._blocks["blocks.0"][0], reducer._blocks["blocks.1"][0]
+    grads = []
+    for step in range(3):
+        model.zero_grad()
+        torch.manual_seed(10 * step + rank)
+        loss = sum((p * torch.randn_like(p)).sum() for p in model.parameters())
+        spoiled = step == 1 and rank == 1
+        if spoiled and where == "gradient":
+            loss = loss + model.blocks[0].weight[3, 4] * value
+        if spoiled and where == "outside":
+            loss = loss + model.outside.bias[0] * value
+        if spoiled and where == "buffer":
+            matrix.buffer[1, 1] = value
+        if spoiled and where in "pq":
+            matrix.start = matrix.start * (value if where == "p" else 1e-3)
+        if spoiled and where == "q":
+            matrix.buffer.fill_(2e38)  # E and P are finite, E^T P is not
+        loss.backward()
+        reduction.complete()
+        grads.append([p.grad.clone() for p in model.parameters()])
+        if step == 1:
+            kept, kept_other = matrix.buffer.clone(), other.buffer.clone()
+            if spoiled:  # what was put there to go wrong
+                matrix.start = PowerSGD(reducer.config)._matrix("blocks.0.weight", model.blocks[0].weight).start
+                matrix.buffer.clamp_(-1e3, 1e3)
+    return {"kept": kept, "other": kept_other, "grads": grads}
+
+
+def all_wrong_values() -> dict[str, dict[str, Any]]:
+    return {f"{where} {value}": with_wrong_values(where, value) for where in WRONG for value in VALUES}
+
+
+@pytest.fixture(scope="module")
+def spoiled() -> list[dict[str, dict[str, Any]]]:
+    return on_ranks(3, all_wrong_values)
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("where", WRONG)
+def test_a_value_that_is_not_finite_stops_the_block_on_all_replicas_and_nothing_more(spoiled, where, value):
+    found = [rank[f"{where} {value}"] for rank in spoiled]
+    for rank, result in enumerate(found):
+        first, second, third = result["grads"]
+        assert all(g.isfinite().all() for g in (*first, *third))
+        if where == "outside":
+            assert all(g.isfinite().all() for g in second[:4]) and not all(g.isfinite().all() for g in second[4:])
+            continue
+        assert not second[0].isfinite().any() and all(g.isfinite().all() for g in second[1:])
+        zeroed = rank == 1 and where == "buffer"
+        assert result["kept"].isfinite().all() and (result["kept"] == 0).all() == zeroed
+        assert result["other"].isfinite().all()
+        assert all(torch.equal(a, b) for a, b in zip(second[1:], found[0]["grads"][1][1:], strict=True))
+
+
+def drifted() -> str:
+    model = PRIOR.build()
+    parallel = Replicated(Plain)
+    parallel.prepare(Trainable(model, Autoregressive()), torch.device("cpu"), torch.float32)
+    if distributed.get_rank() == 1:
+        with torch.no_grad():
+            model.head.image.weight[0, 0] += 1e-6
+    with pytest.raises(UserError) as error:
+        parallel.check(model.parameters())
+    return str(error.value)
+
+
+def test_replicas_that_drift_apart_are_found():
+    assert all("the weights of process 0 and of" in says for says in on_ranks(2, drifted))
+
+
+def test_an_eighth_is_the_rank_and_small_matrices_stay_whole():
+    reducer = PowerSGD(PowerSGDConfig())
+    model = nn.ModuleDict({"list": nn.ModuleList([nn.Linear(64, 64), nn.Linear(1, 64), nn.LayerNorm(64)])})
+    reducer.attach(blocks(model), None)
+    assert [(m.name, m.start.shape) for m in reducer._matrices()] == [("list.0.weight", (64, 8))]
+    assert powersgd.EPS == 1e-6

@@ -1,0 +1,86 @@
+"""Weights in shards, products in bf16: what is gathered in which format, and that it changes nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from limner.distributed.sharded import Sharded
+from limner.models.transformer import TransformerConfig
+from limner.numerics.precision import Bf16, Fp32, Precision
+from limner.objectives.autoregressive import Autoregressive
+from limner.optim.optimizers import AdamW
+from limner.optim.shards import whole
+from limner.profiling.watch import Watch
+from limner.training.config import TrainConfig
+from limner.training.hooks import Hook
+from limner.training.parallel import Parallel, Single
+from limner.training.run import Run
+from limner.training.step import update
+from ranks import on_ranks
+
+PRIOR = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=2, heads=2, kernel=3)
+
+
+class Gradients(Hook):
+    def after_backward(self, run: Run) -> None:
+        self.found = {name: whole(p.grad).clone() for name, p in run.model.named_parameters() if p.grad is not None}
+
+
+def learn(strategy: Parallel, precision: Precision, checkpointed: bool = False, accumulate: int = 1) -> dict[str, Any]:
+    """Two updates: losses, the last gradients, formats in which layers saw their weights, bytes sent in the second."""
+    torch.manual_seed(0)
+    config = TrainConfig(
+        steps=2, batch_size=8, accumulate=accumulate, precision=precision, optimizer=AdamW(lr=1e-3),
+        checkpoint_activations=checkpointed, clip_norm=1.0,
+    )  # fmt: skip
+    run = Run(PRIOR.build(), Autoregressive(), config, parallel=strategy)
+    seen: dict[str, set[torch.dtype]] = {}
+    for name, module in run.model.named_modules():
+        if isinstance(module, nn.Linear | nn.LayerNorm):
+            module.register_forward_pre_hook(lambda m, _, name=name: seen.setdefault(name, set()).add(m.weight.dtype))
+    generator, gradients, losses = torch.Generator().manual_seed(0), Gradients(), []
+    with Watch() as watch:
+        for _ in range(2):
+            text = torch.randint(0, 20, (8, 8), generator=generator).chunk(strategy.world)[strategy.rank]
+            image = torch.randint(0, 8, (8, 9), generator=generator).chunk(strategy.world)[strategy.rank]
+            watch.restart()
+            update(run, {"text": text, "image": image}, [gradients])
+            losses.append(run.loss)
+    dtypes = {name: {p.dtype, p.grad.dtype} for name, p in run.model.named_parameters() if p.grad is not None}
+    return {"loss": losses, "grads": gradients.found, "seen": seen, "sent": dict(watch.sent), "dtypes": dtypes}
+
+
+def all_of(precision: Precision) -> list[dict[str, Any]]:
+    return [learn(Sharded(), precision), learn(Sharded(), precision, checkpointed=True, accumulate=2)]
+
+
+@pytest.fixture(scope="module")
+def halves() -> list[list[dict[str, Any]]]:
+    """What each of two processes saw, for each precision: plainly, and with checkpointing and two micro-batches."""
+    return [on_ranks(2, all_of, precision)[0] for precision in (Bf16(), Fp32())]
+
+
+def test_matrices_of_blocks_are_gathered_in_16_bits_and_all_else_in_32(halves):
+    (sixteen, _), (full, _) = halves
+    for name, dtypes in sixteen["seen"].items():
+        product = name.startswith("blocks.") and "norm" not in name
+        assert dtypes == {torch.bfloat16 if product else torch.float32}, name
+    assert all(dtypes == {torch.float32} for dtypes in full["seen"].values())
+    for found in (sixteen, full):
+        assert all(dtypes == {torch.float32} for dtypes in found["dtypes"].values())
+    linear = [m for block in PRIOR.build().blocks for m in block.modules() if isinstance(m, nn.Linear)]
+    numbers = sum(p.numel() for m in linear for p in m.parameters())
+    # Half of each is sent to the other process, for the forward and the backward pass, two bytes a number less.
+    assert full["sent"]["all-gather"] - sixteen["sent"]["all-gather"] == 2 * numbers
+    assert full["sent"]["reduce-scatter"] == sixteen["sent"]["reduce-scatter"]
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_losses_and_gradients_are_those_of_one_process(halves, way):
+    found = halves[0][way]
+    alone = learn(Single(), Bf16())
+    assert found["loss"] == pytest.approx(alone["loss"], rel=2e-4)
+    for name, gradient in alone["grads"].items():
+        assert (found["grads"][name] - gradient).norm() <= 1e-2 * gradient.norm() + 1e-6, name

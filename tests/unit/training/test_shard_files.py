@@ -1,0 +1,86 @@
+"""Files of shards as they are described, without the library that writes them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+
+from limner.errors import UserError
+from limner.training import shard_files
+from limner.training.checkpoint import Files, load_weights, read_tensors
+
+WEIGHT, MEAN = torch.arange(15.0).view(5, 3), torch.arange(15, dtype=torch.int16).view(5, 3)
+
+
+def write(folder: Path, number: int, parts: dict[str, tuple[Tensor, list[int]]]) -> None:
+    """The file of a rank (from 1): by name a part and where it begins."""
+    header = {key: {"saved_offsets": at} for key, (_, at) in parts.items()}
+    save_file(
+        {key: part.contiguous() for key, (part, _) in parts.items()},
+        folder / f"shard-{number:05d}-model-00001-of-00001.safetensors",
+        {"DCP_SHARDING_INFO": json.dumps(header), "format": "pt"},
+    )
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """Of three ranks; the last one has an empty part."""
+    write(tmp_path, 1, {"model/weight": (WEIGHT[:3], [0, 0]), "optimizer/mean.weight": (MEAN[:, :2], [0, 0])})
+    write(tmp_path, 2, {"model/weight": (WEIGHT[3:], [3, 0]), "optimizer/mean.weight": (MEAN[:, 2:], [0, 2])})
+    write(tmp_path, 3, {"model/weight": (WEIGHT[5:], [5, 0]), "optimizer/step.weight": (torch.tensor(7.0), [])})
+    return tmp_path
+
+
+def test_parts_are_joined_and_groups_are_chosen(three: Path) -> None:
+    groups = shard_files.read(three, None, {"weight": nn.Parameter(WEIGHT)})
+    assert groups.keys() == {"model", "optimizer"}
+    assert torch.equal(groups["model"]["weight"], WEIGHT)
+    assert groups["optimizer"]["mean.weight"].dtype == torch.int16
+    assert torch.equal(groups["optimizer"]["mean.weight"], MEAN) and groups["optimizer"]["step.weight"] == 7
+    assert shard_files.read(three, ("model", "ema"), {}).keys() == {"model"}
+    assert torch.equal(read_tensors(three, "model")["weight"], WEIGHT)
+
+
+def test_weights_of_shards_load_into_a_model_alone(three: Path) -> None:
+    model = nn.Linear(3, 5, bias=False)
+    (three / "state.json").write_text("{}")
+    load_weights(model, three)
+    assert torch.equal(model.weight, WEIGHT)
+    tensors, state = Files(three, 1).load(three, model)
+    assert torch.equal(tensors["model"]["weight"], WEIGHT) and state == {}
+
+
+DAMAGES = {
+    "a file is missing": lambda folder: next(folder.glob("shard-00001-*")).unlink(),
+    "a pickle": lambda folder: next(folder.glob("shard-00001-*")).write_bytes(b"\x80\x04pickle"),
+    "far away": lambda folder: write(folder, 2, {"model/weight": (WEIGHT[3:], [10**15, 0])}),
+    "no number": lambda folder: write(folder, 2, {"model/weight": (WEIGHT[3:], ["a", 0])}),  # type: ignore[list-item]
+    "another dimension": lambda folder: write(folder, 2, {"model/weight": (WEIGHT[3:], [3])}),
+    "no positions": lambda folder: save_file(
+        {"model/weight": WEIGHT}, folder / "shard-00002-model.safetensors", {"DCP_SHARDING_INFO": "{}"}
+    ),
+    "no JSON": lambda folder: save_file(
+        {"model/weight": WEIGHT}, folder / "shard-00002-model.safetensors", {"DCP_SHARDING_INFO": "{"}
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_does_not_fit_together_is_a_sentence(damage: str, three: Path) -> None:
+    DAMAGES[damage](three)
+    with pytest.raises(UserError, match="lacks a part of '|cannot be read") as said:
+        shard_files.read(three, None, {})
+    assert "\n" not in str(said.value)
+
+
+def test_the_library_writes_what_is_read(tmp_path: Path) -> None:
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"model/weight": WEIGHT, "rng/torch": torch.get_rng_state()}, storage_writer=writer, no_dist=True)
+    assert shard_files.found(tmp_path)
+    assert torch.equal(read_tensors(tmp_path, "model")["weight"], WEIGHT)
+    assert torch.equal(read_tensors(tmp_path, "rng")["torch"], torch.get_rng_state())
