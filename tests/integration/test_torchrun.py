@@ -4,6 +4,7 @@ and when one goes on alone."""
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -164,3 +165,14 @@ def test_without_torchrun_half_an_environment_is_refused(data: Path, tmp_path: P
     monkeypatch.delenv("RANK")
     assert main(["train", str(data), "--out", str(tmp_path / "run"), *OPTIONS, "--parallel", "sharded"]) == 2
     assert "start several with torchrun" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_said_in_a_sentence(data: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in alone.items():
+            monkeypatch.setenv(name, value)
+        assert main(["train", str(data), "--out", str(tmp_path / "run"), *OPTIONS]) == 2
+    said = capsys.readouterr().err
+    assert f"process 0 cannot meet the others at 127.0.0.1:{port}" in said and "Traceback" not in said
