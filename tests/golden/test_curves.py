@@ -6,8 +6,8 @@ import pytest
 
 from golden import make
 
-#: dVAEs pool maxima and choose codes: an error of rounding, another on each processor, can turn a choice, and from there
-#: on curves differ, between two processors by 0.7% of their largest value; hard codes one step later make 12%.
+#: dVAEs pool maxima and choose codes: rounding, which differs between processors, can turn a choice, and from there on
+#: curves differ, between two processors by 0.7% of their largest value. Hard codes one step later make 12%.
 CHOOSE, CERTAIN, AFTER = ("relaxed_elb", "balanced_elb"), 6, 0.05
 
 
