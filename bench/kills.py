@@ -55,13 +55,15 @@ class Agents:
         store = f"TCPStore('127.0.0.1', {self.port}, is_master=True, wait_for_workers=False)"
         hosting = f"import time; from torch.distributed import TCPStore; store = {store}; time.sleep(1e6)"
         self.store = subprocess.Popen([sys.executable, "-c", hosting]) if count > 1 else None
+        self.meeting = 0  # an agent that gives up closes a meeting for all who are yet to come
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.log = (out.parent / f"{out.name}.log").open("ab")
 
     def start(self, number: int) -> None:
         meet = [
             "--nnodes", f"1:{self.count}", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}",
-            "--rdzv-id", "kills", "--rdzv-conf", "is_host=0,last_call_timeout=2,join_timeout=300,timeout=300",
+            "--rdzv-id", f"kills-{self.meeting}",
+            "--rdzv-conf", "is_host=0,last_call_timeout=2,join_timeout=300,timeout=300",
         ] if self.count > 1 else []  # fmt: skip
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(3 - self.count), "--max-restarts",
@@ -70,7 +72,7 @@ class Agents:
         ]  # fmt: skip
         env = {
             **os.environ, "PYTHONPATH": str(Path(errors.__file__).parents[1]), "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }  # fmt: skip
         self.processes[number] = subprocess.Popen(command, env=env, stdout=self.log, stderr=self.log)
 
@@ -133,11 +135,11 @@ def survive(agents: Agents, kills: int, rng: random.Random) -> tuple[Counter[str
             agents.start(number)
         ended = [number for number, p in agents.processes.items() if p.poll() not in (None, 0)]
         if ended or now - changed > PATIENCE:
-            lost += 1
-            for number in ended or list(agents.processes):
+            lost, changed = lost + 1, now
+            agents.meeting += 1
+            for number in list(agents.processes):
                 agents.kill_machine(number)
                 agents.start(number)
-            changed = now
         if found.total() < kills and now > due and before < agents.steps:
             number = rng.choice([n for n in agents.processes if agents.processes[n].poll() is None] or [-1])
             if number < 0:
