@@ -4,9 +4,11 @@
 
 `torchrun` trains a small prior, first in one agent with two workers, then in two agents with a worker each, which meet
 by `--nnodes 1:2`. They meet at a store in a process of its own (`is_host=0`): in an agent it would die with that, and
-the other one could not go on. A kill hits a worker, or an agent with its workers, as when a machine dies; an agent that
-is gone comes back after a while, and until then the other one goes on alone. Nobody else does anything: workers are
-started anew by their agent. A run is lost if it has to be started by hand, or does not end.
+the other one could not go on. Workers do not share it (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`): where they do, torch
+2.13's agent that has lived on does not say its address again, and one that comes back waits for it and gives up. A kill
+hits a worker, or an agent with its workers, as when a machine dies; an agent that is gone comes back after a while, and
+until then the other one goes on alone. Nobody else does anything: workers are started anew by their agent. A run is
+lost if it has to be started by hand, or does not end.
 
 With one agent the world has the same size throughout, so weights must be the same bits. With two it changes, and losses
 must agree to 1e-5. Linux only: workers are found in /proc.
