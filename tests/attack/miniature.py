@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from limner.config import save_json
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
+from limner.models.patches import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.recipes import get
 from limner.recipes.recipe import Recipe
@@ -29,7 +30,7 @@ def recipe(steps: int = 4, every: int = 2) -> Recipe:
         "steps": steps, "batch_size": 4, "warmup_steps": 1, "eval_every": 2, "log_every": 1, "checkpoint_every": every,
         "keep": 2,
     }  # fmt: skip
-    dvae = DVAEConfig(size=24, width=8, groups=3, blocks=1, vocab=32, code_width=8, context_groups=0)
+    dvae = PatchDVAEConfig(size=24, vocab=32, width=8, blocks=1)
     return replace(
         scenes,
         text=replace(scenes.text, vocab=300, dropout=0.1),

@@ -11,6 +11,7 @@ from typing import Any
 
 #: Files that tell how a run went, not what came of it; and locks, which hold nobody back once their holder is gone.
 _TALK = {"timings.json", "contrastive.log", ".lock"}
+_START = re.compile(r"start-\d{8}")  # one stays, with the number of the starts that a run has had
 _TIMES = {"seconds", "samples_per_s", "created"}
 
 
@@ -26,7 +27,8 @@ def tree(folder: Path) -> dict[str, str]:
     for path in sorted(folder.rglob("*")):
         if earlier & {path, path.parent}:
             continue
-        name = "/".join(caches.get(part, part) for part in path.relative_to(folder).parts)
+        parts = (_START.sub("start", part) for part in path.relative_to(folder).parts)
+        name = "/".join(caches.get(part, part) for part in parts)
         if path.is_symlink():
             found[name] = f"-> {path.readlink()}"
         elif path.is_dir():

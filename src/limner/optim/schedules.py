@@ -80,7 +80,7 @@ class Cosine(Checked):
     The dVAE of the paper goes from 1e-4 to 1.25e-6, `end=1/80`, over 1,200,000 updates (A.2).
     """
 
-    end: Annotated[float, Range(0)] = 0.0
+    end: Annotated[float, Range(0, 10**6)] = 0.0
     steps: Annotated[int | None, Range(1, 10**9)] = None
 
     def build(self, steps: int) -> Schedule:
