@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from limner import errors
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
@@ -178,14 +179,15 @@ def strategy(of: Work) -> Parallel:
 
 
 class _Hooked(Replicated):
-    """DDP with torch's own hook, from the first step on."""
+    """DDP with torch's own hook, from the first step on. There is one bucket: with several, the hook's collectives
+    start in the order in which gloo's threads come to them, which is not the same on both sides."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self._rank = rank
 
     def prepare(self, trainable: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-        wrapped: Any = super().prepare(trainable, device, dtype)
+        wrapped = self._wrapped = DistributedDataParallel(trainable, bucket_cap_mb=10_000)
         state = PowerSGDState(None, self._rank, start_powerSGD_iter=2, min_compression_rate=1)
         wrapped.register_comm_hook(state, powerSGD_hook)
         return wrapped
