@@ -1,0 +1,58 @@
+"""FINDINGS.md, from what `limner reproduce` wrote: `python docs/findings.py reproduced`.
+
+Nothing is copied by hand: claims, verdicts and tables are those of the folder's NAME.json, charts those of NAME-1.svg.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from limner.reproduce import NAMES
+
+HERE = Path(__file__).parent
+MARKS = {True: "holds", False: "does not hold", None: "cannot be told"}
+HEAD = """# The papers' findings, at the scale of two cores
+
+Each is a command, `limner reproduce NAME`, which trains what it needs from fixed seeds and says whether the finding
+holds here; this page is made of what they said by `python docs/findings.py reproduced`. Models have up to a few million
+parameters and train for some hundred steps: what holds at the papers' scale need not hold here, nor the reverse.
+
+| command | the finding | here |
+|---|---|---|
+"""
+
+
+def main(folder: Path) -> None:
+    images = HERE / "images/findings"
+    shutil.rmtree(images, ignore_errors=True)
+    images.mkdir(parents=True)
+    done = [path for name in NAMES if (path := folder / f"{name}.json").exists()]
+    found = [json.loads(path.read_text("utf-8")) for path in done]
+    rows = [f"| [`{one['name']}`](#{one['name']}) | {one['claim']} | {MARKS[one['holds']]} |" for one in found]
+    parts = [section(one, folder, images) for one in found]
+    (HERE / "FINDINGS.md").write_text(HEAD + "\n".join(rows) + "\n\n" + "\n".join(parts), encoding="utf-8")
+
+
+def section(one: dict[str, Any], folder: Path, images: Path) -> str:
+    """A finding: what the paper says, what was found, the table, the first chart, and how it was trained."""
+    header = one["header"]
+    lines = [
+        f"## {one['name']}\n",
+        f"{one['claim']} ({one['source']}).\n",
+        f"**This {MARKS[one['holds']]} here.** {one['verdict']}\n",
+        "| " + " | ".join(map(str, header)) + " |",
+        "|" + "---|" * len(header),
+        *("| " + " | ".join(map(str, row)) + " |" for row in one["rows"]),
+        "",
+    ]
+    for chart in sorted(folder.glob(f"{one['name']}-*.svg"))[:2]:
+        shutil.copy(chart, images / chart.name)
+        lines += [f"![{one['name']}](images/findings/{chart.name})", ""]
+    settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in one["settings"].items())
+    return "\n".join([*lines, f"Settings: {settings}.\n"])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
