@@ -84,6 +84,8 @@ class IconsOptions(Checked):
     the bottom")."""
     tones: Annotated[int, Range(0, 100)] = 1
     """Drawings with a skin tone of each subject and style, at most; the one without comes in any case."""
+    styles: Annotated[int, Range(1, 1_000)] = 1
+    """Leave out subjects that fewer styles have: few styles and many subjects are much to learn by heart."""
     all_licenses: bool = False
     """Take sets whose licence is not a permissive one, too: share-alike, or unknown."""
 
@@ -187,7 +189,7 @@ def icons(argv: Sequence[str]) -> None:
     with progress("drawing icons", total, unit="icon") as bar:
         summary = write_icons(
             options.out, sets, keywords=keywords, size=options.size, background=options.background,
-            pairs=options.pairs, tones=options.tones, progress=bar.advance,
+            pairs=options.pairs, tones=options.tones, styles=options.styles, progress=bar.advance,
         )  # fmt: skip
     _tell(options.out, summary["kept"], summary["rejected"], summary["splits"])
     for what in ("joined", "kinds"):

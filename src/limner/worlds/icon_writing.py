@@ -69,6 +69,7 @@ def write_icons(
     background: str = "white",
     pairs: float = 0.25,
     tones: int = 1,
+    styles: int = 1,
     progress: Advance | None = None,
 ) -> dict[str, Any]:
     """Write shards of PNG, captions and facts; the summary is returned, with what was joined and how it is split.
@@ -78,6 +79,7 @@ def write_icons(
         size: side of the pictures in pixels, an even number.
         pairs: how many drawings come a second time, on top of a pair.
         tones: drawings with a skin tone of each subject and style, at most.
+        styles: leave out subjects that fewer styles have.
         progress: called with 1 after every drawing, whether it could be drawn or not.
 
     Raises `UserError` if no drawing is left.
@@ -87,6 +89,8 @@ def write_icons(
     except ValueError:
         raise UserError(f"{background!r} is no color: name one of CSS, as white or #ffeecc") from None
     drawn, rejected = world(sets)
+    drawn, rare = _common(drawn, styles)
+    rejected["a subject in too few styles"] += len(rare)
     drawn, more = _fewer_tones(drawn, tones)
     rejected["a further skin tone"] += len(more)
     known, partners = Keywords.of(keywords), defaultdict[str, list[Drawn]](list)
@@ -121,6 +125,17 @@ def write_icons(
             reasons = ", ".join(f"{reason}: {n}" for reason, n in writer.rejected.items())
             raise UserError(f"there is nothing to draw in these sets ({reasons or 'they are empty'})")
     return {**writer.summary(), "subjects": len(partners), "joined": dict(joined), "kinds": dict(kinds)}
+
+
+def _common(drawn: Sequence[Drawn], styles: int) -> tuple[list[Drawn], list[Drawn]]:
+    """Those whose subject, whatever its skin tone, occurs in `styles` styles or more; and the others."""
+    of = defaultdict[str, set[str]](set)
+    for one in drawn:
+        of[one.base].add(one.style)
+    kept, rare = [], []
+    for one in drawn:
+        (kept if len(of[one.base]) >= styles else rare).append(one)
+    return kept, rare
 
 
 def _fewer_tones(drawn: Sequence[Drawn], most: int) -> tuple[list[Drawn], list[Drawn]]:
