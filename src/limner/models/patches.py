@@ -121,8 +121,9 @@ class PatchDVAE(nn.Module):
             channels = patches.unflatten(1, (3, -1))
             flat = (channels.amax(2) - channels.amin(2)).amax(1) <= _FLAT
             colors.append(channels[flat].mean(2))
-            others, contrast = patches[~flat], channels[~flat].std(2).mean(1) + 0.01
+            others = patches[~flat]
             if len(others):
+                contrast = channels[~flat].std(2).mean(1) + 0.01
                 found.append(others[torch.multinomial(contrast, min(each, len(others)), generator=generator)])
         vocab = self.config.vocab
         plain = self._plain(torch.cat(colors), vocab // 8 if found else vocab, samples // 8, generator)

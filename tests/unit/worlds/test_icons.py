@@ -180,6 +180,22 @@ def test_facts_name_set_licence_author_and_one_tone_of_each_is_kept(written):
     assert toned and set(toned.values()) == {1}
 
 
+def test_subjects_that_few_styles_have_are_left_out_with_all_their_tones(sets, tmp_path):
+    of = defaultdict(set)
+    for one in icons.world(sets)[0]:
+        of[one.base].add(one.style)
+    rare = a_set(tmp_path, "rare", {"kitchen-golem": drawing(1), "tiger": drawing(2)}, {})
+    summary = write_icons(tmp_path / "out", [*sets, rare], size=16, pairs=0, styles=5)
+    source = open_source(str(tmp_path / "out"))
+    bases = {source.meta(i)["base"] for i in range(len(source))}
+    assert "kitchen golem" not in bases and all(len(of[base]) >= 4 for base in bases)
+    assert summary["rejected"]["a subject in too few styles"] >= 1
+    everything = write_icons(tmp_path / "all", [*sets, rare], size=16, pairs=0)
+    left_out = summary["rejected"]["a subject in too few styles"]
+    tones = everything["rejected"]["a further skin tone"] - summary["rejected"]["a further skin tone"]
+    assert summary["kept"] + left_out == everything["kept"] + tones
+
+
 def test_pairs_show_only_what_is_trained(written):
     source = open_source(str(written[0]))
     facts = [source.meta(i) for i in range(len(source))]
