@@ -76,7 +76,7 @@ class Work:
 def main() -> None:
     parser = argparse.ArgumentParser(description="training over slow links")
     parser.add_argument("--mbit", type=float, nargs="+", default=[50.0, 200.0])
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--batch", type=int, default=8, help="of both replicas")

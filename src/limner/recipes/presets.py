@@ -71,12 +71,13 @@ def emoji() -> Recipe:
 
 
 def icons() -> Recipe:
-    """Drawings of one thing by several artists.
+    """Drawings of one thing by several artists; not trained to its end yet.
 
         limner data icons data/icons *.tgz --styles 4 --tones 0 --pairs 0.1
         limner train data/icons --recipe icons --out runs/icons
 
-    8 x 8 tokens, which a small prior learns by heart; 16 x 16 were too many for two cores (docs/LOG.md).
+    After half of its steps drawings have the style that was asked for and simple shapes (a heart, a face, a cat). With
+    16 x 16 tokens, trained to its end, they had no shapes; with 8 x 8 the edges of patches show (docs/LOG.md).
     """
     return Recipe(
         text=TextConfig(vocab=2_048, length=32, dropout=0.1),
