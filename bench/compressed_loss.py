@@ -1,0 +1,48 @@
+"""The loss after 500 updates with gradients compressed by PowerSGD between two replicas, against uncompressed ones.
+
+    python bench/compressed_loss.py
+
+The same small prior, batches and seeds, with and without compression. Its rank is a twelfth of the width, as in
+`bench/slow_links.py`. A seed's loss is the mean of its last 50 updates. Trials that are done are kept in `--folder`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+import torch
+
+from limner.reproduce.compression_rank import Training, trial
+from limner.reproduce.trials import Trials
+
+LAST = 50
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the loss with compressed gradients")
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path("compressed"))
+    options = parser.parse_args()
+    rank, seeds = options.width // 12, range(1, options.seeds + 1)
+    settings = [
+        Training(width=options.width, rank=r, seed=seed, steps=options.steps) for r in (0, rank) for seed in seeds
+    ]
+    results = Trials(options.folder).run(trial, settings, "training priors")
+    losses = [statistics.fmean(result["loss"][-LAST:]) for result in results]
+    plain, compressed = losses[: options.seeds], losses[options.seeds :]
+    print(f"torch {torch.__version__}; width {options.width}, rank {rank}, {options.steps} updates")
+    print(f"{'seed':8}{'uncompressed':>14}{'compressed':>12}{'more':>9}")
+    for seed, a, b in zip(seeds, plain, compressed, strict=True):
+        print(f"{seed:<8}{a:14.4f}{b:12.4f}{b - a:+9.4f}")
+    gaps = [b - a for a, b in zip(plain, compressed, strict=True)]
+    print(f"{'mean':8}{statistics.fmean(plain):14.4f}{statistics.fmean(compressed):12.4f}{statistics.fmean(gaps):+9.4f}")
+    if options.seeds > 1:
+        print(f"seeds alone make a standard deviation of {statistics.stdev(plain):.4f}")
+
+
+if __name__ == "__main__":
+    main()
