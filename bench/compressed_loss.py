@@ -39,7 +39,9 @@ def main() -> None:
     for seed, a, b in zip(seeds, plain, compressed, strict=True):
         print(f"{seed:<8}{a:14.4f}{b:12.4f}{b - a:+9.4f}")
     gaps = [b - a for a, b in zip(plain, compressed, strict=True)]
-    print(f"{'mean':8}{statistics.fmean(plain):14.4f}{statistics.fmean(compressed):12.4f}{statistics.fmean(gaps):+9.4f}")
+    print(
+        f"{'mean':8}{statistics.fmean(plain):14.4f}{statistics.fmean(compressed):12.4f}{statistics.fmean(gaps):+9.4f}"
+    )
     if options.seeds > 1:
         print(f"seeds alone make a standard deviation of {statistics.stdev(plain):.4f}")
 

@@ -12,7 +12,8 @@ on the same batches, on each link in turn. Printed are, for a step:
                 it is on a link without limit
     loss        after all steps
 
-`sharded` sends most: weights to compute with, twice, and gradients. It is for links within a machine.
+`sharded` sends most: weights to compute with, twice, and gradients; `zero2` gathers them once. Both are for links
+within a machine.
 
 `limner reproduce compression-rank` asks which rank leaves the loss as it is.
 """
@@ -43,7 +44,7 @@ from limner import errors
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.reducers import Bf16, Plain
 from limner.distributed.replicated import Replicated
-from limner.distributed.sharded import Sharded
+from limner.distributed.sharded import Sharded, Zero2
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
@@ -56,7 +57,7 @@ from limner.training.step import update
 ENDS = ("limner0", "limner1")  # namespaces, and the ends of the link in them
 ALONE = "alone, nothing sent"
 BASE = "DDP, fp32"
-KINDS = (ALONE, BASE, "DDP, torch's PowerSGD", "plain", "bf16", "powersgd, fp32", "powersgd", "sharded")
+KINDS = (ALONE, BASE, "DDP, torch's PowerSGD", "plain", "bf16", "powersgd, fp32", "powersgd", "sharded", "zero2")
 
 
 @dataclass
@@ -165,8 +166,8 @@ def strategy(of: Work) -> Parallel:
     """The way of averaging gradients."""
     if of.kind == ALONE:
         return Single()
-    if of.kind == "sharded":
-        return Sharded()
+    if of.kind in ("sharded", "zero2"):
+        return Sharded() if of.kind == "sharded" else Zero2()
     if of.kind == "DDP, torch's PowerSGD":
         return _Hooked(of.rank)
     config = partial(PowerSGDConfig, rank=of.rank)

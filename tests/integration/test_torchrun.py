@@ -90,7 +90,7 @@ def workers(agent: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "zero2"])
 def test_two_processes_train_what_one_trains(kind: str, data: Path, whole: Path, tmp_path: Path) -> None:
     process = start(data, tmp_path / "run", "--parallel", kind)
     said, warned = process.communicate(timeout=400)

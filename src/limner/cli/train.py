@@ -46,7 +46,8 @@ class Train(Checked):
     stages: tuple[Literal["dvae", "prior", "contrastive"], ...] = ()
     """Which stages to train; all by default."""
     parallel: processes.Kind = "replicated"
-    """Whether each of the processes that torchrun starts holds all weights, or a part of them."""
+    """Whether each of the processes that torchrun starts holds all weights, or a part of them (sharded), or all weights
+    and a part of gradients, averages and moments (zero2)."""
     replicas: Annotated[int, Range(1, 2**16)] = 1
     """How many groups of processes hold all weights together, if they are sharded."""
     deterministic: bool = False

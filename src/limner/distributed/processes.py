@@ -20,10 +20,10 @@ from torch import distributed
 
 from limner.distributed.meeting import agreed
 from limner.distributed.replicated import Make, Replicated
-from limner.distributed.sharded import Sharded
+from limner.distributed.sharded import Sharded, Zero2
 from limner.errors import UserError
 
-Kind = Literal["replicated", "sharded"]
+Kind = Literal["replicated", "sharded", "zero2"]
 _WAIT = timedelta(minutes=30)  # for the slowest: the first process may encode a data set meanwhile
 _MEETING = 180.0  # seconds until all are there; where one was lost, those that wait must begin anew
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -69,13 +69,16 @@ def joined(kind: Kind = "replicated", replicas: int = 1, make: Make | None = Non
         raise UserError(f"process {rank()} cannot meet the others at {where}: {error}".splitlines()[0]) from None
     try:
         if kind == "replicated" and replicas > 1:
-            raise UserError("every process holds all weights: replicas are for --parallel sharded")
-        if kind == "sharded" and replicas == 1 and make:
+            raise UserError("every process holds all weights: replicas are for --parallel sharded or zero2")
+        if kind != "replicated" and replicas == 1 and make:
             raise UserError(
                 "all processes hold one replica together, so no gradients travel between replicas: give --replicas 2 "
                 "or more, or leave --reduce out"
             )
-        yield Sharded(replicas, make) if kind == "sharded" else Replicated(make)
+        if kind == "replicated":
+            yield Replicated(make)
+        else:
+            yield (Sharded if kind == "sharded" else Zero2)(replicas, make)
     except RuntimeError as error:
         if not _BROKEN.search(str(error)):
             raise

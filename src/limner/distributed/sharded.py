@@ -42,6 +42,8 @@ class Sharded(Replicated):
     Raises `UserError` if `replicas` does not divide the processes.
     """
 
+    drops = True  # a block's weights after its forward pass: the backward pass gathers them again
+
     def __init__(self, replicas: int = 1, make: Make | None = None) -> None:
         super().__init__(make)
         if self.world % replicas:
@@ -89,9 +91,15 @@ class Sharded(Replicated):
             # Nothing changes a linear layer's output in place.
             warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPLinear.* returned a view tensor")
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-            fully_shard(linear, mesh=self.mesh["shard"], shard_placement_fn=self._cut, mp_policy=policy)  # pyright: ignore
+            fully_shard(
+                linear, mesh=self.mesh["shard"], shard_placement_fn=self._cut, mp_policy=policy,  # pyright: ignore
+                reshard_after_forward=self.drops,
+            )  # fmt: skip
             inner = [linear[0]]  # pyright: ignore
-        return [fully_shard(block, mesh=self.mesh["shard"], shard_placement_fn=self._cut), *inner]
+        own = fully_shard(
+            block, mesh=self.mesh["shard"], shard_placement_fn=self._cut, reshard_after_forward=self.drops
+        )
+        return [own, *inner]
 
     def _cut(self, p: nn.Parameter) -> Shard:
         return Shard(cut(p.shape, self.mesh["shard"].size()))
@@ -125,3 +133,12 @@ class Sharded(Replicated):
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallel`."""
         self._check(parameters, self.mesh["replicate"].get_group())
+
+
+class Zero2(Sharded):
+    """As `Sharded`, but weights stay whole from the forward pass to the end of the backward pass (Rajbhandari et al.
+    2020, stage 2): gathered once in an update and not twice, so that a third less is sent. Gradients, averages and
+    optimiser state are in shards still.
+    """
+
+    drops = False

@@ -12,7 +12,7 @@ from limner.distributed import powersgd
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig, orthonormal
 from limner.distributed.reducers import Bf16, Plain, Reduction, Replicas, blocks
 from limner.distributed.replicated import Replicated
-from limner.distributed.sharded import Sharded
+from limner.distributed.sharded import Sharded, Zero2
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
 from limner.numerics.formats import E6M9
@@ -62,7 +62,9 @@ def gradients(
 def strategy(kind: str) -> Parallel:
     config = PowerSGDConfig(rank=8, narrow="narrow" in kind)
     make = {"plain": Plain, "bf16": Bf16, "powersgd": partial(PowerSGD, config)}[kind.split()[1]]
-    return Replicated(make) if kind.startswith("replicated") else Sharded(2, make)
+    if kind.startswith("replicated"):
+        return Replicated(make)
+    return (Zero2 if kind.startswith("zero2") else Sharded)(2, make)
 
 
 def all_gradients(kinds: list[str], steps: int) -> dict[str, Any]:
@@ -72,7 +74,7 @@ def all_gradients(kinds: list[str], steps: int) -> dict[str, Any]:
 KINDS = [
     "replicated plain", "replicated bf16", "replicated powersgd", "replicated powersgd narrow",
     "replicated powersgd accumulated", "sharded plain", "sharded bf16", "sharded powersgd", "sharded powersgd narrow",
-    "sharded powersgd accumulated",
+    "sharded powersgd accumulated", "zero2 plain", "zero2 powersgd accumulated",
 ]  # fmt: skip
 
 
