@@ -81,11 +81,16 @@ class Int8Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+def packs() -> bool:
+    """Whether `PackedLinear` works here."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def packed(model: M) -> M:
-    """Replace the linear layers of a bf16 model on a CPU, in place, where torch was built with oneDNN; any
-    other model stays as it is."""
+    """Replace the linear layers of a bf16 model on a CPU, in place, where torch was built with oneDNN and the processor
+    has what that needs for bf16 (AVX-512, say); any other model stays as it is."""
     kinds = {(p.dtype, p.device.type) for p in model.parameters()}
-    if kinds != {(torch.bfloat16, "cpu")} or not torch.backends.mkldnn.is_available():
+    if kinds != {(torch.bfloat16, "cpu")} or not packs():
         return model
     return convert(model, PackedLinear)
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from limner.layers.linear import DotLinear, Int8Linear, PackedLinear, packed
+from limner.layers import linear
+from limner.layers.linear import DotLinear, Int8Linear, PackedLinear, packed, packs
 from limner.models.transformer import TransformerConfig
 
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+needs_packing = pytest.mark.skipif(not packs(), reason="oneDNN packs no bf16 weights on this processor")
 
 
-@needs_onednn
+@needs_packing
 @pytest.mark.parametrize("rows", [1, 5, 64, 300])
 @pytest.mark.parametrize(("n_in", "n_out"), [(16, 48), (48, 16), (33, 7)])
 @pytest.mark.parametrize("bias", [True, False])
@@ -41,19 +42,24 @@ def test_8_bit_weights_are_off_by_half_a_step_at_most(rows, dtype, bias):
     assert Int8Linear(layer).weight.nbytes * torch.finfo(dtype).bits // 8 == layer.weight.nbytes
 
 
-@needs_onednn
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_products_are_the_layer_for_one_row(dtype, bias):
-    linear = nn.Linear(70, 33, bias=bias).to(dtype)
+    layer = nn.Linear(70, 33, bias=bias).to(dtype)
     for shape in ((1, 70), (1, 1, 70)):
         x = torch.randn(shape).to(dtype)
-        found = DotLinear(linear)(x)
+        found = DotLinear(layer)(x)
         assert found.dtype == dtype
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(found, linear(x), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(found, layer(x), atol=tolerance, rtol=tolerance)
 
 
+def test_a_processor_that_packs_no_bf16_keeps_ordinary_layers(monkeypatch):
+    monkeypatch.setattr(linear, "packs", lambda: False)
+    assert type(packed(nn.Linear(4, 4).bfloat16())) is nn.Linear
+
+
+@needs_packing
 def test_a_packed_model_draws_what_the_plain_one_draws():
     torch.manual_seed(0)
     model = TransformerConfig(
