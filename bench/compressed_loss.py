@@ -2,8 +2,9 @@
 
     python bench/compressed_loss.py
 
-The same small prior, batches and seeds, with and without compression. Its rank is a twelfth of the width, as in
-`bench/slow_links.py`. A seed's loss is the mean of its last 50 updates. Trials that are done are kept in `--folder`.
+The same small prior, batches and seeds, with and without compression. By default the rank is a twelfth of the width,
+as in `bench/slow_links.py`. A seed's loss is the mean of its last 50 updates. Trials that are done are kept in
+`--folder`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ LAST = 50
 def main() -> None:
     parser = argparse.ArgumentParser(description="the loss with compressed gradients")
     parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--rank", type=int, help="of PowerSGD's factors")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("compressed"))
     options = parser.parse_args()
-    rank, seeds = options.width // 12, range(1, options.seeds + 1)
+    rank, seeds = options.rank or options.width // 12, range(1, options.seeds + 1)
     settings = [
         Training(width=options.width, rank=r, seed=seed, steps=options.steps) for r in (0, rank) for seed in seeds
     ]
