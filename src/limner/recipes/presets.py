@@ -77,8 +77,8 @@ def icons() -> Recipe:
         limner train data/icons --recipe icons --out runs/icons
 
     After half of its steps some drawings of ten captions had simple shapes (a heart, a face, a cat), most the style
-    that was asked for; no rate was measured. With 16 x 16 tokens, trained to its end, drawings had no shapes; with 8 x 8
-    the edges of patches show (docs/LOG.md).
+    that was asked for; no rate was measured. With 16 x 16 tokens, trained to its end, drawings had no shapes;
+    with 8 x 8 the edges of patches show (docs/LOG.md).
     """
     return Recipe(
         text=TextConfig(vocab=2_048, length=32, dropout=0.1),
