@@ -13,12 +13,14 @@ import pytest
 import torch
 
 import limner.cli
+from limner.config import from_dict
 from limner.data.datasets import ImageCaptionDataset
 from limner.layers.attention import attend, visible
 from limner.layers.patterns import PATTERNS
 from limner.layers.sparse import SparseAttention
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
+from limner.recipes.recipe import PriorStage
 from limner.training.config import TrainConfig
 from limner.training.run import Run
 from limner.training.step import update
@@ -29,12 +31,14 @@ PATTERN, READER, OBJECTIVE, PRECISION, PARALLEL, COMMAND, LINE = re.findall(r"^`
 
 
 def test_a_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(PATTERNS, "diagonal", raising=False)
+    monkeypatch.setitem(PATTERNS, "diagonal", None)  # so that it is taken out again afterwards
     exec(PATTERN, {})
     pattern = PATTERNS["diagonal"]((6, 5), 3)
     assert pattern.offsets == (0, 6, 12)
     q, k, v = torch.randn(3, 2, 2, 4 + 30, 8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(SparseAttention(pattern, 4)(q, k, v), attend(q, k, v, visible(pattern, 4)))
+    stage = {"model": {"pattern": "diagonal", "depth": 3}, "training": {"steps": 1}}
+    assert {made.name for made in from_dict(PriorStage, stage).model.patterns} == {"diagonal"}
 
 
 def test_a_source_and_an_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

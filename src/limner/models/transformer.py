@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -36,19 +36,20 @@ from limner.layers.cache import Cache, LayerCache, Position, Store, Together
 from limner.layers.masked import MaskedAttention
 from limner.layers.patterns import PATTERNS, Pattern, paper_pattern
 from limner.layers.sparse import training_core
-from limner.ranges import Checked, OutOfRange, Range
+from limner.ranges import Checked, OutOfRange, Range, short
 from limner.text import PAD
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(Checked):
-    """Vocabulary sizes, lengths and widths; `pattern` is the paper's or all-dense.
+    """Vocabulary sizes, lengths and widths, and who sees whom.
 
     Args:
         text_vocab, image_vocab: numbers of BPE and dVAE tokens.
         text_len: T, text positions.
         grid: (h, w) of the image tokens.
         width: D, a multiple of `heads`.
+        pattern: "paper", its order of three patterns, or one of `PATTERNS` by name for all layers, such as "dense".
         kernel: side of the convolutional window.
         layer_scale, qk_norm: not in the paper; both keep features small, for formats of 8 bits.
     """
@@ -60,13 +61,15 @@ class TransformerConfig(Checked):
     width: Annotated[int, Range(1, 2**16)] = 3_968
     depth: Annotated[int, Range(1, 4_096)] = 64
     heads: Annotated[int, Range(1, 2**12)] = 62
-    pattern: Literal["paper", "dense"] = "paper"
+    pattern: str = "paper"
     kernel: Annotated[int, Range(1, 255)] = 11
     layer_scale: bool = False
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.pattern not in (known := ["paper", *PATTERNS]):
+            raise OutOfRange("pattern", f"must be {', '.join(known[:-1])} or {known[-1]}, not {short(self.pattern)}")
         if self.width % self.heads:
             raise OutOfRange("width", f"must be a multiple of heads, {self.heads}, not {self.width}")
         if self.kernel % 2 == 0:

@@ -28,7 +28,7 @@ def batch(model, rows=3):
 
 
 @pytest.mark.parametrize("short", [0, 1000])
-@pytest.mark.parametrize("pattern", ["paper", "dense"])
+@pytest.mark.parametrize("pattern", ["paper", *PATTERNS])
 def test_cached_logits_equal_teacher_forced_ones(pattern, short, monkeypatch):
     monkeypatch.setattr(sparse, "_SHORT", short)  # sparse attention, or a dense mask
     model = small(pattern=pattern)
