@@ -70,7 +70,11 @@ MADE = tuple(
         "profiling.", "reproduce.", "runs.stages", "training.", "worlds.",
     )
 )  # fmt: skip
-SET = ("limner.data.filters.Filters", "limner.evaluation.composition.Settings", "limner.training.config.TrainConfig")
+SET = (
+    "limner.data.filters.Filters",
+    "limner.evaluation.composition.CompositionSettings",
+    "limner.training.config.TrainConfig",
+)
 
 
 def settings():

@@ -19,7 +19,7 @@ from limner.ranges import SEEDS, Checked, OutOfRange, Range
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScenesOptions(Checked):
+class WriteScenes(Checked):
     """Write the synthetic world: pictures, several phrasings each, ground truth, and a split that holds
     out combinations of attributes. The same command writes the same bytes.
     """
@@ -51,7 +51,7 @@ class ScenesOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmojiOptions(Checked):
+class WriteEmoji(Checked):
     """Write every emoji of an installed colour-emoji font, with its names and a held-out split."""
 
     out: Positional[Path]
@@ -63,7 +63,7 @@ class EmojiOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IconsOptions(Checked):
+class WriteIcons(Checked):
     """Write drawings of the same subjects by several artists, with style, licence and author, pairs, and a split that
     holds out combinations of subject and style.
 
@@ -96,7 +96,7 @@ class IconsOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareOptions(Checked):
+class Prepare(Checked):
     """Write the good samples of a source to tar shards; defects and what the filters reject are counted.
 
     A source is a folder of pictures with .txt captions, a JSONL, CSV, Parquet or Arrow file with a caption
@@ -122,7 +122,7 @@ class PrepareOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowOptions(Checked):
+class Show(Checked):
     """Count the samples of a source by split, and the unusable ones by reason; show some captions."""
 
     source: Positional[str]
@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> None:
 
 def scenes(argv: Sequence[str]) -> None:
     """write the built-in synthetic world"""
-    options = parse(ScenesOptions, argv, "limner data scenes")
+    options = parse(WriteScenes, argv, "limner data scenes")
     place(options.out, folder=True)
     from limner.worlds.writing import write_scenes
 
@@ -154,7 +154,7 @@ def scenes(argv: Sequence[str]) -> None:
 
 def emoji(argv: Sequence[str]) -> None:
     """write the emoji of an installed font"""
-    options = parse(EmojiOptions, argv, "limner data emoji")
+    options = parse(WriteEmoji, argv, "limner data emoji")
     place(options.out, folder=True)
     from limner.worlds.emoji import all_emoji, build
 
@@ -165,7 +165,7 @@ def emoji(argv: Sequence[str]) -> None:
 
 def icons(argv: Sequence[str]) -> None:
     """write drawings of several icon sets"""
-    options = parse(IconsOptions, argv, "limner data icons")
+    options = parse(WriteIcons, argv, "limner data icons")
     if not options.files:
         raise UserError("name the files of icon sets, such as the .tgz that `npm pack @iconify-json/NAME` leaves")
     place(options.out, folder=True)
@@ -198,7 +198,7 @@ def icons(argv: Sequence[str]) -> None:
 
 def prepare(argv: Sequence[str]) -> None:
     """filter, shrink and pack data of your own"""
-    options = parse(PrepareOptions, argv, "limner data prepare")
+    options = parse(Prepare, argv, "limner data prepare")
     place(options.out, folder=True)
     from limner.data.prepare import prepare as write
     from limner.data.sources import open_source
@@ -216,7 +216,7 @@ def prepare(argv: Sequence[str]) -> None:
 
 def show(argv: Sequence[str]) -> None:
     """count samples and show some of them"""
-    options = parse(ShowOptions, argv, "limner data show")
+    options = parse(Show, argv, "limner data show")
     if options.output:
         place(options.output)
     from PIL import Image

@@ -27,7 +27,7 @@ def _models() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Checked):
+class DrawOrEdit(Checked):
     """What drawing and editing have in common."""
 
     n: Annotated[int, arg(aliases=("-n",)), Range(1, 2**16)] = 1
@@ -41,7 +41,7 @@ class Settings(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draw(Settings):
+class Draw(DrawOrEdit):
     """Draw a caption: candidates are sampled, the contrastive model picks the best, PNGs are written.
 
     The same caption, seed and settings give the same picture.
@@ -52,7 +52,7 @@ class Draw(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Edit(Settings):
+class Edit(DrawOrEdit):
     """Draw a part of a picture anew to fit a caption: the part below what is kept, or where a mask is light."""
 
     image: Positional[Path]
@@ -75,7 +75,7 @@ def edit(argv: Sequence[str]) -> None:
     if (options.keep is None) == (options.mask is None):
         raise UserError("say what to keep with --keep top:N, or what to draw anew with --mask FILE: one of the two")
     from limner.data.samples import Rejected
-    from limner.data.sources import decode_image
+    from limner.data.pictures import decode_image
 
     def read(path: Path) -> Any:
         from PIL import Image
@@ -89,7 +89,7 @@ def edit(argv: Sequence[str]) -> None:
     _draw(options, options.caption, lambda pipe: pipe.given(image, options.keep, mask))
 
 
-def _draw(options: Settings, caption: str, given: Callable[[Any], Any] | None = None) -> None:
+def _draw(options: DrawOrEdit, caption: str, given: Callable[[Any], Any] | None = None) -> None:
     if not caption.strip():
         raise UserError("the caption is empty: write what the picture shows")
     out = output_path(options, caption)
@@ -106,7 +106,7 @@ def _draw(options: Settings, caption: str, given: Callable[[Any], Any] | None = 
         print(f"{printable(path)}  (score {drawing.score:.3f}, candidate {drawing.candidate} of {number})")
 
 
-def output_path(options: Settings, caption: str) -> Path:
+def output_path(options: DrawOrEdit, caption: str) -> Path:
     """Where to write, checked before any work is done."""
     words = re.sub(r"[^\w]+", "-", caption.lower()).strip("-")[:80]
     name = words.encode()[:_NAME_BYTES].decode(errors="ignore").strip("-") or "drawing"

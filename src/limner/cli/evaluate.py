@@ -22,11 +22,11 @@ from limner.ranges import SEEDS, Checked, Range
 from limner.sampling.options import Sampler
 
 if TYPE_CHECKING:
-    from limner.evaluation.composition import Settings
+    from limner.evaluation.composition import CompositionSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompositionOptions(Checked):
+class ScoreComposition(Checked):
     """Draw captions of the scenes world and let the oracle judge whether everything in them is right.
 
     Intervals are 95% and over combinations of size, fill, color, shape and background: 30 are held out, which the
@@ -49,7 +49,7 @@ class CompositionOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairsOptions(Checked):
+class ScorePairs(Checked):
     """Give the upper half of a pair ("the exact same scene on the top as a sketch at the bottom") and let the
     oracle judge the lower half that is drawn. Intervals are 95% and over combinations, as of `composition`."""
 
@@ -67,7 +67,7 @@ class PairsOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReconstructionOptions(Checked):
+class ScoreReconstruction(Checked):
     """Reconstruct unseen pictures with a model's dVAE: PSNR, codes in use, what the oracle reads."""
 
     model: Positional[str] = "scenes"
@@ -85,7 +85,7 @@ class ReconstructionOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroShotOptions(Checked):
+class ScoreZeroShot(Checked):
     """Classify pictures with a model's contrastive model and the names of the classes alone."""
 
     model: Positional[str] = "scenes"
@@ -102,7 +102,7 @@ class ZeroShotOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmojiOptions(Checked):
+class ScoreEmoji(Checked):
     """Draw captions of a data set of emoji and look for the nearest real one among all of them.
 
     Intervals are 95% and over families: variants of tone, gender, hair and direction are one.
@@ -126,7 +126,7 @@ class EmojiOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IconsOptions(Checked):
+class ScoreIcons(Checked):
     """Draw subjects in styles that were held out of training, and have a classifier, the judge, read subject and style
     of the drawings. Held-out pairs are drawn with their upper half given.
 
@@ -153,7 +153,7 @@ class IconsOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GridOptions(Checked):
+class DrawGrid(Checked):
     """Draw icons on one sheet: a row for each subject, a column for each style, held-out combinations framed."""
 
     model: Positional[str]
@@ -180,7 +180,7 @@ def main(argv: Sequence[str]) -> None:
 
 def composition(argv: Sequence[str]) -> None:
     """do drawings of scenes show what their captions say?"""
-    options = parse(CompositionOptions, argv, "limner evaluate composition")
+    options = parse(ScoreComposition, argv, "limner evaluate composition")
     _places(options.output)
     if not options.things:
         raise UserError("things must be one number from 1 to 4 at least")
@@ -198,7 +198,7 @@ def composition(argv: Sequence[str]) -> None:
 
 def pairs(argv: Sequence[str]) -> None:
     """given the upper half, is the lower half drawn as the caption says?"""
-    options = parse(PairsOptions, argv, "limner evaluate pairs")
+    options = parse(ScorePairs, argv, "limner evaluate pairs")
     _places(options.output)
     from limner.evaluation import composition as evaluation
     from limner.pipeline import load
@@ -228,15 +228,15 @@ def _of_split(path: Path, split: str) -> Path:
     return path.with_stem(f"{path.stem}-{split}")
 
 
-def _settings(options: CompositionOptions | PairsOptions) -> Settings:
-    from limner.evaluation.composition import Settings
+def _settings(options: ScoreComposition | ScorePairs) -> CompositionSettings:
+    from limner.evaluation.composition import CompositionSettings
 
-    return Settings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
+    return CompositionSettings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
 
 
 def reconstruction(argv: Sequence[str]) -> None:
     """what does the dVAE lose of pictures it has not seen?"""
-    options = parse(ReconstructionOptions, argv, "limner evaluate reconstruction")
+    options = parse(ScoreReconstruction, argv, "limner evaluate reconstruction")
     _places(options.output)
     from limner.evaluation import reconstruction as evaluation
     from limner.pipeline import load
@@ -266,7 +266,7 @@ def reconstruction(argv: Sequence[str]) -> None:
 
 def zero_shot(argv: Sequence[str]) -> None:
     """does the contrastive model know classes by their names?"""
-    options = parse(ZeroShotOptions, argv, "limner evaluate zero-shot")
+    options = parse(ScoreZeroShot, argv, "limner evaluate zero-shot")
     _places(options.output)
     from limner.data.sources import open_source
     from limner.evaluation import zero_shot as evaluation
@@ -287,7 +287,7 @@ def zero_shot(argv: Sequence[str]) -> None:
 
 def emoji(argv: Sequence[str]) -> None:
     """is the nearest real picture the right one?"""
-    options = parse(EmojiOptions, argv, "limner evaluate emoji")
+    options = parse(ScoreEmoji, argv, "limner evaluate emoji")
     mosaics = [_of_split(options.mosaic, split) for split in ("train", "held-out")] if options.mosaic else []
     _places(options.output, *mosaics)
     from limner.data.sources import open_source
@@ -318,7 +318,7 @@ def emoji(argv: Sequence[str]) -> None:
 
 def icons(argv: Sequence[str]) -> None:
     """are subjects drawn in styles that they were never seen in?"""
-    options = parse(IconsOptions, argv, "limner evaluate icons")
+    options = parse(ScoreIcons, argv, "limner evaluate icons")
     _places(options.output)
     kept = options.judge and place(options.judge, folder=True)
     from limner.data.sources import open_source
@@ -336,7 +336,7 @@ def icons(argv: Sequence[str]) -> None:
     accuracy = evaluation.accuracy(judge, data)
     told = ", ".join(f"{respect} of {share:.1%}" for respect, share in accuracy.items())
     print(f"the judge reads of the {len(labelled):,} real pictures, on which it was trained: {told}")
-    settings = evaluation.Settings(
+    settings = evaluation.IconSettings(
         captions=options.captions, candidates=options.candidates, repeats=options.repeats, seed=options.seed
     )
     results = []
@@ -352,7 +352,7 @@ def icons(argv: Sequence[str]) -> None:
 
 def grid(argv: Sequence[str]) -> None:
     """draw a sheet of icons, subjects down and styles across"""
-    options = parse(GridOptions, argv, "limner evaluate grid")
+    options = parse(DrawGrid, argv, "limner evaluate grid")
     _places(options.output)
     from limner.data.sources import open_source
     from limner.evaluation import icon_grid

@@ -14,7 +14,7 @@ from limner.cli.arguments import parse, place
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Reproduce:
     """Run the experiment behind a finding of the papers, and say whether it holds here.
 
     Each ends within 20 minutes on two cores. A trial that is done is kept: after Ctrl-C the same command goes on.
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
         for name in NAMES:
             print(f"  {name:<{max(map(len, NAMES))}}  {load(name).CLAIM}")
         return
-    options = parse(Options, argv, "limner reproduce")
+    options = parse(Reproduce, argv, "limner reproduce")
     name = choose(options.name, NAMES, "finding")
     folder = place(options.output, folder=True)
     from limner.reproduce.trials import Trials

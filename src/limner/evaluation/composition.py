@@ -231,7 +231,7 @@ class Composition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Checked):
+class CompositionSettings(Checked):
     """How an evaluation draws.
 
     Args:
@@ -249,7 +249,7 @@ class Settings(Checked):
 def score(
     pipe: TextToImage,
     captions: Sequence[tuple[str, Scene]],
-    settings: Settings,
+    settings: CompositionSettings,
     *,
     progress: Advance | None = None,
     keep: Callable[[int, Candidates], object] | None = None,
@@ -266,7 +266,11 @@ def score(
 
 
 def score_pairs(
-    pipe: TextToImage, pairs: Sequence[tuple[str, Pair]], settings: Settings, *, progress: Advance | None = None
+    pipe: TextToImage,
+    pairs: Sequence[tuple[str, Pair]],
+    settings: CompositionSettings,
+    *,
+    progress: Advance | None = None,
 ) -> Composition:
     """Draw the lower half of every pair, the upper one given. As `score` otherwise."""
     size, rows = pipe.dvae.config.size, pipe.dvae.config.grid[0] // 2
@@ -282,7 +286,7 @@ def _judged(
     asked: Sequence[tuple[str, Judge]],
     kinds: Sequence[str],
     clusters: Sequence[str],
-    settings: Settings,
+    settings: CompositionSettings,
     progress: Advance | None,
     keep: Callable[[int, Candidates], object] | None = None,
     given: Tensor | None = None,

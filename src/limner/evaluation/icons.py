@@ -54,7 +54,7 @@ Verdicts = dict[str, np.ndarray]  # by respect ("subject", "style", ...): right 
 
 
 @dataclass(frozen=True)
-class Pairs:
+class HeldOutPairs:
     """The held-out pairs, P of them.
 
     Attributes:
@@ -84,7 +84,7 @@ class Icons:
 
     gallery: Gallery
     styles: list[str]
-    pairs: Pairs
+    pairs: HeldOutPairs
 
     @staticmethod
     def of(source: Source, size: int) -> Icons:
@@ -117,7 +117,7 @@ class Icons:
                 splits,
             ),
             says(single, "style"),
-            Pairs(
+            HeldOutPairs(
                 pictures[pairs],
                 [captions[i][0] for i in pairs],
                 [str(facts[i]["pair"].get("kind")) for i in pairs],
@@ -160,7 +160,7 @@ class Icons:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Checked):
+class IconSettings(Checked):
     """How an evaluation draws.
 
     Args:
@@ -177,7 +177,7 @@ class Settings(Checked):
 
 
 @dataclass(frozen=True)
-class Result:
+class IconResult:
     """The verdicts on B drawings of a split, or of a kind of pairs.
 
     Attributes:
@@ -237,9 +237,9 @@ def evaluate(
     icons: Icons,
     judge: Judge,
     split: str,
-    settings: Settings = Settings(),
+    settings: IconSettings = IconSettings(),
     progress: Advance | None = None,
-) -> Result:
+) -> IconResult:
     """Draw captions of a split and have the judge read the drawings."""
     gallery, styles = icons.gallery, icons.styles
     wanted = gallery.choose(split, settings.captions, settings.seed) * settings.repeats
@@ -265,7 +265,9 @@ def evaluate(
         pipe.dvae.pictures(pipe.dvae.tokens(part.to(pipe.device))).cpu() for part in gallery.pictures[wanted].split(64)
     ]
     figures["real pictures, through the dVAE"] = verdict(torch.cat(rebuilt), range(len(wanted)))
-    return Result(SPLITS.get(split, split), captions, subjects, figures, _chance(judge), chosen, _facts(pipe, settings))
+    return IconResult(
+        SPLITS.get(split, split), captions, subjects, figures, _chance(judge), chosen, _facts(pipe, settings)
+    )
 
 
 def evaluate_pairs(
@@ -273,9 +275,9 @@ def evaluate_pairs(
     icons: Icons,
     judge: Judge,
     kind: str,
-    settings: Settings = Settings(),
+    settings: IconSettings = IconSettings(),
     progress: Advance | None = None,
-) -> Result:
+) -> IconResult:
     """Draw the lower halves of held-out pairs of a kind, their real upper halves given."""
     pairs = icons.pairs
     mine = [i for i, name in enumerate(pairs.kinds) if name == kind]
@@ -301,7 +303,7 @@ def evaluate_pairs(
     if of_style:
         figures["real lower halves"] = judged(pairs.pictures[wanted], range(len(wanted)))
     chance = _chance(judge) if of_style else {_RIGHT: 1 / len(mine)}
-    return Result(f"held-out pairs, {kind}", captions, subjects, figures, chance, chosen, _facts(pipe, settings))
+    return IconResult(f"held-out pairs, {kind}", captions, subjects, figures, chance, chosen, _facts(pipe, settings))
 
 
 def accuracy(judge: Judge, icons: Icons) -> dict[str, float]:
@@ -311,7 +313,7 @@ def accuracy(judge: Judge, icons: Icons) -> dict[str, float]:
     return {respect: float(right.mean()) for respect, right in verdicts.items()}
 
 
-def save(path: str | Path, judge: dict[str, float], results: Sequence[Result]) -> None:
+def save(path: str | Path, judge: dict[str, float], results: Sequence[IconResult]) -> None:
     """All results as JSON."""
     text = json.dumps({"judge": judge, "results": [result.to_dict() for result in results]}, ensure_ascii=False)
     atomic_write_text(Path(path), text + "\n")
@@ -333,7 +335,7 @@ def _drawn(
     pipe: TextToImage,
     captions: Sequence[str],
     verdict: Callable[[Tensor, Sequence[int]], Verdicts],
-    settings: Settings,
+    settings: IconSettings,
     given: Tensor | None = None,
     progress: Advance | None = None,
 ) -> tuple[dict[str, Verdicts], Tensor]:
@@ -365,7 +367,7 @@ def _chance(judge: Judge) -> dict[str, float]:
     return {_ALL: subject * style, "subject": subject, "style": style}
 
 
-def _some(which: list[int], settings: Settings) -> list[int]:
+def _some(which: list[int], settings: IconSettings) -> list[int]:
     n = min(settings.captions, len(which))
     return sorted(np.random.default_rng(settings.seed).choice(which, n, replace=False).tolist())
 
@@ -374,5 +376,5 @@ def _image(picture: Tensor) -> Image.Image:
     return Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
 
 
-def _facts(pipe: TextToImage, settings: Settings) -> dict[str, Any]:
+def _facts(pipe: TextToImage, settings: IconSettings) -> dict[str, Any]:
     return {"model": pipe.name, **vars(settings)}

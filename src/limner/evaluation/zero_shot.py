@@ -90,7 +90,7 @@ def pictures_of(source: Source, size: int, split: str, count: int, seed: int = P
 
 
 @dataclass(frozen=True)
-class Result:
+class ZeroShotResult:
     """Whether the class of each picture is among the first k: bool [B] by k."""
 
     right: dict[int, np.ndarray]
@@ -115,7 +115,7 @@ class Result:
         atomic_write_text(Path(path), text + "\n")
 
 
-def evaluate(pipe: TextToImage, task: Task, progress: Advance | None = None) -> Result:
+def evaluate(pipe: TextToImage, task: Task, progress: Advance | None = None) -> ZeroShotResult:
     """Classify the pictures with a bundle's contrastive model. `progress` is advanced by prompts and pictures."""
     length = pipe.contrastive.config.text_len
 
@@ -128,7 +128,7 @@ def evaluate(pipe: TextToImage, task: Task, progress: Advance | None = None) -> 
     labels = torch.tensor(task.labels)[:, None]
     right = {k: (ranks[:, :k] == labels).any(1).numpy() for k in TOP if k < len(task.names)}
     settings = {"model": pipe.name, "prompts": len(task.prompts)}
-    return Result(right, len(task.names), task.clusters, settings)
+    return ZeroShotResult(right, len(task.names), task.clusters, settings)
 
 
 @torch.inference_mode()

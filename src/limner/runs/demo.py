@@ -178,7 +178,7 @@ def _draw(demo: Demo, pipe: TextToImage, asked: Sequence[tuple[str, Scene]]) -> 
     def keep(start: int, made: Candidates) -> None:
         shown.extend(made.pictures[: max(0, demo.captions - start)])
 
-    settings = composition.Settings(candidates=demo.candidates, best_of=(1,), seed=demo.seed)
+    settings = composition.CompositionSettings(candidates=demo.candidates, best_of=(1,), seed=demo.seed)
     with progress("drawing", len(asked) * demo.candidates, unit="picture") as bar:
         result = composition.score(pipe, asked, settings, progress=bar.advance, keep=keep)
     pictures = torch.stack(shown)

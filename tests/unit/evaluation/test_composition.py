@@ -12,7 +12,7 @@ from limner.errors import UserError
 from limner.evaluation.composition import (
     PUBLISHED,
     Composition,
-    Settings,
+    CompositionSettings,
     captions_for,
     combination,
     drawing_seed,
@@ -102,7 +102,9 @@ def example():
 def test_best_of_k_is_the_highest_score_among_the_first_k():
     asked, right, marks = example()
     painter, advanced = Painter(asked, right, marks), []
-    result = score(painter, asked, Settings(candidates=3, best_of=(1, 2, 3, 64), seed=5), progress=advanced.append)
+    result = score(
+        painter, asked, CompositionSettings(candidates=3, best_of=(1, 2, 3, 64), seed=5), progress=advanced.append
+    )
     assert result.right.tolist() == [[bool(r) for r in row] for row in right]
     assert result.best_of == (1, 2, 3)
     assert [result.rate(k).right for k in (1, 2, 3)] == [1, 2, 2]
@@ -115,7 +117,9 @@ def test_best_of_k_is_the_highest_score_among_the_first_k():
 
 def test_results_survive_the_disk_and_the_table_shows_all_groups(tmp_path):
     asked, right, marks = example()
-    result = score(Painter(asked, right, marks), asked, Settings(candidates=3, best_of=(1, 3)), progress=lambda _: None)
+    result = score(
+        Painter(asked, right, marks), asked, CompositionSettings(candidates=3, best_of=(1, 3)), progress=lambda _: None
+    )
     path = tmp_path / "result.json"
     result.save(path)
     table = json.loads(path.read_text())["table"]
@@ -169,7 +173,7 @@ class Copier:
 def test_a_pair_is_right_if_the_lower_half_is_what_the_caption_makes_of_the_upper_one():
     asked = pairs_for(n=12, seed=1)
     assert asked[:3] == pairs_for(n=3, seed=1)
-    result = score_pairs(Copier(), asked, Settings(candidates=2, best_of=(1, 2)))
+    result = score_pairs(Copier(), asked, CompositionSettings(candidates=2, best_of=(1, 2)))
     assert set(result.kinds) == {pair.transform for _, pair in asked} >= {"sketch", "upside down", "grayscale"}
     assert result.right[:, 0].all()
     assert not result.right[:, 1].any()

@@ -11,7 +11,7 @@ from PIL import Image, ImageColor
 from limner.data.sources import open_source
 from limner.errors import UserError
 from limner.evaluation import icon_grid, icons as module
-from limner.evaluation.icons import Icons, Settings, accuracy, enlarged, evaluate, evaluate_pairs, save
+from limner.evaluation.icons import Icons, IconSettings, accuracy, enlarged, evaluate, evaluate_pairs, save
 from limner.evaluation.judge import JudgeConfig, trained
 from limner.pipeline import Candidates
 from limner.sampling.options import Sampler
@@ -82,19 +82,19 @@ def test_data_without_subjects_is_refused(icons, tmp_path):
 
 
 def test_an_artist_who_draws_what_is_asked_is_right_and_one_who_has_one_style_only_in_the_subject(icons, judge):
-    settings = Settings(candidates=2, repeats=3)
+    settings = IconSettings(candidates=2, repeats=3)
     right = evaluate(Artist(says), icons, judge, "combination", settings).rates()
     assert right["best of 2"]["subject and style"].value == 1
     assert right["best of 2, nearest picture"]["subject and style"].value == 1
     assert right["any candidate"]["subject and style"].value == 0.5
     assert right["real pictures"]["subject and style"].total == 3
     flat = Artist(lambda caption: says(caption.replace("night", "flat").replace("dark", "flat")))
-    trained_on = evaluate(flat, icons, judge, "train", Settings(candidates=2)).rates()["best of 2"]
+    trained_on = evaluate(flat, icons, judge, "train", IconSettings(candidates=2)).rates()["best of 2"]
     wrong = np.mean([icons.styles[i] in ("night", "dark") for i in icons.gallery.choose("train")])
     assert trained_on["subject"].value > 0.9
     assert trained_on["style"].value == pytest.approx(1 - wrong, abs=0.1)
     assert trained_on["subject and style"].value <= trained_on["style"].value
-    worst = evaluate(Artist(says, likes=0), icons, judge, "train", Settings(candidates=2)).rates()
+    worst = evaluate(Artist(says, likes=0), icons, judge, "train", IconSettings(candidates=2)).rates()
     assert worst["best of 2"]["subject and style"].value < 0.25 < worst["any candidate"]["subject and style"].value
 
 
@@ -110,7 +110,7 @@ def test_a_copy_is_the_trained_picture_of_the_subject_in_the_nearest_style(icons
     (held,), (copied,) = icons.gallery.choose("combination"), icons.copies(icons.gallery.choose("combination"))
     assert (icons.gallery.families[copied], icons.styles[copied]) == (HELD_OUT[0], "dark")
     assert icons.copies(icons.gallery.choose("subject")) == [None] * len(STYLES)
-    found = evaluate(Artist(says), icons, judge, "combination", Settings(candidates=2)).rates()
+    found = evaluate(Artist(says), icons, judge, "combination", IconSettings(candidates=2)).rates()
     copy = found["copied from the nearest style"]
     assert (copy["subject"].value, copy["style"].value, copy["subject and style"].value) == (1, 0, 0)
     assert held not in icons.copies(icons.gallery.choose("train"))
@@ -121,7 +121,7 @@ def test_copies_take_the_same_skin_tone_if_there_is_one():
     keys = ["hand", "hand, dark", "hand", "hand, dark", "hand, dark", "hand, light"]
     splits = ["train"] * 4 + ["combination"] * 2
     gallery = module.Gallery(pictures, keys, keys, ["hand"] * 6, splits)
-    icons = Icons(gallery, ["a", "a", "b", "b", "c", "c"], module.Pairs(pictures[:0], [], [], [], []))
+    icons = Icons(gallery, ["a", "a", "b", "b", "c", "c"], module.HeldOutPairs(pictures[:0], [], [], [], []))
     assert icons.distances() == {("a", "b"): 0, ("b", "a"): 0}
     assert icons.copies([4, 5]) == [1, 0]
 
@@ -133,7 +133,7 @@ def test_pairs_are_judged_by_their_lower_half_below_the_real_upper_one(icons, ju
         turned = flat.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
         return tensor(pair(flat, turned if "upside" in caption else picture(subject, "dark")))
 
-    artist, settings = Artist(draws), Settings(candidates=2)
+    artist, settings = Artist(draws), IconSettings(candidates=2)
     style = evaluate_pairs(artist, icons, judge, "style", settings)
     assert style.rates()["best of 2"]["subject and style"].value == 1
     assert style.rates()["real lower halves"]["subject and style"].value == 1
@@ -160,7 +160,7 @@ def test_a_lower_half_is_enlarged_from_its_middle():
 
 
 def test_tables_and_json_say_the_same(icons, judge, tmp_path):
-    settings = Settings(captions=3, candidates=2)
+    settings = IconSettings(captions=3, candidates=2)
     results = [evaluate(Artist(says), icons, judge, "train", settings)]
     results += [evaluate_pairs(tiny_pipe(), icons, judge, "upside down", settings)]
     save(tmp_path / "icons.json", accuracy(judge, icons), results)
