@@ -41,3 +41,13 @@ def test_a_name_that_stands_behind_a_file_is_in_it():
                 source = (page.parent / target).read_text(encoding="utf-8")
                 for name in re.findall(r"`([\w.]+)`", names):
                     assert all(re.search(rf"\b{part}\b", source) for part in name.split(".")), (target, name)
+
+
+def test_each_round_of_the_log_stands_in_its_contents_and_begins_with_what_was_taken():
+    log = (ROOT / "docs/LOG.md").read_text(encoding="utf-8")
+    rounds = re.findall(r"^# (.+)\n\n(.*)", log, re.MULTILINE)[1:]  # behind the title
+    assert len(rounds) == len(re.findall(r"^# ", log, re.MULTILINE)) - 1 > 0
+    contents = re.findall(r"^- \[(.+)\]\(#(.+)\)$", log.partition("\n# ")[0], re.MULTILINE)
+    anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title, _ in rounds]
+    assert contents == list(zip([title for title, _ in rounds], anchors, strict=True))
+    assert [title for title, first in rounds if not first.startswith("Taken: ")] == []
