@@ -15,6 +15,7 @@ from limner.cli import choose
 from limner.cli.arguments import parse, place
 from limner.errors import UserError, printable
 from limner.ranges import Checked, Range
+from limner.sampling.options import CANDIDATES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class BenchOptions(Checked):
 
     size: str = "small"
     """A size by name, tiny to dalle-12b; 256 text tokens, 8,192 image codes."""
-    candidates: Annotated[tuple[int, ...], Range(1, 2**16)] = (1, 64)
+    candidates: Annotated[tuple[int, ...], CANDIDATES] = (1, 64)
     """Drawn together, of one caption."""
     grids: Annotated[tuple[int, ...], Range(1, 128)] = (32,)
     """Sides of the image's grid of tokens."""

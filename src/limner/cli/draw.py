@@ -74,8 +74,8 @@ def edit(argv: Sequence[str]) -> None:
     options = parse(Edit, argv, "limner edit")
     if (options.keep is None) == (options.mask is None):
         raise UserError("say what to keep with --keep top:N, or what to draw anew with --mask FILE: one of the two")
-    from limner.data.samples import Rejected
     from limner.data.pictures import decode_image
+    from limner.data.samples import Rejected
 
     def read(path: Path) -> Any:
         from PIL import Image

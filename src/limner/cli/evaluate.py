@@ -19,10 +19,13 @@ from limner.cli.arguments import parse, place
 from limner.errors import UserError, printable
 from limner.progress import clock, progress
 from limner.ranges import SEEDS, Checked, Range
-from limner.sampling.options import Sampler
+from limner.sampling.options import CANDIDATES, Sampler
 
 if TYPE_CHECKING:
     from limner.evaluation.composition import CompositionSettings
+
+CHOOSE = "Choose between models on seeds below 1,000, publish from 1,000 on."
+Seed = Annotated[int, SEEDS, arg(help=f"Of the captions and their drawings. {CHOOSE}")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +43,8 @@ class ScoreComposition(Checked):
     captions: Annotated[int, Range(1, 10**6)] = 1_024
     things: Annotated[tuple[int, ...], Range(1, 4)] = (1, 2)
     """Numbers of things in a scene, taken in turn."""
-    candidates: Annotated[int, Range(1, 2**16)] = 64
-    seed: Annotated[int, SEEDS] = 1_000
-    """Of the captions and their drawings. Choose between models on seeds below 1,000, publish from 1,000 on."""
+    candidates: Annotated[int, CANDIDATES] = 64
+    seed: Seed = 1_000
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
@@ -58,9 +60,8 @@ class ScorePairs(Checked):
     split: Literal["held-out", "train"] = "held-out"
     """Pairs with combinations kept out of training, or of the training kind."""
     pairs: Annotated[int, Range(1, 10**6)] = 1_024
-    candidates: Annotated[int, Range(1, 2**16)] = 16
-    seed: Annotated[int, SEEDS] = 1_000
-    """Of the captions and their drawings. Choose between models on seeds below 1,000, publish from 1,000 on."""
+    candidates: Annotated[int, CANDIDATES] = 16
+    seed: Seed = 1_000
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
@@ -78,8 +79,7 @@ class ScoreReconstruction(Checked):
     """Fresh scenes with combinations kept out of training, of the training kind, or both in turn."""
     count: Annotated[int, Range(1, 10**6)] = 1024
     """Pictures at most."""
-    seed: Annotated[int, SEEDS] = 1_000
-    """Of the fresh scenes. Choose between models on seeds below 1,000, publish from 1,000 on."""
+    seed: Annotated[int, SEEDS, arg(help=f"Of the fresh scenes. {CHOOSE}")] = 1_000
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write the result as JSON."""
 
@@ -95,8 +95,7 @@ class ScoreZeroShot(Checked):
     split: Literal["train", "held-out"] = "held-out"
     count: Annotated[int, Range(1, 10**6)] = 1_024
     """Pictures at most."""
-    seed: Annotated[int, SEEDS] = 1_000
-    """Of the pictures. Choose between models on seeds below 1,000, publish from 1,000 on."""
+    seed: Annotated[int, SEEDS, arg(help=f"Of the pictures. {CHOOSE}")] = 1_000
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write the result as JSON."""
 
@@ -114,11 +113,10 @@ class ScoreEmoji(Checked):
     """The data set that `limner data emoji` wrote."""
     captions: Annotated[int, Range(1, 10**6)] = 256
     """Captions of each split, chosen at random."""
-    candidates: Annotated[int, Range(1, 2**16)] = 16
+    candidates: Annotated[int, CANDIDATES] = 16
     repeats: Annotated[int, Range(1, 1_000)] = 4
     """How many times each caption is drawn, each time with all candidates: the held-out captions are few."""
-    seed: Annotated[int, SEEDS] = 1_000
-    """Of the captions and their drawings. Choose between models on seeds below 1,000, publish from 1,000 on."""
+    seed: Seed = 1_000
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
     mosaic: Path | None = None
@@ -139,11 +137,10 @@ class ScoreIcons(Checked):
     """The data set that `limner data icons` wrote."""
     captions: Annotated[int, Range(1, 10**6)] = 256
     """Captions of each split, and pairs of each kind, chosen at random."""
-    candidates: Annotated[int, Range(1, 2**16)] = 16
+    candidates: Annotated[int, CANDIDATES] = 16
     repeats: Annotated[int, Range(1, 1_000)] = 1
     """How many times each caption is drawn, each time with so many candidates."""
-    seed: Annotated[int, SEEDS] = 1_000
-    """Of the captions and their drawings. Choose between models on seeds below 1,000, publish from 1,000 on."""
+    seed: Seed = 1_000
     judge: Path | None = None
     """The folder where judges are kept; by default DATA-judge."""
     epochs: Annotated[int, Range(1, 10_000)] = 20
@@ -164,7 +161,7 @@ class DrawGrid(Checked):
     """A PNG file."""
     subjects: tuple[str, ...] = ()
     """Names of subjects; by default eight subjects with a held-out combination."""
-    candidates: Annotated[int, Range(1, 2**16)] = 16
+    candidates: Annotated[int, CANDIDATES] = 16
     seed: Annotated[int, SEEDS] = 1_000
     real: bool = False
     """Show the real picture beside each drawing."""

@@ -40,8 +40,8 @@ from limner.evaluation.intervals import Gain, Rate
 from limner.files import atomic_write_text
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import Advance
-from limner.ranges import SEEDS, Checked, Range
-from limner.sampling.options import Sampler
+from limner.ranges import SEEDS, Checked
+from limner.sampling.options import CANDIDATES, Sampler
 from limner.worlds import captions, scenes
 from limner.worlds.judge import pair_holds, satisfies
 from limner.worlds.rendering import render_pair
@@ -240,8 +240,8 @@ class CompositionSettings(Checked):
         seed: caption i is drawn with `drawing_seed(seed, i)`, so that captions are independent.
     """
 
-    candidates: Annotated[int, Range(1, 2**16)] = 64
-    best_of: Annotated[tuple[int, ...], Range(1, 2**16)] = (1, 8, 64)
+    candidates: Annotated[int, CANDIDATES] = 64
+    best_of: Annotated[tuple[int, ...], CANDIDATES] = (1, 8, 64)
     seed: Annotated[int, SEEDS] = 0
     sampler: Sampler = Sampler()
 

@@ -43,6 +43,7 @@ from limner.files import atomic_write_text
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.ranges import SEEDS, Checked, Range
+from limner.sampling.options import CANDIDATES
 from limner.sampling.rerank import best
 
 #: Training, and why a drawing is held out, as metadata have it; and their titles in tables.
@@ -171,7 +172,7 @@ class IconSettings(Checked):
     """
 
     captions: Annotated[int, Range(1, 10**6)] = 256
-    candidates: Annotated[int, Range(1, 2**16)] = 16
+    candidates: Annotated[int, CANDIDATES] = 16
     repeats: Annotated[int, Range(1, 1_000)] = 1
     seed: Annotated[int, SEEDS] = PUBLISHED
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from limner import recipes
 from limner.ranges import SEEDS, Checked, Range
+from limner.sampling.options import CANDIDATES
 
 if TYPE_CHECKING:
     from limner.recipes.recipe import Recipe
@@ -28,7 +29,7 @@ class Demo(Checked):
     """Scenes to train on."""
     captions: Annotated[int, Range(1, 10**4)] = 8
     """Held-out captions to show; their scenes have one and two things in turn."""
-    candidates: Annotated[int, Range(1, 2**16)] = 32
+    candidates: Annotated[int, CANDIDATES] = 32
     """Drawings of each caption to choose from."""
     evaluated: Annotated[int, Range(1, 10**6)] = 64
     """Held-out captions that the score is taken over, those shown among them."""

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from limner.ranges import SEEDS, Checked, OutOfRange, Range
 
+CANDIDATES = Range(1, 2**16)  # how many drawings of a caption there may be to choose from
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler(Checked):
@@ -36,7 +38,7 @@ class Sampler(Checked):
 class Options(Sampler):
     """How a caption is drawn: (model, caption, options, candidate) fix a picture."""
 
-    candidates: Annotated[int, Range(1, 2**16)] = 64
+    candidates: Annotated[int, CANDIDATES] = 64
     """How many to draw and choose from."""
     seed: Annotated[int, SEEDS] = 0
     """Another seed gives other drawings."""
