@@ -3,9 +3,11 @@
 For small, flat pictures and few processors; not in the paper (docs/LOG.md compares). The codes are the centres of a
 k-means clustering, found in minutes and all in use from the first step on, where the paper's encoder learns them by a
 relaxation. A code says what is at its place and nothing of what is around it, which a prior learns fastest from. The
-decoder pastes the patches and corrects them by their neighbours, with residual blocks at the grid's resolution:
+decoder pastes the patches and corrects them by their neighbours, with residual blocks at the grid's resolution. Where
+patches are large, their seams show, and blocks at the picture's resolution mend them:
 
-    tokens = nearest of `codes` to each patch;   pictures = pasted codes + conv 1x1(blocks(conv 1x1(pasted codes)))
+    tokens = nearest of `codes` to each patch;   joined = pasted codes + conv 1x1(blocks(conv 1x1(pasted codes)))
+    pictures = joined + conv 3x3(refinements(conv 3x3(joined)))
 
 Shapes: B batch, H x W pixels, h x w grid of patches of P x P pixels, V codes, D = 3 P^2 numbers of a patch, S = h * w.
 """
@@ -27,6 +29,7 @@ from limner.ranges import Checked, OutOfRange, Range
 
 ROUNDS = 15  # of Lloyd's algorithm
 _FLAT = 0.01  # largest difference within a channel of a patch that is of one color: three levels of 255
+_FINE = 32  # width of the refinements: each pixel costs what a position of the grid costs elsewhere
 _ROWS = 1_024  # patches compared with all codes at once: their distances stay in the processor's cache
 
 
@@ -38,7 +41,8 @@ class PatchDVAEConfig(Checked):
         size: side of the square picture in pixels, a multiple of `patch`.
         patch: side of a patch in pixels.
         vocab: codes (V).
-        width, blocks: of the decoder.
+        width, blocks: of the decoder, at the grid's resolution.
+        refinements: residual blocks at the picture's resolution; with 0, what the others make is the picture.
     """
 
     size: Annotated[int, Range(1, 4_096)] = 64
@@ -46,6 +50,7 @@ class PatchDVAEConfig(Checked):
     vocab: Annotated[int, Range(2, 2**20)] = 8_192
     width: Annotated[int, Range(4, 4_096)] = 192
     blocks: Annotated[int, Range(1, 256)] = 4
+    refinements: Annotated[int, Range(0, 256)] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,6 +86,9 @@ class PatchDVAE(nn.Module):
         self.input = Conv2d(numbers, width, 1, gain=4.0)  # of numbers that differ by a quarter
         self.blocks = nn.Sequential(*(Block(width, width, (1, 3, 3, 3), 0.5, 2**0.5) for _ in range(config.blocks)))
         self.output = Conv2d(width, numbers, 1, gain=0.01)
+        fine = (Block(_FINE, _FINE, (1, 3, 3, 3), 0.5, 2**0.5) for _ in range(config.refinements))
+        layers = [Conv2d(3, _FINE, 3), *fine, nn.ReLU(), Conv2d(_FINE, 3, 3, gain=0.01)] if config.refinements else []
+        self.refine = nn.Sequential(*layers)
         self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
     @torch.no_grad()
@@ -93,7 +101,10 @@ class PatchDVAE(nn.Module):
         """Codes -> float32 [B, 3, H, W], pixels as `map_pixels` gives them."""
         pasted = F.embedding(tokens, self.codes).movedim(-1, 1)
         x = self.blocks(self.input((pasted - 0.5).to(self.input.w.dtype)))
-        return F.pixel_shuffle(pasted.float() + self.output(F.relu(x)).float(), self.config.patch)
+        joined = F.pixel_shuffle(pasted.float() + self.output(F.relu(x)).float(), self.config.patch)
+        if not self.config.refinements:
+            return joined
+        return joined + self.refine((joined - 0.5).to(self.input.w.dtype)).float()
 
     @torch.no_grad()
     def pictures(self, tokens: Int64[Tensor, "B S"], grid: tuple[int, int] | None = None) -> UInt8[Tensor, "B 3 H W"]:

@@ -73,7 +73,7 @@ def emoji() -> Recipe:
 def icons() -> Recipe:
     """Drawings of one thing by several artists; not trained to its end yet.
 
-        limner data icons data/icons *.tgz --styles 4 --tones 0 --pairs 0.1
+        limner data icons data/icons *.tgz --styles 7 --tones 0 --pairs 0.1
         limner train data/icons --recipe icons --out runs/icons
 
     After half of its steps some drawings of ten captions had simple shapes (a heart, a face, a cat), most the style
@@ -82,10 +82,10 @@ def icons() -> Recipe:
     """
     return Recipe(
         text=TextConfig(vocab=2_048, length=32, dropout=0.1),
-        dvae=_patches(64, vocab=2_048, steps=1_500, patch=8, width=256),
+        dvae=_patches(64, vocab=2_048, steps=3_000, patch=8, width=256, refinements=3),
         prior=PriorStage(
             model=TransformerConfig(width=160, depth=6, heads=4),
-            training=_training(steps=8_000, batch=32, ema=0.998, others=5e-3),
+            training=_training(steps=9_000, batch=32, ema=0.998, others=5e-3),
             augment=False,
             caption_dropout=0.1,
             guidance=2.0,
@@ -241,10 +241,10 @@ def _small_dvae(size: int, groups: int, vocab: int, steps: int, context: int) ->
     )  # fmt: skip
 
 
-def _patches(size: int, vocab: int, steps: int, patch: int = 4, width: int = 192) -> PatchStage:
+def _patches(size: int, vocab: int, steps: int, patch: int = 4, width: int = 192, refinements: int = 0) -> PatchStage:
     """A dVAE of patches of `patch` x `patch` pixels."""
     return PatchStage(
-        model=PatchDVAEConfig(size=size, patch=patch, vocab=vocab, width=width),
+        model=PatchDVAEConfig(size=size, patch=patch, vocab=vocab, width=width, refinements=refinements),
         training=TrainConfig(
             steps=steps, batch_size=16, optimizer=AdamW(lr=2e-3, betas=(0.9, 0.99), weight_decay=1e-4), clip_norm=1.0,
             warmup_steps=50, schedule=Cosine(end=0.02), ema_decay=0.998, eval_every=500, checkpoint_every=250,

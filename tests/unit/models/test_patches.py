@@ -133,3 +133,22 @@ def test_a_prior_begins_with_like_rows_for_like_patches():
         others = F.cosine_similarity(weight[::2], weight[1::2].roll(1, 0))
         assert alike.min() > 0.3 and others.abs().mean() < 0.2
         assert F.cosine_similarity(weight, old).min() > 0.4  # half of the variance is what it was
+
+
+def test_refinements_begin_as_almost_nothing_and_see_across_the_seams_of_patches() -> None:
+    torch.manual_seed(0)
+    plain = SMALL.build()
+    refined = replace(SMALL, refinements=1).build()
+    refined.load_state_dict(plain.state_dict(), strict=False)
+    for model in (plain, refined):
+        model.codes.uniform_(0.2, 0.8, generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, SMALL.vocab, (2, 4, 4))
+    torch.testing.assert_close(refined.decode(tokens), plain.decode(tokens), atol=0.1, rtol=0)
+
+    joined = torch.full((1, 3, 16, 16), 0.5, requires_grad=True)
+    refined.refine(joined)[0, :, 4, 4].sum().backward()  # the first pixel of a patch
+    assert joined.grad is not None and joined.grad[0, :, 3, 3].abs().sum() > 0  # the last one of the patch before
+
+
+def test_without_refinements_weights_have_the_names_that_bundles_have() -> None:
+    assert not [name for name in SMALL.build().state_dict() if name.startswith("refine")]
