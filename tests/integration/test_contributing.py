@@ -15,6 +15,7 @@ import torch
 import limner.cli
 from limner.config import from_dict
 from limner.data.datasets import ImageCaptionDataset
+from limner.data.sources import KINDS
 from limner.layers.attention import attend, visible
 from limner.layers.patterns import PATTERNS
 from limner.layers.sparse import SparseAttention
@@ -43,14 +44,15 @@ def test_a_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_source_and_an_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(KINDS, ("gray",), None)
     names: dict = {}
     exec(READER, names)
     exec(OBJECTIVE, names)
     assert names["result"].step == 3
     assert (tmp_path / "run/metrics.jsonl").exists()
-    read = ImageCaptionDataset(names["Grays"](), 32)
-    read.load(np.array([3]))
-    assert dict(read.rejected) == {"missing": 1}
+    read = ImageCaptionDataset(names["source"], 32)
+    _, pixels, _, rejected = read.load(np.arange(7))
+    assert pixels[:, 0, 0, 0].tolist() == [0, 40, 80, 160, 200, 240] and dict(rejected) == {"no number": 1}
 
 
 def test_a_precision() -> None:

@@ -22,37 +22,51 @@ import glob as globbing
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from limner.data.foreign import MAX_META, counted, facts, fingerprint, parse_json, read_file, split_named
-from limner.data.pictures import decode_image
-from limner.data.samples import (
-    MAX_TEXT,
-    Rejected,
-    Sample,
-    Selection,
-    Source,
-    parse_captions,
-    select_split,
-)
+from limner.data.pictures import decode_image as decode_image
+from limner.data.samples import MAX_TEXT, Rejected, Sample, Source, parse_captions, select_split
 from limner.data.shard_reader import IMAGE_SUFFIXES, ShardReader
 from limner.data.shard_writer import MARK
 from limner.data.tables import TableSource
 from limner.errors import UserError
 
-__all__ = [
-    "Rejected",
-    "Sample",
-    "Selection",
-    "Source",
-    "decode_image",
-    "open_source",
-    "select_split",
-]
+
+@dataclass(frozen=True)
+class Given:
+    """Files in the folder `root` or below it, and how tables among them are read: see `open_source`."""
+
+    files: Sequence[Path]
+    root: Path
+    caption: str | None
+    image: str | None
+    allow_outside: bool
+
+    def splits(self) -> list[str | None]:
+        """The split that each table or shard is of, by the words in its name and in those of the folders below `root`.
+
+        A single file gets none: who gives its path wants it read.
+        """
+        several = len(self.files) > 1
+        return [_split_in(file.relative_to(self.root).parts) for file in self.files] if several else [None]
+
+
+def _tables(given: Given) -> Source:
+    return TableSource(given.files, given.caption, given.image, given.allow_outside, given.splits())
+
 
 TABLES = ("jsonl", "ndjson", "csv", "tsv", "parquet", "arrow")
+
+#: What opens the files of a path, by the ends of their names, all of which are in one line.
+KINDS: dict[tuple[str, ...], Callable[[Given], Source]] = {
+    (*IMAGE_SUFFIXES, "txt"): lambda given: FolderSource(given.files, given.root),
+    TABLES: _tables,
+    ("tar",): lambda given: ShardReader(given.files, given.splits()),
+}
 
 
 def open_source(
@@ -88,7 +102,7 @@ def _open(path: str, caption: str | None, image: str | None, allow_outside: bool
     if "\0" in path:
         raise UserError("a path cannot hold a zero byte: give a folder, a file or a glob")
     if os.path.isdir(path):
-        return _open_folder(Path(path), caption, image, allow_outside)
+        return _open_folder(Given([], Path(path), caption, image, allow_outside))
     names = [path] if os.path.lexists(path) else sorted(globbing.glob(path, recursive=True))
     files = [Path(name) for name in names if not os.path.isdir(name)]
     if not files:
@@ -96,24 +110,22 @@ def _open(path: str, caption: str | None, image: str | None, allow_outside: bool
     if len(files) == 1 and not files[0].is_file():
         raise UserError(f"{path} is not a regular file: give a folder, a file or a glob")
     root = Path(os.path.commonpath([file.parent for file in files]))
-    kinds = {file.suffix[1:].lower() for file in files}
-    if kinds == {"tar"}:
-        return ShardReader(files, _splits(files, root))
-    if kinds <= set(TABLES):
-        return TableSource(files, caption, image, allow_outside, _splits(files, root))
-    if kinds <= {*IMAGE_SUFFIXES, "txt"}:
-        return FolderSource(files, root)
+    suffixes = {file.suffix[1:].lower() for file in files}
+    for known, opened in KINDS.items():
+        if suffixes <= set(known):
+            return opened(Given(files, root, caption, image, allow_outside))
     raise UserError(
-        f"{path} is a mixture or of an unknown kind ({', '.join(sorted(kinds)[:10])}): "
+        f"{path} is a mixture or of an unknown kind ({', '.join(sorted(suffixes)[:10])}): "
         f"give pictures, tar shards or one of {', '.join(TABLES)}"
     )
 
 
-def _open_folder(folder: Path, caption: str | None, image: str | None, outside: bool) -> Source:
+def _open_folder(given: Given) -> Source:
+    folder = given.root
     if (folder / MARK).exists():
         return ShardReader([folder / "00000.tar"])
     if saved := _saved(folder):
-        return TableSource(list(saved), caption, image, outside, list(saved.values()))
+        return TableSource(list(saved), given.caption, given.image, given.allow_outside, list(saved.values()))
     files = [
         Path(base, name)
         for base, folders, names in os.walk(folder, onerror=_unlisted)
@@ -127,10 +139,10 @@ def _open_folder(folder: Path, caption: str | None, image: str | None, outside: 
     tars, tables = ([file for file in some if file.parent == folder] or some for some in (tars, tables))
     pictures = FolderSource(files, folder)
     if tars and (tars[0].parent == folder or not (pictures.captioned or tables)):
-        return ShardReader(tars, _splits(tars, folder))
+        return ShardReader(tars, replace(given, files=tars).splits())
     # HF's "imagefolder" keeps its captions in metadata.jsonl (or .csv, .parquet) beside the pictures.
     if tables and not pictures.captioned:
-        return TableSource(tables, caption, image, outside, _splits(tables, folder))
+        return _tables(replace(given, files=tables))
     left = len(tars) + len(tables)
     if left and pictures.captioned:
         warnings.warn(
@@ -171,14 +183,6 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _splits(files: Sequence[Path], root: Path) -> list[str | None]:
-    """The split that each table or shard is of, by the words in its name and in those of the folders below `root`.
-
-    A single file gets none: who gives its path wants it read.
-    """
-    return [_split_in(file.relative_to(root).parts) for file in files] if len(files) > 1 else [None]
 
 
 def _split_in(names: Sequence[str]) -> str | None:

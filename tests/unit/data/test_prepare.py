@@ -8,8 +8,9 @@ import pytest
 from PIL import Image
 
 from limner.data.filters import NO_FILTERS, Filters
+from limner.data.pictures import decode_image
 from limner.data.prepare import Counts, prepare
-from limner.data.sources import decode_image, open_source
+from limner.data.sources import open_source
 from limner.errors import UserError
 
 

@@ -11,9 +11,10 @@ from PIL import Image
 
 from limner.data import sources
 from limner.data.filters import NO_FILTERS
+from limner.data.pictures import decode_image
 from limner.data.prepare import prepare
-from limner.data.samples import by_split, select_split, unread
-from limner.data.sources import Rejected, decode_image, open_source
+from limner.data.samples import Rejected, by_split, select_split, unread
+from limner.data.sources import open_source
 from limner.errors import UserError
 
 CAPTIONS = ["a red square", "two cats, asleep", 'she said "hi"']

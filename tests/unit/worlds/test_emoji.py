@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("emoji")
 
+from limner.data.pictures import decode_image
 from limner.data.samples import Rejected
-from limner.data.sources import decode_image, open_source
+from limner.data.sources import open_source
 from limner.errors import UserError
 from limner.worlds import emoji as module
 from limner.worlds.emoji import Drawer, all_emoji, build, find_font, splits
