@@ -1,10 +1,13 @@
 """The README's commands, word by word, in its order and in one folder; the long ones with smaller sizes appended.
 
-What is not run: what needs a network or the machine's package manager, and `pytest` itself.
+What is not run: what needs a network or the machine's package manager, and `pytest` itself. Commands within sentences
+are run here or by what `WITHIN` names.
 """
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +36,21 @@ APPENDED = {  # to a command that begins so
     "limner draw": "--candidates 4",
     "limner evaluate emoji": "--captions 4 --candidates 2 --repeats 1",
 }
+HERE, CI = "tests/integration/test_readme.py", ".ci/run"
+WITHIN = {  # commands within sentences, and what runs them
+    "limner draw --help": "tests/unit/test_catalogue.py",
+    "limner train --recipe laptop --help": HERE,
+    "limner train photos/ …": "tests/integration/test_examples.py",  # by the program of examples/
+    # docs/SCALE.md has the same words, and test_torchrun.py kills a process of such a run.
+    "torchrun --nproc-per-node 2 --max-restarts 3 -m limner train …": "tests/integration/test_scale.py",
+    # On files made by the test; tests/reference/test_openai_dvae.py has modules of OpenAI's package.
+    "limner import openai-dvae encoder.pkl decoder.pkl OUT": "tests/integration/test_train.py",
+    "python bench/prior.py --llamagen PATH --dalle-pytorch PATH": None,  # needs the sources of two other projects
+    'pip install ".[docs]" && python docs/api.py api': CI,
+    "ruff check .": CI, "ruff format --check .": CI, "pyright": CI, "lint-imports": CI, ".ci/run": CI,
+    "python tests/golden/make.py": HERE,  # test_curves.py calls its functions, all but the writing
+    "pytest -m attack --dist worksteal tests/attack": CI,  # a part of it
+}  # fmt: skip
 NOT_RUN = ("pip install", "apt-get install")  # "pip install . && limner demo" is the one that goes on after it
 DEMO = """
 from dataclasses import replace
@@ -119,3 +137,25 @@ def emoji_are_there() -> bool:
 def test_the_readme_is_read_as_blocks() -> None:
     assert {kind for kind, _ in BLOCKS} == {"sh", "python"}
     assert len(LINES) > 20
+
+
+def test_commands_within_sentences_are_run_by_what_is_named() -> None:
+    prose = re.sub(r"^```.*?^```", "", README, flags=re.M | re.S).replace("\n", " ")
+    named = re.findall(
+        r"`((?:limner|torchrun|python|pip|pytest|ruff|pyright|lint-imports|\.ci/run)(?: [^`]*)?)`", prose
+    )
+    assert {name for name in named if not any(line.startswith(name) for _, line in LINES)} == WITHIN.keys()
+    assert all((ROOT / where).exists() for where in WITHIN.values() if where)
+
+
+def test_help_lists_the_settings_of_a_recipe(folder: Path) -> None:
+    assert "--prior.training.steps" in shell("limner train --recipe laptop --help", folder)
+
+
+def test_golden_curves_are_written_anew(folder: Path) -> None:
+    shutil.copytree(ROOT / "tests/golden", folder / "tests/golden")
+    written = folder / "tests/golden/curves.json"
+    before = written.stat().st_mtime_ns, json.loads(written.read_text())
+    shell("python tests/golden/make.py contrastive", folder)
+    assert written.stat().st_mtime_ns > before[0]
+    assert json.loads(written.read_text()).keys() == before[1].keys()
