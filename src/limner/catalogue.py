@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from limner.config import read_json
-from limner.errors import UserError, nearest
+from limner.errors import UserError, suggestion
 
 FORMAT = "limner-bundle-1"
 ASSETS = Path(__file__).parent / "assets"  # bundles that come with the package, a folder each
@@ -27,10 +27,8 @@ def named(name_or_folder: str | Path) -> Path:
     if name in names:
         return ASSETS / name
     if not Path(name).exists():
-        meant = nearest(name, names)
         raise UserError(
-            f"there is no model {name!r}, neither as a folder nor in the package, which has {', '.join(names)}"
-            + (f": did you mean {meant!r}?" if meant else "")
+            f"there is no model {name!r}, neither as a folder nor in the package: {suggestion(name, names)}"
         )
     return Path(name)
 

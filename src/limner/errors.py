@@ -1,11 +1,13 @@
-"""The one exception for users' mistakes, and text from outside made safe to print.
+"""`UserError` for users' mistakes, the name that a mistyped one probably meant, and text from outside made printable.
 
-The command line prints the exception's text as one sentence and exits with code 2 (`--debug` shows the traceback).
+The command line prints the error's text as one sentence and exits with code 2 (`--debug` shows the traceback).
 """
 
 import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+
+_LISTED = 30  # names that a message lists at most
 
 
 class UserError(Exception):
@@ -18,10 +20,15 @@ def nearest(name: object, options: Iterable[object]) -> str | None:
 
 
 def suggestion(name: object, options: Collection[object]) -> str:
-    """What a message says after a name that is none of the options: "did you mean 'train'?" or "there are a, b"."""
+    """What a message says after a name that is none of the options: "did you mean 'train'?" or "there are a, b".
+
+    Of many options the first 30 are listed.
+    """
     if meant := nearest(name, options):
         return f"did you mean {meant!r}?"
-    return f"there are {', '.join(map(str, options))}" if options else "there are none"
+    listed = [str(option) for option, _ in zip(options, range(_LISTED), strict=False)]
+    listed += ["..."] * (len(options) > _LISTED)
+    return f"there are {', '.join(listed)}" if options else "there are none"
 
 
 # Control characters (C0, DEL, C1), ends of lines and paragraphs, overrides of the direction of writing, halves of

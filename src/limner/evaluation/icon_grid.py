@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from limner.errors import UserError, nearest
+from limner.errors import UserError, suggestion
 from limner.evaluation.composition import drawn
 from limner.evaluation.icons import Icons
 from limner.evaluation.report import wrap
@@ -39,11 +39,7 @@ def cells(icons: Icons, subjects: Sequence[str] = ()) -> Cells:
     subjects = subjects or (_by_turns(icons, of) or list(of))[:_ROWS]
     for subject in subjects:
         if subject not in of:
-            meant = nearest(subject, of)
-            raise UserError(
-                f"the data has no subject {subject!r}"
-                + (f": did you mean {meant!r}?" if meant else f", but {', '.join(list(of)[:5])}, ...")
-            )
+            raise UserError(f"the data has no subject {subject!r}: {suggestion(subject, of)}")
     return {(subject, style): of[subject][style] for subject in subjects for style in sorted(of[subject])}
 
 

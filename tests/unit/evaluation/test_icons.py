@@ -203,3 +203,5 @@ def test_a_grid_shows_what_has_a_held_out_style_or_is_named(icons):
     assert {subject for subject, _ in icon_grid.cells(icons)} == {HELD_OUT[0]}
     with pytest.raises(UserError, match="no subject 'squares': did you mean 'square'"):
         icon_grid.cells(icons, ["squares"])
+    with pytest.raises(UserError, match="no subject 'zzz': there are "):
+        icon_grid.cells(icons, ["zzz"])
