@@ -85,13 +85,13 @@ def measure(
     """Reconstruct uint8 [B, 3, H, W]; `read` asks the oracle, for pictures of the scenes world."""
     device = next(dvae.parameters()).device
     qualities, used, alike = [], [], 0
-    for part in pictures.split(_BATCH):
-        tokens = dvae.tokens(part.to(device))
-        again = dvae.pictures(tokens).cpu()
-        used.append(tokens.cpu())
+    for part in (some.to(device) for some in pictures.split(_BATCH)):
+        tokens = dvae.tokens(part)
+        again = dvae.pictures(tokens)
+        used.append(tokens)
         qualities.append(psnr(part, again))
         if read:
-            alike += sum(map(_reads_alike, *(p.permute(0, 2, 3, 1).numpy() for p in (part, again))))
+            alike += sum(map(_reads_alike, *(p.permute(0, 2, 3, 1).cpu().numpy() for p in (part, again))))
         if progress:
             progress(len(part))
     quality = torch.cat(qualities)
@@ -109,10 +109,8 @@ def measure(
 
 def health(model: AnyDVAE, pixels: Tensor) -> dict[str, float]:
     """What a run logs of uint8 [B, 3, H, W]: PSNR of hard reconstructions, codes in use, perplexity."""
-    tokens = [model.tokens(part) for part in pixels.split(_BATCH)]
-    found = [psnr(part, model.pictures(used)) for part, used in zip(pixels.split(_BATCH), tokens, strict=True)]
-    codes = usage(torch.cat(tokens), model.config.vocab)
-    return {"psnr": float(torch.cat(found).mean()), **{name: float(value) for name, value in codes.items()}}
+    found = measure(model, pixels)
+    return {"psnr": found.psnr, "codes": float(found.codes), "perplexity": found.perplexity}
 
 
 def relaxation(model: DVAE, pixels: Tensor, tau: float, hard: float) -> dict[str, float]:
