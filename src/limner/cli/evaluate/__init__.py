@@ -1,0 +1,20 @@
+"""`limner evaluate composition | pairs | reconstruction | zero-shot | emoji | icons | grid`: measure a trained model.
+
+The defaults are those of published figures: many captions, and seeds from 1,000 on, on which nothing was chosen. To
+choose between models or settings, give a seed below 1,000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from limner.cli import dispatch
+from limner.cli.evaluate import composition, emoji, grid, icons, pairs, reconstruction, zero_shot
+
+
+def main(argv: Sequence[str]) -> None:
+    kinds = {
+        "composition": composition.main, "pairs": pairs.main, "reconstruction": reconstruction.main,
+        "zero-shot": zero_shot.main, "emoji": emoji.main, "icons": icons.main, "grid": grid.main,
+    }  # fmt: skip
+    dispatch("limner evaluate", kinds, argv)

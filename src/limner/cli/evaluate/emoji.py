@@ -1,0 +1,77 @@
+"""`limner evaluate emoji`: whether the nearest real emoji to a drawing is the one that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from limner.cli.arguments import parse, place
+from limner.cli.evaluate.shared import Seed, keep
+from limner.errors import printable
+from limner.progress import progress
+from limner.ranges import Checked, Range
+from limner.sampling.options import CANDIDATES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreEmoji(Checked):
+    """Draw captions of a data set of emoji and look for the nearest real one among all of them.
+
+    Intervals are 95% and over families: variants of tone, gender, hair and direction are one.
+    """
+
+    model: Positional[str]
+    """A folder that `limner train` wrote."""
+    data: Positional[str]
+    """The data set that `limner data emoji` wrote."""
+    captions: Annotated[int, Range(1, 10**6)] = 256
+    """Captions of each split, chosen at random."""
+    candidates: Annotated[int, CANDIDATES] = 16
+    repeats: Annotated[int, Range(1, 1_000)] = 4
+    """How many times each caption is drawn, each time with all candidates: the held-out captions are few."""
+    seed: Seed = 1_000
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Write all results as JSON."""
+    mosaic: Path | None = None
+    """Write a PNG of drawings beside the real ones, a file for each split."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """is the nearest real picture the right one?"""
+    options = parse(ScoreEmoji, argv, "limner evaluate emoji")
+    mosaics = [_of_split(options.mosaic, split) for split in ("train", "held-out")] if options.mosaic else []
+    for path in filter(None, (options.output, *mosaics)):
+        place(path)
+    from limner.data.sources import open_source
+    from limner.evaluation import nearest as evaluation
+    from limner.evaluation.report import save_png
+    from limner.pipeline import load
+
+    source = open_source(options.data)
+    pipe = load(options.model)
+    gallery = evaluation.Gallery.of(source, pipe.dvae.config.size)
+    results = []
+    for split in ("train", "held-out"):
+        total = len(gallery.choose(split, options.captions, options.seed)) * options.repeats
+        if total == 0:
+            continue
+        with progress(f"drawing, {split}", total, unit="drawing") as bar:
+            result = evaluation.evaluate(
+                pipe, gallery, split, n=options.captions, candidates=options.candidates, repeats=options.repeats,
+                seed=options.seed, progress=bar.advance,
+            )  # fmt: skip
+        results.append(result)
+        print(result.table())
+        if options.mosaic:
+            path = save_png(evaluation.mosaic(gallery, result), _of_split(options.mosaic, split))
+            print(f"written: {printable(path)}")
+    keep(lambda path: evaluation.save(path, gallery, results), options.output)
+
+
+def _of_split(path: Path, split: str) -> Path:
+    place(path)  # which has a name to add to
+    return path.with_stem(f"{path.stem}-{split}")

@@ -1,0 +1,53 @@
+"""`limner evaluate grid`: icons on one sheet, subjects down and styles across."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from limner.cli.arguments import parse, place
+from limner.errors import printable
+from limner.progress import progress
+from limner.ranges import SEEDS, Checked
+from limner.sampling.options import CANDIDATES
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawGrid(Checked):
+    """Draw icons on one sheet: a row for each subject, a column for each style, held-out combinations framed."""
+
+    model: Positional[str]
+    """A bundled model by name, or a folder."""
+    data: Positional[str]
+    """The data set that `limner data icons` wrote."""
+    output: Annotated[Path, arg(aliases=("-o",))]
+    """A PNG file."""
+    subjects: tuple[str, ...] = ()
+    """Names of subjects; by default eight subjects with a held-out combination."""
+    candidates: Annotated[int, CANDIDATES] = 16
+    seed: Annotated[int, SEEDS] = 1_000
+    real: bool = False
+    """Show the real picture beside each drawing."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """draw a sheet of icons, subjects down and styles across"""
+    options = parse(DrawGrid, argv, "limner evaluate grid")
+    place(options.output)
+    from limner.data.sources import open_source
+    from limner.evaluation import icon_grid
+    from limner.evaluation.icons import Icons
+    from limner.evaluation.report import save_png
+    from limner.pipeline import load
+
+    source, pipe = open_source(options.data), load(options.model)
+    data = Icons.of(source, pipe.dvae.config.size)
+    chosen = icon_grid.cells(data, options.subjects)
+    with progress("drawing", len(chosen) * options.candidates, unit="drawing") as bar:
+        drawings = icon_grid.draw(pipe, data, chosen, options.candidates, options.seed, bar.advance)
+    path = save_png(icon_grid.sheet(data, chosen, drawings, options.real), options.output)
+    print(f"written: {printable(path)}")

@@ -1,0 +1,64 @@
+"""`limner evaluate reconstruction`: what a dVAE loses of pictures that it has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from limner.cli.arguments import parse, place
+from limner.cli.evaluate.shared import CHOOSE, keep
+from limner.errors import UserError, printable
+from limner.progress import progress
+from limner.ranges import SEEDS, Checked, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreReconstruction(Checked):
+    """Reconstruct unseen pictures with a model's dVAE: PSNR, codes in use, what the oracle reads."""
+
+    model: Positional[str] = "scenes"
+    """A bundled model by name, or a folder."""
+    data: str | None = None
+    """The held-out samples of a data set; without it, fresh scenes that the oracle reads too."""
+    split: Literal["both", "train", "held-out"] = "both"
+    """Fresh scenes with combinations kept out of training, of the training kind, or both in turn."""
+    count: Annotated[int, Range(1, 10**6)] = 1024
+    """Pictures at most."""
+    seed: Annotated[int, SEEDS, arg(help=f"Of the fresh scenes. {CHOOSE}")] = 1_000
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Write the result as JSON."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """what does the dVAE lose of pictures it has not seen?"""
+    options = parse(ScoreReconstruction, argv, "limner evaluate reconstruction")
+    if options.output:
+        place(options.output)
+    from limner.evaluation import reconstruction as evaluation
+    from limner.pipeline import load
+
+    pipe = load(options.model)
+    size = pipe.dvae.config.size
+    if options.data is None:
+        if size % 12:
+            raise UserError(f"scenes have a size that is a multiple of 12, this model draws {size} pixels: give --data")
+        pictures = evaluation.fresh_scenes(
+            options.count, options.seed, None if options.split == "both" else options.split, size
+        )
+    else:
+        import numpy as np
+
+        from limner.data.datasets import ImageCaptionDataset
+        from limner.data.sources import open_source
+
+        source = open_source(options.data, split="held-out")
+        chosen = np.linspace(0, len(source) - 1, min(len(source), options.count)).astype(int)
+        pictures = ImageCaptionDataset(source, size).load(chosen)[1]
+    with progress("reconstructing", len(pictures), unit="picture") as bar:
+        result = evaluation.measure(pipe.dvae, pictures, read=options.data is None, progress=bar.advance)
+    print(f"{printable(pipe.name)}\n{result.table()}")
+    keep(result.save, options.output)

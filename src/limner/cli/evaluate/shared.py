@@ -1,0 +1,22 @@
+"""What the commands of `limner evaluate` share: the option of seeds, and results written to a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
+
+from limner.errors import printable
+from limner.ranges import SEEDS
+
+CHOOSE = "Choose between models on seeds below 1,000, publish from 1,000 on."
+Seed = Annotated[int, SEEDS, arg(help=f"Of the captions and their drawings. {CHOOSE}")]
+
+
+def keep(save: Callable[[Path], object], path: Path | None) -> None:
+    """Have `save` write to the path, if there is one, and say so."""
+    if path:
+        save(path)
+        print(f"written: {printable(path)}")

@@ -1,0 +1,54 @@
+"""`limner evaluate zero-shot`: whether a contrastive model knows classes by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from limner.cli.arguments import parse, place
+from limner.cli.evaluate.shared import CHOOSE, keep
+from limner.errors import printable
+from limner.progress import progress
+from limner.ranges import SEEDS, Checked, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreZeroShot(Checked):
+    """Classify pictures with a model's contrastive model and the names of the classes alone."""
+
+    model: Positional[str] = "scenes"
+    """A bundled model by name, or a folder."""
+    data: str | None = None
+    """What `limner data emoji` wrote, whose names are the classes; without it, fresh scenes of one thing."""
+    split: Literal["train", "held-out"] = "held-out"
+    count: Annotated[int, Range(1, 10**6)] = 1_024
+    """Pictures at most."""
+    seed: Annotated[int, SEEDS, arg(help=f"Of the pictures. {CHOOSE}")] = 1_000
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Write the result as JSON."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """does the contrastive model know classes by their names?"""
+    options = parse(ScoreZeroShot, argv, "limner evaluate zero-shot")
+    if options.output:
+        place(options.output)
+    from limner.data.sources import open_source
+    from limner.evaluation import zero_shot as evaluation
+    from limner.pipeline import load
+
+    pipe = load(options.model)
+    size = pipe.contrastive.config.size
+    if options.data is None:
+        task = evaluation.scenes(options.count, size, options.split, options.seed)
+    else:
+        task = evaluation.pictures_of(open_source(options.data), size, options.split, options.count, options.seed)
+    total = len(task.names) * len(task.prompts) + len(task.labels)
+    with progress("prompts and pictures", total, unit="text or picture") as bar:
+        result = evaluation.evaluate(pipe, task, bar.advance)
+    print(f"{printable(pipe.name)}, {options.split}\n{result.table()}")
+    keep(result.save, options.output)
