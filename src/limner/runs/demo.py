@@ -19,14 +19,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from html import escape
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -37,29 +34,18 @@ from limner.errors import UserError
 from limner.evaluation import composition, report
 from limner.files import atomic_write_bytes, atomic_write_text, locked
 from limner.pipeline import Candidates, TextToImage
-from limner.progress import clock, progress
-from limner.recipes.recipe import (
-    Bundled,
-    ContrastiveStage,
-    PriorStage,
-    Recipe,
-)
+from limner.progress import progress
+from limner.recipes.recipe import Bundled, ContrastiveStage, PriorStage, Recipe
 from limner.runs import stages
 from limner.runs.demo_options import Demo
+from limner.runs.demo_report import Shown, page, sheet
 from limner.runs.estimate import COMPANY, seconds_a_step, trial
-from limner.training.metrics_log import read_metrics
-from limner.worlds.rendering import render
 from limner.worlds.scenes import Scene
 from limner.worlds.writing import write_scenes
 
 THINGS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four things
 _TRAINING = 540  # seconds; the rest takes a minute and a half; all should take twelve minutes on a slow day
 _ROOM = 5.0  # seconds that a batch may take that is tried here: all of it, on most machines
-_CURVES = {
-    "dvae": ("dVAE", ("loss", "eval/psnr")),
-    "prior": ("prior", ("image", "text", "eval/image")),
-    "contrastive": ("contrastive model", ("loss", "eval/accuracy")),
-}
 
 
 def run(demo: Demo) -> composition.Composition:
@@ -77,7 +63,8 @@ def _run(demo: Demo) -> composition.Composition:
     with _timed(out, "writing scenes"):
         _write(demo)
     with _timed(out, "training"):
-        pipe = _train(demo, paced(recipe, out))
+        recipe = paced(recipe, out)
+        pipe = _train(demo, recipe)
     asked = composition.captions_for("held-out", (1, 2), max(demo.captions, demo.evaluated), demo.seed)
     with _timed(out, "drawing"):
         result, pictures = _draw(demo, pipe, asked)
@@ -85,8 +72,8 @@ def _run(demo: Demo) -> composition.Composition:
         Shown(caption, scene, part, scores, right)
         for (caption, scene), part, scores, right in zip(asked, pictures, result.scores, result.right, strict=False)
     ]
-    report.save_png(_sheet(shown), out / "contact.png")
-    report.save_page(out / "report.html", "limner demo", _page(demo, pipe, shown, result))
+    report.save_png(sheet(shown), out / "contact.png")
+    report.save_page(out / "report.html", "limner demo", page(demo, recipe, pipe, shown, result))
     return result
 
 
@@ -207,122 +194,3 @@ def _timed(out: Path, phase: str) -> Iterator[None]:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-# ---------------------------------------------------------------------------- report
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A caption with the real scene and its candidates: uint8 [N, 3, H, W], scores [N], verdicts [N]."""
-
-    caption: str
-    scene: Scene
-    pictures: Tensor
-    scores: np.ndarray
-    right: np.ndarray
-
-    @property
-    def best(self) -> int:
-        return int(self.scores.argmax())
-
-    def picture(self, i: int) -> Image.Image:
-        return Image.fromarray(self.pictures[i].permute(1, 2, 0).contiguous().numpy())
-
-    def real(self) -> Image.Image:
-        return Image.fromarray(render(self.scene, self.pictures.shape[-1]))
-
-
-def _sheet(shown: Sequence[Shown]) -> Image.Image:
-    rows = []
-    for one in shown:
-        right = bool(one.right[one.best])
-        label = f"{'right' if right else 'wrong'}, score {float(one.scores[one.best]):.2f}"
-        pictures = [(one.picture(one.best), label), (one.real(), "a real scene")]
-        rows.append(report.Row(caption=one.caption, pictures=pictures, right=right))
-    return report.contact_sheet(rows, columns=min(4, len(rows)))
-
-
-def _page(demo: Demo, pipe: TextToImage, shown: Sequence[Shown], result: composition.Composition) -> str:
-    k = demo.candidates
-    best, first = result.rate(k), result.rate(1)
-    took = read_json(demo.out / "timings.json")
-    trained = "Three models were" if demo.from_scratch else "A prior and a contrastive model were"
-    parts = [
-        "<h1>limner demo</h1>",
-        f'<p class="lead">{trained} trained here, from random weights, on {demo.scenes:,} pictures of a small '
-        f"synthetic world. Of {best.total} captions whose combinations were held out of training, the chosen "
-        f"drawing has everything right for <b>{best.value:.0%}</b> (best of {k}), "
-        f"against {first.value:.0%} with a single drawing.</p>",
-        "<h2>Drawings</h2>",
-        '<p class="dim">The best of each row was chosen by the contrastive model (blue frame); an oracle that reads '
-        "pictures without a learned model says what is right (green line).</p>",
-        *(_article(one) for one in shown),
-        f"<h2>Score over {best.total} held-out captions</h2>",
-        report.table(
-            [
-                (name, f"{result.single(kind).value:.1%}", *_cells(result, k, kind))
-                for name, kind in result.groups().items()
-            ],
-            ("captions", "any candidate", "best of 1", f"best of {k}", f"any of {k} right"),
-        ),
-        '<p class="dim">With 95% intervals. Right means: number, size, fill, color and shape of all things, their '
-        "relation, and the background.</p>",
-        "<h2>Training</h2>",
-        f'<div class="charts">{"".join(_charts(demo.out / "run"))}</div>',
-        "<h2>Time</h2>",
-        report.table([*((name, clock(s)) for name, s in took.items()), ("in all", clock(sum(took.values())))]),
-        "<h2>Settings</h2>",
-        report.table(_settings(demo, pipe)),
-    ]
-    return "\n".join(parts)
-
-
-def _cells(result: composition.Composition, k: int, kind: str | None) -> tuple[str, str, str]:
-    return str(result.rate(1, kind)), str(result.rate(k, kind)), str(result.ceiling(k, kind))
-
-
-def _article(one: Shown) -> str:
-    right = bool(one.right[one.best])
-    verdict = '<span class="good">right</span>' if right else '<span class="bad">not as the caption says</span>'
-    strip = []
-    for i in range(len(one.pictures)):
-        kind = " ".join(name for name, on in (("chosen", i == one.best), ("right", one.right[i])) if on)
-        tag = report.image(one.picture(i), f"candidate {i + 1}", 48)
-        title = f"candidate {i + 1}, score {float(one.scores[i]):.3f}"
-        strip.append(tag.replace("<img ", f'<img class="{kind}" title="{title}" ', 1))
-    return (
-        f"<article><h3>{escape(one.caption)}</h3>"
-        f'<div class="pair"><figure>{report.image(one.picture(one.best), "best drawing", 192)}'
-        f"<figcaption>drawn: {verdict}, score {float(one.scores[one.best]):.3f}</figcaption></figure>"
-        f"<figure>{report.image(one.real(), 'real scene', 192)}<figcaption>a real scene</figcaption></figure></div>"
-        f'<div class="strip">{"".join(strip)}</div><small>{int(one.right.sum())} of {len(one.right)} candidates '
-        "are right</small></article>"
-    )
-
-
-def _charts(folder: Path) -> Iterator[str]:
-    for name, (title, keys) in _CURVES.items():
-        rows = read_metrics(folder / name / "metrics.jsonl")
-        for key in keys:
-            points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
-            yield report.chart(
-                f"{title}: {key.removeprefix('eval/')}" + (" (held out)" if "/" in key else ""), {key: points}
-            )
-
-
-def _settings(demo: Demo, pipe: TextToImage) -> list[tuple[str, object]]:
-    recipe, size, (h, w) = paced(demo.recipe(), demo.out), pipe.dvae.config.size, pipe.dvae.config.grid
-
-    def sizes(model: torch.nn.Module, steps: int) -> str:
-        return f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {steps:,} steps"
-
-    return [
-        ("pictures", f"{size} x {size} pixels, {h} x {w} tokens"),
-        ("prior", sizes(pipe.prior, recipe.prior.training.steps)),
-        ("contrastive model", sizes(pipe.contrastive, recipe.contrastive.training.steps)),
-        ("dVAE", "trained here" if demo.from_scratch else "bundled"),
-        ("seed", demo.seed),
-        ("torch", torch.__version__),
-        ("threads", torch.get_num_threads()),
-    ]
