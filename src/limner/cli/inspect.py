@@ -1,5 +1,4 @@
-"""`limner inspect precision | spikes | underflow`: with which kernels a run was computed, how stable it is, and what a
-number format would lose of its gradients."""
+"""`limner inspect precision | spikes | underflow`: a run's kernels, its spikes, what formats lose of its gradients."""
 
 from __future__ import annotations
 
