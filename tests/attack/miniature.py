@@ -73,7 +73,6 @@ def small() -> None:
     everything = emoji.all_emoji
     emoji.all_emoji = lambda: everything()[:3_000:125]
     demo.Demo.recipe = lambda self: tiny
-    demo.dvae_minutes = lambda stage: 0.0
 
 
 def ground_for_imports(folder: Path) -> None:
