@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
-from limner.models.dvae import DVAE, Block, Conv2d, DVAEConfig, map_pixels, unmap_pixels
+from limner.models.dvae import DVAE, Conv2d, ConvBlock, DVAEConfig, map_pixels, unmap_pixels
 from limner.models.transformer import Transformer
 from limner.progress import Advance
 from limner.ranges import Checked, OutOfRange, Range
@@ -84,9 +84,9 @@ class PatchDVAE(nn.Module):
         numbers, width = 3 * config.patch**2, config.width
         self.register_buffer("codes", map_pixels(torch.zeros(config.vocab, numbers, dtype=torch.uint8)))
         self.input = Conv2d(numbers, width, 1, gain=4.0)  # of numbers that differ by a quarter
-        self.blocks = nn.Sequential(*(Block(width, width, (1, 3, 3, 3), 0.5, 2**0.5) for _ in range(config.blocks)))
+        self.blocks = nn.Sequential(*(ConvBlock(width, width, (1, 3, 3, 3), 0.5, 2**0.5) for _ in range(config.blocks)))
         self.output = Conv2d(width, numbers, 1, gain=0.01)
-        fine = (Block(_FINE, _FINE, (1, 3, 3, 3), 0.5, 2**0.5) for _ in range(config.refinements))
+        fine = (ConvBlock(_FINE, _FINE, (1, 3, 3, 3), 0.5, 2**0.5) for _ in range(config.refinements))
         layers = [Conv2d(3, _FINE, 3), *fine, nn.ReLU(), Conv2d(_FINE, 3, 3, gain=0.01)] if config.refinements else []
         self.refine = nn.Sequential(*layers)
         self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]

@@ -1,16 +1,12 @@
-"""The symmetric contrastive loss (Radford et al. 2021, Figure 3), with negatives that are hard.
+"""The symmetric contrastive loss (Radford et al. 2021, Figure 3).
 
 Within a batch, each picture must pick its caption and each caption its picture. Two samples that share
-a caption word for word are no negatives of each other: both count as right. The pairs of a batch differ
-in nearly everything, the candidates of one caption in one thing, so both sides get more to choose from:
-
-- a batch may bring `distractors`, wrong captions for each picture;
-- each caption may meet `spoiled` copies of its picture, in which something is missing, doubled or cut.
+a caption word for word are no negatives of each other: both count as right. Both sides may get more to choose from,
+which is harder (`hard_negatives.py`): wrong captions that the batch brings, and spoiled copies of the pictures.
 
 Where several processes share a batch, the pictures and captions of all are to choose from (`across`).
 
-Shapes: B batch (of a process), N that of all processes, K distractors, M spoiled pictures, T text positions, E
-embedding.
+Shapes: B batch (of a process), N that of all processes, M spoiled copies of a picture, E embedding.
 """
 
 from __future__ import annotations
@@ -21,14 +17,11 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, UInt8
 from torch import Tensor
 
 from limner.models.contrastive import Contrastive
+from limner.objectives.hard_negatives import distractor_logits, spoil, spoiled_logits
 from limner.ranges import Checked, Range
-from limner.text import PAD
-
-_TOUCHED = 0.03  # share of the pasted rectangle's values that must change for a picture to be spoiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +57,10 @@ class ContrastiveLoss(Checked):
         same = (text[:, None] == join(text)[None]).all(-1).float()
         target = same / same.sum(1, keepdim=True)
         if "distractors" in batch:
-            captions = torch.cat([captions, _distractor_logits(model, images, batch["distractors"])], 1)
+            captions = torch.cat([captions, distractor_logits(model, images, batch["distractors"])], 1)
         if wrong:
             intact = torch.stack([unchanged for _, unchanged in copies])
-            against = scale * (torch.stack(wrong) * texts).sum(-1)
-            pictures = torch.cat([pictures, against.masked_fill(intact, -torch.inf).T], 1)
+            pictures = torch.cat([pictures, spoiled_logits(scale, texts, torch.stack(wrong), intact)], 1)
         n = same.shape[1]
         picked = captions.log_softmax(1)[:, :n] + pictures.log_softmax(1)[:, :n]
         loss = -(target * picked).sum() / (2 * len(text))
@@ -76,41 +68,7 @@ class ContrastiveLoss(Checked):
         return loss, {name: value.detach() for name, value in found.items()}
 
 
-def spoil(
-    pixels: UInt8[Tensor, "B 3 H W"], shift: int, generator: torch.Generator | None
-) -> tuple[UInt8[Tensor, "B 3 H W"], Bool[Tensor, " B"]]:
-    """A copy of each picture with a rectangle of another one pasted into it, `shift` places on in the batch.
-
-    With a shift of 0 the rectangle comes from elsewhere in the picture itself. uint8 [B, 3, H, W] -> the
-    same, and bool [B]: which copies show hardly any change.
-    """
-    b, _, h, w = pixels.shape
-
-    def uniform(low: Tensor | float, high: Tensor | float) -> Tensor:
-        return low + torch.rand(b, 1, 1, generator=generator, device=pixels.device) * (high - low)
-
-    sides = [uniform(n / 8, n / 2).round() for n in (h, w)]
-    to, source = ([uniform(0.0, n - side).round() for n, side in zip((h, w), sides, strict=True)] for _ in range(2))
-    rows, columns = torch.arange(h, device=pixels.device)[:, None], torch.arange(w, device=pixels.device)
-    inside = torch.ones(b, h, w, dtype=torch.bool, device=pixels.device)
-    for at, begin, side in zip((rows, columns), to, sides, strict=True):
-        inside &= (at >= begin) & (at < begin + side)
-    y = (rows + source[0] - to[0]).long().clamp(0, h - 1)
-    x = (columns + source[1] - to[1]).long().clamp(0, w - 1)
-    moved = pixels.roll(-shift, 0).flatten(2).gather(2, (y * w + x).flatten(1)[:, None].expand(b, 3, -1))
-    spoiled = torch.where(inside[:, None], moved.view_as(pixels), pixels)
-    changed = ((spoiled.int() - pixels.int()).abs().amax(1) > 32).sum((1, 2))
-    return spoiled, changed < _TOUCHED * inside.sum((1, 2))
-
-
 def _accuracy(choices: Tensor, same: Tensor) -> Tensor:
     """How often the highest of [B, N + n] is among the right ones, [B, N]."""
     picked = choices.argmax(1, keepdim=True)
     return F.pad(same, (0, choices.shape[1] - same.shape[1])).gather(1, picked).mean()
-
-
-def _distractor_logits(model: Contrastive, images: Tensor, distractors: Tensor) -> Tensor:
-    """Each picture against its own distractors [B, K, T] -> [B, K]; rows of padding alone are no choice."""
-    texts = model.encode_text(distractors.flatten(0, 1)).unflatten(0, distractors.shape[:2])
-    logits = model.scale() * (texts @ images[..., None]).squeeze(-1)
-    return logits.masked_fill((distractors == PAD).all(-1), -torch.inf)

@@ -11,13 +11,14 @@ from limner.models.dvae import DVAEConfig, map_pixels
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.balanced import BalancedELB
-from limner.objectives.contrastive import ContrastiveLoss, spoil
+from limner.objectives.contrastive import ContrastiveLoss
 from limner.objectives.elbo import (
     RelaxedELB,
     gumbel_softmax,
     kl_to_uniform,
     logit_laplace_nll,
 )
+from limner.objectives.hard_negatives import spoil
 from limner.text import PAD
 
 
