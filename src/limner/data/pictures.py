@@ -78,10 +78,13 @@ def decode_image(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0) 
 def decoded(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0, reuse: bool = False) -> Iterator[np.ndarray]:
     """`decode_image` as a context manager: the picture holds its share of `BUDGET` until the block ends.
 
-    `target` says that the caller will next resize the shorter side to at most that many pixels, by
-    area. It allows two economies on JPEGs: to decode at 1/2, 1/4 or 1/8 (in the DCT domain) what
-    stays at least twice as large, and to repeat instead of interpolate the chroma samples of what is
-    1.5 times as large (averaged, these are the area-resized chroma plane as it is stored).
+    `target` promises that the caller will resize the picture by area, to a shorter side of at most that many pixels; 0
+    promises nothing. JPEGs are decoded faster then:
+
+    - at a half, a quarter or an eighth of their size, if that is still twice the target or more;
+    - with chroma samples repeated and not interpolated, if the picture is 1.5 times the target or more: resizing
+      averages them again.
+
     With `reuse` the result may lie in memory that this thread's next call overwrites.
     """
     several = False

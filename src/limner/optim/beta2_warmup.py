@@ -1,8 +1,8 @@
-"""AdamW whose beta2 is 1 - t^-lambda at step t: the schedule of AdaFactor and PaLM, to compare (Wortsman et al. 2023,
-Figure 14, where it does not improve accuracy).
+"""AdamW whose beta2 is 1 - t^-lambda at step t, as AdaFactor and PaLM have it.
 
-The first step forgets all (beta2 = 0), so that the running variance is an average of squares from then on and needs no
-correction of its bias (Shazeer & Stern 2018, §7.2).
+It is here to be compared (Wortsman et al. 2023, Figure 14, where it does not improve accuracy). The first step forgets
+all (beta2 = 0), so that the running variance is an average of squares from then on and needs no correction of its bias
+(Shazeer & Stern 2018, §7.2).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Exponentially weighted iterate averaging: a slow copy of the parameters that evaluates better
-than the last iterate.
+"""Exponential averages of a model's parameters, which evaluate better than the last ones.
 
     ema <- d * ema + (1 - d) * parameters          every `every` updates
 
 The paper uses d = 0.999 for the dVAE (A.2) and, to save time, d = 0.99 once in 25 updates for the
-prior (B.2). Early on the copy is mostly initialisation; with `warmup` the coefficient is min(d, (1
+prior (B.2). Early on the averages are mostly initialisation; with `warmup` the coefficient is min(d, (1
 + n) / (10 + n)) at the n-th averaging, which forgets it quickly. Only parameters are averaged
 (buffers stay the model's own), in fp32.
 

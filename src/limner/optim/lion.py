@@ -1,5 +1,8 @@
-"""Lion (Chen et al. 2023): steps of one size, in the direction of the sign of a momentum. To compare: "immune to the
-stuck-in-the-past scenario", as it divides by no running variance (Wortsman et al. 2023, App. F.1)."""
+"""Lion (Chen et al. 2023): every parameter moves by the learning rate, in the direction of a momentum's sign.
+
+It is here to be compared: "immune to the stuck-in-the-past scenario", as it divides by no running variance (Wortsman et
+al. 2023, App. F.1).
+"""
 
 from __future__ import annotations
 

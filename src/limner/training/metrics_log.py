@@ -1,5 +1,4 @@
-"""`metrics.jsonl`: one JSON object a line, one line for each logged step, readable while the run
-goes on.
+"""`metrics.jsonl`: a JSON object on a line for each logged step, to be read while the run goes on.
 
 A run that is killed has usually logged steps past its last checkpoint. The resumed run repeats these
 steps, so `MetricsLog` first removes their lines (atomically), and a line that the kill cut

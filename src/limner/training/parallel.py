@@ -69,8 +69,8 @@ class Parallel(Protocol):
         ...
 
     def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor) -> None:
-        """From now on the gradients of these are `scale` times too large, [], and `scale` may change: what `reduce`
-        leaves is divided by it."""
+        """Have `reduce` divide the gradients of these parameters by `scale` from now on, a tensor [] that the backward
+        pass multiplies them with, and whose value may change between steps."""
         ...
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:

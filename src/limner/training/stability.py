@@ -1,5 +1,7 @@
-"""RMS_t of each matrix in each step, beside the loss, and a warning before the loss moves (Wortsman et al. 2023, §3.4);
-now and then the size of each block's features (§2.3).
+"""Signs that training becomes unstable, written beside the loss (Wortsman et al. 2023, §2.3 and §3.4).
+
+They are RMS_t of each matrix in each step, with a warning before the loss moves, and now and then the size of each
+block's features.
 
 AdamW divides gradients g_t by the root of u_t, a running mean of their squares. `RMS_t = sqrt(mean(g_t^2 / u_t))` of a
 tensor is 1 where u_t is up to date. It rises far above 1 where gradients have grown all of a sudden: then the update is
