@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 from limner import errors
-from limner.training.checkpoint import completed, read_tensors
+from limner.training.checkpoint import completed, read_groups
 from limner.training.metrics_log import read_metrics
 
 EVERY = 4  # updates between checkpoints
@@ -159,7 +159,7 @@ def survive(agents: Agents, kills: int, rng: random.Random) -> tuple[Counter[str
 
 def compare(ours: Path, theirs: Path) -> tuple[bool, float]:
     """Whether the last weights are the same bits, and by how much losses differ at most, relatively."""
-    a, b = (read_tensors(completed(out / "prior")[-1], "model") for out in (ours, theirs))
+    a, b = (read_groups(completed(out / "prior")[-1], ("model",))["model"] for out in (ours, theirs))
     same = all(torch.equal(a[name], b[name]) for name in b)
     rows = [{row["step"]: row["loss"] for row in read_metrics(out / "prior/metrics.jsonl")} for out in (ours, theirs)]
     if rows[0].keys() != rows[1].keys():

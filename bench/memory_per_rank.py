@@ -31,7 +31,7 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW, AdamW16, Muon
 from limner.profiling.launch import Launch
 from limner.profiling.trial import Measure
-from limner.profiling.watch import Watch
+from limner.profiling.watch import Watcher
 from limner.training.config import TrainConfig
 from limner.training.run import Run
 from limner.training.step import update
@@ -112,7 +112,7 @@ def work(launch: Launch, rank: int, meeting: str) -> dict[str, Any]:
     gathered = launch.gathered[1]
     try:
         torch.manual_seed(0)
-        with Watch() as watch:
+        with Watcher() as watch:
             before = resident()
             run = Run(launch.config.build(), Autoregressive(), launch.training, "cpu", Sharded(launch.replicas))
             measure = Measure(watch, gathered)

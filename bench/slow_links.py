@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from limner import errors
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
-from limner.distributed.reducers import Bf16, Plain
+from limner.distributed.reducers import Bf16Reducer, Plain
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
 from limner.models.transformer import TransformerConfig
@@ -173,7 +173,7 @@ def strategy(of: Work) -> Parallel:
     config = partial(PowerSGDConfig, rank=of.rank)
     return Replicated(
         {
-            BASE: None, "plain": Plain, "bf16": Bf16, "powersgd": partial(PowerSGD, config()),
+            BASE: None, "plain": Plain, "bf16": Bf16Reducer, "powersgd": partial(PowerSGD, config()),
             "powersgd, fp32": partial(PowerSGD, config(narrow=False)),
         }[of.kind]
     )  # fmt: skip

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from copy import deepcopy
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -21,14 +22,16 @@ from limner.layers.patterns import PATTERNS
 from limner.layers.sparse import SparseAttention
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
-from limner.recipes.recipe import PriorStage
+from limner.recipes import recipe
 from limner.training.config import TrainConfig
 from limner.training.run import Run
 from limner.training.step import update
 
 SOURCE = Path(limner.__path__[0]).parent
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-PATTERN, READER, OBJECTIVE, PRECISION, PARALLEL, COMMAND, LINE = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+PATTERN, READER, OBJECTIVE, LOOP, CHOICE, PRECISION, REDUCER, PARALLEL, COMMAND, LINE = re.findall(
+    r"^```python\n(.*?)^```", TEXT, re.M | re.S
+)
 
 
 def test_a_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,20 +42,42 @@ def test_a_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 2, 2, 4 + 30, 8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(SparseAttention(pattern, 4)(q, k, v), attend(q, k, v, visible(pattern, 4)))
     stage = {"model": {"pattern": "diagonal", "depth": 3}, "training": {"steps": 1}}
-    assert {made.name for made in from_dict(PriorStage, stage).model.patterns} == {"diagonal"}
+    assert {made.name for made in from_dict(recipe.PriorStage, stage).model.patterns} == {"diagonal"}
 
 
 def test_a_source_and_an_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(KINDS, ("gray",), None)
-    names: dict = {}
-    exec(READER, names)
-    exec(OBJECTIVE, names)
+    names: dict = {"__name__": "example"}
+    exec(READER + OBJECTIVE + LOOP, names)
     assert names["result"].step == 3
     assert (tmp_path / "run/metrics.jsonl").exists()
     read = ImageCaptionDataset(names["source"], 32)
     _, pixels, _, rejected = read.load(np.arange(7))
     assert pixels[:, 0, 0, 0].tolist() == [0, 40, 80, 160, 200, 240] and dict(rejected) == {"no number": 1}
+
+
+def test_an_objective_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`recipe.py` as it is when its line has become the example's."""
+    line = CHOICE.removesuffix("\n")
+    was = line.replace(" | AbsoluteError", "")
+    changed = Path(recipe.__file__).read_text(encoding="utf-8")
+    assert changed.count(f"\n{was}\n") == 1
+    monkeypatch.setitem(sys.modules, "example", module := ModuleType("example"))
+    exec(OBJECTIVE, vars(module))
+    exec(compile(changed.replace(was, line), "recipe.py", "exec"), vars(module))
+    stage = from_dict(
+        module.DVAEStage,
+        {
+            "model": {"size": 32, "width": 8, "blocks": 1, "vocab": 16, "code_width": 8},
+            "objective": {"type": "AbsoluteError", "tau": 0.5},
+            "training": {"steps": 1, "precision": "fp32"},
+        },
+    )
+    assert stage.objective == module.AbsoluteError(tau=0.5)
+    run = Run(stage.model.build(), stage.objective, stage.training)
+    update(run, {"pixels": torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)})
+    assert math.isfinite(run.loss)
 
 
 def test_a_precision() -> None:
@@ -74,9 +99,14 @@ def test_a_precision() -> None:
 
 RANK = """
 import sys
+from typing import get_args, get_type_hints
 import numpy as np
 import torch
+from torch import distributed, nn
+from limner.cli.train import Train
 from limner.data.stream import Stream
+from limner.distributed.processes import REDUCERS
+from limner.distributed.replicated import Replicated
 from limner.numerics.precision import Fp32
 from limner.training.config import TrainConfig
 from limner.training.loop import train
@@ -99,14 +129,18 @@ distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank
 torch.manual_seed(0)
 model = nn.Linear(1, 1)
 config = TrainConfig(steps=30, batch_size=4, precision=Fp32(), clip_norm=None)
-train(model, squared_error, Stream(Line(), batch_size=4), config, sys.argv[3], parallel=HalfTraffic())
+train(model, squared_error, Stream(Line(), batch_size=4), config, sys.argv[3], parallel=STRATEGY)
+assert set(REDUCERS) == set(get_args(get_type_hints(Train)["reduce"]))
 print(model.weight.item(), model.bias.item())
 distributed.destroy_process_group()
 """
 
 
-def test_a_way_to_reduce_gradients(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text(PARALLEL + RANK)
+@pytest.mark.parametrize(
+    ("example", "strategy"), [(REDUCER, 'Replicated(REDUCERS["1-6-9"])'), (PARALLEL, "HalfTraffic()")]
+)
+def test_a_way_to_reduce_gradients(example: str, strategy: str, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(example + RANK.replace("STRATEGY", strategy))
     started = [
         subprocess.Popen(
             [sys.executable, tmp_path / "rank.py", str(rank), tmp_path / "meet", tmp_path / "run"],

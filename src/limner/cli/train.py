@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 from tyro.conf import Positional, arg
@@ -17,7 +17,6 @@ from limner.cli.arguments import parse, place
 from limner.config import load_json
 from limner.distributed import processes
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
-from limner.distributed.reducers import Bf16
 from limner.distributed.replicated import Make
 from limner.errors import UserError, printable
 from limner.optim.optimizers import Optimizer
@@ -25,6 +24,11 @@ from limner.ranges import Checked, OutOfRange, Range
 from limner.recipes.recipe import Bundled, Recipe
 from limner.runs import estimate, stages
 from limner.training.determinism import deterministic
+
+if TYPE_CHECKING:
+    Reducer = str
+else:  # of which no type checker can read the names
+    Reducer = Literal[tuple(processes.REDUCERS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,7 @@ class Train(Checked):
     """How many groups of processes hold all weights together, if they are sharded."""
     deterministic: bool = False
     """The same weights again from the same command, on GPUs, too, where it is slower; stages are trained in turn."""
-    reduce: Literal["plain", "bf16", "powersgd"] = "plain"
+    reduce: Reducer = "plain"
     """How gradients travel between replicas: in fp32, in bf16, or compressed to thin factors."""
     reduce_rank: Annotated[int | None, Range(1, 2**16), arg(name="reduce.rank")] = None
     """Of PowerSGD's factors, over all shards of a matrix; by default an eighth of a matrix's smaller side."""
@@ -86,11 +90,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _reducer(options: Train) -> Make | None:
-    if options.reduce == "powersgd":
-        return partial(PowerSGD, PowerSGDConfig(rank=options.reduce_rank))
-    if options.reduce_rank:
+    if options.reduce_rank is None:
+        return processes.REDUCERS[options.reduce]
+    if options.reduce != "powersgd":
         raise UserError(f"reduce.rank is of powersgd, not of {options.reduce}: add --reduce powersgd")
-    return Bf16 if options.reduce == "bf16" else None
+    return partial(PowerSGD, PowerSGDConfig(rank=options.reduce_rank))
 
 
 def find_recipe(name: str | None) -> Recipe | None:

@@ -106,8 +106,8 @@ class Matrix:
 class PowerSGD:
     """See the module; a `GradientReducer`."""
 
-    def __init__(self, config: PowerSGDConfig) -> None:
-        self.config = config
+    def __init__(self, config: PowerSGDConfig | None = None) -> None:
+        self.config = config or PowerSGDConfig()
         self._blocks: dict[str, list[Matrix]] = {}
         self._rest: dict[str, list[nn.Parameter]] = {}
         self._factors: list[tuple[Matrix, Tensor, Tensor]] = []  # P and Q of what has gradients

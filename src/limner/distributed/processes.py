@@ -19,11 +19,17 @@ import torch
 from torch import distributed
 
 from limner.distributed.meeting import agreed
+from limner.distributed.powersgd import PowerSGD
+from limner.distributed.reducers import Bf16Reducer
 from limner.distributed.replicated import Make, Replicated
 from limner.distributed.sharded import Sharded, Zero2
 from limner.errors import UserError
 
 Kind = Literal["replicated", "sharded", "zero2"]
+
+#: How gradients travel between replicas, by name; None leaves them in fp32.
+REDUCERS: dict[str, Make | None] = {"plain": None, "bf16": Bf16Reducer, "powersgd": PowerSGD}
+
 _WAIT = timedelta(minutes=30)  # for the slowest: the first process may encode a data set meanwhile
 _MEETING = 180.0  # seconds until all are there; where one was lost, those that wait must begin anew
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

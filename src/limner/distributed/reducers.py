@@ -132,19 +132,27 @@ class GradientReducer(Protocol):
 
 
 class Plain:
-    """All values in fp32."""
+    """All values in fp32. Whoever sends them otherwise gives another `mean`.
+
+    Attributes:
+        blocks, replicas: what it is attached to.
+    """
+
+    blocks: Mapping[str, Mapping[str, nn.Parameter]]
+    replicas: Replicas
 
     def attach(self, blocks: Mapping[str, Mapping[str, nn.Parameter]], replicas: Replicas) -> None:
-        self._blocks, self._replicas = blocks, replicas
+        self.blocks, self.replicas = blocks, replicas
 
-    def _mean(self, values: Tensor) -> Waiting:
-        return self._replicas.mean(values)
+    def mean(self, values: Float[Tensor, " n"]) -> Waiting:
+        """Replace values, all gradients of a block one behind another, by their mean over the replicas."""
+        return self.replicas.mean(values)
 
     def reduce(self, block: str) -> Waiting:
-        grads = [local(p.grad) for p in self._blocks[block].values() if p.grad is not None]
+        grads = [local(p.grad) for p in self.blocks[block].values() if p.grad is not None]
         if sum(grad.numel() for grad in grads):
             flat = torch.cat([grad.flatten() for grad in grads])
-            yield from self._mean(flat)
+            yield from self.mean(flat)
             for grad, values in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(values.view_as(grad))
 
@@ -158,11 +166,11 @@ class Plain:
         pass
 
 
-class Bf16(Plain):
+class Bf16Reducer(Plain):
     """All values in bfloat16, summed in fp32."""
 
-    def _mean(self, values: Tensor) -> Waiting:
-        return self._replicas.coded_mean(values, Bf16Codec())
+    def mean(self, values: Float[Tensor, " n"]) -> Waiting:
+        return self.replicas.coded_mean(values, Bf16Codec())
 
 
 class Reduction:
@@ -170,9 +178,8 @@ class Reduction:
 
     Args:
         blocks: parameters by block and name; what is in no block is under "".
-
-        scales: what the gradients of parameters are too large by. They are divided before they are reduced: what is
-            left out comes with a later step, which may have another scale.
+        scales: for parameters whose gradients are scaled, the factor, which may change from step to step. Gradients
+            are divided by it before they are reduced, since what a reducer leaves out comes with a later step.
 
     Attributes:
         last: whether the next backward pass completes the gradients.

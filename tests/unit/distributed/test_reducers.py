@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 
 from limner.distributed import powersgd
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig, orthonormal
-from limner.distributed.reducers import Bf16, Plain, Reduction, Replicas, blocks
+from limner.distributed.reducers import Bf16Reducer, Plain, Reduction, Replicas, blocks
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
 from limner.errors import UserError
@@ -61,7 +61,7 @@ def gradients(
 
 def strategy(kind: str) -> Parallel:
     config = PowerSGDConfig(rank=8, narrow="narrow" in kind)
-    make = {"plain": Plain, "bf16": Bf16, "powersgd": partial(PowerSGD, config)}[kind.split()[1]]
+    make = {"plain": Plain, "bf16": Bf16Reducer, "powersgd": partial(PowerSGD, config)}[kind.split()[1]]
     if kind.startswith("replicated"):
         return Replicated(make)
     return (Zero2 if kind.startswith("zero2") else Sharded)(2, make)
@@ -327,7 +327,7 @@ def test_replicas_that_drift_apart_are_found():
 
 
 def test_an_eighth_is_the_rank_and_small_matrices_stay_whole():
-    reducer = PowerSGD(PowerSGDConfig())
+    reducer = PowerSGD()
     model = nn.ModuleDict({"list": nn.ModuleList([nn.Linear(64, 64), nn.Linear(1, 64), nn.LayerNorm(64)])})
     reducer.attach(blocks(model), None)
     assert [(m.name, m.start.shape) for m in reducer._matrices()] == [("list.0.weight", (64, 8))]

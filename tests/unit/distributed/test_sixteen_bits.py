@@ -12,7 +12,7 @@ from limner.numerics.precision import Bf16, Fp32, Precision
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW
 from limner.optim.shards import whole
-from limner.profiling.watch import Watch
+from limner.profiling.watch import Watcher
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.parallel import Parallel, Single
@@ -41,7 +41,7 @@ def learn(strategy: Parallel, precision: Precision, checkpointed: bool = False, 
         if isinstance(module, nn.Linear | nn.LayerNorm):
             module.register_forward_pre_hook(lambda m, _, name=name: seen.setdefault(name, set()).add(m.weight.dtype))
     generator, gradients, losses = torch.Generator().manual_seed(0), Gradients(), []
-    with Watch() as watch:
+    with Watcher() as watch:
         for _ in range(2):
             text = torch.randint(0, 20, (8, 8), generator=generator).chunk(strategy.world)[strategy.rank]
             image = torch.randint(0, 8, (8, 9), generator=generator).chunk(strategy.world)[strategy.rank]
