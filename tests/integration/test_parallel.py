@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from checkpoints import read_tensors
 from limner import errors
 from limner.data.stream import Stream
 from limner.distributed.replicated import Replicated
@@ -26,7 +27,7 @@ from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW
 from limner.optim.schedules import Plateau
-from limner.training.checkpoint import completed, read_tensors
+from limner.training.checkpoint import completed
 from limner.training.config import TrainConfig
 from limner.training.loop import Interrupted, train
 from limner.training.metrics_log import read_metrics

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import shard_ranks
+from checkpoints import read_tensors
 from limner.errors import UserError
 from limner.optim.shards import sharded
-from limner.training.checkpoint import completed, latest, load_weights, read_groups, read_state, read_tensors
+from limner.training.checkpoint import completed, latest, load_weights, read_groups, read_state
 from limner.training.metrics_log import read_metrics
 from ranks import at_work, on_ranks
 from shard_ranks import EVERY, STEPS, build, learn, pass_on

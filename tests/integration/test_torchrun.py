@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints import read_tensors
 from limner import errors
 from limner.cli import main
-from limner.training.checkpoint import completed, read_tensors
+from limner.training.checkpoint import completed
 from limner.training.metrics_log import read_metrics
 
 STAGES = ("dvae", "prior", "contrastive")

@@ -175,6 +175,3 @@ class Filters(Checked):
         """Raises `Rejected` if the shape of a picture is."""
         if self.aspect_ratio is not None and aspect_ratio(height, width, self.aspect_ratio):
             raise Rejected(ASPECT_RATIO)
-
-
-NO_FILTERS = Filters(min_words=None, english=None, boilerplate=None, aspect_ratio=None)

@@ -230,14 +230,6 @@ def read_groups(
     return groups
 
 
-def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of one group, whole and on the CPU. Raises `UserError` if it is absent or damaged."""
-    groups = read_groups(checkpoint, (name,))
-    if name not in groups:
-        raise UserError(f"{checkpoint} has no tensors of the group {name!r}: it is no checkpoint of a run that has")
-    return groups[name]
-
-
 def load_weights(model: nn.Module, folder: str | Path, averaged: bool = True) -> Path:
     """Load the newest weights of a run (or those of one checkpoint folder) into `model`; returns
     the checkpoint.

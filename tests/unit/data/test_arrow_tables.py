@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from limner.data.filters import NO_FILTERS
 from limner.data.prepare import prepare
 from limner.data.sources import open_source
 from limner.errors import UserError
+from no_filters import NO_FILTERS
 from table_rows import outcomes, png
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -7,15 +7,9 @@ import time
 import pytest
 
 from limner.data import filters as module
-from limner.data.filters import (
-    NO_FILTERS,
-    Filters,
-    aspect_ratio,
-    boilerplate,
-    not_english,
-    too_short,
-)
+from limner.data.filters import Filters, aspect_ratio, boilerplate, not_english, too_short
 from limner.data.samples import MAX_CAPTION, Rejected
+from no_filters import NO_FILTERS
 
 BOILERPLATE = """
 Photographed on 2010-05-12

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from limner.data.filters import NO_FILTERS, Filters
+from limner.data.filters import Filters
 from limner.data.pictures import decode_image
 from limner.data.prepare import Counts, prepare
 from limner.data.sources import open_source
 from limner.errors import UserError
+from no_filters import NO_FILTERS
 
 
 def png(height=8, width=9, seed=0, format="PNG", **options):

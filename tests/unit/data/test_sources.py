@@ -10,12 +10,12 @@ import pytest
 from PIL import Image
 
 from limner.data import sources
-from limner.data.filters import NO_FILTERS
 from limner.data.pictures import decode_image
 from limner.data.prepare import prepare
 from limner.data.samples import Rejected, by_split, select_split, unread
 from limner.data.sources import open_source
 from limner.errors import UserError
+from no_filters import NO_FILTERS
 
 CAPTIONS = ["a red square", "two cats, asleep", 'she said "hi"']
 

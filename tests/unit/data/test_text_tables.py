@@ -8,9 +8,9 @@ import random
 import pytest
 
 from limner.data import text_tables
-from limner.data.filters import NO_FILTERS
 from limner.data.prepare import prepare
 from limner.data.sources import open_source
+from no_filters import NO_FILTERS
 from table_rows import outcomes, png
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from checkpoints import read_tensors
 from limner.errors import UserError
 from limner.training import checkpoint
 from limner.training.checkpoint import Files, completed, latest
@@ -173,8 +174,6 @@ def test_damaged_and_absent_files_are_user_errors(tmp_path: Path) -> None:
     (path / "model.safetensors").write_bytes(b"\x80\x04pickle")
     with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
         checkpoint.load_weights(nn.Linear(1, 1), path)
-    with pytest.raises(UserError, match="no tensors of the group 'ema'"):
-        checkpoint.read_tensors(path.parent / "none", "ema")
     with pytest.raises(UserError, match="holds no checkpoint"):
         checkpoint.load_weights(nn.Linear(1, 1), tmp_path / "nowhere")
 
@@ -193,7 +192,7 @@ def test_optimiser_state_goes_by_name(tmp_path: Path) -> None:
     assert tensors["exp_avg.0.weight"].shape == (3, 3) and tensors["step.1.weight"] == 3
     Files(tmp_path, 1).save(1, {"optimizer": tensors}, {})
     other, fresh = build()
-    read = checkpoint.read_tensors(completed(tmp_path)[0], "optimizer")
+    read = read_tensors(completed(tmp_path)[0], "optimizer")
     load_optimizers(other, [fresh], read, "it")
     assert optimizer_tensors(other, [fresh]).keys() == tensors.keys()
     for name, value in optimizer_tensors(other, [fresh]).items():

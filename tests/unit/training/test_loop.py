@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from checkpoints import read_tensors
 from limner.data.stream import Stream
 from limner.errors import UserError
 from limner.files import locked
@@ -22,7 +23,7 @@ from limner.numerics.precision import Auto, Bf16, Fp32
 from limner.objectives.balanced import BalancedELB
 from limner.optim.optimizers import AdamW, AdamW16, Beta2WarmupAdamW, Lion, Muon, Optimizer, StableAdamW
 from limner.optim.schedules import Cosine, Plateau
-from limner.training.checkpoint import completed, latest, load_weights, read_tensors
+from limner.training.checkpoint import completed, latest, load_weights
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.loop import Interrupted, train

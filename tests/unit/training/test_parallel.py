@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from checkpoints import read_tensors
 from limner.data.stream import Stream
 from limner.errors import UserError
 from limner.numerics.precision import Fp32
 from limner.optim.optimizers import AdamW
-from limner.training.checkpoint import latest, read_tensors
+from limner.training.checkpoint import latest
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics

@@ -9,9 +9,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
+from checkpoints import read_tensors
 from limner.errors import UserError
 from limner.training import shard_files
-from limner.training.checkpoint import Files, load_weights, read_tensors
+from limner.training.checkpoint import Files, load_weights
 
 WEIGHT, MEAN = torch.arange(15.0).view(5, 3), torch.arange(15, dtype=torch.int16).view(5, 3)
 
