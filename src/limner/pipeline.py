@@ -42,7 +42,7 @@ from limner.numerics.precision import Auto, Precision
 from limner.progress import Advance
 from limner.sampling.generate import FREE, generate
 from limner.sampling.options import Options, Sampler
-from limner.sampling.recorded import Decoder, decoder
+from limner.sampling.recorded import TokenDecoder, decoder
 from limner.sampling.rerank import best, scores
 from limner.text.bpe import Tokenizer
 from limner.version import __version__
@@ -138,7 +138,7 @@ class TextToImage:
             raise UserError(f"the model's own guidance is a number, not {guidance!r}: correct its config.json")
         self.guidance = float(guidance)
         _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
-        self._drawing: tuple[Decoder, Contrastive] | None = None
+        self._drawing: tuple[TokenDecoder, Contrastive] | None = None
         self._free = 0  # bytes of a GPU's memory before the first drawing
 
     @property
@@ -349,7 +349,7 @@ class TextToImage:
         return max(1, min(most, room // each))
 
     @torch.inference_mode(False)  # the compiler is for ordinary tensors
-    def _models(self) -> tuple[Decoder, Contrastive]:
+    def _models(self) -> tuple[TokenDecoder, Contrastive]:
         """Prior and contrastive model in the format they draw in, made once; copies if that is not their own."""
         if self._drawing is None:
             prior, contrastive = self.prior, self.contrastive

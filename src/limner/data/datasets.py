@@ -29,10 +29,10 @@ from limner.data.stream import Dataset
 from limner.errors import UserError
 from limner.text import PAD
 
-__all__ = ["Dataset", "Encoder", "ImageCaptionDataset", "TokenDataset"]
+__all__ = ["CaptionEncoder", "Dataset", "ImageCaptionDataset", "TokenDataset"]
 
 
-class Encoder(Protocol):
+class CaptionEncoder(Protocol):
     """What a data set needs of a tokenizer (`limner.text.bpe.Tokenizer` has it)."""
 
     def encode(
@@ -68,7 +68,7 @@ class ImageCaptionDataset:
         source: Source,
         size: int,
         augment: str = "none",
-        tokenizer: Encoder | None = None,
+        tokenizer: CaptionEncoder | None = None,
         text_len: int = 256,
         bpe_dropout: float = 0.0,
         caption_dropout: float = 0.0,
@@ -202,7 +202,7 @@ class TokenDataset:
         self,
         tokens: np.ndarray | Tensor,
         captions: Sequence[Sequence[str]],
-        tokenizer: Encoder,
+        tokenizer: CaptionEncoder,
         text_len: int = 256,
         bpe_dropout: float = 0.0,
         caption_dropout: float = 0.0,
@@ -245,7 +245,7 @@ class TokenDataset:
 
 
 def _encode(
-    tokenizer: Encoder,
+    tokenizer: CaptionEncoder,
     texts: Sequence[tuple[str | None, np.random.Generator]],
     length: int,
     dropout: float,

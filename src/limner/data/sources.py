@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from limner.data.foreign import MAX_META, counted, facts, fingerprint, parse_json, read_file, split_named
-from limner.data.pictures import decode_image as decode_image
 from limner.data.samples import MAX_TEXT, Rejected, Sample, Source, parse_captions, select_split
 from limner.data.shard_reader import IMAGE_SUFFIXES, ShardReader
 from limner.data.shard_writer import MARK

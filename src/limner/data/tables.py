@@ -30,7 +30,7 @@ IMAGE_COLUMNS = (
 _BASE64_STARTS = ("data:image/", "/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD")  # JPEG, PNG, WebP, GIF
 
 
-class Table(Protocol):
+class TableFile(Protocol):
     """Rows of one file."""
 
     columns: list[str]
@@ -129,7 +129,7 @@ def _find_column(what: str, wanted: str | None, known: Sequence[str], columns: S
     raise UserError(f"{where} has no {what} column with a known name: name one of {listed}")
 
 
-def _open_table(path: Path, alone: bool) -> Table:
+def _open_table(path: Path, alone: bool) -> TableFile:
     kind = {".parquet": Parquet, ".arrow": Arrow, ".csv": Csv, ".tsv": Csv}.get(path.suffix.lower(), Jsonl)
     try:
         os.close(open_regular(path))

@@ -53,7 +53,7 @@ class Conv2d(nn.Module):
         return F.conv2d(x, self.w, self.b, padding=self.w.shape[-1] // 2)
 
 
-class Block(nn.Module):
+class ConvBlock(nn.Module):
     """A bottleneck resblock: `id_path(x) + gain * res_path(x)`, hidden width a quarter of the output.
 
     Args:
@@ -82,7 +82,9 @@ def _group(config: DVAEConfig, n_in: int, n_out: int, kernels: tuple[int, ...], 
     """`config.blocks` resblocks, of which the first changes the width, and what comes after them."""
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
     for b in range(1, config.blocks + 1):
-        blocks[f"block_{b}"] = Block(n_in if b == 1 else n_out, n_out, kernels, config.branch_gain, config.init_gain)
+        blocks[f"block_{b}"] = ConvBlock(
+            n_in if b == 1 else n_out, n_out, kernels, config.branch_gain, config.init_gain
+        )
     return nn.Sequential(blocks | after)
 
 

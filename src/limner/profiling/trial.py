@@ -2,8 +2,8 @@
 
 The process joins a `fake` group as large as the launch: its collectives return at once. Under `FakeTensorMode` nothing
 is stored or computed, and every operation is called as on a cluster: the loop's own `Run` and `update` build, convert,
-shard and train the model for a step, with the optimiser, clipping and averages of the recipe. `Watch` counts what that
-takes. So a launch of a thousand GPUs fails here where it would fail there, if its shapes or settings are wrong.
+shard and train the model for a step, with the optimiser, clipping and averages of the recipe. `Watcher` counts what
+that takes. So a launch of a thousand GPUs fails here where it would fail there, if its shapes or settings are wrong.
 
 Two things a step asks of values. Numbers that the host reads (a loss, a count of steps) are 1. Captions have no
 padding, so that every position is a target, which takes the most.
@@ -28,7 +28,7 @@ from limner.numerics.precision import Auto, Bf16
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.shards import local
 from limner.profiling.launch import Launch
-from limner.profiling.watch import Watch, storage_bytes
+from limner.profiling.watch import Watcher, storage_bytes
 from limner.training.hooks import Hook
 from limner.training.run import Run
 from limner.training.step import update
@@ -45,7 +45,7 @@ class Trial:
         state: weights, gradients, moments, averaged weights.
         activations: kept by a forward pass, beyond gathered weights.
         peak: most bytes alive in the step.
-        calls, sent: of collectives, as `Watch` counts them.
+        calls, sent: of collectives, as `Watcher` counts them.
     """
 
     shards: dict[str, tuple[Shape, Shape]]
@@ -101,7 +101,7 @@ def try_out(launch: Launch) -> Trial:
         distributed.destroy_process_group()
 
 
-class _Answers(Watch):
+class _Answers(Watcher):
     """Also answers what a fake tensor cannot: see the module."""
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,7 +133,7 @@ class Measure(Hook):
         state: as `state_bytes` has it.
     """
 
-    def __init__(self, watch: Watch, gathered: int) -> None:
+    def __init__(self, watch: Watcher, gathered: int) -> None:
         self._watch, self._gathered = watch, gathered
         self.state: dict[str, int] = {}
         self.restart()

@@ -1,6 +1,6 @@
 """What a process computes, watched from outside: bytes of tensors that are alive, and collectives that are called.
 
-    with Watch() as watch:
+    with Watcher() as watch:
         ...
     watch.peak, watch.calls, watch.sent
 
@@ -34,7 +34,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 _KINDS = {"allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce"}
 
 
-class Watch(TorchDispatchMode):
+class Watcher(TorchDispatchMode):
     """Counts within its block.
 
     Attributes:

@@ -85,12 +85,12 @@ def icons() -> Recipe:
         dvae=_patches(64, vocab=2_048, steps=3_000, patch=8, width=256, refinements=3),
         prior=PriorStage(
             model=TransformerConfig(width=160, depth=6, heads=4),
-            training=_training(steps=9_000, batch=32, ema=0.998, others=5e-3),
+            training=_training(steps=7_000, batch=32, ema=0.998, others=5e-3),
             augment=False,
             caption_dropout=0.1,
             guidance=2.0,
         ),
-        contrastive=_small_contrastive(steps=1_000),
+        contrastive=_small_contrastive(steps=600),
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from limner.layers.cache import Store, Together
 from limner.sampling.options import Sampler
-from limner.sampling.recorded import Decoder
+from limner.sampling.recorded import TokenDecoder
 from limner.text import PAD
 
 FREE = -1  # marks a position to draw
@@ -70,7 +70,7 @@ class Rows:
     """
 
     def __init__(
-        self, model: Decoder, text: Tensor, candidates: range, sampler: Sampler, seed: int, given: Tensor | None,
+        self, model: TokenDecoder, text: Tensor, candidates: range, sampler: Sampler, seed: int, given: Tensor | None,
         store: type[Store],
     ) -> None:  # fmt: skip
         b, n, length = len(text), len(candidates), prod(model.config.grid)
@@ -126,7 +126,7 @@ class Generation:
     computed separately for rows that joined at different times (selective batching: Yu et al. 2022, Orca, §3.2).
     """
 
-    def __init__(self, model: Decoder, store: type[Store] = Store) -> None:
+    def __init__(self, model: TokenDecoder, store: type[Store] = Store) -> None:
         self.model, self.store = model, store
         self.rows: list[Rows] = []
 
@@ -169,7 +169,7 @@ class Generation:
 
 
 def generate(
-    model: Decoder,
+    model: TokenDecoder,
     text: Tensor,
     candidates: range,
     sampler: Sampler,

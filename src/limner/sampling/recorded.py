@@ -18,13 +18,13 @@ from torch import Tensor
 from limner.layers.cache import Cache, Store, Together
 from limner.models.transformer import Transformer, TransformerConfig
 
-Run = Callable[[], object]
+Task = Callable[[], object]
 
 _SHAPES = 2  # recordings that are kept, with the memory of their caches: of whole batches, and of a last, smaller one
 
 
 @runtime_checkable
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """What `generate` draws with: a `Transformer`, or one whose steps are `Recorded`."""
 
     @property
@@ -35,7 +35,7 @@ class Decoder(Protocol):
     def step(self, cache: Cache | Together, token: Tensor) -> Tensor: ...
 
 
-def decoder(model: Transformer, compile: bool = False) -> Decoder:
+def decoder(model: Transformer, compile: bool = False) -> TokenDecoder:
     """The model in the form that draws fastest on its device. Compiled steps are faster still, but the first use of
     each number of candidates takes half a minute or more (`compiled.py`)."""
     on_gpu = model.head.image.weight.device.type == "cuda"
@@ -44,11 +44,11 @@ def decoder(model: Transformer, compile: bool = False) -> Decoder:
     return Recorded(model, cuda_graph if on_gpu else as_it_is, compile)
 
 
-def as_it_is(run: Run) -> Run:
+def as_it_is(run: Task) -> Task:
     return run
 
 
-def cuda_graph(run: Run) -> Run:
+def cuda_graph(run: Task) -> Task:
     """`run`, which must take and leave everything in fixed memory, as a CUDA graph; it runs twice to warm up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -73,7 +73,7 @@ class Recorded:
         compile: before they are recorded, steps are compiled.
     """
 
-    def __init__(self, model: Transformer, record: Callable[[Run], Run] = cuda_graph, compile: bool = False) -> None:
+    def __init__(self, model: Transformer, record: Callable[[Task], Task] = cuda_graph, compile: bool = False) -> None:
         self.model, self.record, self.compile = model, record, compile
         self._steps: list[_Steps] = []  # the most recently used last
 

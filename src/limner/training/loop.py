@@ -46,7 +46,7 @@ from limner.training.step import update
 from limner.training.trainable import Batch, Objective
 
 
-class Stream(Stateful, Protocol):
+class Batches(Stateful, Protocol):
     """An endless iterator over batches. Its state is its position."""
 
     def __next__(self) -> Batch: ...
@@ -79,7 +79,7 @@ class TrainResult:
 def train(
     model: nn.Module,
     objective: Objective,
-    stream: Stream,
+    stream: Batches,
     config: TrainConfig,
     out: str | Path,
     *,

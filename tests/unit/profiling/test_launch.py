@@ -18,7 +18,7 @@ from limner.optim.optimizers import AdamW, AdamW16, Muon
 from limner.profiling.choice import Cluster, choices, command
 from limner.profiling.launch import Launch, moment_bytes, shapes
 from limner.profiling.trial import try_out
-from limner.profiling.watch import Watch, storage_bytes
+from limner.profiling.watch import Watcher, storage_bytes
 from limner.training.config import TrainConfig
 
 SMALL = TransformerConfig(
@@ -142,7 +142,7 @@ def test_the_command_changes_what_the_recipe_has_otherwise() -> None:
 
 
 def test_a_watch_counts_what_is_alive() -> None:
-    with Watch() as watch:
+    with Watcher() as watch:
         a = torch.ones(1_000)
         b = a.view(10, 100)
         assert watch.now == storage_bytes([a, b]) == 4_000

@@ -1,0 +1,29 @@
+"""A class is named once: whoever looks for it by its name finds one."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import limner
+
+#: Names of several classes, and why each stays.
+SHARED = {
+    "AdamW16": "an optimiser's settings are named like the optimiser that they build, and so in recipes' JSON",
+    "Beta2WarmupAdamW": "likewise",
+    "Lion": "likewise",
+    "Muon": "likewise",
+    "StableAdamW": "likewise",
+    "Training": "each finding's trainings have their own settings, and nothing else has them",
+    "Pair": "two pictures and the caption of both, in the world of scenes and in that of icons",
+}
+
+
+def test_no_two_classes_share_a_name() -> None:
+    root, places = Path(limner.__path__[0]), defaultdict(list)
+    for file in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(file.relative_to(root)))
+    several = {name: files for name, files in places.items() if len(files) > 1}
+    assert not {name: files for name, files in several.items() if name not in SHARED}
+    assert SHARED.keys() <= several.keys()
