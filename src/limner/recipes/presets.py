@@ -76,9 +76,8 @@ def icons() -> Recipe:
         limner data icons data/icons *.tgz --styles 7 --tones 0 --pairs 0.1
         limner train data/icons --recipe icons --out runs/icons
 
-    After half of its steps some drawings of ten captions had simple shapes (a heart, a face, a cat), most the style
-    that was asked for; no rate was measured. With 16 x 16 tokens, trained to its end, drawings had no shapes;
-    with 8 x 8 the edges of patches show (docs/LOG.md).
+    The dVAE, 9 minutes on two cores, gives back unseen drawings with 22.4 dB and without seams. The prior learns
+    training pictures by heart: the loss of unseen ones rises from a fifth of its steps on (docs/LOG.md).
     """
     return Recipe(
         text=TextConfig(vocab=2_048, length=32, dropout=0.1),
