@@ -1,5 +1,5 @@
-"""Two test processes share two cores: each computes with one thread. Tests for a GPU are skipped without one. What
-annotations say of types and shapes is checked at each call."""
+"""Two test processes share two cores: each computes with one thread. Tests for a GPU are skipped without one. What the
+annotations of models, layers, objectives and sampling say of types and shapes is checked at each call."""
 
 import os
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 from jaxtyping import config, install_import_hook
 
-from shaped import SHAPED
-
+SHAPED = [
+    "models", "objectives", "metrics", "layers.attention", "layers.masked", "layers.sparse", "layers.cross_entropy",
+    "layers.patterns", "sampling.generate", "sampling.rerank",
+]  # fmt: skip
 install_import_hook([f"limner.{name}" for name in SHAPED], f"{beartype.__name__}.beartype")
 
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from checkpoints import read_tensors
 from limner import errors
 from limner.data.stream import Stream
 from limner.distributed.replicated import Replicated
@@ -27,7 +26,7 @@ from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW
 from limner.optim.schedules import Plateau
-from limner.training.checkpoint import completed
+from limner.training.checkpoint import completed, read_groups
 from limner.training.config import TrainConfig
 from limner.training.loop import Interrupted, train
 from limner.training.metrics_log import read_metrics
@@ -115,7 +114,7 @@ def compare(out: Path, whole: Path) -> None:
     for name in ("loss", "text", "image", "grad_norm", "lr"):
         assert [row[name] for row in ours] == pytest.approx([row[name] for row in theirs], rel=1e-6, abs=1e-6)
     for name in ("model", "ema"):
-        ours, theirs = (read_tensors(completed(folder)[-1], name) for folder in (out, whole))
+        ours, theirs = (read_groups(completed(folder)[-1], (name,))[name] for folder in (out, whole))
         assert list(ours) == list(theirs)
         for key, value in ours.items():
             torch.testing.assert_close(value, theirs[key], rtol=1e-6, atol=1e-6)
