@@ -1,5 +1,5 @@
-"""Two test processes share two cores: each computes with one thread. Tests for a GPU are skipped without one. What the
-annotations of models, layers, objectives and sampling say of types and shapes is checked at each call."""
+"""Two test processes share two cores: each computes with one thread. Tests for a GPU are skipped without one. What
+annotations say of types and shapes is checked at each call."""
 
 import os
 
@@ -10,11 +10,23 @@ import pytest
 import torch
 from jaxtyping import config, install_import_hook
 
+#: The modules whose annotations name shapes, but for
+#:
+#: - layers.float8, int8, low_precision and quantize: torch makes operators of their functions and reads annotations,
+#:   which it does not find in a function that is checked;
+#: - evaluation.zero_shot: its tests give it stand-ins for a model and a source;
+#: - reproduce.priors, replicas, small and spiking: the protocols that they name cannot be checked at run time.
+#:
+#: What other processes compute (`ranks.py`) is not checked.
 SHAPED = [
-    "models", "objectives", "metrics", "layers.attention", "layers.masked", "layers.sparse", "layers.cross_entropy",
-    "layers.patterns", "sampling.generate", "sampling.rerank",
+    "models", "objectives", "metrics", "numerics.formats", "layers.attention", "layers.cross_entropy", "layers.masked",
+    "layers.narrow", "layers.patterns", "layers.scales", "layers.sparse", "distributed.powersgd",
+    "distributed.reducers", "distributed.replicated", "profiling.exponents", "profiling.linear", "reproduce.fixed_q",
+    "reproduce.householder", "sampling.generate", "sampling.rerank",
 ]  # fmt: skip
-install_import_hook([f"limner.{name}" for name in SHAPED], f"{beartype.__name__}.beartype")
+# Where an annotation says float, a whole number is one.
+CHECK = f"{beartype.__name__}.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+install_import_hook([f"limner.{name}" for name in SHAPED], CHECK)
 
 
 def pytest_collection_modifyitems(items):

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, distributed, nn
@@ -39,6 +39,7 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 _PATIENCE = 60.0  # seconds until caches of a network file system have caught up
 
 
+@runtime_checkable
 class Folder(Protocol):
     """The checkpoints of a run, as one process sees them: `training.checkpoint.Files`, which describes the methods."""
 

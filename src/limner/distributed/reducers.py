@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from limner.optim.shards import local
 Waiting = Iterator[distributed.Work]  # ends when all is done
 
 
+@runtime_checkable
 class Codec(Protocol):
     """How values are sent; `numerics.formats.FloatFormat` is one."""
 
@@ -106,6 +107,7 @@ def blocks(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     return {block: parameters for block, parameters in found.items() if parameters}
 
 
+@runtime_checkable
 class GradientReducer(Protocol):
     """Averages gradients over replicas. It is given all blocks before the first step."""
 

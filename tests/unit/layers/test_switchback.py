@@ -123,6 +123,7 @@ def test_only_what_is_needed_is_computed(kind):
     assert "input gradient" not in {product for product, _, _ in layer.tally.counts}
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [*((kind, "aot_eager") for kind in KINDS), (SwitchBackLinear, "inductor"), (SwitchBackMLinear, "inductor")],
