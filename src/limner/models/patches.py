@@ -145,14 +145,14 @@ class PatchDVAE(nn.Module):
     def _plain(
         self, colors: Float[Tensor, "N 3"], most: int, samples: int, generator: torch.Generator
     ) -> Float[Tensor, "F D"]:
-        """Codes of one color each, at most so many."""
-        distinct, counts = torch.unique((colors * 255).round(), dim=0, return_counts=True)
+        """Codes of one color each, at most so many: colors that pictures have, so that no other code is nearer."""
+        distinct, counts = torch.unique(unmap_pixels(colors), dim=0, return_counts=True)
         if len(distinct) <= most:  # also where there is none
             chosen = distinct
         else:
             drawn = torch.multinomial(counts.sqrt(), samples, replacement=True, generator=generator)
-            chosen = centres(distinct[drawn], most, generator)
-        return (chosen / 255).repeat_interleave(self.config.patch**2, 1)
+            chosen = unmap_pixels(centres(map_pixels(distinct[drawn]), most, generator))
+        return map_pixels(chosen).repeat_interleave(self.config.patch**2, 1)
 
     def _patches(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B S D"]:
         return F.pixel_unshuffle(map_pixels(pixels), self.config.patch).flatten(2).mT
