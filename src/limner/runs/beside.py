@@ -2,7 +2,8 @@
 
 The operations of small models are too short to share among a CPU's threads: two processes with half of the
 threads each do a fifth to two fifths more work than all threads on one model after the other (docs/LOG.md).
-The other process saves and stops when this one is interrupted or dies.
+The other process saves and stops when this one is interrupted or dies. When it is done, the prior trains with all
+threads.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ def trained_together(stages: Sequence[str], device: torch.device) -> bool:
 
 
 class _Watch(Hook):
-    """Ends the prior's training when the other process has failed."""
+    """Gives the prior's training all `threads` when the other process is done, and ends it when that has failed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.process, self.log = process, log
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, threads: int) -> None:
+        self.process, self.log, self.threads = process, log, threads
 
     def on_report(self, run: Run, row: dict[str, Any]) -> None:
         self.check()
+        if self.process.poll() is not None:
+            torch.set_num_threads(self.threads)
 
     def check(self) -> None:
         """Raises `UserError` with the last words of the other process if it has failed."""
@@ -68,7 +71,7 @@ def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -
         )  # fmt: skip
     assert process.stdin is not None
     print(f"training the contrastive model beside it: {printable(log)}", file=sys.stderr)
-    watch = _Watch(process, log)
+    watch = _Watch(process, log, threads)
     torch.set_num_threads(threads - threads // 2)
     try:
         yield watch

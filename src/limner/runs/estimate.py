@@ -56,6 +56,7 @@ def _lines(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     together, threads = trained_together(stages, device), torch.get_num_threads()
     lines, took, untried = [], dict.fromkeys(TITLES, 0.0), False
+    freed = 1.0  # the prior's time for a step when the contrastive model is done, as a share of that beside it
     for name, title in TITLES.items():
         stage = getattr(recipe, name)
         if name not in stages or isinstance(stage, Bundled):
@@ -75,13 +76,16 @@ def _lines(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None
         finally:
             torch.set_num_threads(threads)
         took[name] = each * steps * (COMPANY if shares else 1)
+        if shares and name == "prior":
+            freed = seconds_a_step(*trial(recipe, name), _ROOM, device) / (each * COMPANY)
         lines.append(f"{line}, about {_duration(took[name])}" + (" beside the other" if shares else ""))
         if took[name] > _DAY:
             what, total = f"the {title} alone", took[name]
             break
     else:
-        both = took["prior"], took["contrastive"]
-        what, total = "all of it", took["dvae"] + (max(both) if together else sum(both))
+        prior, contrastive = took["prior"], took["contrastive"]
+        both = contrastive + max(0, prior - contrastive) * freed if together else prior + contrastive
+        what, total = "all of it", took["dvae"] + both
     if not lines:
         return []
     known = f"{'more than' if untried else 'about'} {_duration(total)}" if total else "longer than can be tried"
