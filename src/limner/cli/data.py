@@ -86,6 +86,8 @@ class WriteIcons(Checked):
     """Drawings with a skin tone of each subject and style, at most; the one without comes in any case."""
     styles: Annotated[int, Range(1, 1_000)] = 1
     """Leave out subjects that fewer styles have: few styles and many subjects are much to learn by heart."""
+    categories: tuple[str, ...] = ()
+    """Leave out subjects that no set files under one of these ("Food & Drink", say)."""
     all_licenses: bool = False
     """Take sets whose licence is not a permissive one, too: share-alike, or unknown."""
 
@@ -189,7 +191,8 @@ def icons(argv: Sequence[str]) -> None:
     with progress("drawing icons", total, unit="icon") as bar:
         summary = write_icons(
             options.out, sets, keywords=keywords, size=options.size, background=options.background,
-            pairs=options.pairs, tones=options.tones, styles=options.styles, progress=bar.advance,
+            pairs=options.pairs, tones=options.tones, styles=options.styles, categories=options.categories,
+            progress=bar.advance,
         )  # fmt: skip
     _tell(options.out, summary["kept"], summary["rejected"], summary["splits"])
     for what in ("joined", "kinds"):

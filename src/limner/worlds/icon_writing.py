@@ -19,7 +19,7 @@ from PIL import ImageColor
 from limner.data.encoding import encoded
 from limner.data.samples import Rejected
 from limner.data.shard_writer import ShardWriter
-from limner.errors import UserError
+from limner.errors import UserError, suggestion
 from limner.progress import Advance
 from limner.worlds.icon_captions import CHANGES, Keywords, captions, noun, pair_captions
 from limner.worlds.iconify import IconSet
@@ -70,6 +70,7 @@ def write_icons(
     pairs: float = 0.25,
     tones: int = 1,
     styles: int = 1,
+    categories: Sequence[str] = (),
     progress: Advance | None = None,
 ) -> dict[str, Any]:
     """Write shards of PNG, captions and facts; the summary is returned, with what was joined and how it is split.
@@ -80,19 +81,24 @@ def write_icons(
         pairs: how many drawings come a second time, on top of a pair.
         tones: drawings with a skin tone of each subject and style, at most.
         styles: leave out subjects that fewer styles have.
-        progress: called with 1 after every drawing, whether it could be drawn or not.
+        categories: leave out subjects that no set files under one of these, as "Food & Drink"; none leaves out nothing.
+        progress: called with 1 after every drawing, whether it could be drawn or not, and with how many are left out.
 
-    Raises `UserError` if no drawing is left.
+    Raises `UserError` if no drawing is left, or no set knows a category.
     """
     try:
         ImageColor.getrgb(background)
     except ValueError:
         raise UserError(f"{background!r} is no color: name one of CSS, as white or #ffeecc") from None
     drawn, rejected = world(sets)
+    drawn, others = _filed(drawn, categories)
+    rejected["a subject of another category"] += len(others)
     drawn, rare = _common(drawn, styles)
     rejected["a subject in too few styles"] += len(rare)
     drawn, more = _fewer_tones(drawn, tones)
     rejected["a further skin tone"] += len(more)
+    if progress:
+        progress(len(others) + len(rare) + len(more))
     known, partners = Keywords.of(keywords), defaultdict[str, list[Drawn]](list)
     for one in drawn:
         if not one.held_out:
@@ -125,6 +131,18 @@ def write_icons(
             reasons = ", ".join(f"{reason}: {n}" for reason, n in writer.rejected.items())
             raise UserError(f"there is nothing to draw in these sets ({reasons or 'they are empty'})")
     return {**writer.summary(), "subjects": len(partners), "joined": dict(joined), "kinds": dict(kinds)}
+
+
+def _filed(drawn: Sequence[Drawn], categories: Sequence[str]) -> tuple[list[Drawn], list[Drawn]]:
+    """Those whose base some set files under one of the categories; and the others."""
+    if not categories:
+        return list(drawn), []
+    known = dict.fromkeys(one.category for one in drawn if one.category)
+    for category in categories:
+        if category not in known:
+            raise UserError(f"no set has a category {category!r}: {suggestion(category, known)}")
+    bases = {one.base for one in drawn if one.category in categories}
+    return [one for one in drawn if one.base in bases], [one for one in drawn if one.base not in bases]
 
 
 def _common(drawn: Sequence[Drawn], styles: int) -> tuple[list[Drawn], list[Drawn]]:

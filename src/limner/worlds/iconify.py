@@ -1,7 +1,8 @@
 """Icon sets in Iconify's JSON format: what is in a file, each icon as a checked SVG document.
 
 `npm pack @iconify-json/NAME` gives a .tgz with `icons.json` (the drawings), `info.json` (title, author, licence) and,
-for emoji, `chars.json` (names by code points). A folder's `icons.json` serves as well, with the other two beside it.
+for emoji, `chars.json` (names by code points) and `metadata.json` (names by category). A folder's `icons.json` serves
+as well, with the others beside it.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class Icon:
 
 @dataclass(frozen=True)
 class IconSet:
-    """What a file holds. `codes` are code points by name, as "1f468-200d-1f692"; `aliases` are further names of the
-    same picture by its first one; `rejected` counts what is no icon, by reason."""
+    """What a file holds. `codes` are code points by name, as "1f468-200d-1f692", and `categories` what its makers file
+    a name under; `aliases` are further names of the same picture by its first one; `rejected` counts what is no icon,
+    by reason."""
 
     prefix: str
     title: str
@@ -52,6 +54,7 @@ class IconSet:
     icons: Mapping[str, Icon]
     aliases: Mapping[str, tuple[str, ...]]
     codes: Mapping[str, str]
+    categories: Mapping[str, str]
     rejected: Mapping[str, int]
     _data: Mapping[str, Any] = field(repr=False)
 
@@ -82,10 +85,19 @@ def read(path: str | Path) -> IconSet:
     author, licence = _object(info, "author"), _object(info, "license")
     prefix = _text(data["prefix"])
     codes = {name: code for code, name in _json(path, "chars.json", required=False).items() if isinstance(name, str)}
+    filed = _object(_json(path, "metadata.json", required=False), "categories")
+    categories = {
+        name: _text(category)
+        for category, names in filed.items()
+        if isinstance(names, list)
+        for name in names
+        if isinstance(name, str)
+    }
     icons, aliases, rejected = _resolved(data)
     return IconSet(
         prefix, _text(info.get("name")) or prefix, _text(author.get("name")) or "unknown",
-        _text(licence.get("spdx")) or "unknown", _text(author.get("url")), icons, aliases, codes, rejected, data,
+        _text(licence.get("spdx")) or "unknown", _text(author.get("url")), icons, aliases, codes, categories,
+        rejected, data,
     )  # fmt: skip
 
 

@@ -42,7 +42,8 @@ _MANY = 4  # styles from which on a base may be held out in one
 
 @dataclass(frozen=True)
 class Drawn:
-    """One drawing and what is known of it. `emoji` is None where it was joined with nothing."""
+    """One drawing and what is known of it. `emoji` is None where it was joined with nothing, `category` where its set
+    names none."""
 
     set: IconSet
     icon: Icon
@@ -51,6 +52,7 @@ class Drawn:
     base: str
     tones: tuple[str, ...]
     emoji: str | None
+    category: str | None = None
     held_out: HeldOut | None = None
 
     @property
@@ -58,8 +60,8 @@ class Drawn:
         """Its metadata in a shard."""
         told = {
             "subject": self.subject, "style": self.style, "set": self.set.prefix, "name": self.icon.name,
-            "base": self.base, "tones": list(self.tones), "emoji": self.emoji, "license": self.set.license,
-            "author": self.set.author, "source": self.set.source,
+            "base": self.base, "tones": list(self.tones), "emoji": self.emoji, "category": self.category,
+            "license": self.set.license, "author": self.set.author, "source": self.set.source,
             "split": "held-out" if self.held_out else "train", "held_out": self.held_out,
         }  # fmt: skip
         return {key: value for key, value in told.items() if value is not None}
@@ -79,7 +81,9 @@ def world(sets: Sequence[IconSet]) -> tuple[list[Drawn], Counter[str]]:
                 rejected["a name without a caption"] += 1
                 continue
             base, tones = (name, ()) if emoji is None else (_base(emoji), emoji.tones)
-            found = Drawn(one, icon, style, name, base, tones, emoji and emoji.text)
+            filed = (one.categories.get(called) for called in (icon.name, *one.aliases.get(icon.name, ())))
+            category = next((told for told in filed if told), None)
+            found = Drawn(one, icon, style, name, base, tones, emoji and emoji.text, category)
             if (name, style) in drawn:
                 rejected["the same subject in the same style again"] += 1
             drawn.setdefault((name, style), found)

@@ -196,6 +196,24 @@ def test_subjects_that_few_styles_have_are_left_out_with_all_their_tones(sets, t
     assert summary["kept"] + left_out == everything["kept"] + tones
 
 
+def test_categories_keep_subjects_that_some_set_files_there(sets, tmp_path):
+    folder = tmp_path / "openmoji"
+    filed = a_set(tmp_path, "openmoji", {"tiger": drawing(1), "hamburger": drawing(2), "car": drawing(3)}, {})
+    assert not filed.categories  # the other sets have no metadata.json either
+    listed = {"categories": {"Animals": ["tiger", 7], "Food & Drink": ["hamburger"], "Odd": "car"}}
+    (folder / "metadata.json").write_text(json.dumps(listed))
+    filed = iconify.read(folder / "icons.json")
+    assert filed.categories == {"tiger": "Animals", "hamburger": "Food & Drink"}
+    summary = write_icons(tmp_path / "out", [*sets, filed], size=16, pairs=0, categories=("Animals", "Food & Drink"))
+    source = open_source(str(tmp_path / "out"))
+    facts = [source.meta(i) for i in range(len(source))]
+    assert {one["base"] for one in facts} == {"tiger", "hamburger"} and len(facts) == summary["kept"] > 2
+    assert {one.get("category") for one in facts} == {"Animals", "Food & Drink", None}  # other sets' are kept, too
+    assert summary["rejected"]["a subject of another category"] > 400
+    with pytest.raises(UserError, match="no set has a category 'Animal': did you mean 'Animals'"):
+        write_icons(tmp_path / "none", [*sets, filed], size=16, categories=("Animal",))
+
+
 def test_pairs_show_only_what_is_trained(written):
     source = open_source(str(written[0]))
     facts = [source.meta(i) for i in range(len(source))]
