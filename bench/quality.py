@@ -35,7 +35,7 @@ from limner import recipes
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sources import open_source
 from limner.evaluation.composition import PUBLISHED, drawn
-from limner.evaluation.icons import Icons
+from limner.evaluation.icon_pictures import Icons
 from limner.evaluation.intervals import Rate
 from limner.evaluation.judge import steps_of, trained
 from limner.pipeline import TextToImage, load
@@ -79,7 +79,8 @@ def ours(options: argparse.Namespace, folder: Path, captions: list[str]) -> Tens
     print(f"ours: {steps:,} and {recipe.prior.training.steps:,} steps in {took:.1f} minutes", file=sys.stderr)
     assert prior is not None
     unused = fitted_contrastive(recipe.contrastive, recipe.text, tokenizer.vocab_size, dvae.config).build()
-    pipe = TextToImage(dvae, prior, unused.eval(), tokenizer, {"name": "ours", "guidance": recipe.prior.guidance})
+    own = {"temperature": recipe.prior.temperature, "guidance": recipe.prior.guidance}
+    pipe = TextToImage(dvae, prior, unused.eval(), tokenizer, {"name": "ours", **own})
     made = []
     with progress("drawing", len(captions) * CANDIDATES, unit="drawing") as bar:
         for _, part in drawn(pipe, captions, CANDIDATES, PUBLISHED, progress=bar.advance):

@@ -40,6 +40,7 @@ from limner.models.patches import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Auto, Precision
 from limner.progress import Advance
+from limner.ranges import OutOfRange
 from limner.sampling.generate import FREE, generate
 from limner.sampling.options import Options, Sampler
 from limner.sampling.recorded import TokenDecoder, decoder
@@ -63,7 +64,7 @@ class Candidates:
         pictures: uint8 [B, N, 3, H, W].
         scores: float32 [B, N].
         tokens: int64 [B, N, S].
-        sampler: the one they were drawn with, with the model's own guidance filled in.
+        sampler: the one they were drawn with, with the model's own settings filled in.
     """
 
     pictures: Tensor
@@ -115,8 +116,8 @@ class TextToImage:
 
     Args:
         dvae, prior, contrastive, tokenizer: trained to work together.
-        info: JSON values for the model card: "name", "recipe", "data", "scores", ...; "guidance" is
-            the default of drawings.
+        info: JSON values for the model card: "name", "recipe", "data", "scores", ...; "temperature"
+            and "guidance" are the defaults of drawings.
 
     Raises:
         UserError: the parts do not fit together.
@@ -133,13 +134,20 @@ class TextToImage:
     ) -> None:
         self.dvae, self.prior, self.contrastive = dvae.eval(), prior.eval(), contrastive.eval()
         self.tokenizer, self.info, self.runtime = tokenizer, dict(info or {}), runtime
-        guidance = self.info.get("guidance", 1.0)
-        if type(guidance) not in (int, float):
-            raise UserError(f"the model's own guidance is a number, not {guidance!r}: correct its config.json")
-        self.guidance = float(guidance)
+        try:
+            self.sampler = Sampler(temperature=self._own("temperature"), guidance=self._own("guidance"))
+        except OutOfRange as error:
+            raise UserError(f"the model's own {error}: correct its config.json") from None
         _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
         self._drawing: tuple[TokenDecoder, Contrastive] | None = None
         self._free = 0  # bytes of a GPU's memory before the first drawing
+
+    def _own(self, setting: str) -> float:
+        """A default of drawings that the model brings along; 1 if it brings none."""
+        value = self.info.get(setting, 1.0)
+        if type(value) not in (int, float):
+            raise UserError(f"the model's own {setting} is a number, not {value!r}: correct its config.json")
+        return float(value)
 
     @property
     def name(self) -> str:
@@ -278,8 +286,7 @@ class TextToImage:
             raise UserError(f"candidates is the number of drawings to choose from: at least 1, not {count}")
         if every < 1:
             raise UserError(f"every is a number of rows of tokens: at least 1, not {every}")
-        if sampler.guidance is None:
-            sampler = replace(sampler, guidance=self.guidance)
+        sampler = sampler.over(self.sampler)
         seeds = _seeds(seed, len(captions))
         text = self._encode(captions, self.prior.config.text_len)
         judged = text

@@ -100,6 +100,16 @@ def test_guidance_changes_drawings_and_is_checked(pipe):
         pipe(CAPTION, guidance=-1)
 
 
+def test_a_model_brings_its_own_temperature_and_guidance(pipe):
+    parts = pipe.dvae, pipe.prior, pipe.contrastive, pipe.tokenizer
+    cold = TextToImage(*parts, {**pipe.info, "temperature": 0.3, "guidance": 2})
+    own, given = cold(CAPTION, n=2, candidates=2), pipe(CAPTION, n=2, candidates=2, temperature=0.3, guidance=2)
+    assert np.array_equal(pixels(own), pixels(given)) and own[0].settings == given[0].settings
+    assert own[0].settings["temperature"] == 0.3 and pipe(CAPTION, candidates=1)[0].settings["temperature"] == 1
+    warm = cold(CAPTION, n=2, candidates=2, temperature=1, guidance=1)
+    assert np.array_equal(pixels(warm), pixels(pipe(CAPTION, n=2, candidates=2)))
+
+
 def test_drawing_leaves_the_callers_random_numbers_alone(pipe, saved):
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -457,6 +467,7 @@ SPOILED = {
     "huge grid": (lambda b: edit(b, put("prior", "grid", [100, 100])), "10000 positions"),
     "negative size": (lambda b: edit(b, put("dvae", "vocab", -5)), "vocab must be"),
     "guidance in words": (lambda b: edit(b, put("info", "guidance", "much")), "guidance is a number"),
+    "no temperature": (lambda b: edit(b, put("info", "temperature", -1)), "temperature must be"),
     "other grid": (lambda b: edit(b, put("dvae", "size", 48)), "do not belong together"),
     "missing weights": (lambda b: (b / "prior.safetensors").unlink(), "missing"),
     "cut weights": (lambda b: cut(b / "prior.safetensors"), "damaged"),

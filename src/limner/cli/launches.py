@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from limner.cli.tables import gb, table
 from limner.profiling.choice import Timed, command
-from limner.profiling.cost import GPUS
+from limner.profiling.gpus import GPUS
 from limner.training.config import TrainConfig
 
 if TYPE_CHECKING:

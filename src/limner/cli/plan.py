@@ -17,7 +17,9 @@ from limner.cli.tables import gb, table
 from limner.optim.optimizers import AdamW16
 from limner.profiling import cost
 from limner.profiling.choice import Cluster, choices
-from limner.profiling.cost import GB, GPUS, Cost
+from limner.profiling.compression import compression_rate, table1, table2
+from limner.profiling.cost import GB, Cost
+from limner.profiling.gpus import GPUS
 from limner.ranges import Checked, Range
 
 RUNS = """\
@@ -150,17 +152,17 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
             (f"the same, compressed to rank {made.r}", gb(made.between(True))),
         ],
     )
-    rate = cost.compression_rate(c.width, made.r, made.m)
+    rate = compression_rate(c.width, made.r, made.m)
     yield (
         table(
             ("compression of a layer, values", "gradient shard", "P", "Q"),
-            [(kind, *(f"{n:,.0f}" for n in row)) for kind, row in cost.table2(c.width, made.r, made.m).items()],
+            [(kind, *(f"{n:,.0f}" for n in row)) for kind, row in table2(c.width, made.r, made.m).items()],
         )
         + f"\nsaved: {rate:.1%} (Table 2: 1 - r (m + 2) / (2 d m))"
     )
     yield table(
         ("Table 1: effective parameters", "d_model", "rank", "saved"),
-        [(f"{n / 1e9:.2f} billion", f"{d:,}", str(r), f"{saved:.0%}") for n, d, r, saved in cost.table1()],
+        [(f"{n / 1e9:.2f} billion", f"{d:,}", str(r), f"{saved:.0%}") for n, d, r, saved in table1()],
     )
 
     times = []

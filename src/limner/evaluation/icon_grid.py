@@ -16,7 +16,7 @@ from torch import Tensor
 
 from limner.errors import UserError, suggestion
 from limner.evaluation.composition import drawn
-from limner.evaluation.icons import Icons
+from limner.evaluation.icon_pictures import Icons
 from limner.evaluation.report import wrap
 from limner.pipeline import TextToImage
 from limner.progress import Advance

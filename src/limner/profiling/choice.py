@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from limner.models.transformer import TransformerConfig
-from limner.profiling.cost import GPUS, default_rank
+from limner.profiling.compression import default_rank
+from limner.profiling.gpus import GPUS
 from limner.profiling.launch import Launch
 from limner.training.config import TrainConfig
 

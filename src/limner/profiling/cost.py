@@ -2,8 +2,7 @@
 
 Parameters are counted on the meta device. The rest is arithmetic over a `TransformerConfig`, each term
 named here; no GPU is touched. A test compares the memory with measured peaks. What is assumed rather
-than derived is in `GPUS`: the makers' peak rates, the network of the usual machines, and the share of
-the peak that training reaches.
+than derived is in `gpus.py`.
 
 The layout is the paper's (§2.4, §2.5, Figure 5): each machine holds one copy of the parameters, sharded
 over its `m` GPUs; machines average gradients, PowerSGD-compressed to rank r or not; each GPU has samples
@@ -25,30 +24,13 @@ from limner.layers.cross_entropy import LOGITS
 from limner.layers.patterns import Pattern
 from limner.layers.sparse import SparseAttention, training_core
 from limner.models.transformer import TransformerConfig
+from limner.profiling.compression import default_rank, table2
+from limner.profiling.gpus import GPUS
 
 GB = 1e9
 _MASTER = 4  # bytes of an fp32 value
 _HALF = 2  # bytes of a 16-bit value
 
-
-@dataclass(frozen=True, kw_only=True)
-class GPU:
-    """Memory in bytes, the maker's dense 16-bit rate in FLOP/s, bytes/s that one GPU exchanges within its machine and
-    with other machines, and the share of the rate that is reached."""
-
-    memory: float
-    rate: float
-    within: float
-    between: float
-    share: float
-
-
-GPUS = {
-    "v100-16gb": GPU(memory=16 * 2**30, rate=125e12, within=150e9, between=1.5e9, share=0.35),
-    "a100-80gb": GPU(memory=80 * 2**30, rate=312e12, within=300e9, between=25e9, share=0.45),
-    "h100-80gb": GPU(memory=80 * 2**30, rate=989e12, within=450e9, between=50e9, share=0.4),
-    "h200-141gb": GPU(memory=141e9, rate=989e12, within=450e9, between=50e9, share=0.4),
-}
 
 _KINDS = {
     "attention.branch.qkv.weight": "queries, keys, values",
@@ -291,29 +273,3 @@ class Cost:
         kind = GPUS[gpu]
         work = self.flops(checkpointing) / self.gpus / (kind.rate * kind.share)
         return max(work, self.within / kind.within) + self.between(compressed) / kind.between
-
-
-def default_rank(width: int) -> int:
-    """The paper's choice at its three sizes (Table 1), between and beyond them in proportion."""
-    return max(128, 128 * ceil(0.225 * width / 128))
-
-
-def compression_rate(width: int, rank: int, m: int = 8) -> float:
-    """1 - r (m + 2) / (2 d m): the share of traffic saved, 1 - 5 r / 8 d at m = 8 (§2.5, App. E.1)."""
-    return 1 - rank * (m + 2) / (2 * width * m)
-
-
-def table1() -> list[tuple[int, int, int, float]]:
-    """Table 1: effective parameters, width, rank, compression rate, at 64 layers."""
-    return [(12 * 64 * d * d, d, r, compression_rate(d, r)) for d, r in ((1920, 512), (2688, 640), (3968, 896))]
-
-
-def table2(d: int, r: int, m: int) -> dict[str, tuple[float, float, float]]:
-    """Table 2: values of a layer's gradient shard, and of its factors P and Q, that one GPU sends."""
-    rows: dict[str, tuple[float, float, float]] = {
-        "qkv and post-attention matrices": (4 * d * d / m, 4 * d * r / m, 4 * r / m * d / m),
-        "first MLP matrix": (d * 4 * d / m, d * r / m, r / m * 4 * d / m),
-        "second MLP matrix": (4 * d / m * d, 4 * d / m * r / m, r / m * d),
-    }
-    rows["total size"] = tuple(map(sum, zip(*rows.values(), strict=True)))  # pyright: ignore[reportArgumentType]
-    return rows

@@ -80,14 +80,12 @@ def icons() -> Recipe:
     training pictures by heart: the loss of unseen ones rises from a fifth of its steps on (docs/LOG.md).
     """
     return Recipe(
-        text=TextConfig(vocab=2_048, length=32, dropout=0.1),
+        text=TextConfig(vocab=2_048, length=32, dropout=0.0),
         dvae=_patches(64, vocab=2_048, steps=3_000, patch=8, width=256, refinements=3),
         prior=PriorStage(
             model=TransformerConfig(width=160, depth=6, heads=4),
-            training=_training(steps=7_000, batch=32, ema=0.998, others=5e-3),
+            training=_training(steps=6_500, batch=32, ema=0.998, others=5e-3),
             augment=False,
-            caption_dropout=0.1,
-            guidance=2.0,
         ),
         contrastive=_small_contrastive(steps=600),
     )

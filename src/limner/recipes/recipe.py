@@ -87,7 +87,7 @@ class PriorStage(Checked):
     """With `augment` (Listing 2) pictures are encoded on the fly, else once and cached.
 
     `caption_dropout` is the share of captions left empty in training, which guidance needs (0.1, say);
-    `guidance` is the default of drawings by the trained model, and 1 is none.
+    `temperature` and `guidance` are the defaults of drawings by the trained model; a guidance of 1 is none.
     """
 
     model: TransformerConfig = field(default_factory=TransformerConfig)
@@ -95,6 +95,7 @@ class PriorStage(Checked):
     training: TrainConfig
     augment: bool = True
     caption_dropout: Annotated[float, Range(0, 1)] = 0.0
+    temperature: Annotated[float, Range(0, 100)] = 1.0
     guidance: Annotated[float, Range(0, 100)] = 1.0
 
 

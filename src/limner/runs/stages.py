@@ -115,6 +115,7 @@ def train_all(
             "data": Path(data).name,
             "samples": len(run.seen),
             "recipe": to_dict(recipe),
+            "temperature": recipe.prior.temperature,
             "guidance": recipe.prior.guidance,
         } | ({"attribution": credited} if credited else {})
         bundle = TextToImage(dvae, prior, contrastive, tokenizer, info)

@@ -30,7 +30,7 @@ def choose(sampler: Sampler, logits: Float[Tensor, "M V"], uniform: Float32[Tens
     """fp32 [M, V] and numbers in [0, 1) [M] -> tokens [M]."""
     if sampler.temperature == 0:
         return logits.argmax(-1)
-    if sampler.temperature != 1:
+    if sampler.temperature not in (1, None):
         logits = logits / sampler.temperature
     p = logits.softmax(-1)
     if sampler.top_k is not None or sampler.top_p is not None:

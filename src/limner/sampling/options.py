@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 from limner.ranges import SEEDS, Checked, OutOfRange, Range
@@ -14,8 +14,8 @@ CANDIDATES = Range(1, 2**16)  # how many drawings of a caption there may be to c
 class Sampler(Checked):
     """How a token is chosen from image logits."""
 
-    temperature: Annotated[float, Range(0, 100)] = 1.0
-    """1 samples what was learned, lower is safer and less varied, 0 takes the likeliest."""
+    temperature: Annotated[float | None, Range(0, 100)] = None
+    """1 samples what was learned, lower is safer and less varied, 0 takes the likeliest; by default the model's own."""
     top_k: Annotated[int | None, Range(1, 2**24)] = None
     """Sample among the k likeliest tokens only."""
     top_p: Annotated[float | None, Range(above=0, most=1)] = None
@@ -26,8 +26,13 @@ class Sampler(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if 0 < self.temperature < 0.01:
+        if self.temperature is not None and 0 < self.temperature < 0.01:
             raise OutOfRange("temperature", f"must be 0 (the likeliest) or at least 0.01, not {self.temperature}")
+
+    def over(self, own: Sampler) -> Sampler:
+        """These settings, and those of `own` where there is none."""
+        missing = {setting.name for setting in fields(Sampler) if getattr(self, setting.name) is None}
+        return replace(self, **{name: getattr(own, name) for name in missing})
 
     def facts(self) -> dict[str, Any]:
         """The settings as the files of drawings and evaluations state them."""

@@ -11,7 +11,8 @@ from PIL import Image, ImageColor
 from limner.data.sources import open_source
 from limner.errors import UserError
 from limner.evaluation import icon_grid, icons as module
-from limner.evaluation.icons import Icons, IconSettings, accuracy, enlarged, evaluate, evaluate_pairs, save
+from limner.evaluation.icon_pictures import Icons
+from limner.evaluation.icons import IconSettings, accuracy, enlarged, evaluate, evaluate_pairs, save
 from limner.evaluation.judge import JudgeConfig, trained
 from limner.pipeline import Candidates
 from limner.sampling.options import Sampler

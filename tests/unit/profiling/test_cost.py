@@ -15,7 +15,9 @@ from limner.layers.patterns import PATTERNS
 from limner.models.transformer import SIZES, TransformerConfig
 from limner.optim.optimizers import AdamW, AdamW16
 from limner.profiling import cost
-from limner.profiling.cost import GPUS, Cost
+from limner.profiling.compression import compression_rate, default_rank, table1, table2
+from limner.profiling.cost import Cost
+from limner.profiling.gpus import GPUS
 
 PAPER = Cost(config=SIZES["dalle-12b"], gpus=1024, batch=1024)
 
@@ -44,18 +46,18 @@ def test_the_papers_model_has_its_parameters():
 
 
 def test_tables_1_and_2():
-    assert [(round(n / 1e9, 1), rank, round(100 * rate)) for n, _, rank, rate in cost.table1()] == [
+    assert [(round(n / 1e9, 1), rank, round(100 * rate)) for n, _, rank, rate in table1()] == [
         (2.8, 512, 83), (5.5, 640, 85), (12.1, 896, 86),
     ]  # fmt: skip
-    assert [cost.default_rank(d) for d in (1920, 2688, 3968)] == [512, 640, 896]
+    assert [default_rank(d) for d in (1920, 2688, 3968)] == [512, 640, 896]
     for d, r, m in ((1920, 512, 8), (3968, 896, 8), (64, 16, 4), (96, 8, 1)):
-        rows = cost.table2(d, r, m)
+        rows = table2(d, r, m)
         total, p, q = rows["total size"]
         assert (total, p, q) == pytest.approx(
             (12 * d * d / m, (5 * d * r * m + 4 * d * r) / m**2, (d * r * m + 8 * d * r) / m**2)
         )
-        assert 1 - (p + q) / total == pytest.approx(cost.compression_rate(d, r, m))
-    assert cost.compression_rate(3968, 896, 8) == 1 - 5 * 896 / (8 * 3968)
+        assert 1 - (p + q) / total == pytest.approx(compression_rate(d, r, m))
+    assert compression_rate(3968, 896, 8) == 1 - 5 * 896 / (8 * 3968)
 
 
 def test_the_papers_model_fits_the_papers_gpu_only_as_the_paper_stored_it():
@@ -86,7 +88,7 @@ def test_compression_saves_what_it_says_between_machines():
     bare = replace(PAPER, gpus=16, batch=16)
     others = 2 * (1 / 2) * bare.sizes[1] / 8 * 4
     saved = 1 - (bare.between(True) - others) / (bare.between(False) - others)
-    assert saved == pytest.approx(cost.compression_rate(3968, 896))
+    assert saved == pytest.approx(compression_rate(3968, 896))
     assert replace(bare, gpus=8).between(False) == replace(bare, gpus=8).between(True) == 0
     assert replace(bare, gpus=1).within == 0
 

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     place(options.output)
     from limner.data.sources import open_source
     from limner.evaluation import icon_grid
-    from limner.evaluation.icons import Icons
+    from limner.evaluation.icon_pictures import Icons
     from limner.evaluation.report import save_png
     from limner.pipeline import load
 

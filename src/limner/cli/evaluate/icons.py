@@ -51,13 +51,14 @@ def main(argv: Sequence[str]) -> None:
     kept = options.judge and place(options.judge, folder=True)
     from limner.data.sources import open_source
     from limner.evaluation import icons as evaluation
+    from limner.evaluation.icon_pictures import SPLITS, Icons
     from limner.evaluation.judge import JudgeConfig, steps_of, trained
     from limner.pipeline import load
 
     source, pipe = open_source(options.data), load(options.model)
     there = Path(options.data).resolve()
     kept = kept or place(there.parent / f"{there.name}-judge", folder=True)
-    data = evaluation.Icons.of(source, pipe.dvae.config.size)
+    data = Icons.of(source, pipe.dvae.config.size)
     labelled, config = data.labelled, JudgeConfig(epochs=options.epochs)
     with progress("the judge", steps_of(labelled, config)) as bar:
         judge = trained(labelled, kept, config, bar)
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
         captions=options.captions, candidates=options.candidates, repeats=options.repeats, seed=options.seed
     )
     results = []
-    asked = [(evaluation.evaluate, split, data.gallery.splits.count(split)) for split in evaluation.SPLITS]
+    asked = [(evaluation.evaluate, split, data.gallery.splits.count(split)) for split in SPLITS]
     asked += [(evaluation.evaluate_pairs, kind, data.pairs.kinds.count(kind)) for kind in sorted(set(data.pairs.kinds))]
     for evaluate, what, count in asked:
         if total := min(count, settings.captions) * settings.repeats * settings.candidates:
