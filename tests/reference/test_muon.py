@@ -33,6 +33,22 @@ def test_singular_values_come_near_one() -> None:
         assert float(values.min()) > 0.3 and float(values.max()) < 1.3
 
 
+@pytest.mark.parametrize("decimals", [0, 1, 6])
+@pytest.mark.parametrize("shape", [(12, 12), (12, 20), (12, 24), (12, 60), (60, 12), (1, 7)])
+def test_matrices_of_any_shape_take_the_five_steps(shape, decimals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of twice as many columns as rows, or more, by way of their Gram matrix; however their values spread."""
+    monkeypatch.setattr("limner.optim.muon.has_fast_bf16", lambda device: False)
+    torch.manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(3, *shape, dtype=torch.float64), full_matrices=False)
+    x = u * 10 ** torch.linspace(0, -decimals, min(shape), dtype=torch.float64) @ v
+    expected = x / x.norm(dim=(1, 2), keepdim=True)
+    for _ in range(5):
+        gram = expected @ expected.mT
+        expected = 3.4445 * expected - 4.775 * gram @ expected + 2.0315 * gram @ gram @ expected
+    error = (orthogonalize(x.float()) - expected).norm() / expected.norm()
+    assert error < (5e-6 if decimals < 2 else 1e-3)
+
+
 def test_without_fast_bf16_the_updates_are_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     matrices, found = torch.randn(3, 32, 64), {}
