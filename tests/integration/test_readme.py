@@ -7,6 +7,7 @@ are run here or by what `WITHIN` names.
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from icon_sets import archive, information
 from limner.errors import UserError
 from limner.worlds import emoji
 
@@ -35,10 +37,13 @@ APPENDED = {  # to a command that begins so
     "limner bench": "--size tiny --rounds 1 --batch 1 --grids 8 --candidates 1 4",
     "limner draw": "--candidates 4",
     "limner evaluate emoji": "--captions 4 --candidates 2 --repeats 1",
+    "limner evaluate icons": "--captions 2 --candidates 2 --epochs 1",
+    "limner evaluate grid": "--candidates 2",
 }
 HERE, CI = "tests/integration/test_readme.py", ".ci/run"
 WITHIN = {  # commands within sentences, and what runs them
     "limner draw --help": "tests/unit/test_catalogue.py",
+    'limner draw "a tiger, line drawing" --model icons': HERE,
     "limner train --recipe laptop --help": HERE,
     "limner train photos/ …": "tests/integration/test_examples.py",  # by the program of examples/
     # docs/SCALE.md has the same words, and test_torchrun.py kills a process of such a run.
@@ -51,7 +56,11 @@ WITHIN = {  # commands within sentences, and what runs them
     "python tests/golden/make.py": HERE,  # test_curves.py calls its functions, all but the writing
     "pytest -m attack --dist worksteal tests/attack": CI,  # a part of it
 }  # fmt: skip
-NOT_RUN = ("pip install", "apt-get install")  # "pip install . && limner demo" is the one that goes on after it
+NOT_RUN = (
+    "pip install",
+    "apt-get install",
+    "npm pack",
+)  # "pip install . && limner demo" is the one that goes on after it
 DEMO = """
 from dataclasses import replace
 from limner.recipes import presets
@@ -84,7 +93,29 @@ def folder(tmp_path_factory):
         rows = np.linspace(*random.integers(0, 256, (2, 3)), 160).astype(np.uint8)
         Image.fromarray(np.repeat(rows[:, None], 160, 1)).save(photos / f"{i}.png")
         (photos / f"{i}.txt").write_text(f"the sky on a sofa, photographed with camera number {i}")
+    _icon_sets(here, random)
     return here
+
+
+def _icon_sets(here: Path, random: np.random.Generator) -> None:
+    """What `npm pack` would leave there: the README's eight sets, of other drawings."""
+    pytest.importorskip("emoji")
+    names = [one.name.replace(" ", "-") for one in emoji.all_emoji() if not one.tones][:80]
+    (packed,) = (line for _, line in LINES if line.startswith("npm pack"))
+    (drawn,) = (shlex.split(line) for _, line in LINES if line.startswith("limner data icons"))
+    asked = drawn[drawn.index("--categories") + 1 :]
+    for prefix in re.search(r"{(.*)}", packed)[1].split(","):  # pyright: ignore[reportOptionalSubscript]
+        colors = random.integers(0, 1 << 24, len(names))
+        icons = {
+            name: {"body": f'<path fill="#{color:06x}" d="M{k % 7} 1h8v{k % 11 + 3}H{k % 5}z"/>'}
+            for k, (name, color) in enumerate(zip(names, colors, strict=True))
+        }
+        archive(
+            here / f"iconify-json-{prefix}-1.0.0.tgz",
+            icons={"prefix": prefix, "icons": icons},
+            info=information("MIT"),
+            metadata={"categories": {category: names[i :: len(asked)] for i, category in enumerate(asked)}},
+        )
 
 
 def shell(command: str, folder: Path) -> str:

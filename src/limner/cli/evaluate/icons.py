@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from limner.errors import printable
 from limner.progress import progress
 from limner.ranges import Checked, Range
 from limner.sampling.options import CANDIDATES
+
+_SURE = 0.9  # of the pictures that a judge has seen, if its verdicts are to mean something
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,10 @@ def main(argv: Sequence[str]) -> None:
     accuracy = evaluation.accuracy(judge, data)
     told = ", ".join(f"{respect} of {share:.1%}" for respect, share in accuracy.items())
     print(f"the judge reads of the {len(labelled):,} real pictures, on which it was trained: {told}")
+    if min(accuracy.values()) < _SURE:
+        warnings.warn(
+            f"this judge cannot tell right drawings: train it longer (--epochs {4 * options.epochs})", stacklevel=2
+        )
     settings = evaluation.IconSettings(
         captions=options.captions, candidates=options.candidates, repeats=options.repeats, seed=options.seed
     )

@@ -1,0 +1,23 @@
+"""The models that come with the package draw, and what each draws fits its own caption best."""
+
+import numpy as np
+import pytest
+import torch
+
+from limner import catalogue, load
+
+CAPTIONS = {
+    "scenes": ["a large red circle on a white background", "a small blue square on a black background"],
+    "icons": ["a tiger, flat", "a hamburger, line drawing", "a grinning face, 3d", "a red heart, simple"],
+}
+
+
+@pytest.mark.parametrize("name", catalogue.bundled())
+@torch.inference_mode()
+def test_a_drawing_fits_its_own_caption_best(name: str) -> None:
+    pipe, captions = load(name), CAPTIONS[name]
+    drawn = [pipe(caption, candidates=8, seed=1_000)[0] for caption in captions]
+    pictures = torch.stack([torch.as_tensor(np.array(drawing.image)).movedim(-1, 0) for drawing in drawn])
+    texts = pipe.contrastive.encode_text(pipe.tokenizer.encode(captions, pipe.contrastive.config.text_len))
+    likeness = pipe.contrastive.encode_image(pictures) @ texts.T
+    assert likeness.argmax(1).tolist() == list(range(len(captions)))
