@@ -69,9 +69,8 @@ def main(argv: Sequence[str]) -> None:
     told = ", ".join(f"{respect} of {share:.1%}" for respect, share in accuracy.items())
     print(f"the judge reads of the {len(labelled):,} real pictures, on which it was trained: {told}")
     if min(accuracy.values()) < _SURE:
-        warnings.warn(
-            f"this judge cannot tell right drawings: train it longer (--epochs {4 * options.epochs})", stacklevel=2
-        )
+        advice = f"its verdicts mean little; train it longer (--epochs {4 * options.epochs})"
+        warnings.warn(f"the judge does not know its own pictures: {advice}", stacklevel=2)
     settings = evaluation.IconSettings(
         captions=options.captions, candidates=options.candidates, repeats=options.repeats, seed=options.seed
     )
