@@ -10,10 +10,11 @@ from PIL import Image, ImageColor
 
 from limner.data.sources import open_source
 from limner.errors import UserError
-from limner.evaluation import icon_grid, icons as module
-from limner.evaluation.icon_pictures import Icons
+from limner.evaluation import icon_grid
+from limner.evaluation.icon_pictures import HeldOutPairs, Icons
 from limner.evaluation.icons import IconSettings, accuracy, enlarged, evaluate, evaluate_pairs, save
 from limner.evaluation.judge import JudgeConfig, trained
+from limner.evaluation.nearest import Gallery
 from limner.pipeline import Candidates
 from limner.sampling.options import Sampler
 from tiny import tiny_pipe
@@ -121,8 +122,8 @@ def test_copies_take_the_same_skin_tone_if_there_is_one():
     pictures = torch.zeros(6, 3, 4, 4, dtype=torch.uint8)
     keys = ["hand", "hand, dark", "hand", "hand, dark", "hand, dark", "hand, light"]
     splits = ["train"] * 4 + ["combination"] * 2
-    gallery = module.Gallery(pictures, keys, keys, ["hand"] * 6, splits)
-    icons = Icons(gallery, ["a", "a", "b", "b", "c", "c"], module.HeldOutPairs(pictures[:0], [], [], [], []))
+    gallery = Gallery(pictures, keys, keys, ["hand"] * 6, splits)
+    icons = Icons(gallery, ["a", "a", "b", "b", "c", "c"], HeldOutPairs(pictures[:0], [], [], [], []))
     assert icons.distances() == {("a", "b"): 0, ("b", "a"): 0}
     assert icons.copies([4, 5]) == [1, 0]
 
