@@ -43,7 +43,6 @@ APPENDED = {  # to a command that begins so
 HERE, CI = "tests/integration/test_readme.py", ".ci/run"
 WITHIN = {  # commands within sentences, and what runs them
     "limner draw --help": "tests/unit/test_catalogue.py",
-    'limner draw "a tiger, line drawing" --model icons': HERE,
     "limner train --recipe laptop --help": HERE,
     "limner train photos/ …": "tests/integration/test_examples.py",  # by the program of examples/
     # docs/SCALE.md has the same words, and test_torchrun.py kills a process of such a run.
