@@ -55,11 +55,8 @@ WITHIN = {  # commands within sentences, and what runs them
     "python tests/golden/make.py": HERE,  # test_curves.py calls its functions, all but the writing
     "pytest -m attack --dist worksteal tests/attack": CI,  # a part of it
 }  # fmt: skip
-NOT_RUN = (
-    "pip install",
-    "apt-get install",
-    "npm pack",
-)  # "pip install . && limner demo" is the one that goes on after it
+# "pip install . && limner demo" is the one that goes on after it.
+NOT_RUN = ("pip install", "apt-get install", "npm pack")
 DEMO = """
 from dataclasses import replace
 from limner.recipes import presets

@@ -72,12 +72,13 @@ def _lines(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None
             continue
         try:
             torch.set_num_threads(threads - threads // 2 if shares else threads)
-            each = seconds_a_step(*trial(recipe, name), _ROOM, device)
+            tried = trial(recipe, name)
+            each = seconds_a_step(*tried, _ROOM, device)
         finally:
             torch.set_num_threads(threads)
         took[name] = each * steps * (COMPANY if shares else 1)
         if shares and name == "prior":
-            freed = seconds_a_step(*trial(recipe, name), _ROOM, device) / (each * COMPANY)
+            freed = seconds_a_step(*tried, _ROOM, device) / (each * COMPANY)
         lines.append(f"{line}, about {_duration(took[name])}" + (" beside the other" if shares else ""))
         if took[name] > _DAY:
             what, total = f"the {title} alone", took[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,7 +142,7 @@ def _filed(drawn: Sequence[Drawn], categories: Sequence[str]) -> tuple[list[Draw
         if category not in known:
             raise UserError(f"no set has a category {category!r}: {suggestion(category, known)}")
     bases = {one.base for one in drawn if one.category in categories}
-    return [one for one in drawn if one.base in bases], [one for one in drawn if one.base not in bases]
+    return _parted(drawn, lambda one: one.base in bases)
 
 
 def _common(drawn: Sequence[Drawn], styles: int) -> tuple[list[Drawn], list[Drawn]]:
@@ -150,10 +150,7 @@ def _common(drawn: Sequence[Drawn], styles: int) -> tuple[list[Drawn], list[Draw
     of = defaultdict[str, set[str]](set)
     for one in drawn:
         of[one.base].add(one.style)
-    kept, rare = [], []
-    for one in drawn:
-        (kept if len(of[one.base]) >= styles else rare).append(one)
-    return kept, rare
+    return _parted(drawn, lambda one: len(of[one.base]) >= styles)
 
 
 def _fewer_tones(drawn: Sequence[Drawn], most: int) -> tuple[list[Drawn], list[Drawn]]:
@@ -167,10 +164,15 @@ def _fewer_tones(drawn: Sequence[Drawn], most: int) -> tuple[list[Drawn], list[D
         for some in toned.values()
         for one in sorted(some, key=lambda one: stable("tone", one.subject, one.style))[most:]
     }
-    kept, more = [], []
+    return _parted(drawn, lambda one: (one.subject, one.style) not in dropped)
+
+
+def _parted(drawn: Sequence[Drawn], keep: Callable[[Drawn], bool]) -> tuple[list[Drawn], list[Drawn]]:
+    """Those to keep, and the others."""
+    kept, others = [], []
     for one in drawn:
-        (more if (one.subject, one.style) in dropped else kept).append(one)
-    return kept, more
+        (kept if keep(one) else others).append(one)
+    return kept, others
 
 
 def _pairs(above: Drawn, partners: Sequence[Drawn], share: float) -> Iterator[Pair]:

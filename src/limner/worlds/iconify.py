@@ -62,6 +62,14 @@ class IconSet:
     def permissive(self) -> bool:
         return _PERMISSIVE.fullmatch(self.license) is not None
 
+    def names(self, icon: Icon) -> tuple[str, ...]:
+        """All names of a drawing, its own first."""
+        return icon.name, *self.aliases.get(icon.name, ())
+
+    def category(self, icon: Icon) -> str | None:
+        """What its makers file it under, by any of its names."""
+        return next((told for name in self.names(icon) if (told := self.categories.get(name))), None)
+
     def svg(self, icon: Icon) -> str:
         """Raises `Rejected` for a drawing that is none, or that may not be drawn."""
         entry = self._data["icons"][icon.root]

@@ -81,9 +81,7 @@ def world(sets: Sequence[IconSet]) -> tuple[list[Drawn], Counter[str]]:
                 rejected["a name without a caption"] += 1
                 continue
             base, tones = (name, ()) if emoji is None else (_base(emoji), emoji.tones)
-            filed = (one.categories.get(called) for called in (icon.name, *one.aliases.get(icon.name, ())))
-            category = next((told for told in filed if told), None)
-            found = Drawn(one, icon, style, name, base, tones, emoji and emoji.text, category)
+            found = Drawn(one, icon, style, name, base, tones, emoji and emoji.text, one.category(icon))
             if (name, style) in drawn:
                 rejected["the same subject in the same style again"] += 1
             drawn.setdefault((name, style), found)
@@ -127,7 +125,7 @@ class _Subjects:
                     self.by_name.setdefault(_key(name), emoji)
 
     def find(self, one: IconSet, icon: Icon) -> Emoji | None:
-        names = (icon.name, *one.aliases.get(icon.name, ()))
+        names = one.names(icon)
         told = [self.by_codes.get(_without_selectors(one.codes[name])) for name in names if name in one.codes]
         named = [self.by_name.get(_key(name)) for name in names]
         return next((emoji for emoji in (*told, *named) if emoji), None)
