@@ -42,6 +42,7 @@ from limner.pipeline import TextToImage, load
 from limner.progress import progress
 from limner.recipes.recipe import PatchStage, Recipe, fitted_contrastive
 from limner.runs.estimate import seconds_a_step, trial
+from limner.runs.material import Material
 from limner.runs.stages import Stages
 from limner.sampling.rerank import best, scores
 from limner.text.bpe import Tokenizer
@@ -68,13 +69,13 @@ def ours(options: argparse.Namespace, folder: Path, captions: list[str]) -> Tens
     assert isinstance(recipe.dvae, PatchStage)
     steps = max(1, round(recipe.dvae.training.steps * min(1.0, options.minutes / 240)))
     recipe = _with_steps(recipe, dvae=steps)
-    dvae = Stages.of(recipe, options.data, folder / "run").dvae()
+    dvae = Stages(Material.of(recipe, options.data, folder / "run")).dvae()
     left = (1 - clock.share()) * clock.seconds
     affordable = int(0.95 * left / seconds_a_step(*trial(recipe, "prior"), room=10.0))  # the rest prepares the data
     recipe = _with_steps(recipe, prior=max(1, min(recipe.prior.training.steps, affordable)))
-    stages = Stages.of(recipe, options.data, folder / "run")
-    tokenizer = stages.tokenizer()
-    prior = stages.prior(tokenizer, dvae)
+    material = Material.of(recipe, options.data, folder / "run")
+    tokenizer = material.tokenizer()
+    prior = Stages(material).prior(tokenizer, dvae)
     took = clock.share() * options.minutes
     print(f"ours: {steps:,} and {recipe.prior.training.steps:,} steps in {took:.1f} minutes", file=sys.stderr)
     assert prior is not None

@@ -12,7 +12,7 @@ from dataclasses import replace
 import limner
 from limner import recipes
 from limner.data.sources import open_source
-from limner.runs.stages import train_all
+from limner.runs.train import train_all
 
 folder, out, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 

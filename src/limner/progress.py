@@ -24,9 +24,12 @@ _RECENT = 120.0  # seconds whose mean is the rate: a slow stretch long ago says 
 _MARKS = 24  # kept of them
 
 
-def progress(title: str, total: int | None = None, *, unit: str = "step", every: float = 10.0) -> "Progress":
-    """A bar if stderr is a terminal, else plain lines; a context manager. `every`: seconds between plain lines."""
-    kind = BarProgress if sys.stderr.isatty() else PlainProgress
+def progress(
+    title: str, total: int | None = None, *, unit: str = "step", every: float = 10.0, shown: bool = True
+) -> "Progress":
+    """A bar if stderr is a terminal, else plain lines; a context manager. `every`: seconds between plain lines;
+    `shown`: False for a process that leaves this to another one."""
+    kind = (BarProgress if sys.stderr.isatty() else PlainProgress) if shown else Progress
     return kind(title, total, unit=unit, every=every)
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from limner.cli import main
-from limner.runs.stages import train_all
+from limner.runs.train import train_all
 from limner.worlds.writing import write_scenes
 from tiny import STEPS, tiny_recipe
 

@@ -19,7 +19,7 @@ from limner.files import file_hash
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.runs.beside import LOG
-from limner.runs.stages import train_all
+from limner.runs.train import train_all
 from limner.training.checkpoint import latest
 from limner.training.metrics_log import read_metrics
 from limner.worlds.writing import write_scenes

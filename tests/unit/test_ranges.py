@@ -67,7 +67,7 @@ MADE = tuple(
     f"limner.{name}"
     for name in (
         "bundles", "drawing", "pipeline", "data.", "distributed.reducers.", "evaluation.", "layers.", "metrics.",
-        "profiling.", "reproduce.", "runs.stages", "training.", "worlds.",
+        "profiling.", "reproduce.", "runs.material", "training.", "worlds.",
     )
 )  # fmt: skip
 SET = (

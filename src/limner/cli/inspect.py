@@ -109,9 +109,10 @@ def underflow(argv: Sequence[str]) -> None:
     from limner.data.stream import Stream
     from limner.profiling.exponents import SMALLEST, exponents
     from limner.recipes.recipe import Recipe
+    from limner.runs.material import Material
     from limner.runs.stages import Stages
 
-    run, data = Stages.of(load_json(Recipe, recipe), options.data, options.run).trained(options.stage)
+    run, data = Stages(Material.of(load_json(Recipe, recipe), options.data, options.run)).trained(options.stage)
     stream = Stream(data, run.config.batch_size, options.seed)
     parts = exponents(run, next(stream))
     stream.close()

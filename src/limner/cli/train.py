@@ -22,7 +22,8 @@ from limner.errors import UserError, printable
 from limner.optim.optimizers import Optimizer
 from limner.ranges import Checked, OutOfRange, Range
 from limner.recipes.recipe import Bundled, Recipe
-from limner.runs import estimate, stages
+from limner.runs import estimate
+from limner.runs.train import train_all
 from limner.training.determinism import deterministic
 
 if TYPE_CHECKING:
@@ -79,9 +80,7 @@ def main(argv: Sequence[str]) -> None:
     announce = partial(estimate.tell, options.settings, options.out, smaller=recipes.smaller(options.recipe))
     joined = processes.joined(options.parallel, options.replicas, _reducer(options))
     with deterministic(options.deterministic), joined as parallel:
-        bundle = stages.train_all(
-            options.settings, options.data, options.out, options.stages or None, announce, parallel
-        )
+        bundle = train_all(options.settings, options.data, options.out, options.stages or None, announce, parallel)
     if processes.rank():
         return
     print(f"the run is in {printable(options.out)}")

@@ -36,10 +36,10 @@ from limner.files import atomic_write_bytes, atomic_write_text, locked
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import progress
 from limner.recipes.recipe import Bundled, ContrastiveStage, PriorStage, Recipe
-from limner.runs import stages
 from limner.runs.demo_options import Demo
 from limner.runs.demo_report import Shown, page, sheet
 from limner.runs.estimate import COMPANY, seconds_a_step, trial
+from limner.runs.train import train_all
 from limner.worlds.scenes import Scene
 from limner.worlds.writing import write_scenes
 
@@ -147,8 +147,8 @@ def _train(demo: Demo, recipe: Recipe) -> TextToImage:
     folder = demo.out / "run"
     if not (folder / "bundle" / "config.json").exists():
         if demo.from_scratch:
-            stages.train_all(recipe, demo.out / "crowds", folder, ("dvae",))
-        stages.train_all(recipe, demo.out / "data", folder)
+            train_all(recipe, demo.out / "crowds", folder, ("dvae",))
+        train_all(recipe, demo.out / "data", folder)
     return TextToImage.from_pretrained(folder)  # with the numbers as stored, which a later call draws with
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from limner.config import load_json
 from limner.recipes.recipe import Recipe
+from limner.runs.material import Material
 from limner.runs.stages import Stages
 
 
@@ -22,8 +23,9 @@ def main(data: str, out: str) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=until_the_end, daemon=True).start()
-    stages = Stages.of(load_json(Recipe, Path(out) / "recipe.json"), data, out)
-    stages.contrastive(stages.tokenizer(), stages.dvae(train=False))
+    material = Material.of(load_json(Recipe, Path(out) / "recipe.json"), data, out)
+    stages = Stages(material)
+    stages.contrastive(material.tokenizer(), stages.dvae(train=False))
 
 
 if __name__ == "__main__":

@@ -340,7 +340,7 @@ def test_recipe_settings_can_be_overridden_and_wrong_files_are_refused(tmp_path,
     from limner.config import save_json
 
     seen = []
-    monkeypatch.setattr(train.stages, "train_all", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(train, "train_all", lambda *arguments: seen.append(arguments))
     out = tmp_path / "run"
     arguments = ["train", "data", "--out", str(out), "--recipe", "demo", "--prior.training.steps", "7"]
     assert main([*arguments, "--stages", "prior", "--prior.training.precision", "bf16"]) == 0

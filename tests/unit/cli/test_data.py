@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from limner.cli.data import main
-from limner.runs.stages import Stages
+from limner.runs.material import Material
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_show_and_prepare_count_everything(folder, tmp_path, capsys):
 
 def test_train_tells_what_it_never_reads(folder, tmp_path):
     with pytest.warns(UserWarning, match="never read") as warned:
-        plan = Stages.of(None, folder, tmp_path / "run")
+        plan = Material.of(None, folder, tmp_path / "run")
     assert [str(warning.message) for warning in warned] == [f"{folder}: {UNREAD}"]
     assert len(plan.seen) == 5 and len(plan.unseen) == 1  # what is broken is met, and counted, in training
 

@@ -11,7 +11,7 @@ from limner.cli import main
 from limner.layers.precisions import Fp8SwitchBack, SwitchBack
 from limner.numerics.precision import Bf16
 from limner.pipeline import load
-from limner.runs.stages import train_all
+from limner.runs.train import train_all
 from limner.training.kernels import FILE
 from limner.worlds.writing import write_scenes
 from tiny import tiny_recipe

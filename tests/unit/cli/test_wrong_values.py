@@ -159,7 +159,7 @@ def test_an_optimiser_is_chosen_by_name(capsys, tmp_path, monkeypatch):
     """Its settings are then the options; those of the recipe's are unknown."""
     monkeypatch.chdir(tmp_path)
     found = []
-    monkeypatch.setattr(train.stages, "train_all", lambda settings, *others: found.append(settings))
+    monkeypatch.setattr(train, "train_all", lambda settings, *others: found.append(settings))
     command = ["train", "data", "--out", "run", "--recipe", "scenes"]
     stable = ["--prior.training.optimizer", "StableAdamW", "--prior.training.optimizer.betas", "0.8", "0.95"]
     assert main([*command, *stable, "--contrastive.training.optimizer=Lion"]) == 0

@@ -15,7 +15,7 @@ from limner.data.shard_writer import ShardWriter
 from limner.data.sources import open_source
 from limner.pipeline import load
 from limner.recipes.recipe import Bundled
-from limner.runs.stages import train_all
+from limner.runs.train import train_all
 from tiny import tiny_recipe
 
 TWEMOJI = {

@@ -10,7 +10,7 @@ from limner.cli import main
 from limner.errors import UserError
 from limner.recipes.recipe import Bundled
 from limner.runs import estimate
-from limner.runs.stages import train_all
+from limner.runs.train import train_all
 from limner.worlds.writing import write_scenes
 from tiny import tiny_recipe
 

@@ -13,7 +13,9 @@ from limner.models.patches import PatchDVAEConfig
 from limner.objectives.contrastive import ContrastiveLoss
 from limner.pipeline import TextToImage
 from limner.recipes.recipe import PatchStage
-from limner.runs.stages import Stages, train_all
+from limner.runs.material import Material
+from limner.runs.stages import Stages
+from limner.runs.train import train_all
 from limner.training.metrics_log import read_metrics
 from limner.worlds.writing import write_scenes
 from tiny import tiny_recipe
@@ -74,14 +76,10 @@ def test_a_run_has_one_writer(data, tmp_path):
 def test_evaluations_of_a_stopped_run_are_those_of_a_whole_one(data, tmp_path):
     """Spoiled pictures are drawn at random: the same ones in each evaluation, whenever the process began."""
     often = {"eval_every": 1, "log_every": 1, "checkpoint_every": 1}
-    plan, parts = (
-        Stages.of(with_steps(tiny_recipe(), 2, **often), data, tmp_path / name) for name in ("whole", "parts")
-    )
     dvae = tiny_recipe().dvae.model.build()  # type: ignore[union-attr]
-    plan.contrastive(plan.tokenizer(), dvae)
-    once = Stages.of(with_steps(tiny_recipe(), 1, **often), data, tmp_path / "parts")
-    once.contrastive(once.tokenizer(), dvae)
-    parts.contrastive(parts.tokenizer(), dvae)
+    for name, steps in (("whole", 2), ("parts", 1), ("parts", 2)):
+        material = Material.of(with_steps(tiny_recipe(), steps, **often), data, tmp_path / name)
+        Stages(material).contrastive(material.tokenizer(), dvae)
     whole, stopped = (
         [row["eval/kept"] for row in read_metrics(tmp_path / name / "contrastive" / "metrics.jsonl")]
         for name in ("whole", "parts")
@@ -94,8 +92,8 @@ def test_codes_of_patches_are_found_once_and_stay(data, tmp_path):
     patches = PatchStage(model=PatchDVAEConfig(size=24, vocab=32, width=8, blocks=1), training=training)
     recipe = replace(RECIPE, dvae=patches)
     begun = replace(recipe, dvae=replace(patches, training=replace(training, steps=2)))
-    first = Stages.of(begun, data, tmp_path / "parts").dvae()
-    again = Stages.of(recipe, data, tmp_path / "parts").dvae()
+    first = Stages(Material.of(begun, data, tmp_path / "parts")).dvae()
+    again = Stages(Material.of(recipe, data, tmp_path / "parts")).dvae()
     assert torch.equal(first.state_dict()["codes"], again.state_dict()["codes"])
     assert len(again.state_dict()["codes"].unique(dim=0)) > 8
     assert not torch.equal(first.state_dict()["output.w"], again.state_dict()["output.w"])

@@ -1,0 +1,50 @@
+"""What a run refuses before it trains: models that do not fit together, and stages that began with other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from limner.config import read_json, to_dict
+from limner.errors import UserError
+from limner.recipes.recipe import AnyStage, Bundled, dvae_config, fitted_contrastive, fitted_prior
+from limner.runs.material import Material
+from limner.training.checkpoint import completed, step_of
+from limner.training.config import refuse_changes
+from limner.training.parallel import Single
+from limner.training.run import prepare
+
+
+def check(material: Material, stages: Sequence[str]) -> None:
+    """Build all three models, without memory, and their optimisers. Raises `UserError` if the stages cannot be trained
+    so, or have begun otherwise."""
+    recipe, out = material.recipe, material.out
+    found: dict[str, tuple[AnyStage, Any]] = {}
+    try:
+        pictures = dvae_config(recipe)
+        if not isinstance(recipe.dvae, Bundled):
+            found["dvae"] = recipe.dvae, pictures
+        known = material.known_tokenizer()
+        vocab = known.vocab_size if known else recipe.text.vocab
+        found["prior"] = recipe.prior, fitted_prior(recipe.prior, recipe.text, vocab, pictures)
+        fitted = fitted_contrastive(recipe.contrastive, recipe.text, vocab, pictures)
+        found["contrastive"] = recipe.contrastive, fitted
+        with torch.device("meta"):
+            for stage, config in found.values():
+                prepare(config.build(), stage.objective, stage.training, torch.device("meta"), Single())
+    except (ValueError, ZeroDivisionError, RuntimeError, OverflowError) as error:
+        raise UserError(f"the recipe describes no models that fit together: {error}".splitlines()[0]) from None
+    for name, (stage, config) in found.items():
+        saved = out / name / "config.json"
+        if name in stages and saved.exists() and completed(out / name):
+            ours = {"training": stage.training, "model": config, "objective": stage.objective}
+            before = read_json(saved)
+            refuse_changes(out / name, before, {**before, **{k: to_dict(v) for k, v in ours.items()}})
+    if "dvae" in stages and not isinstance(recipe.dvae, Bundled) and completed(out / "prior"):
+        done = completed(out / "dvae")
+        if not done or step_of(done[-1]) < recipe.dvae.training.steps:
+            raise UserError(
+                f"the prior in {out} has learned from its dVAE as it is: train another dVAE in a new folder"
+            )

@@ -1,0 +1,150 @@
+"""What a recipe's models learn from: samples of the two splits, the tokenizer, each stage's data, and whose they are.
+
+RUN/tokenizer.json   RUN/tokens/   RUN/attribution.json, where the data says whose pictures they are
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from limner import bundles, catalogue
+from limner.config import read_json
+from limner.data.attribution import attribution, united
+from limner.data.datasets import ImageCaptionDataset, TokenDataset
+from limner.data.distractors import Distractors
+from limner.data.encoded import EncodedDataset
+from limner.data.samples import Rejected, Selection, Source, by_split, unread
+from limner.data.sources import open_source
+from limner.data.stream import Dataset
+from limner.data.tokens import encode_tokens, weights_hash
+from limner.errors import UserError
+from limner.files import atomic_write_text
+from limner.models.patches import AnyDVAE
+from limner.progress import progress
+from limner.recipes.recipe import Bundled, DVAEStage, PatchStage, Recipe
+from limner.text.bpe import Tokenizer
+from limner.training.parallel import Parallel, Single
+from limner.worlds.truth import falsehood
+
+_KEPT_BYTES = 1 << 30  # of decoded pictures that stay in memory, where they are read again and again
+_EVALUATED = 512  # held-out samples that an evaluation during training looks at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """The data of a recipe's run in `out`. What a stage learns from is augmented and has dropout as its settings say;
+    held-out samples have neither, and an evaluation sees some of them."""
+
+    recipe: Recipe
+    seen: Source
+    unseen: Source
+    out: Path
+    parallel: Parallel = field(default_factory=Single)
+
+    @classmethod
+    def of(cls, recipe: Recipe, data: str | Path, out: str | Path, parallel: Parallel | None = None) -> Material:
+        """Open the data. Raises `UserError` if none of it is for training."""
+        source = open_source(str(data))
+        splits = by_split(source)
+        seen, unseen = (splits.get(name) or Selection(source, []) for name in ("train", "held-out"))
+        if lost := unread({name: len(chosen) for name, chosen in splits.items()}):
+            warnings.warn(f"{data}: {lost}", stacklevel=2)
+        if len(seen) == 0:
+            raise UserError(f"{data} has no sample in the split 'train': check its metadata")
+        return cls(recipe=recipe, seen=seen, unseen=unseen, out=Path(out), parallel=parallel or Single())
+
+    def credited(self) -> list[dict[str, Any]]:
+        """Whose pictures the run's models learn from (`data/attribution.py`): those of this data, of what earlier
+        calls trained on, and of the bundles that the recipe begins with."""
+        path, begun = self.out / "attribution.json", [self.recipe.start]
+        if isinstance(self.recipe.dvae, Bundled):
+            begun.append(self.recipe.dvae.bundle)
+        earlier = [bundles.read_info(name).get("attribution") for name in begun if name]
+        known = read_json(path) if path.exists() else []
+        rows = united(known, *earlier, attribution(self.seen))
+        if rows and rows != known:
+            atomic_write_text(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+        return rows
+
+    def known_tokenizer(self) -> Tokenizer | None:
+        """The run's tokenizer, or that of the recipe's start; None if it is still to be trained."""
+        path, start = self.out / "tokenizer.json", self.recipe.start
+        if path.exists():
+            return Tokenizer.load(path)
+        return Tokenizer.load(catalogue.find(catalogue.named(start)) / "tokenizer.json") if start else None
+
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer, trained on the captions the first time if it is not that of the recipe's start."""
+        path = self.out / "tokenizer.json"
+        with self.parallel.first():
+            if not path.exists():
+                (self.known_tokenizer() or Tokenizer.train(_captions(self.seen), self.recipe.text.vocab)).save(path)
+        return Tokenizer.load(path)
+
+    def pictures(self, source: Source, size: int, most: int = _EVALUATED) -> Tensor:
+        """At most `most` of the source's pictures, evenly spread, as they are: uint8 [B, 3, size, size]."""
+        some = _some(source, most)
+        return ImageCaptionDataset(some, size).load(np.arange(len(some)))[1]
+
+    def images(self, stage: DVAEStage | PatchStage) -> Dataset:
+        """The dVAE's: pictures."""
+        augment = "dvae" if stage.augment else "none"
+        return ImageCaptionDataset(self.seen, stage.model.size, augment, keep_bytes=_KEPT_BYTES)
+
+    def tokens(self, source: Source, tokenizer: Tokenizer, dvae: AnyDVAE) -> Dataset:
+        """The prior's: tokens of captions and pictures, these encoded once, or anew each time if they are augmented."""
+        stage, text, seen = self.recipe.prior, self.recipe.text, source is self.seen
+        source, size = source if seen else _some(source), dvae.config.size
+        dropout = (text.dropout, stage.caption_dropout) if seen else (0.0, 0.0)
+
+        def encode(pixels: Tensor) -> Tensor:
+            return dvae.tokens(pixels.to(next(dvae.parameters()).device)).cpu()
+
+        if seen and stage.augment:
+            return EncodedDataset(ImageCaptionDataset(source, size, "prior", tokenizer, text.length, *dropout), encode)
+        with (
+            self.parallel.first(),
+            progress("encoding pictures", len(source), unit="image", shown=self.parallel.is_main) as bar,
+        ):
+            cache = encode_tokens(
+                source, encode, key=weights_hash(dvae), size=size, cache_dir=self.out / "tokens", progress=bar.advance
+            )
+        return TokenDataset(cache.tokens, cache.captions, tokenizer, text.length, *dropout)
+
+    def captioned(self, source: Source, tokenizer: Tokenizer, size: int) -> ImageCaptionDataset:
+        """The contrastive model's: pictures, captions and distractors."""
+        stage, text, seen = self.recipe.contrastive, self.recipe.text, source is self.seen
+        distractors = None
+        if stage.distractors:
+            distractors = Distractors(_captions(self.seen), _captions(self.unseen), falsehood), stage.distractors
+        return ImageCaptionDataset(
+            source if seen else _some(source),
+            size,
+            "prior" if stage.augment and seen else "none",
+            tokenizer,
+            text.length,
+            text.dropout if seen else 0.0,
+            distractors=distractors,
+            keep_bytes=_KEPT_BYTES,
+        )
+
+
+def _captions(source: Source) -> Iterable[str]:
+    for i in range(len(source)):
+        try:
+            yield from source[i].captions
+        except Rejected:
+            continue
+
+
+def _some(source: Source, most: int = _EVALUATED) -> Source:
+    """At most `most` samples, evenly spread."""
+    return Selection(source, np.linspace(0, len(source) - 1, min(most, len(source))).astype(int))

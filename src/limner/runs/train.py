@@ -1,0 +1,74 @@
+"""Run a recipe: tokenizer, dVAE, prior, contrastive model, bundle.
+
+    RUN/recipe.json   RUN/tokenizer.json   RUN/dvae/   RUN/tokens/   RUN/prior/   RUN/contrastive/   RUN/bundle/
+
+A finished stage is loaded, not repeated, and one that was stopped goes on. So the same command, given again after
+Ctrl-C or a crash, continues where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from limner.config import save_json, to_dict
+from limner.files import locked
+from limner.pipeline import TextToImage
+from limner.recipes.recipe import Recipe
+from limner.runs.beside import contrastive_beside, trained_together
+from limner.runs.checks import check
+from limner.runs.material import Material
+from limner.runs.stages import STAGES, Stage, Stages
+from limner.training.parallel import Parallel, Single
+
+
+def train_all(
+    recipe: Recipe,
+    data: str | Path,
+    out: str | Path,
+    stages: Sequence[Stage] | None = None,
+    before: Callable[[Sequence[Stage]], object] | None = None,
+    parallel: Parallel | None = None,
+) -> TextToImage | None:
+    """Train the stages (all by default) and write `out/bundle`, which is returned once all three exist.
+
+    `before` is called with the stages when it is known that they can be trained.
+    On a CPU with several threads the prior and the contrastive model train at the same time. Of several processes
+    (`parallel`) each trains every stage with the others, and the first one writes files.
+    """
+    parallel, wanted, out = parallel or Single(), stages or STAGES, Path(out)
+    material = Material.of(recipe, data, out, parallel)
+    run = Stages(material)
+    with locked(out) if parallel.is_main else nullcontext(-1) as lock:
+        check(material, wanted)
+        with parallel.first():
+            if parallel.is_main:
+                save_json(recipe, out / "recipe.json")
+            credited = material.credited()
+            if before and parallel.is_main:
+                before(wanted)
+        dvae = run.dvae(train="dvae" in wanted)
+        if not {"prior", "contrastive"} & set(wanted):
+            return None
+        tokenizer = material.tokenizer()
+        alone = parallel.world == 1 and not torch.are_deterministic_algorithms_enabled()
+        both = alone and trained_together(wanted, run.device)
+        with contrastive_beside(recipe, data, out, lock) if both else nullcontext() as watch:
+            prior = run.prior(tokenizer, dvae, "prior" in wanted, [watch] if watch else [])
+        contrastive = run.contrastive(tokenizer, dvae, train="contrastive" in wanted and not both)
+        if prior is None or contrastive is None:
+            return None
+        info = {
+            "data": Path(data).name,
+            "samples": len(material.seen),
+            "recipe": to_dict(recipe),
+            "temperature": recipe.prior.temperature,
+            "guidance": recipe.prior.guidance,
+        } | ({"attribution": credited} if credited else {})
+        bundle = TextToImage(dvae, prior, contrastive, tokenizer, info)
+        if parallel.is_main:
+            bundle.save_pretrained(out / "bundle")
+        return bundle
