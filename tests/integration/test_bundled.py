@@ -1,5 +1,8 @@
 """The models that come with the package draw, and what each draws fits its own caption best."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -21,3 +24,11 @@ def test_a_drawing_fits_its_own_caption_best(name: str) -> None:
     texts = pipe.contrastive.encode_text(pipe.tokenizer.encode(captions, pipe.contrastive.config.text_len))
     likeness = pipe.contrastive.encode_image(pictures) @ texts.T
     assert likeness.argmax(1).tolist() == list(range(len(captions)))
+
+
+@pytest.mark.parametrize("name", catalogue.bundled())
+def test_drawing_does_not_import_the_compiler(name: str) -> None:
+    """It takes a second, and one operation on the meta device is enough for torch to import it."""
+    code = f"import sys, limner; limner.load({name!r})('a cat', candidates=2); print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
-from limner.models.dvae import DVAE, Conv2d, ConvBlock, DVAEConfig, map_pixels, unmap_pixels
+from limner.models.dvae import DVAE, EPSILON, Conv2d, ConvBlock, DVAEConfig, map_pixels, unmap_pixels
 from limner.models.transformer import Transformer
 from limner.progress import Advance
 from limner.ranges import Checked, OutOfRange, Range
@@ -82,7 +82,7 @@ class PatchDVAE(nn.Module):
         super().__init__()
         self.config = config
         numbers, width = 3 * config.patch**2, config.width
-        self.register_buffer("codes", map_pixels(torch.zeros(config.vocab, numbers, dtype=torch.uint8)))
+        self.register_buffer("codes", torch.full((config.vocab, numbers), EPSILON))
         self.input = Conv2d(numbers, width, 1, gain=4.0)  # of numbers that differ by a quarter
         self.blocks = nn.Sequential(*(ConvBlock(width, width, (1, 3, 3, 3), 0.5, 2**0.5) for _ in range(config.blocks)))
         self.output = Conv2d(width, numbers, 1, gain=0.01)
