@@ -99,7 +99,8 @@ def weight_gradient(g: Float[Tensor, "b m"], x: Float[Tensor, "b n"], dtype: tor
     """g^T x in 16 bits, given in `dtype` [m, n]: the product that SwitchBack leaves in higher precision.
 
     On a GPU it is computed in the format of x if that is a 16-bit one; else in bf16 where the hardware multiplies it
-    faster than fp32 (`numerics/precision.py`), and in fp32 where not. It is summed in fp32.
+    faster than fp32 (`numerics/precision.py`), and in fp32 where not. Sums are in fp32, and are then rounded to that
+    format, as those of `nn.Linear` are under autocast.
     """
     return _weight_gradient(g, x, tally).to(dtype)
 
@@ -113,7 +114,7 @@ def _weight_gradient(g: Tensor, x: Tensor, tally: int) -> Tensor:
         dtype = torch.float32 if x.dtype == torch.float16 else precision.Auto().dtype(x.device)
     counted(tally, "weight gradient", str(dtype).removeprefix("torch."))
     with torch.autocast(x.device.type, enabled=False):
-        return precision.product(g.to(dtype).mT, x.to(dtype))
+        return (g.to(dtype).mT @ x.to(dtype)).float()
 
 
 @_weight_gradient.register_fake

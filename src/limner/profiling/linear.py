@@ -29,7 +29,6 @@ from limner.layers import (
 )
 from limner.layers.low_precision import weight_gradient
 from limner.layers.quantize import row_wise, tensor_wise, tensor_wise_transposed
-from limner.numerics.precision import has_fast_bf16
 
 LAYERS = [SwitchBackLinear, SwitchBackMLinear, SwitchBackQLinear, LLMInt8Linear]
 SIMULATED = [Fp8SwitchBackLinear, Fp8TensorWiseLinear]
@@ -110,8 +109,12 @@ def processor(device: torch.device) -> str:
     """The device, in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name()
-    kinds = {"VNNI": torch.cpu._is_vnni_supported(), "AMX": has_fast_bf16(device)}
-    return f"a CPU with {' and '.join(name for name, there in kinds.items() if there) or 'neither VNNI nor AMX'}"
+    kinds = {
+        "VNNI": torch.cpu._is_vnni_supported(),
+        "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
+        "AMX": torch.cpu._is_amx_tile_supported(),
+    }
+    return f"a CPU with {' and '.join(name for name, there in kinds.items() if there) or 'no unit for 8 or 16 bits'}"
 
 
 def _settle(device: torch.device) -> None:
