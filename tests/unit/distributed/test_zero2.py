@@ -8,6 +8,7 @@ from torch import distributed
 
 from limner.distributed.sharded import Sharded, Zero2
 from limner.models.transformer import TransformerConfig
+from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW
 from limner.optim.shards import sharded
@@ -33,7 +34,7 @@ def written() -> int:
 def sent(kind: type[Sharded]) -> tuple[int, int, bool]:
     """Bytes of the second update, bytes of the blocks' weights, and whether moments are in shards."""
     torch.manual_seed(0)
-    config = TrainConfig(steps=2, batch_size=4, optimizer=AdamW(lr=1e-3))
+    config = TrainConfig(steps=2, batch_size=4, precision=Fp32(), optimizer=AdamW(lr=1e-3))
     run = Run(PRIOR.build(), Autoregressive(), config, parallel=kind())
     blocks = sum(p.numel() * p.element_size() for p in run.model.blocks.parameters())
     batch = {"text": torch.randint(0, 20, (2, 8)), "image": torch.randint(0, 8, (2, 16))}
