@@ -22,7 +22,6 @@ from limner.distributed.meeting import agreed
 from limner.distributed.powersgd import PowerSGD
 from limner.distributed.reducers import Bf16Reducer
 from limner.distributed.replicated import Make, Replicated
-from limner.distributed.sharded import Sharded, Zero2
 from limner.errors import UserError
 
 Kind = Literal["replicated", "sharded", "zero2"]
@@ -84,6 +83,8 @@ def joined(kind: Kind = "replicated", replicas: int = 1, make: Make | None = Non
         if kind == "replicated":
             yield Replicated(make)
         else:
+            from limner.distributed.sharded import Sharded, Zero2  # half a second to import, so only now
+
             yield (Sharded if kind == "sharded" else Zero2)(replicas, make)
     except RuntimeError as error:
         if not _BROKEN.search(str(error)):
