@@ -37,7 +37,7 @@ from limner.data.sources import open_source
 from limner.evaluation.composition import PUBLISHED, drawn
 from limner.evaluation.icon_pictures import Icons
 from limner.evaluation.intervals import Rate
-from limner.evaluation.judge import steps_of, trained
+from limner.evaluation.judge import JudgeConfig, trained
 from limner.pipeline import TextToImage, load
 from limner.progress import progress
 from limner.recipes.recipe import PatchStage, Recipe, fitted_contrastive
@@ -215,7 +215,7 @@ def main() -> None:
         if not (options.out / side / "drawings.safetensors").exists():
             subprocess.run([sys.executable, __file__, *sys.argv[1:], "--worker", side], check=True)
     folder = Path(options.data).resolve()
-    with progress("the judge", steps_of(icons.labelled)) as bar:
+    with progress("the judge", JudgeConfig().steps) as bar:
         judge = trained(icons.labelled, folder.parent / f"{folder.name}-judge", progress=bar)
     reranker = load(options.reranker)
     text = reranker.tokenizer.encode(captions, reranker.contrastive.config.text_len)

@@ -40,7 +40,8 @@ COMMANDS = {
     "evaluate zero-shot": (("evaluate", "zero-shot", "tiny", "--count", 4, "-o", "out.json"), 1),
     "evaluate emoji": (("evaluate", "emoji", "tiny", "data", "--captions", 1, "--candidates", 1, "-o", "out.json"), 1),
     "evaluate icons": (
-        ("evaluate", "icons", "tiny", "icons", "--captions", 1, "--candidates", 1, "--epochs", 1, "-o", "out.json"), 1,
+        ("evaluate", "icons", "tiny", "icons", "--captions", 1, "--candidates", 1, "--judge-steps", 1, "-o", "o.json"),
+        1,
     ),
     "evaluate grid": (("evaluate", "grid", "tiny", "icons", "--candidates", 1, "-o", "out.png"), 1),
     "inspect spikes": (("inspect", "spikes", "stage", "-o", "out.png"), 1),

@@ -252,7 +252,7 @@ def test_evaluate_reads_held_out_data_and_emoji(bundle, tmp_path):
 
 def test_evaluate_icons_keeps_its_judge_and_a_grid_is_a_picture(bundle, tmp_path):
     write_toy_icons(tmp_path / "icons")
-    options = ["--captions", 2, "--candidates", 2, "--epochs", 4, "-o", "icons.json"]
+    options = ["--captions", 2, "--candidates", 2, "--judge-steps", 2, "-o", "icons.json"]
     first = limner("evaluate", "icons", bundle, "icons", *options, cwd=tmp_path)
     assert first[0] == 0, first[2]
     for says in ("the judge reads of the 20 real pictures", "held-out combinations, 1 captions of 1 subjects",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,12 +48,12 @@ class JudgeConfig(Checked):
 
     Args:
         width: channels at half the picture's side; each further halving doubles them.
-        epochs: how often the network sees each picture, augmented anew each time.
+        steps: of training; each picture is augmented anew each time.
         batch_size, lr: of AdamW, with a cosine schedule.
     """
 
     width: Annotated[int, Range(_GROUPS, 1_024)] = 24
-    epochs: Annotated[int, Range(1, 10_000)] = 20
+    steps: Annotated[int, Range(1, 10**7)] = 4_000
     batch_size: Annotated[int, Range(1, 4_096)] = 64
     lr: Annotated[float, Range(above=0)] = 2e-3
 
@@ -189,20 +188,14 @@ def trained(
     out = Path(folder) / data.digest(config)[:16]
     torch.manual_seed(0)
     net = Net(len(data.subjects), len(data.styles), config.width)
-    steps = steps_of(data, config)
     done = latest(out)
-    if done and step_of(done) == steps:
+    if done and step_of(done) == config.steps:
         load_weights(net, done)
     else:
         training = TrainConfig(
-            steps=steps, batch_size=config.batch_size, optimizer=AdamW(lr=config.lr), clip_norm=1.0,
-            warmup_steps=steps // 20, schedule=Cosine(), keep=1,
+            steps=config.steps, batch_size=config.batch_size, optimizer=AdamW(lr=config.lr), clip_norm=1.0,
+            warmup_steps=config.steps // 20, schedule=Cosine(), keep=1,
         )  # fmt: skip
         record = {"judge": {**to_dict(config), "pictures": len(data)}}
         train(net, _Both(), Stream(data, config.batch_size), training, out, record=record, progress=progress)
     return Judge(net, data.subjects, data.styles)
-
-
-def steps_of(data: Labelled, config: JudgeConfig = JudgeConfig()) -> int:
-    """Updates in all."""
-    return math.ceil(len(data) * config.epochs / config.batch_size)

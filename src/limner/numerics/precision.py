@@ -3,10 +3,10 @@
 A precision converts a model once, before it is prepared for training (`apply`), and sets the format of matrix products
 (`autocast`). Those below leave the model as it is: weights, gradients and optimiser state stay fp32, and matrix
 products run in bf16 under `torch.autocast` where the hardware multiplies bf16 faster than fp32: AMX on CPUs (measured
-2.4x on a GPT step) and AMD's Zen 4 (1.2 to 2.2x on our training steps), tensor cores since Ampere on GPUs. Elsewhere
-bf16 is no faster, also with AVX512-BF16 (on another processor a training step of a small prior takes 1.3 to 1.4 times
-as long), so `Auto` keeps fp32. bf16 has the exponent range of fp32, hence no loss scaling. The choice asks the
-processor what it has; nothing is timed, so that a run that goes on computes as it began.
+2.4x on a GPT step), AMD's processors since Zen 4 (1.2 to 2.2x on our training steps), tensor cores since Ampere on
+GPUs. Elsewhere bf16 is no faster, also with AVX512-BF16 of another maker (a training step of a small prior takes 1.3 to
+1.4 times as long), so `Auto` keeps fp32. bf16 has the exponent range of fp32, hence no loss scaling. The choice asks
+the processor what it has; nothing is timed, so that a run that goes on computes as it began.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -72,13 +72,9 @@ def has_fast_bf16(device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu":
         return False
-    return torch.cpu._is_amx_tile_supported() or _is_zen4()
-
-
-def _is_zen4() -> bool:
-    """AMD's first processor with AVX-512: fp32 products pass through its units in halves, bf16 ones whole."""
     has = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 does not say
-    return bool(has.get("sse4a") and has.get("avx512_bf16") and not has.get("avx_vnni"))  # AMD; not before; not after
+    amd = has.get("sse4a", False)  # which no other maker has
+    return torch.cpu._is_amx_tile_supported() or (amd and has.get("avx512_bf16", False))
 
 
 @torch.library.custom_op(

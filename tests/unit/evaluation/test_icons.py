@@ -20,7 +20,7 @@ from limner.sampling.options import Sampler
 from tiny import tiny_pipe
 from toy_icons import HELD_OUT, STYLES, SUBJECTS, UNSEEN, pair, picture, write_toy_icons
 
-SMALL = JudgeConfig(width=8, epochs=80, batch_size=20, lr=1e-2)
+SMALL = JudgeConfig(width=8, steps=80, batch_size=20, lr=1e-2)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ def test_auto_is_bf16_exactly_where_the_processor_multiplies_it_faster() -> None
     if not Path("/proc/cpuinfo").exists():
         pytest.skip("no list of the processor's features")
     flags = set(Path("/proc/cpuinfo").read_text().split())
-    zen4 = {"sse4a", "avx512_bf16"} <= flags and "avx_vnni" not in flags
-    fast = "amx_bf16" in flags or zen4
+    fast = "amx_bf16" in flags or {"sse4a", "avx512_bf16"} <= flags
     assert has_fast_bf16(torch.device("cpu")) == fast
     assert Auto().dtype("cpu") == (torch.bfloat16 if fast else torch.float32)
 

@@ -40,8 +40,8 @@ class ScoreIcons(Checked):
     seed: Seed = 1_000
     judge: Path | None = None
     """The folder where judges are kept; by default DATA-judge."""
-    epochs: Annotated[int, Range(1, 10_000)] = 20
-    """How often the judge sees each real picture in its training."""
+    judge_steps: Annotated[int, Range(1, 10**7)] = 4_000
+    """Of the judge's training, 64 pictures each."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
 
@@ -55,21 +55,21 @@ def main(argv: Sequence[str]) -> None:
     from limner.data.sources import open_source
     from limner.evaluation import icons as evaluation
     from limner.evaluation.icon_pictures import SPLITS, Icons
-    from limner.evaluation.judge import JudgeConfig, steps_of, trained
+    from limner.evaluation.judge import JudgeConfig, trained
     from limner.pipeline import load
 
     source, pipe = open_source(options.data), load(options.model)
     there = Path(options.data).resolve()
     kept = kept or place(there.parent / f"{there.name}-judge", folder=True)
     data = Icons.of(source, pipe.dvae.config.size)
-    labelled, config = data.labelled, JudgeConfig(epochs=options.epochs)
-    with progress("the judge", steps_of(labelled, config)) as bar:
+    labelled, config = data.labelled, JudgeConfig(steps=options.judge_steps)
+    with progress("the judge", config.steps) as bar:
         judge = trained(labelled, kept, config, bar)
     accuracy = evaluation.accuracy(judge, data)
     told = ", ".join(f"{respect} of {share:.1%}" for respect, share in accuracy.items())
     print(f"the judge reads of the {len(labelled):,} real pictures, on which it was trained: {told}")
     if min(accuracy.values()) < _SURE:
-        advice = f"its verdicts mean little; train it longer (--epochs {4 * options.epochs})"
+        advice = f"its verdicts mean little; train it longer (--judge-steps {2 * options.judge_steps})"
         warnings.warn(f"the judge does not know its own pictures: {advice}", stacklevel=2)
     settings = evaluation.IconSettings(
         captions=options.captions, candidates=options.candidates, repeats=options.repeats, seed=options.seed
