@@ -53,7 +53,7 @@ class JudgeConfig(Checked):
     """
 
     width: Annotated[int, Range(_GROUPS, 1_024)] = 24
-    steps: Annotated[int, Range(1, 10**7)] = 4_000
+    steps: Annotated[int, Range(1, 10**7)] = 6_000
     batch_size: Annotated[int, Range(1, 4_096)] = 64
     lr: Annotated[float, Range(above=0)] = 2e-3
 

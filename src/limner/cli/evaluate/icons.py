@@ -40,7 +40,7 @@ class ScoreIcons(Checked):
     seed: Seed = 1_000
     judge: Path | None = None
     """The folder where judges are kept; by default DATA-judge."""
-    judge_steps: Annotated[int, Range(1, 10**7)] = 4_000
+    judge_steps: Annotated[int, Range(1, 10**7)] = 6_000
     """Of the judge's training, 64 pictures each."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
