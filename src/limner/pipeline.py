@@ -44,7 +44,7 @@ from limner.ranges import OutOfRange
 from limner.sampling.generate import FREE, generate
 from limner.sampling.options import Options, Sampler
 from limner.sampling.recorded import TokenDecoder, decoder
-from limner.sampling.rerank import best, scores
+from limner.sampling.rerank import best, distinct_first, scores
 from limner.text.bpe import Tokenizer
 from limner.version import __version__
 
@@ -181,7 +181,8 @@ class TextToImage:
         Args:
             options: candidates, seed and sampler; `settings` replace some of them:
                 `pipe(caption, candidates=8, temperature=0.9)`.
-            n: how many drawings to return, the best of the candidates. At least n candidates are drawn.
+            n: how many drawings to return, the best of the candidates that differ, if so many do. At least n
+                candidates are drawn.
             given: tokens of a picture that stay, from the method `given`.
             progress: called with the number of candidates drawn since the last call.
             watch: called with the `Partial` pictures of a batch of candidates after `every` rows of tokens.
@@ -249,7 +250,7 @@ class TextToImage:
             captions, max(n, options.candidates), seed=seeds, sampler=options, given=given, progress=progress,
             watch=watch, every=every,
         )  # fmt: skip
-        order = best(made.scores, n)
+        order = distinct_first(best(made.scores, made.scores.shape[1]), made.tokens)[:, :n]
         return [
             Drawings(
                 [

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from limner import catalogue, load
+from limner.cli.draw import main
 
 CAPTIONS = {
     "scenes": ["a large red circle on a white background", "a small blue square on a black background"],
@@ -32,3 +33,11 @@ def test_drawing_does_not_import_the_compiler(name: str) -> None:
     code = f"import sys, limner; limner.load({name!r})('a cat', candidates=2); print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
+
+
+def test_drawings_of_what_a_model_knows_by_heart_are_said_to_be_alike(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["a tiger, line drawing", "--model", "icons", "--candidates", "4", "-n", "3"])
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == len(list(tmp_path.iterdir())) == 3
+    assert "only 1 of 4 candidates differ" in said.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ class DrawOrEdit(Checked):
     """What drawing and editing have in common."""
 
     n: Annotated[int, arg(aliases=("-n",)), Range(1, 2**16)] = 1
-    """How many drawings to keep, the best ones."""
+    """How many drawings to keep, the best that differ."""
     options: Annotated[Options, arg(name="")] = Options(candidates=16)
     model: Annotated[str, arg(help=_models())] = catalogue.DEFAULT
     output: Annotated[str | None, arg(aliases=("-o",))] = None
@@ -104,6 +105,8 @@ def _draw(options: DrawOrEdit, caption: str, given: Callable[[Any], Any] | None 
         drawings = pipe(caption, options.options, n=options.n, given=fixed, progress=bar.advance)
     for drawing, path in zip(drawings, drawings.save(out, options.scale), strict=True):
         print(f"{printable(path)}  (score {drawing.score:.3f}, candidate {drawing.candidate} of {number})")
+    if (kinds := len({drawing.image.tobytes() for drawing in drawings})) < options.n:
+        print(f"only {kinds} of {number} candidates differ: a higher --temperature may give more", file=sys.stderr)
 
 
 def output_path(options: DrawOrEdit, caption: str) -> Path:

@@ -1,6 +1,6 @@
 """Reranking: of N drawings of a caption, keep those the contrastive model likes best (§2.6, Fig. 6).
 
-Shapes: B captions, N candidates, E embedding.
+Shapes: B captions, N candidates, S image positions.
 """
 
 from __future__ import annotations
@@ -25,3 +25,12 @@ def scores(
 def best(score: Float[Tensor, "B N"], k: int) -> Int64[Tensor, "B K"]:
     """Indices of the k best candidates, best first: [B, N] -> [B, k]. Ties keep their order."""
     return score.argsort(dim=1, descending=True, stable=True)[:, :k]
+
+
+def distinct_first(order: Int64[Tensor, "B N"], tokens: Int64[Tensor, "B N S"]) -> Int64[Tensor, "B N"]:
+    """The same order of candidates, but those that repeat a better one's tokens come after all others."""
+    rows = []
+    for row, drawn in zip(order.tolist(), tokens, strict=True):
+        kept = {drawn[i].numpy().tobytes(): i for i in reversed(row)}.values()  # the best of those that are alike
+        rows.append([*(i for i in row if i in kept), *(i for i in row if i not in kept)])
+    return torch.tensor(rows)

@@ -3,7 +3,7 @@
 import torch
 
 from limner.models.contrastive import ContrastiveConfig
-from limner.sampling.rerank import best, scores
+from limner.sampling.rerank import best, distinct_first, scores
 from limner.text import PAD
 
 
@@ -25,3 +25,9 @@ def test_scores_are_cosines_of_each_pair():
 def test_best_come_first_and_ties_keep_their_order():
     found = best(torch.tensor([[0.1, 0.5, 0.5, 0.9], [0.0, 0.0, 0.0, 0.0]]), 3)
     assert found.tolist() == [[3, 1, 2], [0, 1, 2]]
+
+
+def test_what_repeats_a_better_drawing_comes_last():
+    tokens = torch.tensor([[[1, 2], [3, 4], [1, 2], [3, 5], [3, 4]], [[7, 7]] * 5])
+    order = torch.tensor([[2, 4, 0, 1, 3], [4, 3, 2, 1, 0]])
+    assert distinct_first(order, tokens).tolist() == [[2, 4, 3, 0, 1], [4, 3, 2, 1, 0]]
