@@ -98,8 +98,8 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> str:
     return f"<table>{head}<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
 
 
-def chart(title: str, curves: Mapping[str, Points]) -> str:
-    """Curves over training steps as inline SVG, with the extremes of both axes written at them."""
+def chart(title: str, curves: Mapping[str, Points], over: str = "steps") -> str:
+    """Curves as inline SVG, with the extremes of both axes written at them; `over` says what x is."""
     drawn = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in curves.items()}
     drawn = {name: points for name, points in drawn.items() if len(points) > 1}
     if not drawn:
@@ -120,10 +120,10 @@ def chart(title: str, curves: Mapping[str, Points]) -> str:
         f'role="img" aria-label="{escape(title)}">',
         f'<text x="{left}" y="14" class="title">{escape(title)}</text>',
         f'<path class="axis" d="M{left},{top}V{bottom}H{width - 8}"/>',
-        f'<text x="{left - 6}" y="{top + 4}" text-anchor="end">{y1:.4g}</text>',
-        f'<text x="{left - 6}" y="{bottom}" text-anchor="end">{y0:.4g}</text>',
-        f'<text x="{left}" y="{height - 6}">{x0:g}</text>',
-        f'<text x="{width - 8}" y="{height - 6}" text-anchor="end">{x1:g} steps</text>',
+        f'<text x="{left - 6}" y="{top + 4}" text-anchor="end">{_short(y1)}</text>',
+        f'<text x="{left - 6}" y="{bottom}" text-anchor="end">{_short(y0)}</text>',
+        f'<text x="{left}" y="{height - 6}">{_short(x0)}</text>',
+        f'<text x="{width - 8}" y="{height - 6}" text-anchor="end">{escape(over)}: {_short(x1)}</text>',
     ]
     for i, (name, points) in enumerate(drawn.items()):
         some = [*points[: -1 : math.ceil(len(points) / 400)], points[-1]]  # a screen shows no more of a curve
@@ -133,6 +133,10 @@ def chart(title: str, curves: Mapping[str, Points]) -> str:
             y = top + 4 + 15 * i
             parts.append(f'<text x="{width - 12}" y="{y}" text-anchor="end" class="c{i % 4}">{escape(name)}</text>')
     return "".join(parts) + "</svg>"
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number == round(number) else f"{number:.3g}"
 
 
 _STYLE = """

@@ -24,7 +24,7 @@ class Finding:
         holds: whether it holds here; None where the trials cannot tell.
         verdict: what was found here, in a sentence or two.
         header, rows: the table.
-        curves: charts by title, each with its curves by name.
+        curves: charts by title, each with its curves by name: over steps, or what the title says ("loss, over width").
         settings: of the trials, seeds among them.
     """
 
@@ -54,16 +54,21 @@ class Finding:
         folder.mkdir(parents=True, exist_ok=True)
         facts = {key: value for key, value in vars(self).items() if key != "curves"}
         atomic_write_text(folder / f"{self.name}.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-        for i, (title, curves) in enumerate(self.curves.items(), 1):
-            atomic_write_text(folder / f"{self.name}-{i}.svg", drawing(chart(title, curves)))
+        charts = [_chart(title, curves) for title, curves in self.curves.items()]
+        for i, one in enumerate(charts, 1):
+            atomic_write_text(folder / f"{self.name}-{i}.svg", drawing(one))
         mark = {True: "good", False: "bad", None: "dim"}[self.holds]
-        charts = "".join(chart(title, curves) for title, curves in self.curves.items())
         body = (
             f"<h1>{escape(self.name)}</h1><p class=lead>{escape(self.claim)} <small>{escape(self.source)}</small></p>"
             f"<p class={mark}><b>This {self.answer}.</b> {escape(self.verdict)}</p>"
             + table(self.rows, self.header)
-            + (f'<h2>Curves</h2><div class="charts">{charts}</div>' if charts else "")
+            + (f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>' if charts else "")
             + "<h2>Settings</h2>"
             + table(list(self.settings.items()))
         )
         return save_page(folder / f"{self.name}.html", self.name, body)
+
+
+def _chart(title: str, curves: Mapping[str, Points]) -> str:
+    title, _, over = title.partition(" over ")
+    return chart(title.rstrip(","), curves, over or "steps")

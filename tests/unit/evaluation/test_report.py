@@ -51,6 +51,8 @@ def test_a_chart_spans_its_points():
     points = [tuple(map(float, p.split(","))) for p in re.search(r'points="([^"]+)"', svg).group(1).split()]
     assert points[0][1] < points[1][1] < points[2][1]  # falling loss, y downwards
     assert all(0 <= x <= 420 and 0 <= y <= 200 for x, y in points)
+    assert "steps: 100" in svg
+    assert "rank / width: 0.333" in report.chart("loss", {"loss": [(0, 4.0), (1 / 3, 2.0)]}, "rank / width")
     assert report.chart("empty", {"loss": [(0, 1.0)]}) == ""
     many = report.chart("long", {"loss": [(i, float(i)) for i in range(10_000)]})
     assert len(many) < 20_000
