@@ -16,9 +16,12 @@ import torch
 from checkpoints import read_tensors
 from limner import errors
 from limner.cli import main
+from limner.numerics.precision import has_fast_bf16
 from limner.training.checkpoint import completed
 from limner.training.metrics_log import read_metrics
 
+# Where bf16 is fast, Muon rounds to it, which turns a difference of the last bit into one of the eighth.
+LOSSES, WEIGHTS = (1e-4, 1e-3) if has_fast_bf16(torch.device("cpu")) else (1e-5, 1e-4)
 STAGES = ("dvae", "prior", "contrastive")
 STEPS = 24
 OPTIONS = [
@@ -35,6 +38,7 @@ OPTIONS = [
     *("--prior.model.width", "32", "--prior.model.heads", "2", "--prior.model.depth", "2"),
     *("--contrastive.training.batch-size", "16", "--contrastive.model.depth", "1", "--contrastive.model.width", "32"),
     *(word for stage in STAGES for word in (f"--{stage}.training.log-every", "1", f"--{stage}.training.steps", "4")),
+    *(word for stage in STAGES for word in (f"--{stage}.training.precision", "fp32")),  # bf16 is no nearer than 1e-3
     *(
         "--prior.training.steps",
         str(STEPS),
@@ -75,9 +79,9 @@ def compare(out: Path, whole: Path, stages: tuple[str, ...] = STAGES) -> None:
         ours, theirs = (read_metrics(folder / stage / "metrics.jsonl") for folder in (out, whole))
         assert [row["step"] for row in ours] == [row["step"] for row in theirs]
         for name in ("loss", "grad_norm", "lr"):
-            assert [row[name] for row in ours] == pytest.approx([row[name] for row in theirs], rel=1e-5)
+            assert [row[name] for row in ours] == pytest.approx([row[name] for row in theirs], rel=LOSSES)
         ours, theirs = (read_tensors(completed(folder / stage)[-1], "model") for folder in (out, whole))
-        assert all((ours[name] - theirs[name]).abs().max() < 1e-4 for name in theirs)
+        assert max((ours[name] - theirs[name]).abs().max() for name in theirs) < WEIGHTS
 
 
 def wait_for(out: Path, step: int, process: subprocess.Popen[str]) -> None:
