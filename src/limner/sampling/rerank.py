@@ -31,6 +31,6 @@ def distinct_first(order: Int64[Tensor, "B N"], tokens: Int64[Tensor, "B N S"]) 
     """The same order of candidates, but those that repeat a better one's tokens come after all others."""
     rows = []
     for row, drawn in zip(order.tolist(), tokens, strict=True):
-        kept = {drawn[i].numpy().tobytes(): i for i in reversed(row)}.values()  # the best of those that are alike
+        kept = set({drawn[i].numpy().tobytes(): i for i in reversed(row)}.values())  # the best of those that are alike
         rows.append([*(i for i in row if i in kept), *(i for i in row if i not in kept)])
     return torch.tensor(rows)
