@@ -52,3 +52,13 @@ def test_an_interrupted_run_goes_on(tmp_path):
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     assert (tmp_path / "quantization-variance.html").exists()
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_run_that_is_killed_leaves_no_process(tmp_path):
+    command = [sys.executable, "-m", "limner", "reproduce", "quantization-variance", "-o", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=os.environ)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.rglob("trials/**/*.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.communicate(timeout=30)  # until no process has its end of the pipe open

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from limner.numerics.precision import has_fast_bf16
 from limner.optim.shards import like, whole
 
 _STEPS = 5
@@ -27,13 +26,15 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at zero; brings singular values to
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Newton-Schulz iteration: [N, rows, columns] -> the same with singular values near 1.
 
-    In bf16, which is enough (Jordan et al. 2024), where that is fast: then the result is bf16 too.
+    In fp32, or under `torch.autocast` in its 16 bits, which is enough (Jordan et al. 2024): then so is the result.
     """
     a, b, c = _QUINTIC
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.bfloat16() if has_fast_bf16(matrices.device) else matrices.float()
+    tall, device = matrices.shape[1] > matrices.shape[2], matrices.device.type
+    x = matrices.float()
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)  # no singular value above 1
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
     if x.dtype == torch.float32 and x.shape[2] >= 2 * x.shape[1]:
         x = _steps(x @ x.mT) @ x
     else:
@@ -46,7 +47,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 def _steps(gram: Tensor) -> Tensor:
     """What all steps multiply x by, found from x x^T alone, [N, m, m]: each multiplies by a polynomial p of its x x^T,
     which becomes p x x^T p. For wide matrices this is half of the work. It squares singular values, which fp32 has the
-    digits for: it differs by less than 1e-3 where they span six decimals. bf16 has not."""
+    digits for: it differs by less than 1e-3 where they span six decimals. 16 bits have not."""
     a, b, c = _QUINTIC
     product = gram
     for step in range(_STEPS):
@@ -60,7 +61,7 @@ def _steps(gram: Tensor) -> Tensor:
 
 class Muon(torch.optim.Optimizer):
     """For matrices only. An update is `lr * sqrt(max(1, rows / columns))` times the orthogonalised
-    Nesterov momentum; weight decay is decoupled."""
+    Nesterov momentum; weight decay is decoupled. A step under `torch.autocast` multiplies matrices in 16 bits."""
 
     def __init__(
         self, params: Iterable[Any], lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.0

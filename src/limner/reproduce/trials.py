@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -45,7 +46,7 @@ class Trials:
         self.folder.mkdir(parents=True, exist_ok=True)
         with progress(title, len(settings), unit="trial") as bar:
             bar.resume(len(settings) - len(todo))
-            with ProcessPoolExecutor(_cores(), multiprocessing.get_context("spawn"), _one_thread) as pool:
+            with ProcessPoolExecutor(_cores(), multiprocessing.get_context("spawn"), _begin) as pool:
                 running = {pool.submit(trial, settings[i]): i for i in todo}
                 try:
                     for done in as_completed(running):
@@ -70,8 +71,18 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _one_thread() -> None:
+def _begin() -> None:
+    """In a process that runs trials."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the first one decides
+    threading.Thread(target=_end_with_the_first, daemon=True).start()
     import torch
 
     torch.set_num_threads(1)
+
+
+def _end_with_the_first() -> None:
+    """Where the process that asked for trials is killed, nobody wants them."""
+    first = multiprocessing.parent_process()
+    assert first is not None
+    first.join()
+    os._exit(1)

@@ -45,7 +45,8 @@ def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tens
         for optimizer in run.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
-            optimizer.step()
+            with config.precision.autocast(run.device):  # Muon multiplies matrices
+                optimizer.step()
         if constrain := getattr(run.model, "constrain", None):
             constrain()
         run.schedule.observe(run.loss)
