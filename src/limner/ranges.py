@@ -18,8 +18,11 @@ class OutOfRange(ValueError):
     that knows where the setting is puts the path before the name."""
 
     def __init__(self, name: str, says: str) -> None:
-        super().__init__(f"{name} {says}")
+        super().__init__(name, says)  # all that it is made of: processes send it to one another
         self.name, self.says = name, says
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.says}"
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,4 @@
+import pickle
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib import import_module
 from inspect import isclass
@@ -101,3 +102,10 @@ def test_every_number_that_people_set_has_a_range_and_whole_ones_an_upper_end():
             assert issubclass(cls, Checked), where
             assert name in ranges(cls), where
             assert float in kinds or ranges(cls)[name][0].most is not None, where
+
+
+def test_the_error_crosses_between_processes():
+    with pytest.raises(OutOfRange) as caught:
+        Bounded(lr=-1.0)
+    came = pickle.loads(pickle.dumps(caught.value))
+    assert str(came) == str(caught.value) == "lr must be above 0, not -1.0" and came.name == "lr"

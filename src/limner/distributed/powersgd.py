@@ -9,7 +9,7 @@ said and that no update has had yet. An update takes the part of it that lies in
     5   P = orthonormal columns of P + eps I, by Householder's reflections
     6   Q = E^T P                 [n, r]
     7   Q = mean over replicas    one collective for all matrices of a block
-    8   what is no matrix of a block is averaged in fp32, in one collective for all
+    8   what is no matrix of a block is averaged in fp32: of all blocks in one collective, what is outside as it comes
     11  the gradient is P Q^T     all replicas have the same
     12  E -= P Q^T                where P and Q are finite; a buffer that is not finite begins anew
 
@@ -42,7 +42,7 @@ from jaxtyping import Float
 from torch import Tensor, distributed, nn
 
 from limner.data.stream import hash64
-from limner.distributed.reducers import Replicas, Waiting
+from limner.distributed.reducers import Bucket, Replicas, Waiting, averaged
 from limner.errors import UserError
 from limner.numerics.formats import E6M9
 from limner.optim.shards import like, local, placed, sharded
@@ -108,16 +108,20 @@ class PowerSGD:
 
     def __init__(self, config: PowerSGDConfig | None = None) -> None:
         self.config = config or PowerSGDConfig()
-        self._blocks: dict[str, list[Matrix]] = {}
-        self._rest: dict[str, list[nn.Parameter]] = {}
-        self._factors: list[tuple[Matrix, Tensor, Tensor]] = []  # P and Q of what has gradients
+        self._matrices: dict[str, list[Matrix]] = {}  # by block
+        self._outside: dict[str, list[nn.Parameter]] = {}
+        self._rest: list[nn.Parameter] = []  # of blocks
+        self.factors: list[tuple[Matrix, Tensor, Tensor]] = []  # P and Q of what has gradients
 
-    def attach(self, blocks: Mapping[str, Mapping[str, nn.Parameter]], replicas: Replicas) -> None:
+    def attach(self, buckets: Mapping[str, Bucket], replicas: Replicas) -> None:
         self._replicas = replicas
-        for block, parameters in blocks.items():
-            found = {name: self._matrix(name, p) for name, p in parameters.items() if block and p.requires_grad}
-            self._blocks[block] = [matrix for matrix in found.values() if matrix is not None]
-            self._rest[block] = [p for name, p in parameters.items() if found.get(name) is None]
+        for name, bucket in buckets.items():
+            if not bucket.repeated:
+                self._outside[name] = list(bucket.parameters.values())
+                continue
+            found = {one: self._matrix(one, p) for one, p in bucket.parameters.items() if p.requires_grad}
+            self._matrices[name] = [matrix for matrix in found.values() if matrix is not None]
+            self._rest += [p for one, p in bucket.parameters.items() if found.get(one) is None]
 
     def _matrix(self, name: str, p: nn.Parameter) -> Matrix | None:
         """None where two factors would be no smaller than the matrix, or where shards differ in size."""
@@ -136,9 +140,12 @@ class PowerSGD:
         buffer = torch.zeros_like(shard, memory_format=torch.contiguous_format)
         return Matrix(name, p, E6M9.pack(buffer) if self.config.narrow else buffer, height > width, start)
 
-    def reduce(self, block: str) -> Waiting:
-        """Steps 2 to 7 and 12 for a block."""
-        matrices = [matrix for matrix in self._blocks[block] if matrix.parameter.grad is not None]
+    def reduce(self, bucket: str) -> Waiting:
+        """Steps 2 to 7 and 12 for a block, 8 for what is outside."""
+        if bucket in self._outside:
+            yield from averaged(self._outside[bucket], self._replicas.mean)
+            return
+        matrices = [matrix for matrix in self._matrices[bucket] if matrix.parameter.grad is not None]
         if not matrices:
             return
         grads = [local(cast(Tensor, matrix.parameter.grad)).flatten(1) for matrix in matrices]
@@ -158,9 +165,7 @@ class PowerSGD:
             (all_good,) = yield from self._averaged(q, _finite(q))
             if all_good:
                 for matrix, error, left, right in zip(matrices, errors, p, q, strict=True):
-                    matrix.keep(error.addmm_(*matrix.product(left, right), alpha=-1))
-                    self.applied(matrix, right)
-                    self._factors.append((matrix, left, right))
+                    self.take(matrix, error, left, right)
                 return
         for matrix, error in zip(matrices, errors, strict=True):
             if all_finite:  # or else nothing is added
@@ -177,17 +182,12 @@ class PowerSGD:
         return [not flag for flag in wrong.tolist()]
 
     def finish(self) -> Waiting:
-        """Steps 8 and 11."""
-        rest = [p.grad for parameters in self._rest.values() for p in parameters if p.grad is not None]
-        if sum(local(grad).numel() for grad in rest):
-            flat = torch.cat([local(grad).flatten().float() for grad in rest])
-            yield from self._replicas.mean(flat)
-            for grad, values in zip(rest, flat.split([local(grad).numel() for grad in rest]), strict=True):
-                local(grad).copy_(values.view_as(local(grad)))
-        for matrix, p, q in self._factors:
+        """Steps 8, for vectors of the blocks, and 11."""
+        yield from averaged(self._rest, self._replicas.mean)
+        for matrix, p, q in self.factors:
             left, right = matrix.product(p, q)
             self._hand_over(matrix, left @ right)
-        self._factors.clear()
+        self.factors.clear()
 
     def _hand_over(self, matrix: Matrix, gradient: Float[Tensor, "h w"]) -> None:
         # In the parameter's own layout: fused optimisers go through memory without regard to strides.
@@ -204,8 +204,12 @@ class PowerSGD:
         """Step 5, of matrices of one shape."""
         return orthonormal(p)
 
-    def applied(self, matrix: Matrix, q: Float[Tensor, "n r"]) -> None:
-        """The step's Q has been used."""
+    def take(
+        self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
+    ) -> None:
+        """Step 12, which may write over `error`; P Q^T will be the gradient."""
+        matrix.keep(error.addmm_(*matrix.product(p, q), alpha=-1))
+        self.factors.append((matrix, p, q))
 
     def _orthonormal(self, factors: list[Float[Tensor, "m r"]]) -> list[Float[Tensor, "m r"]]:
         """Those of one shape together."""
@@ -218,12 +222,12 @@ class PowerSGD:
                 found[i] = p
         return found
 
-    def _matrices(self) -> list[Matrix]:
-        return [matrix for block in self._blocks.values() for matrix in block]
+    def _all(self) -> list[Matrix]:
+        return [matrix for block in self._matrices.values() for matrix in block]
 
     def tensors(self) -> dict[str, Tensor]:
         found = {}
-        for matrix in self._matrices():
+        for matrix in self._all():
             error = matrix.error().clone().view(matrix.buffer.shape)
             for work in self._replicas.mean(error.view(-1)):
                 work.wait()
@@ -231,7 +235,7 @@ class PowerSGD:
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for matrix in self._matrices():
+        for matrix in self._all():
             if (error := tensors.get(matrix.name)) is not None:
                 if error.shape != matrix.parameter.shape:
                     raise UserError(

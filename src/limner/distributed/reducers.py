@@ -1,13 +1,13 @@
-"""Gradients averaged between replicas, block by block, while the backward pass goes on.
+"""Gradients averaged between replicas, bucket by bucket, while the backward pass goes on.
 
 A replica is a process, or a group of processes that share a set of weights; processes with the same part of the weights
-meet here. As soon as all gradients of a block are there, a `GradientReducer` begins with it. What it does is a
-generator: it computes, sends, and yields the communication that it waits for, so that the backward pass of the next
-block runs meanwhile:
+meet here. A bucket holds the parameters of a resblock, of the embeddings, of the head. As soon as all its gradients are
+there, a `GradientReducer` begins with it. What it does is a generator: it computes, sends, and yields the communication
+that it waits for, so that the backward pass of the next two buckets runs meanwhile:
 
-    backward of block   k          k-1         k-2
-    reduction           k sends    k goes on   ...
-                                   k-1 sends   k-1 goes on
+    backward of bucket   k          k-1          k-2          k-3
+    reduction            k sends    k-1 sends    k-2 sends    ...
+                                                 k goes on    k-1 goes on
 
 All processes start and resume the same generators in the same order, which is what collectives need; none asks whether
 communication is through already. What is left when the backward pass has ended goes on in the same order.
@@ -17,7 +17,7 @@ Shapes: n values of a process, R replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, distributed, nn
 
+from limner.models.transformer import Resblock
 from limner.optim.shards import local
 
 Waiting = Iterator[distributed.Work]  # ends when all is done
@@ -96,31 +97,48 @@ def _started(work: distributed.Work | None) -> distributed.Work:
     return work
 
 
-def blocks(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
-    """The parameters of a model by block and name: each entry of a module list is a block; the rest is under ""."""
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients travel together.
+
+    Attributes:
+        parameters: by name.
+        repeated: whether they are those of a block, whose matrices may be compressed.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    repeated: bool
+
+
+def buckets(model: nn.Module) -> dict[str, Bucket]:
+    """The parameters of a model by bucket. A bucket is a resblock, or an entry of a module list without resblocks; of
+    the rest, what each child of the model has; "" is what the model itself has."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    names = [f"{name}.{i}" for name, entries in lists.items() for i in range(len(entries))]
-    found: dict[str, dict[str, nn.Parameter]] = {name: {} for name in [*names, ""]}
+    entries = {f"{name}.{i}" for name, entries in lists.items() for i in range(len(entries))}
+    repeated = entries | {name for name, module in model.named_modules() if isinstance(module, Resblock)}
+    found: dict[str, dict[str, nn.Parameter]] = {}
     for name, p in model.named_parameters():
-        block = next((block for block in names if name.startswith(f"{block}.")), "")
-        found[block][name] = p
-    return {block: parameters for block, parameters in found.items() if parameters}
+        path = name.split(".")
+        within = [".".join(path[:i]) for i in range(len(path) - 1, 1, -1)]  # the innermost first
+        bucket = next((one for one in within if one in repeated), path[0] if len(path) > 1 else "")
+        found.setdefault(bucket, {})[name] = p
+    return {bucket: Bucket(parameters, bucket in repeated) for bucket, parameters in found.items()}
 
 
 @runtime_checkable
 class GradientReducer(Protocol):
-    """Averages gradients over replicas. It is given all blocks before the first step."""
+    """Averages gradients over replicas. It is given all buckets before the first step."""
 
-    def attach(self, blocks: Mapping[str, Mapping[str, nn.Parameter]], replicas: Replicas) -> None:
-        """Learn the blocks, each with its parameters by name; "" is what lies outside."""
+    def attach(self, buckets: Mapping[str, Bucket], replicas: Replicas) -> None:
+        """Learn the buckets by name."""
         ...
 
-    def reduce(self, block: str) -> Waiting:
-        """Begin with a block whose gradients are there."""
+    def reduce(self, bucket: str) -> Waiting:
+        """Begin with a bucket whose gradients are there."""
         ...
 
     def finish(self) -> Waiting:
-        """All blocks are through; afterwards each `grad` is the mean. A gradient that is not finite on one replica is
+        """All buckets are through; afterwards each `grad` is the mean. A gradient that is not finite on one replica is
         so on all."""
         ...
 
@@ -137,26 +155,21 @@ class Plain:
     """All values in fp32. Whoever sends them otherwise gives another `mean`.
 
     Attributes:
-        blocks, replicas: what it is attached to.
+        buckets, replicas: what it is attached to.
     """
 
-    blocks: Mapping[str, Mapping[str, nn.Parameter]]
+    buckets: Mapping[str, Bucket]
     replicas: Replicas
 
-    def attach(self, blocks: Mapping[str, Mapping[str, nn.Parameter]], replicas: Replicas) -> None:
-        self.blocks, self.replicas = blocks, replicas
+    def attach(self, buckets: Mapping[str, Bucket], replicas: Replicas) -> None:
+        self.buckets, self.replicas = buckets, replicas
 
     def mean(self, values: Float[Tensor, " n"]) -> Waiting:
-        """Replace values, all gradients of a block one behind another, by their mean over the replicas."""
+        """Replace values, all gradients of a bucket one behind another, by their mean over the replicas."""
         return self.replicas.mean(values)
 
-    def reduce(self, block: str) -> Waiting:
-        grads = [local(p.grad) for p in self.blocks[block].values() if p.grad is not None]
-        if sum(grad.numel() for grad in grads):
-            flat = torch.cat([grad.flatten() for grad in grads])
-            yield from self.mean(flat)
-            for grad, values in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(values.view_as(grad))
+    def reduce(self, bucket: str) -> Waiting:
+        return averaged(self.buckets[bucket].parameters.values(), self.mean)
 
     def finish(self) -> Waiting:
         yield from ()
@@ -166,6 +179,16 @@ class Plain:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         pass
+
+
+def averaged(parameters: Iterable[nn.Parameter], mean: Callable[[Float[Tensor, " n"]], Waiting]) -> Waiting:
+    """Their gradients, one behind another, become what `mean` makes of them."""
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    if sum(grad.numel() for grad in grads):
+        flat = torch.cat([grad.flatten().float() for grad in grads])
+        yield from mean(flat)
+        for grad, values in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(values.view_as(grad))
 
 
 class Bf16Reducer(Plain):
@@ -179,7 +202,7 @@ class Reduction:
     """Runs a reducer beside the backward pass of a model.
 
     Args:
-        blocks: parameters by block and name; what is in no block is under "".
+        buckets: of all parameters, by name.
         scales: for parameters whose gradients are scaled, the factor, which may change from step to step. Gradients
             are divided by it before they are reduced, since what a reducer leaves out comes with a later step.
 
@@ -187,24 +210,28 @@ class Reduction:
         last: whether the next backward pass completes the gradients.
     """
 
+    _LAG = 2  # buckets that begin before a communication is waited for
+
     def __init__(
         self,
         reducer: GradientReducer,
-        blocks: Mapping[str, Mapping[str, nn.Parameter]],
+        buckets: Mapping[str, Bucket],
         replicas: Replicas,
         scales: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         self.reducer, self.replicas, self.scales = reducer, replicas, {} if scales is None else scales
         self.last = True
-        self._names = list(blocks)
-        self._blocks = {name: [p for p in block.values() if p.requires_grad] for name, block in blocks.items()}
-        self._waits = {name: len(block) for name, block in self._blocks.items()}
-        self._begun: set[str] = set()
-        self._going: list[tuple[Waiting, distributed.Work]] = []
-        reducer.attach(blocks, replicas)
-        for name, block in self._blocks.items():
-            for p in block:
-                p.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))
+        self._waits_for = {
+            name: sum(p.requires_grad for p in bucket.parameters.values()) for name, bucket in buckets.items()
+        }
+        self._waits = dict(self._waits_for)
+        self._begun: list[str] = []
+        self._going: list[tuple[Waiting, distributed.Work, int]] = []  # and how many had begun when it was sent
+        reducer.attach(buckets, replicas)
+        for name, bucket in buckets.items():
+            for p in bucket.parameters.values():
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))
 
     @torch.no_grad()
     def _arrived(self, name: str, p: Tensor) -> None:
@@ -217,33 +244,36 @@ class Reduction:
             self._begin(name)
 
     def _begin(self, name: str) -> None:
-        self._begun.add(name)
-        self._advance()
+        self._begun.append(name)
         self._start(self.reducer.reduce(name))
+        self._advance(len(self._begun) - self._LAG)
 
     def _start(self, task: Waiting) -> None:
         if (work := next(task, None)) is not None:
-            self._going.append((task, work))
+            self._going.append((task, work, len(self._begun)))
 
-    def _advance(self) -> None:
-        """One step of each task, the oldest first."""
+    def _advance(self, begun: int) -> None:
+        """One step of each task that was sent when no more than so many buckets had begun, the oldest first."""
         tasks, self._going = self._going, []
-        for task, work in tasks:
-            work.wait()
-            self._start(task)
+        for task, work, when in tasks:
+            if when <= begun:
+                work.wait()
+                self._start(task)
+            else:
+                self._going.append((task, work, when))
 
     def _drain(self) -> None:
         while self._going:
-            self._advance()
+            self._advance(len(self._begun))
 
     @torch.no_grad()
     def complete(self) -> None:
         """Wait until every gradient is the mean."""
-        for name in self._names:  # blocks with parameters that had no gradient
+        for name in self._waits:  # buckets with parameters that had no gradient
             if name not in self._begun:
                 self._begin(name)
         self._drain()
         self._start(self.reducer.finish())
         self._drain()
         self._begun.clear()
-        self._waits = {name: len(block) for name, block in self._blocks.items()}
+        self._waits = dict(self._waits_for)

@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from limner.distributed.checkpoints import Folder, Shards
-from limner.distributed.reducers import GradientReducer, Reduction, Replicas, blocks
+from limner.distributed.reducers import GradientReducer, Reduction, Replicas, buckets
 from limner.errors import UserError
 from limner.models.dvae import DVAE
 from limner.optim.shards import divide, local
@@ -80,7 +80,7 @@ class Replicated:
 
     def _reduced(self, trainable: nn.Module, group: Any, make: Make) -> nn.Module:
         """Let a reducer average the gradients over a group."""
-        self._reduction = Reduction(make(), blocks(trainable.model), Replicas(group), self._scales)  # type: ignore[arg-type]
+        self._reduction = Reduction(make(), buckets(trainable.model), Replicas(group), self._scales)  # type: ignore[arg-type]
         return trainable
 
     def part(self, last: bool) -> AbstractContextManager[object]:

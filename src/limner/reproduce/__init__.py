@@ -1,4 +1,5 @@
-"""The papers' findings, each a file here and a command: `limner reproduce NAME`.
+"""The papers' findings, and one that sets a later method beside theirs, each a file here and a command: `limner
+reproduce NAME`.
 
 A file has the paper's claim and its source, trials that a machine with two cores runs within twenty minutes, and what
 it says of their results: a `Finding`, with a table, curves, and whether the claim holds at this scale.
@@ -18,6 +19,7 @@ NAMES = (
     "sixteen-bit-moments",
     "bandwidth",
     "householder",
+    "dion",
     "switchback-accuracy",
     "fp8-layerscale",
     "switchback-speed",

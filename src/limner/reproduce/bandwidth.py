@@ -71,9 +71,10 @@ def _measured(of: Step, rank: int, world: int, store: str) -> Result:
     from torch import distributed
 
     from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
-    from limner.distributed.reducers import Plain, blocks
+    from limner.distributed.reducers import Plain
     from limner.distributed.sharded import Sharded
     from limner.models.transformer import TransformerConfig
+    from limner.optim.groups import block_matrices
 
     class Silent(Plain):
         """Sends nothing."""
@@ -92,9 +93,8 @@ def _measured(of: Step, rank: int, world: int, store: str) -> Result:
         model = TransformerConfig(
             text_vocab=8, image_vocab=8, text_len=4, grid=(2, 2), width=of.width, depth=of.depth, heads=2
         ).build()
-        parts = blocks(model)
         counts = {
-            "matrices": sum(p.numel() for block, some in parts.items() for p in some.values() if block and p.ndim > 1),
+            "matrices": sum(p.numel() for p in block_matrices(model)),
             "all": sum(p.numel() for p in model.parameters()),
         }
         strategy = Sharded(2, make)

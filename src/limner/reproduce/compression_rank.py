@@ -33,7 +33,8 @@ class Training:
 
 def trial(of: Training) -> Result:
     from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
-    from limner.distributed.reducers import Plain, blocks
+    from limner.distributed.reducers import Plain
+    from limner.optim.groups import block_matrices
     from limner.reproduce import replicas
 
     trained = replicas.train(
@@ -43,12 +44,8 @@ def trial(of: Training) -> Result:
     turns = trained.run.parallel
     assert isinstance(turns, replicas.Turns)
     # Between two replicas each number that is not compressed is sent once.
-    others = sum(
-        p.nbytes
-        for block, found in blocks(trained.run.model).items()
-        for p in found.values()
-        if not block or p.ndim < 2
-    )
+    model, matrices = trained.run.model, frozenset(block_matrices(trained.run.model))
+    others = sum(p.nbytes for p in model.parameters() if p not in matrices)
     return {"loss": trained.loss.tolist(), "sent": turns.seats[0].sent / of.steps - others}
 
 

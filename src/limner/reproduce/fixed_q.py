@@ -33,7 +33,10 @@ class Fixed(PowerSGD):
         super().__init__(config)
         self.left: list[Tensor] = []  # of what a buffer held, squared: the share that its update left there
 
-    def applied(self, matrix: Matrix, q: Float[Tensor, "n r"]) -> None:
+    def take(
+        self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
+    ) -> None:
+        super().take(matrix, error, p, q)
         rest, taken = matrix.error().square().sum(), q.square().sum()
         self.left.append(rest / (rest + taken))
 
@@ -41,8 +44,10 @@ class Fixed(PowerSGD):
 class Warm(Fixed):
     """Begins from the last update's Q."""
 
-    def applied(self, matrix: Matrix, q: Float[Tensor, "n r"]) -> None:
-        super().applied(matrix, q)
+    def take(
+        self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
+    ) -> None:
+        super().take(matrix, error, p, q)
         if q.any():
             matrix.start = q
 
@@ -50,8 +55,10 @@ class Warm(Fixed):
 class Anew(Fixed):
     """Draws Q in each update, the same on all replicas."""
 
-    def applied(self, matrix: Matrix, q: Float[Tensor, "n r"]) -> None:
-        super().applied(matrix, q)
+    def take(
+        self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
+    ) -> None:
+        super().take(matrix, error, p, q)
         generator = torch.Generator().manual_seed(len(self.left))
         matrix.start = torch.randn(matrix.start.shape, generator=generator)
 

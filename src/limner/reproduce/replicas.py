@@ -1,7 +1,7 @@
 """Replicas that take turns in one process: the reducers of `distributed/`, without processes and without a network.
 
 The micro-batches of an update are the shares of the replicas. Each replica has a reducer of its own, which sees its
-share's gradients. All replicas reduce a block together: each goes on until it waits for the others, then what all have
+share's gradients. All replicas reduce a bucket together: each goes on until it waits for the others, then what all have
 brought is exchanged.
 
 Shapes: R replicas, n values.
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from limner.distributed.reducers import Codec, GradientReducer, Replicas, Waiting, blocks
+from limner.distributed.reducers import Codec, GradientReducer, Replicas, Waiting, buckets
 from limner.models.transformer import TransformerConfig
 from limner.optim.optimizers import AdamW
 from limner.reproduce import priors
@@ -81,41 +81,38 @@ class Turns(Single):
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         module = super().prepare(trainable, device, dtype)
-        self._table, self._blocks = Table(), blocks(trainable.model)
+        self._table, self._buckets = Table(), buckets(trainable.model)
         self.seats = [Seat(self._table, self.count) for _ in range(self.count)]
         self.reducers = [self._make() for _ in range(self.count)]
         # A replica's parameters share their memory with the model's, and have gradients of their own.
-        self._own = [
-            {
-                block: {name: nn.Parameter(p.detach()) for name, p in found.items()}
-                for block, found in self._blocks.items()
-            }
-            for _ in range(self.count)
-        ]
+        self._shared = dict(trainable.model.named_parameters())
+        self._own = [{name: nn.Parameter(p.detach()) for name, p in self._shared.items()} for _ in range(self.count)]
         for reducer, own, seat in zip(self.reducers, self._own, self.seats, strict=True):
-            reducer.attach(own, seat)
+            mine = {
+                name: replace(bucket, parameters={one: own[one] for one in bucket.parameters})
+                for name, bucket in self._buckets.items()
+            }
+            reducer.attach(mine, seat)
         return module
 
     @contextmanager
     def part(self, last: bool) -> Iterator[None]:
         """A replica's share, whose gradient is that of the batch divided by their number."""
         yield
-        for block, found in self._blocks.items():
-            for name, p in found.items():
-                if p.grad is not None:
-                    self._own[self._turn][block][name].grad = p.grad.mul_(self.count)
-                    p.grad = None
+        for name, p in self._shared.items():
+            if p.grad is not None:
+                self._own[self._turn][name].grad = p.grad.mul_(self.count)
+                p.grad = None
         self._turn = 0 if last else self._turn + 1
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        for block in reversed(self._blocks):
-            self._together([reducer.reduce(block) for reducer in self.reducers])
+        for bucket in reversed(self._buckets):
+            self._together([reducer.reduce(bucket) for reducer in self.reducers])
         self._together([reducer.finish() for reducer in self.reducers])
-        for block, found in self._blocks.items():
-            for name, p in found.items():
-                p.grad = self._own[0][block][name].grad
-                for own in self._own:
-                    own[block][name].grad = None
+        for name, p in self._shared.items():
+            p.grad = self._own[0][name].grad
+            for own in self._own:
+                own[name].grad = None
         super().reduce(parameters)
 
     def _together(self, waiting: list[Waiting]) -> None:
@@ -127,10 +124,20 @@ class Turns(Single):
             self._table.turn()
 
 
-def train(make: Callable[[], GradientReducer], *, width: int, steps: int, seed: int, replicas: int = 2) -> Trained:
+def train(
+    make: Callable[[], GradientReducer],
+    *,
+    width: int,
+    steps: int,
+    seed: int,
+    replicas: int = 2,
+    optimizer: Any | None = None,
+    clip_norm: float | None = 1.0,
+) -> Trained:
     """A small prior on a batch of 32, by replicas; `run.parallel` are the `Turns` that they took."""
     model: TransformerConfig = replace(priors.MODEL, width=width, depth=4, heads=max(2, width // 48))
     return priors.train(
-        steps, model=model, seed=seed, batch=32, accumulate=replicas, clip_norm=1.0, parallel=Turns(make, replicas),
-        optimizer=AdamW(lr=2e-3, betas=(0.9, 0.98)),
+        steps, model=model, seed=seed, batch=32, accumulate=replicas, clip_norm=clip_norm,
+        optimizer=optimizer or AdamW(lr=2e-3, betas=(0.9, 0.98)),
+        parallel=Turns(make, replicas),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 
 from limner.distributed import powersgd
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig, orthonormal
-from limner.distributed.reducers import Bf16Reducer, Plain, Reduction, Replicas, blocks
+from limner.distributed.reducers import Bf16Reducer, Plain, Reduction, Replicas, Waiting, buckets
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
 from limner.errors import UserError
@@ -134,7 +134,7 @@ def scaled(changes: bool) -> list[Tensor]:
     model = One(12, 20)
     scale = torch.tensor(SCALE)
     reduction = Reduction(
-        PowerSGD(PowerSGDConfig(rank=3, narrow=False)), blocks(model), Replicas(distributed.group.WORLD),
+        PowerSGD(PowerSGDConfig(rank=3, narrow=False)), buckets(model), Replicas(distributed.group.WORLD),
         {model.blocks[0].weight: scale},
     )  # fmt: skip
     found = []
@@ -185,14 +185,14 @@ class One(nn.Module):
 def one_matrix(rows: int, columns: int, narrow: bool, steps: int) -> tuple[list[Tensor], Tensor, Tensor]:
     """The gradients of a matrix over some steps, what is kept, and Q_0."""
     model, reducer = One(rows, columns), PowerSGD(PowerSGDConfig(rank=3, narrow=narrow))
-    reduction = Reduction(reducer, blocks(model), Replicas(distributed.group.WORLD))
+    reduction = Reduction(reducer, buckets(model), Replicas(distributed.group.WORLD))
     p, found = model.blocks[0].weight, []
     for step in range(steps):
         p.grad = None
         (p * gradient_of(rows, columns, step, distributed.get_rank())).sum().backward()
         reduction.complete()
         found.append(p.grad.clone())
-    return found, reducer.tensors()["blocks.0.weight"], reducer._blocks["blocks.0"][0].start
+    return found, reducer.tensors()["blocks.0.weight"], reducer._matrices["blocks.0"][0].start
 
 
 def gradient_of(rows: int, columns: int, step: int, rank: int) -> Tensor:
@@ -255,8 +255,8 @@ def with_wrong_values(where: str, value: float) -> dict[str, Any]:
     torch.manual_seed(0)
     model, rank = Two(), distributed.get_rank()
     reducer = PowerSGD(PowerSGDConfig(rank=3, narrow=False))
-    reduction = Reduction(reducer, blocks(model), Replicas(distributed.group.WORLD))
-    matrix, other = reducer._blocks["blocks.0"][0], reducer._blocks["blocks.1"][0]
+    reduction = Reduction(reducer, buckets(model), Replicas(distributed.group.WORLD))
+    matrix, other = reducer._matrices["blocks.0"][0], reducer._matrices["blocks.1"][0]
     grads = []
     for step in range(3):
         model.zero_grad()
@@ -329,6 +329,52 @@ def test_replicas_that_drift_apart_are_found():
 def test_an_eighth_is_the_rank_and_small_matrices_stay_whole():
     reducer = PowerSGD()
     model = nn.ModuleDict({"list": nn.ModuleList([nn.Linear(64, 64), nn.Linear(1, 64), nn.LayerNorm(64)])})
-    reducer.attach(blocks(model), Replicas.__new__(Replicas))  # without a group: nothing is sent
-    assert [(m.name, m.start.shape) for m in reducer._matrices()] == [("list.0.weight", (64, 8))]
+    reducer.attach(buckets(model), Replicas.__new__(Replicas))  # without a group: nothing is sent
+    assert [(m.name, m.start.shape) for m in reducer._all()] == [("list.0.weight", (64, 8))]
     assert powersgd.EPS == 1e-6
+
+
+def test_a_bucket_is_a_resblock_an_entry_of_a_list_or_a_child_of_the_model():
+    found = buckets(PRIOR.build())
+    blocks = [f"blocks.{i}.{branch}" for i in range(2) for branch in ("attention", "mlp")]
+    assert list(found) == ["embed", *blocks, "head"]
+    assert [name for name, bucket in found.items() if bucket.repeated] == blocks
+    found = buckets(Two())
+    assert {name: list(bucket.parameters) for name, bucket in found.items()} == {
+        "blocks.0": ["blocks.0.weight", "blocks.0.bias"], "blocks.1": ["blocks.1.weight", "blocks.1.bias"],
+        "outside": ["outside.weight", "outside.bias"],
+    }  # fmt: skip
+    bare = nn.Linear(2, 2)
+    assert list(buckets(bare)) == [""] and list(buckets(bare)[""].parameters) == ["weight", "bias"]
+
+
+class Noting(Plain):
+    """What a reducer is asked to do, and when what it waits for is over."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def reduce(self, bucket: str) -> Waiting:
+        self.said.append(f"{bucket} sends")
+        yield from super().reduce(bucket)
+        self.said.append(f"{bucket} is through")
+
+
+def noted() -> list[str]:
+    said: list[str] = []
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    for i, layer in enumerate(model):
+        layer.register_full_backward_hook(lambda *_, i=i: said.append(f"backward of {i}"))
+    reduction = Reduction(Noting(said), buckets(model), Replicas(distributed.group.WORLD))
+    model(torch.ones(1, 3, requires_grad=True)).sum().backward()
+    reduction.complete()
+    return said
+
+
+def test_two_backward_passes_run_before_a_communication_is_waited_for():
+    for said in on_ranks(2, noted):
+        order = [one for one in said if not one.startswith("backward")]
+        assert order == [
+            "3 sends", "2 sends", "1 sends", "3 is through", "0 sends", "2 is through", "1 is through", "0 is through",
+        ]  # fmt: skip
+        assert said.index("backward of 2") < said.index("3 is through")

@@ -1,0 +1,149 @@
+"""Dion (Ahn et al. 2025) beside PowerSGD: the same few numbers travel, and make an orthonormal update.
+
+PowerSGD sends two thin factors of each gradient, keeps what they leave out, and gives their product to AdamW. Dion
+sends the same factors of the momentum and takes the update from them directly. For a matrix, with M the momentum and Q
+the last update's, both kept by each replica, and G its gradient:
+
+    B = M + G
+    P = orthonormal columns of the mean of B Q       [m, r]
+    R = mean of B^T P                                [n, r]
+    M = B - (1 - mu) P R^T                           what is left out stays, the rest decays
+    Q = R with columns of length 1
+    update: lr sqrt(max(1, rows / columns)) P Q^T    all singular values alike, as Muon's are
+
+So it needs no second moments: its state is one number for each weight. Both are trained here with two replicas at equal
+rank, beside AdamW and Muon, whose gradients are sent whole. Learning rates were chosen on seed 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from limner.distributed.powersgd import Matrix, PowerSGD, PowerSGDConfig
+from limner.distributed.reducers import Plain
+from limner.optim.groups import block_matrices
+from limner.optim.optimizers import AdamW, Muon
+from limner.reproduce.finding import Finding
+from limner.reproduce.trials import Result, Trials
+
+CLAIM = (
+    "At equal rank, and so with as many bytes, Dion learns as fast as with whole gradients, and faster than PowerSGD"
+)
+SOURCE = "Ahn et al. 2025, arXiv:2504.05295, beside Ramesh et al. 2021, App. E.2"
+
+_LAST = 50  # updates whose mean loss is a run's
+_DECAY = 0.05  # of the momentum in the directions of an update: 1 - mu
+
+
+class Dion(PowerSGD):
+    """What it hands over as the gradient is the update."""
+
+    def take(
+        self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
+    ) -> None:
+        matrix.keep(error.addmm_(*matrix.product(p, q), alpha=-_DECAY))
+        matrix.start = F.normalize(q, dim=0)
+        self.factors.append((matrix, p, matrix.start * max(1, error.shape[0] / error.shape[1]) ** 0.5))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsGiven:
+    """Matrices of blocks take their gradients as updates, all else takes AdamW's."""
+
+    lr: float
+    others: AdamW = field(default_factory=AdamW)
+
+    def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices = block_matrices(model)
+        group: dict[str, Any] = {"params": matrices, "initial_lr": self.lr}
+        return [torch.optim.SGD([group], lr=self.lr, weight_decay=0.01), *self.others.build(model, frozenset(matrices))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A small prior of two replicas. `kind` is one of `KINDS`."""
+
+    kind: str
+    rank: int
+    lr: float
+    seed: int
+    steps: int
+    width: int = 96
+
+
+#: Each with its learning rate.
+KINDS = {"AdamW": 2e-3, "Muon": 0.02, "PowerSGD, AdamW": 2e-3, "PowerSGD, Muon": 0.02, "Dion": 0.02}
+
+
+def trial(of: Training) -> Result:
+    from limner.reproduce import replicas
+
+    others = AdamW(lr=2e-3, betas=(0.9, 0.98))
+    if of.kind == "Dion":
+        optimizer: Any = AsGiven(lr=of.lr, others=others)
+    else:
+        optimizer = Muon(lr=of.lr, others=others) if "Muon" in of.kind else AdamW(lr=of.lr, betas=(0.9, 0.98))
+    config = PowerSGDConfig(rank=of.rank or None)
+    trained = replicas.train(
+        lambda: Plain() if not of.rank else Dion(config) if of.kind == "Dion" else PowerSGD(config),
+        width=of.width, steps=of.steps, seed=of.seed, optimizer=optimizer,
+        clip_norm=None if of.kind == "Dion" else 1.0,  # nothing to clip: all its updates are of one size
+    )  # fmt: skip
+    turns = trained.run.parallel
+    assert isinstance(turns, replicas.Turns)
+    return {"loss": trained.loss.tolist(), "sent": turns.seats[0].sent / of.steps}
+
+
+def reproduce(trials: Trials, quick: bool) -> Finding:
+    ranks, seeds, steps = ((8,), range(1, 2), 10) if quick else ((4, 16), range(1, 4), 300)
+    cases = [(kind, rank) for kind in KINDS for rank in ((0,) if kind in ("AdamW", "Muon") else ranks)]
+    settings = [
+        Training(kind=kind, rank=rank, lr=KINDS[kind], seed=seed, steps=steps) for kind, rank in cases for seed in seeds
+    ]
+    results = iter(trials.run(trial, settings, "training priors"))
+    found = {case: [next(results) for _ in seeds] for case in cases}
+    losses = {case: np.array([np.mean(r["loss"][-_LAST:]) for r in some]) for case, some in found.items()}
+    whole = min((("AdamW", 0), ("Muon", 0)), key=lambda case: losses[case].mean())
+    noise = float(losses[whole].std(ddof=1)) if len(seeds) > 1 else 0.0
+    rows = [
+        (
+            kind,
+            rank or "-",
+            f"{some[0]['sent'] / 1e6:.2f} MB",
+            f"{losses[kind, rank].mean():.4f}",
+            f"{losses[kind, rank].min():.4f} to {losses[kind, rank].max():.4f}",
+        )
+        for (kind, rank), some in found.items()
+    ]
+    gaps = [losses["Dion", rank].mean() - losses[whole].mean() for rank in ranks]
+    ahead = [
+        min(losses["PowerSGD, AdamW", rank].mean(), losses["PowerSGD, Muon", rank].mean()) - losses["Dion", rank].mean()
+        for rank in ranks
+    ]
+    return Finding(
+        name="dion",
+        claim=CLAIM,
+        source=SOURCE,
+        holds=all(gap < noise for gap in gaps) and all(more > 0 for more in ahead),
+        verdict=". ".join(
+            f"At rank {rank} Dion's loss is {gap:+.4f} against {whole[0]} with whole gradients, and {-more:+.4f} "
+            "against the better of PowerSGD's"
+            for rank, gap, more in zip(ranks, gaps, ahead, strict=True)
+        )
+        + f". Seeds differ by {noise:.4f}.",
+        header=("optimiser", "rank", "sent in an update", "loss at the end", "of seeds"),
+        rows=rows,
+        curves={
+            f"loss, first seed, rank {ranks[-1]}": {
+                kind: list(enumerate(some[0]["loss"])) for (kind, rank), some in found.items() if rank in (0, ranks[-1])
+            }
+        },
+        settings={"seeds": list(seeds), **{k: asdict(settings[0])[k] for k in ("steps", "width")}},
+    )
