@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,8 +36,10 @@ class Fused:
 
         if self._compiled is None:
             self._compiled = torch.compile(self.function, dynamic=True)
+        # Numbers of bits are constants; sizes of tensors are not.
+        constants = any(isinstance(x, int) for x in others)
         try:
-            with config.patch(specialize_int=True):  # numbers of bits are constants; sizes of tensors are not
+            with config.patch(specialize_int=True) if constants else nullcontext():
                 return self._compiled(first, *others)
         except TorchDynamoException as error:  # no compiler, or one that does not work
             self._works = False

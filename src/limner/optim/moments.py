@@ -121,16 +121,19 @@ class MomentOptimizer(torch.optim.Optimizer):
 def together(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Parameters in lists that are updated at once: large ones alone, so that a step needs little memory beyond the
     state, and small ones of one device and dtype together, so that it needs few calls."""
-    some: list[Tensor] = []
-    size = 0
+    waiting: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     for p in parameters:
-        if some and (size + p.numel() > _AT_ONCE or (p.device, p.dtype) != (some[0].device, some[0].dtype)):
-            yield some
-            some, size = [], 0
-        some.append(p)
-        size += p.numel()
-    if some:
-        yield some
+        kind, size = (p.device, p.dtype), p.numel()
+        if size > _AT_ONCE:
+            yield [p]
+            continue
+        if sizes.get(kind, 0) + size > _AT_ONCE:
+            yield waiting.pop(kind)
+            sizes[kind] = 0
+        waiting.setdefault(kind, []).append(p)
+        sizes[kind] = sizes.get(kind, 0) + size
+    yield from waiting.values()
 
 
 def adamw_(
