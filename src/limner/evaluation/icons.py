@@ -15,15 +15,13 @@ half. Where the lower half is to be in another style, it is cut out, enlarged an
 pairs ("upside down", say) the lower half is compared with the real lower halves of all held-out pairs of that kind; it
 is right if its own is the nearest.
 
-Drawings that differ in skin tone alone count as one subject. Intervals are over subjects (see `intervals.py`).
+Drawings that differ in skin tone alone count as one subject.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -32,13 +30,11 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from limner.errors import printable
 from limner.evaluation.composition import PUBLISHED, drawn
 from limner.evaluation.icon_pictures import SPLITS, Icons
-from limner.evaluation.intervals import Rate
+from limner.evaluation.icon_result import IconResult, Verdicts
 from limner.evaluation.judge import Judge
 from limner.evaluation.nearest import nearest
-from limner.files import atomic_write_text
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.ranges import SEEDS, Checked, Range
@@ -47,8 +43,6 @@ from limner.sampling.rerank import best
 
 _ALL = "subject and style"
 _RIGHT = "right"
-
-Verdicts = dict[str, np.ndarray]  # by respect ("subject", "style", ...): right or not, [B], or the share that is right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,62 +60,6 @@ class IconSettings(Checked):
     candidates: Annotated[int, CANDIDATES] = 16
     repeats: Annotated[int, Range(1, 1_000)] = 1
     seed: Annotated[int, SEEDS] = PUBLISHED
-
-
-@dataclass(frozen=True)
-class IconResult:
-    """The verdicts on B drawings of a split, or of a kind of pairs.
-
-    Attributes:
-        name: title of the split or kind.
-        captions, subjects: what was to be drawn, [B].
-        figures: by row of the table ("best of 16", "any candidate", "real pictures", ...), verdicts by respect.
-        chance: the probability that a uniform guess is right, by respect.
-        pictures: uint8 [B, 3, H, W], the best drawings.
-    """
-
-    name: str
-    captions: list[str]
-    subjects: list[str]
-    figures: dict[str, Verdicts]
-    chance: dict[str, float]
-    pictures: Tensor
-    settings: dict[str, Any]
-
-    def rates(self) -> dict[str, dict[str, Rate]]:
-        return {
-            way: {respect: Rate.of(values, self.subjects) for respect, values in verdicts.items()}
-            for way, verdicts in self.figures.items()
-        }
-
-    def table(self) -> str:
-        """For people, in lines of less than 80 columns: the interval is of the first respect."""
-        respects = list(self.chance)
-        captions, subjects, times = len(set(self.captions)), len(set(self.subjects)), self.settings["repeats"]
-        lines = [
-            f"{printable(self.name)}, {captions:,} captions of {subjects:,} subjects, drawn {times} times",
-            f"  {'':<33}{respects[0]:<26}" + "".join(f"{name:>9}" for name in respects[1:]),
-        ]
-        for way, rates in self.rates().items():
-            first, *others = rates.values()
-            lines.append(f"  {way:<33}{first!s:<26}" + "".join(f"{rate.value:>9.1%}" for rate in others))
-        first, *others = (f"{value:.2%}" for value in self.chance.values())
-        lines.append(f"  {'chance':<33}{first:>6}{'':<20}" + "".join(f"{value:>9}" for value in others))
-        return "\n".join(line.rstrip() for line in lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        rates = {
-            way: {respect: rate.to_dict() for respect, rate in those.items()} for way, those in self.rates().items()
-        }
-        cases = [
-            {"caption": caption, "subject": subject}
-            | {
-                way: {respect: round(float(values[i]), 4) for respect, values in verdicts.items()}
-                for way, verdicts in self.figures.items()
-            }
-            for i, (caption, subject) in enumerate(zip(self.captions, self.subjects, strict=True))
-        ]
-        return {"name": self.name, "rates": rates, "chance": self.chance, "settings": self.settings, "cases": cases}
 
 
 def evaluate(
@@ -203,12 +141,6 @@ def accuracy(judge: Judge, icons: Icons) -> dict[str, float]:
     gallery = icons.gallery
     verdicts = _verdicts(judge.read(gallery.pictures), gallery.families, icons.styles)
     return {respect: float(right.mean()) for respect, right in verdicts.items()}
-
-
-def save(path: str | Path, judge: dict[str, float], results: Sequence[IconResult]) -> None:
-    """All results as JSON."""
-    text = json.dumps({"judge": judge, "results": [result.to_dict() for result in results]}, ensure_ascii=False)
-    atomic_write_text(Path(path), text + "\n")
 
 
 def enlarged(halves: Tensor) -> Tensor:

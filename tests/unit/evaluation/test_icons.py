@@ -12,7 +12,8 @@ from limner.data.sources import open_source
 from limner.errors import UserError
 from limner.evaluation import icon_grid
 from limner.evaluation.icon_pictures import HeldOutPairs, Icons
-from limner.evaluation.icons import IconSettings, accuracy, enlarged, evaluate, evaluate_pairs, save
+from limner.evaluation.icon_result import save
+from limner.evaluation.icons import IconSettings, accuracy, enlarged, evaluate, evaluate_pairs
 from limner.evaluation.judge import JudgeConfig, trained
 from limner.evaluation.nearest import Gallery
 from limner.pipeline import Candidates

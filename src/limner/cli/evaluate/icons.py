@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> None:
     from limner.data.sources import open_source
     from limner.evaluation import icons as evaluation
     from limner.evaluation.icon_pictures import SPLITS, Icons
+    from limner.evaluation.icon_result import save
     from limner.evaluation.judge import JudgeConfig, trained
     from limner.pipeline import load
 
@@ -82,4 +83,4 @@ def main(argv: Sequence[str]) -> None:
             with progress(f"drawing, {printable(what)}", total, unit="drawing") as bar:
                 results.append(evaluate(pipe, data, judge, what, settings, bar.advance))
             print(results[-1].table())
-    keep(lambda path: evaluation.save(path, accuracy, results), options.output)
+    keep(lambda path: save(path, accuracy, results), options.output)
