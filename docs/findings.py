@@ -36,7 +36,7 @@ def main(folder: Path) -> None:
 
 
 def section(one: dict[str, Any], folder: Path, images: Path) -> str:
-    """A finding: what the paper says, what was found, the table, the first chart, and how it was trained."""
+    """A finding: what the paper says, what was found, the table, the first two charts, and how it was trained."""
     header = one["header"]
     lines = [
         f"## {one['name']}\n",

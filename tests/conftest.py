@@ -22,7 +22,7 @@ SHAPED = [
     "models", "objectives", "metrics", "numerics.formats", "layers.attention", "layers.cross_entropy", "layers.masked",
     "layers.narrow", "layers.patterns", "layers.scales", "layers.sparse", "distributed.powersgd",
     "distributed.reducers", "distributed.replicated", "profiling.exponents", "profiling.linear", "reproduce.fixed_q",
-    "reproduce.householder", "sampling.generate", "sampling.rerank",
+    "reproduce.dion", "reproduce.householder", "sampling.generate", "sampling.rerank",
 ]  # fmt: skip
 # Where an annotation says float, a whole number is one.
 CHECK = f"{beartype.__name__}.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
