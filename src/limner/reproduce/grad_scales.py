@@ -115,7 +115,8 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
         source=SOURCE,
         holds=bool(lost_ours < 0.25 * lost_global and held_out["resblocks"].max() < held_out["loss"].min()),
         verdict=f"Gradients in {FORM} cost {lost_ours:+.3f} of fresh scenes' loss with a scale for each resblock and "
-        f"{lost_global:+.3f} with one for the loss (fp32: {best:.3f}). The scales at the end span "
+        f"{lost_global:+.3f} with one for the loss (fp32: {best:.3f}); to hold, the first had to be less than a "
+        f"quarter of the second. The scales at the end span "
         f"{scales.max() - scales.min():.1f} powers of two, from 2^{scales[0]:.1f} in the first resblock to "
         f"2^{scales[-1]:.1f} in the last.",
         header=("gradients in", "scale", "training loss", "loss on fresh scenes", "of seeds", "updates skipped, most"),
