@@ -4,9 +4,9 @@
 
 Each replica is a process in a network namespace of its own, a machine as far as its sockets know. A veth pair joins the
 two, and `tc tbf` limits what each end sends. Every way of averaging gradients takes the same steps of the same prior
-on the same batches, on each link in turn. Printed are, for a step:
+on the same batches, on each link in turn, `--rounds` times. Printed are, for a step:
 
-    seconds     the median
+    seconds     the median of a round's steps
     sent        bytes that really left one end of the link, headers included
     hidden      the share of the time on the wire (bytes over the link's rate) that does not make the step longer than
                 it is on a link without limit
@@ -49,6 +49,7 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW
+from limner.progress import progress
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single
 from limner.training.run import Run
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="of both replicas")
     parser.add_argument("--rank", type=int, default=32, help="of PowerSGD's factors")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=1, help="of all that is measured, with medians and ranges")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -91,28 +93,43 @@ def main() -> None:
     if os.geteuid() != 0:
         sys.exit("network namespaces need root")
     print(f"torch {torch.__version__}; width {options.width}, {options.depth} layers, rank {options.rank}")
-    results: dict[tuple[str, float | None], dict[str, Any]] = {}
-    with linked():
-        for mbit in (None, *options.mbit):
-            limit(mbit)
-            print(
-                f"\n{f'{mbit:g} Mbit/s' if mbit else 'no limit':24}{'seconds':>9}{'sent':>10}{'hidden':>8}{'loss':>8}"
-            )
+    links: tuple[float | None, ...] = (None, *options.mbit)
+    found: dict[tuple[str, float | None], list[dict[str, Any]]] = {}
+    with linked(), progress("measuring", options.rounds * len(links) * len(options.kinds), unit="run") as bar:
+        for _ in range(options.rounds):
             for kind in options.kinds:
-                found = both(Work(kind, options.width, options.depth, options.batch, options.rank, 2, options.steps))
-                results[kind, mbit] = found
-                sent, hidden = f"{found['sent'] / 1e6:.2f} MB", _hidden(found, results.get((kind, None)), mbit)
-                row = f"{kind:24}{found['seconds']:9.3f}{sent:>10}{hidden:>8}{found['loss']:8.4f}"
-                if base := results.get((BASE, mbit)):
-                    row += f"  {base['seconds'] / found['seconds']:.2f} times as fast as {BASE}"
-                print(row, flush=True)
+                for mbit in links:  # one after the other: machines get faster and slower by the hour
+                    limit(mbit)
+                    of = Work(kind, options.width, options.depth, options.batch, options.rank, 2, options.steps)
+                    found.setdefault((kind, mbit), []).append(both(of))
+                    bar.advance()
+    for mbit in links:
+        title = f"{mbit:g} Mbit/s" if mbit else "no limit"
+        print(f"\n{title:24}{'seconds':>22}{'sent':>10}{'hidden':>22}{'loss':>8}  times as fast as {BASE}")
+        for kind in options.kinds:
+            print(_row(kind, mbit, found))
 
 
-def _hidden(found: dict[str, Any], free: dict[str, Any] | None, mbit: float | None) -> str:
-    if not mbit or not free or found["sent"] < 1e5:
-        return "–"
-    wire = found["sent"] * 8 / (mbit * 1e6)
-    return f"{1 - (found['seconds'] - free['seconds']) / wire:.0%}"
+def _row(kind: str, mbit: float | None, found: dict[tuple[str, float | None], list[dict[str, Any]]]) -> str:
+    """Medians of the rounds, the lowest and the highest behind them."""
+    rounds = found[kind, mbit]
+    seconds, sent = [one["seconds"] for one in rounds], statistics.median(one["sent"] for one in rounds)
+    hidden = "–"
+    if mbit and sent > 1e5:
+        wire = sent * 8 / (mbit * 1e6)
+        shares = [1 - (a["seconds"] - b["seconds"]) / wire for a, b in zip(rounds, found[kind, None], strict=True)]
+        hidden = _spread(shares, "{:.0%}")
+    row = f"{kind:24}{_spread(seconds, '{:.3f}'):>22}{sent / 1e6:>7.2f} MB{hidden:>22}{rounds[0]['loss']:8.4f}"
+    if base := found.get((BASE, mbit)):
+        faster = [a["seconds"] / b for a, b in zip(base, seconds, strict=True)]
+        row += f"  {_spread(faster, '{:.2f}')}"
+    return row
+
+
+def _spread(values: list[float], style: str) -> str:
+    """A median, and from where to where."""
+    ends = f" ({style.format(min(values))}..{style.format(max(values))})" if len(values) > 1 else ""
+    return style.format(statistics.median(values)) + ends
 
 
 @contextlib.contextmanager
@@ -133,10 +150,10 @@ def linked() -> Iterator[None]:
 
 
 def limit(mbit: float | None) -> None:
-    """What each end of the link sends at most."""
+    """What each end of the link sends at most; None is no limit."""
+    discipline = f"tbf rate {mbit}mbit burst 128kb limit 8mb" if mbit else "noqueue"
     for name in ENDS:
-        if mbit:
-            _run(f"tc -n {name} qdisc replace dev {name} root tbf rate {mbit}mbit burst 128kb limit 8mb")
+        _run(f"tc -n {name} qdisc replace dev {name} root {discipline}")
 
 
 def _run(command: str) -> None:
