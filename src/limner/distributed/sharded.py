@@ -15,12 +15,13 @@ with compression, and on CPUs it waits for the second.)
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -52,6 +53,7 @@ class Sharded(Replicated):
         self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
         self._modules: list[FSDPModule] = []
         self._single: list[nn.Parameter] = []
+        self._scatter = _Scatter()
 
     def checkpointer(self, files: Folder) -> Shards:
         """See `Parallel`."""
@@ -78,7 +80,13 @@ class Sharded(Replicated):
         )
         if self.device.type == "cpu" and (overlap := getattr(self._modules[-1], "_set_unshard_async_op", None)):
             overlap(True)  # GPUs gather in a stream of their own; without it gloo gathers when it is waited for
-        if self._make or self.mesh["replicate"].size() > 1:
+        reduced = self._make or self.mesh["replicate"].size() > 1
+        if (
+            distributed.get_backend() == "gloo" and not reduced
+        ):  # a reducer reads gradients as soon as FSDP has scattered them
+            for module in self._modules:
+                module.set_custom_reduce_scatter(self._scatter)  # pyright: ignore[reportArgumentType]
+        if reduced:
             self._reduced(trainable, self.mesh["replicate"].get_group(), self._make or Plain)
         return trainable
 
@@ -124,7 +132,8 @@ class Sharded(Replicated):
             module.reshard()
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The backward pass has done it, but for single numbers and the last of what a reducer does."""
+        """The backward pass has done it, but for single numbers and the last of what it sent."""
+        self._scatter.finish()
         super().reduce(parameters)
         for p in self._single:
             if p.grad is not None:
@@ -133,6 +142,39 @@ class Sharded(Replicated):
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallel`."""
         self._check(parameters, self.mesh["replicate"].get_group())
+
+
+class _Scatter:
+    """Scatters gradients of groups by gloo while the backward pass goes on, as FSDP does on GPUs in a stream of its
+    own. On CPUs FSDP waits for each group where it is sent; and gloo sums whole gradients on all processes and then
+    takes a part, which sends twice as much. FSDP gives views of `output_tensor` to parameters: they are filled later.
+    """
+
+    _LAG = 1  # groups on their way while another one begins: each holds its gradients twice
+
+    def __init__(self) -> None:
+        self._going: deque[tuple[distributed.Work, Tensor, Tensor, Tensor]] = deque()
+
+    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: distributed.ProcessGroup, op: object,
+        async_op: bool = False,
+    ) -> None:  # fmt: skip
+        """`op` is the mean: nothing asks FSDP for another one."""
+        got = torch.empty_like(input_tensor)
+        work = distributed.all_to_all_single(got, input_tensor, group=group, async_op=True)
+        assert work is not None
+        self._going.append((work, input_tensor, got.view(group.size(), -1), output_tensor))
+        self.finish(self._LAG)
+
+    def finish(self, but: int = 0) -> None:
+        """All, `but` for so many that were begun last."""
+        while len(self._going) > but:
+            work, _, got, output = self._going.popleft()
+            work.wait()
+            torch.mean(got, 0, out=output)
 
 
 class Zero2(Sharded):

@@ -270,7 +270,7 @@ class Launch:
         return {
             "all-gather": shared * (self.training.accumulate * (2 * groups + 1) + gathers),
             "reduce-scatter": shared * (groups + 1),
-            "all-reduce": depth + 1 if self.replicas > 1 else 0,
+            "all-reduce": 2 * depth + 2 if self.replicas > 1 else 0,  # of resblocks, embeddings, head
         }
 
     @property

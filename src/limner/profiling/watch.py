@@ -31,7 +31,9 @@ from limner.optim.shards import local
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 # Names differ between torch's interfaces and versions: _allgather_base_, all_gather_into_tensor, reduce_scatter_tensor.
-_KINDS = {"allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce"}
+_KINDS = {
+    "allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce", "alltoall": "all-to-all",
+}  # fmt: skip
 
 
 class Watcher(TorchDispatchMode):

@@ -74,7 +74,11 @@ def test_matrices_of_blocks_are_gathered_in_16_bits_and_all_else_in_32(halves):
     numbers = sum(p.numel() for m in linear for p in m.parameters())
     # Half of each is sent to the other process, for the forward and the backward pass, two bytes a number less.
     assert full["sent"]["all-gather"] - sixteen["sent"]["all-gather"] == 2 * numbers
-    assert full["sent"]["reduce-scatter"] == sixteen["sent"]["reduce-scatter"]
+    # By gloo gradients are scattered in fp32: half of each goes to the other process, once.
+    everything = sum(p.numel() for p in PRIOR.build().parameters() if p.ndim)
+    for found in (sixteen, full):
+        assert everything * 2 <= found["sent"]["all-to-all"] <= everything * 2 * 1.01  # with padding
+        assert "reduce-scatter" not in found["sent"]
 
 
 @pytest.mark.parametrize("way", [0, 1])
