@@ -17,7 +17,7 @@ rank, beside AdamW and Muon, whose gradients are sent whole. Embeddings and outp
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ class AsGiven:
     """Matrices of blocks take their gradients as updates, all else takes AdamW's."""
 
     lr: float
-    others: AdamW = field(default_factory=AdamW)
+    others: AdamW
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         matrices = block_matrices(model)
