@@ -80,14 +80,11 @@ class Sharded(Replicated):
         )
         if self.device.type == "cpu" and (overlap := getattr(self._modules[-1], "_set_unshard_async_op", None)):
             overlap(True)  # GPUs gather in a stream of their own; without it gloo gathers when it is waited for
-        reduced = self._make or self.mesh["replicate"].size() > 1
-        if (
-            distributed.get_backend() == "gloo" and not reduced
-        ):  # a reducer reads gradients as soon as FSDP has scattered them
+        if self._make or self.mesh["replicate"].size() > 1:
+            self._reduced(trainable, self.mesh["replicate"].get_group(), self._make or Plain)
+        elif distributed.get_backend() == "gloo":  # a reducer would read gradients as soon as FSDP has scattered them
             for module in self._modules:
                 module.set_custom_reduce_scatter(self._scatter)  # pyright: ignore[reportArgumentType]
-        if reduced:
-            self._reduced(trainable, self.mesh["replicate"].get_group(), self._make or Plain)
         return trainable
 
     def _groups(self, block: nn.Module, dtype: torch.dtype) -> list[FSDPModule]:
