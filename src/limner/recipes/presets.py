@@ -17,7 +17,7 @@ from limner.training.config import TrainConfig
 
 
 def scenes() -> Recipe:
-    """The world of the bundled model, which an earlier recipe made in several rounds; three hours on two cores.
+    """The world of the bundled model, which an earlier recipe made in several rounds; two to three hours on two cores.
 
     limner data scenes data/scenes --count 120000 --things 2 7 0.5 0.5 --in-order 0.7
     limner train data/scenes --recipe scenes --out runs/scenes
@@ -41,7 +41,7 @@ def demo() -> Recipe:
         dvae=Bundled(),
         prior=PriorStage(
             model=TransformerConfig(width=96, depth=6, heads=4),
-            training=_training(steps=3_000, batch=16, ema=0.99, others=5e-3),
+            training=_training(steps=3_000, batch=16, ema=0.99),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=1_000, width=96, distractors=1),
@@ -63,7 +63,7 @@ def emoji() -> Recipe:
         dvae=_small_dvae(64, groups=4, vocab=1_024, steps=3_000, context=1),
         prior=PriorStage(
             model=TransformerConfig(width=128, depth=6, heads=4),
-            training=_training(steps=4_000, batch=32, ema=0.998, others=5e-3),
+            training=_training(steps=4_000, batch=32, ema=0.998),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=400),
@@ -85,7 +85,7 @@ def icons() -> Recipe:
         dvae=_patches(64, vocab=2_048, steps=3_000, patch=8, width=256, refinements=3),
         prior=PriorStage(
             model=TransformerConfig(width=160, depth=6, heads=4),
-            training=_training(steps=6_500, batch=32, ema=0.998, others=5e-3),
+            training=_training(steps=6_500, batch=32, ema=0.998),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=600),
@@ -214,10 +214,10 @@ def paper(size: str = "dalle-12b") -> Recipe:
     )
 
 
-def _training(steps: int, batch: int, ema: float, others: float = 1.5e-3) -> TrainConfig:
+def _training(steps: int, batch: int, ema: float) -> TrainConfig:
     """What small priors learn fastest from (docs/LOG.md): small batches, Muon, a cosine to a fiftieth."""
     return TrainConfig(
-        steps=steps, batch_size=batch, optimizer=Muon(others=AdamW(lr=others)), clip_norm=1.0,
+        steps=steps, batch_size=batch, optimizer=Muon(others=AdamW(lr=5e-3)), clip_norm=1.0,
         warmup_steps=min(200, steps // 10), schedule=Cosine(end=0.02), ema_decay=ema, eval_every=500,
         checkpoint_every=250,
     )  # fmt: skip
