@@ -134,7 +134,8 @@ def _exact(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(model: M, dtype: torch.dtype = torch.float16) -> M:
-    """The model, in place, with the values that its bundle will have: what learns from it meets it again."""
+    """The model, in place, with the values that its bundle will have, so that later stages learn from what is
+    drawn with in the end."""
     model.load_state_dict({key: _stored(value, dtype) for key, value in model.state_dict().items()})
     return model
 

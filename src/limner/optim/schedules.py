@@ -28,7 +28,7 @@ def warmup(step: int, steps: int) -> float:
 
 def cooldown(step: int, steps: int, last: int) -> float:
     """Linear descent over the `last` ones of `steps` updates, to `1/last` at the last one; constant 1 before, and if
-    `last` is 0. A run may so be ended at any time as if its schedule had been made for it (Hägele et al. 2024)."""
+    `last` is 0. With it a run may be ended at any time and loses little (Hägele et al. 2024)."""
     return min(1.0, max(0, steps - step) / last) if last > 0 else 1.0
 
 

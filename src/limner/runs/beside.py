@@ -1,7 +1,7 @@
 """The reranker, trained in a process of its own while the prior trains here.
 
 The operations of small models are too short to share among a CPU's threads: two processes with half of the
-threads each do a fifth to two fifths more work than all threads on one model after the other (docs/LOG.md).
+threads each train both models in 70 to 85% of the time that all threads take for one after the other (docs/LOG.md).
 The other process saves and stops when this one is interrupted or dies. When it is done, the prior trains with all
 threads.
 """

@@ -20,7 +20,7 @@ from limner.models.transformer import Transformer, TransformerConfig
 
 Task = Callable[[], object]
 
-_SHAPES = 2  # recordings that are kept, with the memory of their caches: of whole batches, and of a last, smaller one
+_SHAPES = 2  # recordings kept, each with the memory of its cache: one for full batches, one for a smaller last batch
 
 
 @runtime_checkable

@@ -55,8 +55,8 @@ class Parallel(Protocol):
         ...
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """Shard it or wrap it, and move it to the device, where all weights need not fit; returns the module to call
-        instead. It will be called where autocast computes products in `dtype`."""
+        """Move it to the device, sharded or wrapped as the strategy needs it; the device need not have room for all
+        weights. Returns the module to call instead. `dtype` is what autocast will compute its products in."""
         ...
 
     def part(self, last: bool) -> AbstractContextManager[object]:
@@ -64,8 +64,8 @@ class Parallel(Protocol):
         ...
 
     def gathered(self) -> AbstractContextManager[object]:
-        """A block in which the model's own methods may be called, where calling the module that `prepare` returned is
-        what gathers its weights."""
+        """A block in which the model's own methods may be called. Outside of it the weights may be sharded, and only a
+        call of the module that `prepare` returned gathers them."""
         ...
 
     def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor) -> None:
