@@ -1,6 +1,7 @@
 """What the pages say of the code is so: rooms, links, files, names."""
 
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -22,6 +23,11 @@ def test_the_rooms_are_those_of_the_import_contract():
     modules, folders = ((ROOT / "src/limner").glob(pattern) for pattern in ("*.py", "*/__init__.py"))
     here = {path.stem for path in modules} | {path.parent.name for path in folders}
     assert set().union(*rows) == here - {"__init__", "__main__"}
+
+
+def test_the_picture_of_the_rooms_shows_the_imports_of_today():
+    drawn = runpy.run_path(str(ROOT / "docs/rooms.py"))["svg"]()
+    assert (ROOT / "docs/images/rooms.svg").read_text() == drawn, "python docs/rooms.py draws it anew"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
