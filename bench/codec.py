@@ -1,4 +1,4 @@
-"""How fast 16-bit formats are packed and unpacked, in values a second.
+"""How fast 16-bit formats are packed and unpacked, in values per second.
 
     python bench/codec.py
 
@@ -40,7 +40,7 @@ def sides(size: int) -> dict[str, Callable[[], Tensor]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="values a second packed and unpacked")
+    parser = argparse.ArgumentParser(description="values per second packed and unpacked")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 16, 1 << 24])
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
@@ -56,7 +56,7 @@ def main() -> None:
                     function()
                 if turn:  # the first turn compiles and warms up
                     rates[name].append(times * size / (time.perf_counter() - began))
-        print(f"\n{size:,} values: millions a second (median of {options.rounds})")
+        print(f"\n{size:,} values: millions per second (median of {options.rounds})")
         for name, found in rates.items():
             print(f"{name:24} {statistics.median(found) / 1e6:8.0f}")
 

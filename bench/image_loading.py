@@ -14,7 +14,7 @@ and prints the medians and the ratios of limner to the other two. The first shou
 
 The pictures are synthetic, with the statistics that decide how long a JPEG takes to decode: a
 falling amplitude spectrum as photographs have, a few hard edges, sensor noise. About 512 x 512 and
-0.55 bytes a pixel, as the photographs of COCO have (train2017: 118,287 of about 640 x 480 in 18 GB);
+0.55 bytes per pixel, as the photographs of COCO have (train2017: 118,287 of about 640 x 480 in 18 GB);
 `--quality 85` gives files of half the size, on which Pillow has less to do and the ratio is lower.
 """
 

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--grid", type=int, default=32)
     parser.add_argument("--vocab", type=int, default=2_048)
-    parser.add_argument("--samples", type=int, default=2, help="of a rank, in a step")
+    parser.add_argument("--samples", type=int, default=2, help="per rank and step")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="AdamW16")
     parser.add_argument("--checkpointed", action="store_true")

@@ -67,7 +67,7 @@ def main() -> None:
                 times.setdefault(name, []).append((time.perf_counter() - began) / options.steps)
     for name, found in times.items():
         ratio = statistics.median(a / b for a, b in zip(found, times[BASE], strict=True))
-        print(f"{name:22} {statistics.median(found) * 1e3:9.2f} ms a step, {ratio:5.2f} times {BASE}")
+        print(f"{name:22} {statistics.median(found) * 1e3:9.2f} ms per step, {ratio:5.2f} times {BASE}")
 
 
 def _stepping(make: Make, shapes: list[torch.Size], device: str) -> Callable[[], Any]:

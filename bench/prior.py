@@ -176,14 +176,14 @@ def show(options: argparse.Namespace, rounds: list[dict[str, Any]], sides: list[
     gemm, copy = median(lambda found: found["machine"].gemm), median(lambda found: found["machine"].copy)
     print(f"bf16 product {gemm / 1e12:.2f} TFLOP/s, copy {copy / 1e9:.1f} GB/s")
     for task, n in (("many", options.candidates), ("one", 1)):
-        print(f"\n{f'drawing, {n} of one caption':26}       step     prefill  pictures/s  sparse is  MB a candidate")
+        print(f"\n{f'drawing, {n} of one caption':26}       step     prefill  pictures/s  sparse is  MB per candidate")
         for side in sides:
             step = median(lambda found, s=side, t=task: found[t][s].step)
             prefill = median(lambda found, s=side, t=task: found[t][s].prefill)
             pictures = median(lambda found, s=side, t=task: found[t][s].pictures)
             ratio = median(lambda found, s=side, t=task: found[t][s].seconds / found[t]["sparse"].seconds)
             cache = rounds[0][task][side].each / 1e6
-            print(f"  {side:<24} {step * 1e3:7.1f} ms {prefill:9.2f} s {pictures:11.4f} {ratio:9.1f}x {cache:15.2f}")
+            print(f"  {side:<24} {step * 1e3:7.1f} ms {prefill:9.2f} s {pictures:11.4f} {ratio:9.1f}x {cache:17.2f}")
         over = median(lambda f, n=n, t=task: f[t]["sparse"].step / speed.floor(config, n, f["machine"]))
         print(f"  step of the sparse side over its floor: {over:.2f}")
     print(f"\n{f'training, batch {options.batch}':26}       step  sparse is")

@@ -41,7 +41,7 @@ from limner.evaluation.judge import JudgeConfig, trained
 from limner.pipeline import TextToImage, load
 from limner.progress import progress
 from limner.recipes.recipe import PatchStage, Recipe, fitted_contrastive
-from limner.runs.estimate import seconds_a_step, trial
+from limner.runs.estimate import seconds_per_step, trial
 from limner.runs.material import Material
 from limner.runs.stages import Stages
 from limner.sampling.rerank import best, scores
@@ -71,7 +71,7 @@ def ours(options: argparse.Namespace, folder: Path, captions: list[str]) -> Tens
     recipe = _with_steps(recipe, dvae=steps)
     dvae = Stages(Material.of(recipe, options.data, folder / "run")).dvae()
     left = (1 - clock.share()) * clock.seconds
-    affordable = int(0.95 * left / seconds_a_step(*trial(recipe, "prior"), room=10.0))  # the rest prepares the data
+    affordable = int(0.95 * left / seconds_per_step(*trial(recipe, "prior"), room=10.0))  # the rest prepares the data
     recipe = _with_steps(recipe, prior=max(1, min(recipe.prior.training.steps, affordable)))
     material = Material.of(recipe, options.data, folder / "run")
     tokenizer = material.tokenizer()

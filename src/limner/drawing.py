@@ -78,7 +78,7 @@ def enlargement(size: int, scale: int | None) -> int:
         return max(1, math.ceil(_VIEWABLE / size))
     if scale < 1 or size * scale > 1 << 14:
         widest = (1 << 14) // size
-        raise UserError(f"scale {scale} would give a picture of {size * scale} pixels a side: choose 1 to {widest}")
+        raise UserError(f"scale {scale} would give a picture of {size * scale} pixels per side: choose 1 to {widest}")
     return scale
 
 

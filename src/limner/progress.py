@@ -71,7 +71,7 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Units a second, lately."""
+        """Units per second, lately."""
         since, done = self._marks[0]
         return (self.done - done) / max(time.monotonic() - since, 1e-9)
 

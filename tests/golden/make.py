@@ -45,7 +45,7 @@ PAD, TEXT, VOCAB, SIDE = -1, 8, 32, 24
 class Squares:
     """Pictures of one square on a plain ground, a caption of its colour and place, and tokens that follow from both.
 
-    `grid` tokens a picture. Captions differ in length; each picture has two wrong captions, of which one may be empty.
+    `grid` tokens per picture. Captions differ in length; each picture has two wrong captions; one may be empty.
     """
 
     def __init__(self, *names: str, grid: tuple[int, int] = (6, 6)) -> None:

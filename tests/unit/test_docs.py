@@ -11,6 +11,13 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (ROOT / "docs").glob("*.md")
 )
+#: A rate is "per step", not "a step"; what a verb follows ("bytes a GPU sends") is none.
+RATE = re.compile(
+    r"\b(?:[kMGT]?B|ms|nats|millions|[uU]nits|[bB]ytes|[sS]econds|values|numbers|positions|tokens?|pixels|pictures|samples"
+    r"|GPUs|resblocks|micro-batches|memory|one|once|twice)[ _]an?[ _](?:second|step|pass|update|micro-batch|sample"
+    r"|pixel|picture|candidate|caption|position|token|row|line|word|layer|block|group|side|GPU|rank|replica|process|machine"
+    r"|call)\b(?! \w+s\b)"
+)
 NAMED = re.compile(r"`((?:src|tests|bench|docs|examples)/[\w./-]+|[a-z_]+/[\w/]+\.py)`")
 
 
@@ -57,3 +64,12 @@ def test_each_round_of_the_log_stands_in_its_contents_and_begins_with_what_was_t
     anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title, _ in rounds]
     assert contents == list(zip([title for title, _ in rounds], anchors, strict=True))
     assert [title for title, first in rounds if not first.startswith("Taken: ")] == []
+
+
+def test_a_rate_is_per_something():
+    """The log, the findings and the results keep their words: they are of their time."""
+    kept = {"LOG.md", "FINDINGS.md", "RESULTS.md", "README.md", "CHANGELOG.md"}
+    sources = [path for room in ("src", "bench", "examples") for path in sorted((ROOT / room).rglob("*.py"))]
+    for path in [*sources, *(page for page in PAGES if page.name not in kept)]:
+        assert RATE.findall(path.read_text(encoding="utf-8")) == [], path
+    assert RATE.search("3 ms a step") and RATE.search("seconds_a_step") and RATE.search("GB a GPU, in all")

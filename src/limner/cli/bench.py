@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _measured(options: BenchOptions, config: Any, device: Any) -> dict[str, Any]:
-    """Print a grid's figures as they are found; returns seconds a picture by candidates and side, and of training."""
+    """Print a grid's figures as they are found; returns seconds per picture by candidates and side, and of training."""
     from limner.profiling import speed
 
     sides = {"sparse": config, "dense": replace(config, pattern="dense")}
@@ -73,7 +73,7 @@ def _measured(options: BenchOptions, config: Any, device: Any) -> dict[str, Any]
         f"\n{options.size}: width {config.width}, {config.depth} layers, {config.heads} heads; {config.text_len} text "
         f"and {h} x {w} image tokens\nproduct {here.gemm / 1e12:.2f} TFLOP/s, copy {here.copy / 1e9:.1f} GB/s"
     )
-    head = "drawing           ms a step  pictures/s  MB a candidate  sparse is  over its floor"
+    head = "drawing         ms per step  pictures/s  MB per candidate  sparse is  over its floor"
     print(f"{head}\n{'-' * len(head)}")
     drawn = {n: _drawing(options, sides, n, here, device) for n in options.candidates}
     return {"grid": h, "drawn": drawn, "trained": _training(options, sides, here, device) if options.batch else {}}
@@ -93,7 +93,7 @@ def _drawing(options: BenchOptions, sides: dict[str, Any], n: int, here: Any, de
     took = {name: median(found[name].seconds for found in rounds) for name in sides}
     for name in sides:
         step = median(found[name].step for found in rounds)
-        line = f"{n:6,} {name:7} {step * 1e3:12.2f} {n / took[name]:11.3f} {rounds[0][name].each / 1e6:15.2f}"
+        line = f"{n:6,} {name:7} {step * 1e3:12.2f} {n / took[name]:11.3f} {rounds[0][name].each / 1e6:17.2f}"
         over = f"{step / speed.floor(sides[name], n, here):26.2f}"
         print(line + (over if name == "sparse" else f"{ratio:10.1f}x"), flush=True)
     return {name: value / n for name, value in took.items()}
@@ -131,7 +131,7 @@ def _pyplot() -> Any:
 
 
 def _plot(options: BenchOptions, found: Sequence[dict[str, Any]]) -> None:
-    """Seconds a picture against candidates, and against the grid with the seconds of a training sample."""
+    """Seconds per picture against candidates, and against the grid with the seconds of a training sample."""
     pyplot = _pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
     most = max(options.candidates)
@@ -146,7 +146,7 @@ def _plot(options: BenchOptions, found: Sequence[dict[str, Any]]) -> None:
         if options.batch:
             values = [part["trained"][name] for part in found]
             right.loglog(sides, values, "--", marker="s", color=color, label=f"{name}, training")
-    left.set(xlabel="candidates of one caption", ylabel="seconds a picture", title=f"drawing, size {options.size}")
+    left.set(xlabel="candidates of one caption", ylabel="seconds per picture", title=f"drawing, size {options.size}")
     right.set(xlabel="side of the grid", ylabel="seconds", title=f"a picture of {most}; a training sample")
     for axes, ticks in ((left, options.candidates), (right, sides)):
         axes.set_xticks(ticks, [str(tick) for tick in ticks])

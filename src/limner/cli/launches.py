@@ -31,8 +31,8 @@ def launches(found: Sequence[Timed], recipe: str, before: TrainConfig) -> Iterab
         for timed in [timed for timed in found if timed.fits == best.fits][:_SHOWN]
     ]
     head = (
-        *("launches", "micro-batches", "checkpointed", "rank", "GB a GPU"),
-        *("computing, s", "within machines", "between", "a step"),
+        *("launches", "micro-batches", "checkpointed", "rank", "GB per GPU"),
+        *("computing, s", "within machines", "between", "per step"),
     )
     yield table(head, rows) + (
         f"\ncomputing hides what is sent within machines; a machine sends {cluster.between * 8 / 1e6:,.0f} Mbit/s"

@@ -45,7 +45,7 @@ class PlanOptions(Checked):
     gpu: str = "v100-16gb"
     """One of v100-16gb, a100-80gb, h100-80gb, h200-141gb."""
     batch: Annotated[int | None, Range(1, 10**9)] = None
-    """Samples of a step, over all GPUs; the recipe's by default."""
+    """Samples per step, over all GPUs; the recipe's by default."""
     per_machine: Annotated[int, Range(1, 10**5)] = 8
     """GPUs of a machine, among which its copy of the parameters is sharded."""
     rank: Annotated[int | None, Range(1, 10**6)] = None
@@ -98,8 +98,8 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
     h, w = c.grid
     yield (
         f"{name}: {c.depth} layers, {c.heads} heads of {c.width // c.heads}, width {c.width:,}; {c.text_len} text and "
-        f"{h} x {w} image tokens\n{made.gpus:,} x {made.gpu}, {made.m} a machine, {made.samples} "
-        f"sample{'s' * (made.samples > 1)} a GPU"
+        f"{h} x {w} image tokens\n{made.gpus:,} x {made.gpu}, {made.m} per machine, {made.samples} "
+        f"sample{'s' * (made.samples > 1)} per GPU"
     )
     counts = cost.parameters(c)
     yield table(
@@ -119,7 +119,7 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
     peaks = [made.memory(half, saved) for half, saved in cases]
     verdicts = ("fits" if peak <= gpu.memory else "too large" for peak in peaks)
     yield table(
-        (f"memory a GPU, GB of {gpu.memory / GB:.1f}", "fp32", "checkpointed", "16-bit (App. D)", "checkpointed"),
+        (f"memory per GPU, GB of {gpu.memory / GB:.1f}", "fp32", "checkpointed", "16-bit (App. D)", "checkpointed"),
         [*rows, ("peak", *map(gb, peaks)), ("", *verdicts)],
     )
 
@@ -137,7 +137,7 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
     )
 
     yield table(
-        ("a step", "", "checkpointed"),
+        ("per step", "", "checkpointed"),
         [
             ("PFLOP, all GPUs", *(f"{made.flops(saved) / 1e15:,.3g}" for saved in (False, True))),
             ("GB read and written, a GPU", *(gb(made.traffic(True, saved)) for saved in (False, True))),
@@ -145,7 +145,7 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
     )
 
     yield table(
-        ("a GPU sends, GB a step", ""),
+        ("a GPU sends, GB per step", ""),
         [
             ("within its machine", gb(made.within)),
             ("between machines", gb(made.between(False))),

@@ -33,7 +33,7 @@ _MAX_SLOW = 1 << 24  # bytes of what Pillow decodes in Python: PPM in plain text
 _STRIP = 1 << 20  # pixels that are converted at a time
 _REUSED = 1 << 25  # bytes; larger buffers are not kept
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-#: Bytes a pixel that decoders take beside Pillow's own picture and the result (measured at 8192 x 8192).
+#: Bytes per pixel that decoders take beside Pillow's own picture and the result (measured at 8192 x 8192).
 _WORK = {"JPEG": 8, "WEBP": 16, "TIFF": 8, "GIF": 8, "PNG": 2, "BMP": 4, "PPM": 4}
 _local = threading.local()
 

@@ -106,7 +106,7 @@ def unread(splits: Mapping[str, int]) -> str:
 
 
 def parse_captions(text: Any) -> tuple[str, ...]:
-    """Captions from bytes or text, one phrasing a line, or from a list of phrasings.
+    """Captions from bytes or text, one phrasing per line, or from a list of phrasings.
 
     Raises `Rejected`: "missing caption", "caption is not a text", "caption is not UTF-8", "empty caption",
     "caption too long" if no phrasing has at most `MAX_CAPTION` characters, or "too many captions".

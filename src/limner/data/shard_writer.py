@@ -1,7 +1,7 @@
 """Writing a data set: image-caption pairs in tar files, the layout of img2dataset and WebDataset.
 
 A shard `00000.tar` holds, for each sample, `KEY.png` (or .jpg, .webp), `KEY.txt` (the caption;
-several phrasings, one a line) and `KEY.json` (metadata: "split", ground truth, ...).
+several phrasings, one per line) and `KEY.json` (metadata: "split", ground truth, ...).
 
 A folder that is not finished contains a file `INCOMPLETE`, and readers refuse it. A writer's last steps are to write
 the summary, `dataset.json`, and to remove that mark. The

@@ -56,7 +56,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 class Jsonl(_Lines):
-    """A JSON object a line."""
+    """A JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

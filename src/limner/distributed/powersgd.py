@@ -13,7 +13,7 @@ said and that no update has had yet. An update takes the part of it that lies in
     11  the gradient is P Q^T     all replicas have the same
     12  E -= P Q^T                where P and Q are finite; a buffer that is not finite begins anew
 
-Step 12 comes right after step 7, so that a buffer is unpacked and packed once in an update.
+Step 12 comes right after step 7, so that a buffer is unpacked and packed once per update.
 
 So r (m + n) numbers travel where m n did, and what is left out comes later: over all steps, the mean of the buffers
 plus the gradients handed over is the sum of the mean gradients. Numbers travel in 1-6-9, twice as thin again; what that

@@ -176,7 +176,7 @@ class _Scatter:
 
 class Zero2(Sharded):
     """As `Sharded`, but weights stay whole from the forward pass to the end of the backward pass (Rajbhandari et al.
-    2020, stage 2): gathered once in an update and not twice, so that a third less is sent. Gradients, averages and
+    2020, stage 2): gathered once per update and not twice, so that a third less is sent. Gradients, averages and
     optimiser state are in shards still.
     """
 

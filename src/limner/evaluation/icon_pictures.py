@@ -56,7 +56,7 @@ class Icons:
 
     @staticmethod
     def of(source: Source, size: int) -> Icons:
-        """Read a whole source at `size` pixels a side; samples that cannot be read are left out.
+        """Read a whole source at `size` pixels per side; samples that cannot be read are left out.
 
         Raises `UserError` if none has a subject and a style.
         """

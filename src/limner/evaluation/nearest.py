@@ -51,7 +51,7 @@ class Gallery:
 
     @staticmethod
     def of(source: Source, size: int, key: str = "emoji", family: str = "family") -> Gallery:
-        """Read a whole source at `size` pixels a side; samples that cannot be read are left out."""
+        """Read a whole source at `size` pixels per side; samples that cannot be read are left out."""
         found, pictures, captions, _ = ImageCaptionDataset(source, size).load(np.arange(len(source)))
         facts = [source.meta(int(i)) for i in found]
         return Gallery(

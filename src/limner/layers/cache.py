@@ -1,7 +1,7 @@
 """Decoding: keys and values of what each layer's pattern can still see, and no more.
 
 The prefix is the same for all candidates of a caption: its keys and values are stored once and read
-once a step. Of the image, a candidate holds
+once per step. Of the image, a candidate holds
 
     row     a ring of w + 1 positions
     conv    a ring of (k // 2) (w + 1) + 1 positions, of which a mask hides those outside the window
@@ -10,7 +10,7 @@ once a step. Of the image, a candidate holds
 
 as its pattern says (`patterns.py`): a step reads the ring of its line, less what is not written yet, and a mask
 hides the pattern's holes.
-At the paper's size (64 layers, 32 x 32 tokens) that is 283 positions a layer on average, where a dense
+At the paper's size (64 layers, 32 x 32 tokens) that is 283 positions per layer on average, where a dense
 cache holds 1,280 and the text again for each candidate. A candidate's states are stored in the model's own
 format, or as int8 with a scale for each position and head.
 

@@ -135,7 +135,7 @@ class DVAEConfig(Checked):
         size: side of the square picture in pixels, a multiple of `stride`.
         width: of the outermost group (n_hid); group g is `2^(g-1)` times as wide.
         groups: downsampling is `2^(groups - 1)`.
-        blocks: resblocks a group.
+        blocks: resblocks per group.
         vocab: codes in the codebook (V).
         code_width: width of the decoder's first layer (n_init), that is of a code's embedding.
         gain: of the residual branches; None is the released code's `1 / (groups * blocks)^2`.

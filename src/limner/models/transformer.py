@@ -286,7 +286,7 @@ class Transformer(nn.Module):
         return Cache(layers), self._logits(x)
 
     def step(self, cache: Cache | Together, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]:
-        """Append one image token a row, [M] -> fp32 logits [M, V] of the next."""
+        """Append one image token per row, [M] -> fp32 logits [M, V] of the next."""
         x = self.embed.tokens(token[:, None], cache.length)
         x = self.run(x, cores=cache.cores())
         cache.advance()

@@ -2,7 +2,7 @@
 
 A chain of tensor operations reads and writes memory once for each of them. `torch.compile` makes one loop of the chain:
 for number formats six times as fast on one core. It takes some ten seconds the first time (torch keeps what it made on
-disk) and 0.1 ms a call, so only large tensors are worth it. It needs a C++ compiler on a CPU, and Triton on a GPU.
+disk) and 0.1 ms per call, so only large tensors are worth it. It needs a C++ compiler on a CPU, and Triton on a GPU.
 Without, everything runs as it is written.
 """
 

@@ -38,7 +38,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """A launch on a cluster. Seconds of a step."""
+    """A launch on a cluster. Seconds per step."""
 
     launch: Launch
     cluster: Cluster

@@ -39,7 +39,7 @@ _KINDS = {
     "mlp.branch.down.weight": "second MLP matrices",
     "embed.text.weight": "text embedding",
     "embed.text_position.weight": "text positions",
-    "embed.padding.weight": "padding, one a position",
+    "embed.padding.weight": "padding, one per position",
     "embed.start": "start of image",
     "embed.image.weight": "image embedding",
     "embed.row.weight": "rows",
@@ -86,7 +86,7 @@ class Cost:
         config: the model.
         gpu, gpus: a name in `GPUS`, and how many.
         per_machine: m, among which a machine's copy of the parameters is sharded.
-        batch: samples of a step, over all GPUs.
+        batch: samples per step, over all GPUs.
         rank: r of PowerSGD, over all shards together (Table 1); None takes `default_rank`.
         packed: Adam's moments of the blocks' matrices are in 16 bits even where all else is fp32 (`AdamW16`).
         device: the type of device whose parts attention works on: a GPU takes more sequences at once.
@@ -242,7 +242,7 @@ class Cost:
         return flops, _HALF * (weights + 2 * c.width * (candidates * image + c.depth * p))
 
     def traffic(self, half: bool, checkpointing: bool) -> float:
-        """Memory that a GPU reads and writes at least: weights once a pass, state once an update,
+        """Memory that a GPU reads and writes at least: weights once per pass, state once per update,
         activations out and back."""
         passes = 3 if checkpointing else 2
         gathered = sum(self.sizes) * _HALF * passes

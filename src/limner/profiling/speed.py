@@ -137,7 +137,7 @@ def floor(config: TransformerConfig, candidates: int, here: Machine) -> float:
 
 
 def training(config: TransformerConfig, batch: int, device: torch.device, *, checkpointing: bool = False) -> float:
-    """Seconds of a step of the training loop, in the format of training, with AdamW."""
+    """Seconds per step of the training loop, in the format of training, with AdamW."""
     text = torch.randint(0, config.text_vocab, (batch, config.text_len))
     image = torch.randint(0, config.image_vocab, (batch, prod(config.grid)))
     parts = {"text": text, "image": image}

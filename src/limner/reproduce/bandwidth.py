@@ -28,11 +28,11 @@ from limner.errors import UserError
 from limner.reproduce.finding import Finding
 from limner.reproduce.trials import Result, Trials
 
-CLAIM = "PowerSGD sends r (m + 2) / (2 d m) of the numbers of the gradients: 5 r / 8 d with eight GPUs a machine"
+CLAIM = "PowerSGD sends r (m + 2) / (2 d m) of the numbers of the gradients: 5 r / 8 d with eight GPUs per machine"
 SOURCE = "Ramesh et al. 2021, App. E.1, Table 2"
 
 _COUNTER = Path("/proc/self/io")
-_ENOUGH = 4096  # bytes of headers in a step
+_ENOUGH = 4096  # bytes of headers per step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,7 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
             for rank, gap, more in zip(ranks, gaps, ahead, strict=True)
         )
         + f". Seeds differ by {noise:.4f}.",
-        header=("optimiser", "rank", "sent in an update", "loss at the end", "of seeds"),
+        header=("optimiser", "rank", "sent per update", "loss at the end", "of seeds"),
         rows=rows,
         curves={
             f"loss, first seed, rank {ranks[-1]}": {

@@ -38,7 +38,7 @@ from limner.progress import progress
 from limner.recipes.recipe import Bundled, ContrastiveStage, PriorStage, Recipe
 from limner.runs.demo_options import Demo
 from limner.runs.demo_report import Shown, page, sheet
-from limner.runs.estimate import COMPANY, seconds_a_step, trial
+from limner.runs.estimate import COMPANY, seconds_per_step, trial
 from limner.runs.train import train_all
 from limner.worlds.scenes import Scene
 from limner.worlds.writing import write_scenes
@@ -58,7 +58,7 @@ def _run(demo: Demo) -> composition.Composition:
     recipe, out = demo.recipe(), demo.out
     _claim(out, {"scenes": demo.scenes, "recipe": to_dict(recipe)})
     if not isinstance(recipe.dvae, Bundled) and not (out / "run" / "bundle").exists():
-        minutes = seconds_a_step(*trial(recipe, "dvae"), _ROOM) * recipe.dvae.training.steps / 60
+        minutes = seconds_per_step(*trial(recipe, "dvae"), _ROOM) * recipe.dvae.training.steps / 60
         _say(f"the dVAE alone takes about {max(1, round(minutes))} minutes on this machine")
     with _timed(out, "writing scenes"):
         _write(demo)
@@ -109,7 +109,7 @@ def _affordable(recipe: Recipe) -> dict[str, int]:
     beside = threads > 1  # each has half of them, and is slower in the other's company
     torch.set_num_threads(threads - threads // 2)
     company = COMPANY if beside else 1
-    costs = {name: seconds_a_step(*trial(recipe, name), _ROOM) * steps[name] * company for name in stages}
+    costs = {name: seconds_per_step(*trial(recipe, name), _ROOM) * steps[name] * company for name in stages}
     torch.set_num_threads(threads)
     longest = max(costs.values()) if beside else sum(costs.values())
     if longest > _TRAINING:

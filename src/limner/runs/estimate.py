@@ -73,12 +73,12 @@ def _lines(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None
         try:
             torch.set_num_threads(threads - threads // 2 if shares else threads)
             tried = trial(recipe, name)
-            each = seconds_a_step(*tried, _ROOM, device)
+            each = seconds_per_step(*tried, _ROOM, device)
         finally:
             torch.set_num_threads(threads)
         took[name] = each * steps * (COMPANY if shares else 1)
         if shares and name == "prior":
-            freed = seconds_a_step(*tried, _ROOM, device) / (each * COMPANY)
+            freed = seconds_per_step(*tried, _ROOM, device) / (each * COMPANY)
         lines.append(f"{line}, about {_duration(took[name])}" + (" beside the other" if shares else ""))
         if took[name] > _DAY:
             what, total = f"the {title} alone", took[name]
@@ -143,7 +143,7 @@ def trial(recipe: Recipe, name: str) -> tuple[nn.Module, AnyStage, Batches]:
     return _model(recipe, name, dvae), stage, batches
 
 
-def seconds_a_step(
+def seconds_per_step(
     model: nn.Module,
     stage: AnyStage,
     batches: Batches,

@@ -105,7 +105,7 @@ def train(
             `config.json`, and a checkpoint that was made with another record is refused.
         parallel: what the processes of the run do together; by default there is one.
         checkpointer: keeps states; by default as files in `out/checkpoints`, as `parallel` writes them.
-        progress: advanced by one a step.
+        progress: advanced by one per step.
 
     Raises:
         Interrupted: Ctrl-C or SIGTERM, after saving. A second signal raises `KeyboardInterrupt` at

@@ -221,7 +221,7 @@ def build(
     font: str | os.PathLike[str] | None = None,
     progress: Advance | None = None,
 ) -> Counts:
-    """Write every emoji that the font can draw to shards in `out`, as PNGs of `size` pixels a side.
+    """Write every emoji that the font can draw to shards in `out`, as PNGs of `size` pixels per side.
 
     The metadata of a sample: emoji, name, base, tones, family, split. Raises `UserError` without a
     colour-emoji font, a shaping engine, or an empty folder to write to.

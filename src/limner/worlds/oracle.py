@@ -80,7 +80,7 @@ def read(picture: np.ndarray, *, backgrounds: Sequence[str] = tuple(BACKGROUNDS)
     pixels, unit = as_pixels(picture)
     height = len(pixels) // unit
     first: Reading | None = None
-    # Stripes a pixel off the half-unit grid are found only by the finer search.
+    # Stripes that are a pixel off the half-unit grid are found only by the finer search.
     row_steps = dict.fromkeys((max(1, unit // 2), 1))
     for row_step, ground in product(row_steps, grounds(pixels, backgrounds)):
         sightings = _see(pixels, ground, unit, row_step)

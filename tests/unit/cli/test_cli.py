@@ -325,7 +325,7 @@ def test_where_results_cannot_be_written_is_told_before_the_work(kind, capsys, t
 def test_a_scale_that_no_picture_can_have_is_told_before_the_drawing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["draw", "a", "--scale", "400"]) == 2
-    assert capsys.readouterr().err.startswith("limner: scale 400 would give a picture of 19200 pixels a side")
+    assert capsys.readouterr().err.startswith("limner: scale 400 would give a picture of 19200 pixels per side")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every folder")
@@ -368,7 +368,7 @@ def test_plan_says_which_of_its_columns_can_be_run_today(capsys):
     today, later = said.split("Not yet:")
     assert all(text in today for text in ("--parallel sharded", "fp32", "PowerSGD", "checkpointed", "AdamW16"))
     assert '"16-bit (App. D)"' in later
-    heads = next(table for table in tables if table.startswith("memory a GPU")).splitlines()[0].split("  ")
+    heads = next(table for table in tables if table.startswith("memory per GPU")).splitlines()[0].split("  ")
     heads = [head.strip() for head in heads if head.strip()]
     assert heads[1:] == ["fp32", "checkpointed", "16-bit (App. D)", "checkpointed"]  # which the sentence speaks of
 

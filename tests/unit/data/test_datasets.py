@@ -18,7 +18,7 @@ from limner.errors import UserError
 
 
 class Words:
-    """One token a word: a hash of it, or of its first half where dropout strikes."""
+    """One token per word: a hash of it, or of its first half where dropout strikes."""
 
     def encode(self, captions, length, dropout=0.0, rng=None):
         out = torch.full((len(captions), length), -1)

@@ -33,7 +33,7 @@ def test_the_papers_model_has_its_parameters():
         "gains and biases": layers * (4 * d + 3 * d + d + 4 * d + d) + 2 * d + text + image,
         "text embedding": text * d,
         "text positions": 256 * d,
-        "padding, one a position": 256 * d,
+        "padding, one per position": 256 * d,
         "start of image": d,
         "image embedding": image * d,
         "rows": 32 * d,

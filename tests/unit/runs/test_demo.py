@@ -10,14 +10,14 @@ from limner.runs.demo import paced
 
 @pytest.mark.parametrize(("seconds", "prior", "contrastive"), [(0.01, 3_000, 1_000), (1.0, 240, 240), (1e4, 1, 1)])
 def test_steps_are_those_of_the_recipe_or_what_fits(tmp_path, monkeypatch, seconds, prior, contrastive):
-    monkeypatch.setattr(demo, "seconds_a_step", lambda *_: seconds)
+    monkeypatch.setattr(demo, "seconds_per_step", lambda *_: seconds)
     monkeypatch.setattr(demo, "_TRAINING", 300)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     monkeypatch.setattr("torch.set_num_threads", lambda n: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     recipe = paced(presets.demo(), tmp_path)
     assert (recipe.prior.training.steps, recipe.contrastive.training.steps) == (prior, contrastive)
-    monkeypatch.setattr(demo, "seconds_a_step", lambda *_: 5 * seconds)
+    monkeypatch.setattr(demo, "seconds_per_step", lambda *_: 5 * seconds)
     assert paced(presets.demo(), tmp_path) == recipe
 
 

@@ -45,7 +45,7 @@ def told(monkeypatch, seconds, recipe, out, stages=STAGES, smaller="laptop"):
         tried.append((name, torch.get_num_threads()))
         return seconds[name]
 
-    monkeypatch.setattr(estimate, "seconds_a_step", takes)
+    monkeypatch.setattr(estimate, "seconds_per_step", takes)
     said = []
     monkeypatch.setattr("builtins.print", lambda *lines, **_: said.extend(lines))
     estimate.tell(recipe, out, stages, smaller)
@@ -68,7 +68,7 @@ def test_each_stage_has_a_line_and_what_trains_together_counts_once(monkeypatch,
 
 
 def test_more_than_a_day_names_the_smaller_recipe_and_tries_no_further(monkeypatch, two_threads, tmp_path):
-    """16 seconds a step are what the dVAE of `photos` was measured to take on two cores."""
+    """16 seconds per step are what the dVAE of `photos` was measured to take on two cores."""
     photos = recipes.get("photos")
     said, tried = told(monkeypatch, {"dvae": 16.0}, photos, tmp_path, smaller=recipes.smaller("photos"))
     assert said[-1] == "the dVAE alone takes about 222 hours: --recipe laptop is a smaller one"
@@ -129,7 +129,7 @@ def test_a_whole_batch_follows_from_a_few_samples(monkeypatch, size, fixed, each
     recipe = tiny_recipe()
     stage = replace(recipe.dvae, training=replace(recipe.dvae.training, batch_size=size))
     model, _, batches = estimate.trial(recipe, "dvae")
-    assert estimate.seconds_a_step(model, stage, batches, 1.2) == pytest.approx(fixed + each * size)
+    assert estimate.seconds_per_step(model, stage, batches, 1.2) == pytest.approx(fixed + each * size)
     assert clock[0] < 6 * (fixed + each) + 6
 
 
