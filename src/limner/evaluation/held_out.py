@@ -13,7 +13,7 @@ from limner.training.run import Evaluate
 from limner.training.trainable import Objective
 
 
-def held_out(objective: Objective, data: Dataset, batch_size: int, device: torch.device) -> Evaluate:
+def held_out_metrics(objective: Objective, data: Dataset, batch_size: int, device: torch.device) -> Evaluate:
     """An evaluation that averages the metrics over batches of all of `data`, the same samples each time."""
     rows = np.arange(len(data))
     batch = data.batch(rows, rows.astype(np.uint64))

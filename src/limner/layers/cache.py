@@ -104,12 +104,12 @@ def _line(part: Tensor, line: Position) -> Tensor:
 class LayerCache:
     """One layer's keys and values: prefix [B, H, P, C], and those of the image.
 
-    `unseen` [n / L] is -inf for the pattern's holes, what is held and not seen, by steps back in a line, else 0.
+    `hole_bias` [n / L] is -inf for the pattern's holes, what is held and not seen, by steps back in a line, else 0.
     """
 
     lines: int
     holes: bool
-    unseen: Tensor
+    hole_bias: Tensor
     prefix_keys: Tensor
     prefix_values: Tensor
     keys: Store
@@ -119,8 +119,8 @@ class LayerCache:
     def of(cls, pattern: Pattern, keys: Tensor, values: Tensor, store: type[Store] = Store) -> LayerCache:
         """After the prefix was read, whose keys and values [B, H, P, C] these are; one candidate each."""
         empty = (store(x, pattern.lines, pattern.held) for x in (keys, values))
-        unseen = _unseen(pattern, keys.device, keys.dtype)
-        return cls(pattern.lines, pattern.holes, unseen, keys, values, *empty)
+        hole_bias = _hole_bias(pattern, keys.device, keys.dtype)
+        return cls(pattern.lines, pattern.holes, hole_bias, keys, values, *empty)
 
     def expand(self, n: int) -> LayerCache:
         """`n` candidates of each caption that go on from here: B -> B * n; the prefix stays shared."""
@@ -144,8 +144,8 @@ class LayerCache:
         """Store the keys and values of an image position and attend from it: [M, H, 1, C] each."""
         line, step = position % self.lines, position // self.lines
         slots = self._slots(step)
-        self.keys.write(line, step % len(self.unseen), k[:, :, 0])
-        self.values.write(line, step % len(self.unseen), v[:, :, 0])
+        self.keys.write(line, step % len(self.hole_bias), k[:, :, 0])
+        self.values.write(line, step % len(self.hole_bias), v[:, :, 0])
         keys, values = self.keys.read(line, slots), self.values.read(line, slots)
         b, heads, p, c = self.prefix_keys.shape
         q = q * c**-0.5
@@ -160,7 +160,7 @@ class LayerCache:
 
     def _slots(self, step: Position) -> slice:
         """The slots of its line to read for the line's `step`-th position."""
-        ring = len(self.unseen)
+        ring = len(self.hole_bias)
         there = ring if isinstance(step, Tensor) else min(step + 1, ring)
         return slice(ring if there > ring // _PART else there)
 
@@ -169,13 +169,13 @@ class LayerCache:
         ahead = isinstance(step, Tensor) or slots.stop > step + 1  # slots that are not written yet are read
         if not ahead and not self.holes:
             return None
-        back = (step - torch.arange(slots.stop, device=self.unseen.device)) % len(self.unseen)
-        bias = self.unseen[back]
+        back = (step - torch.arange(slots.stop, device=self.hole_bias.device)) % len(self.hole_bias)
+        bias = self.hole_bias[back]
         return bias.masked_fill_(back > step, -torch.inf) if ahead else bias
 
 
 @lru_cache(maxsize=16)
-def _unseen(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _hole_bias(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Tensor:
     """By steps back in a line: -inf where the pattern does not see that far position, else 0: [n / L]."""
     with torch.inference_mode(False):
         seen = pattern.sees(pattern.lines * torch.arange(pattern.ring, device="cpu"))

@@ -116,16 +116,16 @@ class SparseAttention(nn.Module):
     # The prefix and the image are two attentions, each with queries, keys and values of its own; the two maps here and
     # their transposes are all that makes them one.
 
-    def looking(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def split_queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """States [R, P + S, C] as queries: the prefix [R, P, C] and blocks of the image [R n, q, C]."""
         return x[:, : self.prefix], self._blocks(x[:, self.prefix :]).flatten(0, 1)
 
-    def looked(self, parts: Iterable[Tensor]) -> Tensor:
-        """The inverse of `looking`, and its transpose."""
+    def merge_queries(self, parts: Iterable[Tensor]) -> Tensor:
+        """The inverse of `split_queries`, and its transpose."""
         prefix, blocks = parts
         return torch.cat([prefix, self._raster(blocks.unflatten(0, (-1, self.blocks)))], 1)
 
-    def seen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """States [R, P + S, C] as keys or values: for the prefix [R, P, C], for blocks [R n, P + m, C]."""
         p, prefix = self.prefix, x[:, : self.prefix]
         keys = x.new_empty(len(x), self.blocks, p + self.window, x.shape[-1])
@@ -133,8 +133,8 @@ class SparseAttention(nn.Module):
         keys[:, :, p:] = self._windows(x[:, p:])
         return prefix, keys.flatten(0, 1)
 
-    def unseen(self, parts: Iterable[Tensor]) -> Tensor:
-        """The transpose of `seen`: what the same state was given in several places is added up, [R, P + S, C]."""
+    def scatter_keys(self, parts: Iterable[Tensor]) -> Tensor:
+        """The transpose of `gather_keys`: what one state was given in several places is added up, [R, P + S, C]."""
         prefix, keys = parts
         p, keys = self.prefix, keys.unflatten(0, (-1, self.blocks))
         return torch.cat([prefix + keys[:, :, :p].sum(1), self._raster_windows(keys[:, :, p:])], 1)
@@ -167,8 +167,9 @@ class _Recomputed(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):  # as it is in the backward pass
             for part in _parts(q, attention.at_once):
                 queries, keys, values = (x[part].flatten(0, 1) for x in (q, k, v))
-                weights = attention.weights(attention.looking(queries * scale), attention.seen(keys))
-                out[part] = attention.looked(_times(weights, attention.seen(values))).view(out[part].shape)
+                weights = attention.weights(attention.split_queries(queries * scale), attention.gather_keys(keys))
+                outputs = _times(weights, attention.gather_keys(values))
+                out[part] = attention.merge_queries(outputs).view(out[part].shape)
         return out
 
     @staticmethod
@@ -177,16 +178,16 @@ class _Recomputed(torch.autograd.Function):
         by_q, by_k, by_v, scale = _like(q), _like(k), _like(v), q.shape[-1] ** -0.5
         for part in _parts(q, attention.at_once):
             g, queries, keys, values = (x[part].flatten(0, 1) for x in (*upstream, q, k, v))
-            g, queries = attention.looking(g), attention.looking(queries * scale)
-            keys, values = attention.seen(keys), attention.seen(values)
+            g, queries = attention.split_queries(g), attention.split_queries(queries * scale)
+            keys, values = attention.gather_keys(keys), attention.gather_keys(values)
             weights = attention.weights(queries, keys)
-            by_v[part] = attention.unseen(_times(_transposed(weights), g)).view(by_v[part].shape)
+            by_v[part] = attention.scatter_keys(_times(_transposed(weights), g)).view(by_v[part].shape)
             by_weight = _times(g, _transposed(values))
             by_score = [
                 torch._softmax_backward_data(y, w, -1, w.dtype) for y, w in zip(by_weight, weights, strict=True)
             ]
-            by_q[part] = attention.looked(_times(by_score, keys)).mul_(scale).view(by_q[part].shape)
-            by_k[part] = attention.unseen(_times(_transposed(by_score), queries)).view(by_k[part].shape)
+            by_q[part] = attention.merge_queries(_times(by_score, keys)).mul_(scale).view(by_q[part].shape)
+            by_k[part] = attention.scatter_keys(_times(_transposed(by_score), queries)).view(by_k[part].shape)
         return None, by_q, by_k, by_v
 
 

@@ -62,7 +62,7 @@ def parameters(config: TransformerConfig) -> Counter[str]:
     return found
 
 
-def seen(config: TransformerConfig, pattern: Pattern) -> int:
+def visible_pairs(config: TransformerConfig, pattern: Pattern) -> int:
     """How many pairs (position, position that it sees) a sequence has in a layer of that pattern."""
     p, s = config.text_len + 1, config.grid[0] * config.grid[1]
     return p * (p + 1) // 2 + s * p + s * len(pattern.offsets) - sum(pattern.offsets)
@@ -227,7 +227,7 @@ class Cost:
     def flops(self, checkpointing: bool = False) -> float:
         """Of all GPUs: forward once, or twice with checkpointing, and backward, which costs two forwards."""
         c = self.config
-        attention = sum(seen(c, pattern) for pattern in c.patterns)
+        attention = sum(visible_pairs(c, pattern) for pattern in c.patterns)
         forward = 2 * (self.effective * self.positions + c.width * self._predicted) + 4 * c.width * attention
         return self.batch * forward * (4 if checkpointing else 3)
 
@@ -237,7 +237,7 @@ class Cost:
         c = self.config
         p, s = c.text_len + 1, c.grid[0] * c.grid[1]
         weights = self.effective + c.width * c.image_vocab
-        image = sum((seen(c, pattern) - p * (p + 1) // 2) / s - p for pattern in c.patterns)
+        image = sum((visible_pairs(c, pattern) - p * (p + 1) // 2) / s - p for pattern in c.patterns)
         flops = candidates * (2 * weights + 4 * c.width * (image + c.depth * p))
         return flops, _HALF * (weights + 2 * c.width * (candidates * image + c.depth * p))
 

@@ -44,8 +44,8 @@ class Material:
     held-out samples have neither, and an evaluation sees some of them."""
 
     recipe: Recipe
-    seen: Source
-    unseen: Source
+    train: Source
+    held_out: Source
     out: Path
     parallel: Parallel = field(default_factory=Single)
 
@@ -54,12 +54,12 @@ class Material:
         """Open the data. Raises `UserError` if none of it is for training."""
         source = open_source(str(data))
         splits = by_split(source)
-        seen, unseen = (splits.get(name) or Selection(source, []) for name in ("train", "held-out"))
+        train, held_out = (splits.get(name) or Selection(source, []) for name in ("train", "held-out"))
         if lost := unread({name: len(chosen) for name, chosen in splits.items()}):
             warnings.warn(f"{data}: {lost}", stacklevel=2)
-        if len(seen) == 0:
+        if len(train) == 0:
             raise UserError(f"{data} has no sample in the split 'train': check its metadata")
-        return cls(recipe=recipe, seen=seen, unseen=unseen, out=Path(out), parallel=parallel or Single())
+        return cls(recipe=recipe, train=train, held_out=held_out, out=Path(out), parallel=parallel or Single())
 
     def credited(self) -> list[dict[str, Any]]:
         """Whose pictures the run's models learn from (`data/attribution.py`): those of this data, of what earlier
@@ -69,7 +69,7 @@ class Material:
             begun.append(self.recipe.dvae.bundle)
         earlier = [bundles.read_info(name).get("attribution") for name in begun if name]
         known = read_json(path) if path.exists() else []
-        rows = united(known, *earlier, attribution(self.seen))
+        rows = united(known, *earlier, attribution(self.train))
         if rows and rows != known:
             atomic_write_text(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
         return rows
@@ -86,7 +86,7 @@ class Material:
         path = self.out / "tokenizer.json"
         with self.parallel.first():
             if not path.exists():
-                (self.known_tokenizer() or Tokenizer.train(_captions(self.seen), self.recipe.text.vocab)).save(path)
+                (self.known_tokenizer() or Tokenizer.train(_captions(self.train), self.recipe.text.vocab)).save(path)
         return Tokenizer.load(path)
 
     def pictures(self, source: Source, size: int, most: int = _EVALUATED) -> Tensor:
@@ -97,18 +97,18 @@ class Material:
     def images(self, stage: DVAEStage | PatchStage) -> Dataset:
         """The dVAE's: pictures."""
         augment = "dvae" if stage.augment else "none"
-        return ImageCaptionDataset(self.seen, stage.model.size, augment, keep_bytes=_KEPT_BYTES)
+        return ImageCaptionDataset(self.train, stage.model.size, augment, keep_bytes=_KEPT_BYTES)
 
     def tokens(self, source: Source, tokenizer: Tokenizer, dvae: AnyDVAE) -> Dataset:
         """The prior's: tokens of captions and pictures, these encoded once, or anew each time if they are augmented."""
-        stage, text, seen = self.recipe.prior, self.recipe.text, source is self.seen
-        source, size = source if seen else _some(source), dvae.config.size
-        dropout = (text.dropout, stage.caption_dropout) if seen else (0.0, 0.0)
+        stage, text, trains = self.recipe.prior, self.recipe.text, source is self.train
+        source, size = source if trains else _some(source), dvae.config.size
+        dropout = (text.dropout, stage.caption_dropout) if trains else (0.0, 0.0)
 
         def encode(pixels: Tensor) -> Tensor:
             return dvae.tokens(pixels.to(next(dvae.parameters()).device)).cpu()
 
-        if seen and stage.augment:
+        if trains and stage.augment:
             return EncodedDataset(ImageCaptionDataset(source, size, "prior", tokenizer, text.length, *dropout), encode)
         with (
             self.parallel.first(),
@@ -121,17 +121,17 @@ class Material:
 
     def captioned(self, source: Source, tokenizer: Tokenizer, size: int) -> ImageCaptionDataset:
         """The contrastive model's: pictures, captions and distractors."""
-        stage, text, seen = self.recipe.contrastive, self.recipe.text, source is self.seen
+        stage, text, trains = self.recipe.contrastive, self.recipe.text, source is self.train
         distractors = None
         if stage.distractors:
-            distractors = Distractors(_captions(self.seen), _captions(self.unseen), falsehood), stage.distractors
+            distractors = Distractors(_captions(self.train), _captions(self.held_out), falsehood), stage.distractors
         return ImageCaptionDataset(
-            source if seen else _some(source),
+            source if trains else _some(source),
             size,
-            "prior" if stage.augment and seen else "none",
+            "prior" if stage.augment and trains else "none",
             tokenizer,
             text.length,
-            text.dropout if seen else 0.0,
+            text.dropout if trains else 0.0,
             distractors=distractors,
             keep_bytes=_KEPT_BYTES,
         )

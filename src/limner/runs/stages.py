@@ -15,7 +15,7 @@ from limner.config import differences, to_dict
 from limner.data.stream import Dataset, Stream
 from limner.data.tokens import weights_hash
 from limner.errors import UserError
-from limner.evaluation.held_out import held_out
+from limner.evaluation.held_out import held_out_metrics
 from limner.evaluation.reconstruction import health, relaxation
 from limner.layers.precisions import SwitchBack
 from limner.models.contrastive import Contrastive
@@ -55,7 +55,7 @@ class Stages:
 
         Its weights are rounded as the bundle will store them, so that the prior learns the tokens of the bundle.
         """
-        stage, seen, unseen = self.recipe.dvae, self.material.seen, self.material.unseen
+        stage, material = self.recipe.dvae, self.material
         if isinstance(stage, Bundled):
             return bundles.load_model(stage.bundle, "dvae").to(self.device)
         if not train and self.recipe.start and not completed(self.out / "dvae"):  # whatever its settings
@@ -67,7 +67,8 @@ class Stages:
                 raise UserError(f"there is no dVAE in {self.out / 'dvae'}: train the stage 'dvae' first")
             return bundles.rounded(model).to(self.device).eval()
         size = stage.model.size
-        checked = self.material.pictures(unseen if len(unseen) else seen, size).to(self.device)
+        checked = material.pictures(material.held_out if len(material.held_out) else material.train, size)
+        checked = checked.to(self.device)
 
         def evaluate(model: Any, step: int) -> Mapping[str, float]:
             found = health(model, checked)
@@ -79,12 +80,12 @@ class Stages:
         watching = []
         if isinstance(model, PatchDVAE):
             if not self.recipe.start and not completed(self.out / "dvae"):
-                with progress("finding codes", ROUNDS, unit="round", shown=self.material.parallel.is_main) as bar:
-                    pixels = self.material.pictures(seen, size, _CLUSTERED)
+                with progress("finding codes", ROUNDS, unit="round", shown=material.parallel.is_main) as bar:
+                    pixels = material.pictures(material.train, size, _CLUSTERED)
                     model.fit(pixels, torch.Generator().manual_seed(stage.training.seed), progress=bar.advance)
         elif not (isinstance(stage.objective, BalancedELB) and stage.objective.balance < 0):
             watching = [CollapseWarning(stage.model.vocab)]
-        model = self._run("dvae", model, stage, self.material.images(stage), evaluate, record, watching)
+        model = self._run("dvae", model, stage, material.images(stage), evaluate, record, watching)
         return bundles.rounded(model).eval()
 
     def prior(
@@ -101,11 +102,11 @@ class Stages:
             relate(model, dvae.codes)
         dvae = dvae.to(self.device).eval()
         evaluate = None
-        if len(material.unseen):
-            unseen = material.tokens(material.unseen, tokenizer, dvae)
-            evaluate = held_out(stage.objective, unseen, 64, self.device)
+        if len(material.held_out):
+            checked = material.tokens(material.held_out, tokenizer, dvae)
+            evaluate = held_out_metrics(stage.objective, checked, 64, self.device)
         record = {"model": to_dict(config), "objective": to_dict(stage.objective), "dvae": weights_hash(dvae)}
-        data = material.tokens(material.seen, tokenizer, dvae)
+        data = material.tokens(material.train, tokenizer, dvae)
         return self._run("prior", model, stage, data, evaluate, record, hooks).eval()
 
     def contrastive(self, tokenizer: Tokenizer, dvae: AnyDVAE, train: bool = True) -> Contrastive | None:
@@ -117,11 +118,11 @@ class Stages:
         if not train:
             return model.to(self.device).eval() if self._load("contrastive", model) else None
         evaluate = None
-        if len(material.unseen):
-            unseen = material.captioned(material.unseen, tokenizer, config.size)
-            evaluate = held_out(stage.objective, unseen, 128, self.device)
+        if len(material.held_out):
+            checked = material.captioned(material.held_out, tokenizer, config.size)
+            evaluate = held_out_metrics(stage.objective, checked, 128, self.device)
         record = {"model": to_dict(config), "objective": to_dict(stage.objective)}
-        data = material.captioned(material.seen, tokenizer, config.size)
+        data = material.captioned(material.train, tokenizer, config.size)
         return self._run("contrastive", model, stage, data, evaluate, record).eval()
 
     def trained(self, name: Stage) -> tuple[Run, Dataset]:
@@ -135,10 +136,10 @@ class Stages:
             tokenizer, dvae = material.tokenizer(), self.dvae(train=False)
             if name == "prior":
                 config = fitted_prior(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
-                data = material.tokens(material.seen, tokenizer, dvae)
+                data = material.tokens(material.train, tokenizer, dvae)
             else:
                 config = fitted_contrastive(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
-                data = material.captioned(material.seen, tokenizer, config.size)
+                data = material.captioned(material.train, tokenizer, config.size)
             model = config.build()
         load_weights(model, self.out / name)
         return Run(model.train(), stage.objective, stage.training, self.device), data

@@ -63,7 +63,7 @@ def train_all(
             return None
         info = {
             "data": Path(data).name,
-            "samples": len(material.seen),
+            "samples": len(material.train),
             "recipe": to_dict(recipe),
             "temperature": recipe.prior.temperature,
             "guidance": recipe.prior.guidance,

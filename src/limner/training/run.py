@@ -101,7 +101,7 @@ class Run:
         self.first: float | None = None
         self.loss = self.norm = self.lr = math.nan
         self.seconds, self.started = 0.0, time.monotonic()
-        self.seen, self.seen_since = 0, self.started  # samples since the last report
+        self.samples, self.samples_since = 0, self.started  # trained on since the last report, and from when on
 
     @property
     def strays(self) -> bool:
@@ -118,10 +118,10 @@ class Run:
             "lr": self.lr,
             "grad_norm": self.norm,
             "skipped": self.skipped,
-            "samples_per_s": round(self.seen / max(now - self.seen_since, 1e-9), 2),
+            "samples_per_s": round(self.samples / max(now - self.samples_since, 1e-9), 2),
             "seconds": round(self.seconds + now - self.started, 2),
         }
-        self.seen, self.seen_since = 0, now
+        self.samples, self.samples_since = 0, now
         return row
 
     def evaluate(self, evaluate: Evaluate) -> dict[str, float]:
@@ -137,7 +137,7 @@ class Run:
             self.config.precision.autocast(self.device),
         ):
             found = evaluate(self.model, self.step)
-        self.seen_since += time.monotonic() - begun
+        self.samples_since += time.monotonic() - begun
         return {name: float(value) for name, value in found.items()}
 
     def diverged(self) -> Diverged:

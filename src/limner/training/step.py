@@ -57,7 +57,7 @@ def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tens
     run.bad = run.bad + 1 if run.strays or not finite else 0
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
-    run.step, run.seen = run.step + 1, run.seen + rows * parallel.world
+    run.step, run.samples = run.step + 1, run.samples + rows * parallel.world
     for hook in hooks:
         hook.after_update(run)
     if run.bad >= config.max_bad_steps:

@@ -45,7 +45,7 @@ def test_train_tells_what_it_never_reads(folder, tmp_path):
     with pytest.warns(UserWarning, match="never read") as warned:
         plan = Material.of(None, folder, tmp_path / "run")
     assert [str(warning.message) for warning in warned] == [f"{folder}: {UNREAD}"]
-    assert len(plan.seen) == 5 and len(plan.unseen) == 1  # what is broken is met, and counted, in training
+    assert len(plan.train) == 5 and len(plan.held_out) == 1  # what is broken is met, and counted, in training
 
 
 def test_names_that_are_not_utf8_can_be_told(folder, capsys):

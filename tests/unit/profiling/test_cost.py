@@ -71,7 +71,7 @@ def test_the_papers_model_fits_the_papers_gpu_only_as_the_paper_stored_it():
 def test_pairs_that_see_each_other_are_those_of_the_mask(kind):
     config = TransformerConfig(text_len=5, grid=(4, 6), kernel=3, width=16, heads=2, depth=1)
     pattern = PATTERNS[kind](config.grid, config.kernel)
-    assert cost.seen(config, pattern) == visible(pattern, 6).sum()
+    assert cost.visible_pairs(config, pattern) == visible(pattern, 6).sum()
 
 
 def test_positions_held_when_sampling_at_the_papers_size():
