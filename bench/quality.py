@@ -34,10 +34,11 @@ from torch import Tensor, nn
 from limner import recipes
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sources import open_source
-from limner.evaluation.composition import PUBLISHED, drawn
+from limner.evaluation.drawn import drawn
 from limner.evaluation.icon_pictures import Icons
 from limner.evaluation.intervals import Rate
 from limner.evaluation.judge import JudgeConfig, trained
+from limner.evaluation.seeds import PUBLISHED
 from limner.pipeline import TextToImage, load
 from limner.progress import progress
 from limner.recipes.recipe import PatchStage, Recipe, fitted_contrastive
@@ -216,7 +217,7 @@ def main() -> None:
             subprocess.run([sys.executable, __file__, *sys.argv[1:], "--worker", side], check=True)
     folder = Path(options.data).resolve()
     with progress("the judge", JudgeConfig().steps) as bar:
-        judge = trained(icons.labelled, folder.parent / f"{folder.name}-judge", progress=bar)
+        judge = trained(icons.labelled, folder.parent / f"{folder.name}-judge", bar=bar)
     reranker = load(options.reranker)
     text = reranker.tokenizer.encode(captions, reranker.contrastive.config.text_len)
     subjects = [icons.gallery.families[w] for w in wanted]

@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 
 from limner.cli import dispatch
 from limner.cli.arguments import parse, place
+from limner.columns import table
 from limner.config import load_json, read_json
 from limner.errors import UserError, printable
 from limner.ranges import SEEDS, Checked, Range
@@ -95,7 +96,7 @@ def spikes(argv: Sequence[str]) -> None:
     said = next(iter(found.found.values())).loss if found.found else []
     steps = f", at steps {', '.join(map(str, said[:8]))}{' ...' if len(said) > 8 else ''}" if said else ""
     print(f"{len(found.loss):,} steps, {len(said)} spike{'s' * (len(said) != 1)} of the loss{steps}")
-    print(_table(HEADER, rows) if rows else "RMS_t of no matrix has spiked")
+    print(table(HEADER, rows) if rows else "RMS_t of no matrix has spiked")
     if options.output:
         print(f"written: {printable(found.save(options.output, f'Spikes of {options.run}'))}")
 
@@ -127,13 +128,7 @@ def underflow(argv: Sequence[str]) -> None:
             lost = (f"{found.flushed(smallest, options.scale):.1%}" for smallest in SMALLEST.values())
             rows.append((f"{part.name}, {what}", f"{low} to {high}", f"{found.zeros / max(total, 1):.1%}", *lost))
     print(f"{len(parts)} parts, a batch of {run.config.batch_size}, gradients times {options.scale:g}")
-    print(_table(header, rows))
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [[printable(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in cells)
+    print(table(header, rows))
 
 
 def _report(title: str, path: Path) -> Iterator[str]:
@@ -150,7 +145,7 @@ def _report(title: str, path: Path) -> Iterator[str]:
     yield printable(head)
     rows = [("layer", "kind", *products)]
     rows += [(name, kind, *(_kernels(counts, product) for product in products)) for name, kind, counts in layers]
-    yield _table(rows[0], rows[1:])
+    yield table(rows[0], rows[1:])
     yield printable(_fallen(sum((counts for *_, counts in layers), Counter())))
 
 

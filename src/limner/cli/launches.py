@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from limner.cli.tables import gb, table
+from limner.columns import figures
 from limner.profiling.choice import Timed, command
+from limner.profiling.cost import gb
 from limner.profiling.gpus import GPUS
 from limner.training.config import TrainConfig
 
@@ -34,7 +35,7 @@ def launches(found: Sequence[Timed], recipe: str, before: TrainConfig) -> Iterab
         *("launches", "micro-batches", "checkpointed", "rank", "GB per GPU"),
         *("computing, s", "within machines", "between", "per step"),
     )
-    yield table(head, rows) + (
+    yield figures(head, rows) + (
         f"\ncomputing hides what is sent within machines; a machine sends {cluster.between * 8 / 1e6:,.0f} Mbit/s"
     )
     if best.fits:
@@ -56,7 +57,7 @@ def tried(timed: Timed, trial: Trial) -> Iterable[str]:
         "peak": launch.peak,
     }
     counted = {**trial.state, "activations of a micro-batch": trial.activations, "peak": trial.peak}
-    yield table(
+    yield figures(
         (f"tried as the first of {launch.gpus:,} ranks, uncompressed", "calculated", "tried"),
         [
             *((f"{name}, MB", _mb(calculated[name]), _mb(value)) for name, value in counted.items()),
@@ -66,7 +67,7 @@ def tried(timed: Timed, trial: Trial) -> Iterable[str]:
     )
     shown = {name: shapes for name, shapes in trial.shards.items() if not name.startswith("blocks.")}
     shown |= {name: shapes for name, shapes in trial.shards.items() if name.startswith("blocks.0.")}
-    text = table(
+    text = figures(
         ("shapes of a block and of the rest", "whole", "a shard"),
         [(name, *(" x ".join(map(str, shape)) for shape in shapes)) for name, shapes in shown.items()],
     )

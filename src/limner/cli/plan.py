@@ -13,12 +13,12 @@ from limner import recipes
 from limner.cli import choose
 from limner.cli.arguments import parse
 from limner.cli.launches import launches, tried
-from limner.cli.tables import gb, table
+from limner.columns import figures
 from limner.optim.optimizers import AdamW16
 from limner.profiling import cost
 from limner.profiling.choice import Cluster, choices
 from limner.profiling.compression import compression_rate, table1, table2
-from limner.profiling.cost import GB, Cost
+from limner.profiling.cost import GB, Cost, gb
 from limner.profiling.gpus import GPUS
 from limner.ranges import Checked, Range
 
@@ -102,7 +102,7 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
         f"sample{'s' * (made.samples > 1)} per GPU"
     )
     counts = cost.parameters(c)
-    yield table(
+    yield figures(
         ("parameters", ""),
         [(kind, f"{n:,}") for kind, n in counts.items()]
         + [("all", f"{counts.total():,}"), ("effective, 12 n_layer d_model^2", f"{made.effective:,}")],
@@ -118,14 +118,14 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
     ]
     peaks = [made.memory(half, saved) for half, saved in cases]
     verdicts = ("fits" if peak <= gpu.memory else "too large" for peak in peaks)
-    yield table(
+    yield figures(
         (f"memory per GPU, GB of {gpu.memory / GB:.1f}", "fp32", "checkpointed", "16-bit (App. D)", "checkpointed"),
         [*rows, ("peak", *map(gb, peaks)), ("", *verdicts)],
     )
 
     prefix, each = made.cache()
     dense = made.cache(dense=True)[1]
-    yield table(
+    yield figures(
         ("cache when sampling", "MB"),
         [
             ("a caption's text, shared", f"{prefix / 1e6:,.1f}"),
@@ -136,15 +136,15 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
         ],
     )
 
-    yield table(
+    yield figures(
         ("per step", "", "checkpointed"),
         [
             ("PFLOP, all GPUs", *(f"{made.flops(saved) / 1e15:,.3g}" for saved in (False, True))),
-            ("GB read and written, a GPU", *(gb(made.traffic(True, saved)) for saved in (False, True))),
+            ("GB read and written per GPU", *(gb(made.traffic(True, saved)) for saved in (False, True))),
         ],
     )
 
-    yield table(
+    yield figures(
         ("a GPU sends, GB per step", ""),
         [
             ("within its machine", gb(made.within)),
@@ -154,13 +154,13 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
     )
     rate = compression_rate(c.width, made.r, made.m)
     yield (
-        table(
+        figures(
             ("compression of a layer, values", "gradient shard", "P", "Q"),
             [(kind, *(f"{n:,.0f}" for n in row)) for kind, row in table2(c.width, made.r, made.m).items()],
         )
         + f"\nsaved: {rate:.1%} (Table 2: 1 - r (m + 2) / (2 d m))"
     )
-    yield table(
+    yield figures(
         ("Table 1: effective parameters", "d_model", "rank", "saved"),
         [(f"{n / 1e9:.2f} billion", f"{d:,}", str(r), f"{saved:.0%}") for n, d, r, saved in table1()],
     )
@@ -170,4 +170,4 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
         took = [made.seconds(other, True, compressed) for compressed in (False, True)]
         days = (f"{t:,.2f} s, {t * steps / 86_400:,.3g} days" for t in took)
         times.append((other, f"{kind.share:.0%} of {kind.rate / 1e12:,.0f} TFLOP/s", *days))
-    yield table((f"{steps:,} steps, checkpointed", "assumed", "uncompressed", "compressed"), times)
+    yield figures((f"{steps:,} steps, checkpointed", "assumed", "uncompressed", "compressed"), times)

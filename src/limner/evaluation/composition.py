@@ -11,10 +11,6 @@ from one set of drawings. The gain of a larger k is computed caption by caption.
 Held-out captions share the 30 combinations that are held out, so intervals are over combinations (see
 `intervals.py`).
 
-Captions that a choice was made on do not measure it. A bundle or a setting is chosen by scores on seeds below
-1,000; published scores are on seeds from `PUBLISHED` on, and no choice is made on those.
-Different seeds draw their captions and drawings from numbers of their own.
-
 Pairs are asked with the upper half given (Ramesh et al. 2021, Figure 14): a right drawing leaves it as it
 is and shows below what the caption says of it, upside down, say, with every thing in its place.
 """
@@ -22,7 +18,7 @@ is and shows below what the caption says of it, upside down, say, with every thi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -36,7 +32,9 @@ from torch import Tensor
 
 from limner.config import read_json
 from limner.errors import UserError
+from limner.evaluation.drawn import Holds, combination, drawn, verdicts
 from limner.evaluation.intervals import Gain, Rate
+from limner.evaluation.seeds import PUBLISHED, drawing_seed
 from limner.files import atomic_write_text
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import Advance
@@ -46,11 +44,6 @@ from limner.worlds import captions, scenes
 from limner.worlds.judge import pair_holds, satisfies
 from limner.worlds.rendering import render_pair
 from limner.worlds.scenes import Pair, Scene, Split
-
-PUBLISHED = 1_000  # the first of the seeds that figures are published on
-_TOGETHER = 16  # captions drawn between two rounds of judging, so that memory stays small
-
-Judge = Callable[[np.ndarray], bool]  # whether uint8 [H, W, 3] shows what was asked for
 
 
 def captions_for(
@@ -78,19 +71,6 @@ def pairs_for(split: Split = "held-out", n: int = 1_024, seed: int = PUBLISHED) 
         pair = scenes.sample_pair(rng, split=split)
         found.append((captions.describe_pair(pair, rng), pair))
     return found
-
-
-def drawing_seed(seed: int, i: int) -> int:
-    """What caption i of an evaluation is drawn with: `limner draw --seed` gives the same. No two (seed, i) with
-    i below a million share it, for seeds below 9 million million."""
-    return (seed * 1_000_000 + i) % 2**63
-
-
-def combination(*panels: Scene) -> str:
-    """The combination that a caption counts for: the first held-out one in sorted order, else its first thing's."""
-    found = [(thing.look, panel.background) for panel in panels for thing in panel.things]
-    look, background = min((one for one in found if scenes.held_out(*one)), default=found[0])
-    return f"{' '.join(look)} on {background}"
 
 
 def _full(caption: str) -> bool:
@@ -283,7 +263,7 @@ def score_pairs(
 
 def _judged(
     pipe: TextToImage,
-    asked: Sequence[tuple[str, Judge]],
+    asked: Sequence[tuple[str, Holds]],
     kinds: Sequence[str],
     clusters: Sequence[str],
     settings: CompositionSettings,
@@ -304,29 +284,3 @@ def _judged(
     how = {"model": pipe.name, "candidates": candidates, "seed": settings.seed, **sampler.facts()}
     ks = tuple(sorted({k for k in (*settings.best_of, candidates) if k <= candidates}))
     return Composition(texts, list(kinds), list(clusters), right, scores, ks, how)
-
-
-def drawn(
-    pipe: TextToImage,
-    captions: Sequence[str],
-    candidates: int,
-    seed: int,
-    sampler: Sampler = Sampler(),
-    given: Tensor | None = None,
-    progress: Advance | None = None,
-) -> Iterator[tuple[range, Candidates]]:
-    """The candidates of all captions, those of some captions at a time, with the numbers of these; caption i is drawn
-    with `drawing_seed(seed, i)`, below the tokens `given[i]`."""
-    for start in range(0, len(captions), _TOGETHER):
-        part = range(start, min(start + _TOGETHER, len(captions)))
-        yield part, pipe.candidates(
-            [captions[i] for i in part], candidates, seed=[drawing_seed(seed, i) for i in part], sampler=sampler,
-            given=None if given is None else given[part.start : part.stop], progress=progress,
-        )  # fmt: skip
-
-
-def verdicts(pictures: Tensor, judge: Judge) -> np.ndarray:
-    """The oracle's verdict on each of uint8 [N, 3, H, W], bool [N]; equal pictures are read once."""
-    flat, same = torch.unique(pictures.flatten(1), dim=0, return_inverse=True)
-    distinct = flat.unflatten(1, pictures.shape[1:]).permute(0, 2, 3, 1).numpy()
-    return np.array([judge(picture) for picture in distinct])[same.numpy()]

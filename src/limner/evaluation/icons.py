@@ -30,11 +30,13 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from limner.evaluation.composition import PUBLISHED, drawn
+from limner.evaluation.drawn import drawn
 from limner.evaluation.icon_pictures import SPLITS, Icons
 from limner.evaluation.icon_result import IconResult, Verdicts
 from limner.evaluation.judge import Judge
 from limner.evaluation.nearest import nearest
+from limner.evaluation.reconstruction import reconstructions
+from limner.evaluation.seeds import PUBLISHED
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.ranges import SEEDS, Checked, Range
@@ -91,9 +93,7 @@ def evaluate(
     if split == "combination":
         figures["copied from the nearest style"] = shown(icons.copies(wanted))
     figures["real pictures"] = shown(wanted)
-    rebuilt = [
-        pipe.dvae.pictures(pipe.dvae.tokens(part.to(pipe.device))).cpu() for part in gallery.pictures[wanted].split(64)
-    ]
+    rebuilt = [again.cpu() for *_, again in reconstructions(pipe.dvae, gallery.pictures[wanted])]
     figures["real pictures, through the dVAE"] = verdict(torch.cat(rebuilt), range(len(wanted)))
     return IconResult(
         SPLITS.get(split, split), captions, subjects, figures, _chance(judge), chosen, _facts(pipe, settings)

@@ -181,7 +181,7 @@ class Judge:
 
 
 def trained(
-    data: Labelled, folder: str | Path, config: JudgeConfig = JudgeConfig(), progress: Progress | None = None
+    data: Labelled, folder: str | Path, config: JudgeConfig = JudgeConfig(), bar: Progress | None = None
 ) -> Judge:
     """The judge of these pictures: loaded if `folder` has it, else trained there, with the errors that
     `training.loop.train` raises."""
@@ -197,5 +197,5 @@ def trained(
             warmup_steps=config.steps // 20, schedule=Cosine(), keep=1,
         )  # fmt: skip
         record = {"judge": {**to_dict(config), "pictures": len(data)}}
-        train(net, _Both(), Stream(data, config.batch_size), training, out, record=record, progress=progress)
+        train(net, _Both(), Stream(data, config.batch_size), training, out, record=record, bar=bar)
     return Judge(net, data.subjects, data.styles)

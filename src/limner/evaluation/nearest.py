@@ -25,8 +25,9 @@ from torch import Tensor
 
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.samples import Source
-from limner.evaluation.composition import PUBLISHED, drawn
+from limner.evaluation.drawn import drawn
 from limner.evaluation.intervals import Rate
+from limner.evaluation.seeds import PUBLISHED
 from limner.files import atomic_write_text
 from limner.pipeline import TextToImage
 from limner.progress import Advance

@@ -8,6 +8,7 @@ reads the originals: same things, looks, background, and places to within half a
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limner.evaluation.composition import PUBLISHED
+from limner.evaluation.seeds import PUBLISHED
 from limner.files import atomic_write_text
 from limner.metrics.codebook import usage
 from limner.metrics.pictures import psnr
@@ -75,6 +76,14 @@ def fresh_scenes(n: int, seed: int = PUBLISHED, split: Split | None = None, size
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
 
 
+def reconstructions(dvae: AnyDVAE, pictures: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Parts of uint8 [B, 3, H, W] on the dVAE's device, their tokens, and the pictures that these stand for."""
+    device = next(dvae.parameters()).device
+    for part in (some.to(device) for some in pictures.split(_BATCH)):
+        tokens = dvae.tokens(part)
+        yield part, tokens, dvae.pictures(tokens)
+
+
 def measure(
     dvae: AnyDVAE,
     pictures: Tensor,
@@ -83,11 +92,8 @@ def measure(
     progress: Advance | None = None,
 ) -> Reconstruction:
     """Reconstruct uint8 [B, 3, H, W]; `read` asks the oracle, for pictures of the scenes world."""
-    device = next(dvae.parameters()).device
     qualities, used, alike = [], [], 0
-    for part in (some.to(device) for some in pictures.split(_BATCH)):
-        tokens = dvae.tokens(part)
-        again = dvae.pictures(tokens)
+    for part, tokens, again in reconstructions(dvae, pictures):
         used.append(tokens)
         qualities.append(psnr(part, again))
         if read:

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from limner.data.samples import Source
 from limner.errors import UserError
-from limner.evaluation.composition import PUBLISHED, combination
+from limner.evaluation.drawn import combination
 from limner.evaluation.intervals import Rate
 from limner.evaluation.nearest import Gallery
+from limner.evaluation.seeds import PUBLISHED
 from limner.files import atomic_write_text
 from limner.models.contrastive import Contrastive
 from limner.pipeline import TextToImage

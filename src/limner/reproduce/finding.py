@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from limner import columns
 from limner.evaluation.report import Points, chart, drawing, save_page, table
 from limner.files import atomic_write_text
 
@@ -44,10 +45,8 @@ class Finding:
 
     def text(self) -> str:
         """For a terminal."""
-        cells = [[str(cell) for cell in row] for row in (self.header, *self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in cells]
-        return "\n".join([f"{self.claim} ({self.source})", "", *lines, "", f"This {self.answer}. {self.verdict}"])
+        shown = columns.table(self.header, self.rows)
+        return f"{self.claim} ({self.source})\n\n{shown}\n\nThis {self.answer}. {self.verdict}"
 
     def save(self, folder: Path) -> Path:
         """Write `NAME.json`, the charts as `NAME-1.svg` and so on, and the page `NAME.html`, whose path is given."""

@@ -192,7 +192,7 @@ class Stages:
                 hooks=[*hooks, Stability(self.out / name)],
                 device=self.device,
                 parallel=self.material.parallel,
-                progress=bar,
+                bar=bar,
             )
         stream.close()
         if any(map(sharded, model.parameters())):

@@ -89,7 +89,7 @@ def train(
     device: torch.device | str = "cpu",
     parallel: Parallel | None = None,
     checkpointer: Checkpointer | None = None,
-    progress: Progress | None = None,
+    bar: Progress | None = None,
 ) -> TrainResult:
     """Train `model` in the folder `out`, going on from its newest checkpoint if there is one.
 
@@ -105,7 +105,7 @@ def train(
             `config.json`, and a checkpoint that was made with another record is refused.
         parallel: what the processes of the run do together; by default there is one.
         checkpointer: keeps states; by default as files in `out/checkpoints`, as `parallel` writes them.
-        progress: advanced by one per step.
+        bar: advanced by one per step.
 
     Raises:
         Interrupted: Ctrl-C or SIGTERM, after saving. A second signal raises `KeyboardInterrupt` at
@@ -114,7 +114,7 @@ def train(
             written, or the run diverges: what is not finite or out of range is never saved.
         ValueError: two hooks have one name.
     """
-    out, parallel, progress = Path(out), parallel or Single(), progress or Progress("training")
+    out, parallel, bar = Path(out), parallel or Single(), bar or Progress("training")
     if len({hook.name for hook in hooks}) < len(hooks):
         raise ValueError(f"the hooks {', '.join(hook.name for hook in hooks)} need names that differ")
     checkpointer = checkpointer or parallel.checkpointer(Files(out, config.keep))
@@ -126,8 +126,8 @@ def train(
         saved = restore(run, stream, hooks, description, checkpointer)
         parallel.check(run.parameters)
         if saved:
-            progress.note(f"going on from {saved}")
-        progress.resume(run.step)
+            bar.note(f"going on from {saved}")
+        bar.resume(run.step)
         if parallel.is_main:
             atomic_write_text(out / "config.json", json.dumps(description, indent=2) + "\n")
 
@@ -137,12 +137,12 @@ def train(
             with Signals() as signals, closing(log):
                 while run.step < config.steps:
                     metrics = update(run, next(stream), hooks)
-                    progress.advance(1)
+                    bar.advance(1)
                     last = run.step == config.steps
                     evaluates = last or (config.eval_every and run.step % config.eval_every == 0)
                     if evaluates or run.step % config.log_every == 0:
                         row = run.report(metrics)
-                        progress.advance(0, **{name: row[name] for name in list(metrics)[:4]})
+                        bar.advance(0, **{name: row[name] for name in list(metrics)[:4]})
                         for hook in hooks:
                             hook.on_report(run, row)
                         if evaluate and evaluates:

@@ -10,17 +10,15 @@ import torch
 
 from limner.errors import UserError
 from limner.evaluation.composition import (
-    PUBLISHED,
     Composition,
     CompositionSettings,
     captions_for,
-    combination,
-    drawing_seed,
     pairs_for,
     score,
     score_pairs,
-    verdicts,
 )
+from limner.evaluation.drawn import combination, verdicts
+from limner.evaluation.seeds import PUBLISHED, drawing_seed
 from limner.pipeline import Candidates
 from limner.worlds import captions, rendering, scenes
 from limner.worlds.judge import satisfies

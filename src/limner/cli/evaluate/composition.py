@@ -13,6 +13,7 @@ from tyro.conf import Positional, arg
 from limner.cli.arguments import parse, place
 from limner.cli.evaluate.shared import Seed, keep
 from limner.errors import UserError, printable
+from limner.evaluation.seeds import PUBLISHED
 from limner.progress import clock, progress
 from limner.ranges import Checked, Range
 from limner.sampling.options import CANDIDATES, Sampler
@@ -34,7 +35,7 @@ class ScoreComposition(Checked):
     things: Annotated[tuple[int, ...], Range(1, 4)] = (1, 2)
     """Numbers of things in a scene, taken in turn."""
     candidates: Annotated[int, CANDIDATES] = 64
-    seed: Seed = 1_000
+    seed: Seed = PUBLISHED
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""

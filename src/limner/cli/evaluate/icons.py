@@ -13,6 +13,7 @@ from tyro.conf import Positional, arg
 from limner.cli.arguments import parse, place
 from limner.cli.evaluate.shared import Seed, keep
 from limner.errors import printable
+from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
 from limner.ranges import Checked, Range
 from limner.sampling.options import CANDIDATES
@@ -37,7 +38,7 @@ class ScoreIcons(Checked):
     candidates: Annotated[int, CANDIDATES] = 16
     repeats: Annotated[int, Range(1, 1_000)] = 1
     """How many times each caption is drawn, each time with so many candidates."""
-    seed: Seed = 1_000
+    seed: Seed = PUBLISHED
     judge: Path | None = None
     """The folder where judges are kept; by default DATA-judge."""
     judge_steps: Annotated[int, Range(1, 10**7)] = 6_000

@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 from limner.cli.arguments import parse, place
 from limner.cli.evaluate.shared import Seed, keep
 from limner.errors import printable
+from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
 from limner.ranges import Checked, Range
 from limner.sampling.options import CANDIDATES, Sampler
@@ -28,7 +29,7 @@ class ScorePairs(Checked):
     """Pairs with combinations kept out of training, or of the training kind."""
     pairs: Annotated[int, Range(1, 10**6)] = 1_024
     candidates: Annotated[int, CANDIDATES] = 16
-    seed: Seed = 1_000
+    seed: Seed = PUBLISHED
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""

@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 from limner.cli.arguments import parse, place
 from limner.cli.evaluate.shared import CHOOSE, keep
 from limner.errors import UserError, printable
+from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
 from limner.ranges import SEEDS, Checked, Range
 
@@ -28,7 +29,7 @@ class ScoreReconstruction(Checked):
     """Fresh scenes with combinations kept out of training, of the training kind, or both in turn."""
     count: Annotated[int, Range(1, 10**6)] = 1024
     """Pictures at most."""
-    seed: Annotated[int, SEEDS, arg(help=f"Of the fresh scenes. {CHOOSE}")] = 1_000
+    seed: Annotated[int, SEEDS, arg(help=f"Of the fresh scenes. {CHOOSE}")] = PUBLISHED
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write the result as JSON."""
 

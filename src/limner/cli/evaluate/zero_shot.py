@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 from limner.cli.arguments import parse, place
 from limner.cli.evaluate.shared import CHOOSE, keep
 from limner.errors import printable
+from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
 from limner.ranges import SEEDS, Checked, Range
 
@@ -27,7 +28,7 @@ class ScoreZeroShot(Checked):
     split: Literal["train", "held-out"] = "held-out"
     count: Annotated[int, Range(1, 10**6)] = 1_024
     """Pictures at most."""
-    seed: Annotated[int, SEEDS, arg(help=f"Of the pictures. {CHOOSE}")] = 1_000
+    seed: Annotated[int, SEEDS, arg(help=f"Of the pictures. {CHOOSE}")] = PUBLISHED
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write the result as JSON."""
 
