@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from limner.data.encoding import encoded
+from limner.data.image_bytes import image_bytes
 from limner.errors import UserError, printable
 from limner.files import atomic_write_bytes
 from limner.version import __version__
@@ -155,7 +155,7 @@ def _file(picture: Image.Image, caption: str, model: str, facts: Mapping[str, An
     info.add_text("Software", f"limner {__version__}")
     info.add_itxt("Description", caption)
     info.add_itxt("XML:com.adobe.xmp", _xmp(caption, model))
-    return encoded(picture, optimize=True, pnginfo=info)
+    return image_bytes(picture, optimize=True, pnginfo=info)
 
 
 def _xmp(caption: str, model: str) -> str:

@@ -34,7 +34,7 @@ from limner.data.augment import augment_none
 from limner.drawing import Drawing, Drawings
 from limner.errors import UserError
 from limner.layers.cache import Int8Store, Store
-from limner.layers.linear import int8, packed
+from limner.layers.linear import int8, prepacked
 from limner.models.contrastive import Contrastive, ContrastiveConfig
 from limner.models.patches import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
@@ -363,13 +363,13 @@ class TextToImage:
             prior, contrastive = self.prior, self.contrastive
             dtype = self.runtime.precision.dtype(self.device)
             if dtype == torch.bfloat16:
-                contrastive = packed(copy.deepcopy(contrastive).to(dtype))
+                contrastive = prepacked(copy.deepcopy(contrastive).to(dtype))
             if dtype == torch.bfloat16 or self.runtime.int8_weights:
                 prior = copy.deepcopy(prior).to(dtype)
                 if self.runtime.int8_weights:
                     prior = int8(prior)
                 elif not self.runtime.compiled:  # the compiler lays the weights out itself
-                    prior = packed(prior)
+                    prior = prepacked(prior)
             self._drawing = decoder(prior, self.runtime.compiled), contrastive
         return self._drawing
 

@@ -43,7 +43,7 @@ def test_a_command_does_what_the_chapter_says(command: str, folder: Path) -> Non
     assert done.returncode == 0, f"{whole}\n{done.stdout}\n{done.stderr}"
     if "limner train" in command:
         out = folder / re.findall(r"--out (\S+)", command)[0]
-        assert (out / "bundle/model.json").exists() or list((out / "bundle").glob("*.safetensors"))
+        assert list((out / "bundle").glob("*.safetensors"))
     if "limner plan" in command:
         assert "torchrun --nnodes" in done.stdout
 

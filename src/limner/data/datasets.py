@@ -1,6 +1,6 @@
 """Data sets: from a source of samples, or from cached tokens, to batches of tensors.
 
-Both follow the `Dataset` protocol of `stream.py`: `batch(indices, seeds)`, with all the randomness of
+All follow the `Dataset` protocol of `stream.py`: `batch(indices, seeds)`, with all the randomness of
 a sample drawn from its own seed. So a sample is the same in whatever batch, thread or rank it is made.
 
 One bad sample never stops a run. `ImageCaptionDataset` takes the next good one in its place and
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -262,3 +262,18 @@ def _encode(
     else:
         out[kept] = tokenizer.encode(captions, length)
     return out
+
+
+class EncodedDataset:
+    """An image data set whose pictures become dVAE tokens as they are read."""
+
+    def __init__(self, images: ImageCaptionDataset, encode: Callable[[Tensor], Tensor]) -> None:
+        self.images, self.encode = images, encode
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
+        """{"text": Long [B, T], "image": Long [B, S], "index": Long [B]}"""
+        batch = self.images.batch(indices, seeds)
+        return {"text": batch["text"], "image": self.encode(batch["pixels"]), "index": batch["index"]}

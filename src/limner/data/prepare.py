@@ -17,8 +17,8 @@ from typing import TypeVar
 import numpy as np
 
 from limner.data.augment import area_resize
-from limner.data.encoding import encoded
 from limner.data.filters import Filters
+from limner.data.image_bytes import image_bytes
 from limner.data.pictures import decoded
 from limner.data.samples import Rejected, Sample, Source
 from limner.data.shard_writer import ShardWriter
@@ -129,7 +129,7 @@ def _kept_back(n: int, share: float) -> bool:
 
 def encode_image(image: np.ndarray, suffix: str = "png") -> bytes:
     """uint8 [H, W, 3] to the bytes of a PNG ("png") or of a JPEG at quality 95 ("jpg")."""
-    return encoded(image, "JPEG", quality=95) if suffix == "jpg" else encoded(image)
+    return image_bytes(image, "JPEG", quality=95) if suffix == "jpg" else image_bytes(image)
 
 
 def _suffix(data: bytes) -> str | None:

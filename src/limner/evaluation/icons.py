@@ -34,7 +34,7 @@ from limner.evaluation.drawn import drawn
 from limner.evaluation.icon_pictures import SPLITS, Icons
 from limner.evaluation.icon_result import IconResult, Verdicts
 from limner.evaluation.judge import Judge
-from limner.evaluation.nearest import nearest
+from limner.evaluation.nearest import nearest_picture
 from limner.evaluation.reconstruction import reconstructions
 from limner.evaluation.seeds import PUBLISHED
 from limner.pipeline import TextToImage
@@ -87,7 +87,7 @@ def evaluate(
         return {respect: right & there for respect, right in verdict(pictures, range(len(found))).items()}
 
     figures, chosen = _drawn(pipe, captions, verdict, settings, progress=progress)
-    near = nearest(gallery.pictures, chosen).tolist()
+    near = nearest_picture(gallery.pictures, chosen).tolist()
     read = [gallery.families[i] for i in near], [styles[i] for i in near]
     figures[f"best of {settings.candidates}, nearest picture"] = _verdicts(read, subjects, [styles[w] for w in wanted])
     if split == "combination":
@@ -125,7 +125,7 @@ def evaluate_pairs(
 
     def matched(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
         own = _below(pairs.pictures[[wanted[i] for i in cases]])
-        found = real[nearest(real, _below(pictures))]
+        found = real[nearest_picture(real, _below(pictures))]
         return {_RIGHT: (found == own).flatten(1).all(1).numpy()}  # equal pictures count, which two pairs may have
 
     of_style = kind == "style"

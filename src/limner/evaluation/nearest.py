@@ -72,10 +72,10 @@ class Gallery:
 
     def nearest(self, pictures: Tensor) -> Tensor:
         """Index of the real picture with the least squared error: uint8 [B, 3, H, W] -> [B]."""
-        return nearest(self.pictures, pictures)
+        return nearest_picture(self.pictures, pictures)
 
 
-def nearest(real: Tensor, pictures: Tensor) -> Tensor:
+def nearest_picture(real: Tensor, pictures: Tensor) -> Tensor:
     """Index of the real picture with the least squared error: uint8 [M, 3, H, W] and [B, 3, H, W] -> [B]."""
     drawings = pictures.flatten(1).float() / 255
     # |a - b|^2 = |a|^2 - 2 ab + |b|^2, of which |a|^2 is the same for all b

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from limner.data.encoding import encoded
+from limner.data.image_bytes import image_bytes
 from limner.files import atomic_write_bytes, atomic_write_text
 
 Picture = Image.Image
@@ -75,7 +75,7 @@ def wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: i
 def save_png(picture: Picture, path: str | Path) -> Path:
     """Write a picture, all or nothing."""
     path = Path(path)
-    atomic_write_bytes(path, encoded(picture, optimize=True))
+    atomic_write_bytes(path, image_bytes(picture, optimize=True))
     return path
 
 
@@ -84,7 +84,7 @@ def save_png(picture: Picture, path: str | Path) -> Path:
 
 def image(picture: Picture, alt: str, side: int) -> str:
     """An <img> of `side` CSS pixels whose pixels stay sharp."""
-    data = base64.b64encode(encoded(picture, optimize=True)).decode()
+    data = base64.b64encode(image_bytes(picture, optimize=True)).decode()
     return f'<img src="data:image/png;base64,{data}" alt="{escape(alt)}" width="{side}" height="{side}" loading="lazy">'
 
 

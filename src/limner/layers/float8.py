@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from limner.layers.low_precision import Gradients, LowPrecisionLinear, Saves, bias_gradient, weight_gradient
 from limner.layers.scales import scales
-from limner.layers.tally import Product, counted
+from limner.layers.tally import Product, count_product
 from limner.layers.vmap import looped
 from limner.numerics import precision
 
@@ -88,7 +88,7 @@ def _product(
     of: str,
 ) -> Tensor:
     chosen, why = kernel(a, b)
-    counted(tally, of, chosen, why)
+    count_product(tally, of, chosen, why)
     if chosen == "simulated":
         held = precision.Auto().dtype(a.device)
         with torch.autocast(a.device.type, enabled=False):

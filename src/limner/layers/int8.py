@@ -28,7 +28,7 @@ from jaxtyping import Float, Int8
 from torch import Tensor
 
 from limner.layers.scales import triton_runs
-from limner.layers.tally import Product, counted
+from limner.layers.tally import Product, count_product
 from limner.layers.vmap import looped
 
 _AT_ONCE = 1 << 20  # int32 sums of a part of a product on a CPU: 4 MB
@@ -107,7 +107,7 @@ def _product(
     of: str,
 ) -> Tensor:
     chosen, why = kernel(a, b)
-    counted(tally, of, chosen, why)
+    count_product(tally, of, chosen, why)
     if chosen == "triton":
         from limner.layers import triton_int8
 

@@ -86,7 +86,7 @@ def packs() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def packed(model: M) -> M:
+def prepacked(model: M) -> M:
     """Replace the linear layers of a bf16 model on a CPU, in place, where torch was built with oneDNN and the processor
     has what that needs for bf16 (AVX-512, say); any other model stays as it is."""
     kinds = {(p.dtype, p.device.type) for p in model.parameters()}

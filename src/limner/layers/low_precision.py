@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from limner.layers.tally import Tally, counted
+from limner.layers.tally import Tally, count_product
 from limner.layers.vmap import looped
 from limner.numerics import precision
 
@@ -112,7 +112,7 @@ def _weight_gradient(g: Tensor, x: Tensor, tally: int) -> Tensor:
         dtype = x.dtype
     else:  # a CPU has no fast product in fp16, and bf16 would round what fp16 holds
         dtype = torch.float32 if x.dtype == torch.float16 else precision.Auto().dtype(x.device)
-    counted(tally, "weight gradient", str(dtype).removeprefix("torch."))
+    count_product(tally, "weight gradient", str(dtype).removeprefix("torch."))
     with torch.autocast(x.device.type, enabled=False):
         return (g.to(dtype).mT @ x.to(dtype)).float()
 

@@ -107,6 +107,7 @@ def dense(grid: Grid, kernel: int = 11) -> Pattern:
     return Pattern.of("dense", grid, range(grid[0] * grid[1]))
 
 
+#: Called with a grid and `TransformerConfig.kernel`, a length for patterns whose reach the grid alone does not say.
 PATTERNS: dict[str, Callable[[Grid, int], Pattern]] = {"row": row, "column": column, "conv": conv, "dense": dense}
 
 

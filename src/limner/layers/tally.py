@@ -43,7 +43,7 @@ class Tally:
         return Tally, ()
 
 
-def counted(number: int, product: str, kernel: str, why: str = "") -> None:
+def count_product(number: int, product: str, kernel: str, why: str = "") -> None:
     """Count one product in the tally of this number, if there is one."""
     if (tally := _tallies.get(number)) is not None:
         tally.counts[product, kernel, why] += 1

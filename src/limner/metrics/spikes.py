@@ -24,9 +24,9 @@ _PAPER = 20_000
 WINDOW = 100  # steps of the running mean; the paper does not say how many
 
 
-def rms_spikes(rms: Float[np.ndarray, " T"], threshold: float = RMS) -> list[int]:
-    """The first of each group of steps with RMS_t at `threshold` or above, but for the run's beginning."""
-    return _first(1 + np.flatnonzero(rms >= threshold), len(rms))
+def rms_spikes(rms: Float[np.ndarray, " T"]) -> list[int]:
+    """The first of each group of steps with RMS_t at `RMS` or above, but for the run's beginning."""
+    return _first(1 + np.flatnonzero(rms >= RMS), len(rms))
 
 
 def loss_spikes(loss: Float[np.ndarray, " T"], window: int = WINDOW) -> list[int]:

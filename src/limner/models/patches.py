@@ -95,7 +95,7 @@ class PatchDVAE(nn.Module):
     def tokens(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Int64[Tensor, "B S"]:
         """uint8 [B, 3, H, W] -> int64 [B, S], the nearest code of each patch."""
         with torch.autocast(pixels.device.type, enabled=False):  # codes are nearer to each other than bf16 can tell
-            return nearest(self._patches(pixels).flatten(0, 1), self.codes.float()).view(len(pixels), -1)
+            return nearest_code(self._patches(pixels).flatten(0, 1), self.codes.float()).view(len(pixels), -1)
 
     def decode(self, tokens: Int64[Tensor, "B h w"]) -> Float[Tensor, "B 3 H W"]:
         """Codes -> float32 [B, 3, H, W], pixels as `map_pixels` gives them."""
@@ -158,7 +158,7 @@ class PatchDVAE(nn.Module):
         return F.pixel_unshuffle(map_pixels(pixels), self.config.patch).flatten(2).mT
 
 
-def nearest(points: Float[Tensor, "N D"], codes: Float[Tensor, "V D"]) -> Int64[Tensor, " N"]:
+def nearest_code(points: Float[Tensor, "N D"], codes: Float[Tensor, "V D"]) -> Int64[Tensor, " N"]:
     """The row of `codes` that is nearest to each point."""
     half = codes.square().sum(1) / 2  # half the squared distance is |p|^2 / 2 - p.c + |c|^2 / 2
     return torch.cat([torch.addmm(half, part, codes.T, alpha=-1).min(1).indices for part in points.split(_ROWS)])
@@ -174,7 +174,7 @@ def centres(
 
     codes = some()
     for _ in range(ROUNDS):
-        own = nearest(points, codes)
+        own = nearest_code(points, codes)
         members = torch.bincount(own, minlength=count)[:, None]
         sums = torch.zeros_like(codes).index_add_(0, own, points)
         codes = torch.where(members > 0, sums / members.clamp_min(1), some())

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from limner.layers.cache import Cache
-from limner.layers.linear import packed
+from limner.layers.linear import prepacked
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto
 from limner.objectives.autoregressive import Autoregressive
@@ -107,7 +107,7 @@ def drawing(
     with torch.inference_mode(False), torch.random.fork_rng(devices=()):
         torch.manual_seed(0)  # with the same weights each time, compiled steps are found again
         model = config.build().to(device, Auto().dtype(device)).eval()
-    model = decoder(model if compiled else packed(model), compiled)
+    model = decoder(model if compiled else prepacked(model), compiled)
     sampler, uniform = Sampler(), torch.rand(candidates, device=device)
     text = torch.randint(0, config.text_vocab, (1, config.text_len), device=device)
     prefill = seconds(lambda: model.prefill(text), 1)

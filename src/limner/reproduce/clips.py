@@ -17,6 +17,7 @@ MODEL = ContrastiveConfig(
     patch_norm=True,
 )  # fmt: skip
 PATCHES = "patches.weight"
+_FRESH, _AMONG = 1_024, 64  # scenes, and those that a picture finds its caption among
 
 
 def train(
@@ -31,13 +32,13 @@ def train(
 
 
 @torch.no_grad()
-def accuracy(model: Contrastive, count: int = 1_024, among: int = 64) -> float:
-    """The share of fresh scenes whose own caption is the nearest among so many."""
-    pictures, tokens = scenes(count, seed=1)
+def accuracy(model: Contrastive) -> float:
+    """The share of fresh scenes whose own caption is the nearest among `_AMONG`."""
+    pictures, tokens = scenes(_FRESH, seed=1)
     model.eval()
     right = 0
-    for p, t in zip(pictures.split(among), tokens.split(among), strict=True):
+    for p, t in zip(pictures.split(_AMONG), tokens.split(_AMONG), strict=True):
         likeness = model.encode_image(p) @ model.encode_text(t).mT
         right += int((likeness.argmax(1) == torch.arange(len(p))).sum())
     model.train()
-    return right / count
+    return right / _FRESH

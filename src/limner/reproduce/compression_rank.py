@@ -41,12 +41,12 @@ def trial(of: Training) -> Result:
         (lambda: PowerSGD(PowerSGDConfig(rank=of.rank))) if of.rank else Plain,
         width=of.width, steps=of.steps, seed=of.seed,
     )  # fmt: skip
-    turns = trained.run.parallel
-    assert isinstance(turns, replicas.Turns)
+    strategy = trained.run.parallel
+    assert isinstance(strategy, replicas.SimulatedReplicas)
     # Between two replicas each number that is not compressed is sent once.
     model, matrices = trained.run.model, frozenset(block_matrices(trained.run.model))
     others = sum(p.nbytes for p in model.parameters() if p not in matrices)
-    return {"loss": trained.loss.tolist(), "sent": turns.seats[0].sent / of.steps - others}
+    return {"loss": trained.loss.tolist(), "sent": strategy.groups[0].sent / of.steps - others}
 
 
 def smallest(gaps: dict[int, float], noise: float) -> int | None:

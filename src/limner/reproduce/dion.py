@@ -97,9 +97,9 @@ def trial(of: Training) -> Result:
         width=of.width, steps=of.steps, seed=of.seed, optimizer=optimizer,
         clip_norm=None if of.kind == "Dion" else 1.0,  # nothing to clip: all its updates are of one size
     )  # fmt: skip
-    turns = trained.run.parallel
-    assert isinstance(turns, replicas.Turns)
-    return {"loss": trained.loss.tolist(), "sent": turns.seats[0].sent / of.steps}
+    strategy = trained.run.parallel
+    assert isinstance(strategy, replicas.SimulatedReplicas)
+    return {"loss": trained.loss.tolist(), "sent": strategy.groups[0].sent / of.steps}
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:

@@ -86,9 +86,9 @@ def trial(of: Training) -> Result:
         return kind(PowerSGDConfig(rank=of.rank)) if kind else Plain()
 
     trained = replicas.train(make, width=of.width, steps=of.steps, seed=of.seed)
-    turns = trained.run.parallel
-    assert isinstance(turns, replicas.Turns)
-    first = turns.reducers[0]
+    strategy = trained.run.parallel
+    assert isinstance(strategy, replicas.SimulatedReplicas)
+    first = strategy.reducers[0]
     left = torch.stack(first.left).mean().item() if isinstance(first, Fixed) else 0.0
     return {"loss": trained.loss.tolist(), "left": left}
 

@@ -16,6 +16,7 @@ from limner.reproduce import small
 from limner.reproduce.small import SCENES, SIZE, TEXT, WORDS, Trained, scenes
 
 CODES = 256
+_HELD_OUT = 512  # scenes
 MODEL = TransformerConfig(
     text_vocab=WORDS,
     image_vocab=CODES,
@@ -43,10 +44,10 @@ def train(steps: int, *, model: TransformerConfig = MODEL, seed: int = 0, **sett
 
 
 @torch.no_grad()
-def held_out_loss(model: Transformer, count: int = 512) -> float:
+def held_out_loss(model: Transformer) -> float:
     """Of fresh scenes, as in training."""
     model.eval()
-    batch = {"text": scenes(count, seed=1)[1], "image": _tokens(count, 1)}
+    batch = {"text": scenes(_HELD_OUT, seed=1)[1], "image": _tokens(_HELD_OUT, 1)}
     loss, _ = Autoregressive()(model, batch, 0, None)
     model.train()
     return loss.item()

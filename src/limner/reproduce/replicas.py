@@ -27,7 +27,7 @@ from limner.training.parallel import Single
 from limner.training.trainable import Trainable
 
 
-class Table:
+class Exchange:
     """Where replicas put what they bring, and find what all have brought."""
 
     def __init__(self) -> None:
@@ -37,37 +37,37 @@ class Table:
     def put(self, values: Float[Tensor, " n"]) -> None:
         self._brought.append(values.clone())
 
-    def turn(self) -> None:
+    def meet(self) -> None:
         """All have put something there."""
         self.all, self._brought = torch.stack(self._brought), []
 
 
-class Seat(Replicas):
+class SimulatedGroup(Replicas):
     """What a replica has instead of a process group."""
 
-    def __init__(self, table: Table, count: int) -> None:
-        self.table, self._count, self.sent = table, count, 0
+    def __init__(self, exchange: Exchange, count: int) -> None:
+        self.exchange, self._count, self.sent = exchange, count, 0
 
     @property
     def count(self) -> int:
         return self._count
 
     def _exchange(self, values: Tensor, size: int) -> Iterator[Any]:
-        self.table.put(values)
+        self.exchange.put(values)
         self.sent += 2 * size * (self.count - 1) // self.count
         yield self
 
     def mean(self, values: Float[Tensor, " n"]) -> Waiting:
         yield from self._exchange(values, values.nbytes)
-        values.copy_(self.table.all.mean(0))
+        values.copy_(self.exchange.all.mean(0))
 
     def coded_mean(self, values: Float[Tensor, " n"], codec: Codec) -> Waiting:
         codes = codec.pack(values)
         yield from self._exchange(codec.unpack(codes), codes.nbytes)
-        values.copy_(codec.unpack(codec.pack(self.table.all.mean(0))))
+        values.copy_(codec.unpack(codec.pack(self.exchange.all.mean(0))))
 
 
-class Turns(Single):
+class SimulatedReplicas(Single):
     """The strategy of a process that is all replicas, with `TrainConfig.accumulate` of them.
 
     Args:
@@ -77,22 +77,22 @@ class Turns(Single):
 
     def __init__(self, make: Callable[[], GradientReducer], count: int) -> None:
         super().__init__()
-        self._make, self.count, self._turn = make, count, 0
+        self._make, self.count, self._replica = make, count, 0
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         module = super().prepare(trainable, device, dtype)
-        self._table, self._buckets = Table(), buckets(trainable.model)
-        self.seats = [Seat(self._table, self.count) for _ in range(self.count)]
+        self._exchange, self._buckets = Exchange(), buckets(trainable.model)
+        self.groups = [SimulatedGroup(self._exchange, self.count) for _ in range(self.count)]
         self.reducers = [self._make() for _ in range(self.count)]
         # A replica's parameters share their memory with the model's, and have gradients of their own.
         self._shared = dict(trainable.model.named_parameters())
         self._own = [{name: nn.Parameter(p.detach()) for name, p in self._shared.items()} for _ in range(self.count)]
-        for reducer, own, seat in zip(self.reducers, self._own, self.seats, strict=True):
+        for reducer, own, group in zip(self.reducers, self._own, self.groups, strict=True):
             mine = {
                 name: replace(bucket, parameters={one: own[one] for one in bucket.parameters})
                 for name, bucket in self._buckets.items()
             }
-            reducer.attach(mine, seat)
+            reducer.attach(mine, group)
         return module
 
     @contextmanager
@@ -101,9 +101,9 @@ class Turns(Single):
         yield
         for name, p in self._shared.items():
             if p.grad is not None:
-                self._own[self._turn][name].grad = p.grad.mul_(self.count)
+                self._own[self._replica][name].grad = p.grad.mul_(self.count)
                 p.grad = None
-        self._turn = 0 if last else self._turn + 1
+        self._replica = 0 if last else self._replica + 1
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         for bucket in reversed(self._buckets):
@@ -121,7 +121,7 @@ class Turns(Single):
             if all(through):
                 return
             assert not any(through)  # all wait for the same exchanges
-            self._table.turn()
+            self._exchange.meet()
 
 
 def train(
@@ -134,10 +134,10 @@ def train(
     optimizer: Any | None = None,
     clip_norm: float | None = 1.0,
 ) -> Trained:
-    """A small prior on a batch of 32, by replicas; `run.parallel` are the `Turns` that they took."""
+    """A small prior on a batch of 32, by replicas; `run.parallel` is their strategy."""
     model: TransformerConfig = replace(priors.MODEL, width=width, depth=4, heads=max(2, width // 48))
     return priors.train(
         steps, model=model, seed=seed, batch=32, accumulate=replicas, clip_norm=clip_norm,
         optimizer=optimizer or AdamW(lr=2e-3, betas=(0.9, 0.98)),
-        parallel=Turns(make, replicas),
+        parallel=SimulatedReplicas(make, replicas),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from limner.runs.material import Material
 from limner.training.checkpoint import completed, step_of
 from limner.training.config import refuse_changes
 from limner.training.parallel import Single
-from limner.training.run import prepare
+from limner.training.run import set_up
 
 
 def check(material: Material, stages: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ def check(material: Material, stages: Sequence[str]) -> None:
         found["contrastive"] = recipe.contrastive, fitted
         with torch.device("meta"):
             for stage, config in found.values():
-                prepare(config.build(), stage.objective, stage.training, torch.device("meta"), Single())
+                set_up(config.build(), stage.objective, stage.training, torch.device("meta"), Single())
     except (ValueError, ZeroDivisionError, RuntimeError, OverflowError) as error:
         raise UserError(f"the recipe describes no models that fit together: {error}".splitlines()[0]) from None
     for name, (stage, config) in found.items():

@@ -18,9 +18,8 @@ from torch import Tensor
 from limner import bundles, catalogue
 from limner.config import read_json
 from limner.data.attribution import attribution, united
-from limner.data.datasets import ImageCaptionDataset, TokenDataset
+from limner.data.datasets import EncodedDataset, ImageCaptionDataset, TokenDataset
 from limner.data.distractors import Distractors
-from limner.data.encoded import EncodedDataset
 from limner.data.samples import Rejected, Selection, Source, by_split, unread
 from limner.data.sources import open_source
 from limner.data.stream import Dataset

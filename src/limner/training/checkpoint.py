@@ -32,7 +32,7 @@ from limner.config import read_json
 from limner.errors import UserError
 from limner.files import atomic_folder, file_hash
 from limner.training import shard_files
-from limner.training.tensors import load_model
+from limner.training.tensors import fill_model
 
 FOLDER = "checkpoints"
 STATE = "state.json"
@@ -242,5 +242,5 @@ def load_weights(model: nn.Module, folder: str | Path, averaged: bool = True) ->
     if checkpoint is None:
         raise UserError(f"{folder} holds no checkpoint; name the folder of a training run")
     groups = read_groups(checkpoint, ("model", "ema") if averaged else ("model",))
-    load_model(model, groups.get("model", {}) | groups.get("ema", {}), str(checkpoint))
+    fill_model(model, groups.get("model", {}) | groups.get("ema", {}), str(checkpoint))
     return checkpoint

@@ -25,7 +25,7 @@ class Diverged(UserError):
 
 
 class Prepared(NamedTuple):
-    """What `prepare` makes; see `Run` for the names."""
+    """What `set_up` makes; see `Run` for the names."""
 
     model: nn.Module
     trainable: Trainable
@@ -34,7 +34,7 @@ class Prepared(NamedTuple):
     ema: Ema | None
 
 
-def prepare(
+def set_up(
     model: nn.Module, objective: Objective, config: TrainConfig, device: torch.device, parallel: Parallel
 ) -> Prepared:
     """Make a built model ready to train: convert it, prepare it, build its optimiser, then its average.
@@ -89,7 +89,7 @@ class Run:
         parallel: Parallel | None = None,
     ) -> None:
         self.config, self.device, self.parallel = config, torch.device(device), parallel or Single()
-        self.model, self.trainable, self.compute, self.optimizers, self.ema = prepare(
+        self.model, self.trainable, self.compute, self.optimizers, self.ema = set_up(
             model, objective, config, self.device, self.parallel
         )
         self.parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]

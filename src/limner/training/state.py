@@ -27,7 +27,7 @@ from limner.training.checkpoint import Checkpointer, Tensors
 from limner.training.config import refuse_changes
 from limner.training.hooks import Hook
 from limner.training.run import Run
-from limner.training.tensors import load_model, load_optimizers, model_tensors, optimizer_tensors
+from limner.training.tensors import fill_model, load_optimizers, model_tensors, optimizer_tensors
 from limner.version import __version__
 
 
@@ -101,7 +101,7 @@ def restore(
 def _load(
     run: Run, stream: Stateful, hooks: Sequence[Hook], tensors: Tensors, state: Mapping[str, Any], where: str
 ) -> None:
-    load_model(run.model, tensors["model"], where)
+    fill_model(run.model, tensors["model"], where)
     load_optimizers(run.model, run.optimizers, tensors["optimizer"], where)
     if run.ema:
         run.ema.load_state_dict(tensors["ema"])

@@ -19,7 +19,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
+def fill_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
     """Copy tensors into the model after checking that names and shapes are exactly its own."""
     own = model_tensors(model)
     for name in dict.fromkeys([*own, *tensors]):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import ImageColor
 
-from limner.data.encoding import encoded
+from limner.data.image_bytes import image_bytes
 from limner.data.samples import Rejected
 from limner.data.shard_writer import ShardWriter
 from limner.errors import UserError, suggestion
@@ -111,7 +111,7 @@ def write_icons(
                 picture = draw(one.set.svg(one.icon), size, background)
                 if picture.reshape(-1, 3).std(0).max() < 1:
                     raise Rejected("a drawing of nothing")
-                writer.write(encoded(picture), captions(one, known(one)), one.facts)
+                writer.write(image_bytes(picture), captions(one, known(one)), one.facts)
             except Rejected as defect:
                 writer.reject(defect.reason)
             else:
@@ -123,7 +123,7 @@ def write_icons(
                     except Rejected as defect:
                         writer.reject(f"half of a pair: {defect.reason}")
                         continue
-                    writer.write(encoded(picture), pair_captions(one, pair.caption), pair.facts)
+                    writer.write(image_bytes(picture), pair_captions(one, pair.caption), pair.facts)
                     kinds["held-out pair" if pair.held_out else "pair"] += 1
             if progress:
                 progress(1)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from limner.data.encoding import encoded
+from limner.data.image_bytes import image_bytes
 from limner.data.shard_writer import ShardWriter
 from limner.progress import Advance
 from limner.worlds.captions import describe, describe_pair
@@ -63,7 +63,7 @@ def write_scenes(
                 scene = sample_scene(rng, count=1 + int(rng.choice(4, p=shares)), split=split)
                 picture, truth = render(scene, size), {"scene": scene.to_dict()}
                 captions = [describe(scene, rng, in_order) for _ in range(PHRASINGS)]
-            writer.write(encoded(picture), tuple(dict.fromkeys(captions)), {**truth, "split": split})
+            writer.write(image_bytes(picture), tuple(dict.fromkeys(captions)), {**truth, "split": split})
             if progress:
                 progress(1)
     return writer.summary()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from limner.layers import linear
-from limner.layers.linear import DotLinear, Int8Linear, PackedLinear, packed, packs
+from limner.layers.linear import DotLinear, Int8Linear, PackedLinear, packs, prepacked
 from limner.models.transformer import TransformerConfig
 
 needs_packing = pytest.mark.skipif(not packs(), reason="oneDNN packs no bf16 weights on this processor")
@@ -56,7 +56,7 @@ def test_sums_of_products_are_the_layer_for_one_row(dtype, bias):
 
 def test_a_processor_that_packs_no_bf16_keeps_ordinary_layers(monkeypatch):
     monkeypatch.setattr(linear, "packs", lambda: False)
-    assert type(packed(nn.Linear(4, 4).bfloat16())) is nn.Linear
+    assert type(prepacked(nn.Linear(4, 4).bfloat16())) is nn.Linear
 
 
 @needs_packing
@@ -66,7 +66,7 @@ def test_a_packed_model_draws_what_the_plain_one_draws():
         text_vocab=20, image_vocab=12, text_len=3, grid=(4, 4), width=32, depth=3, heads=2, kernel=3
     ).build()
     model = model.eval().bfloat16()
-    fast = packed(copy.deepcopy(model))
+    fast = prepacked(copy.deepcopy(model))
     assert not any(type(module) is nn.Linear for module in fast.modules())
     with torch.inference_mode():
         text = torch.randint(0, 20, (2, 3))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from limner.models.dvae import map_pixels
-from limner.models.patches import ROUNDS, PatchDVAEConfig, centres, nearest, relate
+from limner.models.patches import ROUNDS, PatchDVAEConfig, centres, nearest_code, relate
 from limner.models.transformer import TransformerConfig
 from limner.objectives.squared import SquaredError
 from limner.ranges import OutOfRange
@@ -36,7 +36,7 @@ def test_a_token_is_the_nearest_code():
 
 def test_more_points_than_are_compared_at_once():
     points, codes = torch.randn(2_500, 6), torch.randn(40, 6)
-    assert torch.equal(nearest(points, codes), torch.cdist(points.double(), codes.double()).argmin(1))
+    assert torch.equal(nearest_code(points, codes), torch.cdist(points.double(), codes.double()).argmin(1))
 
 
 def test_centres_find_each_group_of_points():
@@ -46,7 +46,7 @@ def test_centres_find_each_group_of_points():
     rounds = []
     codes = centres(points, 20, generator, rounds.append)
     assert len(rounds) == ROUNDS
-    assert (points - codes[nearest(points, codes)]).norm(dim=1).max() < 0.1
+    assert (points - codes[nearest_code(points, codes)]).norm(dim=1).max() < 0.1
 
 
 def test_fitted_codes_and_an_untrained_decoder_give_back_what_they_were_fitted_to():

@@ -16,7 +16,7 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW
 from limner.reproduce import bandwidth, householder
 from limner.reproduce.compression_rank import smallest
-from limner.reproduce.replicas import Turns
+from limner.reproduce.replicas import SimulatedReplicas
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single
 from limner.training.run import Run
@@ -49,18 +49,18 @@ def learn_on_rank() -> list[torch.Tensor]:
 
 
 def test_replicas_that_take_turns_are_one_process_where_nothing_is_compressed():
-    for ours, theirs in zip(learn(Turns(Plain, 4), 4), learn(Single()), strict=True):
+    for ours, theirs in zip(learn(SimulatedReplicas(Plain, 4), 4), learn(Single()), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_replicas_that_take_turns_compress_as_processes_do():
-    turns = Turns(compressed, 2)
-    ours = learn(turns, 2)
+    strategy = SimulatedReplicas(compressed, 2)
+    ours = learn(strategy, 2)
     for theirs in on_ranks(2, learn_on_rank):
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     assert not all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, learn(Single()), strict=True))
-    assert len({seat.sent for seat in turns.seats}) == 1 and turns.seats[0].sent > 0
+    assert len({group.sent for group in strategy.groups}) == 1 and strategy.groups[0].sent > 0
 
 
 @pytest.mark.parametrize(

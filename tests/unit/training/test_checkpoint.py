@@ -10,7 +10,7 @@ from checkpoints import read_tensors
 from limner.errors import UserError
 from limner.training import checkpoint
 from limner.training.checkpoint import Files, completed, latest
-from limner.training.tensors import load_model, load_optimizers, model_tensors, optimizer_tensors
+from limner.training.tensors import fill_model, load_optimizers, model_tensors, optimizer_tensors
 
 
 class Tied(nn.Module):
@@ -165,7 +165,7 @@ def test_another_model_is_refused_before_anything_is_loaded(change, says: str) -
     change(tensors)
     before = model.table.weight.detach().clone()
     with pytest.raises(UserError, match=says):
-        load_model(model, tensors, "it")
+        fill_model(model, tensors, "it")
     assert torch.equal(model.table.weight, before)
 
 

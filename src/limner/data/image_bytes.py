@@ -10,7 +10,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 
-def encoded(
+def image_bytes(
     picture: np.ndarray | Image.Image,
     kind: Literal["PNG", "JPEG"] = "PNG",
     *,
