@@ -1,0 +1,38 @@
+"""`limner data emoji`: write the emoji of an installed font."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional
+
+from limner.cli.arguments import parse, place
+from limner.cli.data.shared import tell
+from limner.progress import progress
+from limner.ranges import Checked, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteEmoji(Checked):
+    """Write every emoji of an installed colour-emoji font, with its names and a held-out split."""
+
+    out: Positional[Path]
+    """A new folder, for tar shards."""
+    size: Annotated[int, Range(8, 1_024)] = 64
+    """Side of the pictures in pixels."""
+    font: Path | None = None
+    """A font file, if the system's own is not found or not wanted."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """write the emoji of an installed font"""
+    options = parse(WriteEmoji, argv, "limner data emoji")
+    place(options.out, folder=True)
+    from limner.worlds.emoji import all_emoji, build
+
+    with progress("drawing emoji", len(all_emoji()), unit="emoji") as bar:
+        counts = build(options.out, options.size, options.font, bar.advance)
+    tell(options.out, counts.kept, counts.rejected)

@@ -1,0 +1,85 @@
+"""`limner data icons`: write drawings of several icon sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional
+
+from limner.cli.arguments import parse, place
+from limner.cli.data.shared import tell
+from limner.errors import UserError, printable
+from limner.progress import progress
+from limner.ranges import Checked, OutOfRange, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteIcons(Checked):
+    """Write drawings of the same subjects by several artists, with style, licence and author, pairs, and a split that
+    holds out combinations of subject and style.
+
+    Sets come from npm: `npm pack @iconify-json/twemoji` leaves a .tgz. For further names of the subjects, give the
+    .tgz of `npm pack cldr-annotations-full` too.
+    """
+
+    out: Positional[Path]
+    """A new folder, for tar shards."""
+    files: Positional[tuple[Path, ...]]
+    """Icon sets in Iconify's format: icons.json, or the .tgz of @iconify-json/NAME."""
+    size: Annotated[int, Range(16, 1_024)] = 64
+    """Side of the pictures in pixels, an even number."""
+    background: str = "white"
+    """What drawings lie on: a color of CSS, as white or #ffeecc."""
+    pairs: Annotated[float, Range(0, 1)] = 0.25
+    """How many drawings come a second time, on top of a pair ("the exact same tiger on the top as a line drawing at
+    the bottom")."""
+    tones: Annotated[int, Range(0, 100)] = 1
+    """Drawings with a skin tone of each subject and style, at most; the one without comes in any case."""
+    styles: Annotated[int, Range(1, 1_000)] = 1
+    """Leave out subjects that fewer styles have: few styles and many subjects are much to learn by heart."""
+    categories: tuple[str, ...] = ()
+    """Leave out subjects that no set files under one of these ("Food & Drink", say)."""
+    all_licenses: bool = False
+    """Take sets whose licence is not a permissive one, too: share-alike, or unknown."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size % 2:
+            raise OutOfRange("size", f"must be even, not {self.size}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """write drawings of several icon sets"""
+    options = parse(WriteIcons, argv, "limner data icons")
+    if not options.files:
+        raise UserError("name the files of icon sets, such as the .tgz that `npm pack @iconify-json/NAME` leaves")
+    place(options.out, folder=True)
+    from limner.worlds import iconify
+    from limner.worlds.icon_writing import write_icons
+
+    sets, keywords = [], []
+    for path in options.files:
+        if (words := iconify.keywords(path)) is not None:
+            keywords.append(words)
+            continue
+        one = iconify.read(path)
+        if one.permissive or options.all_licenses:
+            sets.append(one)
+            print(printable(f"{one.title}, by {one.author} ({one.license}): {len(one.icons):,} drawings"))
+        else:
+            print(printable(f"{one.title} is left out: its licence is {one.license} (--all-licenses takes it)"))
+    if not sets:
+        raise UserError("no icon set is left to draw: name one whose licence is permissive, or take --all-licenses")
+    total = sum(len(one.icons) for one in sets)
+    with progress("drawing icons", total, unit="icon") as bar:
+        summary = write_icons(
+            options.out, sets, keywords=keywords, size=options.size, background=options.background,
+            pairs=options.pairs, tones=options.tones, styles=options.styles, categories=options.categories,
+            progress=bar.advance,
+        )  # fmt: skip
+    tell(options.out, summary["kept"], summary["rejected"], summary["splits"])
+    for what in ("joined", "kinds"):
+        print(", ".join(f"{name} {count:,}" for name, count in summary[what].items()))

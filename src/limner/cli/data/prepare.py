@@ -1,0 +1,60 @@
+"""`limner data prepare`: filter, shrink and pack data of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from limner.cli.arguments import parse, place
+from limner.cli.data.shared import tell
+from limner.data.filters import Filters
+from limner.progress import progress
+from limner.ranges import Checked, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare(Checked):
+    """Write the good samples of a source to tar shards; defects and what the filters reject are counted.
+
+    A source is a folder of pictures with .txt captions, a JSONL, CSV, Parquet or Arrow file with a caption
+    column and image paths or bytes, a data set of Hugging Face (cloned or saved to disk), or img2dataset's
+    tar shards, also by glob. The filters are those of the paper (appendix C).
+    """
+
+    source: Positional[str]
+    """A folder, a file or a glob (in quotes)."""
+    out: Positional[Path]
+    """A new folder, for tar shards."""
+    size: Annotated[int | None, Range(1, 4_096)] = None
+    """Shrink pictures to this shorter side; never enlarges."""
+    held_out: Annotated[float, Range(0, below=1)] = 0.02
+    """Share of samples to keep from training, for evaluation; samples that name a split stay in it."""
+    caption: str | None = None
+    """The caption column of a table, if its name does not show it."""
+    image: str | None = None
+    """The image column of a table, if its name does not show it."""
+    allow_outside: bool = False
+    """Let a table name files outside its own folder."""
+    filters: Annotated[Filters, arg(name="")] = field(default_factory=Filters)
+
+
+def main(argv: Sequence[str]) -> None:
+    """filter, shrink and pack data of your own"""
+    options = parse(Prepare, argv, "limner data prepare")
+    place(options.out, folder=True)
+    from limner.data.prepare import prepare
+    from limner.data.sources import open_source
+
+    source = open_source(
+        options.source, caption=options.caption, image=options.image, allow_outside=options.allow_outside
+    )
+    with progress("preparing", len(source), unit="sample") as bar:
+        counts = prepare(
+            source, options.out, filters=options.filters, size=options.size, held_out=options.held_out,
+            progress=bar.advance,
+        )  # fmt: skip
+    tell(options.out, counts.kept, counts.rejected, counts.splits)

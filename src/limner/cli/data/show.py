@@ -1,0 +1,69 @@
+"""`limner data show`: count samples and show some of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from limner.cli.arguments import parse, place
+from limner.cli.data.shared import tell
+from limner.errors import printable
+from limner.progress import progress
+from limner.ranges import Checked, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show(Checked):
+    """Count the samples of a source by split, and the unusable ones by reason; show some captions."""
+
+    source: Positional[str]
+    """A folder, a file or a glob (in quotes)."""
+    captions: Annotated[int, Range(0, 1_000)] = 8
+    """Captions to print."""
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Write those samples as a contact sheet (PNG)."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """count samples and show some of them"""
+    options = parse(Show, argv, "limner data show")
+    if options.output:
+        place(options.output)
+    from PIL import Image
+
+    from limner.data.pictures import decoded
+    from limner.data.samples import Rejected
+    from limner.data.sources import open_source
+    from limner.evaluation.report import Row, contact_sheet, save_png
+
+    source = open_source(options.source)
+    rejected, splits, kept = Counter[str](), Counter[str](), 0
+    wanted = {i * len(source) // options.captions for i in range(options.captions)}
+    rows: list[Row] = []
+    with progress("reading", len(source), unit="sample") as bar:
+        for i in range(len(source)):
+            try:
+                sample = source[i]
+                with decoded(sample.image) as picture:
+                    size = "{1} x {0}".format(*picture.shape)
+                    thumbnail = Image.fromarray(picture) if i in wanted else None
+                    if thumbnail:
+                        thumbnail.thumbnail((256, 256))
+            except Rejected as defect:
+                rejected[defect.reason] += 1
+            else:
+                kept += 1
+                splits[sample.meta.get("split", "no split")] += 1
+                if thumbnail:
+                    rows.append(Row(caption=sample.captions[0], pictures=[(thumbnail, size)]))
+            bar.advance(1)
+    tell(options.source, kept, rejected, splits)
+    for row in rows:
+        print(f"  {row.pictures[0][1]:>11}  {printable(row.caption)}")
+    if options.output and rows:
+        print(f"written: {printable(save_png(contact_sheet(rows, columns=4), options.output))}")

@@ -1,0 +1,90 @@
+"""`limner inspect precision`: with which kernels the layers of low precision were computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from tyro.conf import Positional
+
+from limner.cli.arguments import parse
+from limner.columns import table
+from limner.config import read_json
+from limner.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from limner.layers.tally import Counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionOptions:
+    """Show with which kernels the layers of low precision were computed, product by product, and how often.
+
+    A product that its kernel could not take was computed by another: the last line of a table says how many, and why.
+    Evaluations during training are counted as well, and what checkpointing recomputes.
+    """
+
+    run: Positional[Path]
+    """A run of `limner train`, or the folder of one of its stages."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """show the kernels of layers in 8 bits, and how often each ran"""
+    run = parse(PrecisionOptions, argv, "limner inspect precision").run
+    if not run.is_dir():
+        raise UserError(f"{run} is no folder: name the --out of a `limner train`")
+    from limner.recipes.recipe import TITLES
+    from limner.training.kernels import FILE
+
+    files = {title: path for name, title in TITLES.items() if (path := run / name / FILE).exists()}
+    if (run / FILE).exists():
+        files["run"] = run / FILE
+    if not files:
+        if not any((run / name).exists() for name in ("recipe.json", "config.json")):
+            raise UserError(f"{run} is no run: name the --out of a `limner train`")
+        raise UserError(
+            f"{run} has no layers of low precision: train with --prior.training.precision switchback, say; "
+            "the first checkpoint brings the counts"
+        )
+    print("\n\n".join("\n".join(_report(title, path)) for title, path in files.items()))
+
+
+def _report(title: str, path: Path) -> Iterator[str]:
+    """The lines on one model."""
+    from limner.layers.tally import Product, from_rows
+
+    products = get_args(Product)
+    try:
+        found = read_json(path)
+        head = f"{title}: {found['precision']}, {int(found['step']):,} steps"
+        layers = [(str(x["name"]), str(x["kind"]), from_rows(x["products"])) for x in found["layers"]]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(f"{path} is no record of kernels: train on, and the next checkpoint writes it anew") from None
+    yield printable(head)
+    rows = [("layer", "kind", *products)]
+    rows += [(name, kind, *(_kernels(counts, product) for product in products)) for name, kind, counts in layers]
+    yield table(rows[0], rows[1:])
+    yield printable(_fallen(sum((counts for *_, counts in layers), Counter())))
+
+
+def _kernels(counts: Counts, product: str) -> str:
+    """ "_int_mm x 20, reference x 3"; "-" if the product was never needed."""
+    by_kernel: Counter[str] = Counter()
+    for (what, kernel, _), n in counts.items():
+        by_kernel[kernel] += n if what == product else 0
+    return ", ".join(f"{kernel} x {n:,}" for kernel, n in by_kernel.items() if n) or "-"
+
+
+def _fallen(counts: Counts) -> str:
+    """How many products another kernel has computed than the fast one, and why."""
+    reasons: Counter[Any] = Counter()
+    for (_, kernel, why), n in counts.items():
+        if why:
+            reasons[kernel, why] += n
+    if not reasons:
+        return f"none of {counts.total():,} products fell back"
+    said = "; ".join(f"{n:,} to {kernel}, since {why}" for (kernel, why), n in reasons.items())
+    return f"{reasons.total():,} of {counts.total():,} products fell back: {said}"

@@ -1,0 +1,61 @@
+"""`limner inspect underflow`: what share of a run's gradients formats would lose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional
+
+from limner.cli.arguments import parse
+from limner.columns import table
+from limner.config import load_json
+from limner.errors import UserError
+from limner.ranges import SEEDS, Checked, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnderflowOptions(Checked):
+    """Count the exponents of the gradients of one batch, for each resblock, and what share of them formats lose."""
+
+    run: Positional[Path]
+    """The folder of a run."""
+    data: Positional[str]
+    """Its data."""
+    stage: Literal["prior", "contrastive"] = "prior"
+    scale: Annotated[float, Range(above=0)] = 1.0
+    """What gradients are multiplied by before they are rounded; a resblock's scale begins at 8192."""
+    seed: Annotated[int, SEEDS] = 0
+    """Of the batch."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """what share of the gradients would formats lose?"""
+    options = parse(UnderflowOptions, argv, "limner inspect underflow")
+    recipe = options.run / "recipe.json"
+    if not recipe.exists():
+        raise UserError(f"{options.run} is no run: it has no recipe.json, as `limner train --out` writes it")
+    from limner.data.stream import Stream
+    from limner.profiling.exponents import SMALLEST, exponents
+    from limner.recipes.recipe import Recipe
+    from limner.runs.material import Material
+    from limner.runs.stages import Stages
+
+    run, data = Stages(Material.of(load_json(Recipe, recipe), options.data, options.run)).trained(options.stage)
+    stream = Stream(data, run.config.batch_size, options.seed)
+    parts = exponents(run, next(stream))
+    stream.close()
+    header = ("gradients of", "98% of exponents", "zeros", *(f"lost in {name}" for name in SMALLEST))
+    rows = []
+    for part in parts:
+        for what, found in (("activations", part.activations), ("parameters", part.parameters)):
+            if found is None:
+                continue
+            low, high = found.range()
+            total = int(found.counts.sum()) + found.zeros
+            lost = (f"{found.flushed(smallest, options.scale):.1%}" for smallest in SMALLEST.values())
+            rows.append((f"{part.name}, {what}", f"{low} to {high}", f"{found.zeros / max(total, 1):.1%}", *lost))
+    print(f"{len(parts)} parts, a batch of {run.config.batch_size}, gradients times {options.scale:g}")
+    print(table(header, rows))
