@@ -11,8 +11,9 @@ import errno
 import functools
 import json
 import os
+import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date, time
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -134,6 +135,15 @@ def facts(raw: Any) -> dict[str, Any]:
 def split_named(word: str) -> str | None:
     """ "train" or "held-out" if the word means one of them, else None."""
     return _SPLITS.get(word.strip().lower())
+
+
+def split_in(names: Sequence[str]) -> str | None:
+    """The split that the last of these names with a word for one says."""
+    for name in reversed(names):
+        for word in re.split(r"[-._ 0-9]+", name):
+            if split := split_named(word):
+                return split
+    return None
 
 
 def _plain(value: Any, room: list[int], depth: int) -> Any:

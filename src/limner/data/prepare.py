@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from limner.data.augment import area_resize
+from limner.data.area import area_resize
 from limner.data.filters import Filters
 from limner.data.image_bytes import image_bytes
 from limner.data.pictures import decoded

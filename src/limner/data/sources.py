@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import glob as globbing
 import os
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from limner.data.foreign import MAX_META, counted, facts, fingerprint, parse_json, read_file, split_named
-from limner.data.samples import MAX_TEXT, Rejected, Sample, Source, parse_captions, select_split
+from limner.data.folders import FolderSource
+from limner.data.foreign import MAX_META, parse_json, read_file, split_in, split_named
+from limner.data.samples import Rejected, Source, select_split
 from limner.data.shard_reader import IMAGE_SUFFIXES, ShardReader
 from limner.data.shard_writer import MARK
 from limner.data.tables import TableSource
@@ -51,7 +51,7 @@ class Given:
         A single file gets none: who gives its path wants it read.
         """
         several = len(self.files) > 1
-        return [_split_in(file.relative_to(self.root).parts) for file in self.files] if several else [None]
+        return [split_in(file.relative_to(self.root).parts) for file in self.files] if several else [None]
 
 
 def _tables(given: Given) -> Source:
@@ -182,63 +182,3 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _split_in(names: Sequence[str]) -> str | None:
-    """The split that the last of these names with a word for one says."""
-    for name in reversed(names):
-        for word in re.split(r"[-._ 0-9]+", name):
-            if split := split_named(word):
-                return split
-    return None
-
-
-class FolderSource:
-    """Pictures and the `.txt` files of the same name beside them.
-
-    An element is a picture, or a caption without one. Of several pictures with one name (`a.png`, `a.jpg`) the first
-    has the caption, and each of the others is rejected: one could otherwise be trained on and the other held out.
-    """
-
-    def __init__(self, files: Sequence[Path], root: Path) -> None:
-        """Folders below `root` may name splits."""
-        stems: dict[Path, tuple[list[Path], list[Path]]] = {}
-        for file in files:
-            kind = file.suffix[1:].lower()
-            if kind == "txt" or kind in IMAGE_SUFFIXES:
-                stems.setdefault(file.with_suffix(""), ([], []))[kind == "txt"].append(file)
-        self._root = root
-        self._pairs: list[tuple[Path | None, Path | None]] = []
-        self._second: set[int] = set()
-        for images, texts in stems.values():
-            self._pairs.append((images[0] if images else None, texts[0] if texts else None))
-            for image in images[1:]:
-                self._second.add(len(self._pairs))
-                self._pairs.append((image, None))
-        #: whether any picture has a caption
-        self.captioned = any(image and text for image, text in self._pairs)
-        if not any(image for image, _ in self._pairs):
-            self._pairs = []
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    @counted
-    def __getitem__(self, index: int) -> Sample:
-        image, text = self._pairs[index]
-        if index % len(self) in self._second:
-            raise Rejected("second picture of a name")
-        if image is None:
-            raise Rejected("missing image")
-        captions = parse_captions(read_file(text, "missing caption", MAX_TEXT, "caption too long") if text else None)
-        return Sample(read_file(image, "missing image"), captions, self.meta(index))
-
-    @counted
-    def meta(self, index: int) -> dict[str, Any]:
-        image, text = self._pairs[index]
-        path = image or text or self._root
-        split = _split_in(path.parent.relative_to(self._root).parts)
-        return facts({"path": str(path), **({"split": split} if split else {})})
-
-    def fingerprint(self) -> str:
-        return fingerprint([path for pair in self._pairs for path in pair if path])

@@ -23,7 +23,6 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
 from limner.models.dvae import DVAE, EPSILON, Conv2d, ConvBlock, DVAEConfig, map_pixels, unmap_pixels
-from limner.models.transformer import Transformer
 from limner.progress import Advance
 from limner.ranges import Checked, OutOfRange, Range
 
@@ -181,19 +180,6 @@ def centres(
         if progress:
             progress(1)
     return codes
-
-
-@torch.no_grad()
-def relate(prior: Transformer, codes: Float[Tensor, "V D"]) -> None:
-    """Give image tokens of like patches like embeddings and like rows of the head to begin with.
-
-    Half of the variance stays random, and the other half is a random projection of the codes. A prior that begins so
-    need not learn for each of V codes alone what is true of all that look alike.
-    """
-    alike = codes.cpu() - codes.cpu().mean(0)
-    for weight in (prior.embed.image.weight, prior.head.image.weight):
-        projected = alike @ torch.randn(alike.shape[1], weight.shape[1])
-        weight.copy_((weight + projected * (weight.std() / projected.std())) * 0.5**0.5)
 
 
 #: Both kinds have `tokens`, `pictures` and a `config` with size, grid and vocab: all that a prior and a drawing need.

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from limner import bundles
 from limner.config import differences, to_dict
@@ -20,7 +21,7 @@ from limner.evaluation.reconstruction import health, relaxation
 from limner.layers.precisions import SwitchBack
 from limner.models.contrastive import Contrastive
 from limner.models.dvae import DVAE
-from limner.models.patches import ROUNDS, AnyDVAE, PatchDVAE, relate
+from limner.models.patches import ROUNDS, AnyDVAE, PatchDVAE
 from limner.models.transformer import Transformer
 from limner.objectives.balanced import BalancedELB
 from limner.optim.shards import sharded
@@ -200,3 +201,16 @@ class Stages:
             load_weights(model, trained.checkpoint)  # which all processes have written
             model.to(self.device)
         return model
+
+
+@torch.no_grad()
+def relate(prior: Transformer, codes: Tensor) -> None:
+    """Give image tokens of like patches, `codes` [V, D], like embeddings and like rows of the head to begin with.
+
+    Half of the variance stays random, and the other half is a random projection of the codes. A prior that begins so
+    need not learn for each of V codes alone what is true of all that look alike.
+    """
+    alike = codes.cpu() - codes.cpu().mean(0)
+    for weight in (prior.embed.image.weight, prior.head.image.weight):
+        projected = alike @ torch.randn(alike.shape[1], weight.shape[1])
+        weight.copy_((weight + projected * (weight.std() / projected.std())) * 0.5**0.5)

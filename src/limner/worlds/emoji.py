@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from limner.data.augment import area_resize
+from limner.data.area import area_resize
 from limner.data.prepare import Counts, encode_image
 from limner.data.samples import Rejected
 from limner.data.shard_writer import ShardWriter

@@ -5,16 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from limner.errors import UserError
 from limner.files import locked
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.patches import PatchDVAEConfig
+from limner.models.transformer import TransformerConfig
 from limner.objectives.contrastive import ContrastiveLoss
 from limner.pipeline import TextToImage
 from limner.recipes.recipe import PatchStage
 from limner.runs.material import Material
-from limner.runs.stages import Stages
+from limner.runs.stages import Stages, relate
 from limner.runs.train import train_all
 from limner.training.metrics_log import read_metrics
 from limner.worlds.writing import write_scenes
@@ -102,3 +104,18 @@ def test_codes_of_patches_are_found_once_and_stay(data, tmp_path):
     bundle = tmp_path / "all" / "bundle"
     assert json.loads((bundle / "config.json").read_text())["dvae"]["type"] == "PatchDVAEConfig"
     assert TextToImage.from_pretrained(bundle)("a red circle")[0].image.size == (24, 24)
+
+
+def test_a_prior_begins_with_like_rows_for_like_patches():
+    torch.manual_seed(0)
+    config = TransformerConfig(text_vocab=20, image_vocab=64, text_len=4, grid=(2, 2), width=256, depth=1, heads=2)
+    prior, codes = config.build(), torch.rand(64, 48)
+    codes[1::2] = codes[::2] + 0.01 * torch.randn(32, 48)  # each second patch looks like the one before it
+    before = [w.clone() for w in (prior.embed.image.weight, prior.head.image.weight)]
+    relate(prior, codes)
+    for weight, old in zip((prior.embed.image.weight, prior.head.image.weight), before, strict=True):
+        assert weight.std().item() == pytest.approx(old.std().item(), rel=0.1)
+        alike = F.cosine_similarity(weight[::2], weight[1::2])
+        others = F.cosine_similarity(weight[::2], weight[1::2].roll(1, 0))
+        assert alike.min() > 0.3 and others.abs().mean() < 0.2
+        assert F.cosine_similarity(weight, old).min() > 0.4  # half of the variance is what it was
