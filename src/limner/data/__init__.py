@@ -1,1 +1,1 @@
-
+"""Image-caption data: sources, filters, and the stream of batches."""

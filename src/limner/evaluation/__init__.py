@@ -1,1 +1,1 @@
-
+"""Scores of trained models, and their pages."""

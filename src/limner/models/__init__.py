@@ -1,1 +1,1 @@
-
+"""The dVAE, the transformer over text and image tokens, and the contrastive model."""

@@ -1,1 +1,1 @@
-"""What a run does: its stages, the process beside it, pruning, the demo."""
+"""What a run does: its stages, the process beside it, how long it will take, pruning, the demo."""

@@ -1,1 +1,1 @@
-"""Worlds whose truth is known: synthetic scenes with their judge, and emoji."""
+"""Worlds whose truth is known: synthetic scenes with their judge, emoji, and icons drawn from SVG."""
