@@ -17,7 +17,6 @@ from limner.worlds.scenes import Scene
 
 _TOGETHER = 16  # captions drawn between two rounds of judging, so that memory stays small
 
-
 Holds = Callable[[np.ndarray], bool]  # whether uint8 [H, W, 3] shows what was asked for
 
 
