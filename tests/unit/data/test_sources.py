@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from limner.data import sources
+from limner.data import folders
 from limner.data.pictures import decode_image
 from limner.data.prepare import prepare
 from limner.data.samples import Rejected, by_split, select_split, unread
@@ -292,7 +292,7 @@ def test_a_path_that_never_ends_is_refused(tmp_path, kind):
 
 def test_a_sample_that_fails_in_any_way_is_one_rejection(folder, monkeypatch, tmp_path):
     source = open_source(folder)
-    monkeypatch.setattr(sources, "parse_captions", lambda text: (text.decode(),) if b"cats" not in text else 1 / 0)
+    monkeypatch.setattr(folders, "parse_captions", lambda text: (text.decode(),) if b"cats" not in text else 1 / 0)
     assert sorted(map(str, outcomes(source)))[2] == "unreadable sample"
     assert prepare(source, tmp_path / "out", filters=NO_FILTERS).rejected == {"unreadable sample": 1}
     with pytest.raises(IndexError):
