@@ -56,7 +56,7 @@ def svg() -> str:
             lines.append(f'<path d="{curve}"/>')
     for room, (left, top, width) in places.items():
         boxes.append(f'<rect x="{left:.0f}" y="{top}" width="{width:.0f}" height="{HEIGHT}" rx="5"/>')
-        boxes.append(f'<text x="{left + width / 2:.0f}" y="{top + 19}">{room}</text>')
+        boxes.append(f'<text fill="#122" stroke="none" x="{left + width / 2:.0f}" y="{top + 19}">{room}</text>')
     height = 12 + len(rows()) * ROW - (ROW - HEIGHT) + 12
     return "\n".join(
         [
@@ -65,7 +65,7 @@ def svg() -> str:
             '<g fill="none" stroke="#8aa" stroke-width="1.2">',
             *lines,
             '</g><g fill="#eef4f4" stroke="#466" text-anchor="middle" font-family="monospace" font-size="14">',
-            *(box.replace("<text", '<text fill="#122" stroke="none"') for box in boxes),
+            *boxes,
             "</g></svg>\n",
         ]
     )

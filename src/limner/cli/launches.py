@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from limner.columns import figures
 from limner.profiling.choice import Timed, command
-from limner.profiling.cost import gb
+from limner.profiling.cost import GB
 from limner.profiling.gpus import GPUS
 from limner.training.config import TrainConfig
 
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from limner.profiling.trial import Trial
 
 _SHOWN = 5
+
+
+def gb(value: float) -> str:
+    """Bytes as billions of them."""
+    return f"{value / GB:,.2f}"
 
 
 def launches(found: Sequence[Timed], recipe: str, before: TrainConfig) -> Iterable[str]:

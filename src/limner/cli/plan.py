@@ -12,13 +12,13 @@ from typing import Annotated
 from limner import recipes
 from limner.cli import choose
 from limner.cli.arguments import parse
-from limner.cli.launches import launches, tried
+from limner.cli.launches import gb, launches, tried
 from limner.columns import figures
 from limner.optim.optimizers import AdamW16
 from limner.profiling import cost
 from limner.profiling.choice import Cluster, choices
 from limner.profiling.compression import compression_rate, table1, table2
-from limner.profiling.cost import GB, Cost, gb
+from limner.profiling.cost import GB, Cost
 from limner.profiling.gpus import GPUS
 from limner.ranges import Checked, Range
 

@@ -28,13 +28,6 @@ from limner.profiling.compression import default_rank, table2
 from limner.profiling.gpus import GPUS
 
 GB = 1e9
-
-
-def gb(value: float) -> str:
-    """Bytes as billions of them."""
-    return f"{value / GB:,.2f}"
-
-
 _MASTER = 4  # bytes of an fp32 value
 _HALF = 2  # bytes of a 16-bit value
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from limner import bundles
@@ -204,8 +205,8 @@ class Stages:
 
 
 @torch.no_grad()
-def relate(prior: Transformer, codes: Tensor) -> None:
-    """Give image tokens of like patches, `codes` [V, D], like embeddings and like rows of the head to begin with.
+def relate(prior: Transformer, codes: Float[Tensor, "V D"]) -> None:
+    """Give image tokens of like patches like embeddings and like rows of the head to begin with.
 
     Half of the variance stays random, and the other half is a random projection of the codes. A prior that begins so
     need not learn for each of V codes alone what is true of all that look alike.

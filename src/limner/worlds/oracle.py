@@ -112,7 +112,7 @@ def _see(pixels: np.ndarray, ground: Ground, unit: int, row_step: int) -> tuple[
 
 
 def as_pixels(picture: np.ndarray) -> tuple[np.ndarray, int]:
-    """float32 [H, W, 3] with W <= 48, and pixels a unit."""
+    """float32 [H, W, 3] with W <= 48, and pixels per unit."""
     h, w = picture.shape[:2]
     if picture.ndim != 3 or picture.shape[2] != 3 or w % UNITS or h not in (w, w // 2):
         raise ValueError(f"picture has shape {picture.shape}, not [12 n, 12 n, 3] or [6 n, 12 n, 3]")

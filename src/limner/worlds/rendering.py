@@ -1,6 +1,6 @@
 """Pictures of scenes: every thing is an opacity stencil, laid on the background in the thing's paint.
 
-`U` pixels a unit: a picture of a scene is uint8 [height U, width U, 3].
+`U` pixels per unit: a picture of a scene is uint8 [height U, width U, 3].
 """
 
 from __future__ import annotations

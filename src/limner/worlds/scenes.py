@@ -6,7 +6,7 @@ into words, and words into `Claims`; `oracle.py` turns pixels back into a `Scene
 `judge.py` says whether a picture keeps what a caption promised.
 
 Layout. A scene lives on a lattice of `12 x 12` units. A small thing fills a box of 3 units, a large
-one 5; boxes start on the lattice and never touch. The picture has `size / 12` pixels a unit, 48 x 48
+one 5; boxes start on the lattice and never touch. The picture has `size / 12` pixels per unit, 48 x 48
 by default, so that a dVAE with 4x downsampling spends one token on each unit.
 
 Held-out split. A Latin square divides all 1,200 combinations of what a thing is and lies on (size, fill, color, shape,

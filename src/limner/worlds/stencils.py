@@ -36,7 +36,7 @@ class Bank:
 
 @lru_cache(maxsize=8)
 def bank_of(size: Size, unit: int) -> Bank:
-    """The stencils of things of a size, at `unit` pixels a unit."""
+    """The stencils of things of a size, at `unit` pixels per unit."""
     ring = ring_of(unit)
     w = EXTENT[size] * unit + 2 * ring
     known = [stencil(shape, size, fill, unit) for shape, fill in LOOKS]

@@ -64,9 +64,8 @@ def _report(title: str, path: Path) -> Iterator[str]:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"{path} is no record of kernels: train on, and the next checkpoint writes it anew") from None
     yield printable(head)
-    rows = [("layer", "kind", *products)]
-    rows += [(name, kind, *(_kernels(counts, product) for product in products)) for name, kind, counts in layers]
-    yield table(rows[0], rows[1:])
+    rows = [(name, kind, *(_kernels(counts, product) for product in products)) for name, kind, counts in layers]
+    yield table(("layer", "kind", *products), rows)
     yield printable(_fallen(sum((counts for *_, counts in layers), Counter())))
 
 
