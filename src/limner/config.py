@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from limner.errors import UserError, suggestion
 from limner.files import atomic_write_text, require_file
-from limner.ranges import NAMES, OutOfRange, short
+from limner.ranges import NAMES, OutOfRange, listing, not_among, short
 
 T = TypeVar("T")
 
@@ -91,11 +91,17 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> 
     return found
 
 
+def members(hint: Any) -> list[Any]:
+    """The members of a union except None; empty for other types."""
+    is_union = get_origin(hint) in (Union, UnionType)  # `Optional[X]` has the first as its origin, `X | None` the other
+    return [kind for kind in get_args(hint) if kind is not NoneType] if is_union else []
+
+
 def bare(hint: Any) -> dict[str, type]:
     """The dataclasses of a union by name, in lower case, if none of them has settings; empty for other types."""
-    members = _members(hint)
-    alike = len(members) > 1 and all(is_dataclass(member) and not fields(member) for member in members)
-    return {member.__name__.lower(): member for member in members} if alike else {}
+    kinds = members(hint)
+    alike = len(kinds) > 1 and all(is_dataclass(kind) and not fields(kind) for kind in kinds)
+    return {kind.__name__.lower(): kind for kind in kinds} if alike else {}
 
 
 def _dump(value: Any, hint: Any) -> Any:
@@ -104,30 +110,34 @@ def _dump(value: Any, hint: Any) -> Any:
             return name
     if is_dataclass(value):
         hints = get_type_hints(type(value))
-        tag = {TAG: type(value).__name__} if len(_members(hint)) > 1 else {}
+        tag = {TAG: type(value).__name__} if len(members(hint)) > 1 else {}
         return tag | {f.name: _dump(getattr(value, f.name), hints[f.name]) for f in fields(value)}
     return list(value) if isinstance(value, tuple) else value
 
 
 def _load(hint: Any, value: Any, where: str) -> Any:
     """`value` as what the annotation `hint` says it is."""
-    members, args, at = _members(hint), get_args(hint), where or "the config"
+    kinds, args, at = members(hint), get_args(hint), where or "the config"
     if get_origin(hint) is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in args):
-            raise UserError(f"{at} cannot be {short(value)}: choose {_listing(args)} ({suggestion(value, args)})")
+            raise UserError(f"{at} {not_among(value, args)}")
         return value
-    if members:
+    if kinds:
         if value is None and NoneType in args:
             return None
-        if len(members) == 1:
-            return _load(members[0], value, where)
+        if len(kinds) == 1:
+            return _load(kinds[0], value, where)
         if names := bare(hint):
             return names[_load(Literal[tuple(names)], value, where)]()
-        named = {member.__name__: member for member in members}
+        named = {kind.__name__: kind for kind in kinds}
         data = _mapping(value, " or ".join(named), at)
         name = data.get(TAG)
         if not isinstance(name, str) or name not in named:
-            raise UserError(f"{at} needs a {TAG!r}: choose {_listing(named)} ({suggestion(name, named)})")
+            raise UserError(
+                f"{at}.{TAG} {not_among(name, named)}"
+                if TAG in data
+                else f"{at} needs a {TAG!r}: choose {listing(named)}"
+            )
         return _load(named[name], {k: v for k, v in data.items() if k != TAG}, where)
     if is_dataclass(hint):
         return _load_dataclass(hint, value, where)
@@ -164,20 +174,10 @@ def _load_dataclass(cls: Any, value: Any, where: str) -> Any:
         raise UserError(f"{at}: {error}") from None
 
 
-def _members(hint: Any) -> list[Any]:
-    """The members of a union except None; empty for other types."""
-    is_union = get_origin(hint) in (Union, UnionType)  # `Optional[X]` has the first as its origin, `X | None` the other
-    return [kind for kind in get_args(hint) if kind is not NoneType] if is_union else []
-
-
 def _mapping(value: Any, kind: str, at: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise _wrong_type(f"the settings of a {kind}", value, at)
     return value
-
-
-def _listing(options: Any) -> str:
-    return ", ".join(repr(option) for option in options)
 
 
 def _wrong_type(expected: str, value: Any, at: str) -> UserError:

@@ -4,11 +4,14 @@ The base class `Checked` looks at the annotations, so that Python, JSON (`limner
 (`limner.cli.arguments`) refuse the same values with the same sentence.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from math import isfinite
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from limner.errors import nearest
 
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}  # of types, for messages
 
@@ -86,6 +89,18 @@ def leaves(hint: Any) -> set[Any]:
     if get_origin(hint) is Literal or not get_args(hint):
         return {hint}
     return set().union(*map(leaves, get_args(hint)))
+
+
+def not_among(value: object, choices: Iterable[object]) -> str:
+    """What a message says of a setting whose value is none of the choices: all of them, and the nearest."""
+    choices = list(choices)
+    meant = nearest(value, choices)
+    return f"cannot be {short(value)}: choose {listing(choices)}" + (f" (did you mean {meant!r}?)" if meant else "")
+
+
+def listing(choices: Iterable[object]) -> str:
+    """Choices as Python writes them."""
+    return ", ".join(map(repr, choices))
 
 
 def short(value: object) -> str:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+import docstring_parser
 import tyro
 from tyro import _errors  # private, hence the upper bound on tyro's version in pyproject.toml
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)  # fmt: skip
 
 from limner.config import bare
 from limner.errors import UserError, nearest
-from limner.ranges import OutOfRange
+from limner.ranges import OutOfRange, not_among
 
 T = TypeVar("T")
 _TEMPORARY = 18  # bytes by which temporary names (`limner.files`) are longer than what they become
@@ -40,16 +51,55 @@ def _by_name(of: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     )
 
 
-def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
+@_REGISTRY.struct_rule
+def _with_help(of: StructTypeInfo) -> StructConstructorSpec | None:
+    """The settings of a dataclass, with their help as running text: tyro keeps the line ends of docstrings."""
+    if not is_dataclass(of.type):
+        return None
+    hints, whole = get_type_hints(of.type, include_extras=True), of.default
+    given = is_dataclass(whole)
+    found = []
+    for setting in fields(of.type):
+        default = getattr(whole, setting.name) if given else _default(setting)
+        nested = type(default) if is_dataclass(default) else None
+        says = partial(help_of, of.type, setting.name, nested)
+        found.append(StructFieldSpec(setting.name, hints[setting.name], default, says))
+    return StructConstructorSpec(instantiate=of.type, fields=tuple(found))
+
+
+def _default(setting: Field[Any]) -> Any:
+    if setting.default is not MISSING:
+        return setting.default
+    return tyro.MISSING if setting.default_factory is MISSING else setting.default_factory()
+
+
+def help_of(cls: type, name: str, nested: type | None = None) -> str | None:
+    """What the docstrings of a dataclass, or of its bases, say of a setting; else those of the class of its value."""
+    for place in cls.__mro__[:-1]:
+        for found in docstring_parser.parse_from_object(place).params:
+            if name in found.arg_name.split(", ") and found.description:
+                return _flowing(found.description)
+    return _flowing(docstring_parser.parse(nested.__doc__ or "").description or "") if nested else None
+
+
+def _flowing(text: str) -> str:
+    """Paragraphs without ends of lines within them."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text.strip()))
+
+
+def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None, more: str = "") -> T:
     """An instance of the dataclass `cls` from command-line arguments.
 
-    In a union of dataclasses the member is that of `default`; if the members have no settings, it is chosen by name.
-    Raises `UserError` on a mistake; `--help` prints and exits.
+    In a union of dataclasses the member is that of `default` (`limner.cli.unions` chooses it by name); if the members
+    have no settings, it is chosen by name here.
+    `--help` prints the class's docstring, `more` and the options, and exits. Raises `UserError` on a mistake.
     """
+    about = docstring_parser.parse(cls.__doc__ or "").description or ""
     markers = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
     options: dict[str, Any] = {"config": markers, "registry": _REGISTRY} | (
         {} if default is None else {"default": default}
     )
+    options["description"] = f"{_flowing(about)}\n\n{more}".rstrip()
 
     def refuse(event: _errors.ParseErrorEvent) -> None:
         if isinstance(event, _errors.UnrecognizedArgs):
@@ -80,7 +130,7 @@ def _says(event: _errors.ParseErrorEvent) -> str:
             count = event.argument.lowered.nargs
             return f"{_name(event.argument)} needs {count} value{'' if count == 1 else 's'}"
         case _errors.InvalidChoice():
-            return f"{_name(event.argument)} cannot be {event.value!r}: choose {', '.join(event.choices)}"
+            return f"{_name(event.argument)} {not_among(event.value, event.choices)}"
         case _errors.InstantiationFailure(message=message, argument=argument):
             reason = message.partition("\n")[0].rstrip(".")
             return f"{_name(argument)} must be {argument.lowered.metavar} ({reason})" if argument else reason

@@ -21,11 +21,13 @@ class BundleOptions:
     source: Positional[str]
     """A run of `limner train`, or a bundle."""
     out: Positional[Path]
-    """The new folder; the name of the model unless --name says otherwise."""
+    """The new folder."""
     name: str | None = None
+    """Of the model; the new folder's by default."""
     about: str | None = None
     """One sentence on what it draws."""
     license: str | None = None
+    """Of the model, such as CC-BY-4.0; by default what the source says."""
     scores: tuple[Path, ...] = ()
     """JSON files of `limner evaluate` whose tables go into the card."""
     bits: Literal[8, 16] = 16

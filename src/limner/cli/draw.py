@@ -1,44 +1,14 @@
-"""`limner draw "a caption"` and `limner edit PICTURE "a caption"`: from a caption to PNG files."""
+"""`limner draw "a caption"`: PNG files of what a model makes of it."""
 
 from __future__ import annotations
 
-import os
-import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from limner import catalogue
-from limner.cli.arguments import parse, place
-from limner.errors import UserError, printable
-from limner.progress import progress
-from limner.ranges import Checked, Range
-from limner.sampling.options import Options
-
-_NAME_BYTES = 120  # of a caption in a file's name; names may have 255 bytes, on some file systems 143
-
-
-def _models() -> str:
-    lines = [f"{name}: {about}" for name, about in catalogue.bundled().items()]
-    return "\n".join(["A folder that `limner train` wrote, or a model of the package by name:", *lines])
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrawOrEdit(Checked):
-    """What drawing and editing have in common."""
-
-    n: Annotated[int, arg(aliases=("-n",)), Range(1, 2**16)] = 1
-    """How many drawings to keep, the best that differ."""
-    options: Annotated[Options, arg(name="")] = Options(candidates=16)
-    model: Annotated[str, arg(help=_models())] = catalogue.DEFAULT
-    output: Annotated[str | None, arg(aliases=("-o",))] = None
-    """A PNG file (NAME-1.png, NAME-2.png, ... for several) or a folder; named after the caption by default."""
-    scale: Annotated[int | None, Range(1, 2**14)] = None
-    """Enlarge by this whole factor; by default to at least 384 pixels, 1 keeps the model's own pixels."""
+from limner.cli.arguments import parse
+from limner.cli.drawings import DrawOrEdit, draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,90 +22,6 @@ class Draw(DrawOrEdit):
     """What the picture shows, in quotes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Edit(DrawOrEdit):
-    """Draw a part of a picture anew to fit a caption: the part below what is kept, or where a mask is light."""
-
-    image: Positional[Path]
-    """The picture; its central square is taken."""
-    caption: Positional[str]
-    """What the whole picture shows, in quotes."""
-    keep: str | None = None
-    """top:N keeps the top N rows of tokens and draws what is below."""
-    mask: Path | None = None
-    """A picture whose light parts are drawn anew."""
-
-
 def main(argv: Sequence[str]) -> None:
     options = parse(Draw, argv, "limner draw")
-    _draw(options, options.caption)
-
-
-def edit(argv: Sequence[str]) -> None:
-    options = parse(Edit, argv, "limner edit")
-    if (options.keep is None) == (options.mask is None):
-        raise UserError("say what to keep with --keep top:N, or what to draw anew with --mask FILE: one of the two")
-    from limner.data.pictures import decode_image
-    from limner.data.samples import Rejected
-
-    def read(path: Path) -> Any:
-        from PIL import Image
-
-        try:
-            return Image.fromarray(decode_image(path.read_bytes()))
-        except Rejected as rejected:
-            raise UserError(f"{path} cannot be used as a picture: {rejected.reason}") from None
-
-    image, mask = read(options.image), options.mask and read(options.mask)
-    _draw(options, options.caption, lambda pipe: pipe.given(image, options.keep, mask))
-
-
-def _draw(options: DrawOrEdit, caption: str, given: Callable[[Any], Any] | None = None) -> None:
-    if not caption.strip():
-        raise UserError("the caption is empty: write what the picture shows")
-    out = output_path(options, caption)
-    from limner.drawing import enlargement
-    from limner.pipeline import load  # heavy, so only now
-
-    pipe = load(options.model)
-    enlargement(pipe.dvae.config.size, options.scale)
-    fixed = given(pipe) if given else None
-    number = max(options.n, options.options.candidates)
-    with progress("drawing", number, unit="picture") as bar:
-        drawings = pipe(caption, options.options, n=options.n, given=fixed, progress=bar.advance)
-    for drawing, path in zip(drawings, drawings.save(out, options.scale), strict=True):
-        print(f"{printable(path)}  (score {drawing.score:.3f}, candidate {drawing.candidate} of {number})")
-    if (kinds := len({drawing.image.tobytes() for drawing in drawings})) < options.n:
-        print(f"only {kinds} of {number} candidates differ: a higher --temperature may give more", file=sys.stderr)
-
-
-def output_path(options: DrawOrEdit, caption: str) -> Path:
-    """Where to write, checked before any work is done."""
-    words = re.sub(r"[^\w]+", "-", caption.lower()).strip("-")[:80]
-    name = words.encode()[:_NAME_BYTES].decode(errors="ignore").strip("-") or "drawing"
-    if isinstance(options, Edit):  # which often has the caption of the picture that it edits
-        name += "-edited"
-    if options.options.seed:
-        name += f"-seed-{options.options.seed}"
-    from limner.drawing import numbered
-
-    out = _named(options.output, f"{name}.png")
-    names = numbered(out, options.n)
-    place(next((path for path in names if os.path.isdir(path)), names[-1]))
-    return out
-
-
-def _named(output: str | None, name: str) -> Path:
-    """The file that `--output` means: in a folder, it has the name."""
-    if output is None:
-        return Path(name)
-    if not output:
-        raise UserError("the output has no name: give a PNG file or a folder")
-    out = Path(output)
-    if os.path.isdir(out) or output.endswith("/") or out.name == "..":
-        return out / name
-    if not out.suffix:
-        return out.with_suffix(".png")
-    if out.suffix.lower() != ".png":
-        raise UserError(f"drawings are PNG files: name the output {out.with_suffix('.png')}, not {out}")
-    return out
+    draw(options, options.caption)

@@ -1,5 +1,48 @@
-"""`limner edit PICTURE "a caption"`: see `limner.cli.draw`."""
+"""`limner edit PICTURE "a caption"`: a part of a picture drawn anew."""
 
-from limner.cli.draw import edit as main
+from __future__ import annotations
 
-__all__ = ["main"]
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tyro.conf import Positional
+
+from limner.cli.arguments import parse
+from limner.cli.drawings import DrawOrEdit, draw
+from limner.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edit(DrawOrEdit):
+    """Draw a part of a picture anew to fit a caption: the part below what is kept, or where a mask is light."""
+
+    suffix: ClassVar[str] = "-edited"
+    image: Positional[Path]
+    """The picture; its central square is taken."""
+    caption: Positional[str]
+    """What the whole picture shows, in quotes."""
+    keep: str | None = None
+    """top:N keeps the top N rows of tokens and draws what is below."""
+    mask: Path | None = None
+    """A picture whose light parts are drawn anew."""
+
+
+def main(argv: Sequence[str]) -> None:
+    options = parse(Edit, argv, "limner edit")
+    if (options.keep is None) == (options.mask is None):
+        raise UserError("say what to keep with --keep top:N, or what to draw anew with --mask FILE: one of the two")
+    from limner.data.pictures import decode_image
+    from limner.data.samples import Rejected
+
+    def read(path: Path) -> Any:
+        from PIL import Image
+
+        try:
+            return Image.fromarray(decode_image(path.read_bytes()))
+        except Rejected as rejected:
+            raise UserError(f"{path} cannot be used as a picture: {rejected.reason}") from None
+
+    image, mask = read(options.image), options.mask and read(options.mask)
+    draw(options, options.caption, lambda pipe: pipe.given(image, options.keep, mask))

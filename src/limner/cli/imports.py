@@ -24,7 +24,9 @@ class OpenAIDVAE(Checked):
     """
 
     encoder: Positional[Path]
+    """Its file."""
     decoder: Positional[Path]
+    """Its file."""
     out: Positional[Path]
     """New folder; `limner train` takes it as --dvae.bundle, with any recipe."""
     size: Annotated[int, Range(1, 4_096)] = 256

@@ -42,6 +42,7 @@ class PlanOptions(Checked):
     recipe: str = "dalle-12b"
     """A recipe by name."""
     gpus: Annotated[int, Range(1, 10**7)] = 1_024
+    """How many there are."""
     gpu: str = "v100-16gb"
     """One of v100-16gb, a100-80gb, h100-80gb, h200-141gb."""
     batch: Annotated[int | None, Range(1, 10**9)] = None

@@ -6,21 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional, arg
 
 from limner import recipes
-from limner.cli import choose
 from limner.cli.arguments import parse, place
+from limner.cli.unions import chosen, kinds
 from limner.config import load_json
 from limner.distributed import processes
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Make
 from limner.errors import UserError, printable
-from limner.optim.optimizers import Optimizer
-from limner.ranges import Checked, OutOfRange, Range
+from limner.ranges import Checked, Range
 from limner.recipes.recipe import Bundled, Recipe
 from limner.runs import estimate
 from limner.runs.train import train_all
@@ -32,22 +31,29 @@ else:  # of which no type checker can read the names
     Reducer = Literal[tuple(processes.REDUCERS)]
 
 
+def _recipes() -> str:
+    lines = [f"{name}: {about}." for name, about in recipes.NAMES.items()]
+    return "\n".join(["A recipe by name, or a recipe.json of an earlier run; its settings are options:", *lines])
+
+
+def _kinds(settings: Recipe) -> str:
+    lines = [f"  {option} {', '.join(names)}" for option, names in kinds(settings)]
+    return "\n".join(["These take another kind, whose settings are then the options:", *lines])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Train(Checked):
     """Train on image-caption data: a folder of pictures with .txt captions, JSONL, CSV or Parquet, or tar shards.
 
     The same command goes on after an interruption. The result is a bundle: `limner draw --model RUN`. With
     `--dvae.bundle FOLDER` any recipe takes the dVAE of a bundle, or one that `limner import` wrote, and trains none.
-    With `--prior.training.optimizer NAME` (or dvae, or contrastive) a stage takes another optimiser, whose settings are
-    then its options: AdamW, Muon, AdamW16, StableAdamW, Beta2WarmupAdamW or Lion.
     """
 
     data: Positional[str]
     """A folder, a file or a glob (in quotes)."""
     out: Path
     """Folder of the run."""
-    recipe: str
-    """A recipe by name, or a recipe.json of an earlier run; its settings are the options below."""
+    recipe: Annotated[str, arg(help=_recipes())]
     stages: tuple[Literal["dvae", "prior", "contrastive"], ...] = ()
     """Which stages to train; all by default."""
     parallel: processes.Kind = "replicated"
@@ -69,10 +75,9 @@ def main(argv: Sequence[str]) -> None:
     if settings is None and not {"-h", "--help"} & set(argv):
         raise UserError(f"say which recipe to train with --recipe NAME: {', '.join(recipes.NAMES)}")
     required: Any = tyro.MISSING
-    settings = _borrowing(settings or recipes.get("scenes"), argv)
-    settings, argv = _optimizing(settings, argv)
+    settings, argv = chosen(_borrowing(settings or recipes.get("scenes"), argv), argv)
     default = Train(data=required, out=required, recipe=required, settings=settings)
-    options = parse(Train, argv, "limner train", default)
+    options = parse(Train, argv, "limner train", default, _kinds(settings))
     place(options.out, folder=True)
     dvae = options.settings.dvae
     if isinstance(dvae, Bundled) and "dvae" in options.stages:
@@ -114,27 +119,6 @@ def _borrowing(recipe: Recipe, argv: Sequence[str]) -> Recipe:
                 f"{name} is for a dVAE that is trained, --dvae.bundle for one that is there: give one of them"
             )
     return replace(recipe, dvae=Bundled())
-
-
-def _optimizing(recipe: Recipe, argv: Sequence[str]) -> tuple[Recipe, list[str]]:
-    """The recipe with the optimisers that the arguments name, and the other arguments."""
-    named = {kind.__name__: kind for kind in get_args(Optimizer)}
-    argv = list(argv)
-    for stage in ("dvae", "prior", "contrastive"):
-        option, of = f"--{stage}.training.optimizer", getattr(recipe, stage)
-        name = _value_of(option, argv)
-        if name is None or isinstance(of, Bundled):
-            continue
-        choose(name, list(named), "optimiser")
-        at = next(i for i, word in enumerate(argv) if word.partition("=")[0] == option)
-        del argv[at : at + (1 if "=" in argv[at] else 2)]
-        if type(of.training.optimizer) is not named[name]:
-            try:
-                changed = replace(of, training=replace(of.training, optimizer=named[name]()))
-            except OutOfRange as error:
-                raise UserError(f"{stage}.{error}") from None
-            recipe = replace(recipe, **{stage: changed})
-    return recipe, argv
 
 
 def _value_of(option: str, argv: Sequence[str]) -> str | None:

@@ -147,10 +147,18 @@ def _identifier() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Filters(Checked):
-    """Which filters apply and how strictly. `None` turns one off; the defaults are the paper's."""
+    """Which filters apply and how strictly. `None` turns one off; the defaults are the paper's.
+
+    Args:
+        min_words: least words of a caption.
+        english: confidence in another language from which a caption is rejected.
+        boilerplate: where a caption has one word beside dates and file names, the least share of it that this word
+            must be.
+        aspect_ratio: longest side of a picture over its shortest.
+    """
 
     min_words: Annotated[int | None, Range(0, 10**6)] = 2
-    english: Annotated[float | None, Range(0, 1)] = 0.6  # reject another language at this confidence
+    english: Annotated[float | None, Range(0, 1)] = 0.6
     boilerplate: Annotated[float | None, Range(0, 1)] = 0.5
     aspect_ratio: Annotated[float | None, Range(1, 10**6)] = 2.0
 

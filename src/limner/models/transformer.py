@@ -49,6 +49,7 @@ class TransformerConfig(Checked):
         text_len: T, text positions.
         grid: (h, w) of the image tokens.
         width: D, a multiple of `heads`.
+        depth, heads: layers, and attention heads of each.
         pattern: "paper", its order of three patterns, or one of `PATTERNS` by name for all layers, such as "dense".
         kernel: side of the convolutional window.
         layer_scale, qk_norm: not in the paper; both keep features small, for formats of 8 bits.

@@ -22,7 +22,11 @@ from limner.text import PAD
 
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Checked):
-    """`text_weight` of the text's loss; the image's is the rest."""
+    """The cross-entropies of text and image tokens, weighted (§2.2).
+
+    Args:
+        text_weight: of the text's loss; the image's is the rest.
+    """
 
     text_weight: Annotated[float, Range(0, 1)] = 1 / 8
 

@@ -52,6 +52,12 @@ class BalancedELB(Checked):
 
     From step `hard_from` on the encoder is frozen and the decoder learns from its argmax codes, the only
     ones that it is given when a picture is drawn.
+
+    Args:
+        balance: weight of the aggregate posterior's KL.
+        log_b_floor: least ln b.
+        tau: temperature of the relaxation.
+        hard_from: step from which the encoder is frozen; None never freezes it.
     """
 
     balance: Annotated[float, Range(-1_000, 1_000)] = 0.05

@@ -56,7 +56,12 @@ def check_tau(tau: Anneal) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RelaxedELB:
-    """The paper's objective, with its schedules (App. A.2): the defaults are the paper's numbers."""
+    """The paper's objective, with its schedules (App. A.2): the defaults are the paper's numbers.
+
+    Args:
+        beta: weight of the KL.
+        tau: temperature of the relaxation.
+    """
 
     beta: Anneal = field(default=Anneal(start=0.0, end=6.6, steps=5_000))
     tau: Anneal = field(default=Anneal(start=1.0, end=1 / 16, steps=150_000))

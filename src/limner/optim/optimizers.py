@@ -17,9 +17,21 @@ from limner.optim.groups import Decayed, block_matrices, parameter_groups
 from limner.ranges import Checked, Range
 
 
+class _Settings(Checked):
+    """What settings mean that several optimisers have.
+
+    Args:
+        lr: learning rate, which the schedule multiplies.
+        betas: decays per step of the running means of gradients and of their squares.
+        eps: added to the root of the running mean of squares.
+        weight_decay: what weights lose per step, times the learning rate.
+        decayed: what weight decay acts on.
+    """
+
+
 @dataclass(frozen=True, kw_only=True)
-class AdamW(Checked):
-    """Loshchilov & Hutter 2019. `decayed` says what weight decay acts on."""
+class AdamW(_Settings):
+    """Loshchilov & Hutter 2019."""
 
     lr: Annotated[float, Range(above=0)] = 3e-4
     betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.96)
@@ -37,12 +49,16 @@ class AdamW(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Muon(Checked):
+class Muon(_Settings):
     """Orthogonalised momentum for the matrices of a model's blocks, AdamW for all `others`.
 
     (Jordan et al. 2024.) An update is the momentum with its singular values brought near 1, times
     `lr * sqrt(max(1, rows / columns))`. Small priors learn more from each sample with it than with
     AdamW: see docs/LOG.md.
+
+    Args:
+        momentum: decay per step of the running sum of gradients.
+        others: of what is no matrix of a block.
     """
 
     lr: Annotated[float, Range(above=0)] = 0.02
@@ -62,9 +78,13 @@ class Muon(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW16(Checked):
+class AdamW16(_Settings):
     """AdamW whose moments take 16 bits for the matrices of a model's blocks, and fp32 for all else: gains, biases,
-    embeddings and output layers (Ramesh et al. 2021, App. D.2). `most` is the largest running variance (B.2)."""
+    embeddings and output layers (Ramesh et al. 2021, App. D.2).
+
+    Args:
+        most: largest running mean of squares (B.2).
+    """
 
     lr: Annotated[float, Range(above=0)] = 3e-4
     betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.96)
@@ -87,9 +107,13 @@ class AdamW16(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StableAdamW(Checked):
+class StableAdamW(_Settings):
     """AdamW that divides the learning rate of each tensor by RMS_t where that is above 1 (Wortsman et al. 2023,
-    Algorithm 2). Needs no `clip_norm`. `clip_decay` is explained in `optim/stable_adamw.py`."""
+    Algorithm 2). Needs no `clip_norm`.
+
+    Args:
+        clip_decay: divide what weights lose by RMS_t, too (`optim/stable_adamw.py`).
+    """
 
     lr: Annotated[float, Range(above=0)] = 3e-4
     betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.99)
@@ -104,8 +128,13 @@ class StableAdamW(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beta2WarmupAdamW(Checked):
-    """AdamW whose beta2 is 1 - t^-power at step t (Wortsman et al. 2023, Figure 14)."""
+class Beta2WarmupAdamW(_Settings):
+    """AdamW whose beta2 is 1 - t^-power at step t (Wortsman et al. 2023, Figure 14).
+
+    Args:
+        beta1: decay per step of the running mean of gradients.
+        power: of the step.
+    """
 
     lr: Annotated[float, Range(above=0)] = 3e-4
     beta1: Annotated[float, Range(0, below=1)] = 0.9
@@ -120,7 +149,7 @@ class Beta2WarmupAdamW(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lion(Checked):
+class Lion(_Settings):
     """Chen et al. 2023: the sign of a momentum. Learning rates are 3 to 10 times smaller than AdamW's, decay larger."""
 
     lr: Annotated[float, Range(above=0)] = 6e-5

@@ -40,8 +40,12 @@ def cosine(step: int, start: float, end: float, steps: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Anneal(Checked):
-    """A quantity that moves from `start` to `end` over `steps` along a cosine: `Anneal(start=1,
-    end=1/16, steps=n)`."""
+    """A quantity that moves along a cosine: `Anneal(start=1, end=1/16, steps=n)`.
+
+    Args:
+        start, end: its first and its last value.
+        steps: updates from the first to the last.
+    """
 
     start: Annotated[float, Range(-(10**6), 10**6)]
     end: Annotated[float, Range(-(10**6), 10**6)]
@@ -78,6 +82,10 @@ class Cosine(Checked):
     """From the base learning rate to `end` times it, over `steps` updates or the whole run.
 
     The dVAE of the paper goes from 1e-4 to 1.25e-6, `end=1/80`, over 1,200,000 updates (A.2).
+
+    Args:
+        end: factor on the learning rate at the end.
+        steps: updates until then; None is the whole run.
     """
 
     end: Annotated[float, Range(0, 10**6)] = 0.0
@@ -95,6 +103,12 @@ class Plateau(Checked):
     `patience` windows in a row that fail to improve on it by the relative margin `threshold`, the
     factor halves and the count starts again; `halvings` times at most (five in the paper: 32 times
     smaller).
+
+    Args:
+        window: updates whose losses are averaged.
+        patience: windows without improvement after which the factor halves.
+        threshold: relative improvement that counts as one.
+        halvings: at most.
     """
 
     window: Annotated[int, Range(1, 10**9)] = 500

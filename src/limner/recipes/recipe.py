@@ -28,7 +28,13 @@ from limner.training.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(Checked):
-    """`vocab` BPE tokens at most; captions are cut at `length`; merges are dropped with `dropout`."""
+    """How captions become tokens.
+
+    Args:
+        vocab: BPE tokens at most.
+        length: tokens of a caption, which is cut there.
+        dropout: share of the merges that are left out at random in training (BPE dropout).
+    """
 
     vocab: Annotated[int, Range(256, 2**24)] = 16_384
     length: Annotated[int, Range(1, 2**14)] = 256
@@ -51,7 +57,11 @@ def _check_dvae(training: TrainConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DVAEStage:
-    """`augment` is Listing 1 of the paper; without it, pictures are squares resized."""
+    """A dVAE.
+
+    Args:
+        augment: crop and flip pictures at random (Listing 1); otherwise the central square is taken.
+    """
 
     model: DVAEConfig = field(default_factory=DVAEConfig)
     objective: RelaxedELB | BalancedELB = field(default_factory=RelaxedELB)
@@ -64,7 +74,11 @@ class DVAEStage:
 
 @dataclass(frozen=True, kw_only=True)
 class PatchStage:
-    """A dVAE of patches: k-means of the training pictures' patches, then training of the decoder."""
+    """A dVAE of patches: k-means of the training pictures' patches, then training of the decoder.
+
+    Args:
+        augment: crop and flip pictures at random (Listing 1); otherwise the central square is taken.
+    """
 
     model: PatchDVAEConfig = field(default_factory=PatchDVAEConfig)
     objective: SquaredError = field(default_factory=SquaredError)
@@ -77,17 +91,21 @@ class PatchStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundled:
-    """No dVAE is trained; the run takes that of a bundle (a name or a folder), or one that `limner import` wrote."""
+    """No dVAE is trained; the run takes another one."""
 
     bundle: str = "scenes"
+    """The bundle (a name or a folder) whose dVAE it is, or what `limner import` wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PriorStage(Checked):
-    """With `augment` (Listing 2) pictures are encoded on the fly, else once and cached.
+    """The transformer over text and image tokens.
 
-    `caption_dropout` is the share of captions left empty in training, which guidance needs (0.1, say);
-    `temperature` and `guidance` are the defaults of drawings by the trained model; a guidance of 1 is none.
+    Args:
+        augment: crop pictures at random (Listing 2) and encode them on the fly; otherwise once, and cached.
+        caption_dropout: share of captions left empty in training, which guidance needs (0.1, say).
+        temperature, guidance: of drawings by the trained model, unless they are asked for otherwise; a guidance of 1 is
+            none.
     """
 
     model: TransformerConfig = field(default_factory=TransformerConfig)
@@ -101,7 +119,12 @@ class PriorStage(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ContrastiveStage(Checked):
-    """The reranker. `augment` as for the prior; `distractors` wrong captions come with each picture."""
+    """The reranker.
+
+    Args:
+        augment: crop pictures at random (Listing 2).
+        distractors: wrong captions that come with each picture.
+    """
 
     model: ContrastiveConfig = field(default_factory=ContrastiveConfig)
     objective: ContrastiveLoss = field(default_factory=ContrastiveLoss)
@@ -121,8 +144,10 @@ AnyStage = DVAEStage | PatchStage | PriorStage | ContrastiveStage
 class Recipe:
     """A whole plan. `limner train DATA --recipe NAME` runs it, with any field overridden.
 
-    `start` is a bundle (a name or a folder) to continue from. It gives the tokenizer, the initial weights of each
-    stage, whose settings must be the same, and the models that are not trained. None begins with random weights.
+    Args:
+        start: a bundle (a name or a folder) to continue from. It gives the tokenizer, the initial weights of each
+            stage, whose settings must be the same, and the models that are not trained. None begins with random
+            weights.
     """
 
     start: str | None = None

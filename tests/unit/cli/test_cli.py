@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from limner import cli
 from limner.cli import COMMANDS, Command, main, train
 from limner.cli.arguments import parse
-from limner.cli.draw import Draw, output_path
+from limner.cli.draw import Draw
+from limner.cli.drawings import output_path
 from limner.errors import UserError, printable
 from limner.numerics.precision import Auto, Bf16
 from limner.progress import PlainProgress

@@ -1,23 +1,27 @@
 """Values that no command can use are told in one sentence, by the option's name, before anything is done."""
 
 import json
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from math import inf, nan
-from typing import Annotated, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 
 from limner import recipes
-from limner.cli import bench, data, demo, draw, evaluate, imports, inspect, main, plan, train
+from limner.cli import bench, data, demo, draw, edit, evaluate, imports, inspect, main, plan, train
 from limner.config import from_dict, to_dict
 from limner.errors import UserError
+from limner.models.dvae import DVAEConfig
+from limner.objectives.balanced import BalancedELB
+from limner.objectives.elbo import RelaxedELB
 from limner.optim.optimizers import Lion, StableAdamW
+from limner.optim.schedules import Plateau
 from limner.ranges import Checked, ranges
-from limner.recipes.recipe import Recipe
+from limner.recipes.recipe import Bundled, DVAEStage, Recipe
 
 COMMANDS = {
     "draw CAPTION": draw.Draw,
-    "edit PICTURE CAPTION": draw.Edit,
+    "edit PICTURE CAPTION": edit.Edit,
     "data scenes OUT": data.scenes.WriteScenes,
     "data emoji OUT": data.emoji.WriteEmoji,
     "data icons OUT set.tgz": data.icons.WriteIcons,
@@ -155,22 +159,59 @@ def test_a_recipe_of_a_file(capsys, tmp_path, monkeypatch):
     assert "is not valid JSON" in capsys.readouterr().err
 
 
-def test_an_optimiser_is_chosen_by_name(capsys, tmp_path, monkeypatch):
-    """Its settings are then the options; those of the recipe's are unknown."""
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+    """Runs `limner train` without training; (exit code, the recipe that would have been trained)."""
     monkeypatch.chdir(tmp_path)
-    found = []
-    monkeypatch.setattr(train, "train_all", lambda settings, *others: found.append(settings))
-    command = ["train", "data", "--out", "run", "--recipe", "scenes"]
+
+    def call(*arguments: str, recipe: str = "scenes") -> tuple[int, Any]:
+        found: list[Recipe] = []
+        monkeypatch.setattr(train, "train_all", lambda settings, *others: found.append(settings))
+        return main(["train", "data", "--out", "run", "--recipe", recipe, *arguments]), next(iter(found), None)
+
+    return call
+
+
+def test_an_optimiser_is_chosen_by_name(trained, capsys):
+    """Its settings are then the options; those of the recipe's are unknown."""
     stable = ["--prior.training.optimizer", "StableAdamW", "--prior.training.optimizer.betas", "0.8", "0.95"]
-    assert main([*command, *stable, "--contrastive.training.optimizer=Lion"]) == 0
-    assert found[0].prior.training.optimizer == StableAdamW(betas=(0.8, 0.95))
-    assert found[0].contrastive.training.optimizer == Lion()
-    assert main([*command, "--prior.training.optimizer", "Muon"]) == 0  # which it is: its settings stay
-    assert found[1] == recipes.get("scenes")
+    _, found = trained(*stable, "--contrastive.training.optimizer=Lion")
+    assert found.prior.training.optimizer == StableAdamW(betas=(0.8, 0.95))
+    assert found.contrastive.training.optimizer == Lion()
+    assert trained("--prior.training.optimizer", "Muon") == (0, recipes.get("scenes"))  # it is: its settings stay
     for wrong, says in (
-        (["--prior.training.optimizer", "StableAdam"], "did you mean 'StableAdamW'"),
+        (["--prior.training.optimizer", "StableAdam"], "optimizer cannot be 'StableAdam': choose 'AdamW', 'Muon', "),
+        (["--prior.training.optimizer", "StableAdam"], "(did you mean 'StableAdamW'?)"),
+        (["--prior.training.optimizer"], "--prior.training.optimizer needs 1 value"),
+        (["--prior.training.optimizer", "--prior.training.steps", "3"], "--prior.training.optimizer needs 1 value"),
         (["--dvae.training.optimizer=AdamW16"], "dvae.training.optimizer must be AdamW: AdamW16 is for the matrices"),
         (["--prior.training.optimizer=Lion", "--prior.training.optimizer.eps", "1"], "unknown: --prior.training.optim"),
     ):
-        assert main([*command, *wrong]) == 2
+        assert trained(*wrong)[0] == 2
+        assert says in capsys.readouterr().err
+
+
+def test_any_kind_is_chosen_by_name(trained, capsys):
+    """Schedules, objectives and ways to make tokens; what a kind has no default for stays as it is in the recipe."""
+    scenes: Any = recipes.get("scenes")
+    photos: Any = recipes.get("photos")
+    _, found = trained("--prior.training.schedule", "Plateau", "--prior.training.schedule.halvings", "3")
+    assert found.prior.training.schedule == Plateau(halvings=3)
+    _, found = trained("--dvae.objective=RelaxedELB", "--dvae.objective.beta.end", "2", recipe="photos")
+    assert found.dvae.objective == replace(RelaxedELB(), beta=replace(RelaxedELB().beta, end=2.0))
+    assert found.dvae.training == photos.dvae.training
+    _, found = trained("--dvae", "DVAEStage", "--dvae.objective", "BalancedELB", "--dvae.model.size", "48")
+    assert found.dvae == DVAEStage(
+        model=replace(DVAEConfig(), size=48), objective=BalancedELB(), training=scenes.dvae.training
+    )
+    _, found = trained("--dvae", "Bundled", "--dvae.bundle", "icons")
+    assert found.dvae == Bundled(bundle="icons")
+    for wrong, says in (
+        (["--dvae.objective", "ELB", "--dvae", "DVAEStage"], "cannot be 'ELB': choose 'RelaxedELB', 'BalancedELB'"),
+        (["--dvae", "Patches"], "--dvae cannot be 'Patches': choose 'DVAEStage', 'PatchStage', 'Bundled'"),
+        (["--dvae.objective", "BalancedELB"], "unknown: --dvae.objective"),  # the recipe's has one kind
+        (["--dvae", "DVAEStage", "--dvae.training.optimizer", "Muon"], "dvae.training.optimizer must be AdamW"),
+        (["--prior.training.scaling", "block"], "scaling cannot be 'block': choose 'none', 'resblocks', 'loss'"),
+    ):
+        assert trained(*wrong)[0] == 2
         assert says in capsys.readouterr().err

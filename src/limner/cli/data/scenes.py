@@ -24,7 +24,9 @@ class WriteScenes(Checked):
     out: Positional[Path]
     """A new folder, for tar shards."""
     count: Annotated[int, Range(1, 10**9)] = 20_000
+    """Pictures."""
     seed: Annotated[int, SEEDS] = 0
+    """Another seed gives other scenes."""
     size: Annotated[int, Range(24, 1_536)] = 48
     """Side of the pictures in pixels, a multiple of 24."""
     kind: Literal["described", "crowded"] = "described"

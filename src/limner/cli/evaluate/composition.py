@@ -32,9 +32,11 @@ class ScoreComposition(Checked):
     split: Literal["held-out", "train"] = "held-out"
     """Captions with combinations kept out of training, or of the training kind."""
     captions: Annotated[int, Range(1, 10**6)] = 1_024
+    """How many are drawn."""
     things: Annotated[tuple[int, ...], Range(1, 4)] = (1, 2)
     """Numbers of things in a scene, taken in turn."""
     candidates: Annotated[int, CANDIDATES] = 64
+    """How many are drawn of each, for the contrastive model to choose from."""
     seed: Seed = PUBLISHED
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
     output: Annotated[Path | None, arg(aliases=("-o",))] = None

@@ -30,7 +30,9 @@ class DrawGrid(Checked):
     subjects: tuple[str, ...] = ()
     """Names of subjects; by default eight subjects with a held-out combination."""
     candidates: Annotated[int, CANDIDATES] = 16
+    """How many are drawn of each, for the contrastive model to choose from."""
     seed: Annotated[int, SEEDS] = PUBLISHED
+    """Of the subjects and their drawings."""
     real: bool = False
     """Show the real picture beside each drawing."""
 

@@ -28,7 +28,9 @@ class ScorePairs(Checked):
     split: Literal["held-out", "train"] = "held-out"
     """Pairs with combinations kept out of training, or of the training kind."""
     pairs: Annotated[int, Range(1, 10**6)] = 1_024
+    """How many are drawn."""
     candidates: Annotated[int, CANDIDATES] = 16
+    """How many are drawn of each, for the contrastive model to choose from."""
     seed: Seed = PUBLISHED
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
     output: Annotated[Path | None, arg(aliases=("-o",))] = None

@@ -26,6 +26,7 @@ class ScoreZeroShot(Checked):
     data: str | None = None
     """What `limner data emoji` wrote, whose names are the classes; without it, fresh scenes of one thing."""
     split: Literal["train", "held-out"] = "held-out"
+    """Pictures of the training kind, or with combinations kept out of training."""
     count: Annotated[int, Range(1, 10**6)] = 1_024
     """Pictures at most."""
     seed: Annotated[int, SEEDS, arg(help=f"Of the pictures. {CHOOSE}")] = PUBLISHED

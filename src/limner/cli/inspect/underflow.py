@@ -25,6 +25,7 @@ class UnderflowOptions(Checked):
     data: Positional[str]
     """Its data."""
     stage: Literal["prior", "contrastive"] = "prior"
+    """Which of its models."""
     scale: Annotated[float, Range(above=0)] = 1.0
     """What gradients are multiplied by before they are rounded; a resblock's scale begins at 8192."""
     seed: Annotated[int, SEEDS] = 0
