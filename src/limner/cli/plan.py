@@ -14,12 +14,12 @@ from limner.cli import choose
 from limner.cli.arguments import parse
 from limner.cli.launches import gb, launches, tried
 from limner.columns import figures
-from limner.optim.optimizers import AdamW16
 from limner.profiling import cost
 from limner.profiling.choice import Cluster, choices
 from limner.profiling.compression import compression_rate, table1, table2
 from limner.profiling.cost import GB, Cost
 from limner.profiling.gpus import GPUS
+from limner.profiling.launch import moment_bytes
 from limner.ranges import Checked, Range
 
 RUNS = """\
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
         per_machine=options.per_machine,
         batch=batch,
         rank=options.rank,
-        packed=isinstance(training.optimizer, AdamW16),
+        packed=moment_bytes(training.optimizer)[0] < 8,
     )
     cluster = Cluster(
         gpu=options.gpu,

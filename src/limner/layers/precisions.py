@@ -28,6 +28,7 @@ from limner.numerics.precision import Auto, Fp32, Precision
 class SwitchBack(Auto):
     """int8, with the weight gradient in 16 bits."""
 
+    converts = True
     layer: ClassVar[type[LowPrecisionLinear]] = SwitchBackLinear
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -73,6 +74,7 @@ class Fp8TensorWise(SwitchBack):
 class Narrow(Fp32):
     """The gradients of the blocks' linear layers are rounded to a format; all else is fp32."""
 
+    converts = True
     form: FloatFormat
 
     def apply(self, model: nn.Module) -> nn.Module:

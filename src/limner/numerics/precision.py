@@ -11,7 +11,7 @@ the processor what it has; nothing is timed, so that a run that goes on computes
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Fp32:
-    """Single precision throughout."""
+    """Single precision throughout. `converts`: a precision that changes layers."""
+
+    converts: ClassVar[bool] = False
 
     def dtype(self, device: torch.device | str) -> torch.dtype:
         """The number format of large matrix products."""

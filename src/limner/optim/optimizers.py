@@ -7,7 +7,7 @@ group keeps its own learning rate under `initial_lr`, as torch's schedulers do; 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,7 +26,13 @@ class _Settings(Checked):
         eps: added to the root of the running mean of squares.
         weight_decay: what weights lose per step, times the learning rate.
         decayed: what weight decay acts on.
+
+    `for_blocks`: it is for the matrices of a model's blocks, and needs some. `whole`: its update of a matrix needs all
+    of it, so that shards gather it.
     """
+
+    for_blocks: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +67,7 @@ class Muon(_Settings):
         others: of what is no matrix of a block.
     """
 
+    for_blocks = whole = True
     lr: Annotated[float, Range(above=0)] = 0.02
     momentum: Annotated[float, Range(0, below=1)] = 0.95
     weight_decay: Annotated[float, Range(0)] = 0.01
@@ -86,6 +93,7 @@ class AdamW16(_Settings):
         most: largest running mean of squares (B.2).
     """
 
+    for_blocks = True
     lr: Annotated[float, Range(above=0)] = 3e-4
     betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.96)
     eps: Annotated[float, Range(above=0, most=1)] = 1e-8

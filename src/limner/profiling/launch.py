@@ -31,7 +31,7 @@ from limner.errors import UserError
 from limner.layers.cross_entropy import LOGITS
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto, Bf16, Fp16
-from limner.optim.optimizers import Muon, Optimizer
+from limner.optim.optimizers import Optimizer
 from limner.optim.shards import cut
 from limner.profiling.cost import Cost
 from limner.training.config import TrainConfig
@@ -260,7 +260,7 @@ class Launch:
     @property
     def _gathers(self) -> bool:
         """Whether the optimiser gathers what it makes of each matrix."""
-        return isinstance(self.training.optimizer, Muon) and self.shards > 1
+        return self.training.optimizer.whole and self.shards > 1
 
     @property
     def calls(self) -> dict[str, int]:

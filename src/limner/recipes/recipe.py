@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from limner.bundles import load_model
-from limner.layers.precisions import SwitchBack
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patches import AnyDVAEConfig, PatchDVAEConfig
@@ -21,7 +20,6 @@ from limner.objectives.balanced import BalancedELB
 from limner.objectives.contrastive import ContrastiveLoss
 from limner.objectives.elbo import RelaxedELB
 from limner.objectives.squared import SquaredError
-from limner.optim.optimizers import AdamW16, Muon
 from limner.ranges import Checked, OutOfRange, Range
 from limner.training.config import TrainConfig
 
@@ -47,10 +45,10 @@ def _check_activations(training: TrainConfig) -> None:
 
 
 def _check_dvae(training: TrainConfig) -> None:
-    if isinstance(training.optimizer, (Muon, AdamW16)):
+    if training.optimizer.for_blocks:
         kind = type(training.optimizer).__name__
         raise OutOfRange("training.optimizer", f"must be AdamW: {kind} is for the matrices of transformers")
-    if isinstance(training.precision, SwitchBack):
+    if training.precision.converts:
         raise OutOfRange("training.precision", "must be of 16 or 32 bits: 8 bits are for the blocks of transformers")
     _check_activations(training)
 

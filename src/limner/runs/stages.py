@@ -19,7 +19,6 @@ from limner.data.tokens import weights_hash
 from limner.errors import UserError
 from limner.evaluation.held_out import held_out_metrics
 from limner.evaluation.reconstruction import health, relaxation
-from limner.layers.precisions import SwitchBack
 from limner.models.contrastive import Contrastive
 from limner.models.dvae import DVAE
 from limner.models.patches import ROUNDS, AnyDVAE, PatchDVAE
@@ -177,7 +176,7 @@ class Stages:
     ) -> M:
         """Train a model; returns it, or where its weights are spread over processes one like it with all of them."""
         config = stage.training
-        if isinstance(config.precision, SwitchBack):
+        if config.precision.converts:
             hooks = [*hooks, KernelCounts(self.out / name)]
         if self._begin(name, model):
             record = {**record, "start": self.recipe.start}

@@ -93,5 +93,5 @@ def test_json_says_which_one_it_is(config: Optimizer) -> None:
     assert data["optimizer"]["type"] == type(config).__name__
     assert from_dict(TrainConfig, data) == training
     data["optimizer"]["type"] = "Adagrad"
-    with pytest.raises(UserError, match=r"optimizer needs a 'type': choose 'AdamW', 'Muon', .*'Lion'"):
+    with pytest.raises(UserError, match=r"optimizer.type cannot be 'Adagrad': choose 'AdamW', 'Muon', .*'Lion'"):
         from_dict(TrainConfig, data)
