@@ -27,8 +27,8 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.balanced import BalancedELB
-from limner.objectives.contrastive import ContrastiveLoss
 from limner.objectives.elbo import RelaxedELB
+from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.objectives.squared import SquaredError
 from limner.optim.optimizers import AdamW
 from limner.optim.schedules import Anneal, Cosine, Plateau
@@ -149,7 +149,7 @@ def contrastive() -> dict[str, list[float]]:
         text_vocab=VOCAB, text_len=TEXT, size=SIDE, patch=8, width=32, depth=2, heads=2, embedding=16
     ).build()
     data = Squares("text", "pixels", "distractors")
-    return curve(model, ContrastiveLoss(spoiled=2), data, clip_norm=1.0, schedule=Cosine(end=0.02))
+    return curve(model, HardContrastiveLoss(spoiled=2), data, clip_norm=1.0, schedule=Cosine(end=0.02))
 
 
 CURVES: tuple[Callable[[], dict[str, list[float]]], ...] = (

@@ -9,7 +9,7 @@ from limner.models.dvae import DVAEConfig
 from limner.models.patches import PatchDVAEConfig
 from limner.models.transformer import SIZES, TransformerConfig
 from limner.objectives.balanced import BalancedELB
-from limner.objectives.contrastive import ContrastiveLoss
+from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.optim.optimizers import AdamW, AdamW16, Muon
 from limner.optim.schedules import Anneal, Cosine, Plateau
 from limner.recipes.recipe import Bundled, ContrastiveStage, DVAEStage, PatchStage, PriorStage, Recipe, TextConfig
@@ -254,7 +254,7 @@ def _small_contrastive(steps: int, width: int = 128, distractors: int = 3) -> Co
     """Muon tells captions apart after a third of the steps that AdamW needs (docs/LOG.md)."""
     return ContrastiveStage(
         model=ContrastiveConfig(patch=8, width=width, depth=4, heads=4, embedding=128),
-        objective=ContrastiveLoss(spoiled=1),
+        objective=HardContrastiveLoss(spoiled=1),
         training=TrainConfig(
             steps=steps, batch_size=128, optimizer=Muon(others=AdamW(lr=1e-3, betas=(0.9, 0.98), weight_decay=0.05)),
             clip_norm=1.0, warmup_steps=min(50, steps // 10), schedule=Cosine(end=0.02), eval_every=500,

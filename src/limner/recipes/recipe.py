@@ -17,8 +17,8 @@ from limner.models.patches import AnyDVAEConfig, PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.balanced import BalancedELB
-from limner.objectives.contrastive import ContrastiveLoss
 from limner.objectives.elbo import RelaxedELB
+from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.objectives.squared import SquaredError
 from limner.ranges import Checked, OutOfRange, Range
 from limner.training.config import TrainConfig
@@ -125,7 +125,7 @@ class ContrastiveStage(Checked):
     """
 
     model: ContrastiveConfig = field(default_factory=ContrastiveConfig)
-    objective: ContrastiveLoss = field(default_factory=ContrastiveLoss)
+    objective: HardContrastiveLoss = field(default_factory=HardContrastiveLoss)
     training: TrainConfig
     augment: bool = True
     distractors: Annotated[int, Range(0, 1_000)] = 0

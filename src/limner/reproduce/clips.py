@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from limner.models.contrastive import Contrastive, ContrastiveConfig
-from limner.objectives.contrastive import ContrastiveLoss
+from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.reproduce import small
 from limner.reproduce.small import SCENES, SIZE, TEXT, WORDS, Trained, scenes
 
@@ -28,7 +28,7 @@ def train(
     pictures, tokens = scenes(count)
     torch.manual_seed(seed)
     samples = {"pixels": pictures, "text": tokens}
-    return small.train(model.build(), ContrastiveLoss(), samples, steps, seed=seed, **settings)
+    return small.train(model.build(), HardContrastiveLoss(), samples, steps, seed=seed, **settings)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from limner.layers.convert import convert
 from limner.layers.precisions import LLMInt8, SwitchBack, in_blocks
 from limner.numerics.precision import Bf16, Fp32
-from limner.objectives.contrastive import ContrastiveLoss
+from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.optim.optimizers import AdamW
 from limner.reproduce import clips
 from limner.reproduce.finding import Finding
@@ -70,7 +70,7 @@ def gradients(model: nn.Module, batch: int) -> dict[str, Tensor]:
     """Of the matrices in the blocks, for the first scenes."""
     pictures, tokens = scenes()
     model.zero_grad()
-    loss, _ = ContrastiveLoss()(model, {"pixels": pictures[:batch], "text": tokens[:batch]}, 0, None)  # pyright: ignore[reportArgumentType]
+    loss, _ = HardContrastiveLoss()(model, {"pixels": pictures[:batch], "text": tokens[:batch]}, 0, None)  # pyright: ignore[reportArgumentType]
     loss.backward()
     return {
         name: p.grad.clone()

@@ -6,14 +6,14 @@ import torch
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.objectives.balanced import BalancedELB
-from limner.objectives.contrastive import ContrastiveLoss
+from limner.objectives.hard_negatives import HardContrastiveLoss
 
 DVAE = DVAEConfig(size=16, width=8, groups=2, blocks=1, vocab=16, code_width=8)
 CLIP = ContrastiveConfig(text_vocab=10, text_len=4, size=16, patch=8, width=16, depth=1, heads=2, embedding=8)
 
 
 @pytest.mark.parametrize(
-    ("config", "objective"), [(CLIP, ContrastiveLoss()), (DVAE, BalancedELB(hard_from=0, balance=10.0))]
+    ("config", "objective"), [(CLIP, HardContrastiveLoss()), (DVAE, BalancedELB(hard_from=0, balance=10.0))]
 )
 def test_the_mean_over_processes_is_the_loss_of_the_whole(config, objective):
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from limner.objectives.elbo import (
     kl_to_uniform,
     logit_laplace_nll,
 )
-from limner.objectives.hard_negatives import spoil
+from limner.objectives.hard_negatives import HardContrastiveLoss, spoil
 from limner.text import PAD
 
 
@@ -131,17 +131,18 @@ def test_contrastive_loss_equals_clips_when_captions_differ():
         "pixels": torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8),
         "text": torch.randint(0, 30, (5, 6)),
     }
-    loss, _ = ContrastiveLoss()(model, batch, 0, None)
+    loss, metrics = ContrastiveLoss()(model, batch, 0, None)
     logits = model.scale() * model.encode_image(batch["pixels"]) @ model.encode_text(batch["text"]).T
     labels = torch.arange(5)
     torch.testing.assert_close(loss, (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2)
+    torch.testing.assert_close((loss, metrics), HardContrastiveLoss()(model, batch, 0, None))
 
 
 def test_equal_captions_are_not_negatives_of_each_other():
     model = contrastive()
     pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     text = torch.randint(0, 30, (1, 6)).expand(2, 6)
-    loss, metrics = ContrastiveLoss()(model, {"pixels": pixels, "text": text}, 0, None)
+    loss, metrics = HardContrastiveLoss()(model, {"pixels": pixels, "text": text}, 0, None)
     assert metrics["accuracy"] == 1
     assert loss >= math.log(2) - 1e-6  # the best there is: both count half
 
@@ -151,7 +152,7 @@ def test_a_picture_picks_among_its_distractors_too_and_padding_is_none():
     pixels = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
     text, wrong = torch.randint(0, 30, (3, 6)), torch.randint(0, 30, (3, 2, 6))
     wrong[1, 1] = PAD
-    loss, _ = ContrastiveLoss()(model, {"pixels": pixels, "text": text, "distractors": wrong}, 0, None)
+    loss, _ = HardContrastiveLoss()(model, {"pixels": pixels, "text": text, "distractors": wrong}, 0, None)
     images, right = model.encode_image(pixels), model.encode_text(text)
     losses = []
     for i in range(3):
@@ -183,7 +184,7 @@ def test_a_copy_that_shows_no_change_is_no_negative():
     model = contrastive()
     batch = {"pixels": flat, "text": torch.randint(0, 30, (4, 6))}
     torch.testing.assert_close(
-        ContrastiveLoss(spoiled=1)(model, batch, 0, None)[0], ContrastiveLoss()(model, batch, 0, None)[0]
+        HardContrastiveLoss(spoiled=1)(model, batch, 0, None)[0], ContrastiveLoss()(model, batch, 0, None)[0]
     )
 
 
@@ -193,7 +194,7 @@ def test_a_caption_picks_among_the_spoiled_copies_of_its_picture_too():
         "pixels": torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8),
         "text": torch.randint(0, 30, (3, 6)),
     }
-    loss, metrics = ContrastiveLoss(spoiled=2)(model, batch, 0, torch.Generator().manual_seed(0))
+    loss, metrics = HardContrastiveLoss(spoiled=2)(model, batch, 0, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
     wrong = [spoil(batch["pixels"], shift, generator)[0] for shift in (0, 1)]
     images, texts = model.encode_image(batch["pixels"]), model.encode_text(batch["text"])

@@ -12,7 +12,7 @@ from limner.files import locked
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.patches import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
-from limner.objectives.contrastive import ContrastiveLoss
+from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.pipeline import TextToImage
 from limner.recipes.recipe import PatchStage
 from limner.runs.material import Material
@@ -51,7 +51,7 @@ def test_a_refused_command_changes_nothing(data, tmp_path):
     for change, says in (
         ({"prior": wider}, "run/prior holds a run with another model.width"),
         ({"dvae": replace(dvae, training=replace(dvae.training, seed=9))}, "dvae holds .* another training.seed"),
-        ({"contrastive": replace(RECIPE.contrastive, objective=ContrastiveLoss())}, "another objective.spoiled"),
+        ({"contrastive": replace(RECIPE.contrastive, objective=HardContrastiveLoss())}, "another objective.spoiled"),
         ({"dvae": with_steps(RECIPE, 3).dvae}, "the prior in .* has learned from its dVAE as it is"),
     ):
         with pytest.raises(UserError, match=says):
