@@ -55,16 +55,20 @@ class Trained:
 
 
 class Watch(Hook):
-    """RMS_t of some tensors, before gradients are clipped."""
+    """RMS_t of some tensors; 1 where there is none."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.found: dict[str, list[float]] = {name: [] for name in names}
 
-    def after_backward(self, run: Run) -> None:
+    def before_step(self, run: Run) -> None:
+        for found in self.found.values():
+            found.append(1.0)
+
+    def before_update(self, run: Run) -> None:
         values = {id(p): value for p, value in rms(run.optimizers)} if self.found else {}
         for name, found in self.found.items():
-            value = values.get(id(run.model.get_parameter(name)))
-            found.append(1.0 if value is None else value.item())
+            if (value := values.get(id(run.model.get_parameter(name)))) is not None:
+                found[-1] = value.item()
 
 
 @cache

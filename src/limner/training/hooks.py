@@ -23,6 +23,9 @@ class Hook:
     def after_backward(self, run: Run) -> None:
         """The gradients of the whole batch are there, not yet measured or clipped."""
 
+    def before_update(self, run: Run) -> None:
+        """The gradients are those that the optimisers get, clipped. Left out if the update is skipped."""
+
     def after_update(self, run: Run) -> None:
         """`run.step` counts the update, which was skipped if `run.loss` or `run.norm` is not finite."""
 

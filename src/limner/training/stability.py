@@ -40,9 +40,9 @@ _WORDS = 3  # tensors that a warning names
 class Stability(Hook):
     """Writes `out/stability.jsonl`, a line for each step, with RMS_t of all matrices that an Adam of any kind updates.
 
-    It is computed from gradients before clipping. Warns where RMS_t of a matrix reaches `RMS` in two steps in a row,
-    after the warm-up; again for the same matrix only after `_QUIET` steps. Lines reach the file with each report and
-    each checkpoint.
+    Its g_t and u_t are those of the optimiser: of clipped gradients. An update that is skipped has none. Warns
+    where RMS_t of a matrix reaches `RMS` in two steps in a row, after the warm-up; again for the same matrix only after
+    `_QUIET` steps. Lines reach the file with each report and each checkpoint.
     """
 
     _QUIET = 1_000
@@ -50,7 +50,7 @@ class Stability(Hook):
     def __init__(self, out: Path) -> None:
         self.path = out / "stability.jsonl"
         self.rms: dict[str, float] = {}
-        self.before: dict[str, float] = {}  # of the last step
+        self.before: dict[str, float] = {}  # of the step before
         self.rows: list[dict[str, Any]] = []
         self.warned: dict[str, int] = {}
         self.features: dict[str, Tensor] | None = None  # of this step, if it is one in `log_every`
@@ -62,14 +62,14 @@ class Stability(Hook):
             for name, module in run.model.named_modules():
                 if isinstance(module, Block):
                     module.register_forward_hook(partial(self._look, name))
+        self.before, self.rms = self.rms, {}
         self.features = {} if (run.step + 1) % run.config.log_every == 0 else None
 
     def _look(self, name: str, block: nn.Module, inputs: Any, x: Tensor) -> None:
         if self.features is not None and x.requires_grad:  # not in an evaluation
             self.features[name] = x.detach().abs().mean()
 
-    def after_backward(self, run: Run) -> None:
-        self.before = self.rms
+    def before_update(self, run: Run) -> None:
         names = {id(p): name for name, p in run.model.named_parameters()}
         found = {names[id(p)]: value for p, value in rms(run.optimizers) if p.ndim > 1}
         values = torch.stack(list(found.values())).tolist() if found else []

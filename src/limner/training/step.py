@@ -42,6 +42,8 @@ def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tens
     if finite:
         if config.clip_norm is not None:
             clip(run.parameters, config.clip_norm, norm)
+        for hook in hooks:
+            hook.before_update(run)
         for optimizer in run.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor

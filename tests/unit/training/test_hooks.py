@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from limner.data.stream import Stream
 from limner.numerics.precision import Fp32
 from limner.optim.optimizers import AdamW, Muon
+from limner.optim.shards import total_norm
 from limner.training.checkpoint import completed
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
@@ -64,6 +65,10 @@ def test_each_is_called_in_its_place(tmp_path: Path) -> None:
             assert all(p.grad is not None for p in run.parameters)
             self.hear("gradients", run)
 
+        def before_update(self, run):
+            assert float(total_norm(p.grad for p in run.parameters)) <= 0.1001
+            self.hear("clipped", run)
+
         def after_update(self, run):
             assert math.isfinite(run.loss) and run.norm > 0
             self.hear("update", run)
@@ -83,16 +88,16 @@ def test_each_is_called_in_its_place(tmp_path: Path) -> None:
         def hear(self, what, run):
             heard.append((self.called, what, run.step))
 
-    config = replace(CONFIG, checkpoint_every=3, eval_every=3)
+    config = replace(CONFIG, checkpoint_every=3, eval_every=3, clip_norm=0.1)
     listened = go(tmp_path, Listen("a"), Listen("b"), config=config, evaluate=lambda model, step: {"score": step})
     expected = [
-        ("begin", 0), ("gradients", 0), ("update", 1),
-        ("begin", 1), ("gradients", 1), ("update", 2), ("report", 2),
-        ("begin", 2), ("gradients", 2), ("update", 3), ("report", 3), ("eval", 3), ("save", 3),
-        ("begin", 3), ("gradients", 3), ("update", 4), ("report", 4), ("eval", 4), ("save", 4),
+        ("begin", 0), ("gradients", 0), ("clipped", 0), ("update", 1),
+        ("begin", 1), ("gradients", 1), ("clipped", 1), ("update", 2), ("report", 2),
+        ("begin", 2), ("gradients", 2), ("clipped", 2), ("update", 3), ("report", 3), ("eval", 3), ("save", 3),
+        ("begin", 3), ("gradients", 3), ("clipped", 3), ("update", 4), ("report", 4), ("eval", 4), ("save", 4),
     ]  # fmt: skip
     assert heard == [(name, *event) for event in expected for name in "ab"]
-    assert same(listened, go(tmp_path / "plain"))
+    assert same(listened, go(tmp_path / "plain", config=config))
     with pytest.raises(ValueError, match="names that differ"):
         go(tmp_path / "twins", Listen("a"), Listen("a"))
 

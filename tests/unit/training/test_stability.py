@@ -9,15 +9,21 @@ import torch
 from torch import nn
 
 from limner.models.transformer import Block
-from limner.optim import Beta2WarmupAdamW, StableAdamW
+from limner.optim import Beta2WarmupAdamW, StableAdamW, optimizers
 from limner.optim.optimizers import AdamW, Muon
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.run import Run
 from limner.training.stability import Stability, rms
+from limner.training.step import update
 
 CONFIG = TrainConfig(
-    steps=30, batch_size=2, optimizer=AdamW(lr=1e-6, betas=(0.9, 0.99)), clip_norm=1.0, log_every=10, checkpoint_every=5
+    steps=30,
+    batch_size=2,
+    optimizer=AdamW(lr=1e-6, betas=(0.9, 0.99)),
+    clip_norm=None,
+    log_every=10,
+    checkpoint_every=5,
 )
 
 
@@ -116,6 +122,22 @@ def test_every_step_is_logged_once_also_by_a_resumed_run_and_a_spike_is_said_onc
         warnings.simplefilter("ignore")
         trained(tmp_path / "parts", 17)
         assert trained(tmp_path / "parts") == whole
+
+
+def test_it_is_that_of_the_clipped_gradients_which_the_optimiser_averages(tmp_path):
+    """Gradients grow, are clipped to one length: the running mean is up to date, as StableAdamW itself says."""
+    torch.manual_seed(0)
+    run = Run(model := Line(), objective, replace(CONFIG, clip_norm=0.01, optimizer=optimizers.StableAdamW(lr=1e-6)))
+    hook, stream, found = Stability(tmp_path), Endless(), {}
+    for _ in range(28):
+        update(run, next(stream), [hook])
+        found = run.optimizers[0].rms(model.named_parameters())
+        assert all(value == pytest.approx(found[name], rel=1e-4) for name, value in hook.rms.items())
+        assert max(hook.rms.values(), default=0.0) < 1.5
+    assert hook.rms.keys() == {"a.weight", "b.weight"}
+    model.b.weight.register_hook(lambda grad: grad * torch.nan)
+    update(run, next(stream), [hook])
+    assert hook.rms == {} and run.skipped == 1
 
 
 def test_the_size_of_each_blocks_features_is_logged_now_and_then(tmp_path):
