@@ -12,9 +12,9 @@ here is a hook of the training loop, so that its state is part of each checkpoin
                       └ unscale ◀─ filter ◀─ 16 bits ◀─ filter ◀─ scale, cast to 16 bits ┘
 
 where the filter sets Inf and NaN to zero. Without it an overflow in one block would reach the identity path and make
-the scales of all earlier blocks fall. The gradients of a block's parameters are divided by its scale where processes
-average them (`Parallel.unscale`), before they are clipped and applied. A block whose gradients are not all finite is
-left out of the update, alone.
+the scales of all earlier blocks fall. The gradients of the parameters in between, of norm and branch, are divided by
+the scale where processes average them (`Parallel.unscale`), before they are clipped and applied. A block whose
+gradients are not all finite is left out of the update, alone.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class ResblockScales(Hook):
         self.skipped = torch.zeros(len(blocks), dtype=torch.int64)
         self.parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
         for i, block in enumerate(blocks.values()):
-            parallel.unscale(self.parameters[i], self.scales[i])
+            scaled = [*block.norm.parameters(), *block.branch.parameters()]  # a layer scale's gain lies beyond them
+            parallel.unscale(scaled, self.scales[i])
             block.norm.register_forward_pre_hook(lambda _, args, i=i: (_Unscaled.apply(args[0], self.scales[i]),))
             block.branch.register_forward_hook(lambda _, args, out, i=i: _Scaled.apply(out, self.scales[i]))
 

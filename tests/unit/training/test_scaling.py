@@ -32,9 +32,9 @@ def batch(seed=0):
     return {"text": text, "image": image}
 
 
-def run_of(kind, **settings):
+def run_of(kind, model=MODEL, **settings):
     torch.manual_seed(1)
-    return Run(MODEL.build(), Autoregressive(), replace(TRAIN, scaling=kind, **settings))
+    return Run(model.build(), Autoregressive(), replace(TRAIN, scaling=kind, **settings))
 
 
 def gradients(run, hooks=()):
@@ -54,9 +54,15 @@ def gradients(run, hooks=()):
     return found
 
 
+@pytest.mark.parametrize("model", [MODEL, replace(MODEL, layer_scale=True, qk_norm=True)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_fp32_a_scale_changes_no_gradient(kind):
-    plain, run = run_of("none"), run_of(kind)
+def test_in_fp32_a_scale_changes_no_gradient(kind, model):
+    """Nor that of a layer scale's gain, which lies where gradients are not scaled."""
+    plain, run = run_of("none", model), run_of(kind, model)
+    for one in (plain, run):
+        for name, p in one.model.named_parameters():
+            if name.endswith("gain"):
+                nn.init.normal_(p, generator=torch.Generator().manual_seed(len(name)))
     expected, found = gradients(plain), gradients(run, scaling(run))
     for name, grad in expected.items():
         assert torch.allclose(found[name], grad, rtol=1e-5, atol=1e-9), name
