@@ -86,21 +86,24 @@ def resblocks(model: nn.Module) -> dict[str, Resblock]:
 class ResblockScales(Hook):
     """One scale for each resblock (Figure 4, App. D.1), on the device of the model.
 
+    With M processes the paper's scales are M times as large, to make up for a loss that is divided by the samples of
+    all (D.3). Ours is the mean over a process's own: the backward pass sees the same without that factor.
+
     Attributes:
         names: of the R resblocks.
         scales: fp32 [R].
         skipped: updates that left a block out, int64 [R].
     """
 
-    FIRST, LOWEST, HIGHEST = 2.0**13, 2.0**7, 2.0**24  # for each data-parallel replica
+    FIRST, LOWEST, HIGHEST = 2.0**13, 2.0**7, 2.0**24
     GROWTH, FALL = 2 ** (1 / 1_000), 2**0.5  # factors, after an update with finite gradients and after another
     WINDOW = 125  # updates after a fall in which a scale does not fall again
 
     def __init__(self, model: nn.Module, parallel: Parallel) -> None:
         blocks = resblocks(model)
-        self.names, self.world = list(blocks), parallel.world
+        self.names = list(blocks)
         device = next(model.parameters()).device
-        self.scales = torch.full((len(blocks),), self.world * self.FIRST, device=device)
+        self.scales = torch.full((len(blocks),), self.FIRST, device=device)
         self.fell = torch.full((len(blocks),), -self.WINDOW)  # when it last fell
         self.skipped = torch.zeros(len(blocks), dtype=torch.int64)
         self.parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
@@ -124,8 +127,7 @@ class ResblockScales(Hook):
                 if run.step - int(self.fell[i]) >= self.WINDOW:
                     scales[i] /= self.FALL
                     self.fell[i] = run.step
-        low, high = self.world * self.LOWEST, self.world * self.HIGHEST
-        self.scales.copy_(torch.tensor(scales).clamp(low, high))
+        self.scales.copy_(torch.tensor(scales).clamp(self.LOWEST, self.HIGHEST))
 
     def on_report(self, run: Run, row: dict[str, Any]) -> None:
         logs = self.scales.log2()

@@ -92,10 +92,9 @@ def test_resblock_scales_lift_gradients_that_fp16_loses():
 
 def test_the_rule_of_appendix_d():
     run = run_of("resblocks")
-    run.parallel.world = 4
     hook = ResblockScales(run.model, run.parallel)
     assert hook.names == [f"blocks.{i}.{part}" for i in (0, 1) for part in ("attention", "mlp")]
-    assert hook.scales.tolist() == [4 * ResblockScales.FIRST] * 4
+    assert hook.scales.tolist() == [ResblockScales.FIRST] * 4
     bad = hook.parameters[2]
 
     def step(number, overflow):
@@ -110,25 +109,36 @@ def test_the_rule_of_appendix_d():
         assert all(p.grad is not None for p in hook.parameters[1])
 
     step(0, False)
-    assert hook.scales.tolist() == pytest.approx([4 * ResblockScales.FIRST * ResblockScales.GROWTH] * 4)
-    assert run.model.blocks[0].mlp.branch.up.weight.grad[0, 0].item() == pytest.approx(1 / (4 * ResblockScales.FIRST))
+    assert hook.scales.tolist() == pytest.approx([ResblockScales.FIRST * ResblockScales.GROWTH] * 4)
+    assert run.model.blocks[0].mlp.branch.up.weight.grad[0, 0].item() == pytest.approx(1 / ResblockScales.FIRST)
     assert run.model.head.norm.weight.grad[0] == 1  # no resblock's: not scaled
     step(1, True)
-    fallen = 4 * ResblockScales.FIRST * ResblockScales.GROWTH / ResblockScales.FALL
+    fallen = ResblockScales.FIRST * ResblockScales.GROWTH / ResblockScales.FALL
     assert hook.scales[2].item() == pytest.approx(fallen)
-    assert hook.scales[1].item() == pytest.approx(4 * ResblockScales.FIRST * ResblockScales.GROWTH**2)
+    assert hook.scales[1].item() == pytest.approx(ResblockScales.FIRST * ResblockScales.GROWTH**2)
     step(2, True)  # no second fall within the window
     assert hook.scales[2].item() == pytest.approx(fallen)
     step(1 + ResblockScales.WINDOW, True)
     assert hook.scales[2].item() == pytest.approx(fallen / ResblockScales.FALL)
     assert hook.skipped.tolist() == [0, 0, 3, 0]
     for value, limit in (
-        (4 * ResblockScales.HIGHEST * 1.1, 4 * ResblockScales.HIGHEST),
-        (4 * ResblockScales.LOWEST / 1.1, 4 * ResblockScales.LOWEST),
+        (ResblockScales.HIGHEST * 1.1, ResblockScales.HIGHEST),
+        (ResblockScales.LOWEST / 1.1, ResblockScales.LOWEST),
     ):
         hook.scales.fill_(value)
         step(500, False)
         assert hook.scales.tolist() == [limit] * 4
+
+
+def test_replicas_scale_their_own_mean_as_one_process_does():
+    """The loss is a mean over a process's samples, which knows no M: neither does the scale (D.1 with D.3)."""
+    run = run_of("resblocks")
+    run.parallel.world = 1_024
+    hook = ResblockScales(run.model, run.parallel)
+    assert hook.scales.tolist() == [ResblockScales.FIRST] * 4
+    hook.scales.fill_(ResblockScales.HIGHEST)
+    hook.after_backward(run)
+    assert hook.scales.tolist() == [ResblockScales.HIGHEST] * 4
 
 
 def test_an_overflow_in_one_block_leaves_the_others_alone():
