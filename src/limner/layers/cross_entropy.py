@@ -40,7 +40,7 @@ class _Summed(torch.autograd.Function):
         kind, learns = x.device.type, any(ctx.needs_input_grad)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         matrix, offset, rows = weight.to(dtype), bias.float(), max(1, LOGITS // len(weight))
-        loss = torch.zeros((), device=x.device)
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
         by_x = torch.empty_like(x)
         by_weight, by_bias = (torch.zeros_like(y if learns else y[:0], dtype=torch.float32) for y in (weight, bias))
 

@@ -67,7 +67,7 @@ def _row_wise(x: Tensor) -> tuple[Tensor, Tensor]:
 
         return triton_int8.row_wise(x)
     values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    scale = torch.empty(len(x), device=x.device)
+    scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
     for part, to, own in zip(*(_parts(y, x.shape) for y in (x, values, scale)), strict=True):
         found, inverse = scales(_absmax(part), INT8)
         own.copy_(found)

@@ -36,7 +36,8 @@ _TILE = 64
 def row_wise(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [m, n] and fp32 scales [m] of the rows of x [m, n]."""
     m, n = x.shape
-    values, scale = torch.empty(m, n, dtype=torch.int8, device=x.device), torch.empty(m, device=x.device)
+    values = torch.empty(m, n, dtype=torch.int8, device=x.device)
+    scale = torch.empty(m, dtype=torch.float32, device=x.device)
     if x.numel():
         block = min(4_096, triton.next_power_of_2(n))
         launch: Any = row_wise_kernel[(m,)]

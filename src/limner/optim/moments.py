@@ -97,7 +97,7 @@ class MomentOptimizer(torch.optim.Optimizer):
     def _state(self, p: Tensor, packed: bool) -> dict[str, Tensor]:
         state = self.state[p]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for moment, its_format in FORMATS.items():
                 dtype = its_format.dtype if packed and p.ndim >= 2 else p.dtype  # code 0 is the number 0
                 state[moment] = torch.zeros_like(p, dtype=dtype)

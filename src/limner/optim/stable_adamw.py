@@ -93,7 +93,7 @@ class StableAdamW(MomentOptimizer):
                 corrections=(c1, c2), eps=group["eps"], weight_decay=decay,
             )  # fmt: skip
             return
-        steps = {count: torch.tensor(float(count)) for count in set(counts)}
+        steps = {count: torch.tensor(count, dtype=torch.float32, device="cpu") for count in set(counts)}
         for i, (rate, count) in enumerate(zip(rates.tolist(), counts, strict=True)):
             torch._fused_adamw_(
                 [parameters[i]], [gradients[i]], [means[i]], [variances[i]], [], [steps[count]],
@@ -113,7 +113,7 @@ def root_mean_squares(
     Gradients and variances are this process's shards, or all, of the `whole` tensors."""
     floors = [eps**2 * c for c in c2]
     if len(gradients) == 1 and _sum_of_squares.compiles(gradients[0]):
-        constants = torch.tensor([beta2, floors[0]], device=gradients[0].device)
+        constants = torch.tensor([beta2, floors[0]], dtype=torch.float32, device=gradients[0].device)
         sums = [_sum_of_squares(gradients[0], variances[0], constants)]
     else:
         squares = torch._foreach_mul(gradients, gradients)

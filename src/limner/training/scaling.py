@@ -103,7 +103,7 @@ class ResblockScales(Hook):
         blocks = resblocks(model)
         self.names = list(blocks)
         device = next(model.parameters()).device
-        self.scales = torch.full((len(blocks),), self.FIRST, device=device)
+        self.scales = torch.full((len(blocks),), self.FIRST, dtype=torch.float32, device=device)
         self.fell = torch.full((len(blocks),), -self.WINDOW)  # when it last fell
         self.skipped = torch.zeros(len(blocks), dtype=torch.int64)
         self.parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
@@ -127,7 +127,7 @@ class ResblockScales(Hook):
                 if run.step - int(self.fell[i]) >= self.WINDOW:
                     scales[i] /= self.FALL
                     self.fell[i] = run.step
-        self.scales.copy_(torch.tensor(scales).clamp(self.LOWEST, self.HIGHEST))
+        self.scales.copy_(torch.tensor(scales, dtype=torch.float32).clamp(self.LOWEST, self.HIGHEST))
 
     def on_report(self, run: Run, row: dict[str, Any]) -> None:
         logs = self.scales.log2()
@@ -163,7 +163,7 @@ class LossScale(Hook):
         self, trainable: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device, parallel: Parallel
     ) -> None:
         self.parameters, self.good, self.skipped = parameters, 0, 0
-        self.scale = torch.tensor(self.FIRST, device=device)
+        self.scale = torch.tensor(self.FIRST, dtype=torch.float32, device=device)
         parallel.unscale(parameters, self.scale)
         trainable.register_forward_hook(lambda _, args, found: (_Scaled.apply(found[0], self.scale), found[1]))
 
@@ -200,7 +200,7 @@ class TensorScale(Hook):
         self, trainable: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device, parallel: Parallel
     ) -> None:
         self.parameters, self.skipped = parameters, 0
-        self.scale = torch.tensor(self.FIRST, device=device)
+        self.scale = torch.tensor(self.FIRST, dtype=torch.float32, device=device)
         parallel.unscale(parameters, self.scale)
         trainable.register_forward_hook(lambda _, args, found: (_Scaled.apply(found[0], self.scale), found[1]))
 
