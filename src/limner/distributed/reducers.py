@@ -217,7 +217,7 @@ class Reduction:
         reducer: GradientReducer,
         buckets: Mapping[str, Bucket],
         replicas: Replicas,
-        scales: Mapping[Tensor, Tensor] | None = None,
+        scales: Mapping[Tensor, Tensor | None] | None = None,
     ) -> None:
         self.reducer, self.replicas, self.scales = reducer, replicas, {} if scales is None else scales
         self.last = True
@@ -237,8 +237,8 @@ class Reduction:
     def _arrived(self, name: str, p: Tensor) -> None:
         if not self.last:
             return
-        if p in self.scales and p.grad is not None:
-            local(p.grad).div_(self.scales[p])
+        if (scale := self.scales.get(p)) is not None and p.grad is not None:
+            local(p.grad).div_(scale)
         self._waits[name] -= 1
         if self._waits[name] == 0:
             self._begin(name)

@@ -40,7 +40,7 @@ class Replicated:
         self.is_main = self.rank == 0
         self.device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
         self._reduction: Reduction | None = None
-        self._scales: dict[Tensor, Tensor] = {}
+        self._scales: dict[Tensor, Tensor | None] = {}
         self._wrapped: DistributedDataParallel | None = None
 
     @contextmanager
@@ -93,7 +93,7 @@ class Replicated:
         """See `Parallel`."""
         return nullcontext()
 
-    def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor) -> None:
+    def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
         """See `Parallel`."""
         self._scales |= dict.fromkeys(parameters, scale)
 

@@ -73,10 +73,10 @@ def mean(parts: list[Tensor], of: list[Tensor]) -> Tensor:
     return sums / torch.tensor([x.numel() for x in of], dtype=sums.dtype, device=sums.device)
 
 
-def divide(scales: Mapping[Tensor, Tensor]) -> None:
-    """Divide the gradient of each parameter, if it has one, by its scale, []."""
+def divide(scales: Mapping[Tensor, Tensor | None]) -> None:
+    """Divide the gradient of each parameter by its scale, [], if it has both."""
     for p, scale in scales.items():
-        if p.grad is not None:
+        if p.grad is not None and scale is not None:
             local(p.grad).div_(scale)
 
 

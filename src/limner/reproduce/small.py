@@ -131,4 +131,6 @@ def train(
         except Diverged:
             break
         losses.append(run.loss)
+    for hook in all_hooks:
+        hook.close()
     return Trained(np.array(losses), {name: np.array(values) for name, values in watched.found.items()}, run)

@@ -38,6 +38,9 @@ class Hook:
     def on_save(self, run: Run) -> None:
         """Before the states for a checkpoint are taken."""
 
+    def close(self) -> None:
+        """When training ends, or fails: take from the model what was put there."""
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold, by name: tensors, which are stored as such, and JSON values."""
         return {}

@@ -20,7 +20,7 @@ evaluations `step` is the number of updates done.
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,9 +119,11 @@ def train(
         raise ValueError(f"the hooks {', '.join(hook.name for hook in hooks)} need names that differ")
     checkpointer = checkpointer or parallel.checkpointer(Files(out, config.keep))
     description = json.loads(json.dumps({"training": to_dict(config), **(record or {})}))
-    with locked(out) if parallel.is_main else nullcontext():
+    with locked(out) if parallel.is_main else nullcontext(), ExitStack() as ends:
         run = Run(model, objective, config, device, parallel)
         hooks = [*scaling(run), *hooks]
+        for hook in hooks:
+            ends.callback(hook.close)
         parallel.divide(stream)
         saved = restore(run, stream, hooks, description, checkpointer)
         parallel.check(run.parameters)

@@ -68,9 +68,9 @@ class Parallel(Protocol):
         call of the module that `prepare` returned gathers them."""
         ...
 
-    def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor) -> None:
+    def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
         """Have `reduce` divide the gradients of these parameters by `scale` from now on, a tensor [] that the backward
-        pass multiplies them with, and whose value may change between steps."""
+        pass multiplies them with, and whose value may change between steps. None ends that."""
         ...
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -114,7 +114,7 @@ class Single:
     rank, world, is_main = 0, 1, True
 
     def __init__(self) -> None:
-        self._scales: dict[Tensor, Tensor] = {}
+        self._scales: dict[Tensor, Tensor | None] = {}
 
     def first(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -135,7 +135,7 @@ class Single:
     def gathered(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor) -> None:
+    def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
         self._scales |= dict.fromkeys(parameters, scale)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:

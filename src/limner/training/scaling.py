@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -107,11 +108,16 @@ class ResblockScales(Hook):
         self.fell = torch.full((len(blocks),), -self.WINDOW)  # when it last fell
         self.skipped = torch.zeros(len(blocks), dtype=torch.int64)
         self.parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
+        self.ends = ExitStack()
         for i, block in enumerate(blocks.values()):
             scaled = [*block.norm.parameters(), *block.branch.parameters()]  # a layer scale's gain lies beyond them
             parallel.unscale(scaled, self.scales[i])
-            block.norm.register_forward_pre_hook(lambda _, args, i=i: (_Unscaled.apply(args[0], self.scales[i]),))
-            block.branch.register_forward_hook(lambda _, args, out, i=i: _Scaled.apply(out, self.scales[i]))
+            self.ends.callback(parallel.unscale, scaled, None)
+            for handle in (
+                block.norm.register_forward_pre_hook(lambda _, args, i=i: (_Unscaled.apply(args[0], self.scales[i]),)),
+                block.branch.register_forward_hook(lambda _, args, out, i=i: _Scaled.apply(out, self.scales[i])),
+            ):
+                self.ends.callback(handle.remove)
 
     def after_backward(self, run: Run) -> None:
         sums = torch.stack([_sum(_grads(block)) for block in self.parameters])
@@ -134,6 +140,9 @@ class ResblockScales(Hook):
         row |= {"scale/lowest": logs.min().item(), "scale/highest": logs.max().item()}
         row["scale/skipped"] = int(self.skipped.sum())
 
+    def close(self) -> None:
+        self.ends.close()
+
     def state_dict(self) -> dict[str, Any]:
         return {"scales": self.scales, "fell": self.fell, "skipped": self.skipped}
 
@@ -151,21 +160,34 @@ def _sum(grads: list[Tensor]) -> Tensor:
     return whole(torch.stack(torch._foreach_norm(grads, 1)).sum()) if grads else torch.zeros(())
 
 
-class LossScale(Hook):
+class _OfLoss(Hook):
+    """Multiplies the loss by a scale in the backward pass, and has all gradients divided by it."""
+
+    FIRST = 2.0**16
+
+    def __init__(
+        self, trainable: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device, parallel: Parallel
+    ) -> None:
+        self.parameters, self.parallel, self.skipped = parameters, parallel, 0
+        self.scale = torch.tensor(self.FIRST, dtype=torch.float32, device=device)
+        parallel.unscale(parameters, self.scale)
+        self.handle = trainable.register_forward_hook(
+            lambda _, args, found: (_Scaled.apply(found[0], self.scale), found[1])
+        )
+
+    def close(self) -> None:
+        self.handle.remove()
+        self.parallel.unscale(self.parameters, None)
+
+
+class LossScale(_OfLoss):
     """One scale for the whole loss, which grows until gradients overflow (Micikevicius et al. 2018).
 
     An update with a gradient that is not finite is skipped, all of it, and halves the scale.
     """
 
-    FIRST, EVERY = 2.0**16, 2_000  # the scale at first; finite updates in a row after which it doubles
-
-    def __init__(
-        self, trainable: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device, parallel: Parallel
-    ) -> None:
-        self.parameters, self.good, self.skipped = parameters, 0, 0
-        self.scale = torch.tensor(self.FIRST, dtype=torch.float32, device=device)
-        parallel.unscale(parameters, self.scale)
-        trainable.register_forward_hook(lambda _, args, found: (_Scaled.apply(found[0], self.scale), found[1]))
+    EVERY = 2_000  # finite updates in a row after which it doubles
+    good = 0  # finite updates in a row
 
     def after_backward(self, run: Run) -> None:
         if math.isfinite(_sum(_grads(self.parameters)).item()):
@@ -187,22 +209,12 @@ class LossScale(Hook):
         self.good, self.skipped = int(state["good"]), int(state["skipped"])
 
 
-class TensorScale(Hook):
+class TensorScale(_OfLoss):
     """A scale of the loss that stays as it is (Wortsman et al. 2023, App. G).
 
     A tensor whose gradient is not finite is left out of the update, alone: a few spikes in one layer, most often the
     first one, neither stop the others nor lower the scale for good.
     """
-
-    FIRST = 2.0**16
-
-    def __init__(
-        self, trainable: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device, parallel: Parallel
-    ) -> None:
-        self.parameters, self.skipped = parameters, 0
-        self.scale = torch.tensor(self.FIRST, dtype=torch.float32, device=device)
-        parallel.unscale(parameters, self.scale)
-        trainable.register_forward_hook(lambda _, args, found: (_Scaled.apply(found[0], self.scale), found[1]))
 
     def after_backward(self, run: Run) -> None:
         there, grads = [p for p in self.parameters if p.grad is not None], _grads(self.parameters)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from limner.metrics.spikes import RMS, TOGETHER
 from limner.models.transformer import Block
@@ -54,14 +55,13 @@ class Stability(Hook):
         self.rows: list[dict[str, Any]] = []
         self.warned: dict[str, int] = {}
         self.features: dict[str, Tensor] | None = None  # of this step, if it is one in `log_every`
-        self.begun = self.watches = False
+        self.begun = False
+        self.handles: list[RemovableHandle] = []
 
     def before_step(self, run: Run) -> None:
-        if not self.watches:
-            self.watches = True
-            for name, module in run.model.named_modules():
-                if isinstance(module, Block):
-                    module.register_forward_hook(partial(self._look, name))
+        if not self.handles:
+            blocks = {name: module for name, module in run.model.named_modules() if isinstance(module, Block)}
+            self.handles = [block.register_forward_hook(partial(self._look, name)) for name, block in blocks.items()]
         self.before, self.rms = self.rms, {}
         self.features = {} if (run.step + 1) % run.config.log_every == 0 else None
 
@@ -105,6 +105,11 @@ class Stability(Hook):
 
     def on_save(self, run: Run) -> None:
         self._flush(run)
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
 
     def _flush(self, run: Run) -> None:
         """Append the lines, the first time to a file without those of steps that are repeated."""

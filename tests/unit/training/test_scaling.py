@@ -16,8 +16,10 @@ from limner.optim.optimizers import AdamW
 from limner.text import PAD
 from limner.training.config import TrainConfig
 from limner.training.loop import train
+from limner.training.parallel import Single
 from limner.training.run import Run
 from limner.training.scaling import ResblockScales, scaling
+from limner.training.stability import Stability
 from limner.training.step import update
 
 MODEL = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3), width=16, depth=2, heads=2)
@@ -219,6 +221,38 @@ def test_a_resumed_run_has_the_same_scales_and_weights(kind, tmp_path):
     assert all(torch.equal(parts[name], value) for name, value in whole.items())
     names = [name for name in told if name.startswith("scale")]
     assert names and {n: told[n] for n in names} == {n: again[n] for n in names}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_model_is_as_before_it_draws_and_trains_again(kind, tmp_path):
+    """Nothing of a scale stays on it: in bf16 a hook would give the next layer fp32; a second run would scale twice."""
+
+    def trained(kind, times):
+        torch.manual_seed(1)
+        model, strategy = MODEL.build(), Single()
+        for i in range(times):
+            hooks = [Stability(tmp_path / f"{kind}{i}")]
+            config = replace(TRAIN, scaling=kind, steps=1)
+            train(model, Autoregressive(), Endless(), config, tmp_path / f"{kind}{i}", hooks=hooks, parallel=strategy)
+        return model, strategy
+
+    model, strategy = trained(kind, 2)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    run = Run(model, Autoregressive(), TRAIN)
+    for p in run.parameters:
+        p.grad = torch.ones_like(p)
+    strategy.reduce(run.parameters)
+    assert all((p.grad == 1).all() for p in run.parameters)
+    for p, expected in zip(model.parameters(), trained("none", 2)[0].parameters(), strict=True):
+        torch.testing.assert_close(p, expected, rtol=1e-3, atol=1e-5)
+    model.bfloat16()(**batch())
+
+
+def test_a_run_that_fails_takes_its_hooks_away(tmp_path):
+    model, config = MODEL.build(), replace(TRAIN, scaling="resblocks", max_bad_steps=1)
+    with pytest.raises(UserError, match="diverged"):
+        train(model, lambda m, *_: (m.embed.start.sum() * math.nan, {}), Endless(), config, tmp_path)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_a_model_without_resblocks_is_refused_in_a_sentence():
