@@ -72,7 +72,8 @@ class Part:
 
 
 def exponents(run: Run, batch: Batch) -> list[Part]:
-    """Those of one batch, in the model's order. The run's gradients are gone afterwards, nothing else is changed."""
+    """Those of one batch, in the model's order, computed in fp32 whatever the run computes in: what its format has lost
+    could not be counted. The run's gradients are gone afterwards, nothing else is changed."""
     model = run.model
     blocks: dict[str, nn.Module] = dict(resblocks(model))
     entering: dict[str, list[Tensor]] = {name: [] for name in blocks}
@@ -84,8 +85,7 @@ def exponents(run: Run, batch: Batch) -> list[Part]:
 
         handles.append(block.branch.register_forward_hook(keep))  # type: ignore[union-attr]
     try:
-        with run.config.precision.autocast(run.device):
-            loss, _ = run.trainable(batch, run.step, run.generator)
+        loss, _ = run.trainable(batch, run.step, run.generator)
         loss.backward()
     finally:
         for handle in handles:

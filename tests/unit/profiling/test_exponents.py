@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from limner.models.transformer import TransformerConfig
+from limner.numerics.precision import Fp16, Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.profiling.exponents import LOWEST, SMALLEST, Exponents, exponents
 from limner.training.config import TrainConfig
@@ -58,3 +59,24 @@ def test_every_gradient_of_a_model_is_counted_once():
     assert total == sum(p.numel() for p in run.model.parameters())
     assert all(p.grad is None for p in run.model.parameters())
     assert "head.image" in parts and "embed.image" in parts
+
+
+def test_a_run_in_fp16_does_not_hide_what_fp16_loses():
+    """Its own backward pass would have made zeros of them."""
+
+    def small(model, batch, step, generator):
+        loss, found = Autoregressive()(model, batch, step, generator)
+        return loss * 1e-6, found
+
+    torch.manual_seed(0)
+    config = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3), width=16, depth=2, heads=2)
+    model = config.build()
+    batch = {"text": torch.randint(0, 20, (4, 5)), "image": torch.randint(0, 16, (4, 9))}
+    exact, narrow = (
+        exponents(Run(model, small, TrainConfig(steps=1, precision=precision)), batch) for precision in (Fp32(), Fp16())
+    )
+    for a, b in zip(exact, narrow, strict=True):
+        assert torch.equal(a.parameters.counts, b.parameters.counts)
+        if a.activations and b.activations:
+            assert torch.equal(a.activations.counts, b.activations.counts)
+            assert b.activations.flushed(SMALLEST["fp16"]) > 0.9
