@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from limner.layers.low_precision import Gradients, LowPrecisionLinear, Saves, bias_gradient, weight_gradient
+from limner.layers.low_precision import Gradients, LowPrecisionLinear, Saves, bias_gradient, once, weight_gradient
 from limner.layers.scales import scales
 from limner.layers.tally import Product, count_product
 from limner.layers.vmap import looped
@@ -127,7 +126,7 @@ class _Fp8SwitchBack(Saves):
         return product(q, w, state_x, state_w, bias, x.dtype, tally=tally)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, g: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
         by_x = by_weight = by_bias = None
@@ -150,7 +149,7 @@ class _Fp8TensorWise(Saves):
         return product(q, w, state_x, state_w, bias, x.dtype, tally=tally)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, g: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
         values, state_g = tensor_wise(g, E5M2)

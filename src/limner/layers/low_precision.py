@@ -18,6 +18,8 @@ Shapes: b rows, n inputs, m outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -93,6 +95,42 @@ class Saves(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, int], output: Any) -> None:
         x, weight, _, ctx.tally = inputs
         ctx.save_for_backward(x, weight)
+
+
+class _Refusal(torch.autograd.Function):
+    """A gradient as it is, which cannot be differentiated by what it was computed from."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        raise RuntimeError(
+            "a layer in 8 bits cannot be differentiated twice: rounding has no derivative; take second derivatives of "
+            "the model after `limner.layers.low_precision.plain(model)`"
+        )
+
+
+def once(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """A backward pass that says so if it is differentiated itself: torch's `once_differentiable` gives zeros within
+    `torch.func`."""
+
+    @wraps(backward)
+    def refusing(ctx: Any, *grads: Tensor) -> Gradients:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        sources = (*grads[:1], *ctx.saved_tensors)
+        return tuple(x if x is None else _Refusal.apply(x, *sources) for x in found)  # type: ignore[return-value]
+
+    return refusing
 
 
 def weight_gradient(g: Float[Tensor, "b m"], x: Float[Tensor, "b n"], dtype: torch.dtype, tally: int) -> Tensor:

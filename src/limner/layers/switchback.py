@@ -24,10 +24,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from limner.layers import int8
-from limner.layers.low_precision import Gradients, LowPrecisionLinear, Saves, bias_gradient, weight_gradient
+from limner.layers.low_precision import Gradients, LowPrecisionLinear, Saves, bias_gradient, once, weight_gradient
 from limner.layers.quantize import column_wise, dequantize, row_wise, tensor_wise, tensor_wise_transposed
 
 
@@ -40,7 +39,7 @@ class _SwitchBack(Saves):
         return int8.product(q, w, state_x, state_w, bias, x.dtype, tally=tally)  # equation 2
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, g: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
         by_x = by_weight = by_bias = None
@@ -73,7 +72,7 @@ class _SwitchBackM(Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, g: Tensor, *_: Any) -> Gradients:
         q, state_x, w, state_w = ctx.saved_tensors
         by_x = by_weight = by_bias = None
@@ -96,7 +95,7 @@ class _SwitchBackQ(Saves):
         return int8.product(q, w, state_x, state_w, bias, x.dtype, tally=tally)  # equation 4
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, g: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
         by_x = by_weight = by_bias = None
@@ -119,7 +118,7 @@ class _LLMInt8(Saves):
     forward = _SwitchBackQ.forward
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, g: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
         by_x = by_weight = by_bias = None
