@@ -1,12 +1,16 @@
 """Layers are changed from outside, all that were chosen or none."""
 
 import copy
+import re
+from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from limner.layers import SwitchBackLinear
 from limner.layers.convert import convert
 from limner.models.contrastive import ContrastiveConfig
 
@@ -73,6 +77,15 @@ def parametrized():
     return net
 
 
+def watched(register):
+    def net():
+        net = model()
+        getattr(net[2][1], register)(lambda *_: None)
+        return net
+
+    return net
+
+
 @pytest.mark.parametrize(
     ("net", "where", "says"),
     [
@@ -82,7 +95,11 @@ def parametrized():
         (shared, lambda name, layer: True, "2.0 or its weight is used in several places"),
         (shared, lambda name, layer: name == "again", "again or its weight is used in several places"),
         (embedded, lambda name, layer: True, "2.1 or its weight is used in several places"),
-        (parametrized, lambda name, layer: True, "2.0 is a ParametrizedLinear: only a plain nn.Linear"),
+        (parametrized, lambda name, layer: True, "2.0 is a ParametrizedLinear, and only a plain nn.Linear.* where="),
+        *(
+            (watched(f"register_{kind}_hook"), lambda name, layer: True, "2.1 has hooks.*: convert first")
+            for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")
+        ),
     ],
 )
 def test_what_cannot_be_changed_is_refused_and_nothing_was_changed(net, where, says):
@@ -102,3 +119,51 @@ def test_what_was_converted_is_not_converted_again():
 def test_a_model_that_is_a_layer_has_nobody_to_hold_another():
     with pytest.raises(ValueError, match="no linear layer"):
         convert(nn.Linear(2, 2), Twice)
+
+
+class GPT(nn.Module):
+    """Named as nanoGPT is."""
+
+    def __init__(self):
+        super().__init__()
+
+        def block():
+            return nn.ModuleDict(
+                {
+                    "attn": nn.ModuleDict({"c_attn": nn.Linear(16, 48), "c_proj": nn.Linear(16, 16)}),
+                    "mlp": nn.ModuleDict({"c_fc": nn.Linear(16, 64), "c_proj": nn.Linear(64, 16)}),
+                }
+            )
+
+        self.transformer = nn.ModuleDict({"wte": nn.Embedding(9, 16), "h": nn.ModuleList(block() for _ in range(2))})
+        self.lm_head = nn.Linear(16, 9, bias=False)
+        self.transformer["wte"].weight = self.lm_head.weight
+
+
+class CLIP(nn.Module):
+    """Named as OpenCLIP is: a picture's tower within `visual`, the caption's beside it."""
+
+    def __init__(self):
+        super().__init__()
+
+        def tower():
+            def block():
+                mlp = nn.Sequential(OrderedDict(c_fc=nn.Linear(16, 64), gelu=nn.GELU(), c_proj=nn.Linear(64, 16)))
+                return nn.ModuleDict({"attn": nn.MultiheadAttention(16, 2, batch_first=True), "mlp": mlp})
+
+            return nn.ModuleDict({"resblocks": nn.ModuleList(block() for _ in range(2))})
+
+        self.visual = nn.ModuleDict({"transformer": tower()})
+        self.transformer = tower()
+
+
+def test_the_page_converts_nanogpt_and_openclip():
+    page = (Path(__file__).parents[3] / "docs/LOW_PRECISION.md").read_text()
+    lines = re.findall(r"^convert\((?:gpt|clip).*", page, re.MULTILINE)
+    gpt, clip = GPT(), CLIP()
+    for model, says in ((gpt, "lm_head or its weight.*where="), (clip, "attn.out_proj is a .*where=")):
+        with pytest.raises(ValueError, match=says):
+            convert(model, SwitchBackLinear.of)
+    exec("\n".join(lines), {"convert": convert, "SwitchBackLinear": SwitchBackLinear, "gpt": gpt, "clip": clip})
+    for model, layers in ((gpt, 2 * 4), (clip, 2 * 2 * 2)):
+        assert sum(isinstance(m, SwitchBackLinear) for m in model.modules()) == layers
