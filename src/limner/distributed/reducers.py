@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, distributed, nn
 
+from limner.errors import UserError
 from limner.models.transformer import Resblock
 from limner.optim.shards import local
 
@@ -198,6 +199,14 @@ class Bf16Reducer(Plain):
         return self.replicas.coded_mean(values, Bf16Codec())
 
 
+def twice(block: str) -> UserError:
+    """What is said where gradients of a block arrive again after they were sent."""
+    return UserError(
+        f"{block} was called twice for one loss, so that its gradients would be averaged before they are complete: "
+        "let the objective call it once, with all rows in one tensor"
+    )
+
+
 class Reduction:
     """Runs a reducer beside the backward pass of a model.
 
@@ -208,6 +217,8 @@ class Reduction:
 
     Attributes:
         last: whether the next backward pass completes the gradients.
+
+    The backward pass raises `UserError` if shards of a block's gradients arrive twice.
     """
 
     _LAG = 2  # buckets that begin before a communication is waited for
@@ -240,6 +251,8 @@ class Reduction:
         if (scale := self.scales.get(p)) is not None and p.grad is not None:
             local(p.grad).div_(scale)
         self._waits[name] -= 1
+        if self._waits[name] < 0:
+            raise twice(f"the block {name!r}")
         if self._waits[name] == 0:
             self._begin(name)
 

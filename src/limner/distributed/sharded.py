@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from limner.distributed.checkpoints import Folder, Shards
-from limner.distributed.reducers import Plain
+from limner.distributed.reducers import Plain, twice
 from limner.distributed.replicated import Make, Replicated
 from limner.errors import UserError
 from limner.optim.shards import cut
@@ -53,7 +53,7 @@ class Sharded(Replicated):
         self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
         self._modules: list[FSDPModule] = []
         self._single: list[nn.Parameter] = []
-        self._scatter = _Scatter()
+        self._scatter = _Scatter(0)
 
     def checkpointer(self, files: Folder) -> Shards:
         """See `Parallel`."""
@@ -83,6 +83,7 @@ class Sharded(Replicated):
         if self._make or self.mesh["replicate"].size() > 1:
             self._reduced(trainable, self.mesh["replicate"].get_group(), self._make or Plain)
         elif distributed.get_backend() == "gloo":  # a reducer would read gradients as soon as FSDP has scattered them
+            self._scatter = _Scatter(len(self._modules))
             for module in self._modules:
                 module.set_custom_reduce_scatter(self._scatter)  # pyright: ignore[reportArgumentType]
         return trainable
@@ -144,12 +145,15 @@ class Sharded(Replicated):
 class _Scatter:
     """Scatters gradients of groups by gloo while the backward pass goes on, as FSDP does on GPUs in a stream of its
     own. On CPUs FSDP waits for each group where it is sent; and gloo sums whole gradients on all processes and then
-    takes a part, which sends twice as much. FSDP gives views of `output_tensor` to parameters: they are filled later.
+    takes a part, which sends twice as much. FSDP gives views of `output_tensor` to parameters: they are filled later,
+    so that it must not add to them meanwhile: each of the `groups` comes once before `finish`, or else the backward
+    pass raises `UserError`.
     """
 
     _LAG = 1  # groups on their way while another one begins: each holds its gradients twice
 
-    def __init__(self) -> None:
+    def __init__(self, groups: int) -> None:
+        self._groups, self._begun = groups, 0
         self._going: deque[tuple[distributed.Work, Tensor, Tensor, Tensor]] = deque()
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -160,14 +164,21 @@ class _Scatter:
         async_op: bool = False,
     ) -> None:  # fmt: skip
         """`op` is the mean: nothing asks FSDP for another one."""
+        if self._begun == self._groups:
+            raise twice("a block")
+        self._begun += 1
         got = torch.empty_like(input_tensor)
         work = distributed.all_to_all_single(got, input_tensor, group=group, async_op=True)
         assert work is not None
         self._going.append((work, input_tensor, got.view(group.size(), -1), output_tensor))
-        self.finish(self._LAG)
+        self._wait(self._LAG)
 
-    def finish(self, but: int = 0) -> None:
-        """All, `but` for so many that were begun last."""
+    def finish(self) -> None:
+        self._wait(0)
+        self._begun = 0
+
+    def _wait(self, but: int) -> None:
+        """For all `but` so many that were begun last."""
         while len(self._going) > but:
             work, _, got, output = self._going.popleft()
             work.wait()

@@ -1,0 +1,112 @@
+"""The contrastive loss with distractors, in micro-batches: gradients of several processes are those of one, and where
+an objective calls a block twice, which would spoil them, it is said."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from limner.distributed.reducers import Plain
+from limner.distributed.replicated import Replicated
+from limner.distributed.sharded import Sharded, Zero2
+from limner.errors import UserError
+from limner.models.contrastive import ContrastiveConfig
+from limner.numerics.precision import Fp32
+from limner.objectives.contrastive import ContrastiveLoss
+from limner.optim.shards import whole
+from limner.training.config import TrainConfig
+from limner.training.hooks import Hook
+from limner.training.parallel import Parallel, Single
+from limner.training.run import Run
+from limner.training.step import update
+from ranks import on_ranks
+
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
+
+PARTS, BATCH = 2, 8
+MODEL = ContrastiveConfig(
+    text_vocab=20, text_len=6, size=8, patch=4, width=16, depth=2, heads=2, embedding=8, qk_norm=True
+)  # fmt: skip
+WAYS = {
+    "replicated": (2, Replicated),
+    "replicated, reduced": (2, lambda: Replicated(Plain)),
+    "sharded": (2, Sharded),
+    "sharded, 2 replicas": (4, lambda: Sharded(2)),
+    "zero2": (2, Zero2),
+    "zero2, 2 replicas": (4, lambda: Zero2(2)),
+}
+
+
+def share(rank: int, world: int) -> dict[str, Tensor]:
+    """A process's rows, so that a micro-batch of all processes is one of a process alone."""
+    g = torch.Generator().manual_seed(0)
+    captions = torch.randint(0, 20, (BATCH, 1 + 3, 6), generator=g)
+    captions[0, 1:3] = -1  # that are none
+    captions[1, 0, 4:] = -1
+    pixels = torch.randint(0, 256, (BATCH, 3, 8, 8), generator=g, dtype=torch.uint8)
+    batch = {"text": captions[:, 0], "distractors": captions[:, 1:], "pixels": pixels}
+    return {name: x.unflatten(0, (PARTS, world, -1))[:, rank].flatten(0, 1) for name, x in batch.items()}
+
+
+class Twice(ContrastiveLoss):
+    """Encodes captions a second time."""
+
+    def __call__(self, model: Any, batch: Any, *others: Any) -> Any:
+        loss, found = super().__call__(model, batch, *others)
+        return loss + model.encode_text(batch["text"]).square().sum(), found
+
+    across = None  # type: ignore[assignment]
+
+
+class Kept(Hook):
+    """The gradients as the update gets them."""
+
+    gradients: dict[str, Tensor]
+
+    def after_backward(self, run: Run) -> None:
+        self.gradients = {name: whole(p.grad).clone() for name, p in run.model.named_parameters() if p.grad is not None}
+
+
+def gradients(parallel: Parallel) -> dict[str, Tensor]:
+    """Of two updates."""
+    torch.manual_seed(0)
+    config = TrainConfig(steps=2, batch_size=BATCH, accumulate=PARTS, precision=Fp32())
+    run = Run(MODEL.build(), ContrastiveLoss(), config, parallel=parallel)
+    found = {}
+    for step in range(2):
+        update(run, share(parallel.rank, parallel.world), [kept := Kept()])
+        found |= {f"{step} {name}": grad for name, grad in kept.gradients.items()}
+    return found
+
+
+def of_all(ranks: int) -> dict[str, dict[str, Tensor]]:
+    return {way: gradients(make()) for way, (world, make) in WAYS.items() if world == ranks}
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, Tensor]]:
+    return {way: found for ranks in (2, 4) for way, found in on_ranks(ranks, of_all, ranks)[-1].items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_those_of_one_process(measured, way):
+    alone = gradients(Single())
+    assert measured[way].keys() == alone.keys()
+    for name, gradient in measured[way].items():
+        torch.testing.assert_close(gradient, alone[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def said(way: str) -> str:
+    config = TrainConfig(steps=1, batch_size=BATCH, accumulate=PARTS, precision=Fp32())
+    parallel = WAYS[way][1]()
+    run = Run(MODEL.build(), Twice(), config, parallel=parallel)
+    with pytest.raises(UserError) as error:
+        update(run, share(parallel.rank, parallel.world))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("way", ["sharded", "sharded, 2 replicas"])
+def test_a_block_called_twice_is_said(way):
+    for says in on_ranks(WAYS[way][0], said, way):
+        assert "was called twice for one loss" in says and "call it once" in says
