@@ -4,7 +4,7 @@ The simplest way for models that fit on one device. DistributedDataParallel broa
 gathers gradients in buckets and averages each bucket as soon as it is full. With a `GradientReducer` that takes its
 place, gradients are compressed (`reducers.py`).
 
-Shapes: n rows of a process, W processes.
+Shapes: n rows of a process, N those of all processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Shaped
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -132,15 +132,19 @@ class Replicated:
         if self._reduction:
             self._reduction.reducer.load(tensors)
 
-    def join(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "W*n ..."]:
+    def join(self, values: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "N ..."]:
         """See `Parallel`."""
         return _Joined.apply(values, self)  # type: ignore[no-any-return]
 
     def mean(self, values: Tensor) -> Tensor:
         """See `Parallel`."""
-        values = values.clone(memory_format=torch.contiguous_format)
-        distributed.all_reduce(values)
-        return values / self.world
+        return self.sum(values) / self.world
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Elementwise sum over ranks. NCCL carries what is on a GPU, and values may be on the CPU."""
+        there = values.to(self.device, copy=True, memory_format=torch.contiguous_format)
+        distributed.all_reduce(there)
+        return there.to(values.device)
 
     def any(self, flag: bool) -> bool:
         """See `Parallel`."""
@@ -150,9 +154,10 @@ class Replicated:
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """See `Parallel`."""
-        found = [torch.empty_like(values) for _ in range(self.world)]
-        distributed.all_gather(found, values)
-        return found
+        there = values.to(self.device).contiguous()
+        found = [torch.empty_like(there) for _ in range(self.world)]
+        distributed.all_gather(found, there)
+        return [value.to(values.device) for value in found]
 
 
 class _Joined(torch.autograd.Function):
@@ -161,10 +166,8 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, ranks: Replicated) -> Tensor:
         ctx.ranks, ctx.rows = ranks, len(values)
-        return torch.cat(ranks.gather(values.contiguous()))
+        return torch.cat(ranks.gather(values))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        whole = upstream[0].contiguous().clone()
-        distributed.all_reduce(whole)
-        return whole[ctx.ranks.rank * ctx.rows :][: ctx.rows], None
+        return ctx.ranks.sum(upstream[0])[ctx.ranks.rank * ctx.rows :][: ctx.rows], None
