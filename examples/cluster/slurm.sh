@@ -21,6 +21,7 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # All processes save at the next update, and the job goes to the end of the queue.
 over=
 trap 'over=1; kill -TERM "$training"' TERM
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=270 # seconds for that; torchrun gives 30, then it kills them
 
 srun --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-gpu}" --max-restarts 3 \

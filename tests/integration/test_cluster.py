@@ -1,6 +1,7 @@
 """The templates in `examples/cluster`: their commands train, with the variables that each scheduler sets."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -43,7 +44,8 @@ def env(tmp_path: Path) -> dict[str, str]:
     scripts = {
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"',
         "scontrol": f'if [ "$1" = show ]; then echo localhost; else echo "$@" >> {tmp_path}/asked; fi',
-        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+        "torchrun": f'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >> {tmp_path}/patience\n'
+        f'exec {sys.executable} -m torch.distributed.run "$@"',
     }
     for name, script in scripts.items():
         (tools / name).write_text(f"#!/bin/bash\n{script}\n")
@@ -58,6 +60,12 @@ def port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
+
+
+def patience(tmp_path: Path) -> int:
+    """Seconds that torchrun waits for processes that save before it kills them, unless it is told: 30."""
+    (told,) = set((tmp_path / "patience").read_text().splitlines())
+    return int(told)
 
 
 def steps(out: Path) -> int:
@@ -85,6 +93,8 @@ def test_a_slurm_job_saves_before_its_time_is_over_and_goes_on(data: Path, env: 
     again = subprocess.run([*command, str(reached + 3)], env={**env, "SLURM_RESTART_COUNT": "1", "PORT": port()})
     assert again.returncode == 0 and steps(out) == reached + 3
     failed = subprocess.run([*command, "no number"], env={**env, "PORT": port()}, capture_output=True)
+    given = int(re.findall(r"--signal=B:TERM@(\d+)", script.read_text())[0])
+    assert 30 < patience(tmp_path) < given
     assert failed.returncode != 0 and (tmp_path / "asked").read_text() == "requeue 7\n"  # which would never end
 
 
@@ -101,6 +111,7 @@ def test_a_skypilot_task_trains(data: Path, env: dict[str, str], tmp_path: Path)
     env |= {"DATA": str(data), "RUN": str(out), "OPTIONS": " ".join([*OPTIONS, "--dvae.training.steps", "5"])}
     env |= {"SKYPILOT_NODE_IPS": "127.0.0.1", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}
     trained(task["run"].replace("29500", port()), out, env | {"SKYPILOT_NUM_GPUS_PER_NODE": "2"})
+    assert patience(tmp_path) > 30
 
 
 def test_a_kubeflow_job_trains(data: Path, env: dict[str, str], tmp_path: Path) -> None:
@@ -108,12 +119,12 @@ def test_a_kubeflow_job_trains(data: Path, env: dict[str, str], tmp_path: Path) 
     assert job["kind"] == "TrainJob" and job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
     trainer = job["spec"]["trainer"]
     assert set(job["spec"]) == {"runtimeRef", "trainer"} and set(trainer) <= TRAINER
-    assert trainer["command"] == ["bash", "-c"] and [one["name"] for one in trainer["env"]] == [
-        "DATA",
-        "RUN",
-        "OPTIONS",
-    ]
+    given = {one["name"]: one["value"] for one in trainer["env"]}
+    assert trainer["command"] == ["bash", "-c"] and set(given) == {
+        "DATA", "RUN", "OPTIONS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+    }  # fmt: skip
     out = tmp_path / "run"
-    env |= {"DATA": str(data), "RUN": str(out), "OPTIONS": " ".join([*OPTIONS, "--dvae.training.steps", "5"])}
+    env |= given | {"DATA": str(data), "RUN": str(out), "OPTIONS": " ".join([*OPTIONS, "--dvae.training.steps", "5"])}
     env |= {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1"}
     trained(trainer["args"][0], out, env | {"PET_MASTER_PORT": port()})
+    assert patience(tmp_path) > 30

@@ -11,6 +11,7 @@ class Signals:
     """Within the block a first signal sets `received`; a second one of its kind stops at once.
 
     On Ctrl-C the terminal sends SIGINT to all processes that `torchrun` has started, and `torchrun` sends them SIGTERM.
+    `torchrun` kills what has not ended after 30 s, or after its --shutdown-timeout (torch 2.12).
     """
 
     received = False
