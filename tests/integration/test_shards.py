@@ -86,7 +86,7 @@ def test_training_goes_on_while_a_state_is_written(halves: Path, tmp_path: Path)
     assert read_state(completed(tmp_path)[0])["hooks"]["Steps"]["steps"] == list(range(1, EVERY + 1))
 
 
-@pytest.mark.filterwarnings("ignore:.*results may differ")
+@pytest.mark.filterwarnings("ignore:.*(results may differ|it is lost)")
 def test_any_number_of_ranks_reads_what_another_wrote(tmp_path: Path) -> None:
     """4 -> 2 -> 1 -> 8 -> 2 -> 1: replicas of shards, shards, one process, shards, all weights on each, all in one."""
     began = tmp_path / "0"
@@ -108,6 +108,19 @@ def test_what_compression_left_out_of_gradients_goes_on_in_other_shards(tmp_path
     assert any(x.any() for x in read_tensors(completed(began)[-1], "parallel").values())
     on_ranks(2, pass_on, began, halved, 2)
     assert_equal(completed(halved)[-1], completed(began)[-1], but=("rng",))
+
+
+@pytest.mark.filterwarnings("ignore:.*results may differ")
+def test_it_is_said_where_what_compression_left_out_is_lost(tmp_path: Path) -> None:
+    began = tmp_path / "0"
+    on_ranks(4, learn, began, 2)
+    left = read_tensors(completed(began)[-1], "parallel")
+    with pytest.warns(UserWarning, match=f"left out of the gradients of {len(left)} matrices.* it is lost; to keep it"):
+        pass_on(began, tmp_path / "1", -1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*results may differ")
+        pass_on(tmp_path / "1", tmp_path / "2", -1)  # it holds none any more
 
 
 def test_a_kill_at_any_moment_leaves_the_old_state_or_the_new(tmp_path: Path) -> None:

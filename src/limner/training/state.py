@@ -105,7 +105,14 @@ def _load(
     load_optimizers(run.model, run.optimizers, tensors["optimizer"], where)
     if run.ema:
         run.ema.load_state_dict(tensors["ema"])
-    run.parallel.load(tensors.get("parallel", {}))
+    kept = tensors.get("parallel", {})
+    run.parallel.load(kept)
+    if kept and (lost := kept.keys() - run.parallel.tensors().keys()):
+        warnings.warn(
+            f"{where} holds what compression has left out of the gradients of {len(lost)} matrices, and they are not "
+            "compressed any more: it is lost; to keep it go on with the same --reduce, and with several replicas",
+            stacklevel=4,
+        )
     stream.load_state_dict(state["parts"]["stream"])
     run.schedule.load_state_dict(state["parts"]["schedule"])
     for hook in hooks:
