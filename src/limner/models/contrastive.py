@@ -34,7 +34,8 @@ class ContrastiveConfig(Checked):
     Args:
         text_vocab, text_len: of the captions' tokens.
         size, patch: sides of the picture and of a ViT patch in pixels.
-        width, depth, heads: of both towers, or of the picture's if `text_tower` gives those of the caption's.
+        width, depth, heads: of both towers, or of the picture's.
+        text_tower: width, depth and heads of the caption's tower; None has the picture's.
         embedding: E.
         patch_dropout: share of patches that training leaves out (Li et al. 2022), at random for each picture.
         patch_norm: a LayerNorm after the embedding of patches, which has the largest gradients (Wortsman et al. 2023).

@@ -33,6 +33,9 @@ class HardContrastiveLoss(Checked):
     """Cross-entropy in both directions, with `spoiled` copies of each picture and the batch's `distractors`, if any.
 
     `accuracy` is how often a picture picks its caption, `kept` how often a caption picks its picture.
+
+    Args:
+        spoiled: copies of each picture into which a rectangle of another one is pasted.
     """
 
     spoiled: Annotated[int, Range(0, 1_000)] = 0

@@ -13,7 +13,7 @@ from limner.distributed.sharded import Sharded, Zero2
 from limner.errors import UserError
 from limner.models.contrastive import ContrastiveConfig
 from limner.numerics.precision import Fp32
-from limner.objectives.contrastive import ContrastiveLoss
+from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.optim.shards import whole
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
@@ -49,7 +49,7 @@ def share(rank: int, world: int) -> dict[str, Tensor]:
     return {name: x.unflatten(0, (PARTS, world, -1))[:, rank].flatten(0, 1) for name, x in batch.items()}
 
 
-class Twice(ContrastiveLoss):
+class Twice(HardContrastiveLoss):
     """Encodes captions a second time."""
 
     def __call__(self, model: Any, batch: Any, *others: Any) -> Any:
@@ -72,7 +72,7 @@ def gradients(parallel: Parallel) -> dict[str, Tensor]:
     """Of two updates."""
     torch.manual_seed(0)
     config = TrainConfig(steps=2, batch_size=BATCH, accumulate=PARTS, precision=Fp32())
-    run = Run(MODEL.build(), ContrastiveLoss(), config, parallel=parallel)
+    run = Run(MODEL.build(), HardContrastiveLoss(), config, parallel=parallel)
     found = {}
     for step in range(2):
         update(run, share(parallel.rank, parallel.world), [kept := Kept()])
