@@ -42,6 +42,14 @@ def test_underflow_lists_every_resblock(trained, capsys):
     assert lost(plain) > 20 and lost(scaled) < lost(plain) / 4
 
 
+def test_underflow_draws_histograms(trained, tmp_path, capsys):
+    page = tmp_path / "exponents.html"
+    assert main(["inspect", "underflow", str(trained / "run"), str(trained / "data"), "-o", str(page)]) == 0
+    drawn = page.read_text()
+    assert drawn.count("<svg") == int(capsys.readouterr().out.split()[0])  # one for each part
+    assert "blocks.1.mlp" in drawn
+
+
 def test_what_is_no_run_is_said_in_a_sentence(trained, tmp_path, capsys):
     for argv, says in (
         (["underflow", str(tmp_path), str(trained / "data")], "it has no recipe.json"),

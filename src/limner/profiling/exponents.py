@@ -52,6 +52,14 @@ class Exponents:
         first = math.ceil(math.log2(smallest / scale)) - 1 - LOWEST
         return int(self.counts[: max(first, 0)].sum()) / total if total else 0.0
 
+    def shares(self) -> list[tuple[float, float]]:
+        """(exponent, share of the numbers that are not zero), from the lowest to the highest that there is."""
+        there = self.counts.nonzero().flatten().tolist()
+        if not there:
+            return []
+        found = self.counts / self.counts.sum()
+        return [(i + LOWEST, found[i].item()) for i in range(there[0], there[-1] + 1)]
+
     def range(self, share: float = 0.98) -> tuple[int, int]:
         """The exponents between which the middle `share` of the numbers lies; (0, 0) if there are none."""
         total = int(self.counts.sum())
@@ -69,6 +77,11 @@ class Part:
     name: str
     activations: Exponents | None
     parameters: Exponents
+
+    def shares(self) -> dict[str, list[tuple[float, float]]]:
+        """The share of each exponent, of activations, if there are any, and of parameters."""
+        found = {"activations": self.activations, "parameters": self.parameters}
+        return {what: of.shares() for what, of in found.items() if of is not None}
 
 
 def exponents(run: Run, batch: Batch) -> list[Part]:

@@ -43,6 +43,17 @@ def test_the_middle_of_the_range():
     assert Exponents.of(torch.zeros(3)).range() == (0, 0)
 
 
+def test_shares_are_of_what_is_not_zero():
+    assert Exponents.of(torch.tensor([0.0, 0.25, 0.3, 1.0, -4.0])).shares() == [
+        (-2, 0.5),
+        (-1, 0),
+        (0, 0.25),
+        (1, 0),
+        (2, 0.25),
+    ]
+    assert Exponents.of(torch.zeros(3)).shares() == []
+
+
 def test_every_gradient_of_a_model_is_counted_once():
     torch.manual_seed(0)
     config = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3), width=16, depth=2, heads=2)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse
+from limner.cli.arguments import parse, place
 from limner.columns import table
 from limner.config import load_json
-from limner.errors import UserError
+from limner.errors import UserError, printable
 from limner.ranges import SEEDS, Checked, Range
 
 
@@ -30,11 +31,15 @@ class UnderflowOptions(Checked):
     """What gradients are multiplied by before they are rounded; a resblock's scale begins at 8192."""
     seed: Annotated[int, SEEDS] = 0
     """Of the batch."""
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Write a page with the histograms of the exponents."""
 
 
 def main(argv: Sequence[str]) -> None:
     """what share of the gradients would formats lose?"""
     options = parse(UnderflowOptions, argv, "limner inspect underflow")
+    if options.output:
+        place(options.output)
     recipe = options.run / "recipe.json"
     if not recipe.exists():
         raise UserError(f"{options.run} is no run: it has no recipe.json, as `limner train --out` writes it")
@@ -58,5 +63,12 @@ def main(argv: Sequence[str]) -> None:
             total = int(found.counts.sum()) + found.zeros
             lost = (f"{found.flushed(smallest, options.scale):.1%}" for smallest in SMALLEST.values())
             rows.append((f"{part.name}, {what}", f"{low} to {high}", f"{found.zeros / max(total, 1):.1%}", *lost))
-    print(f"{len(parts)} parts, a batch of {run.config.batch_size}, gradients times {options.scale:g}")
-    print(table(header, rows))
+    said = f"{len(parts)} parts, a batch of {run.config.batch_size}, gradients times {options.scale:g}"
+    print(f"{said}\n{table(header, rows)}")
+    if options.output:
+        from limner.evaluation import report
+
+        charts = [report.chart(part.name, part.shares(), over="floor(log2|gradient|)") for part in parts]
+        body = f'<p>{said}</p>{report.table(rows, header)}<div class="charts">{"".join(charts)}</div>'
+        title = f"Exponents of the gradients of {options.run}"
+        print(f"written: {printable(report.save_page(options.output, title, f'<h1>{escape(title)}</h1>{body}'))}")
