@@ -1,6 +1,7 @@
 """The proof that a run's products were computed as its precision says: counts of kernels, kept with the run.
 
-    RUN/STAGE/precision.json    for each layer of low precision: its products, their kernels, and how often each ran
+    RUN/STAGE/precision.json    for each linear layer: its kind, and for one of low precision its products, their
+                                kernels, and how often each ran
 
 `limner inspect precision RUN` shows it. The file is as old as the newest checkpoint, which holds the counts as well: so
 a run that is killed and goes on counts each of its updates once.
@@ -11,6 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from limner.files import atomic_write_text
 from limner.layers.low_precision import LowPrecisionLinear
@@ -30,14 +33,15 @@ class KernelCounts(Hook):
         self._now: dict[str, Counts] = {}
 
     def on_save(self, run: Run) -> None:
-        layers = {name: x for name, x in run.model.named_modules() if isinstance(x, LowPrecisionLinear)}
-        self._now = {name: self._before.get(name, Counter()) + layer.tally.counts for name, layer in layers.items()}
+        layers = {name: x for name, x in run.model.named_modules() if isinstance(x, nn.Linear)}
+        counts = {name: x.tally.counts for name, x in layers.items() if isinstance(x, LowPrecisionLinear)}
+        self._now = {name: self._before.get(name, Counter()) + now for name, now in counts.items()}
         if run.parallel.is_main:
             found = {
                 "step": run.step,
                 "precision": type(run.config.precision).__name__,
                 "layers": [
-                    {"name": name, "kind": type(layer).__name__, "products": to_rows(self._now[name])}
+                    {"name": name, "kind": type(layer).__name__, "products": to_rows(self._now.get(name, Counter()))}
                     for name, layer in layers.items()
                 ],
             }

@@ -43,7 +43,11 @@ def test_each_layer_is_listed_with_its_kernels(run, capsys):
     lines = prior.splitlines()
     assert lines[0] == "prior: SwitchBack, 20 steps"
     assert lines[1].split("  ")[0] == "layer" and lines[1].endswith("weight gradient")
-    assert sum(line.startswith("blocks.") for line in lines) == 8
+    assert sum("SwitchBackLinear" in line for line in lines) == 8
+    assert [line.split()[:2] for line in lines if "torch's" in line] == [
+        ["head.text", "Linear"],
+        ["head.image", "Linear"],
+    ]
     row = lines[3]
     assert "blocks.0.attention.branch.qkv" in row and "SwitchBackLinear" in row and "_int_mm x 20" in row
     assert "none of" in lines[-1] and "fell back" in lines[-1]

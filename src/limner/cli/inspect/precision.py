@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionOptions:
-    """Show with which kernels the layers of low precision were computed, product by product, and how often.
+    """Show the linear layers of a model, and with which kernels those of low precision were computed, product by product,
+    and how often. The products of an ordinary layer are torch's own, and are not counted.
 
     A product that its kernel could not take was computed by another: the last line of a table says how many, and why.
     Evaluations during training are counted as well, and what checkpointing recomputes.
@@ -64,7 +65,10 @@ def _report(title: str, path: Path) -> Iterator[str]:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"{path} is no record of kernels: train on, and the next checkpoint writes it anew") from None
     yield printable(head)
-    rows = [(name, kind, *(_kernels(counts, product) for product in products)) for name, kind, counts in layers]
+    rows = [
+        (name, kind, *("torch's" if kind == "Linear" else _kernels(counts, product) for product in products))
+        for name, kind, counts in layers
+    ]
     yield table(("layer", "kind", *products), rows)
     yield printable(_fallen(sum((counts for *_, counts in layers), Counter())))
 
