@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionOptions:
-    """Show the linear layers of a model, and with which kernels those of low precision were computed, product by product,
+    """Show a model's linear layers, and with which kernels those of low precision were computed, product by product,
     and how often. The products of an ordinary layer are torch's own, and are not counted.
 
     A product that its kernel could not take was computed by another: the last line of a table says how many, and why.
