@@ -10,11 +10,10 @@ Shapes: B pictures of H x W pixels, C classes, E embedding.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +29,8 @@ from limner.evaluation.nearest import Gallery
 from limner.evaluation.seeds import PUBLISHED
 from limner.files import atomic_write_text
 from limner.models.contrastive import Contrastive
-from limner.pipeline import TextToImage
 from limner.progress import Advance
+from limner.text.bpe import Tokenizer
 from limner.worlds.rendering import render
 from limner.worlds.scenes import BACKGROUNDS, COLORS, SHAPES, SIZES, Split, sample_scene
 
@@ -97,39 +96,36 @@ class ZeroShotResult:
     right: dict[int, np.ndarray]
     classes: int
     clusters: list[str]
-    settings: dict[str, Any]
+    prompts: int  # of each class
 
     def rates(self) -> dict[int, Rate]:
         return {k: Rate.of(values, self.clusters) for k, values in self.right.items()}
 
     def table(self) -> str:
-        lines = [f"{len(self.clusters):,} pictures, {self.classes:,} classes, {self.settings['prompts']} prompts each"]
+        lines = [f"{len(self.clusters):,} pictures, {self.classes:,} classes, {self.prompts} prompts each"]
         lines += [
             f"  right among the first {k:<3} {rate}   by chance {min(1, k / self.classes):.2%}"
             for k, rate in self.rates().items()
         ]
         return "\n".join(lines)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, model: str) -> None:
+        """As JSON, with the name of the model."""
+        settings = {"model": model, "prompts": self.prompts}
         rates = {f"top {k}": rate.to_dict() for k, rate in self.rates().items()}
-        text = json.dumps({"rates": rates, "classes": self.classes, "settings": self.settings}, indent=1)
+        text = json.dumps({"rates": rates, "classes": self.classes, "settings": settings}, indent=1)
         atomic_write_text(Path(path), text + "\n")
 
 
-def evaluate(pipe: TextToImage, task: Task, progress: Advance | None = None) -> ZeroShotResult:
-    """Classify the pictures with a bundle's contrastive model. `progress` is advanced by prompts and pictures."""
-    length = pipe.contrastive.config.text_len
-
-    def told(texts: list[str]) -> Tensor:
-        return pipe.tokenizer.encode(texts, length).to(pipe.device)
-
-    text = [[told([prompt.format(name)])[0] for prompt in task.prompts] for name in task.names]
-    found = logits(pipe.contrastive, torch.stack([torch.stack(rows) for rows in text]), task.pictures, progress)
+def evaluate(model: Contrastive, tokenizer: Tokenizer, task: Task, progress: Advance | None = None) -> ZeroShotResult:
+    """Classify the pictures. `progress` is advanced by prompts and pictures."""
+    length, device = model.config.text_len, next(model.parameters()).device
+    text = [tokenizer.encode([prompt.format(name) for prompt in task.prompts], length) for name in task.names]
+    found = logits(model, torch.stack(text).to(device), task.pictures, progress)
     ranks = found.argsort(dim=1, descending=True, stable=True)
     labels = torch.tensor(task.labels)[:, None]
     right = {k: (ranks[:, :k] == labels).any(1).numpy() for k in TOP if k < len(task.names)}
-    settings = {"model": pipe.name, "prompts": len(task.prompts)}
-    return ZeroShotResult(right, len(task.names), task.clusters, settings)
+    return ZeroShotResult(right, len(task.names), task.clusters, len(task.prompts))
 
 
 @torch.inference_mode()
@@ -139,7 +135,7 @@ def logits(
     """Cosines of pictures and classes: prompts int64 [C, K, T], pictures uint8 [B, 3, H, W] -> [B, C]."""
     device = next(model.parameters()).device
 
-    def parts(values: Tensor, encode: Any) -> Tensor:
+    def parts(values: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
         made = []
         for part in values.split(_READ):
             made.append(encode(part.to(device)))

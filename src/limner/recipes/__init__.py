@@ -9,7 +9,7 @@ from limner.errors import UserError, suggestion
 if TYPE_CHECKING:
     from limner.recipes.recipe import Recipe
 
-# name -> one line of help; `presets.py` has a function of the same name, or `paper(name)` for the paper's sizes
+# name -> one line of help; `presets.py` has a function of the same name, or `paper` and `clip` for sizes
 NAMES = {
     "demo": "what `limner demo` trains: a small prior and contrastive model over the bundled dVAE",
     "scenes": "48 x 48 pictures of the scenes world, 12 x 12 tokens, in three hours on two cores",
@@ -25,6 +25,9 @@ NAMES = {
     "dalle-3b": "the same with 2.8 billion (Table 1)",
     "dalle-6b": "the same with 5.5 billion (Table 1)",
     "dalle-12b": "the paper's own: 12 billion",
+    "clip-b": "a contrastive model alone, ViT-B/32, as Wortsman et al. 2023 train it (with --stages contrastive)",
+    "clip-l": "the same, ViT-L/14",
+    "clip-h": "the same, ViT-H/14",
 }
 
 
@@ -40,4 +43,6 @@ def get(name: str) -> Recipe:
         raise UserError(f"there is no recipe {name!r}: {suggestion(name, NAMES)}")
     from limner.recipes import presets
 
+    if name.startswith("clip-"):
+        return presets.clip(name.removeprefix("clip-").upper())
     return getattr(presets, name)() if hasattr(presets, name) else presets.paper(name)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import SIZES as VITS, ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patches import PatchDVAEConfig
 from limner.models.transformer import SIZES, TransformerConfig
 from limner.objectives.balanced import BalancedELB
 from limner.objectives.hard_negatives import HardContrastiveLoss
-from limner.optim.optimizers import AdamW, AdamW16, Muon
+from limner.optim.optimizers import AdamW, AdamW16, Muon, StableAdamW
 from limner.optim.schedules import Anneal, Cosine, Plateau
 from limner.recipes.recipe import Bundled, ContrastiveStage, DVAEStage, PatchStage, PriorStage, Recipe, TextConfig
 from limner.training.config import TrainConfig
@@ -209,6 +209,31 @@ def paper(size: str = "dalle-12b") -> Recipe:
                 warmup_steps=2_000,
                 schedule=Cosine(),
                 eval_every=5_000,
+            ),
+        ),
+    )
+
+
+def clip(size: str) -> Recipe:
+    """The contrastive model of Wortsman et al. 2023 (§2.2 and §3.2): B, L or H, for `--stages contrastive`.
+
+    Of its pictures' size are a dVAE and a prior as the paper's smallest, which that paper does not have.
+    """
+    tiny = paper("tiny")
+    return replace(
+        tiny,
+        text=TextConfig(length=77),
+        dvae=replace(tiny.dvae, model=DVAEConfig(size=224)),
+        contrastive=ContrastiveStage(
+            model=VITS[size],
+            training=TrainConfig(
+                steps=20_000,
+                batch_size=16_384,
+                optimizer=StableAdamW(lr=2e-3, weight_decay=0.2),
+                clip_norm=None,
+                warmup_steps=5_000,
+                schedule=Cosine(),
+                eval_every=1_000,
             ),
         ),
     )

@@ -6,14 +6,15 @@ Each is one call of the training loop in a folder of its own, which goes on from
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from limner import bundles
-from limner.config import differences, to_dict
+from limner import bundles, catalogue
+from limner.config import differences, load_json, to_dict
 from limner.data.stream import Dataset, Stream
 from limner.data.tokens import weights_hash
 from limner.errors import UserError
@@ -21,12 +22,22 @@ from limner.evaluation.held_out import held_out_metrics
 from limner.evaluation.reconstruction import health, relaxation
 from limner.models.contrastive import Contrastive
 from limner.models.dvae import DVAE
-from limner.models.patches import ROUNDS, AnyDVAE, PatchDVAE
+from limner.models.patches import ROUNDS, AnyDVAE, AnyDVAEConfig, PatchDVAE
 from limner.models.transformer import Transformer
 from limner.objectives.balanced import BalancedELB
 from limner.optim.shards import sharded
+from limner.pipeline import load
 from limner.progress import progress
-from limner.recipes.recipe import TITLES, AnyStage, Bundled, PatchStage, fitted_contrastive, fitted_prior
+from limner.recipes.recipe import (
+    TITLES,
+    AnyStage,
+    Bundled,
+    PatchStage,
+    Recipe,
+    dvae_config,
+    fitted_contrastive,
+    fitted_prior,
+)
 from limner.runs.collapse import CollapseWarning
 from limner.runs.material import Material
 from limner.text.bpe import Tokenizer
@@ -49,7 +60,12 @@ class Stages:
 
     def __init__(self, material: Material) -> None:
         self.material, self.recipe, self.out = material, material.recipe, material.out
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = _device()
+
+    def has_dvae(self) -> bool:
+        """Whether there is one that need not be trained."""
+        there = isinstance(self.recipe.dvae, Bundled) or self.recipe.start is not None
+        return there or bool(completed(self.out / "dvae"))
 
     def dvae(self, train: bool = True) -> AnyDVAE:
         """Stage one (§2.1), or the dVAE that the recipe borrows.
@@ -110,10 +126,10 @@ class Stages:
         data = material.tokens(material.train, tokenizer, dvae)
         return self._run("prior", model, stage, data, evaluate, record, hooks).eval()
 
-    def contrastive(self, tokenizer: Tokenizer, dvae: AnyDVAE, train: bool = True) -> Contrastive | None:
-        """The reranker (§2.6)."""
+    def contrastive(self, tokenizer: Tokenizer, dvae: AnyDVAEConfig, train: bool = True) -> Contrastive | None:
+        """The reranker (§2.6), of pictures of the dVAE's size."""
         stage, material = self.recipe.contrastive, self.material
-        config = fitted_contrastive(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
+        config = fitted_contrastive(stage, self.recipe.text, tokenizer.vocab_size, dvae)
         torch.manual_seed(stage.training.seed)
         model = config.build()
         if not train:
@@ -134,12 +150,14 @@ class Stages:
         if name == "dvae":
             model, data = stage.model.build(), material.images(stage)
         else:
-            tokenizer, dvae = material.tokenizer(), self.dvae(train=False)
+            tokenizer = material.tokenizer()
             if name == "prior":
+                dvae = self.dvae(train=False)
                 config = fitted_prior(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
                 data = material.tokens(material.train, tokenizer, dvae)
             else:
-                config = fitted_contrastive(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
+                dvae = self.dvae(train=False).config if self.has_dvae() else dvae_config(self.recipe)
+                config = fitted_contrastive(stage, self.recipe.text, tokenizer.vocab_size, dvae)
                 data = material.captioned(material.train, tokenizer, config.size)
             model = config.build()
         load_weights(model, self.out / name)
@@ -214,3 +232,19 @@ def relate(prior: Transformer, codes: Float[Tensor, "V D"]) -> None:
     for weight in (prior.embed.image.weight, prior.head.image.weight):
         projected = alike @ torch.randn(alike.shape[1], weight.shape[1])
         weight.copy_((weight + projected * (weight.std() / projected.std())) * 0.5**0.5)
+
+
+def reranker(name_or_folder: str | Path) -> tuple[Contrastive, Tokenizer, str]:
+    """The contrastive model of a bundle, or of a run that has trained no other; its tokenizer, and a name."""
+    run = Path(name_or_folder)
+    if catalogue.is_bundle(run) or catalogue.is_bundle(run / "bundle") or not completed(run / "contrastive"):
+        pipe = load(name_or_folder)
+        return pipe.contrastive, pipe.tokenizer, pipe.name
+    recipe, tokenizer = load_json(Recipe, run / "recipe.json"), Tokenizer.load(run / "tokenizer.json")
+    model = fitted_contrastive(recipe.contrastive, recipe.text, tokenizer.vocab_size, dvae_config(recipe)).build()
+    load_weights(model, run / "contrastive")
+    return model.to(_device()).eval(), tokenizer, run.name
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -17,7 +17,7 @@ import torch
 from limner.config import save_json, to_dict
 from limner.files import locked
 from limner.pipeline import TextToImage
-from limner.recipes.recipe import Recipe
+from limner.recipes.recipe import Recipe, dvae_config
 from limner.runs.beside import contrastive_beside, trained_together
 from limner.runs.checks import check
 from limner.runs.material import Material
@@ -50,15 +50,18 @@ def train_all(
             credited = material.credited()
             if before and parallel.is_main:
                 before(wanted)
-        dvae = run.dvae(train="dvae" in wanted)
-        if not {"prior", "contrastive"} & set(wanted):
+        tokenizer = material.tokenizer() if {"prior", "contrastive"} & set(wanted) else None
+        if tokenizer and set(wanted) == {"contrastive"} and not run.has_dvae():  # which it can do without
+            run.contrastive(tokenizer, dvae_config(recipe))
             return None
-        tokenizer = material.tokenizer()
+        dvae = run.dvae(train="dvae" in wanted)
+        if tokenizer is None:
+            return None
         alone = parallel.world == 1 and not torch.are_deterministic_algorithms_enabled()
         both = alone and trained_together(wanted, run.device)
         with contrastive_beside(recipe, data, out, lock) if both else nullcontext() as watch:
             prior = run.prior(tokenizer, dvae, "prior" in wanted, [watch] if watch else [])
-        contrastive = run.contrastive(tokenizer, dvae, train="contrastive" in wanted and not both)
+        contrastive = run.contrastive(tokenizer, dvae.config, train="contrastive" in wanted and not both)
         if prior is None or contrastive is None:
             return None
         info = {

@@ -25,7 +25,7 @@ def main(data: str, out: str) -> None:
     threading.Thread(target=until_the_end, daemon=True).start()
     material = Material.of(load_json(Recipe, Path(out) / "recipe.json"), data, out)
     stages = Stages(material)
-    stages.contrastive(material.tokenizer(), stages.dvae(train=False))
+    stages.contrastive(material.tokenizer(), stages.dvae(train=False).config)
 
 
 if __name__ == "__main__":

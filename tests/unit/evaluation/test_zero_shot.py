@@ -51,7 +51,7 @@ def test_ranks_and_rates(monkeypatch):
     )
     order = torch.tensor([[9, 8, 7, 6, 5, 4, 3], [9, 8, 7, 6, 5, 4, 3], [1, 1, 1, 1, 1, 1, 1], [9, 8, 7, 6, 5, 4, 3]])
     monkeypatch.setattr(zero_shot, "logits", lambda model, prompts, *_: order[:, : len(prompts)].float())
-    result = evaluate(pipe, task)
+    result = evaluate(pipe.contrastive, pipe.tokenizer, task)
     assert result.right[1].tolist() == [True, False, False, False]
     assert result.right[5].tolist() == [True, True, True, False]
     assert result.rates()[1].value == pytest.approx(0.25)
@@ -62,7 +62,7 @@ def test_every_picture_and_prompt_is_counted_once():
     counted = []
     pipe = tiny_pipe()
     task = Task(torch.zeros(5, 3, 24, 24, dtype=torch.uint8), [0] * 5, list("abcde"), ["red", "blue"], ("a {}", "{}"))
-    evaluate(pipe, task, counted.append)
+    evaluate(pipe.contrastive, pipe.tokenizer, task, counted.append)
     assert sum(counted) == 2 * 2 + 5
 
 

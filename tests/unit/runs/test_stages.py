@@ -7,16 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from limner import recipes
 from limner.errors import UserError
+from limner.evaluation.zero_shot import evaluate, scenes
 from limner.files import locked
 from limner.models.contrastive import ContrastiveConfig
+from limner.models.dvae import DVAEConfig
 from limner.models.patches import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.pipeline import TextToImage
 from limner.recipes.recipe import PatchStage
 from limner.runs.material import Material
-from limner.runs.stages import Stages, relate
+from limner.runs.stages import Stages, relate, reranker
 from limner.runs.train import train_all
 from limner.training.metrics_log import read_metrics
 from limner.worlds.writing import write_scenes
@@ -62,6 +65,37 @@ def test_a_refused_command_changes_nothing(data, tmp_path):
     assert json.loads((run / "recipe.json").read_text())["prior"]["training"]["steps"] == 3
 
 
+def test_a_contrastive_model_needs_no_dvae(data, tmp_path):
+    """It is trained alone, knows classes of pictures, and is part of the bundle that a later call completes."""
+    run = tmp_path / "run"
+    assert train_all(RECIPE, data, run, ["contrastive"]) is None
+    assert not (run / "dvae").exists() and not (run / "bundle").exists()
+    model, tokenizer, name = reranker(run)
+    task = scenes(4, model.config.size)
+    found = evaluate(model, tokenizer, task)
+    assert name == "run" and len(found.right[1]) == 4
+    pipe = train_all(RECIPE, data, run, ["dvae", "prior"])
+    assert pipe is not None
+    for one, other in zip(pipe.contrastive.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert reranker(run)[2] == pipe.name
+
+
+def test_the_second_papers_models_are_recipes(data, tmp_path):
+    """In small: ViT-B/32 with the optimiser, the warm-up and the patch dropout of that paper."""
+    recipe = recipes.get("clip-b")
+    model = replace(recipe.contrastive.model, patch=8, width=16, depth=1, heads=2, text_tower=(16, 1, 2), embedding=8)
+    training = replace(recipe.contrastive.training, steps=3, batch_size=4, warmup_steps=2)
+    recipe = replace(
+        recipe,
+        text=replace(recipe.text, vocab=300),
+        dvae=replace(recipe.dvae, model=DVAEConfig(size=24, groups=3, vocab=32, width=8, code_width=8)),
+        contrastive=replace(recipe.contrastive, model=model, training=training),
+    )
+    assert train_all(recipe, data, tmp_path / "run", ["contrastive"]) is None
+    assert reranker(tmp_path / "run")[0].config.patch_norm
+
+
 def test_what_cannot_be_trained_is_found_before_the_first_stage(data, tmp_path):
     wrong = replace(RECIPE, contrastive=replace(RECIPE.contrastive, model=ContrastiveConfig(patch=7, width=32)))
     with pytest.raises(UserError, match="patch must divide"):
@@ -81,7 +115,7 @@ def test_evaluations_of_a_stopped_run_are_those_of_a_whole_one(data, tmp_path):
     dvae = tiny_recipe().dvae.model.build()  # type: ignore[union-attr]
     for name, steps in (("whole", 2), ("parts", 1), ("parts", 2)):
         material = Material.of(with_steps(tiny_recipe(), steps, **often), data, tmp_path / name)
-        Stages(material).contrastive(material.tokenizer(), dvae)
+        Stages(material).contrastive(material.tokenizer(), dvae.config)
     whole, stopped = (
         [row["eval/kept"] for row in read_metrics(tmp_path / name / "contrastive" / "metrics.jsonl")]
         for name in ("whole", "parts")

@@ -22,7 +22,7 @@ class ScoreZeroShot(Checked):
     """Classify pictures with a model's contrastive model and the names of the classes alone."""
 
     model: Positional[str] = "scenes"
-    """A bundled model by name, or a folder."""
+    """A bundled model by name, or a folder; also that of a run which has trained nothing but a contrastive model."""
     data: str | None = None
     """What `limner data emoji` wrote, whose names are the classes; without it, fresh scenes of one thing."""
     split: Literal["train", "held-out"] = "held-out"
@@ -41,16 +41,16 @@ def main(argv: Sequence[str]) -> None:
         place(options.output)
     from limner.data.sources import open_source
     from limner.evaluation import zero_shot as evaluation
-    from limner.pipeline import load
+    from limner.runs.stages import reranker
 
-    pipe = load(options.model)
-    size = pipe.contrastive.config.size
+    model, tokenizer, name = reranker(options.model)
+    size = model.config.size
     if options.data is None:
         task = evaluation.scenes(options.count, size, options.split, options.seed)
     else:
         task = evaluation.pictures_of(open_source(options.data), size, options.split, options.count, options.seed)
     total = len(task.names) * len(task.prompts) + len(task.labels)
     with progress("prompts and pictures", total, unit="text or picture") as bar:
-        result = evaluation.evaluate(pipe, task, bar.advance)
-    print(f"{printable(pipe.name)}, {options.split}\n{result.table()}")
-    keep(result.save, options.output)
+        result = evaluation.evaluate(model, tokenizer, task, bar.advance)
+    print(f"{printable(name)}, {options.split}\n{result.table()}")
+    keep(lambda path: result.save(path, name), options.output)
