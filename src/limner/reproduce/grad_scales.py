@@ -56,8 +56,8 @@ class Training:
 def hooks(kind: str, run: Run) -> Sequence[Hook]:
     """The one that scales."""
     if kind == "resblocks":
-        return [ResblockScalesFast(run.model, run.parallel)]
-    return [LossScaleFast(run.trainable, run.parameters, run.device, run.parallel)] if kind == "loss" else []
+        return [ResblockScalesFast(run)]
+    return [LossScaleFast(run)] if kind == "loss" else []
 
 
 def trial(of: Training) -> Result:

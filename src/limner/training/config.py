@@ -35,8 +35,9 @@ class TrainConfig(Checked):
         ema_warmup: give the first parameters less weight in the average (`Ema`); not in the paper.
         precision: converts the model and sets the format of products; by default bf16 where that is faster. Those of
             `layers/precisions.py` train the blocks of transformers in 8 bits.
-        scaling: of gradients, for backward passes in fp16 (`scaling.py`): a scale for each resblock, as in the paper;
-            one for the loss that follows the gradients; or one that stays, without tensors that overflow.
+        scaling: of gradients, for backward passes in fp16 (`scaling.py`): a scale for each resblock, outside of which
+            all is fp32, as in the paper; one for the loss that follows the gradients; or one that stays, without
+            tensors that overflow.
         checkpoint_activations: recompute activations in the backward pass (models offer
             `set_checkpointing`).
         checkpoint_every, keep: steps between checkpoints, and how many stay.

@@ -15,23 +15,27 @@ where the filter sets Inf and NaN to zero. Without it an overflow in one block w
 the scales of all earlier blocks fall. The gradients of the parameters in between, of norm and branch, are divided by
 the scale where processes average them (`Parallel.unscale`), before they are clipped and applied. A block whose
 gradients are not all finite is left out of the update, alone.
+
+No scale reaches what lies outside the resblocks. It is computed in fp32: embeddings, output layers, the objective
+("Only use 16-bit precision where it is really necessary", D.2).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from limner.errors import UserError
 from limner.models.transformer import Resblock
 from limner.optim.shards import whole
 from limner.training.hooks import Hook
-from limner.training.parallel import Parallel
 from limner.training.run import Run
 
 
@@ -100,24 +104,26 @@ class ResblockScales(Hook):
     GROWTH, FALL = 2 ** (1 / 1_000), 2**0.5  # factors, after an update with finite gradients and after another
     WINDOW = 125  # updates after a fall in which a scale does not fall again
 
-    def __init__(self, model: nn.Module, parallel: Parallel) -> None:
-        blocks = resblocks(model)
+    def __init__(self, run: Run) -> None:
+        blocks = resblocks(run.model)
         self.names = list(blocks)
-        device = next(model.parameters()).device
-        self.scales = torch.full((len(blocks),), self.FIRST, dtype=torch.float32, device=device)
+        self.scales = torch.full((len(blocks),), self.FIRST, dtype=torch.float32, device=run.device)
         self.fell = torch.full((len(blocks),), -self.WINDOW)  # when it last fell
         self.skipped = torch.zeros(len(blocks), dtype=torch.int64)
         self.parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
         self.ends = ExitStack()
+        handles = _around(run.trainable, partial(torch.autocast, run.device.type, enabled=False))
         for i, block in enumerate(blocks.values()):
             scaled = [*block.norm.parameters(), *block.branch.parameters()]  # a layer scale's gain lies beyond them
-            parallel.unscale(scaled, self.scales[i])
-            self.ends.callback(parallel.unscale, scaled, None)
-            for handle in (
+            run.parallel.unscale(scaled, self.scales[i])
+            self.ends.callback(run.parallel.unscale, scaled, None)
+            handles += [
+                *_around(block, partial(run.config.precision.autocast, run.device)),
                 block.norm.register_forward_pre_hook(lambda _, args, i=i: (_Unscaled.apply(args[0], self.scales[i]),)),
                 block.branch.register_forward_hook(lambda _, args, out, i=i: _Scaled.apply(out, self.scales[i])),
-            ):
-                self.ends.callback(handle.remove)
+            ]
+        for handle in handles:
+            self.ends.callback(handle.remove)
 
     def after_backward(self, run: Run) -> None:
         sums = torch.stack([_sum(_grads(block)) for block in self.parameters])
@@ -151,6 +157,23 @@ class ResblockScales(Hook):
             value.copy_(state[name])
 
 
+def _around(module: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> list[RemovableHandle]:
+    """Let each forward pass of a module run within a context, until the handles are removed."""
+    entered: list[AbstractContextManager[object]] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(context())
+        entered[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    return [
+        module.register_forward_pre_hook(enter, prepend=True),
+        module.register_forward_hook(leave, always_call=True),  # also when it raises, as recomputing does at its end
+    ]
+
+
 def _grads(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
@@ -165,13 +188,11 @@ class _OfLoss(Hook):
 
     FIRST = 2.0**16
 
-    def __init__(
-        self, trainable: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device, parallel: Parallel
-    ) -> None:
-        self.parameters, self.parallel, self.skipped = parameters, parallel, 0
-        self.scale = torch.tensor(self.FIRST, dtype=torch.float32, device=device)
-        parallel.unscale(parameters, self.scale)
-        self.handle = trainable.register_forward_hook(
+    def __init__(self, run: Run) -> None:
+        self.parameters, self.parallel, self.skipped = run.parameters, run.parallel, 0
+        self.scale = torch.tensor(self.FIRST, dtype=torch.float32, device=run.device)
+        self.parallel.unscale(self.parameters, self.scale)
+        self.handle = run.trainable.register_forward_hook(
             lambda _, args, found: (_Scaled.apply(found[0], self.scale), found[1])
         )
 
@@ -234,9 +255,5 @@ class TensorScale(_OfLoss):
 
 def scaling(run: Run) -> list[Hook]:
     """The hooks that `config.scaling` asks for."""
-    kind = run.config.scaling
-    if kind == "resblocks":
-        return [ResblockScales(run.model, run.parallel)]
-    if kind == "loss":
-        return [LossScale(run.trainable, run.parameters, run.device, run.parallel)]
-    return [TensorScale(run.trainable, run.parameters, run.device, run.parallel)] if kind == "tensors" else []
+    kinds = {"resblocks": ResblockScales, "loss": LossScale, "tensors": TensorScale}
+    return [kinds[run.config.scaling](run)] if run.config.scaling in kinds else []

@@ -1,5 +1,6 @@
 """Gradient scales: the same gradients where nothing overflows, the paper's rule, skips of one block or tensor alone."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -9,9 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from limner.errors import UserError
+from limner.models.contrastive import ContrastiveConfig
 from limner.models.transformer import TransformerConfig
-from limner.numerics.precision import Fp16
+from limner.numerics.precision import Fp16, Fp32
 from limner.objectives.autoregressive import Autoregressive
+from limner.objectives.contrastive import ContrastiveLoss
 from limner.optim.optimizers import AdamW
 from limner.text import PAD
 from limner.training.config import TrainConfig
@@ -39,7 +42,7 @@ def run_of(kind, model=MODEL, **settings):
     return Run(model.build(), Autoregressive(), replace(TRAIN, scaling=kind, **settings))
 
 
-def gradients(run, hooks=()):
+def gradients(run, hooks=(), of=None):
     """Those that an update would apply, by parameter."""
     found = {}
 
@@ -52,7 +55,7 @@ def gradients(run, hooks=()):
                 )
             )
 
-    update(run, batch(), [*hooks, Look()])
+    update(run, of or batch(), [*hooks, Look()])
     return found
 
 
@@ -92,9 +95,49 @@ def test_resblock_scales_lift_gradients_that_fp16_loses():
     assert error(grads[2]) < 0.05
 
 
+def test_outside_the_resblocks_nothing_is_lost_since_it_is_in_fp32():
+    """What reads patches, both output layers and the objective's product have no scale (D.2)."""
+    towers = ContrastiveConfig(
+        text_vocab=20, text_len=6, size=16, patch=4, width=16, depth=2, heads=2, embedding=8, layer_scale=True
+    )
+    generator = torch.Generator().manual_seed(0)
+    pairs = {
+        "text": torch.randint(1, 20, (8, 6), generator=generator),
+        "pixels": torch.randint(0, 256, (8, 3, 16, 16), generator=generator, dtype=torch.uint8),
+    }
+
+    def small(model, batch, step, generator):
+        loss, found = ContrastiveLoss()(model, batch, step, generator)
+        return loss * 1e-6, found
+
+    torch.manual_seed(1)
+    model = towers.build()
+    for name, p in model.named_parameters():
+        if name.endswith("gain"):
+            nn.init.normal_(p)
+    exact, run = (
+        Run(model, small, replace(TRAIN, precision=precision, scaling=kind))
+        for precision, kind in ((Fp32(), "none"), (Fp16(), "resblocks"))
+    )
+    start = copy.deepcopy(model.state_dict())
+    expected = gradients(exact, of=pairs)
+    model.load_state_dict(start)
+    found = gradients(run, scaling(run), of=pairs)
+    for name, grad in expected.items():
+        assert (found[name] - grad).norm() < 0.05 * grad.norm(), name
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_recomputed_blocks_have_the_same_gradients():
+    plain, again = (run_of("resblocks", precision=Fp16(), checkpoint_activations=on) for on in (False, True))
+    expected, found = (gradients(run, scaling(run)) for run in (plain, again))
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_the_rule_of_appendix_d():
     run = run_of("resblocks")
-    hook = ResblockScales(run.model, run.parallel)
+    hook = ResblockScales(run)
     assert hook.names == [f"blocks.{i}.{part}" for i in (0, 1) for part in ("attention", "mlp")]
     assert hook.scales.tolist() == [ResblockScales.FIRST] * 4
     bad = hook.parameters[2]
@@ -136,7 +179,7 @@ def test_replicas_scale_their_own_mean_as_one_process_does():
     """The loss is a mean over a process's samples, which knows no M: neither does the scale (D.1 with D.3)."""
     run = run_of("resblocks")
     run.parallel.world = 1_024
-    hook = ResblockScales(run.model, run.parallel)
+    hook = ResblockScales(run)
     assert hook.scales.tolist() == [ResblockScales.FIRST] * 4
     hook.scales.fill_(ResblockScales.HIGHEST)
     hook.after_backward(run)
@@ -258,4 +301,4 @@ def test_a_run_that_fails_takes_its_hooks_away(tmp_path):
 def test_a_model_without_resblocks_is_refused_in_a_sentence():
     run = Run(nn.Linear(2, 2), lambda m, b, s, g: (F.mse_loss(m(b["x"]), b["x"]), {}), replace(TRAIN, scaling="loss"))
     with pytest.raises(UserError, match="no resblocks: give it another scaling"):
-        ResblockScales(run.model, run.parallel)
+        ResblockScales(run)
