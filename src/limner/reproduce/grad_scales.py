@@ -56,7 +56,7 @@ class Training:
 def hooks(kind: str, run: Run) -> Sequence[Hook]:
     """The one that scales."""
     if kind == "resblocks":
-        return [ResblockScalesFast(run)]
+        return [ResblockScalesFast(run, FORM)]
     return [LossScaleFast(run)] if kind == "loss" else []
 
 

@@ -33,30 +33,35 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from limner.errors import UserError
+from limner.layers.narrow import narrowed
 from limner.models.transformer import Resblock
+from limner.numerics.formats import FloatFormat
 from limner.optim.shards import whole
 from limner.training.hooks import Hook
 from limner.training.run import Run
 
 
 class _Scaled(torch.autograd.Function):
-    """To fp32; the gradient is multiplied by `scale`, cast to the format that the values had, and filtered.
+    """To fp32; the gradient is multiplied by `scale`, cast to `form` or else the format that the values had, and
+    filtered.
 
     What comes back is fp32 only because what went on is: autograd gives a gradient the format of its tensor.
     """
 
     @staticmethod
-    def forward(x: Tensor, scale: Tensor) -> Tensor:
+    def forward(x: Tensor, scale: Tensor, form: FloatFormat | None) -> Tensor:
         return x.float() if x.dtype != torch.float32 else x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-        ctx.format = inputs[0].dtype
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, scale, ctx.form = inputs
+        ctx.save_for_backward(scale)
+        ctx.format = x.dtype
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return filtered((grad.float() * ctx.saved_tensors[0]).to(ctx.format)), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        scaled = grad.float() * ctx.saved_tensors[0]
+        return filtered(narrowed(scaled, ctx.form) if ctx.form else scaled.to(ctx.format)), None, None
 
 
 class _Unscaled(torch.autograd.Function):
@@ -94,6 +99,9 @@ class ResblockScales(Hook):
     With M processes the paper's scales are M times as large, to make up for a loss that is divided by the samples of
     all (D.3). Ours is the mean over a process's own: the backward pass sees the same without that factor.
 
+    Args:
+        form: in which a block computes gradients, where that is simulated in fp32 (`layers/narrow.py`).
+
     Attributes:
         names: of the R resblocks.
         scales: fp32 [R].
@@ -104,7 +112,7 @@ class ResblockScales(Hook):
     GROWTH, FALL = 2 ** (1 / 1_000), 2**0.5  # factors, after an update with finite gradients and after another
     WINDOW = 125  # updates after a fall in which a scale does not fall again
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, form: FloatFormat | None = None) -> None:
         blocks = resblocks(run.model)
         self.names = list(blocks)
         self.scales = torch.full((len(blocks),), self.FIRST, dtype=torch.float32, device=run.device)
@@ -120,7 +128,7 @@ class ResblockScales(Hook):
             handles += [
                 *_around(block, partial(run.config.precision.autocast, run.device)),
                 block.norm.register_forward_pre_hook(lambda _, args, i=i: (_Unscaled.apply(args[0], self.scales[i]),)),
-                block.branch.register_forward_hook(lambda _, args, out, i=i: _Scaled.apply(out, self.scales[i])),
+                block.branch.register_forward_hook(lambda _, args, out, i=i: _Scaled.apply(out, self.scales[i], form)),
             ]
         for handle in handles:
             self.ends.callback(handle.remove)
@@ -193,7 +201,7 @@ class _OfLoss(Hook):
         self.scale = torch.tensor(self.FIRST, dtype=torch.float32, device=run.device)
         self.parallel.unscale(self.parameters, self.scale)
         self.handle = run.trainable.register_forward_hook(
-            lambda _, args, found: (_Scaled.apply(found[0], self.scale), found[1])
+            lambda _, args, found: (_Scaled.apply(found[0], self.scale, None), found[1])
         )
 
     def close(self) -> None:

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from limner.errors import UserError
+from limner.layers.precisions import Narrow
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.transformer import TransformerConfig
+from limner.numerics.formats import FloatFormat
 from limner.numerics.precision import Fp16, Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.contrastive import ContrastiveLoss
@@ -21,7 +23,7 @@ from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.parallel import Single
 from limner.training.run import Run
-from limner.training.scaling import ResblockScales, scaling
+from limner.training.scaling import ResblockScales, _Scaled, scaling
 from limner.training.stability import Stability
 from limner.training.step import update
 
@@ -126,6 +128,28 @@ def test_outside_the_resblocks_nothing_is_lost_since_it_is_in_fp32():
     for name, grad in expected.items():
         assert (found[name] - grad).norm() < 0.05 * grad.norm(), name
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_simulated_format_enters_a_block_as_fp16_does():
+    """What fp16 holds is rounded alike; what neither holds is zero in both."""
+    torch.manual_seed(0)
+    grad = torch.randn(4_000) * torch.exp2(torch.randint(-45, 2, (4_000,)))
+    grad[:3] = torch.tensor([torch.inf, -torch.nan, 1e9])
+    found = []
+    for format, form in ((torch.float16, None), (torch.float32, FloatFormat(1, 5, 10))):
+        x = torch.zeros(4_000, dtype=format, requires_grad=True)
+        _Scaled.apply(x, torch.tensor(2.0**13), form).backward(grad)
+        found.append(x.grad.float())
+    assert torch.equal(*found) and not found[0][:3].any() and (found[0] == 0).float().mean() > 0.1
+
+
+def test_an_overflow_in_a_simulated_format_leaves_the_block_alone():
+    """As it does in fp16: what is too large on the way into a block is zero there, and no update of it is skipped."""
+    run = run_of("none", precision=Narrow(form=FloatFormat(1, 4, 3)))
+    hook = ResblockScales(run, FloatFormat(1, 4, 3))
+    hook.scales.fill_(ResblockScales.HIGHEST)
+    found = gradients(run, [hook])
+    assert hook.skipped.sum() == 0 and all(grad.isfinite().all() for grad in found.values())
 
 
 def test_recomputed_blocks_have_the_same_gradients():
