@@ -58,7 +58,7 @@ def product(
     bias: Float[Tensor, " n"] | None = None,
     dtype: torch.dtype = torch.float32,
     *,
-    tally: int = 0,
+    tally: Tensor | None = None,
     of: Product = "forward",
 ) -> Float[Tensor, "m n"]:
     """scale_a scale_b^T * (a b^T) + bias: [m, n] in `dtype`. As `int8.product`, of float8 matrices."""
@@ -83,7 +83,7 @@ def _product(
     scale_b: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
-    tally: int,
+    tally: Tensor | None,
     of: str,
 ) -> Tensor:
     chosen, why = kernel(a, b)
@@ -111,7 +111,7 @@ def _(
     scale_b: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
-    tally: int,
+    tally: Tensor | None,
     of: str,
 ) -> Tensor:
     return a.new_empty(len(a), len(b), dtype=dtype)
@@ -121,20 +121,20 @@ class _Fp8SwitchBack(Saves):
     """Algorithm 1 with float8cast(x / absmax) in the place of round(127 x / absmax)."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: int) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor) -> Tensor:
         (q, state_x), (w, state_w) = row_wise(x, E4M3), tensor_wise(weight, E4M3)
         return product(q, w, state_x, state_w, bias, x.dtype, tally=tally)
 
     @staticmethod
     @once
     def backward(ctx: Any, g: Tensor) -> Gradients:
-        x, weight = ctx.saved_tensors
+        x, weight, tally = ctx.saved_tensors
         by_x = by_weight = by_bias = None
         if ctx.needs_input_grad[0]:
             (q, state_g), (w, state_w) = row_wise(g, E5M2), tensor_wise(weight, E4M3)
-            by_x = product(q, w.mT, state_g, state_w, None, g.dtype, tally=ctx.tally, of="input gradient")
+            by_x = product(q, w.mT, state_g, state_w, None, g.dtype, tally=tally, of="input gradient")
         if ctx.needs_input_grad[1]:
-            by_weight = weight_gradient(g, x, weight.dtype, ctx.tally)
+            by_weight = weight_gradient(g, x, weight.dtype, tally)
         if ctx.needs_input_grad[2]:
             by_bias = bias_gradient(g, weight.dtype)
         return by_x, by_weight, by_bias, None
@@ -144,23 +144,23 @@ class _Fp8TensorWise(Saves):
     """The baseline of §2.3: inputs, weights and gradients with one scale each, all products in float8."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: int) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor) -> Tensor:
         (q, state_x), (w, state_w) = tensor_wise(x, E4M3), tensor_wise(weight, E4M3)
         return product(q, w, state_x, state_w, bias, x.dtype, tally=tally)
 
     @staticmethod
     @once
     def backward(ctx: Any, g: Tensor) -> Gradients:
-        x, weight = ctx.saved_tensors
+        x, weight, tally = ctx.saved_tensors
         values, state_g = tensor_wise(g, E5M2)
         by_x = by_weight = by_bias = None
         if ctx.needs_input_grad[0]:
             w, state_w = tensor_wise(weight, E4M3)
-            by_x = product(values, w.mT, state_g, state_w, None, g.dtype, tally=ctx.tally, of="input gradient")
+            by_x = product(values, w.mT, state_g, state_w, None, g.dtype, tally=tally, of="input gradient")
         if ctx.needs_input_grad[1]:
             q, state_x = tensor_wise(x, E4M3)
             by_weight = product(
-                values.mT, q.mT, state_g, state_x, None, weight.dtype, tally=ctx.tally, of="weight gradient"
+                values.mT, q.mT, state_g, state_x, None, weight.dtype, tally=tally, of="weight gradient"
             )
         if ctx.needs_input_grad[2]:
             by_bias = bias_gradient(g, weight.dtype)

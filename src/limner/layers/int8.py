@@ -44,7 +44,7 @@ def product(
     bias: Float[Tensor, " n"] | None = None,
     dtype: torch.dtype = torch.float32,
     *,
-    tally: int = 0,
+    tally: Tensor | None = None,
     of: Product = "forward",
 ) -> Float[Tensor, "m n"]:
     """scale_a scale_b^T * (a b^T) + bias: [m, n] in `dtype`.
@@ -53,7 +53,7 @@ def product(
         a, b: int8 [m, k] and [n, k], no entry -128; b may be a transposed view.
         scale_a, scale_b: fp32 [m] or [], [n] or [].
         bias: [n].
-        tally, of: in whose tally (`Tally.number`; 0 is nobody's), and as which product, it is counted.
+        tally, of: in whose tally (`Tally.number`), if any, and as which product, it is counted.
     """
     return _product(a, b, scale_a, scale_b, bias, dtype, tally, of)
 
@@ -103,7 +103,7 @@ def _product(
     scale_b: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
-    tally: int,
+    tally: Tensor | None,
     of: str,
 ) -> Tensor:
     chosen, why = kernel(a, b)
@@ -140,7 +140,7 @@ def _(
     scale_b: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
-    tally: int,
+    tally: Tensor | None,
     of: str,
 ) -> Tensor:
     return a.new_empty(len(a), len(b), dtype=dtype)

@@ -92,9 +92,9 @@ class Saves(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, int], output: Any) -> None:
-        x, weight, _, ctx.tally = inputs
-        ctx.save_for_backward(x, weight)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor], output: Any) -> None:
+        x, weight, _, tally = inputs
+        ctx.save_for_backward(x, weight, tally)
 
 
 class _Refusal(torch.autograd.Function):
@@ -133,7 +133,7 @@ def once(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     return refusing
 
 
-def weight_gradient(g: Float[Tensor, "b m"], x: Float[Tensor, "b n"], dtype: torch.dtype, tally: int) -> Tensor:
+def weight_gradient(g: Float[Tensor, "b m"], x: Float[Tensor, "b n"], dtype: torch.dtype, tally: Tensor) -> Tensor:
     """g^T x in 16 bits, given in `dtype` [m, n]: the product that SwitchBack leaves in higher precision.
 
     On a GPU it is computed in the format of x if that is a 16-bit one; else in bf16 where the hardware multiplies it
@@ -145,7 +145,7 @@ def weight_gradient(g: Float[Tensor, "b m"], x: Float[Tensor, "b n"], dtype: tor
 
 @looped
 @torch.library.custom_op("limner::weight_gradient", mutates_args=())
-def _weight_gradient(g: Tensor, x: Tensor, tally: int) -> Tensor:
+def _weight_gradient(g: Tensor, x: Tensor, tally: Tensor) -> Tensor:
     if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16):
         dtype = x.dtype
     else:  # a CPU has no fast product in fp16, and bf16 would round what fp16 holds
@@ -156,7 +156,7 @@ def _weight_gradient(g: Tensor, x: Tensor, tally: int) -> Tensor:
 
 
 @_weight_gradient.register_fake
-def _(g: Tensor, x: Tensor, tally: int) -> Tensor:
+def _(g: Tensor, x: Tensor, tally: Tensor) -> Tensor:
     return g.new_empty(g.shape[1], x.shape[1], dtype=torch.float32)
 
 

@@ -34,20 +34,20 @@ class _SwitchBack(Saves):
     """Algorithm 1."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: int) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor) -> Tensor:
         (q, state_x), (w, state_w) = row_wise(x), tensor_wise(weight)
         return int8.product(q, w, state_x, state_w, bias, x.dtype, tally=tally)  # equation 2
 
     @staticmethod
     @once
     def backward(ctx: Any, g: Tensor) -> Gradients:
-        x, weight = ctx.saved_tensors
+        x, weight, tally = ctx.saved_tensors
         by_x = by_weight = by_bias = None
         if ctx.needs_input_grad[0]:
             (q, state_g), (w, state_w) = row_wise(g), tensor_wise_transposed(weight)
-            by_x = int8.product(q, w, state_g, state_w, None, g.dtype, tally=ctx.tally, of="input gradient")
+            by_x = int8.product(q, w, state_g, state_w, None, g.dtype, tally=tally, of="input gradient")
         if ctx.needs_input_grad[1]:
-            by_weight = weight_gradient(g, x, weight.dtype, ctx.tally)
+            by_weight = weight_gradient(g, x, weight.dtype, tally)
         if ctx.needs_input_grad[2]:
             by_bias = bias_gradient(g, weight.dtype)
         return by_x, by_weight, by_bias, None
@@ -59,28 +59,30 @@ class _SwitchBackM(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: int) -> tuple[Tensor, ...]:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor) -> tuple[Tensor, ...]:
         (q, state_x), (w, state_w) = row_wise(x), tensor_wise(weight)
         return int8.product(q, w, state_x, state_w, bias, x.dtype, tally=tally), q, state_x, w, state_w
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, int], output: tuple[Tensor, ...]) -> None:
-        _, weight, _, ctx.tally = inputs
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor], output: tuple[Tensor, ...]
+    ) -> None:
+        _, weight, _, tally = inputs
         ctx.format = weight.dtype
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*output[1:])
+        ctx.save_for_backward(*output[1:], tally)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @once
     def backward(ctx: Any, g: Tensor, *_: Any) -> Gradients:
-        q, state_x, w, state_w = ctx.saved_tensors
+        q, state_x, w, state_w, tally = ctx.saved_tensors
         by_x = by_weight = by_bias = None
         if ctx.needs_input_grad[0]:
             values, state_g = row_wise(g)
-            by_x = int8.product(values, w.mT, state_g, state_w, None, g.dtype, tally=ctx.tally, of="input gradient")
+            by_x = int8.product(values, w.mT, state_g, state_w, None, g.dtype, tally=tally, of="input gradient")
         if ctx.needs_input_grad[1]:
-            by_weight = weight_gradient(g, dequantize(q, state_x).to(g.dtype), ctx.format, ctx.tally)
+            by_weight = weight_gradient(g, dequantize(q, state_x).to(g.dtype), ctx.format, tally)
         if ctx.needs_input_grad[2]:
             by_bias = bias_gradient(g, ctx.format)
         return by_x, by_weight, by_bias, None
@@ -90,19 +92,19 @@ class _SwitchBackQ(Saves):
     """Algorithm 4: the weight has a scale for each row of what is multiplied."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: int) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor) -> Tensor:
         (q, state_x), (w, state_w) = row_wise(x), row_wise(weight)
         return int8.product(q, w, state_x, state_w, bias, x.dtype, tally=tally)  # equation 4
 
     @staticmethod
     @once
     def backward(ctx: Any, g: Tensor) -> Gradients:
-        x, weight = ctx.saved_tensors
+        x, weight, tally = ctx.saved_tensors
         by_x = by_weight = by_bias = None
         if ctx.needs_input_grad[0]:
-            by_x = _by_columns(g, weight, ctx.tally)
+            by_x = _by_columns(g, weight, tally)
         if ctx.needs_input_grad[1]:
-            by_weight = weight_gradient(g, x, weight.dtype, ctx.tally)
+            by_weight = weight_gradient(g, x, weight.dtype, tally)
         if ctx.needs_input_grad[2]:
             by_bias = bias_gradient(g, weight.dtype)
         return by_x, by_weight, by_bias, None
@@ -120,21 +122,21 @@ class _LLMInt8(Saves):
     @staticmethod
     @once
     def backward(ctx: Any, g: Tensor) -> Gradients:
-        x, weight = ctx.saved_tensors
+        x, weight, tally = ctx.saved_tensors
         by_x = by_weight = by_bias = None
         if ctx.needs_input_grad[0]:
-            by_x = _by_columns(g, weight, ctx.tally)
+            by_x = _by_columns(g, weight, tally)
         if ctx.needs_input_grad[1]:
             (values, state_g), (q, state_x) = column_wise(g), column_wise(x)
             by_weight = int8.product(
-                values.mT, q.mT, state_g, state_x, None, weight.dtype, tally=ctx.tally, of="weight gradient"
+                values.mT, q.mT, state_g, state_x, None, weight.dtype, tally=tally, of="weight gradient"
             )
         if ctx.needs_input_grad[2]:
             by_bias = bias_gradient(g, weight.dtype)
         return by_x, by_weight, by_bias, None
 
 
-def _by_columns(g: Tensor, weight: Tensor, tally: int) -> Tensor:
+def _by_columns(g: Tensor, weight: Tensor, tally: Tensor) -> Tensor:
     """The input gradient g W in 8 bits, with a scale for each row of g and each column of the weight."""
     (q, state_g), (w, state_w) = row_wise(g), column_wise(weight)
     return int8.product(q, w.mT, state_g, state_w, None, g.dtype, tally=tally, of="input gradient")
@@ -144,13 +146,13 @@ class _Standard(Saves):
     """Algorithm 5: what a layer costs as an autograd function without 8 bits."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: int) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor) -> Tensor:
         y = x @ weight.to(x.dtype).mT
         return y if bias is None else y + bias.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Gradients:
-        x, weight = ctx.saved_tensors
+        x, weight, _ = ctx.saved_tensors
         by_x = by_weight = by_bias = None
         if ctx.needs_input_grad[0]:
             by_x = g @ weight.to(g.dtype)

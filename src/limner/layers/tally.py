@@ -16,6 +16,9 @@ from itertools import count
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
+import torch
+from torch import Tensor
+
 Product = Literal["forward", "input gradient", "weight gradient"]
 Counts = Counter[tuple[str, str, str]]  # by product, kernel, and why it was not the fast one ("" if it was)
 
@@ -27,14 +30,16 @@ class Tally:
     """The counts of one layer. A copy of the layer counts anew.
 
     Attributes:
-        number: by which operations, which take no Python objects, find it; 0 is nobody's.
+        number: by which operations, which take no Python objects, find it: int64 [] on the CPU. With an `int`
+            `torch.compile` would make code for each layer of a model, and give up after eight.
         counts: of its products.
     """
 
     def __init__(self) -> None:
-        self.number = next(_numbers)
+        number = next(_numbers)
+        self.number = torch.tensor(number, device="cpu")
         self.counts: Counts = Counter()
-        _tallies[self.number] = self
+        _tallies[number] = self
 
     def __deepcopy__(self, memo: object) -> Tally:
         return Tally()
@@ -43,9 +48,9 @@ class Tally:
         return Tally, ()
 
 
-def count_product(number: int, product: str, kernel: str, why: str = "") -> None:
+def count_product(number: Tensor | None, product: str, kernel: str, why: str = "") -> None:
     """Count one product in the tally of this number, if there is one."""
-    if (tally := _tallies.get(number)) is not None:
+    if number is not None and (tally := _tallies.get(int(number))) is not None:
         tally.counts[product, kernel, why] += 1
 
 

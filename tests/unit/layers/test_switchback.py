@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.func import functional_call, grad, hessian, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -140,6 +141,22 @@ def test_compiled_it_is_the_same_and_counts_the_same(kind, backend):
     for one, other in zip(run(compiled, x, g), want, strict=True):
         torch.testing.assert_close(one, other)
     assert layer.tally.counts.total() == 2 * each == (6 if kind in COUNTED else 0)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("kind", COUNTED)
+def test_blocks_of_a_model_share_the_code_that_is_compiled_for_one(kind):
+    torch._dynamo.reset()
+    blocks, compiled = [nn.Sequential(nn.LayerNorm(8), kind(8, 8)) for _ in range(12)], CompileCounter()
+    for block in blocks:
+        block.compile(backend=compiled)
+    x = y = torch.randn(4, 8, requires_grad=True)
+    for block in blocks:
+        y = block(y)
+    y.sum().backward()
+    assert compiled.frame_count == 1
+    assert all(block[1].tally.counts == blocks[0][1].tally.counts for block in blocks)
+    assert blocks[0][1].tally.counts.total() == 3 and x.grad is not None
 
 
 @pytest.mark.parametrize("kind", COUNTED)
