@@ -96,12 +96,14 @@ class FloatFormat(Checked):
         """Codes of the nearest numbers, ties to even; x is converted to fp32 first if it is something else.
 
         With a `generator`, rounding is stochastic instead: up or down to a neighbour, with probabilities that make the
-        mean x. Codes go to `out` if given; in memory they lie in the order of x.
+        mean x. Codes go to `out` if given, wherever it lies; else, in memory, they are in the order of x.
         """
         x = _dense(x.detach().float())
         codes = torch.empty_like(x, dtype=self.dtype) if out is None else out
         if codes.dtype != self.dtype or codes.shape != x.shape:
             raise ValueError(f"codes in {self} of {list(x.shape)} need an `out` of {self.dtype} and of that shape")
+        if codes is not _dense(codes):
+            return codes.copy_(self.pack(x, generator))
         if codes.stride() != x.stride():
             x = torch.empty_like(codes, dtype=x.dtype).copy_(x)
         values, into = _flat(x), _flat(codes)

@@ -21,6 +21,20 @@ def test_codes_keep_shape_and_layout() -> None:
     assert torch.equal(E6M9.pack(x.double()), codes)
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+def test_codes_go_to_a_part_of_a_tensor_and_nowhere_else(seed: int | None) -> None:
+    def drawn() -> torch.Generator | None:
+        return None if seed is None else torch.Generator().manual_seed(seed)
+
+    x = torch.randn(4, 3)
+    for part in (lambda y: y[:4, :3], lambda y: y[::2, 1:4], lambda y: y[4:, -3:], lambda y: y.T[:4, :3]):
+        memory = torch.full((8, 7), -1, dtype=torch.int16)
+        out = part(memory)
+        assert E6M9.pack(x, drawn(), out=out) is out and torch.equal(out, E6M9.pack(x, drawn()))
+        out.fill_(-1)
+        assert (memory == -1).all()
+
+
 def test_pieces_make_no_difference() -> None:
     x = torch.randn(100_001)
     assert torch.equal(E6M9.pack(x), E6M9._encoded(x, None))
