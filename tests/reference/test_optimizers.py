@@ -174,7 +174,7 @@ def test_packed_moments_are_rounded_ones(make: type[torch.optim.Optimizer]) -> N
 
 def test_variance_is_clipped_before_it_is_used() -> None:
     p = nn.Parameter(torch.zeros(1))
-    optimizer = AdamW16([p], lr=1.0, betas=(0.0, 0.5), weight_decay=0.0, eps=0.0)
+    optimizer = AdamW16([p], lr=1.0, betas=(0.0, 0.5), weight_decay=0.0, eps=1e-30)
     p.grad = torch.tensor([100.0])
     optimizer.step()
     assert optimizer.state[p]["exp_avg_sq"].item() == 5.0

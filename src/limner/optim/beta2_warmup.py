@@ -27,8 +27,6 @@ class Beta2WarmupAdamW(MomentOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        if power <= 0:
-            raise ValueError(f"power is above 0, not {power}")
         super().__init__(params, lr, (beta1,), eps, weight_decay, power=power)
 
     def _update(
@@ -41,7 +39,7 @@ class Beta2WarmupAdamW(MomentOptimizer):
         variances: list[Tensor],
         counts: list[int],
     ) -> None:
-        n, (beta1,) = len(counts), group["betas"]
+        n, (beta1, *_) = len(counts), group["betas"]  # of which AdamW has saved two
         adamw_(
             parameters, gradients, means, variances, rates=[group["lr"]] * n,
             betas=(beta1, [1 - count ** -group["power"] for count in counts]),

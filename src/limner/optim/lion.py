@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from limner.optim.moments import together
+from limner.optim.moments import require, together
 
 
 class Lion(torch.optim.Optimizer):
@@ -30,9 +30,12 @@ class Lion(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        if not all(0 <= beta < 1 for beta in betas) or lr < 0 or weight_decay < 0:
-            raise ValueError(f"betas are in [0, 1), lr and weight_decay 0 or more, not {betas}, {lr}, {weight_decay}")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. Raises `ValueError` for settings that cannot be."""
+        require(self.defaults | param_group)
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -26,7 +26,24 @@ from limner.numerics.formats import E6M9, UE6M10
 from limner.optim.shards import local
 
 FORMATS = {"exp_avg": E6M9, "exp_avg_sq": UE6M10}
+SMALLEST = torch.finfo(torch.float32).tiny  # above zero, of full precision
+_SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "lr": ("lr is finite and 0 or more", lambda x: 0 <= x < inf),
+    "betas": ("betas are in [0, 1)", lambda x: all(0 <= beta < 1 for beta in x)),
+    "momentum": ("momentum is in [0, 1)", lambda x: 0 <= x < 1),
+    "eps": (f"eps is finite and at least {SMALLEST:.2g}, since 0 / 0 is no update", lambda x: SMALLEST <= x < inf),
+    "weight_decay": ("weight_decay is finite and 0 or more", lambda x: 0 <= x < inf),
+    "power": ("power is above 0", lambda x: x > 0),
+    "most": ("most is above 0", lambda x: x > 0),
+}
 _AT_ONCE = 1 << 17  # values of small tensors that are updated together, within a core's cache
+
+
+def require(group: Mapping[str, Any]) -> None:
+    """Raises `ValueError` if a setting of a group of parameters cannot be; NaN can nowhere."""
+    for name, (says, fits) in _SETTINGS.items():
+        if name in group and not fits(group[name]):
+            raise ValueError(f"{says}, not {group[name]}")
 
 
 def read(state: Mapping[str, Tensor], moment: str) -> Tensor:
@@ -48,13 +65,11 @@ class MomentOptimizer(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, ...], eps: float, weight_decay: float, **others: Any
     ) -> None:
-        if not all(0 <= beta < 1 for beta in betas) or min(lr, eps, weight_decay) < 0:
-            settings = f"{betas}, {lr}, {eps}, {weight_decay}"
-            raise ValueError(f"betas are in [0, 1), lr, eps and weight_decay 0 or more, not {settings}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **others})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Raises `ValueError` for parameters of 16 bits."""
+        """As in torch. Raises `ValueError` for parameters of 16 bits and for settings that cannot be."""
+        require(self.defaults | param_group)
         super().add_param_group(param_group)
         for p in param_group["params"]:
             if p.dtype not in (torch.float32, torch.float64):
@@ -73,8 +88,12 @@ class MomentOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but that every tensor stays as it was saved: torch makes codes fp32."""
+        """As in torch, but that every tensor stays as it was saved: torch makes codes fp32. Settings that another
+        optimiser of this family has not saved, torch's AdamW say, stay as they are."""
+        before = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, own in zip(self.param_groups, before, strict=True):
+            group |= own | group
         numbers = (i for group in state_dict["param_groups"] for i in group["params"])
         parameters = (p for group in self.param_groups for p in group["params"])
         for i, p in zip(numbers, parameters, strict=True):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from limner.optim.moments import require
 from limner.optim.shards import like, whole
 
 _STEPS = 5
@@ -67,7 +68,12 @@ class Muon(torch.optim.Optimizer):
         self, params: Iterable[Any], lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.0
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        if any(p.ndim != 2 for group in self.param_groups for p in group["params"]):
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. Raises `ValueError` for what is no matrix, and for settings that cannot be."""
+        require(self.defaults | param_group)
+        super().add_param_group(param_group)
+        if any(p.ndim != 2 for p in param_group["params"]):
             raise ValueError("Muon updates matrices: parameters of two dimensions")
 
     @torch.no_grad()

@@ -62,7 +62,7 @@ def cut(shape: Sequence[int], shards: int) -> int:
 def mean(parts: list[Tensor], of: list[Tensor]) -> Tensor:
     """The mean over all shards of each tensor: [n] from the sums over this process's shards of n tensors shaped and
     shared as `of`."""
-    sums = torch.stack(parts)
+    sums = torch.stack(torch._foreach_div(parts, [float(x.numel()) for x in of]))  # numbers that no device waits for
     if of and sharded(of[0]):
         from torch import distributed
 
@@ -70,7 +70,7 @@ def mean(parts: list[Tensor], of: list[Tensor]) -> Tensor:
         for dimension, placement in enumerate(shared.placements):
             if placement.is_shard():
                 distributed.all_reduce(sums, group=shared.device_mesh.get_group(dimension))
-    return sums / torch.tensor([x.numel() for x in of], dtype=sums.dtype, device=sums.device)
+    return sums
 
 
 def divide(scales: Mapping[Tensor, Tensor | None]) -> None:

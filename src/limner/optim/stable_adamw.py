@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from limner.numerics.fused import Fused
-from limner.optim.moments import MomentOptimizer, adamw_, corrections
+from limner.optim.moments import SMALLEST, MomentOptimizer, adamw_, corrections
 from limner.optim.shards import mean
 
 
@@ -53,6 +53,10 @@ class StableAdamW(MomentOptimizer):
     ) -> None:
         self._rms: list[tuple[list[Tensor], Tensor]] = []
         super().__init__(params, lr, betas, eps, weight_decay, clip_decay=clip_decay, packed=packed)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._rms = []  # a copy's last step is nobody's
 
     def step(self, closure: Any = None) -> Any:
         """As `MomentOptimizer.step`; afterwards `rms` tells of this step."""
@@ -111,9 +115,9 @@ def root_mean_squares(
 ) -> Tensor:
     """RMS_t of n tensors, [n]. `variances` are those before the step; c2 = 1 - beta2^t corrects the bias after it.
     Gradients and variances are this process's shards, or all, of the `whole` tensors."""
-    floors = [eps**2 * c for c in c2]
+    floors = [max(eps**2 * c, SMALLEST) for c in c2]
     if len(gradients) == 1 and _sum_of_squares.compiles(gradients[0]):
-        constants = torch.tensor([beta2, floors[0]], dtype=torch.float32, device=gradients[0].device)
+        constants = torch.stack([variances[0].new_full((), constant) for constant in (beta2, floors[0])])
         sums = [_sum_of_squares(gradients[0], variances[0], constants)]
     else:
         squares = torch._foreach_mul(gradients, gradients)

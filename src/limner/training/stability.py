@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from limner.metrics.spikes import RMS, TOGETHER
 from limner.models.transformer import Block
-from limner.optim.moments import read
+from limner.optim.moments import SMALLEST, read
 from limner.optim.shards import local, mean
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
@@ -139,8 +139,10 @@ def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tenso
                 state = optimizer.state.get(p, {})
                 if p.grad is None or "exp_avg_sq" not in state:
                     continue
-                step, warms = int(state["step"]) + 1, "power" in group  # a warming beta2 begins at 0: no bias
-                beta = 1 - step ** -group["power"] if warms else group["betas"][1]
+                warms = "power" in group  # a warming beta2 begins at 0: no bias
+                step = state["step"].double() + 1  # where it is: the host waits for no device
+                beta = 1 - step ** -group["power"] if warms else torch.full_like(step, group["betas"][1])
                 square = local(p.grad).float().square()
-                u = torch.lerp(square, read(state, "exp_avg_sq").float(), beta) / (1 if warms else 1 - beta**step)
-                yield p, mean([(square / u.clamp_min(group["eps"] ** 2)).sum()], [p])[0].sqrt()
+                u = beta * read(state, "exp_avg_sq").float() + (1 - beta) * square
+                u = (u if warms else u / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST))
+                yield p, mean([(square / u).sum()], [p])[0].sqrt()

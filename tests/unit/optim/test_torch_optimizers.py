@@ -2,13 +2,16 @@
 
 import copy
 import io
+import math
+import pickle
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from limner.optim import AdamW16, Beta2WarmupAdamW, Lion, StableAdamW
+from limner.optim import AdamW16, Beta2WarmupAdamW, Lion, Muon, StableAdamW
+from limner.training.stability import rms
 
 Make = Callable[..., torch.optim.Optimizer]
 MAKES = [AdamW16, Beta2WarmupAdamW, Lion, StableAdamW, lambda ps: StableAdamW(ps, packed=True)]
@@ -110,14 +113,78 @@ def test_what_is_left_out_keeps_its_moments_and_its_count() -> None:
     assert optimizer.rms([("a", a), ("b", b)]).keys() == {"a"}
 
 
-def test_settings_and_parameters_that_cannot_be_are_refused() -> None:
-    p = nn.Parameter(torch.zeros(2))
-    for make in (AdamW16, StableAdamW, Lion):
-        with pytest.raises(ValueError, match=r"betas are in \[0, 1\)"):
-            make([p], betas=(0.9, 1.0))
-        with pytest.raises(ValueError, match="lr"):
-            make([p], lr=-1.0)
-    with pytest.raises(ValueError, match="power is above 0"):
-        Beta2WarmupAdamW([p], power=0.0)
+@pytest.mark.parametrize("make", [*MAKES, Muon])
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("betas", betas) for betas in ((0.9, 1.0), (math.nan, 0.9), (-0.1, 0.9))),
+        *((name, value) for name in ("lr", "weight_decay") for value in (-1.0, math.nan, math.inf)),
+        *(("eps", value) for value in (0.0, -1e-8, math.nan, 1e-46)),
+        *(("power", value) for value in (0.0, math.nan)),
+        *(("momentum", value) for value in (1.0, math.nan)),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_of_a_group_too(make: Make, name: str, wrong: object) -> None:
+    p, q = (nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
+    optimizer = make([p])
+    if name not in optimizer.defaults:
+        return
+    with pytest.raises(ValueError, match=rf"^{name} (is|are) .*, not .*"):
+        make([{"params": [p], name: wrong}])
+    with pytest.raises(ValueError, match=rf"^{name} (is|are) .*, not .*"):
+        optimizer.add_param_group({"params": [q], name: wrong})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_parameters_stay_in_fp32() -> None:
     with pytest.raises(ValueError, match="stay in fp32, not torch.bfloat16"):
         StableAdamW([nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))])
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_goes_on_bit_for_bit(make: Make, twin: Callable[..., tuple[nn.Module, torch.optim.Optimizer]]) -> None:
+    net = model()
+    optimizer = make(net.parameters())
+    steps(net, optimizer, 0, 3)
+    other, copied = twin((net, optimizer))
+    if isinstance(copied, StableAdamW):
+        assert copied.rms(other.named_parameters()) == {}
+    steps(net, optimizer, 3, 6)
+    steps(other, copied, 3, 6)
+    assert all(map(torch.equal, net.parameters(), other.parameters()))
+    if isinstance(copied, StableAdamW) and isinstance(optimizer, StableAdamW):
+        assert copied.rms(other.named_parameters()) == optimizer.rms(net.named_parameters()) != {}
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_a_state_of_torchs_adamw_is_gone_on_from(make: Make) -> None:
+    net = model()
+    before = torch.optim.AdamW(net.parameters(), lr=3e-4, betas=(0.8, 0.9))
+    steps(net, before, 0, 3)
+    after = make(net.parameters())
+    own = {name: value for name, value in after.param_groups[0].items() if name not in before.param_groups[0]}
+    after.load_state_dict(before.state_dict())
+    (group,) = after.param_groups
+    assert group["lr"] == 3e-4 and group["betas"] == (0.8, 0.9) and {name: group[name] for name in own} == own
+    steps(net, after, 3, 6)
+    assert all(p.isfinite().all() for p in net.parameters())
+    if not isinstance(after, Lion):  # pyright: ignore
+        assert int(after.state[net[2].weight]["step"]) == 6  # pyright: ignore
+
+
+@pytest.mark.parametrize("make", [AdamW16, Beta2WarmupAdamW, StableAdamW])
+@pytest.mark.parametrize("eps", [1e-23, 1.2e-38])
+@pytest.mark.parametrize("size", [3, 400])
+def test_no_gradient_and_a_tiny_eps_are_no_nan(make: Make, eps: float, size: int) -> None:
+    p = nn.Parameter(torch.ones(size, size))
+    optimizer = make([p], eps=eps, weight_decay=0.0)
+    for scale in (0.0, 1e-30, 1.0):
+        p.grad = torch.zeros(size, size)
+        p.grad[0] = scale
+        for _, value in rms([optimizer]):
+            assert value.isfinite()
+        optimizer.step()
+        assert p.isfinite().all()
+    if isinstance(optimizer, StableAdamW):
+        assert 0 < optimizer.rms([("p", p)])["p"] < 2
