@@ -77,7 +77,7 @@ class Int8Linear(nn.Module):
             y = torch._weight_int8pack_mm(rows.contiguous(), self.weight, self.scale)
         else:
             y = F.linear(rows, self.weight.to(x.dtype)) * self.scale
-        y = y.view(*x.shape[:-1], -1)
+        y = y.view(*x.shape[:-1], len(self.weight))
         return y if self.bias is None else y + self.bias
 
 

@@ -44,7 +44,7 @@ class LowPrecisionLinear(nn.Linear):
         tally: which kernels have computed its products (`tally.py`).
 
     Raises:
-        RuntimeError: the last dimension of an input is not `in_features`.
+        RuntimeError: an input is not of floating-point numbers, or its last dimension not `in_features`.
     """
 
     function: ClassVar[type[torch.autograd.Function]]
@@ -61,13 +61,15 @@ class LowPrecisionLinear(nn.Linear):
         return layer
 
     def forward(self, input: Float[Tensor, "... n"]) -> Float[Tensor, "... m"]:
-        kind = input.device.type
-        x = input.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else input
-        if x.shape[-1] != self.in_features:
+        if not input.is_floating_point() or input.shape[-1:] != (self.in_features,):
             raise RuntimeError(
-                f"a {type(self).__name__} needs {self.in_features} features in the last dimension, not {x.shape[-1]}"
+                f"a {type(self).__name__} needs floating-point numbers with {self.in_features} features in the last "
+                f"dimension, not {str(input.dtype).removeprefix('torch.')} {list(input.shape)}"
             )
-        if not x.numel():
+        kind, x = input.device.type, input
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            x = input.to(torch.get_autocast_dtype(kind))
+        if not x.numel() or not self.out_features or kind == "meta":  # nothing is multiplied
             return F.linear(x, self.weight.to(x.dtype), self.bias if self.bias is None else self.bias.to(x.dtype))
         x = x.reshape(-1, self.in_features)
         y = self.function.apply(x, self.weight, self.bias, self.tally.number)

@@ -42,9 +42,9 @@ class _Narrow(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         grad = narrowed(grad, ctx.form)
-        rows = grad.flatten(0, -2)
+        rows = grad.reshape(-1, len(weight))
         by_x = narrowed(grad @ weight, ctx.form) if ctx.needs_input_grad[0] else None
-        by_weight = narrowed(rows.T @ x.flatten(0, -2), ctx.form) if ctx.needs_input_grad[1] else None
+        by_weight = narrowed(rows.T @ x.reshape(-1, weight.shape[1]), ctx.form) if ctx.needs_input_grad[1] else None
         by_bias = narrowed(rows.sum(0), ctx.form) if ctx.biased and ctx.needs_input_grad[2] else None
         return by_x, by_weight, by_bias, None
 

@@ -75,3 +75,7 @@ def test_a_packed_model_draws_what_the_plain_one_draws():
         for _ in range(5):
             token = torch.randint(0, 12, (6,))
             torch.testing.assert_close(fast.step(fast_cache, token), model.step(cache, token), rtol=2e-2, atol=2e-2)
+
+
+def test_no_rows_in_8_bits_are_no_rows():
+    assert Int8Linear(nn.Linear(8, 4))(torch.randn(3, 0, 8)).shape == (3, 0, 4)

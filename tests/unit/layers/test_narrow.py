@@ -29,6 +29,16 @@ def test_the_largest_number_is_the_last_before_infinity(form):
     assert narrowed(x, form).tolist() == [form.maximum, form.maximum, math.inf, -math.inf]
 
 
+@pytest.mark.parametrize("shape", [(5,), (0, 5), (2, 0, 5)])
+def test_one_row_or_none_is_as_of_a_linear_layer(shape):
+    linear, x = nn.Linear(5, 7), torch.randn(shape, requires_grad=True)
+    layer = NarrowLinear(linear, FloatFormat(1, 6, 9, bias=40))
+    for ours, theirs in zip(
+        *(torch.autograd.grad(f(x).sum(), [x, *linear.parameters()]) for f in (layer, linear)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_gradients_are_those_of_a_linear_layer_rounded(bias):
     torch.manual_seed(0)

@@ -265,9 +265,27 @@ def test_an_ordinary_layer_is_taken_over_and_given_back(kind):
 
 
 @every
-def test_inputs_of_another_width_are_refused(kind):
-    with pytest.raises(RuntimeError, match="8 features in the last dimension, not 6"):
-        kind(8, 4)(torch.randn(4, 6))
+def test_inputs_of_another_width_or_of_no_fractions_are_refused(kind):
+    layer = kind(8, 4)
+    for x, is_ in (
+        (torch.randn(4, 6), r"float32 \[4, 6\]"),
+        (torch.tensor(1.0), r"float32 \[\]"),
+        (torch.ones(2, 8, dtype=torch.long), r"int64 \[2, 8\]"),
+    ):
+        with pytest.raises(RuntimeError, match=f"floating-point .* 8 features in the last dimension, not {is_}"):
+            layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@every
+def test_no_outputs_one_row_and_no_memory_are_as_of_an_ordinary_layer(kind):
+    for outputs, shape, device in ((0, (2, 8), "cpu"), (4, (8,), "cpu"), (4, (2, 8), "meta")):
+        layer, ordinary = kind(8, outputs, device=device), nn.Linear(8, outputs, device=device)
+        x = torch.ones(shape, device=device, requires_grad=True)
+        y, expected = layer(x), ordinary(x)
+        assert (y.shape, y.dtype, y.device) == (expected.shape, expected.dtype, expected.device)
+        y.sum().backward()
+        assert x.grad.shape == x.shape and layer.weight.grad.shape == layer.weight.shape
 
 
 def test_saved_for_backward_by_m_is_a_quarter():
