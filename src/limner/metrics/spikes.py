@@ -53,15 +53,18 @@ def loss_spikes(loss: Float[np.ndarray, " T"], window: int = WINDOW) -> list[int
 
 
 def _first(steps: np.ndarray, total: int) -> list[int]:
-    """Those that no other one precedes by less than `TOGETHER`, after the steps that are ignored."""
+    """The first of each group, after the steps that are ignored. A group is what lies within `TOGETHER` steps of its
+    first one ("multiple spikes over a short time interval of 10 iterations are only counted as one"), and what goes on
+    from there without a pause: one long spike."""
     ignored = IGNORED * min(1.0, total / _PAPER)
     found: list[int] = []
-    last = -math.inf
+    first = last = -math.inf
     for step in steps.tolist():
-        if step - last >= TOGETHER and step > ignored:
+        if step - first >= TOGETHER and step > last + 1:
+            first = step
             found.append(step)
         last = step
-    return found
+    return [step for step in found if step > ignored]
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,9 @@ def test_rms_spikes_are_merged():
     rms = np.ones(2_000)
     rms[[49, 499, 503, 510, 530]] = RMS
     rms[1_000] = RMS - 0.01
-    assert rms_spikes(rms) == [500, 531]
+    assert rms_spikes(rms) == [500, 511, 531]
+    rms[1_100:1_200:9] = rms[1_300:1_350] = RMS  # again and again, and once for long
+    assert rms_spikes(rms) == [500, 511, 531, *range(1_101, 1_200, 18), 1_301]
 
 
 def test_spikes_that_follow_are_told_from_coincidence():
