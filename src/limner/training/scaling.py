@@ -116,8 +116,8 @@ class ResblockScales(Hook):
         blocks = resblocks(run.model)
         self.names = list(blocks)
         self.scales = torch.full((len(blocks),), self.FIRST, dtype=torch.float32, device=run.device)
-        self.fell = torch.full((len(blocks),), -self.WINDOW)  # when it last fell
-        self.skipped = torch.zeros(len(blocks), dtype=torch.int64)
+        self.fell = torch.full((len(blocks),), -self.WINDOW, device="cpu")  # when it last fell
+        self.skipped = torch.zeros(len(blocks), dtype=torch.int64, device="cpu")
         self.parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
         self.ends = ExitStack()
         handles = _around(run.trainable, partial(torch.autocast, run.device.type, enabled=False))
@@ -134,7 +134,7 @@ class ResblockScales(Hook):
             self.ends.callback(handle.remove)
 
     def after_backward(self, run: Run) -> None:
-        sums = torch.stack([_sum(_grads(block)) for block in self.parameters])
+        sums = torch.stack([_sizes(block, self.scales).sum() for block in self.parameters])
         finite = [math.isfinite(value) for value in sums.tolist()]
         scales = self.scales.tolist()
         for i, block in enumerate(self.parameters):
@@ -182,13 +182,10 @@ def _around(module: nn.Module, context: Callable[[], AbstractContextManager[obje
     ]
 
 
-def _grads(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
-
-
-def _sum(grads: list[Tensor]) -> Tensor:
-    """Of all magnitudes: finite if all of them are."""
-    return whole(torch.stack(torch._foreach_norm(grads, 1)).sum()) if grads else torch.zeros(())
+def _sizes(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sum of magnitudes of each gradient that is there, [n] on `like`'s device: finite if all its numbers are."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return whole(torch.stack(torch._foreach_norm(grads, 1))) if grads else like.new_zeros(0)
 
 
 class _OfLoss(Hook):
@@ -219,7 +216,7 @@ class LossScale(_OfLoss):
     good = 0  # finite updates in a row
 
     def after_backward(self, run: Run) -> None:
-        if math.isfinite(_sum(_grads(self.parameters)).item()):
+        if math.isfinite(_sizes(self.parameters, self.scale).sum().item()):
             self.good += 1
             if self.good % self.EVERY == 0:
                 self.scale.mul_(2)
@@ -246,8 +243,8 @@ class TensorScale(_OfLoss):
     """
 
     def after_backward(self, run: Run) -> None:
-        there, grads = [p for p in self.parameters if p.grad is not None], _grads(self.parameters)
-        for p, size in zip(there, whole(torch.stack(torch._foreach_norm(grads, 1))).tolist(), strict=True):
+        there = [p for p in self.parameters if p.grad is not None]
+        for p, size in zip(there, _sizes(self.parameters, self.scale).tolist(), strict=True):
             if not math.isfinite(size):
                 p.grad, self.skipped = None, self.skipped + 1
 

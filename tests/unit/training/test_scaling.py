@@ -322,6 +322,23 @@ def test_a_run_that_fails_takes_its_hooks_away(tmp_path):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_or_a_model_without_gradients_is_nothing_that_overflows(kind, device):
+    torch.manual_seed(1)
+    model = MODEL.build()
+    model.blocks[0].mlp.requires_grad_(False)  # frozen
+    run = Run(model, Autoregressive(), replace(TRAIN, scaling=kind), device)
+    (hook,) = scaling(run)
+    hook.after_backward(run)
+    for p in run.model.blocks[1].parameters():
+        p.grad = torch.ones_like(p)
+    hook.after_backward(run)
+    assert int(torch.as_tensor(hook.skipped).sum()) == 0
+    hook.load_state_dict(hook.state_dict())
+    hook.on_report(run, {})
+
+
 def test_a_model_without_resblocks_is_refused_in_a_sentence():
     run = Run(nn.Linear(2, 2), lambda m, b, s, g: (F.mse_loss(m(b["x"]), b["x"]), {}), replace(TRAIN, scaling="loss"))
     with pytest.raises(UserError, match="no resblocks: give it another scaling"):
