@@ -8,21 +8,24 @@ import torch
 import torch.nn.functional as F
 
 from limner import recipes
+from limner.config import load_json, save_json
 from limner.errors import UserError
 from limner.evaluation.zero_shot import evaluate, scenes
 from limner.files import locked
+from limner.layers.patterns import PATTERNS
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patches import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.pipeline import TextToImage
-from limner.recipes.recipe import PatchStage
+from limner.recipes.recipe import PatchStage, Recipe
 from limner.runs.material import Material
 from limner.runs.stages import Stages, relate, reranker
 from limner.runs.train import train_all
 from limner.training.metrics_log import read_metrics
 from limner.worlds.writing import write_scenes
+from more_patterns import dilated
 from tiny import tiny_recipe
 
 
@@ -101,6 +104,18 @@ def test_what_cannot_be_trained_is_found_before_the_first_stage(data, tmp_path):
     with pytest.raises(UserError, match="patch must divide"):
         train_all(wrong, data, tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_pattern_from_outside_trains_by_its_name_in_a_recipe(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(PATTERNS, "dilated", dilated)
+    told = with_steps(RECIPE, 8)
+    prior = replace(told.prior, model=replace(told.prior.model, pattern="dilated"))
+    save_json(replace(told, prior=prior), tmp_path / "recipe.json")
+    pipe = train_all(load_json(Recipe, tmp_path / "recipe.json"), data, tmp_path / "run")
+    assert pipe is not None and {pattern.name for pattern in pipe.prior.config.patterns} == {"dilated"}
+    first, *_, last = (row["loss"] for row in read_metrics(tmp_path / "run/prior/metrics.jsonl"))
+    assert last < first
+    assert TextToImage.from_pretrained(tmp_path / "run/bundle")("a red circle", candidates=2).images
 
 
 def test_a_run_has_one_writer(data, tmp_path):
