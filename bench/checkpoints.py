@@ -34,6 +34,7 @@ Tensors = dict[str, dict[str, Tensor]]
 
 
 def main() -> None:
+    """Time both sides in each of the processes; the first one prints."""
     parser = argparse.ArgumentParser(description="how long training waits for a checkpoint")
     parser.add_argument("--size", choices=list(SIZES), default="small")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; a temporary one by default")
@@ -52,6 +53,7 @@ def shared(text: str) -> str:
 
 
 def measure(parallel: Sharded, size: str, rounds: int, folder: Path) -> None:
+    """Time a checkpoint of a model of that size after a step, both sides in turn; the first process prints medians."""
     torch.manual_seed(0)
     config = SIZES[size]
     model = config.build()

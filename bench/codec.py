@@ -40,6 +40,7 @@ def sides(size: int) -> dict[str, Callable[[], Tensor]]:
 
 
 def main() -> None:
+    """Time both formats at each size and print the rates."""
     parser = argparse.ArgumentParser(description="values per second packed and unpacked")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 16, 1 << 24])
     parser.add_argument("--rounds", type=int, default=15)

@@ -22,6 +22,7 @@ LAST = 50
 
 
 def main() -> None:
+    """Train with and without compression, once for each seed, and print the losses."""
     parser = argparse.ArgumentParser(description="the loss with compressed gradients")
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--rank", type=int, help="of PowerSGD's factors")

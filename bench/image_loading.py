@@ -73,6 +73,7 @@ def write(folder: str, count: int, quality: int) -> list[bytes]:
 
 
 def main() -> None:
+    """Write the pictures, time both sides in turn and print the rates."""
     parser = argparse.ArgumentParser(description="augmented pictures from shards against Pillow")
     parser.add_argument("--count", type=int, default=512)
     parser.add_argument("--quality", type=int, default=95)

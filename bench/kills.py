@@ -109,6 +109,7 @@ class Agents:
 
 
 def kill(pid: int) -> None:
+    """SIGKILL, to a process that may be gone already."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
@@ -168,6 +169,7 @@ def compare(ours: Path, theirs: Path) -> tuple[bool, float]:
 
 
 def main() -> None:
+    """Kill runs of one agent and of two, and compare each with one that was left alone."""
     parser = argparse.ArgumentParser(description="training under random kills")
     parser.add_argument("--kills", type=int, default=100, help="of both runs together")
     parser.add_argument("--agents", type=int, nargs="+", default=[1, 2])

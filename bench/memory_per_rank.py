@@ -41,6 +41,7 @@ STEPS = 3
 
 
 def main() -> None:
+    """Start the processes of each number of ranks and print what they measured beside the plan."""
     parser = argparse.ArgumentParser(description="memory of each rank against the plan")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--replicas", type=int, default=1)

@@ -41,6 +41,7 @@ def sides() -> dict[str, Make]:
 
 
 def main() -> None:
+    """Time the steps of all sides in turn and print medians and ratios."""
     parser = argparse.ArgumentParser(description="time of an optimiser's step")
     parser.add_argument("--size", choices=list(SIZES), default="small")
     parser.add_argument("--rounds", type=int, default=9)

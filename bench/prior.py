@@ -124,6 +124,7 @@ class Side:
 
 
 def main() -> None:
+    """Start a worker for each side, ask them in turn, and show what they say."""
     parser = argparse.ArgumentParser(description="the prior beside its peers")
     parser.add_argument("--llamagen", help="a checkout of FoundationVision/LlamaGen")
     parser.add_argument("--dalle-pytorch", help="a folder with dalle_pytorch and its three dependencies")
@@ -169,6 +170,8 @@ def main() -> None:
 
 
 def show(options: argparse.Namespace, rounds: list[dict[str, Any]], sides: list[str], peaks: dict[str, float]) -> None:
+    """Print the medians of all rounds as tables, beside what the machine allows."""
+
     def median(value: Callable[[dict[str, Any]], float]) -> float:
         return statistics.median(value(found) for found in rounds)
 

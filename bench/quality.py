@@ -196,6 +196,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Train both sides, one after the other, let them draw, and print which drawings are right."""
     parser = argparse.ArgumentParser(description="an hour of training, ours and dalle-pytorch's")
     parser.add_argument("data", help="what `limner data icons` wrote")
     parser.add_argument("--dalle-pytorch", required=True, help="a folder with dalle_pytorch and its three dependencies")

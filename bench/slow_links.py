@@ -76,6 +76,7 @@ class Work:
 
 
 def main() -> None:
+    """Join two machines by each link in turn, and print what each way of averaging took."""
     parser = argparse.ArgumentParser(description="training over slow links")
     parser.add_argument("--mbit", type=float, nargs="+", default=[50.0, 200.0])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)

@@ -26,6 +26,7 @@ from limner.profiling.linear import Times, layers, parts, processor, products, r
 
 
 def main() -> None:
+    """Time the parts and the layers at each width and number of rows."""
     parser = argparse.ArgumentParser(description="linear layers in 8 bits: their parts, and their speed")
     parser.add_argument("--dims", type=int, nargs="+", default=[256, 512, 1_024])
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 2_048])

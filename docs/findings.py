@@ -25,6 +25,7 @@ parameters and train for some hundred steps: what holds at the papers' scale nee
 
 
 def main(folder: Path) -> None:
+    """Write FINDINGS.md and its charts anew from the folder."""
     images = HERE / "images/findings"
     shutil.rmtree(images, ignore_errors=True)
     images.mkdir(parents=True)

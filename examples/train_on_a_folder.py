@@ -18,6 +18,7 @@ folder, out, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
 
 def shorter(stage):
+    """The stage with so many steps, and with batches that a small folder fills."""
     return replace(stage, training=replace(stage.training, steps=steps, batch_size=min(32, stage.training.batch_size)))
 
 

@@ -42,6 +42,7 @@ class BenchOptions(Checked):
 
 
 def main(argv: Sequence[str]) -> None:
+    """Time drawing and training, and print a table."""
     options = parse(BenchOptions, argv, "limner bench")
     if not options.candidates or not options.grids:
         raise UserError("candidates and grids must be one number at least")

@@ -37,6 +37,7 @@ class BundleOptions:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Write a bundle anew: with another name or card, weights in 8 bits, or fewer codes."""
     options = parse(BundleOptions, argv, "limner bundle")
     out = place(options.out, folder=True)
     import torch

@@ -11,6 +11,7 @@ from limner.runs.demo_options import Demo
 
 
 def main(argv: Sequence[str]) -> None:
+    """Run the demo and say what it made."""
     options = parse(Demo, argv, "limner demo")
     place(options.out, folder=True)
     from limner.runs.demo import run

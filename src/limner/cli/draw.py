@@ -23,5 +23,6 @@ class Draw(DrawOrEdit):
 
 
 def main(argv: Sequence[str]) -> None:
+    """Draw a caption."""
     options = parse(Draw, argv, "limner draw")
     draw(options, options.caption)

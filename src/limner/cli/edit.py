@@ -30,6 +30,7 @@ class Edit(DrawOrEdit):
 
 
 def main(argv: Sequence[str]) -> None:
+    """Draw a part of a picture anew."""
     options = parse(Edit, argv, "limner edit")
     if (options.keep is None) == (options.mask is None):
         raise UserError("say what to keep with --keep top:N, or what to draw anew with --mask FILE: one of the two")

@@ -34,6 +34,7 @@ class OpenAIDVAE(Checked):
 
 
 def main(argv: Sequence[str]) -> None:
+    """Run one of the commands."""
     dispatch("limner import", {"openai-dvae": openai_dvae}, argv)
 
 

@@ -63,6 +63,7 @@ class PlanOptions(Checked):
 
 
 def main(argv: Sequence[str]) -> None:
+    """Print what a run would take on so many GPUs."""
     options = parse(PlanOptions, argv, "limner plan")
     choose(options.gpu, list(GPUS), "GPU")
     recipe = recipes.get(options.recipe)

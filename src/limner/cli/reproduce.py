@@ -29,6 +29,7 @@ class Reproduce:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Reproduce a finding, or list all of them."""
     from limner.reproduce import NAMES, load
 
     if not argv:

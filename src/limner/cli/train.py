@@ -71,6 +71,7 @@ class Train(Checked):
 
 
 def main(argv: Sequence[str]) -> None:
+    """Train the stages of a recipe, whose settings are options."""
     settings = find_recipe(_value_of("--recipe", argv))
     if settings is None and not {"-h", "--help"} & set(argv):
         raise UserError(f"say which recipe to train with --recipe NAME: {', '.join(recipes.NAMES)}")

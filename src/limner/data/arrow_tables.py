@@ -56,6 +56,8 @@ class _Groups:
 
 
 class Parquet(_Groups):
+    """A Parquet file."""
+
     def __init__(self, path: Path) -> None:
         pyarrow = _pyarrow(path)
         import pyarrow.parquet as parquet

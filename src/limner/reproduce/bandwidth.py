@@ -133,6 +133,7 @@ def _written() -> int:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
+    """Bytes counted by the kernel, beside the paper's formula."""
     machines, ranks = ((1,), (8,)) if quick else ((1, 2, 4), (16, 32, 64))
     settings = [Step(shards=m, ranks=ranks) for m in machines]
     rows, worst = [], 0.0

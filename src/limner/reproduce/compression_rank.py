@@ -32,6 +32,7 @@ class Training:
 
 
 def trial(of: Training) -> Result:
+    """The losses, and bytes sent per step for what is compressed."""
     from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
     from limner.distributed.reducers import Plain
     from limner.optim.groups import block_matrices
@@ -60,6 +61,7 @@ def smallest(gaps: dict[int, float], noise: float) -> int | None:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
+    """The smallest rank without a gap, at each width."""
     widths, parts = ((48, 96), (12, 3)) if quick else ((48, 96, 192), (48, 24, 12, 6, 3))
     seeds, steps = range(1, 2 if quick else 4), 10 if quick else 200
     settings = [

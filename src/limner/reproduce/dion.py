@@ -84,6 +84,7 @@ KINDS = {"AdamW": 8e-3, "Muon": 0.02, "PowerSGD, AdamW": 8e-3, "PowerSGD, Muon":
 
 
 def trial(of: Training) -> Result:
+    """The losses, and bytes sent per step."""
     from limner.reproduce import replicas
 
     others = AdamW(lr=of.others, betas=(0.9, 0.98))
@@ -103,6 +104,7 @@ def trial(of: Training) -> Result:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
+    """Dion, PowerSGD and uncompressed gradients, with AdamW and with Muon."""
     ranks, seeds, steps = ((8,), range(1, 2), 10) if quick else ((4, 16), range(1, 4), 300)
     cases = [(kind, rank) for kind in KINDS for rank in ((0,) if kind in ("AdamW", "Muon") else ranks)]
     settings = [

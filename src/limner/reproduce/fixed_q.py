@@ -78,6 +78,7 @@ class Training:
 
 
 def trial(of: Training) -> Result:
+    """The losses, and the share of its error buffer that an update leaves there."""
     from limner.reproduce import replicas
 
     kind = KINDS[of.kind]
@@ -94,6 +95,7 @@ def trial(of: Training) -> Result:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
+    """What each choice of Q costs, against uncompressed gradients."""
     ranks, seeds, steps = ((8,), range(1, 2), 10) if quick else ((4, 16), range(1, 6), 300)
     cases = [("uncompressed", 0), *((kind, rank) for rank in ranks for kind in list(KINDS)[1:])]
     settings = [Training(kind=kind, rank=rank, seed=seed, steps=steps) for kind, rank in cases for seed in seeds]

@@ -54,6 +54,7 @@ class Training:
 
 
 def trial(of: Training) -> Result:
+    """The losses, accuracy on fresh scenes, and the size of each block's features."""
     model = replace(clips.MODEL, depth=of.depth, qk_norm=of.qk_norm, layer_scale=of.layer_scale)
     trained = clips.train(
         of.steps, model=model, seed=of.seed, batch=of.batch, precision=Fp8TensorWise() if of.fp8 else Fp32(),
@@ -81,6 +82,7 @@ def features(model: Contrastive) -> list[float]:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
+    """float8 and fp32, each with and without layer-scale."""
     seeds, steps, depth = (range(1), 8, 2) if quick else (range(2), 400, 8)
     settings = [Training(seed=seed, steps=steps, depth=depth, **way) for way in WAYS.values() for seed in seeds]
     results = trials.run(trial, settings, "training contrastive models")

@@ -33,11 +33,15 @@ _LAST = 50  # steps whose mean loss is a run's
 
 
 class ResblockScalesFast(ResblockScales):
+    """The paper's rule, so much faster that a short run sees it."""
+
     GROWTH = ResblockScales.GROWTH**_FASTER
     WINDOW = ResblockScales.WINDOW // _FASTER
 
 
 class LossScaleFast(LossScale):
+    """Likewise."""
+
     EVERY = LossScale.EVERY // _FASTER
 
 
@@ -61,6 +65,7 @@ def hooks(kind: str, run: Run) -> Sequence[Hook]:
 
 
 def trial(of: Training) -> Result:
+    """The losses, the updates that were skipped, and the scales at the end."""
     from limner.layers.precisions import Narrow
     from limner.numerics.precision import Fp32
     from limner.optim.optimizers import AdamW
@@ -88,6 +93,7 @@ def trial(of: Training) -> Result:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
+    """A scale for each resblock, one for the loss, and none, against fp32."""
     kinds, seeds = ("fp32", "resblocks", "loss", "none"), range(1, 2 if quick else 4)
     depth, steps = (2, 15) if quick else (12, 400)
     settings = [Training(kind=kind, seed=seed, steps=steps, depth=depth) for kind in kinds for seed in seeds]

@@ -107,6 +107,7 @@ class Training:
 
 
 def training(of: Training) -> Result:
+    """The losses, and the updates that were skipped."""
     from limner.reproduce import replicas
 
     class Other(PowerSGD):
@@ -121,6 +122,7 @@ def training(of: Training) -> Result:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
+    """How far from orthonormal each way leaves columns that nearly agree, and how it trains."""
     digits = (0, 4, None) if quick else (0, 1, 2, 3, 4, 5, 6, 7, 8, None)
     seeds, steps = range(1, 2 if quick else 5), 10 if quick else 300
     settings = [Columns(digits=digit, seed=seed) for digit in digits for seed in seeds]

@@ -27,6 +27,7 @@ _SEEDS = SEEDS[:3]
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
+    """The spikes of all seeds, along each axis and for each beta2."""
     base = replace(_BASE, steps=QUICK) if quick else _BASE
     varied = {"lr": (2e-3, 8e-3)} if quick else _VARIED
     betas, seeds = (_BETAS[1:], _SEEDS[:1]) if quick else (_BETAS, _SEEDS)

@@ -51,6 +51,7 @@ def trial(of: Products) -> Result:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
+    """The variance of products of growing length, beside the paper's formula."""
     lengths = [4**n for n in range(3, 6 if quick else 9)]
     seeds = range(1 if quick else 5)
     settings = [Products(length=k, kind=kind, seed=s) for kind in ("uniform", "normal") for k in lengths for s in seeds]

@@ -30,6 +30,7 @@ _AROUND = 30  # steps that a chart shows on either side
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
+    """The share of loss spikes that RMS_t foretold, and how likely chance is to do the same."""
     seeds = SEEDS[:1] if quick else SEEDS
     runs = {
         name: [replace(base, beta2=b, seed=seed, steps=QUICK if quick else base.steps) for b in betas for seed in seeds]

@@ -36,6 +36,7 @@ class Training:
 
 
 def trial(of: Training) -> Result:
+    """The losses, and the bytes of the moments: all, and those packed."""
     from limner.reproduce import priors
 
     kind: Any = AdamW16(lr=of.lr, betas=(0.9, 0.96), most=5.0) if of.bits == 16 else AdamW(lr=of.lr, betas=(0.9, 0.96))
@@ -52,6 +53,7 @@ def trial(of: Training) -> Result:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
+    """Losses and bytes in 16 bits beside those in 32."""
     seeds, steps = range(1 if quick else 5), 20 if quick else 800
     width = 64 if quick else 128
     settings = [Training(bits=bits, seed=seed, steps=steps, width=width) for bits in (32, 16) for seed in seeds]

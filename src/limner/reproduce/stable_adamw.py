@@ -29,6 +29,7 @@ _LAST = 40  # steps of the final loss
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
+    """Spikes, final loss and accuracy of each method, seed by seed."""
     base = replace(_BASE, steps=QUICK) if quick else _BASE
     seeds, betas = (SEEDS[:1], _BETAS[:2]) if quick else (SEEDS, _BETAS)
     cells = {

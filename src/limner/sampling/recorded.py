@@ -45,6 +45,7 @@ def decoder(model: Transformer, compile: bool = False) -> TokenDecoder:
 
 
 def as_it_is(run: Task) -> Task:
+    """`run` unrecorded: launched anew each time."""
     return run
 
 

@@ -13,6 +13,7 @@ from limner.cli.evaluate import composition, emoji, grid, icons, pairs, reconstr
 
 
 def main(argv: Sequence[str]) -> None:
+    """Run one of the commands."""
     kinds = {
         "composition": composition.main, "pairs": pairs.main, "reconstruction": reconstruction.main,
         "zero-shot": zero_shot.main, "emoji": emoji.main, "icons": icons.main, "grid": grid.main,

@@ -9,4 +9,5 @@ from limner.cli.inspect import precision, spikes, underflow
 
 
 def main(argv: Sequence[str]) -> None:
+    """Run one of the commands."""
     dispatch("limner inspect", {"precision": precision.main, "spikes": spikes.main, "underflow": underflow.main}, argv)
