@@ -146,7 +146,7 @@ def test_a_command_does_what_the_readme_says(kind: str, line: str, folder: Path)
     elif line.startswith(NOT_RUN):
         pytest.skip("installs")
     elif "emoji" in line and not emoji_are_there():
-        pytest.skip("needs a colour-emoji font and the package emoji")
+        pytest.skip("needs a color-emoji font and the package emoji")
     else:
         said = shell(command(line), folder)
         if " -o " in line or " --plot " in line or " --mosaic " in line:

@@ -1,6 +1,6 @@
 """A relaxed bound for the dVAE that keeps its codebook on small, flat pictures; not in the paper.
 
-On scenes of a few colours the paper's objective (`elbo.py`) collapses to a handful of codes, and the learned
+On scenes of a few colors the paper's objective (`elbo.py`) collapses to a handful of codes, and the learned
 scale b earns nearly all of the likelihood on constant backgrounds. docs/LOG.md says what was tried.
 
 Shapes: B batch, H x W pixels, h x w grid, V codes.

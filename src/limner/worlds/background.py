@@ -1,4 +1,4 @@
-"""The paint behind the things of a picture, with the colour cast and the noise that lie on it."""
+"""The paint behind the things of a picture, with the color cast and the noise that lie on it."""
 
 from __future__ import annotations
 

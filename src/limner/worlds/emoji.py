@@ -1,4 +1,4 @@
-"""Real pictures, not drawn by this project: every emoji of an installed colour-emoji font, with its name.
+"""Real pictures, not drawn by this project: every emoji of an installed color-emoji font, with its name.
 
 The names are Unicode's English short names (`emoji` package); the pictures come from the font, on
 white, square. They are a small data set with structure: most people and professions come in five skin
@@ -152,7 +152,7 @@ def splits(emoji: list[Emoji]) -> list[str]:
 
 
 def find_font() -> Path:
-    """A colour-emoji font of this system: by fontconfig, or where such fonts usually lie."""
+    """A color-emoji font of this system: by fontconfig, or where such fonts usually lie."""
     if program := shutil.which("fc-list"):
         listed = subprocess.run([program, ":color=true", "file", "family"], capture_output=True, text=True, check=False)
         found = [line for line in listed.stdout.splitlines() if "emoji" in line.lower()]
@@ -164,7 +164,7 @@ def find_font() -> Path:
     for name in _FONTS:
         if os.path.isfile(name):
             return Path(name)
-    raise UserError(f"no colour-emoji font is installed: {_INSTALL}")
+    raise UserError(f"no color-emoji font is installed: {_INSTALL}")
 
 
 class Drawer:
@@ -179,7 +179,7 @@ class Drawer:
         self._unknown = self._paint("\U0010fffe").tobytes()  # what it draws where it has no glyph
         face = np.asarray(self._paint("\U0001f600").convert("RGB")).astype(int)
         if np.ptp(face, axis=2).max() < 64:
-            raise UserError(f"{self.path} draws no colour emoji: {_INSTALL}")
+            raise UserError(f"{self.path} draws no color emoji: {_INSTALL}")
         if self.font.getlength("\U0001f469\u200d\U0001f692") > 1.5 * self.em:
             raise UserError(
                 "emoji of several code points cannot be shaped: install libfribidi "
@@ -224,7 +224,7 @@ def build(
     """Write every emoji that the font can draw to shards in `out`, as PNGs of `size` pixels per side.
 
     The metadata of a sample: emoji, name, base, tones, family, split. Raises `UserError` without a
-    colour-emoji font, a shaping engine, or an empty folder to write to.
+    color-emoji font, a shaping engine, or an empty folder to write to.
     """
     drawer = Drawer(font)
     everything = all_emoji()

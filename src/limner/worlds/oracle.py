@@ -5,7 +5,7 @@ stencil times the difference of two paints. To read it is to search for the few 
 color, place) that leave the least squared error:
 
 1. *Background* (`background.py`): the paint that most pixels come near. Their median gives its exact levels
-   here, so that a colour cast cancels. `D = picture - background` is what there is to explain.
+   here, so that a color cast cancels. `D = picture - background` is what there is to explain.
 2. *Search* (`fitting.py`): every stencil (`stencils.py`) is laid on every half unit. A stencil `t` with
    `n = |t|^2` explains most with the tint `T / n` where `T = <t, D>`, namely `|T|^2 / n` of the energy in its
    window. Places are taken greedily by energy explained minus energy left over, *including* a ring of half a

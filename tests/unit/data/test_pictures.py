@@ -128,8 +128,8 @@ def test_orientations_are_those_of_pillow(orientation):
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "LA", "I;16", "1"])
 def test_strips_change_nothing(monkeypatch, mode):
-    colours = Image.fromarray(picture(1, 50, 40))
-    image = colours.quantize(9) if mode == "P" else colours.convert("I" if mode == "I;16" else mode)
+    colors = Image.fromarray(picture(1, 50, 40))
+    image = colors.quantize(9) if mode == "P" else colors.convert("I" if mode == "I;16" else mode)
     data = encode(image.convert(mode), transparency=2) if mode == "P" else encode(image.convert(mode))
     whole = decode_image(data)
     monkeypatch.setattr(pictures, "_STRIP", 130)

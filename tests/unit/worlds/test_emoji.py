@@ -21,7 +21,7 @@ except UserError:
     FONT = False
 else:
     FONT = True
-needs_font = pytest.mark.skipif(not FONT, reason="no colour-emoji font is installed")
+needs_font = pytest.mark.skipif(not FONT, reason="no color-emoji font is installed")
 
 ALL = all_emoji()
 BY_NAME = {one.name: one for one in ALL}

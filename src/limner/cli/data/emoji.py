@@ -17,7 +17,7 @@ from limner.ranges import Checked, Range
 
 @dataclass(frozen=True, kw_only=True)
 class WriteEmoji(Checked):
-    """Write every emoji of an installed colour-emoji font, with its names and a held-out split."""
+    """Write every emoji of an installed color-emoji font, with its names and a held-out split."""
 
     out: Positional[Path]
     """A new folder, for tar shards."""
