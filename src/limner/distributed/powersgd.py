@@ -64,7 +64,8 @@ class PowerSGDConfig(Checked):
     """Settings.
 
     Attributes:
-        rank: directions of a matrix, over all its shards; None takes an eighth of the matrix's smaller side.
+        rank: directions of a matrix, over all its shards, at most as many as the smaller side of a shard has in each;
+            None takes an eighth of the matrix's smaller side.
         narrow: whether factors travel and buffers are kept in 1-6-9, else in fp32.
         seed: of Q_0.
     """
@@ -111,6 +112,7 @@ class PowerSGD:
         self._matrices: dict[str, list[Matrix]] = {}  # by block
         self._outside: dict[str, list[nn.Parameter]] = {}
         self._rest: list[nn.Parameter] = []  # of blocks
+        self._given = 0  # matrices of blocks
         self.factors: list[tuple[Matrix, Tensor, Tensor]] = []  # P and Q of what has gradients
 
     def attach(self, buckets: Mapping[str, Bucket], replicas: Replicas) -> None:
@@ -122,11 +124,24 @@ class PowerSGD:
             found = {one: self._matrix(one, p) for one, p in bucket.parameters.items() if p.requires_grad}
             self._matrices[name] = [matrix for matrix in found.values() if matrix is not None]
             self._rest += [p for one, p in bucket.parameters.items() if found.get(one) is None]
+            self._given += sum(p.ndim > 1 for p in bucket.parameters.values() if p.requires_grad)
+        if self._given and not self._all():
+            what = "" if self.config.rank is None else f" to rank {self.config.rank}"
+            raise UserError(
+                f"none of the {self._given} matrices of the model's blocks can be compressed{what}: two factors would "
+                "be no smaller; choose a lower --reduce.rank, or another --reduce"
+            )
+
+    def describe(self) -> str:
+        if not self._given:
+            return "the model has no blocks whose gradients could be compressed: they travel in fp32"
+        ranks = {m.start.shape[1] * _shards(m.parameter) for m in self._all()}
+        rank = " to ".join(str(r) for r in sorted({min(ranks), max(ranks)}))
+        return f"gradients of {len(self._all())} of {self._given} matrices are compressed to rank {rank}"
 
     def _matrix(self, name: str, p: nn.Parameter) -> Matrix | None:
         """None where two factors would be no smaller than the matrix, or where shards differ in size."""
-        shared = cast(Any, p)
-        shards, along = (shared.device_mesh.size(), shared.placements[0].dim) if sharded(p) else (1, 0)
+        shards, along = _shards(p), cast(Any, p).placements[0].dim if sharded(p) else 0
         if p.ndim < 2 or p.shape[along] % shards:
             return None
         shard = local(p.detach())
@@ -243,6 +258,11 @@ class PowerSGD:
                         f"{list(matrix.parameter.shape)}"
                     )
                 matrix.keep(local(like(error.to(matrix.buffer.device), matrix.parameter)))
+
+
+def _shards(p: Tensor) -> int:
+    """In how many it is."""
+    return cast(Any, p).device_mesh.size() if sharded(p) else 1
 
 
 def _finite(tensors: list[Tensor]) -> Tensor:

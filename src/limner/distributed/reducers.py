@@ -131,7 +131,11 @@ class GradientReducer(Protocol):
     """Averages gradients over replicas. It is given all buckets before the first step."""
 
     def attach(self, buckets: Mapping[str, Bucket], replicas: Replicas) -> None:
-        """Learn the buckets by name."""
+        """Learn the buckets by name. Raises `UserError` if it can do nothing with them."""
+        ...
+
+    def describe(self) -> str:
+        """What it does with them, in a sentence; "" if nobody need be told."""
         ...
 
     def reduce(self, bucket: str) -> Waiting:
@@ -164,6 +168,9 @@ class Plain:
 
     def attach(self, buckets: Mapping[str, Bucket], replicas: Replicas) -> None:
         self.buckets, self.replicas = buckets, replicas
+
+    def describe(self) -> str:
+        return ""
 
     def mean(self, values: Float[Tensor, " n"]) -> Waiting:
         """Replace values, all gradients of a bucket one behind another, by their mean over the replicas."""

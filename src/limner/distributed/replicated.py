@@ -83,6 +83,10 @@ class Replicated:
         self._reduction = Reduction(make(), buckets(trainable.model), Replicas(group), self._scales)  # type: ignore[arg-type]
         return trainable
 
+    def describe(self) -> str:
+        """See `Parallel`."""
+        return self._reduction.reducer.describe() if self._reduction else ""
+
     def part(self, last: bool) -> AbstractContextManager[object]:
         """See `Parallel`."""
         if self._reduction:

@@ -127,6 +127,8 @@ def train(
         parallel.divide(stream)
         saved = restore(run, stream, hooks, description, checkpointer)
         parallel.check(run.parameters)
+        if told := parallel.describe():
+            bar.note(told)
         if saved:
             bar.note(f"going on from {saved}")
         bar.resume(run.step)

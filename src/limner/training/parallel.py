@@ -59,6 +59,10 @@ class Parallel(Protocol):
         weights. Returns the module to call instead. `dtype` is what autocast will compute its products in."""
         ...
 
+    def describe(self) -> str:
+        """What it does with the gradients of what it has prepared, in a sentence; "" if nobody need be told."""
+        ...
+
     def part(self, last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of a micro-batch, the last of an update or an earlier one."""
         ...
@@ -128,6 +132,9 @@ class Single:
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         self._scales = {}
         return trainable.to(device)
+
+    def describe(self) -> str:
+        return ""
 
     def part(self, last: bool) -> AbstractContextManager[object]:
         return nullcontext()

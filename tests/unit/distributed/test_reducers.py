@@ -331,7 +331,27 @@ def test_an_eighth_is_the_rank_and_small_matrices_stay_whole():
     model = nn.ModuleDict({"list": nn.ModuleList([nn.Linear(64, 64), nn.Linear(1, 64), nn.LayerNorm(64)])})
     reducer.attach(buckets(model), Replicas.__new__(Replicas))  # without a group: nothing is sent
     assert [(m.name, m.start.shape) for m in reducer._all()] == [("list.0.weight", (64, 8))]
+    assert reducer.describe() == "gradients of 1 of 2 matrices are compressed to rank 8"
     assert powersgd.EPS == 1e-6
+
+
+def test_a_rank_that_compresses_nothing_is_an_error():
+    blocks = nn.ModuleDict({"list": nn.ModuleList([nn.Linear(64, 64)])})
+    with pytest.raises(UserError, match="none of the 1 matrices .* compressed to rank 32: .* a lower --reduce.rank"):
+        PowerSGD(PowerSGDConfig(rank=32)).attach(buckets(blocks), Replicas.__new__(Replicas))
+    reducer = PowerSGD()
+    reducer.attach(buckets(nn.Sequential(nn.Conv2d(3, 8, 3))), Replicas.__new__(Replicas))
+    assert "no blocks" in reducer.describe()
+
+
+def described() -> str:
+    parallel = Sharded(2, partial(PowerSGD, PowerSGDConfig(rank=7)))
+    parallel.prepare(Trainable(PRIOR.build(), Autoregressive()), torch.device("cpu"), torch.float32)
+    return parallel.describe()
+
+
+def test_the_rank_that_shards_can_have_is_said():
+    assert set(on_ranks(4, described)) == {"gradients of 8 of 8 matrices are compressed to rank 6"}
 
 
 def test_a_bucket_is_a_resblock_an_entry_of_a_list_or_a_child_of_the_model():
