@@ -24,6 +24,9 @@ With shards, each process factors its own shard, with r / shards directions, "in
 mean, and every replica goes on from it, however many there are. (The paper's gradients are divided by the whole batch,
 so that its checkpoints hold the sum; ours are the mean over a replica's samples.)
 
+Where an update is skipped, or some tensors are left out of it, P Q^T goes back into their buffers (`put_back`): the
+value that is not finite need not be in their block, and E.2 has lost then what came from earlier steps.
+
 Two things differ from E.2. With P and with Q travels whether they and the gradients are finite, so that all replicas
 leave out the same blocks. And the loop measures the gradient's length on P Q^T itself: the length of Q is the same (in
 step 9) only as far as P's columns are orthonormal after rounding.
@@ -33,7 +36,7 @@ Shapes: m x n a matrix's shard with m <= n, r directions of a shard, k matrices 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
@@ -203,6 +206,16 @@ class PowerSGD:
             left, right = matrix.product(p, q)
             self._hand_over(matrix, left @ right)
         self.factors.clear()
+
+    @torch.no_grad()
+    def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
+        """P Q^T is in the buffer again, if it was finite: else step 12 has left the buffer as it was."""
+        these = set(parameters)
+        for matrix in self._all():
+            if matrix.parameter in these and matrix.parameter.grad is not None:
+                gradient = local(matrix.parameter.grad).flatten(1)
+                if gradient.isfinite().all():
+                    matrix.keep(matrix.error().add(gradient))
 
     def _hand_over(self, matrix: Matrix, gradient: Float[Tensor, "h w"]) -> None:
         # In the parameter's own layout: fused optimisers go through memory without regard to strides.

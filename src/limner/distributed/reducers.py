@@ -147,6 +147,10 @@ class GradientReducer(Protocol):
         so on all."""
         ...
 
+    def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The gradients that it has handed over for these will not be applied."""
+        ...
+
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint must hold, the same on all replicas. They must all ask."""
         ...
@@ -181,6 +185,9 @@ class Plain:
 
     def finish(self) -> Waiting:
         yield from ()
+
+    def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
+        """An update that is left out is lost, as in one process."""
 
     def tensors(self) -> dict[str, Tensor]:
         return {}

@@ -108,6 +108,11 @@ class Replicated:
         else:
             divide(self._scales)
 
+    def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See `Parallel`."""
+        if self._reduction:
+            self._reduction.reducer.put_back(parameters)
+
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallel`."""
         self._check(parameters, distributed.group.WORLD)

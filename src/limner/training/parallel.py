@@ -81,6 +81,11 @@ class Parallel(Protocol):
         """Average each gradient over ranks, unless the module that `prepare` returned has done so."""
         ...
 
+    def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The gradients of these, which `reduce` has averaged, will not be applied: what came in them of earlier steps
+        must not be lost."""
+        ...
+
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raises `UserError` if ranks whose weights must be the same have others: a reduction has been forgotten, say,
         and they drift apart."""
@@ -148,6 +153,9 @@ class Single:
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Its gradients are the mean."""
         divide(self._scales)
+
+    def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Its gradients are of one step."""
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
         """It agrees with itself."""

@@ -141,6 +141,7 @@ class ResblockScales(Hook):
             if finite[i]:
                 scales[i] *= self.GROWTH
             else:
+                run.parallel.put_back(block)
                 for p in block:
                     p.grad = None
                 self.skipped[i] += 1
@@ -244,9 +245,12 @@ class TensorScale(_OfLoss):
 
     def after_backward(self, run: Run) -> None:
         there = [p for p in self.parameters if p.grad is not None]
-        for p, size in zip(there, _sizes(self.parameters, self.scale).tolist(), strict=True):
-            if not math.isfinite(size):
-                p.grad, self.skipped = None, self.skipped + 1
+        sizes = _sizes(self.parameters, self.scale).tolist()
+        wrong = [p for p, size in zip(there, sizes, strict=True) if not math.isfinite(size)]
+        run.parallel.put_back(wrong)
+        for p in wrong:
+            p.grad = None
+        self.skipped += len(wrong)
 
     def on_report(self, run: Run, row: dict[str, Any]) -> None:
         row["scale/skipped"] = self.skipped

@@ -55,6 +55,8 @@ def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tens
         if run.ema:
             run.ema.update(run.model, run.step + 1)
         run.first = run.loss if run.first is None else run.first
+    else:
+        parallel.put_back(run.parameters)
     run.skipped += not finite
     run.bad = run.bad + 1 if run.strays or not finite else 0
     for optimizer in run.optimizers:
