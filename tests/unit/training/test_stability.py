@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from limner.models.transformer import Block
 from limner.optim import Beta2WarmupAdamW, StableAdamW, optimizers
@@ -64,6 +65,17 @@ def test_it_is_what_stable_adamw_clips_by(packed):
         optimizer.step()
         if t:
             assert expected == pytest.approx(list(optimizer.rms([("p", p)]).values()), rel=1e-4)
+
+
+def test_it_waits_for_no_device():
+    """Fake tensors have no values that the host could read; torch's fused AdamW counts steps on the device."""
+    with FakeTensorMode():
+        p = nn.Parameter(torch.zeros(5, 7))
+        p.grad = torch.zeros_like(p)
+        optimizer = torch.optim.AdamW([p], lr=1e-3)
+        optimizer.state[p] = {"step": torch.ones(()), "exp_avg_sq": torch.zeros_like(p)}
+        ((_, value),) = rms([optimizer])
+        assert value.shape == ()
 
 
 def test_a_beta_that_warms_up_is_followed():
