@@ -55,6 +55,7 @@ def parts(
     """The steps of a SwitchBack layer."""
     (q, scale_x), (w, scale_w) = row_wise(x), tensor_wise(weight)
     (h, scale_g), (t, scale_t) = row_wise(g), tensor_wise_transposed(weight)
+    nobody = torch.zeros((), dtype=torch.int64)  # counts these products
     return {
         "quantise x": lambda: row_wise(x),
         "quantise w": lambda: tensor_wise(weight),
@@ -62,7 +63,7 @@ def parts(
         "quantise w^T": lambda: tensor_wise_transposed(weight),
         "forward": lambda: int8.product(q, w, scale_x, scale_w, None, x.dtype),
         "input gradient": lambda: int8.product(h, t, scale_g, scale_t, None, x.dtype),
-        "weight gradient": lambda: weight_gradient(g, x, weight.dtype, 0),
+        "weight gradient": lambda: weight_gradient(g, x, weight.dtype, nobody),
     }
 
 
