@@ -69,7 +69,7 @@ class _SwitchBackM(Function):
     ) -> None:
         _, weight, _, tally = inputs
         ctx.format = weight.dtype
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.mark_non_differentiable(output[1], output[3])  # the integers; by the scales `once` finds x and the weight
         ctx.save_for_backward(*output[1:], tally)
         ctx.set_materialize_grads(False)
 
