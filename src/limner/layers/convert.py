@@ -23,6 +23,11 @@ def everywhere(name: str, layer: nn.Linear) -> bool:
     return True
 
 
+def unhooked(name: str, layer: nn.Linear) -> bool:
+    """Layers without hooks."""
+    return not any(getattr(layer, kind) for kind in _HOOKS)
+
+
 def convert(model: M, make: Callable[[nn.Linear], nn.Module], where: Where = everywhere) -> M:
     """Put `make(layer)` in the place of each linear layer, in place.
 
@@ -51,7 +56,7 @@ def convert(model: M, make: Callable[[nn.Linear], nn.Module], where: Where = eve
                 f"{name} or its weight is used in several places: untie them, or leave it out with "
                 "convert(..., where=lambda name, layer: ...)"
             )
-        if any(getattr(layer, kind) for kind in _HOOKS):
+        if not unhooked(name, layer):
             raise ValueError(f"{name} has hooks, which another layer in its place would not have: convert first")
     for name, layer in chosen.items():
         parent, _, own = name.rpartition(".")

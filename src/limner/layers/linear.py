@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from limner.layers.convert import convert
+from limner.layers.convert import convert, unhooked
 from limner.layers.quantize import row_wise
 
 M = TypeVar("M", bound=nn.Module)
@@ -88,11 +88,12 @@ def packs() -> bool:
 
 def prepacked(model: M) -> M:
     """Replace the linear layers of a bf16 model on a CPU, in place, where torch was built with oneDNN and the processor
-    has what that needs for bf16 (AVX-512, say); any other model stays as it is."""
+    has what that needs for bf16 (AVX-512, say); any other model stays as it is, and so does a layer that has hooks."""
     kinds = {(p.dtype, p.device.type) for p in model.parameters()}
-    if kinds != {(torch.bfloat16, "cpu")} or not packs():
+    some = any(isinstance(layer, nn.Linear) and unhooked(name, layer) for name, layer in model.named_modules())
+    if kinds != {(torch.bfloat16, "cpu")} or not packs() or not some:
         return model
-    return convert(model, PackedLinear)
+    return convert(model, PackedLinear, unhooked)
 
 
 def int8(model: M) -> M:

@@ -79,3 +79,15 @@ def test_a_packed_model_draws_what_the_plain_one_draws():
 
 def test_no_rows_in_8_bits_are_no_rows():
     assert Int8Linear(nn.Linear(8, 4))(torch.randn(3, 0, 8)).shape == (3, 0, 4)
+
+
+@pytest.mark.skipif(not packs(), reason="this processor or build packs nothing")
+def test_a_layer_that_is_watched_is_not_packed():
+    model, seen = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16(), []
+    model[1].register_forward_hook(lambda *_: seen.append(1))
+    assert [type(layer) for layer in prepacked(model)] == [PackedLinear, nn.Linear]
+    with torch.inference_mode():
+        model(torch.ones(2, 8, dtype=torch.bfloat16))
+    assert seen == [1]
+    alone = nn.Sequential(model[1])
+    assert prepacked(alone) is alone and type(alone[0]) is nn.Linear
