@@ -14,15 +14,17 @@ from jaxtyping import config, install_import_hook
 #:
 #: - layers.float8, int8, low_precision and quantize: torch makes operators of their functions and reads annotations,
 #:   which it does not find in a function that is checked;
+#: - layers.cache: the compiler makes its dataclasses, and does not know those that are checked;
 #: - evaluation.zero_shot: its tests give it stand-ins for a model and a source;
 #: - reproduce.priors, replicas, small and spiking: the protocols that they name cannot be checked at run time.
 #:
 #: What other processes compute (`ranks.py`) is not checked.
 SHAPED = [
-    "models", "objectives", "metrics", "numerics.formats", "layers.attention", "layers.cross_entropy", "layers.masked",
-    "layers.narrow", "layers.patterns", "layers.scales", "layers.sparse", "distributed.powersgd",
-    "distributed.reducers", "distributed.replicated", "profiling.exponents", "profiling.linear", "reproduce.fixed_q",
-    "reproduce.dion", "reproduce.householder", "sampling.generate", "sampling.rerank",
+    "models", "objectives", "metrics", "numerics.formats", "layers.attention", "layers.cross_entropy", "layers.linear",
+    "layers.masked", "layers.narrow", "layers.patterns", "layers.scales", "layers.sparse",
+    "distributed.powersgd", "distributed.reducers", "distributed.replicated", "profiling.exponents", "profiling.linear",
+    "reproduce.fixed_q", "reproduce.dion", "reproduce.householder", "sampling.generate", "sampling.recorded",
+    "sampling.rerank",
 ]  # fmt: skip
 # Where an annotation says float, a whole number is one.
 CHECK = f"{beartype.__name__}.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"

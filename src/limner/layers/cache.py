@@ -19,7 +19,7 @@ that one step can be recorded and replayed (`sampling/recorded.py`). In return i
 are not written yet, and hides those by a mask.
 
 Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width; n positions held, L lines of
-which a step reads one (the columns, of a pattern that sees only its own; others have one line).
+which a step reads one (the columns, of a pattern that sees only its own; others have one line); K rows kept.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from limner.layers.attention import Core
@@ -47,20 +48,20 @@ class Store:
         """Empty, for the candidates, heads, width and format of `like` [M, H, ..., C]."""
         self.parts: list[Tensor] = [like.new_zeros(lines, *like.shape[:2], n // lines, like.shape[-1])]
 
-    def write(self, line: Position, slot: Position, x: Tensor) -> None:
-        """x [M, H, C]"""
+    def write(self, line: Position, slot: Position, x: Float[Tensor, "M H C"]) -> None:
+        """Keep the states of one position of each candidate."""
         self.parts[0][line, :, :, slot] = x
 
-    def read(self, line: Position, slots: slice) -> Tensor:
-        """[M, H, slots, C]"""
+    def read(self, line: Position, slots: slice) -> Float[Tensor, "M H slots C"]:
+        """The states of these positions of a line."""
         return _line(self.parts[0], line)[:, :, slots]
 
     def expand(self, n: int) -> Store:
         """Each candidate `n` times."""
         return self._with([part.repeat_interleave(n, 1) for part in self.parts])
 
-    def keep(self, rows: Tensor) -> Store:
-        """Only the candidates `rows`, int64 [M']."""
+    def keep(self, rows: Int64[Tensor, " K"]) -> Store:
+        """Only the candidates `rows`."""
         return self._with([part[:, rows] for part in self.parts])
 
     def at(self, memory: Iterator[Tensor]) -> Store:
@@ -85,12 +86,12 @@ class Int8Store(Store):
         values = self.parts[0]
         self.parts = [values.to(torch.int8), values.new_ones(*values.shape[:-1], 1)]
 
-    def write(self, line: Position, slot: Position, x: Tensor) -> None:
+    def write(self, line: Position, slot: Position, x: Float[Tensor, "M H C"]) -> None:
         scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-6) / 127
         self.parts[0][line, :, :, slot] = (x / scale).round().clamp(-127, 127).to(torch.int8)
         self.parts[1][line, :, :, slot] = scale
 
-    def read(self, line: Position, slots: slice) -> Tensor:
+    def read(self, line: Position, slots: slice) -> Float[Tensor, "M H slots C"]:
         values, scale = (_line(part, line)[:, :, slots] for part in self.parts)
         return values * scale
 
@@ -116,8 +117,14 @@ class LayerCache:
     values: Store
 
     @classmethod
-    def of(cls, pattern: Pattern, keys: Tensor, values: Tensor, store: type[Store] = Store) -> LayerCache:
-        """After the prefix was read, whose keys and values [B, H, P, C] these are; one candidate each."""
+    def of(
+        cls,
+        pattern: Pattern,
+        keys: Float[Tensor, "B H P C"],
+        values: Float[Tensor, "B H P C"],
+        store: type[Store] = Store,
+    ) -> LayerCache:
+        """After the prefix was read, whose keys and values these are; one candidate each."""
         empty = (store(x, pattern.lines, pattern.held) for x in (keys, values))
         hole_bias = _hole_bias(pattern, keys.device, keys.dtype)
         return cls(pattern.lines, pattern.holes, hole_bias, keys, values, *empty)
@@ -126,8 +133,8 @@ class LayerCache:
         """`n` candidates of each caption that go on from here: B -> B * n; the prefix stays shared."""
         return replace(self, keys=self.keys.expand(n), values=self.values.expand(n))
 
-    def keep(self, rows: Tensor) -> LayerCache:
-        """These rows alone, int64 [M'], as many of each caption."""
+    def keep(self, rows: Int64[Tensor, " K"]) -> LayerCache:
+        """These rows alone, as many of each caption."""
         return replace(self, keys=self.keys.keep(rows), values=self.values.keep(rows))
 
     @property
@@ -140,8 +147,14 @@ class LayerCache:
         prefix = {"prefix_keys": next(memory), "prefix_values": next(memory)}
         return replace(self, **prefix, keys=self.keys.at(memory), values=self.values.at(memory))
 
-    def append(self, position: Position, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store the keys and values of an image position and attend from it: [M, H, 1, C] each."""
+    def append(
+        self,
+        position: Position,
+        q: Float[Tensor, "M H 1 C"],
+        k: Float[Tensor, "M H 1 C"],
+        v: Float[Tensor, "M H 1 C"],
+    ) -> Float[Tensor, "M H 1 C"]:
+        """Store the keys and values of an image position and attend from it."""
         line, step = position % self.lines, position // self.lines
         slots = self._slots(step)
         self.keys.write(line, step % len(self.hole_bias), k[:, :, 0])
@@ -193,8 +206,8 @@ class Cache:
         """`n` candidates of each caption, which go on from here."""
         return Cache([layer.expand(n) for layer in self.layers], self.length)
 
-    def keep(self, rows: Tensor) -> Cache:
-        """These rows alone, int64 [M'], as many of each caption."""
+    def keep(self, rows: Int64[Tensor, " K"]) -> Cache:
+        """These rows alone, as many of each caption."""
         return Cache([layer.keep(rows) for layer in self.layers], self.length)
 
     def copy(self) -> Cache:

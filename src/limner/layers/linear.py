@@ -1,6 +1,8 @@
 """Linear layers for drawing: their weights laid out once for a CPU's matrix units, stored in 8 bits, or for one row.
 
 A model that was trained with `nn.Linear` is given them from outside (`convert.py`).
+
+Shapes: n inputs, m outputs.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from limner.layers.convert import convert, unhooked
@@ -33,7 +36,7 @@ class PackedLinear(nn.Module):
             self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
             self.bias = None if linear.bias is None else linear.bias.detach()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows m"]:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
@@ -48,7 +51,7 @@ class DotLinear(nn.Module):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows m"]:
         y = (x.unsqueeze(-2) * self.weight).sum(-1, dtype=torch.float32)
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
@@ -71,7 +74,7 @@ class Int8Linear(nn.Module):
         self.register_buffer("scale", scale.to(linear.weight.dtype))
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows m"]:
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) <= _FEW and x.device.type == "cpu":
             y = torch._weight_int8pack_mm(rows.contiguous(), self.weight, self.scale)

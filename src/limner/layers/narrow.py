@@ -56,5 +56,5 @@ class NarrowLinear(nn.Module):
         super().__init__()
         self.weight, self.bias, self.form = linear.weight, linear.bias, form
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows m"]:
         return _Narrow.apply(x, self.weight, self.bias, self.form)  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 Grid = tuple[int, int]
@@ -74,7 +75,7 @@ class Pattern:
         """Whether a ring holds positions that are not seen."""
         return len(self.offsets) < self.ring
 
-    def sees(self, back: Tensor) -> Tensor:
+    def sees(self, back: Int64[Tensor, "*places"]) -> Bool[Tensor, "*places"]:
         """Whether a position sees the one `back` raster steps before it, int64 [...] -> bool [...].
 
         A table, not `torch.isin`, which would sort: that takes gigabytes for the masks of long sequences. On

@@ -116,16 +116,16 @@ class SparseAttention(nn.Module):
     # The prefix and the image are two attentions, each with queries, keys and values of its own; the two maps here and
     # their transposes are all that makes them one.
 
-    def split_queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def split_queries(self, x: Float[Tensor, "R N C"]) -> tuple[Float[Tensor, "R P C"], Float[Tensor, "Rn q C"]]:
         """States [R, P + S, C] as queries: the prefix [R, P, C] and blocks of the image [R n, q, C]."""
         return x[:, : self.prefix], self._blocks(x[:, self.prefix :]).flatten(0, 1)
 
-    def merge_queries(self, parts: Iterable[Tensor]) -> Tensor:
+    def merge_queries(self, parts: Iterable[Tensor]) -> Float[Tensor, "R N C"]:
         """The inverse of `split_queries`, and its transpose."""
         prefix, blocks = parts
         return torch.cat([prefix, self._raster(blocks.unflatten(0, (-1, self.blocks)))], 1)
 
-    def gather_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_keys(self, x: Float[Tensor, "R N C"]) -> tuple[Float[Tensor, "R P C"], Float[Tensor, "Rn keys C"]]:
         """States [R, P + S, C] as keys or values: for the prefix [R, P, C], for blocks [R n, P + m, C]."""
         p, prefix = self.prefix, x[:, : self.prefix]
         keys = x.new_empty(len(x), self.blocks, p + self.window, x.shape[-1])
@@ -133,7 +133,7 @@ class SparseAttention(nn.Module):
         keys[:, :, p:] = self._windows(x[:, p:])
         return prefix, keys.flatten(0, 1)
 
-    def scatter_keys(self, parts: Iterable[Tensor]) -> Tensor:
+    def scatter_keys(self, parts: Iterable[Tensor]) -> Float[Tensor, "R N C"]:
         """The transpose of `gather_keys`: what one state was given in several places is added up, [R, P + S, C]."""
         prefix, keys = parts
         p, keys = self.prefix, keys.unflatten(0, (-1, self.blocks))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
+from jaxtyping import Float, Num
 from torch import Tensor
 
 from limner.layers.cross_entropy import linear_cross_entropy
@@ -32,7 +33,7 @@ class Autoregressive(Checked):
 
     def __call__(
         self, model: Transformer, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         text, image = batch["text"], batch["image"]
         by_text, by_image = model.states(text, image)
         expected = text[:, 1:].flatten()  # PAD is negative: no target
@@ -43,7 +44,7 @@ class Autoregressive(Checked):
         loss = self.text_weight * text_loss + (1 - self.text_weight) * image_loss
         return loss, {"text": text_loss.detach(), "image": image_loss.detach()}
 
-    def shared(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def shared(self, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " B"]]:
         """What micro-batches must know of the whole batch: {"text_tokens": targets of a text, on average, [B]}."""
         targets = (batch["text"][:, 1:] != PAD).sum()
         return {"text_tokens": (targets / len(batch["text"])).expand(len(batch["text"]))}

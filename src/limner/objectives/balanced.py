@@ -14,7 +14,7 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Num, UInt8
 from torch import Tensor
 
 from limner.metrics.codebook import usage
@@ -71,7 +71,7 @@ class BalancedELB(Checked):
 
     def __call__(
         self, model: DVAE, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         return self._loss(model, batch, step, generator, lambda rows: rows)
 
     def across(self, join: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
@@ -85,7 +85,7 @@ class BalancedELB(Checked):
         step: int,
         generator: torch.Generator | None,
         join: Callable[[Tensor], Tensor],
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         pixels, tau = batch["pixels"], self.tau(step)
         hard = self.hard_from is not None and step >= self.hard_from
         with torch.set_grad_enabled(torch.is_grad_enabled() and not hard):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Num
 from torch import Tensor
 
 from limner.models.contrastive import Contrastive
@@ -28,7 +29,7 @@ class ContrastiveLoss:
 
     def __call__(
         self, model: Contrastive, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         images, texts, scale = model.encode_image(batch["pixels"]), model.encode_text(batch["text"]), model.scale()
         logits = scale * images @ texts.T  # [B, B], a row for each picture
         own = torch.arange(len(logits), device=logits.device)

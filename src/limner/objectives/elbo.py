@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from math import log
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Num
 from torch import Tensor
 
 from limner.metrics.codebook import usage
@@ -71,7 +71,7 @@ class RelaxedELB:
 
     def __call__(
         self, model: DVAE, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         pixels = batch["pixels"]
         tau, beta = self.tau(step), self.beta(step)
         logits = model.encode(pixels)

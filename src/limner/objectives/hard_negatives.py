@@ -18,7 +18,7 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, UInt8
+from jaxtyping import Bool, Float, Num, UInt8
 from torch import Tensor
 
 from limner.models.contrastive import Contrastive
@@ -42,7 +42,7 @@ class HardContrastiveLoss(Checked):
 
     def __call__(
         self, model: Contrastive, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         return self._loss(model, batch, generator, lambda rows: rows)
 
     def across(self, join: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
@@ -55,7 +55,7 @@ class HardContrastiveLoss(Checked):
         batch: dict[str, Tensor],
         generator: torch.Generator | None,
         join: Callable[[Tensor], Tensor],
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         text, pixels = batch["text"], batch["pixels"]
         copies = [spoil(pixels, shift, generator) for shift in range(self.spoiled)]
         wrong = batch["distractors"].unbind(1) if "distractors" in batch else ()

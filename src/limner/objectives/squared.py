@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Num
 from torch import Tensor
 
 from limner.metrics.codebook import usage
@@ -24,7 +25,7 @@ class SquaredError:
 
     def __call__(
         self, model: PatchDVAE, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         pixels = batch["pixels"]
         tokens = model.tokens(pixels)
         side = model.config.patch

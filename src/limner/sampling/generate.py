@@ -70,9 +70,15 @@ class Rows:
     """
 
     def __init__(
-        self, model: TokenDecoder, text: Tensor, candidates: range, sampler: Sampler, seed: int, given: Tensor | None,
+        self,
+        model: TokenDecoder,
+        text: Int64[Tensor, "B T"],
+        candidates: range,
+        sampler: Sampler,
+        seed: int,
+        given: Int64[Tensor, "B S"] | None,
         store: type[Store],
-    ) -> None:  # fmt: skip
+    ) -> None:
         b, n, length = len(text), len(candidates), prod(model.config.grid)
         self.sampler, self.guidance = sampler, 1.0 if sampler.guidance is None else sampler.guidance
         self.guided = self.guidance != 1
@@ -85,7 +91,7 @@ class Rows:
         self.cache, self.logits = model.prefill(both, store)
 
     @property
-    def tokens(self) -> Tensor:
+    def tokens(self) -> Int64[Tensor, "B N S"]:
         """What is drawn so far, int64 [B, N, S]; `FREE` where nothing is."""
         return self._tokens.unflatten(0, (self.captions, -1))
 
@@ -93,7 +99,7 @@ class Rows:
     def done(self) -> bool:
         return self.position == self._tokens.shape[1]
 
-    def draw(self) -> Tensor:
+    def draw(self) -> Int64[Tensor, " M"]:
         """Each row's token at the next position, int64 [M], as the model is to read them."""
         now = self._tokens[:, self.position]
         if self.position < self.primed:
@@ -132,7 +138,13 @@ class Generation:
 
     @torch.inference_mode()
     def join(
-        self, text: Tensor, candidates: range, sampler: Sampler, *, seed: int = 0, given: Tensor | None = None
+        self,
+        text: Int64[Tensor, "B T"],
+        candidates: range,
+        sampler: Sampler,
+        *,
+        seed: int = 0,
+        given: Int64[Tensor, "B S"] | None = None,
     ) -> Rows:
         """Begin with the given candidates of every caption.
 
@@ -170,16 +182,16 @@ class Generation:
 
 def generate(
     model: TokenDecoder,
-    text: Tensor,
+    text: Int64[Tensor, "B T"],
     candidates: range,
     sampler: Sampler,
     *,
     seed: int = 0,
-    given: Tensor | None = None,
+    given: Int64[Tensor, "B S"] | None = None,
     store: type[Store] = Store,
     progress: Callable[[int], object] | None = None,
     watch: Callable[[Tensor, int], None] | None = None,
-) -> Tensor:
+) -> Int64[Tensor, "B N S"]:
     """Draw the given candidates of every caption: int64 [B, N, S]. `Generation.join` explains the arguments but these:
 
     Args:

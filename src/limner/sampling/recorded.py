@@ -4,6 +4,8 @@ A step of a small model is hundreds of kernels of a few microseconds each, and l
 longer than running them on a GPU. Recorded as a CUDA graph, they are launched at once. A recording
 reads and writes fixed memory. So the token and the position lie in tensors that are filled before each replay,
 each step does the same whatever its position (`layers/cache.py`), and a cache is copied into the recording's memory.
+
+Shapes: B captions, M rows, T text positions, V image vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Protocol, runtime_checkable
 from weakref import ref
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from limner.layers.cache import Cache, Store, Together
@@ -30,9 +33,9 @@ class TokenDecoder(Protocol):
     @property
     def config(self) -> TransformerConfig: ...
 
-    def prefill(self, text: Tensor, store: type[Store] = Store) -> tuple[Cache, Tensor]: ...
+    def prefill(self, text: Int64[Tensor, "B T"], store: type[Store] = Store) -> tuple[Cache, Float[Tensor, "B V"]]: ...
 
-    def step(self, cache: Cache | Together, token: Tensor) -> Tensor: ...
+    def step(self, cache: Cache | Together, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]: ...
 
 
 def decoder(model: Transformer, compile: bool = False) -> TokenDecoder:
@@ -82,10 +85,10 @@ class Recorded:
     def config(self) -> TransformerConfig:
         return self.model.config
 
-    def prefill(self, text: Tensor, store: type[Store] = Store) -> tuple[Cache, Tensor]:
+    def prefill(self, text: Int64[Tensor, "B T"], store: type[Store] = Store) -> tuple[Cache, Float[Tensor, "B V"]]:
         return self.model.prefill(text, store)
 
-    def step(self, cache: Cache | Together, token: Tensor) -> Tensor:
+    def step(self, cache: Cache | Together, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]:
         if isinstance(cache, Together):
             return self.model.step(cache, token)
         with torch.inference_mode(False), torch.no_grad():  # the compiler is for ordinary tensors
