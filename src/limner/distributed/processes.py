@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Literal
 
@@ -32,7 +33,10 @@ REDUCERS: dict[str, Make | None] = {"plain": None, "bf16": Bf16Reducer, "powersg
 _WAIT = timedelta(minutes=30)  # for the slowest: the first process may encode a data set meanwhile
 _MEETING = 180.0  # seconds until all are there; where one was lost, those that wait must begin anew
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_BROKEN = re.compile("gloo|NCCL|Connection (closed|reset)|Broken pipe", re.IGNORECASE)  # what another's end looks like
+
+# How gloo and NCCL say that another process has ended, or does not answer.
+_ENDED = re.compile("Connection (closed|reset)|Broken pipe|remote process exited|communicator was aborted")
+_SILENT = re.compile("timed? ?out", re.IGNORECASE)
 
 
 def rank() -> int:
@@ -42,14 +46,16 @@ def rank() -> int:
 
 @contextmanager
 def joined(kind: Kind = "replicated", replicas: int = 1, make: Make | None = None) -> Iterator[Replicated | None]:
-    """Within the block the processes of a run can talk to each other; None where there is one.
+    """Within the block the processes of a run can talk to each other; None where there is one. The first one warns of
+    what all see.
 
     Args:
         kind: whether each holds all weights, or a part.
         replicas: of sharded weights.
         make: a reducer of gradients for each model that is trained; None averages them in fp32.
 
-    Raises `UserError` where they cannot meet, where another one has ended, or where the numbers do not fit.
+    Raises `UserError` where they cannot meet, where another one has ended or does not answer, or where the numbers do
+    not fit.
     """
     if "RANK" not in os.environ:
         if kind != "replicated" or replicas > 1 or make:
@@ -72,6 +78,7 @@ def joined(kind: Kind = "replicated", replicas: int = 1, make: Make | None = Non
     except (RuntimeError, TimeoutError, ValueError) as error:  # DistStoreError, DistNetworkError and the like
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(f"process {rank()} cannot meet the others at {where}: {error}".splitlines()[0]) from None
+    quiet = warnings.catch_warnings(action="ignore") if rank() else nullcontext()
     try:
         if kind == "replicated" and replicas > 1:
             raise UserError("every process holds all weights: replicas are for --parallel sharded or zero2")
@@ -81,16 +88,22 @@ def joined(kind: Kind = "replicated", replicas: int = 1, make: Make | None = Non
                 "or more, or leave --reduce out"
             )
         if kind == "replicated":
-            yield Replicated(make)
+            strategy: Replicated = Replicated(make)
         else:
             from limner.distributed.sharded import Sharded, Zero2  # half a second to import, so only now
 
-            yield (Sharded if kind == "sharded" else Zero2)(replicas, make)
+            strategy = (Sharded if kind == "sharded" else Zero2)(replicas, make)
+        with quiet:
+            yield strategy
     except RuntimeError as error:
-        if not _BROKEN.search(str(error)):
-            raise
         reason = str(error).splitlines()[0]
-        raise UserError(f"another process of the run has ended, so process {rank()} ends, too ({reason})") from None
+        if _ENDED.search(str(error)):
+            why = f"another process of the run has ended, so process {rank()} ends, too: that one says why, if any does"
+        elif _SILENT.search(str(error)):
+            why = f"process {rank()} gets no answer of another one, which hangs or is cut off: start the run again"
+        else:
+            raise  # the reason is this process's own
+        raise UserError(f"{why} ({reason})") from None
     finally:
         distributed.destroy_process_group()
 
