@@ -30,7 +30,7 @@ Kind = Literal["replicated", "sharded", "zero2"]
 #: How gradients travel between replicas, by name; None leaves them in fp32.
 REDUCERS: dict[str, Make | None] = {"plain": None, "bf16": Bf16Reducer, "powersgd": PowerSGD}
 
-_WAIT = timedelta(minutes=30)  # for the slowest: the first process may encode a data set meanwhile
+_WAIT = timedelta(minutes=30)  # for the slowest
 _MEETING = 180.0  # seconds until all are there; where one was lost, those that wait must begin anew
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

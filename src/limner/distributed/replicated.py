@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,11 +48,18 @@ class Replicated:
     @contextmanager
     def first(self) -> Iterator[None]:
         """See `Parallel`."""
+        group = self._patient  # which all make together
         if not self.is_main:
-            distributed.barrier()
+            distributed.barrier(group)
         yield
         if self.is_main:
-            distributed.barrier()
+            distributed.barrier(group)
+
+    @cached_property
+    def _patient(self) -> Any:
+        """All processes, in a group that waits as long as it takes, to encode a large data set, say; that another one
+        has ended it notices at once."""
+        return distributed.new_group(backend="gloo", timeout=timedelta(days=365))
 
     def checkpointer(self, files: Folder) -> Shards:
         """See `Parallel`."""
