@@ -133,6 +133,21 @@ def pass_on(source: Path, target: Path, replicas: int) -> None:
     stream.close()
 
 
+def draws(source: Path) -> tuple[list[float], list[float]]:
+    """The first random numbers of a run that begins, and of one that goes on from there: torch's, the objective's."""
+    ours, stream, hook = parallel(0), Stream(Tokens(), 8, seed=3), Steps()
+
+    def drawn(run: Run) -> list[float]:
+        return [torch.rand(()).item(), torch.rand((), generator=run.generator).item()]
+
+    began = drawn(Run(build(), Autoregressive(), CONFIG, parallel=ours))
+    run = Run(build(), Autoregressive(), CONFIG, parallel=ours)
+    description = json.loads(json.dumps({"training": to_dict(CONFIG)}))
+    assert restore(run, stream, [hook], description, ours.checkpointer(Files(source, 9)))
+    stream.close()
+    return began, drawn(run)
+
+
 def tensors(step: int) -> dict[str, dict[str, Tensor]]:
     """Of a shared and a common tensor, every number is the step."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))

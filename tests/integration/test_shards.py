@@ -4,6 +4,7 @@ The ranks are real ones (`ranks.py`); what they do is in `shard_ranks.py`.
 """
 
 import random
+import shutil
 import time
 import warnings
 from pathlib import Path
@@ -108,6 +109,15 @@ def test_what_compression_left_out_of_gradients_goes_on_in_other_shards(tmp_path
     assert any(x.any() for x in read_tensors(completed(began)[-1], "parallel").values())
     on_ranks(2, pass_on, began, halved, 2)
     assert_equal(completed(halved)[-1], completed(began)[-1], but=("rng",))
+
+
+def test_a_rank_that_joins_draws_other_numbers_than_at_the_start(halves: Path, tmp_path: Path) -> None:
+    out = tmp_path / "copy"
+    shutil.copytree(halves, out)
+    began, went_on = zip(*on_ranks(4, shard_ranks.draws, out), strict=True)
+    for which in range(2):
+        assert went_on[0][which] == began[0][which]  # this model draws nothing while it is trained
+        assert len({numbers[which] for numbers in (*began, *went_on[2:])}) == 6
 
 
 @pytest.mark.filterwarnings("ignore:.*results may differ")

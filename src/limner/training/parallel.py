@@ -179,6 +179,7 @@ class Single:
         return values
 
 
-def folded(seed: int, rank: int) -> int:
-    """The seed of a rank's random numbers; the first rank has that of a process that trains alone."""
-    return int(hash64(seed, rank)) >> 1 if rank else seed
+def folded(seed: int, rank: int, step: int = 0) -> int:
+    """The seed of a rank's random numbers that begin at a step; the first rank has from the start that of a process
+    which trains alone."""
+    return int(hash64(seed, rank, step)) >> 1 if rank or step else seed

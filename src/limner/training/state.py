@@ -26,6 +26,7 @@ from limner.optim.shards import local
 from limner.training.checkpoint import Checkpointer, Tensors
 from limner.training.config import refuse_changes
 from limner.training.hooks import Hook
+from limner.training.parallel import folded
 from limner.training.run import Run
 from limner.training.tensors import fill_model, load_optimizers, model_tensors, optimizer_tensors
 from limner.version import __version__
@@ -118,7 +119,7 @@ def _load(
     for hook in hooks:
         if hook.name in state.get("hooks", {}):
             hook.load_state_dict({**state["hooks"][hook.name], **tensors.get(f"hook.{hook.name}", {})})
-    _load_generators(run, tensors["rng"], same_device=state["made_with"]["device"] == run.device.type)
+    _load_generators(run, tensors["rng"], state["step"], same_device=state["made_with"]["device"] == run.device.type)
     run.step, run.skipped, run.bad = state["step"], state["skipped"], state["bad"]
     run.first, run.seconds = state["first"], state["seconds"]
 
@@ -132,9 +133,13 @@ def _generators(run: Run) -> dict[str, Tensor]:
     return {_of(name, rank): value for name, values in everyone.items() for rank, value in enumerate(values)}
 
 
-def _load_generators(run: Run, rng: Mapping[str, Tensor], same_device: bool) -> None:
-    """Those of this rank; one that the checkpoint does not know begins with its seed."""
+def _load_generators(run: Run, rng: Mapping[str, Tensor], step: int, same_device: bool) -> None:
+    """Those of this rank. What the checkpoint does not know, of a rank that has joined or of another device, begins
+    anew at this step: the numbers of the first steps are not drawn again."""
     rank = run.parallel.rank
+    seed = folded(run.config.seed, rank, step)
+    torch.manual_seed(seed)
+    run.generator.manual_seed(seed)
     if rank and _of("torch", rank) not in rng:
         return
     torch.set_rng_state(rng[_of("torch", rank)])
