@@ -3,11 +3,14 @@
 import json
 import warnings
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from limner.models.transformer import Block
 from limner.optim import Beta2WarmupAdamW, StableAdamW, optimizers
@@ -17,6 +20,7 @@ from limner.training.loop import train
 from limner.training.run import Run
 from limner.training.stability import Stability, rms
 from limner.training.step import update
+from ranks import on_ranks
 
 CONFIG = TrainConfig(
     steps=30,
@@ -88,6 +92,31 @@ def test_a_beta_that_warms_up_is_followed():
         found = [value.item() for _, value in rms([optimizer])]
         assert found == ([] if t == 1 else pytest.approx([(p.grad**2 / u).mean().sqrt().item()], rel=1e-5))
         optimizer.step()
+
+
+def of_shards(shards):
+    """RMS_t of two matrices and a vector, and how many sums over shards it takes."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (4, 4), (4,))]
+    gradients = [torch.randn_like(p) for p in parameters]
+    if shards > 1:
+        mesh = init_device_mesh("cpu", (shards,))
+        parameters, gradients = (
+            [distribute_tensor(x.detach(), mesh, [Shard(0)], src_data_rank=None) for x in tensors]
+            for tensors in (parameters, gradients)
+        )
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+    optimizer.step()
+    with mock.patch.object(distributed, "all_reduce", wraps=distributed.all_reduce) as sums:
+        return [value.item() for _, value in rms([optimizer])], sums.call_count
+
+
+def test_shards_are_summed_together():
+    alone, _ = of_shards(1)
+    for found, sums in on_ranks(2, of_shards, 2):
+        assert found == pytest.approx(alone, rel=1e-5) and sums == 1
 
 
 class Line(nn.Module):
