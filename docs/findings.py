@@ -1,9 +1,11 @@
 """FINDINGS.md, from what `limner reproduce` wrote: `python docs/findings.py reproduced`.
 
 Nothing is copied by hand: claims, verdicts and tables are those of the folder's NAME.json, charts those of NAME-1.svg.
+A finding that the folder does not have stays as the page has it.
 """
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -25,15 +27,27 @@ parameters and train for some hundred steps: what holds at the papers' scale nee
 
 
 def main(folder: Path) -> None:
-    """Write FINDINGS.md and its charts anew from the folder."""
-    images = HERE / "images/findings"
-    shutil.rmtree(images, ignore_errors=True)
-    images.mkdir(parents=True)
-    done = [path for name in NAMES if (path := folder / f"{name}.json").exists()]
-    found = [json.loads(path.read_text("utf-8")) for path in done]
-    rows = [f"| [`{one['name']}`](#{one['name']}) | {one['claim']} | {MARKS[one['holds']]} |" for one in found]
-    parts = [section(one, folder, images) for one in found]
-    (HERE / "FINDINGS.md").write_text(HEAD + "\n".join(rows) + "\n\n" + "\n".join(parts), encoding="utf-8")
+    """Write the folder's findings into FINDINGS.md, and their charts beside it."""
+    page, images = HERE / "FINDINGS.md", HERE / "images/findings"
+    images.mkdir(parents=True, exist_ok=True)
+    rows, parts = read(page.read_text("utf-8"))
+    for name in NAMES:
+        if (path := folder / f"{name}.json").exists():
+            one = json.loads(path.read_text("utf-8"))
+            rows[name] = f"| [`{name}`](#{name}) | {one['claim']} | {MARKS[one['holds']]} |"
+            for old in images.glob(f"{name}-*.svg"):
+                old.unlink()
+            parts[name] = section(one, folder, images)
+    there = [name for name in NAMES if name in parts]
+    text = HEAD + "\n".join(rows[name] for name in there) + "\n\n" + "\n".join(parts[name] for name in there)
+    page.write_text(text, encoding="utf-8")
+
+
+def read(text: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The lines of the page's first table, and its sections, by name."""
+    rows = {found[1]: found[0] for found in re.finditer(r"^\| \[`([\w-]+)`\]\(#.*$", text, re.MULTILINE)}
+    parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]
+    return rows, {part.split(maxsplit=2)[1]: part.rstrip("\n") + "\n" for part in parts}
 
 
 def section(one: dict[str, Any], folder: Path, images: Path) -> str:
