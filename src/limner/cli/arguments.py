@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -87,24 +87,33 @@ def _flowing(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text.strip()))
 
 
-def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None, more: str = "") -> T:
+def parse(
+    cls: type[T], argv: Sequence[str], prog: str, default: T | None = None, kinds: Mapping[str, Sequence[str]] = {}
+) -> T:
     """An instance of the dataclass `cls` from command-line arguments.
 
     In a union of dataclasses the member is that of `default` (`limner.cli.unions` chooses it by name); if the members
     have no settings, it is chosen by name here.
-    `--help` prints the class's docstring, `more` and the options, and exits. Raises `UserError` on a mistake.
+    `kinds` are options that have been read before, and their choices. `--help` prints the class's docstring, these and
+    the options, and exits. Raises `UserError` on a mistake.
     """
     about = docstring_parser.parse(cls.__doc__ or "").description or ""
     markers = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
     options: dict[str, Any] = {"config": markers, "registry": _REGISTRY} | (
         {} if default is None else {"default": default}
     )
-    options["description"] = f"{_flowing(about)}\n\n{more}".rstrip()
+    options["description"] = _flowing(about)
+    if kinds:
+        lines = [f"  {option} {', '.join(names)}" for option, names in kinds.items()]
+        options["description"] += "\n\nThese take another kind, whose settings are then the options:\n" + "\n".join(
+            lines
+        )
 
     def refuse(event: _errors.ParseErrorEvent) -> None:
         if isinstance(event, _errors.UnrecognizedArgs):
             parser = tyro.extras.get_parser(cls, **options)
-            says = _unknown(event.tokens, [name for action in parser._actions for name in action.option_strings])
+            known = [name for action in parser._actions for name in action.option_strings]
+            says = _unknown(event.tokens, [*kinds, *known])
         else:
             says = _out_of_range(sys.exception(), cls) or _says(event)
         raise UserError(f"{says if len(says) <= _LONGEST else says[:_LONGEST] + '...'} (see `{prog} --help`)")

@@ -36,11 +36,6 @@ def _recipes() -> str:
     return "\n".join(["A recipe by name, or a recipe.json of an earlier run; its settings are options:", *lines])
 
 
-def _kinds(settings: Recipe) -> str:
-    lines = [f"  {option} {', '.join(names)}" for option, names in kinds(settings)]
-    return "\n".join(["These take another kind, whose settings are then the options:", *lines])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Train(Checked):
     """Train on image-caption data: a folder of pictures with .txt captions, JSONL, CSV or Parquet, or tar shards.
@@ -78,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
     required: Any = tyro.MISSING
     settings, argv = chosen(_borrowing(settings or recipes.get("scenes"), argv), argv)
     default = Train(data=required, out=required, recipe=required, settings=settings)
-    options = parse(Train, argv, "limner train", default, _kinds(settings))
+    options = parse(Train, argv, "limner train", default, dict(kinds(settings)))
     place(options.out, folder=True)
     dvae = options.settings.dvae
     if isinstance(dvae, Bundled) and "dvae" in options.stages:
@@ -115,7 +110,8 @@ def _borrowing(recipe: Recipe, argv: Sequence[str]) -> Recipe:
     if "--dvae.bundle" not in names or isinstance(recipe.dvae, Bundled):
         return recipe
     for name in names:
-        if name.startswith("--dvae.") and name != "--dvae.bundle":
+        other = name == "--dvae" and _value_of(name, argv) != Bundled.__name__
+        if other or (name.startswith("--dvae.") and name != "--dvae.bundle"):
             raise UserError(
                 f"{name} is for a dVAE that is trained, --dvae.bundle for one that is there: give one of them"
             )

@@ -208,6 +208,8 @@ def test_any_kind_is_chosen_by_name(trained, capsys):
     assert found.dvae == Bundled(bundle="icons")
     for wrong, says in (
         (["--dvae.objective", "ELB", "--dvae", "DVAEStage"], "cannot be 'ELB': choose 'RelaxedELB', 'BalancedELB'"),
+        (["--prior.training.scheduel", "Plateau"], "did you mean --prior.training.schedule?"),
+        (["--dvae.bundle", "icons", "--dvae", "PatchStage"], "--dvae is for a dVAE that is trained, --dvae.bundle for"),
         (["--dvae", "Patches"], "--dvae cannot be 'Patches': choose 'DVAEStage', 'PatchStage', 'Bundled'"),
         (["--dvae.objective", "BalancedELB"], "unknown: --dvae.objective"),  # the recipe's has one kind
         (["--dvae", "DVAEStage", "--dvae.training.optimizer", "Muon"], "dvae.training.optimizer must be AdamW"),
