@@ -62,23 +62,25 @@ class Checked:
     each of its numbers. A subclass's `__post_init__` calls this one, then checks relations between fields."""
 
     def __post_init__(self) -> None:
-        for name, (allowed, whole, optional) in ranges(type(self)).items():
+        for name, (allowed, whole, words) in ranges(type(self)).items():
             value = getattr(self, name)
-            if value is None and optional:
+            if value in words:
                 continue
             for number in value if isinstance(value, (tuple, list)) else (value,):
                 allowed.check(name, number, whole)
 
 
 @cache
-def ranges(cls: type) -> dict[str, tuple[Range, bool, bool]]:
-    """Of each field with a range: the range, whether it holds whole numbers, and whether it may be None."""
+def ranges(cls: type) -> dict[str, tuple[Range, bool, tuple[Any, ...]]]:
+    """Of each field with a range: the range, whether it holds whole numbers, and what it may be instead of a number:
+    None, or a word of a `Literal`."""
     found = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
         for note in getattr(hint, "__metadata__", ()):
             if isinstance(note, Range):
                 kinds = leaves(hint)
-                found[name] = note, float not in kinds, type(None) in kinds
+                words = [word for kind in kinds for word in get_args(kind)] + [None] * (type(None) in kinds)
+                found[name] = note, float not in kinds, tuple(words)
     return found
 
 

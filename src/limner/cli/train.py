@@ -54,8 +54,9 @@ class Train(Checked):
     parallel: processes.Kind = "replicated"
     """Whether each of the processes that torchrun starts holds all weights, or a part of them (sharded), or all weights
     and a part of gradients, averages and moments (zero2)."""
-    replicas: Annotated[int, Range(1, 2**16)] = 1
-    """How many groups of processes hold all weights together, if they are sharded."""
+    replicas: Annotated[int | processes.Machines, Range(1, 2**16)] = 1
+    """How many groups of processes hold all weights together, if they are sharded; machines makes one of each machine,
+    also when a machine is lost or joins."""
     deterministic: bool = False
     """The same weights again from the same command, on GPUs, too, where it is slower; stages are trained in turn."""
     reduce: Reducer = "plain"

@@ -26,6 +26,7 @@ from limner.distributed.replicated import Make, Replicated
 from limner.errors import UserError
 
 Kind = Literal["replicated", "sharded", "zero2"]
+Machines = Literal["machines"]
 
 #: How gradients travel between replicas, by name; None leaves them in fp32.
 REDUCERS: dict[str, Make | None] = {"plain": None, "bf16": Bf16Reducer, "powersgd": PowerSGD}
@@ -45,20 +46,22 @@ def rank() -> int:
 
 
 @contextmanager
-def joined(kind: Kind = "replicated", replicas: int = 1, make: Make | None = None) -> Iterator[Replicated | None]:
+def joined(
+    kind: Kind = "replicated", replicas: int | Machines = 1, make: Make | None = None
+) -> Iterator[Replicated | None]:
     """Within the block the processes of a run can talk to each other; None where there is one. The first one warns of
     what all see.
 
     Args:
         kind: whether each holds all weights, or a part.
-        replicas: of sharded weights.
+        replicas: of sharded weights; "machines" makes one of each machine, however many there are at this start.
         make: a reducer of gradients for each model that is trained; None averages them in fp32.
 
     Raises `UserError` where they cannot meet, where another one has ended or does not answer, or where the numbers do
     not fit.
     """
     if "RANK" not in os.environ:
-        if kind != "replicated" or replicas > 1 or make:
+        if kind != "replicated" or replicas != 1 or make:
             raise UserError("there is one process, and nothing to share: start several with torchrun")
         yield None
         return
@@ -80,7 +83,7 @@ def joined(kind: Kind = "replicated", replicas: int = 1, make: Make | None = Non
         raise UserError(f"process {rank()} cannot meet the others at {where}: {error}".splitlines()[0]) from None
     quiet = warnings.catch_warnings(action="ignore") if rank() else nullcontext()
     try:
-        if kind == "replicated" and replicas > 1:
+        if kind == "replicated" and replicas != 1:
             raise UserError("every process holds all weights: replicas are for --parallel sharded or zero2")
         if kind != "replicated" and replicas == 1 and make:
             raise UserError(
@@ -92,7 +95,8 @@ def joined(kind: Kind = "replicated", replicas: int = 1, make: Make | None = Non
         else:
             from limner.distributed.sharded import Sharded, Zero2  # half a second to import, so only now
 
-            strategy = (Sharded if kind == "sharded" else Zero2)(replicas, make)
+            count = _machines() if replicas == "machines" else replicas
+            strategy = (Sharded if kind == "sharded" else Zero2)(count, make)
         with quiet:
             yield strategy
     except RuntimeError as error:
@@ -106,6 +110,17 @@ def joined(kind: Kind = "replicated", replicas: int = 1, make: Make | None = Non
         raise UserError(f"{why} ({reason})") from None
     finally:
         distributed.destroy_process_group()
+
+
+def _machines() -> int:
+    """How many there are. Raises `UserError` if some have more processes than others, as far as this one can tell."""
+    world, here = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not here or world % here:
+        raise UserError(
+            f"{world} processes, of which this machine has {here}, are not as many on each machine: start them with "
+            "torchrun and the same --nproc-per-node everywhere, or give --replicas a number"
+        )
+    return world // here
 
 
 def _meet(backend: str) -> None:

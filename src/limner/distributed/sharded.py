@@ -48,7 +48,10 @@ class Sharded(Replicated):
     def __init__(self, replicas: int = 1, make: Make | None = None) -> None:
         super().__init__(make)
         if self.world % replicas:
-            raise UserError(f"{self.world} processes cannot hold {replicas} replicas: choose a divisor of {self.world}")
+            raise UserError(
+                f"{self.world} processes cannot hold {replicas} replicas: choose a divisor of {self.world}, or "
+                "--replicas machines, which follows the number of machines"
+            )
         sizes = (replicas, self.world // replicas)
         self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
         self._modules: list[FSDPModule] = []

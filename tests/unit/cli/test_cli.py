@@ -390,6 +390,14 @@ def test_plan_proposes_a_launch_whose_command_is_one(capsys):
     assert not options.settings.prior.training.checkpoint_activations  # which the recipe does, and is not needed here
 
 
+def test_replicas_are_a_number_or_the_machines():
+    asked = ["DATA", "--recipe", "scenes", "--out", "RUN", "--replicas"]
+    assert [parse_train([*asked, word]).replicas for word in ("machines", "4")] == ["machines", 4]
+    for word in ("0", "machine"):
+        with pytest.raises(UserError, match="replicas"):
+            parse_train([*asked, word])
+
+
 def parse_train(words):
     """What `limner train` makes of its arguments."""
     settings = train.find_recipe(words[words.index("--recipe") + 1])

@@ -1,13 +1,21 @@
 """What a process of a run says when it cannot go on, and of what it keeps silent."""
 
+import os
 import socket
 import warnings
 
 import pytest
+import torch
 from torch import distributed
 
-from limner.distributed.processes import joined
+from limner.distributed.powersgd import PowerSGD
+from limner.distributed.processes import Kind, _machines, joined
+from limner.distributed.sharded import Sharded
 from limner.errors import UserError
+from limner.models.transformer import TransformerConfig
+from limner.objectives.autoregressive import Autoregressive
+from limner.training.trainable import Trainable
+from ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
 
@@ -42,6 +50,34 @@ def test_what_has_become_of_another_process_is_said(error: str, says: str) -> No
 def test_an_error_of_its_own_keeps_its_name(error: str) -> None:
     with pytest.raises(RuntimeError, match=error), joined():
         raise RuntimeError(error)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "zero2"])
+def test_one_machine_that_is_left_is_a_replica_and_goes_on_with_its_error_buffers(kind: Kind) -> None:
+    with joined(kind, "machines", PowerSGD) as parallel:
+        assert isinstance(parallel, Sharded) and parallel.mesh.shape == (1, 1)
+        model = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=2, heads=2)
+        parallel.prepare(Trainable(model.build(), Autoregressive()), torch.device("cpu"), torch.float32)
+        assert len(parallel.tensors()) == 8
+
+
+def test_one_replica_that_was_asked_for_has_nothing_to_send() -> None:
+    with pytest.raises(UserError, match="no gradients travel between replicas"), joined("sharded", 1, PowerSGD):
+        pass
+
+
+def test_replicas_are_the_machines_of_this_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(on_ranks(4, shape_of_machines, 2)) == {(2, 2)}
+    assert set(on_ranks(2, shape_of_machines, 2)) == {(1, 2)}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="not as many on each machine"), joined("sharded", "machines"):
+        pass
+
+
+def shape_of_machines(processes: int) -> tuple[int, ...]:
+    """Replicas and shards of a process that `torchrun` has started with so many on each machine."""
+    os.environ |= {"WORLD_SIZE": str(distributed.get_world_size()), "LOCAL_WORLD_SIZE": str(processes)}
+    return Sharded(_machines()).mesh.shape
 
 
 def test_the_first_process_warns() -> None:
