@@ -6,7 +6,7 @@ said and that no update has had yet. An update takes the part of it that lies in
     2   E += G, unless G is not finite on one replica: then nothing is added on any
     3   P = E Q_0                 [m, r]; Q_0 [n, r] stays what it was drawn as from a seed
     4   P = mean over replicas    one collective for all matrices of a block
-    5   P = orthonormal columns of P + eps I, by Householder's reflections
+    5   P = orthonormal columns of P + eps I, by Householder's reflections; eps is in lengths of P's longest column
     6   Q = E^T P                 [n, r]
     7   Q = mean over replicas    one collective for all matrices of a block
     8   what is no matrix of a block is averaged in fp32: of all blocks in one collective, what is outside as it comes
@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
+from math import ceil, log2
 from typing import Annotated, Any, cast
 
 import torch
@@ -56,9 +57,11 @@ EPS = 1e-6  # step 5
 
 def orthonormal(p: Float[Tensor, "k m r"], eps: float = EPS) -> Float[Tensor, "k m r"]:
     """Orthonormal columns that span those of `p` + eps I, by Householder's reflections, which stay exact where
-    Gram-Schmidt's columns do not: [k, m, r] -> [k, m, r], r <= m."""
-    p = p.clone()
-    p.diagonal(dim1=-2, dim2=-1).add_(eps)
+    Gram-Schmidt's columns do not: [k, m, r] -> [k, m, r], r <= m. `eps` is in lengths of the longest column, so that
+    small gradients get the directions of large ones."""
+    p = p / p.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+    longest = p.norm(dim=-2).amax(-1, keepdim=True).clamp_min(1)
+    p.diagonal(dim1=-2, dim2=-1).add_(eps * longest)
     return torch.linalg.householder_product(*torch.geqrf(p))
 
 
@@ -173,14 +176,23 @@ class PowerSGD:
         for matrix in matrices:
             matrix.parameter.grad = None
         del grads
-        p = [matrix.oriented(error) @ self.start(matrix) for matrix, error in zip(matrices, errors, strict=True)]
+        # The "predetermined constants" of step 3, with which factors of numbers that 1-6-9 holds hardly ever reach its
+        # end, Q never. Those of P cancel in step 5.
+        p = [
+            matrix.oriented(error) @ self.start(matrix) * _root(len(matrix.start))
+            for matrix, error in zip(matrices, errors, strict=True)
+        ]
         all_finite, all_good = yield from self._averaged(p, finite, _finite(p))
         if all_finite and all_good:
             p = self._orthonormal(p)
             if self.config.narrow:
                 p = [E6M9.rounded(x) for x in p]
-            q = [matrix.oriented(error).T @ x for matrix, error, x in zip(matrices, errors, p, strict=True)]
+            q = [
+                matrix.oriented(error).T @ x * _root(len(x))
+                for matrix, error, x in zip(matrices, errors, p, strict=True)
+            ]
             (all_good,) = yield from self._averaged(q, _finite(q))
+            q = [y / _root(len(x)) for x, y in zip(p, q, strict=True)]
             if all_good:
                 for matrix, error, left, right in zip(matrices, errors, p, q, strict=True):
                     self.take(matrix, error, left, right)
@@ -271,6 +283,12 @@ class PowerSGD:
                         f"{list(matrix.parameter.shape)}"
                     )
                 matrix.keep(local(like(error.to(matrix.buffer.device), matrix.parameter)))
+
+
+def _root(n: int) -> float:
+    """About 1 / sqrt(n), as a power of two, which rounds nothing: E^T p of a column p of length 1 is at most sqrt(m)
+    times the largest number of E."""
+    return 2.0 ** -ceil(log2(n) / 2)
 
 
 def _shards(p: Tensor) -> int:

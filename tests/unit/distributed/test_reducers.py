@@ -164,7 +164,7 @@ class Reference:
         self.errors = self.errors or [torch.zeros_like(g) for g in gradients]
         self.errors = [e + g for e, g in zip(self.errors, gradients, strict=True)]
         p = self._mean([e @ self.start for e in self.errors])
-        eye = torch.eye(*p.shape)
+        eye = p.norm(dim=0).max() * torch.eye(*p.shape)
         p = self.rounded(torch.linalg.qr(p + 1e-6 * eye).Q)
         q = self._mean([e.T @ p for e in self.errors])
         self.errors = [self.rounded(e - p @ q.T) for e in self.errors]
@@ -224,6 +224,33 @@ def test_it_is_the_papers_algorithm(factored, case):
     for _, kept, _ in found:
         mean = turn(torch.stack(plain.errors).mean(0))
         assert (kept - mean).norm() < (1e-2 if narrow else 1e-5) * mean.norm()
+
+
+def of_size(size: float, narrow: bool) -> Tensor:
+    """What two gradients of numbers of about that size become, divided by it."""
+    model = One(64, 256)
+    reduction = Reduction(
+        PowerSGD(PowerSGDConfig(rank=8, narrow=narrow)), buckets(model), Replicas(distributed.group.WORLD)
+    )
+    p, found = model.blocks[0].weight, torch.zeros(64, 256)
+    for step in range(2):
+        p.grad = None
+        (p * gradient_of(64, 256, step, 0) * (size / 0.01)).sum().backward()
+        reduction.complete()
+        found += p.grad / size
+    return found
+
+
+def of_sizes() -> dict[float, Tensor]:
+    sizes = {2.0**-60: False, 2.0**-40: True, 2.0**-10: True, 2.0: True}
+    return {1.0: of_size(1.0, False)} | {size: of_size(size, narrow) for size, narrow in sizes.items()}
+
+
+def test_gradients_of_any_size_have_the_same_directions():
+    """Also where P and Q would reach the end of 1-6-9, or where eps would be larger than P."""
+    (found,) = on_ranks(1, of_sizes)
+    for size, gradient in found.items():
+        assert (gradient - found[1.0]).norm() < 5e-3 * found[1.0].norm(), size
 
 
 @pytest.mark.parametrize("shape", [(5, 8, 3), (1, 40, 40), (2, 6, 1)])
