@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from limner.models.transformer import TransformerConfig
+from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.profiling.compression import default_rank
 from limner.profiling.gpus import GPUS
 from limner.profiling.launch import Launch
@@ -88,11 +89,16 @@ def choices(
 ) -> list[Timed]:
     """All launches of a prior on so many GPUs, those that fit first, then the quickest first.
 
+    On GPUs without bf16 products are in fp16, with the paper's scale for each resblock: bf16 would be slower than
+    fp32 there.
+
     Args:
         replicas, rank: only with these; by default all numbers, and the paper's rank (Table 1) beside none.
 
     Raises `UserError` where no launch is possible, as the numbers do not divide.
     """
+    if not GPUS[cluster.gpu].bf16 and isinstance(training.precision, Auto | Bf16):
+        training = replace(training, precision=Fp16(), scaling="resblocks")
     made = [
         Launch(
             config=config,
@@ -159,6 +165,8 @@ def command(timed: Timed, recipe: str, before: TrainConfig) -> str:
         for name in ("batch_size", "accumulate")
         if (value := getattr(training, name)) != getattr(before, name)
     ]
+    if training.precision != before.precision:
+        changed.append(f"--prior.training.precision fp16 --prior.training.scaling {training.scaling}")
     if training.checkpoint_activations != before.checkpoint_activations:
         changed.append(f"--prior.training.{'' if training.checkpoint_activations else 'no-'}checkpoint-activations")
     return " \\\n    ".join([*words, *([" ".join(changed)] if changed else [])])

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from limner.distributed.sharded import Sharded
 from limner.layers.sparse import SparseAttention
-from limner.numerics.precision import Auto, Bf16
+from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.shards import local
 from limner.profiling.launch import Launch
@@ -66,7 +66,7 @@ def try_out(launch: Launch) -> Trial:
     training = launch.training
     if training.ema_on_cpu:  # which takes no memory of a GPU
         training = replace(training, ema_decay=None)
-    if type(training.precision) is Auto:  # which would ask this processor, and GPUs have products in bf16
+    if type(training.precision) in (Auto, Fp16):  # this processor does not matter, and 16 bits are 16 bits
         training = replace(training, precision=Bf16())
     rest = launch.gathered[1]
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=launch.gpus)

@@ -20,7 +20,7 @@ from limner.cli.arguments import parse
 from limner.cli.draw import Draw
 from limner.cli.drawings import output_path
 from limner.errors import UserError, printable
-from limner.numerics.precision import Auto, Bf16
+from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.progress import PlainProgress
 from limner.sampling.options import Options
 from limner.training.loop import Interrupted
@@ -388,6 +388,16 @@ def test_plan_proposes_a_launch_whose_command_is_one(capsys):
     assert (options.parallel, options.replicas, options.stages) == ("sharded", 2, ("prior",))
     assert options.settings.prior.training.batch_size == 64
     assert not options.settings.prior.training.checkpoint_activations  # which the recipe does, and is not needed here
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "scaling"), [("v100-16gb", Fp16(), "resblocks"), ("a100-80gb", Auto(), "none")]
+)
+def test_plan_proposes_products_that_the_gpu_has(gpu, precision, scaling, capsys):
+    assert main(["plan", "--recipe", "tiny", "--gpus", "1", "--gpu", gpu]) == 0
+    line = capsys.readouterr().out.partition("the quickest that fits:\n\n")[2].partition("\n\n")[0]
+    training = parse_train(line.replace("\\\n", " ").split()[2:]).settings.prior.training
+    assert (training.precision, training.scaling) == (precision, scaling)
 
 
 def test_replicas_are_a_number_or_the_machines():
