@@ -27,7 +27,7 @@ def launches(found: Sequence[Timed], recipe: str, before: TrainConfig) -> Iterab
     best, cluster = found[0], found[0].cluster
     rows = [
         (
-            f"{timed.launch.shards} shards x {timed.launch.replicas}",
+            f"{timed.launch.shards} shards x {timed.launch.replicas}" + ", zero2" * (timed.launch.kind == "zero2"),
             str(timed.launch.training.accumulate),
             "yes" if timed.launch.training.checkpoint_activations else "no",
             str(timed.launch.rank or "-"),

@@ -24,7 +24,8 @@ from limner.ranges import Checked, Range
 
 RUNS = """\
 What limner runs today: training on one GPU, or by torchrun on many, with parameters sharded over some of them
-(--parallel sharded), replicas of these, and gradients between replicas averaged as they are or compressed by PowerSGD.
+(--parallel sharded; with zero2 they are whole between forward and backward pass), replicas of these, and gradients
+between replicas averaged as they are or compressed by PowerSGD.
 Weights and gradients are fp32, products of matrices bf16 (fp16 where a GPU has no bf16), checkpointed or not; moments
 of AdamW16 are in the paper's 16-bit formats. The launches are calculated for that; so are the columns "fp32" and the
 "checkpointed" one beside it, with a copy of the parameters in each machine.

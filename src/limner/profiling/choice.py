@@ -1,4 +1,5 @@
-"""Which launch to choose for a number of GPUs: shards, replicas, micro-batches, checkpointing and PowerSGD's rank.
+"""Which launch to choose for a number of GPUs: shards, of weights or only of the rest (zero2), replicas, micro-batches,
+checkpointing and PowerSGD's rank.
 
 Every way to divide the GPUs is calculated (`launch.py`), and the ones that fit into memory are ordered by the time of a
 step. As elsewhere in the plan, arithmetic and the traffic within machines go on together (Figure 5 of Ramesh et al.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Literal
 
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto, Bf16, Fp16
@@ -20,6 +22,8 @@ from limner.profiling.compression import default_rank
 from limner.profiling.gpus import GPUS
 from limner.profiling.launch import Launch
 from limner.training.config import TrainConfig
+
+_KINDS: tuple[Literal["sharded", "zero2"], ...] = ("sharded", "zero2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +109,10 @@ def choices(
             training=replace(training, accumulate=parts, checkpoint_activations=saved),
             gpus=gpus,
             replicas=count,
+            kind=kind,
         )
         for count in ([replicas] if replicas else _replicas(gpus, config.width, cluster.per_machine))
+        for kind in _KINDS[: 1 + (count < gpus)]  # without shards they are the same
         for parts in _divisors(max(1, training.batch_size // gpus))
         for saved in (False, True)
     ]
@@ -157,7 +163,7 @@ def command(timed: Timed, recipe: str, before: TrainConfig) -> str:
         words = [
             f"{where} -m",
             f"limner train DATA --recipe {recipe} --out RUN --stages prior",
-            f"--parallel sharded --replicas {launch.replicas}"
+            f"--parallel {launch.kind} --replicas {launch.replicas}"
             + (f" --reduce powersgd --reduce.rank {launch.rank}" if launch.rank else ""),
         ]
     changed = [

@@ -1,4 +1,4 @@
-"""What `torchrun … limner train --parallel sharded` takes of each GPU, calculated before it is started.
+"""What `torchrun … limner train --parallel sharded` (or zero2) takes of each GPU, calculated before it is started.
 
 N GPUs hold R replicas of the weights, each in S = N / R shards (`distributed/sharded.py`). Weights, gradients, moments
 and averages are fp32, sharded; AdamW16's moments take 16 bits. A block is gathered for its forward and its backward
@@ -7,7 +7,7 @@ micro-batches the last one reduces gradients: until then they stay whole on ever
 
 Sent by a GPU in an update of A micro-batches, going around a ring:
 
-    all-gather       (S - 1) / S of the blocks twice and of the rest once, A times
+    all-gather       (S - 1) / S of the blocks twice (with zero2 once) and of the rest once, A times
     reduce-scatter   (S - 1) / S of all gradients
     all-reduce       2 (R - 1) / R of a shard; with PowerSGD of P and Q, and of what is no matrix of a block
 
@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import ceil, prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -81,6 +81,7 @@ class Launch:
         training: how it is trained: batch, micro-batches, optimiser, averages, checkpointing.
         gpus: N.
         replicas: R.
+        kind: of `--parallel`; with zero2 blocks stay gathered between the passes.
         rank: r of PowerSGD between replicas; None sends gradients uncompressed.
         device: the type of device; attention works in smaller parts on a CPU.
 
@@ -91,6 +92,7 @@ class Launch:
     training: TrainConfig
     gpus: int = 8
     replicas: int = 1
+    kind: Literal["sharded", "zero2"] = "sharded"
     rank: int | None = None
     device: str = "cuda"
 
@@ -190,6 +192,11 @@ class Launch:
         return self._blocks // self.config.depth * self.shards, self.values[2] * self.shards * _FP32
 
     @property
+    def held(self) -> int:
+        """Bytes of weights that are there whole between the passes."""
+        return self.gathered[1] + (self._blocks * self.shards if self.kind == "zero2" else 0)
+
+    @property
     def _blocks(self) -> int:
         """Bytes of the first GPU's shards of all blocks, as they are gathered."""
         return _FP32 * sum(self.values[:2]) - self.halved * (_FP32 - _HALF) * self.linear
@@ -214,20 +221,22 @@ class Launch:
         """The largest of three moments.
 
         The loss: some logits and their log-probabilities, beside all activations and the last block's weights.
-        A block's backward pass: its weights, the ones gathered after it, and its gradients are there whole. Shards of
-        gradients grow while activations are freed.
+        A block's backward pass: its weights (with zero2 those of all blocks), the ones gathered after it, and its
+        gradients are there whole. Shards of gradients grow while activations are freed.
         The end: gradients of the rest are there whole, and again in the order of shards.
         The rest's weights are there whole all the time.
         """
         state, (block, rest) = dict(self.state), self.gathered
+        blocks = self.held - rest
         gradients, (layers, head) = state.pop("gradients"), self.activations.values()
         kept = sum(state.values()) + rest
         whole = _FP32 * sum(self.values[:2]) * self.shards  # of all blocks, in fp32
         if self.training.accumulate > 1:  # gradients of earlier micro-batches
             kept += whole + rest
         logits = 2 * _FP32 * min(LOGITS, self.samples * self._cost.positions * self.config.text_vocab)
-        working = self._working + 2 * block + whole / self.config.depth
-        return kept + max(layers + head + logits + block, max(layers, gradients) + head + working, gradients + 2 * rest)
+        working = self._working + (blocks or 2 * block) + whole / self.config.depth
+        loss = layers + head + logits + (blocks or block)
+        return kept + max(loss, max(layers, gradients) + head + working, gradients + 2 * rest)
 
     @property
     def _working(self) -> float:
@@ -249,13 +258,18 @@ class Launch:
         """Bytes that a GPU sends in an update, by collective, but for a few single numbers."""
         matrices, others, rest = self.values
         blocks, parts = matrices + others, self.training.accumulate
-        ring = self.shards - 1
+        ring, gathered = self.shards - 1, self._passes * self._blocks + _FP32 * rest
         reduced = _FP32 * (others + rest) + self.factors if self.rank is not None else _FP32 * (blocks + rest)
         return {
-            "all-gather": ring * (parts * (2 * self._blocks + _FP32 * rest) + _FP32 * matrices * self._gathers),
+            "all-gather": ring * (parts * gathered + _FP32 * matrices * self._gathers),
             "reduce-scatter": ring * _FP32 * (blocks + rest),
             "all-reduce": 2 * (self.replicas - 1) / self.replicas * reduced,
         }
+
+    @property
+    def _passes(self) -> int:
+        """How often blocks are gathered for a micro-batch."""
+        return 2 if self.kind == "sharded" else 1
 
     @property
     def _gathers(self) -> bool:
@@ -268,7 +282,7 @@ class Launch:
         depth, shared = self.config.depth, self.shards > 1
         gathers, groups = depth * len(self._matrices) * self._gathers, depth * (1 + self.halved)
         return {
-            "all-gather": shared * (self.training.accumulate * (2 * groups + 1) + gathers),
+            "all-gather": shared * (self.training.accumulate * (self._passes * groups + 1) + gathers),
             "reduce-scatter": shared * (groups + 1),
             "all-reduce": 2 * depth + 2 if self.replicas > 1 else 0,  # of resblocks, embeddings, head
         }

@@ -22,7 +22,7 @@ from torch import Tensor, distributed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from limner.distributed.sharded import Sharded
+from limner.distributed.sharded import Sharded, Zero2
 from limner.layers.sparse import SparseAttention
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.objectives.autoregressive import Autoregressive
@@ -68,10 +68,9 @@ def try_out(launch: Launch) -> Trial:
         training = replace(training, ema_decay=None)
     if type(training.precision) in (Auto, Fp16):  # this processor does not matter, and 16 bits are 16 bits
         training = replace(training, precision=Bf16())
-    rest = launch.gathered[1]
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=launch.gpus)
     try:
-        parallel = Sharded(launch.replicas)  # its mesh of ranks has values
+        parallel = (Sharded if launch.kind == "sharded" else Zero2)(launch.replicas)  # its mesh of ranks has values
         with torch.random.fork_rng([]), FakeTensorMode(), _Answers() as watch:
             model: Any = launch.config.build()
             for name, core in model.cores.items():
@@ -84,7 +83,7 @@ def try_out(launch: Launch) -> Trial:
             for optimizer in run.optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            measure = Measure(watch, rest)
+            measure = Measure(watch, launch.held)
             run.compute.register_forward_hook(measure.after_forward)
             rows, (h, w) = launch.samples * training.accumulate, launch.config.grid
             batch = {"text": (rows, launch.config.text_len), "image": (rows, h * w)}

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,8 +40,9 @@ PAPER = Launch(
         (4, 4, {"ema_on_cpu": True}),
     ],
 )
-def test_a_launch_takes_in_a_trial_what_was_calculated(gpus: int, replicas: int, changes: dict) -> None:
-    launch = Launch(config=SMALL, training=replace(TRAINING, **changes), gpus=gpus, replicas=replicas)
+@pytest.mark.parametrize("kind", ["sharded", "zero2"])
+def test_a_launch_takes_in_a_trial_what_was_calculated(kind: Any, gpus: int, replicas: int, changes: dict) -> None:
+    launch = Launch(config=SMALL, training=replace(TRAINING, **changes), gpus=gpus, replicas=replicas, kind=kind)
     trial = try_out(launch)
     assert trial.state == launch.state
     assert ("averaged weights" in trial.state) == (not launch.training.ema_on_cpu)
@@ -110,13 +112,20 @@ def test_the_quickest_launch_that_fits_is_chosen() -> None:
     assert [t.fits for t in found] == sorted((t.fits for t in found), reverse=True)
     fitting = [t for t in found if t.fits]
     assert fitting and fitting[0].seconds == min(t.seconds for t in fitting)
-    slow, fast = (choices(SMALL, TRAINING, 16, Cluster(gpu="h100-80gb", link=link)) for link in (1e6, 1e14))
+    slow, fast = (choices(SMALL, TRAINING, 16, Cluster(gpu="h100-80gb", link=link)) for link in (1e6, 1e15))
     assert slow[0].launch.replicas > 1 and slow[0].launch.shards == 8  # a ring of shards would cross the link
     assert fast[0].launch.rank is None  # compression takes longer than it saves
     wide = choices(SIZES["xl"], replace(training, batch_size=64), 16, Cluster(gpu="h100-80gb", link=1e8))
     assert wide[0].launch.rank and wide[0].between < 0.3 * replace(wide[0], launch=wide[0].launch.uncompressed).between
     (one,) = {t.launch.gpus for t in choices(SMALL, TRAINING, 1, Cluster(gpu="h100-80gb"))}
     assert one == 1
+
+
+def test_zero2_is_chosen_where_links_are_slow_and_memory_suffices() -> None:
+    wide = replace(PAPER.training, batch_size=16)
+    best = choices(SIZES["xl"], wide, 16, Cluster(gpu="h100-80gb", link=1e8), replicas=1)[0]
+    assert best.launch.kind == "zero2" and "--parallel zero2 --replicas 1" in command(best, "xl", wide)
+    assert {t.launch.kind for t in choices(SMALL, TRAINING, 4, Cluster(gpu="h100-80gb"), replicas=4)} == {"sharded"}
 
 
 def test_what_crosses_the_link_of_a_machine() -> None:
@@ -128,7 +137,9 @@ def test_what_crosses_the_link_of_a_machine() -> None:
         sharing = launch.sent["all-gather"] + launch.sent["reduce-scatter"] if launch.shards > 4 else 0
         assert timed.between == pytest.approx(rings * launch.sent["all-reduce"] + sharing)
     (alone,) = [
-        t for t in choices(SMALL, TRAINING, 4, cluster, 2) if t.launch.training == TRAINING and not t.launch.rank
+        t
+        for t in choices(SMALL, TRAINING, 4, cluster, 2)
+        if t.launch.training == TRAINING and not t.launch.rank and t.launch.kind == "sharded"
     ]
     assert alone.between == 0 < alone.within
 
