@@ -126,11 +126,10 @@ class Sharded(Replicated):
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
-        for module in self._modules:
-            module.unshard()
+        self._modules[-1].unshard()  # what is outside the blocks; these are gathered where they are called, one by one
         yield
         for module in self._modules:
-            module.reshard()
+            module.reshard()  # the next forward pass has other weights
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """The backward pass has done it, but for single numbers and the last of what it sent."""

@@ -68,8 +68,8 @@ class Parallel(Protocol):
         ...
 
     def gathered(self) -> AbstractContextManager[object]:
-        """A block in which the model's own methods may be called. Outside of it the weights may be sharded, and only a
-        call of the module that `prepare` returned gathers them."""
+        """A block in which the model's own methods may be called, by all ranks together. Outside of it the weights may
+        be sharded, and only a call of the module that `prepare` returned gathers them."""
         ...
 
     def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
