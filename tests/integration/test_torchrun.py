@@ -114,7 +114,8 @@ def test_a_killed_process_is_started_again_and_one_process_goes_on_alone(
     wait_for(out, 12, process)
     process.send_signal(signal.SIGINT)
     _, warned = process.communicate(timeout=400)
-    assert "another process of the run has ended" in warned and "going on from" in warned
+    # torchrun's own words: it may end the other process before that has said why (test_processes.py has the sentence).
+    assert "exitcode: -9" in warned and "going on from" in warned
     assert process.returncode != 0 and len(read_metrics(out / "prior/metrics.jsonl")) < STEPS
     capsys.readouterr()
     assert main(["train", str(data), "--out", str(out), *OPTIONS, *stages]) == 0
