@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from limner.distributed.powersgd import PowerSGDConfig
+from limner.distributed.powersgd import EPS, PowerSGDConfig
 from limner.distributed.reducers import Reduction, Replicas, buckets
 from limner.reproduce.dion import Dion
 from ranks import on_ranks
@@ -46,7 +46,8 @@ def test_updates_are_those_of_the_equations(ranks, case):
     q, momentum = ranks[0][case][0], [torch.zeros(min(shape), max(shape)) for _ in range(2)]
     for step in range(STEPS):
         b = [m + turn(gradient(shape, step, rank)) for rank, m in enumerate(momentum)]
-        p = torch.linalg.qr(sum(x @ q for x in b) / 2 + 1e-6 * torch.eye(min(shape), RANK)).Q
+        p = sum(x @ q for x in b) / 2
+        p = torch.linalg.qr(p + EPS * p.norm(dim=0).max() * torch.eye(min(shape), RANK)).Q
         r = sum(x.T @ p for x in b) / 2
         momentum = [x - 0.05 * p @ r.T for x in b]
         q = r / r.norm(dim=0)
