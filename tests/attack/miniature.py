@@ -38,7 +38,9 @@ def recipe(steps: int = 4, every: int = 2) -> Recipe:
         prior=replace(
             scenes.prior,
             model=TransformerConfig(width=32, depth=2, heads=2),
-            training=replace(scenes.prior.training, **often, accumulate=2),
+            # One report and evaluation, at the end: with these the prior takes the threads of a contrastive model that
+            # is done beside it, and sums round otherwise with another number of threads.
+            training=replace(scenes.prior.training, **{**often, "log_every": 100, "eval_every": 100}, accumulate=2),
             caption_dropout=0.1,
         ),
         contrastive=replace(

@@ -1,7 +1,5 @@
 """What `limner draw` and `limner edit` share: options, and the way from a caption to PNG files."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
