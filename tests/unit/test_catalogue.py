@@ -18,6 +18,9 @@ def two(tmp_path, monkeypatch):
         (tmp_path / name / "config.json").write_text(json.dumps({"format": catalogue.FORMAT, "info": info}))
     (tmp_path / "stray").mkdir()
     monkeypatch.setattr(catalogue, "ASSETS", tmp_path)
+    for command in ("drawings", "draw", "edit"):  # their help names the models when they are imported
+        monkeypatch.setitem(sys.modules, f"limner.cli.{command}", sys)  # so that what is imported now goes again
+        monkeypatch.delitem(sys.modules, f"limner.cli.{command}")
 
 
 @pytest.mark.parametrize("command", ["draw", "edit"])

@@ -102,12 +102,11 @@ def parse(
     options: dict[str, Any] = {"config": markers, "registry": _REGISTRY} | (
         {} if default is None else {"default": default}
     )
-    options["description"] = _flowing(about)
+    said = [_flowing(about)]
     if kinds:
-        lines = [f"  {option} {', '.join(names)}" for option, names in kinds.items()]
-        options["description"] += "\n\nThese take another kind, whose settings are then the options:\n" + "\n".join(
-            lines
-        )
+        said += ["", "These take another kind, whose settings are then the options:"]
+        said += [f"  {option} {', '.join(names)}" for option, names in kinds.items()]
+    options["description"] = "\n".join(said)
 
     def refuse(event: _errors.ParseErrorEvent) -> None:
         if isinstance(event, _errors.UnrecognizedArgs):

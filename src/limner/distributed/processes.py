@@ -93,10 +93,10 @@ def joined(
         if kind == "replicated":
             strategy: Replicated = Replicated(make)
         else:
-            from limner.distributed.sharded import Sharded, Zero2  # half a second to import, so only now
+            from limner.distributed.sharded import KINDS  # half a second to import, so only now
 
             count = _machines() if replicas == "machines" else replicas
-            strategy = (Sharded if kind == "sharded" else Zero2)(count, make)
+            strategy = KINDS[kind](count, make)
         with quiet:
             yield strategy
     except RuntimeError as error:

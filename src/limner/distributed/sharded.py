@@ -194,3 +194,7 @@ class Zero2(Sharded):
     """
 
     drops = False
+
+
+#: By the words of `--parallel`.
+KINDS: dict[str, type[Sharded]] = {"sharded": Sharded, "zero2": Zero2}

@@ -82,17 +82,17 @@ def divide(scales: Mapping[Tensor, Tensor | None]) -> None:
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """The Euclidean length of all of them together, [], the same on every process."""
-    lengths = [whole(nn.utils.get_total_norm(some)) for some in _by_kind(gradients)]
+    lengths = [whole(nn.utils.get_total_norm(some)) for some in by_kind(gradients)]
     return lengths[0] if len(lengths) == 1 else nn.utils.get_total_norm(lengths)
 
 
 def clip(parameters: Iterable[nn.Parameter], longest: float, norm: Tensor) -> None:
     """Shorten their gradients, whose `total_norm` is `norm`, to a length of at most `longest`."""
-    for some in _by_kind(p for p in parameters if p.grad is not None):
+    for some in by_kind(p for p in parameters if p.grad is not None):
         nn.utils.clip_grads_with_norm_(some, longest, norm)
 
 
-def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Those that are shared and those that are not, which no operation takes in one list."""
     tensors = list(tensors)
     kinds = [[x for x in tensors if sharded(x) == shared] for shared in (False, True)]

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
+from typing import get_args
 
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.profiling.compression import default_rank
 from limner.profiling.gpus import GPUS
-from limner.profiling.launch import Launch
+from limner.profiling.launch import Kind, Launch
 from limner.training.config import TrainConfig
-
-_KINDS: tuple[Literal["sharded", "zero2"], ...] = ("sharded", "zero2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +110,7 @@ def choices(
             kind=kind,
         )
         for count in ([replicas] if replicas else _replicas(gpus, config.width, cluster.per_machine))
-        for kind in _KINDS[: 1 + (count < gpus)]  # without shards they are the same
+        for kind in get_args(Kind)[: 1 + (count < gpus)]  # without shards they are the same
         for parts in _divisors(max(1, training.batch_size // gpus))
         for saved in (False, True)
     ]

@@ -49,6 +49,9 @@ def shapes(config: TransformerConfig) -> tuple[dict[str, Shape], dict[str, Shape
     return block, {name: tuple(p.shape) for name, p in model.named_parameters() if not name.startswith("blocks.")}
 
 
+Kind = Literal["sharded", "zero2"]  # of `--parallel`
+
+
 @lru_cache(maxsize=16)
 def moment_bytes(optimizer: Optimizer) -> tuple[float, float, float]:
     """Bytes of state that an optimiser keeps for a value of a matrix of a block, of another tensor of a block, and of
@@ -92,7 +95,7 @@ class Launch:
     training: TrainConfig
     gpus: int = 8
     replicas: int = 1
-    kind: Literal["sharded", "zero2"] = "sharded"
+    kind: Kind = "sharded"
     rank: int | None = None
     device: str = "cuda"
 

@@ -22,7 +22,7 @@ from torch import Tensor, distributed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from limner.distributed.sharded import Sharded, Zero2
+from limner.distributed.sharded import KINDS
 from limner.layers.sparse import SparseAttention
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.objectives.autoregressive import Autoregressive
@@ -70,7 +70,7 @@ def try_out(launch: Launch) -> Trial:
         training = replace(training, precision=Bf16())
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=launch.gpus)
     try:
-        parallel = (Sharded if launch.kind == "sharded" else Zero2)(launch.replicas)  # its mesh of ranks has values
+        parallel = KINDS[launch.kind](launch.replicas)  # its mesh of ranks has values
         with torch.random.fork_rng([]), FakeTensorMode(), _Answers() as watch:
             model: Any = launch.config.build()
             for name, core in model.cores.items():

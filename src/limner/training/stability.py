@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from limner.metrics.spikes import RMS, TOGETHER
 from limner.models.transformer import Block
 from limner.optim.moments import SMALLEST, read
-from limner.optim.shards import local, mean, sharded
+from limner.optim.shards import by_kind, local, mean
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
 from limner.training.run import Run
@@ -134,7 +134,7 @@ def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tenso
     With bias corrections: u_t = (beta2 v_{t-1} + (1 - beta2) g_t^2) / (1 - beta2^t), at least eps^2. Sums over shards
     travel together.
     """
-    found: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}
+    found: dict[Tensor, Tensor] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -147,8 +147,7 @@ def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tenso
                 square = local(p.grad).float().square()
                 u = beta * read(state, "exp_avg_sq").float() + (1 - beta) * square
                 u = (u if warms else u / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST))
-                found[sharded(p)].append((p, (square / u).sum()))
-    for kind in found.values():
-        if kind:
-            tensors, sums = map(list, zip(*kind, strict=True))
-            yield from zip(tensors, mean(sums, tensors).sqrt(), strict=True)
+                found[p] = (square / u).sum()
+    for some in by_kind(found):
+        if some:
+            yield from zip(some, mean([found[p] for p in some], some).sqrt(), strict=True)
