@@ -27,7 +27,7 @@ def scenes() -> Recipe:
         dvae=_patches(48, vocab=2_048, steps=2_000),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4),
-            training=_training(steps=12_000, batch=16, ema=0.999),
+            training=_training(steps=8_000, batch=16, ema=0.999),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=3_000),
