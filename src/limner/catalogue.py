@@ -41,6 +41,8 @@ def find(folder: str | Path) -> Path:
     for place in (folder, folder / "bundle"):
         if is_bundle(place):
             return place
+    if (folder / "recipe.json").exists():
+        raise UserError(f"the run in {folder} has no bundle yet: `limner train` writes it when all stages are trained")
     raise UserError(f"{folder} is not a bundle: it has no config.json that says {FORMAT!r}")
 
 

@@ -51,3 +51,11 @@ def test_all_bundled_models_say_what_they_draw_and_take_40_megabytes_at_most():
     names = catalogue.bundled()
     assert catalogue.DEFAULT in names and all(names.values())
     assert sum(path.stat().st_size for path in catalogue.ASSETS.rglob("*") if path.is_file()) <= 40_000_000
+
+
+def test_a_run_that_is_not_done_is_told_from_a_folder_that_is_none(tmp_path):
+    with pytest.raises(UserError, match="is not a bundle"):
+        catalogue.find(tmp_path)
+    (tmp_path / "recipe.json").write_text("{}")
+    with pytest.raises(UserError, match="has no bundle yet: `limner train` writes it when all stages are trained"):
+        catalogue.find(tmp_path)

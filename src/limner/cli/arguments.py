@@ -125,8 +125,9 @@ def parse(
 
 
 def _unknown(words: Sequence[str], options: Sequence[str]) -> str:
-    meant = nearest(words[0], options) if words[0].startswith("--") else None
-    return f"unknown: {', '.join(words)}" + (f", did you mean {meant}?" if meant else "")
+    named = [word for word in words if word.startswith("--")] or words  # without the values of unknown options
+    meant = nearest(named[0], options) if named[0].startswith("--") else None
+    return f"unknown: {', '.join(named)}" + (f", did you mean {meant}?" if meant else "")
 
 
 def _says(event: _errors.ParseErrorEvent) -> str:

@@ -42,7 +42,7 @@ def test_help_names_every_command(capsys):
         (["--versoin"], "did you mean '--version'"),
         (["draw"], "missing: CAPTION"),
         (["draw", ""], "empty"),
-        (["draw", "a", "--sede", "3"], "unknown: --sede, 3, did you mean --seed?"),
+        (["draw", "a", "--sede", "3"], "unknown: --sede, did you mean --seed?"),
         (["draw", "a", "--seed", "x"], "--seed"),
         (["draw", "a", "b"], "unknown: b"),
         (["draw", "a", "-o", "b.gif"], "b.png"),
