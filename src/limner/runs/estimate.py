@@ -54,8 +54,9 @@ def tell(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None =
 
 def _lines(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None) -> list[str]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    together, threads = trained_together(stages, device), torch.get_num_threads()
-    lines, took, untried = [], dict.fromkeys(TITLES, 0.0), False
+    beside = {"prior", "contrastive"} if trained_together(stages, device) else set()
+    threads = torch.get_num_threads()
+    said, took, untried = {}, dict.fromkeys(TITLES, 0.0), False
     freed = 1.0  # the prior's time for a step when the contrastive model is done, as a share of that beside it
     for name, title in TITLES.items():
         stage = getattr(recipe, name)
@@ -65,28 +66,32 @@ def _lines(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None
         steps = stage.training.steps - (step_of(done[-1]) if done else 0)
         if steps <= _FEW:
             continue
-        line, shares = f"  {title}: {steps:,} steps", together and name != "dvae"
+        said[name] = f"  {title}: {steps:,} steps"
         if _work(recipe, name) > _WORK:
-            lines.append(f"{line} of a model that is too large to be tried")
+            said[name] += " of a model that is too large to be tried"
             untried = True
             continue
         try:
-            torch.set_num_threads(threads - threads // 2 if shares else threads)
+            torch.set_num_threads(threads - threads // 2 if name in beside else threads)
             tried = trial(recipe, name)
             each = seconds_per_step(*tried, _ROOM, device)
         finally:
             torch.set_num_threads(threads)
-        took[name] = each * steps * (COMPANY if shares else 1)
-        if shares and name == "prior":
+        took[name] = each * steps * (COMPANY if name in beside else 1)
+        if name in beside and name == "prior":
             freed = seconds_per_step(*tried, _ROOM, device) / (each * COMPANY)
-        lines.append(f"{line}, about {_duration(took[name])}" + (" beside the other" if shares else ""))
         if took[name] > _DAY:
             what, total = f"the {title} alone", took[name]
             break
     else:
-        prior, contrastive = took["prior"], took["contrastive"]
-        both = contrastive + max(0, prior - contrastive) * freed if together else prior + contrastive
-        what, total = "all of it", took["dvae"] + both
+        if beside:
+            took["prior"] -= max(0, took["prior"] - took["contrastive"]) * (1 - freed)
+        side_by_side = max if beside else sum
+        what, total = "all of it", took["dvae"] + side_by_side((took["prior"], took["contrastive"]))
+    lines = [
+        said[name] + (f", about {_duration(took[name])}{' beside the other' * (name in beside)}" if took[name] else "")
+        for name in said
+    ]
     if not lines:
         return []
     known = f"{'more than' if untried else 'about'} {_duration(total)}" if total else "longer than can be tried"

@@ -58,9 +58,9 @@ def test_each_stage_has_a_line_and_what_trains_together_counts_once(monkeypatch,
     assert said == [
         "a few steps of each stage were tried, on this machine as busy as it is now:",
         "  dVAE: 6,000 steps, about 50 minutes",
-        "  prior: 7,200 steps, about 5 hours beside the other",
+        "  prior: 7,200 steps, about 4 hours beside the other",  # with all threads when the other is done
         "  contrastive model: 1,440 steps, about 30 minutes beside the other",
-        "all of it takes about 5 hours",  # the prior has all threads when the other is done
+        "all of it takes about 5 hours",
     ]
     assert tried == [("dvae", 2), ("prior", 1), ("prior", 2), ("contrastive", 1)] and two_threads[-1] == 2
     said, _ = told(monkeypatch, {"prior": 2.0}, recipe, tmp_path, ("prior",))
