@@ -69,23 +69,27 @@ class Replicated:
         """See `Parallel`."""
         stream.divide(self.rank, self.world)
 
+    def building(self) -> AbstractContextManager[object]:
+        """See `Parallel`."""
+        return nullcontext()
+
     def prepare(self, trainable: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """See `Parallel`."""
         self._scales = {}
         trainable.to(device)
         if self._make:
-            self._begin_alike(trainable)
+            for p in trainable.parameters():
+                self._alike(p.detach(), distributed.group.WORLD)
             return self._reduced(trainable, distributed.group.WORLD, self._make)
         freezes = isinstance(trainable.model, DVAE)  # its encoder, at the end: then that has no gradients to wait for
         self._wrapped = DistributedDataParallel(trainable, find_unused_parameters=freezes)
         return self._wrapped
 
-    def _begin_alike(self, trainable: nn.Module) -> None:
-        """With the weights of the first process."""
-        for p in trainable.parameters():
-            there = p.detach().to(self.device)
-            distributed.broadcast(there, src=0)
-            p.detach().copy_(there)
+    def _alike(self, values: Tensor, group: Any) -> None:
+        """Give all processes of a group the values of its first one."""
+        there = values.to(self.device)
+        distributed.broadcast(there, group=group, group_src=0)
+        values.copy_(there)
 
     def _reduced(self, trainable: nn.Module, group: Any, make: Make) -> nn.Module:
         """Let a reducer average the gradients over a group."""

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from limner.distributed.building import cut_before, in_shards
 from limner.distributed.checkpoints import Folder, Shards
 from limner.distributed.reducers import Plain, twice
 from limner.distributed.replicated import Make, Replicated
 from limner.errors import UserError
-from limner.optim.shards import cut
+from limner.optim.shards import cut, local, sharded
 
 
 class Sharded(Replicated):
@@ -62,27 +63,29 @@ class Sharded(Replicated):
         """See `Parallel`."""
         return Shards(files, self.mesh["replicate"].size(), self.mesh.get_local_rank("replicate"))
 
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """See `Parallel`. All draw the numbers that the first process would."""
+        state = torch.get_rng_state()
+        self._alike(state, distributed.group.WORLD)
+        torch.set_rng_state(state)
+        with in_shards(self._shard):
+            yield
+
+    def _shard(self, p: Tensor) -> Tensor:
+        """This process's part of a whole parameter. Kernels of convolutions lie channels-last, which FSDP cannot cut."""
+        mesh = self.mesh["shard"]
+        return distribute_tensor(p.contiguous(), mesh, [self._cut(p)], src_data_rank=None)
+
     def prepare(self, trainable: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """See `Parallel`. A group is a block of a module list, the rest is another one; each moves by itself."""
+        """See `Parallel`. A model that was built outside of `building` is whole on each process until it is cut here."""
         self._modules, self._scales = [], {}
-        for p in trainable.parameters():
-            p.data = p.data.contiguous()  # kernels of convolutions lie channels-last, which cannot be sharded
-        self._begin_alike(trainable)
-        shards = self.mesh["shard"]
-        lists = [module for module in trainable.modules() if isinstance(module, nn.ModuleList)]
-        for blocks in lists:
-            groups = [self._groups(block, dtype) for block in blocks]
-            for (group, *_), after in pairwise(groups):
-                group.set_modules_to_forward_prefetch(after)
-            self._modules += chain.from_iterable(groups)
         self._single = [p for p in trainable.parameters() if p.ndim == 0]  # which cannot be sharded
         for p in self._single:
             p.data = p.data.to(device)
-        self._modules.append(
-            fully_shard(trainable, mesh=shards, shard_placement_fn=self._cut, ignored_params=set(self._single))
-        )
-        if self.device.type == "cpu" and (overlap := getattr(self._modules[-1], "_set_unshard_async_op", None)):
-            overlap(True)  # GPUs gather in a stream of their own; without it gloo gathers when it is waited for
+            self._alike(p.detach(), distributed.group.WORLD)
+        with cut_before(trainable, self._begun):
+            self._divide(trainable, dtype)
         if self._make or self.mesh["replicate"].size() > 1:
             self._reduced(trainable, self.mesh["replicate"].get_group(), self._make or Plain)
         elif distributed.get_backend() == "gloo":  # a reducer would read gradients as soon as FSDP has scattered them
@@ -90,6 +93,30 @@ class Sharded(Replicated):
             for module in self._modules:
                 module.set_custom_reduce_scatter(self._scatter)  # pyright: ignore[reportArgumentType]
         return trainable
+
+    def _begun(self, p: Tensor) -> Tensor:
+        """What this process trains of a parameter: the first process's values, or those of the first replica."""
+        if not sharded(p):
+            self._alike(p, distributed.group.WORLD)
+            return self._shard(p)
+        p = p.contiguous()
+        self._alike(local(p), self.mesh["replicate"].get_group())
+        return p
+
+    def _divide(self, trainable: nn.Module, dtype: torch.dtype) -> None:
+        """Let FSDP gather and scatter in groups: a block of a module list is one, the rest is another one."""
+        lists = [module for module in trainable.modules() if isinstance(module, nn.ModuleList)]
+        for blocks in lists:
+            groups = [self._groups(block, dtype) for block in blocks]
+            for (group, *_), after in pairwise(groups):
+                group.set_modules_to_forward_prefetch(after)
+            self._modules += chain.from_iterable(groups)
+        rest = fully_shard(
+            trainable, mesh=self.mesh["shard"], shard_placement_fn=self._cut, ignored_params=set(self._single)
+        )
+        self._modules.append(rest)
+        if self.device.type == "cpu" and (overlap := getattr(rest, "_set_unshard_async_op", None)):
+            overlap(True)  # GPUs gather in a stream of their own; without it gloo gathers when it is waited for
 
     def _groups(self, block: nn.Module, dtype: torch.dtype) -> list[FSDPModule]:
         """A block's, its own first. Linear layers in 16 bits are gathered in 16 bits, which is how autocast would round
@@ -110,7 +137,7 @@ class Sharded(Replicated):
         )
         return [own, *inner]
 
-    def _cut(self, p: nn.Parameter) -> Shard:
+    def _cut(self, p: Tensor) -> Shard:
         return Shard(cut(p.shape, self.mesh["shard"].size()))
 
     @contextmanager

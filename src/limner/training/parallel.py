@@ -54,6 +54,11 @@ class Parallel(Protocol):
         """Let the stream yield this rank's share of each batch."""
         ...
 
+    def building(self) -> AbstractContextManager[object]:
+        """A block in which all ranks build a model for `prepare`: it may have its weights in shards from the start, with
+        the values that one process would draw. Who reads or changes them goes by `optim/shards.py`."""
+        ...
+
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """Move it to the device, sharded or wrapped as the strategy needs it; the device need not have room for all
         weights. Returns the module to call instead. `dtype` is what autocast will compute its products in."""
@@ -133,6 +138,9 @@ class Single:
 
     def divide(self, stream: Any) -> None:
         """The whole batch is its share."""
+
+    def building(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         self._scales = {}
