@@ -115,7 +115,10 @@ def work(launch: Launch, rank: int, meeting: str) -> dict[str, Any]:
         torch.manual_seed(0)
         with Watcher() as watch:
             before = resident()
-            run = Run(launch.config.build(), Autoregressive(), launch.training, "cpu", Sharded(launch.replicas))
+            parallel = Sharded(launch.replicas)
+            with parallel.building():
+                model = launch.config.build()
+            run = Run(model, Autoregressive(), launch.training, "cpu", parallel)
             measure = Measure(watch, gathered)
             run.compute.register_forward_hook(measure.after_forward)
             for _ in range(STEPS):

@@ -109,8 +109,10 @@ def learn(out: Path, replicas: int, stop: int = 0, slow: bool = False) -> tuple[
     stream, ours = Stream(Tokens(), 8, seed=3), parallel(replicas)
     files = (Slow if slow else Files)(out, CONFIG.keep)
     try:
+        with ours.building():
+            model = build()
         train(
-            build(), Autoregressive(), stream, CONFIG, out,
+            model, Autoregressive(), stream, CONFIG, out,
             hooks=[Steps(stop)], parallel=ours, checkpointer=ours.checkpointer(files),
         )  # fmt: skip
     except Interrupted as stopped:
@@ -123,7 +125,9 @@ def learn(out: Path, replicas: int, stop: int = 0, slow: bool = False) -> tuple[
 def pass_on(source: Path, target: Path, replicas: int) -> None:
     """Restore what is in one folder and save it in another."""
     ours, stream, hook = parallel(replicas), Stream(Tokens(), 8, seed=3), Steps()
-    run = Run(build(), Autoregressive(), CONFIG, parallel=ours)
+    with ours.building():
+        model = build()
+    run = Run(model, Autoregressive(), CONFIG, parallel=ours)
     ours.divide(stream)
     there, here = (ours.checkpointer(Files(folder, 1)) for folder in (source, target))
     description = json.loads(json.dumps({"training": to_dict(CONFIG)}))

@@ -36,6 +36,7 @@ from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patches import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import TransformerConfig
+from limner.optim.shards import like
 from limner.text.bpe import Tokenizer
 
 M = TypeVar("M", bound=nn.Module)
@@ -267,7 +268,9 @@ def _load_part(folder: Path, name: str, kind: Any, data: Mapping[str, Any]) -> n
                 number = file.get_tensor(key).float()
                 return number * file.get_tensor(key + _SCALE).float()[:, None] if key in eight else number
 
-            model.load_state_dict({key: _checked(value(key), key, path) for key in shapes})
+            own = model.state_dict()
+            for key in shapes:  # one after the other, since they may be many and each process's part of them small
+                own[key].copy_(like(_checked(value(key), key, path), own[key]))
     except FileNotFoundError:
         raise UserError(f"{path} is missing: the bundle is incomplete") from None
     except (SafetensorError, OSError) as error:

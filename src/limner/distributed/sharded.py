@@ -73,12 +73,12 @@ class Sharded(Replicated):
             yield
 
     def _shard(self, p: Tensor) -> Tensor:
-        """This process's part of a whole parameter. Kernels of convolutions lie channels-last, which FSDP cannot cut."""
+        """This process's part of a whole parameter. (Kernels of convolutions, channels-last, FSDP could not cut.)"""
         mesh = self.mesh["shard"]
         return distribute_tensor(p.contiguous(), mesh, [self._cut(p)], src_data_rank=None)
 
     def prepare(self, trainable: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """See `Parallel`. A model that was built outside of `building` is whole on each process until it is cut here."""
+        """See `Parallel`. A model that was built otherwise than in `building` is whole on each process before."""
         self._modules, self._scales = [], {}
         self._single = [p for p in trainable.parameters() if p.ndim == 0]  # which cannot be sharded
         for p in self._single:

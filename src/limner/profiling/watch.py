@@ -91,7 +91,7 @@ class Watcher(TorchDispatchMode):
             self.read()
         found = self.answer(func, args, kwargs or {})
         for tensor in tree_leaves(found):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.device.type != "meta":
                 self._meet(tensor)
         return found
 

@@ -6,6 +6,7 @@ Each is one call of the training loop in a folder of its own, which goes on from
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,7 +26,7 @@ from limner.models.dvae import DVAE
 from limner.models.patches import ROUNDS, AnyDVAE, AnyDVAEConfig, PatchDVAE
 from limner.models.transformer import Transformer
 from limner.objectives.balanced import BalancedELB
-from limner.optim.shards import sharded
+from limner.optim.shards import like, sharded, whole
 from limner.pipeline import load
 from limner.progress import progress
 from limner.recipes.recipe import (
@@ -47,6 +48,7 @@ from limner.training.kernels import KernelCounts
 from limner.training.loop import train
 from limner.training.run import Evaluate, Run
 from limner.training.stability import Stability
+from limner.training.tensors import fill_model, model_tensors
 
 M = TypeVar("M", bound=PatchDVAE | DVAE | Transformer | Contrastive)
 Stage = Literal["dvae", "prior", "contrastive"]
@@ -77,12 +79,12 @@ class Stages:
             return bundles.load_model(stage.bundle, "dvae").to(self.device)
         if not train and self.recipe.start and not completed(self.out / "dvae"):  # whatever its settings
             return bundles.load_model(self.recipe.start, "dvae").to(self.device)
-        torch.manual_seed(stage.training.seed)
-        model = stage.model.build()
         if not train:
+            model = stage.model.build()
             if not self._load("dvae", model):
                 raise UserError(f"there is no dVAE in {self.out / 'dvae'}: train the stage 'dvae' first")
             return bundles.rounded(model).to(self.device).eval()
+        model = self._build(stage.model, stage.training.seed)
         size = stage.model.size
         checked = material.pictures(material.held_out if len(material.held_out) else material.train, size)
         checked = checked.to(self.device)
@@ -102,19 +104,18 @@ class Stages:
                     model.fit(pixels, torch.Generator().manual_seed(stage.training.seed), progress=bar.advance)
         elif not (isinstance(stage.objective, BalancedELB) and stage.objective.balance < 0):
             watching = [CollapseWarning(stage.model.vocab)]
-        model = self._run("dvae", model, stage, material.images(stage), evaluate, record, watching)
-        return bundles.rounded(model).eval()
+        trained = self._run("dvae", model, stage, material.images(stage), evaluate, record, watching)
+        return bundles.rounded(self._whole(model, trained)).eval()
 
     def prior(
         self, tokenizer: Tokenizer, dvae: AnyDVAE, train: bool = True, hooks: Sequence[Hook] = ()
     ) -> Transformer | None:
-        """Stage two (§2.2): the transformer over text and image tokens."""
+        """Stage two (§2.2): the transformer over text and image tokens. Only the first process gets it."""
         stage, material = self.recipe.prior, self.material
         config = fitted_prior(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
-        torch.manual_seed(stage.training.seed)
-        model = config.build()
         if not train:
-            return model.to(self.device).eval() if self._load("prior", model) else None
+            return self._earlier("prior", config)
+        model = self._build(config, stage.training.seed)
         if isinstance(dvae, PatchDVAE):
             relate(model, dvae.codes)
         dvae = dvae.to(self.device).eval()
@@ -124,23 +125,24 @@ class Stages:
             evaluate = held_out_metrics(stage.objective, checked, 64, self.device)
         record = {"model": to_dict(config), "objective": to_dict(stage.objective), "dvae": weights_hash(dvae)}
         data = material.tokens(material.train, tokenizer, dvae)
-        return self._run("prior", model, stage, data, evaluate, record, hooks).eval()
+        trained = self._run("prior", model, stage, data, evaluate, record, hooks)
+        return self._whole(model, trained).eval() if material.parallel.is_main else None
 
     def contrastive(self, tokenizer: Tokenizer, dvae: AnyDVAEConfig, train: bool = True) -> Contrastive | None:
-        """The reranker (§2.6), of pictures of the dVAE's size."""
+        """The reranker (§2.6), of pictures of the dVAE's size. Only the first process gets it."""
         stage, material = self.recipe.contrastive, self.material
         config = fitted_contrastive(stage, self.recipe.text, tokenizer.vocab_size, dvae)
-        torch.manual_seed(stage.training.seed)
-        model = config.build()
         if not train:
-            return model.to(self.device).eval() if self._load("contrastive", model) else None
+            return self._earlier("contrastive", config)
+        model = self._build(config, stage.training.seed)
         evaluate = None
         if len(material.held_out):
             checked = material.captioned(material.held_out, tokenizer, config.size)
             evaluate = held_out_metrics(stage.objective, checked, 128, self.device)
         record = {"model": to_dict(config), "objective": to_dict(stage.objective)}
         data = material.captioned(material.train, tokenizer, config.size)
-        return self._run("contrastive", model, stage, data, evaluate, record).eval()
+        trained = self._run("contrastive", model, stage, data, evaluate, record)
+        return self._whole(model, trained).eval() if material.parallel.is_main else None
 
     def trained(self, name: Stage) -> tuple[Run, Dataset]:
         """A stage as its newest checkpoint has it, in training mode, and its data. Raises `UserError` without one."""
@@ -163,16 +165,24 @@ class Stages:
         load_weights(model, self.out / name)
         return Run(model.train(), stage.objective, stage.training, self.device), data
 
+    def _build(self, config: Any, seed: int) -> Any:
+        """A model to train, with its initial weights."""
+        torch.manual_seed(seed)
+        with self.material.parallel.building():
+            return config.build()
+
+    @torch.no_grad()
     def _begin(self, name: Stage, model: AnyDVAE | Transformer | Contrastive) -> bool:
         """Fill the model with the weights that the recipe starts from; False if it starts from random ones."""
         start = self.recipe.start
         if start is None:
             return False
-        begun = bundles.load_model(start, name)
+        with self.material.parallel.building() if any(map(sharded, model.parameters())) else nullcontext():
+            begun = bundles.load_model(start, name)
         if wrong := differences(to_dict(begun.config), to_dict(model.config)):
             what = f"the {name} of {start} has other settings than the recipe ({', '.join(wrong)})"
             raise UserError(f"{what}: give the recipe those of its config.json")
-        model.load_state_dict(begun.state_dict())
+        fill_model(model, model_tensors(begun), start)
         return True
 
     def _load(self, name: Stage, model: AnyDVAE | Transformer | Contrastive) -> bool:
@@ -182,17 +192,24 @@ class Stages:
         load_weights(model, self.out / name)
         return True
 
+    def _earlier(self, name: Stage, config: Any) -> Any:
+        """The model with what `_load` finds, if it finds it; on the first process, which alone writes a bundle."""
+        if not self.material.parallel.is_main:
+            return None
+        model = config.build()
+        return model.to(self.device).eval() if self._load(name, model) else None
+
     def _run(
         self,
         name: Stage,
-        model: M,
+        model: AnyDVAE | Transformer | Contrastive,
         stage: AnyStage,
         data: Dataset,
         evaluate: Evaluate | None,
         record: Mapping[str, Any],
         hooks: Sequence[Hook] = (),
-    ) -> M:
-        """Train a model; returns it, or where its weights are spread over processes one like it with all of them."""
+    ) -> Path:
+        """Train a model; returns its last checkpoint."""
         config = stage.training
         if config.precision.converts:
             hooks = [*hooks, KernelCounts(self.out / name)]
@@ -214,9 +231,13 @@ class Stages:
                 bar=bar,
             )
         stream.close()
+        return trained.checkpoint
+
+    def _whole(self, model: M, checkpoint: Path) -> M:
+        """The model, or where its weights are spread over processes one like it with all of them."""
         if any(map(sharded, model.parameters())):
             model = model.config.build()  # type: ignore[assignment]
-            load_weights(model, trained.checkpoint)  # which all processes have written
+            load_weights(model, checkpoint)  # which all processes have written
             model.to(self.device)
         return model
 
@@ -230,8 +251,9 @@ def relate(prior: Transformer, codes: Float[Tensor, "V D"]) -> None:
     """
     alike = codes.cpu() - codes.cpu().mean(0)
     for weight in (prior.embed.image.weight, prior.head.image.weight):
-        projected = alike @ torch.randn(alike.shape[1], weight.shape[1])
-        weight.copy_((weight + projected * (weight.std() / projected.std())) * 0.5**0.5)
+        drawn, projected = whole(weight).cpu(), alike @ torch.randn(alike.shape[1], weight.shape[1])
+        mixed = (drawn + projected * (drawn.std() / projected.std())) * 0.5**0.5
+        weight.copy_(like(mixed, weight))
 
 
 def reranker(name_or_folder: str | Path) -> tuple[Contrastive, Tokenizer, str]:

@@ -33,7 +33,8 @@ def train_all(
     before: Callable[[Sequence[Stage]], object] | None = None,
     parallel: Parallel | None = None,
 ) -> TextToImage | None:
-    """Train the stages (all by default) and write `out/bundle`, which is returned once all three exist.
+    """Train the stages (all by default) and write `out/bundle`, which is returned once all three exist, on the process
+    that writes it.
 
     `before` is called with the stages when it is known that they can be trained.
     On a CPU with several threads the prior and the contrastive model train at the same time. Of several processes

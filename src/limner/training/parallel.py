@@ -55,8 +55,8 @@ class Parallel(Protocol):
         ...
 
     def building(self) -> AbstractContextManager[object]:
-        """A block in which all ranks build a model for `prepare`: it may have its weights in shards from the start, with
-        the values that one process would draw. Who reads or changes them goes by `optim/shards.py`."""
+        """A block in which all ranks build a model for `prepare`. Its weights may be in shards from the start, with the
+        values that one process would draw; whoever reads or changes them goes by `optim/shards.py`."""
         ...
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
