@@ -37,14 +37,13 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from limner import errors
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.reducers import Bf16Reducer, Plain
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
+from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
@@ -58,7 +57,7 @@ from limner.training.step import update
 ENDS = ("limner0", "limner1")  # namespaces, and the ends of the link in them
 ALONE = "alone, nothing sent"
 BASE = "DDP, fp32"
-KINDS = (ALONE, BASE, "DDP, torch's PowerSGD", "plain", "bf16", "powersgd, fp32", "powersgd", "sharded", "zero2")
+KINDS = (ALONE, BASE, "torch-powersgd", "plain", "bf16", "powersgd, fp32", "powersgd", "sharded", "zero2")
 
 
 @dataclass
@@ -186,30 +185,14 @@ def strategy(of: Work) -> Parallel:
         return Single()
     if of.kind in ("sharded", "zero2"):
         return Sharded() if of.kind == "sharded" else Zero2()
-    if of.kind == "DDP, torch's PowerSGD":
-        return _Hooked(of.rank)
     config = partial(PowerSGDConfig, rank=of.rank)
     return Replicated(
         {
             BASE: None, "plain": Plain, "bf16": Bf16Reducer, "powersgd": partial(PowerSGD, config()),
             "powersgd, fp32": partial(PowerSGD, config(narrow=False)),
+            "torch-powersgd": partial(TorchPowerSGD, of.rank),
         }[of.kind]
     )  # fmt: skip
-
-
-class _Hooked(Replicated):
-    """DDP with torch's own hook, from the first step on. There is one bucket: with several, the hook's collectives
-    start in the order in which gloo's threads come to them, which is not the same on both sides."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self._rank = rank
-
-    def prepare(self, trainable: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-        wrapped = self._wrapped = DistributedDataParallel(trainable, bucket_cap_mb=10_000)
-        state = PowerSGDState(None, self._rank, start_powerSGD_iter=2, min_compression_rate=1)
-        wrapped.register_comm_hook(state, powerSGD_hook)
-        return wrapped
 
 
 def work(of: Work) -> None:

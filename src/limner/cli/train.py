@@ -18,6 +18,7 @@ from limner.config import load_json
 from limner.distributed import processes
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Make
+from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError, printable
 from limner.ranges import Checked, Range
 from limner.recipes.recipe import Bundled, Recipe
@@ -60,9 +61,9 @@ class Train(Checked):
     deterministic: bool = False
     """The same weights again from the same command, on GPUs, too, where it is slower; stages are trained in turn."""
     reduce: Reducer = "plain"
-    """How gradients travel between replicas: in fp32, in bf16, or compressed to thin factors."""
+    """How gradients travel between replicas: in fp32, in bf16, or as thin factors, by the paper's way or torch's."""
     reduce_rank: Annotated[int | None, Range(1, 2**16), arg(name="reduce.rank")] = None
-    """Of PowerSGD's factors, over all shards of a matrix; by default an eighth of a matrix's smaller side."""
+    """Of PowerSGD's factors, over all shards of a matrix; by default an eighth of its smaller side, of torch's 32."""
     settings: Annotated[Recipe, arg(name="")]
 
 
@@ -91,11 +92,14 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _reducer(options: Train) -> Make | None:
-    if options.reduce_rank is None:
+    rank = options.reduce_rank
+    if rank is None:
         return processes.REDUCERS[options.reduce]
-    if options.reduce != "powersgd":
-        raise UserError(f"reduce.rank is of powersgd, not of {options.reduce}: add --reduce powersgd")
-    return partial(PowerSGD, PowerSGDConfig(rank=options.reduce_rank))
+    if options.reduce == "powersgd":
+        return partial(PowerSGD, PowerSGDConfig(rank=rank))
+    if options.reduce == "torch-powersgd":
+        return partial(TorchPowerSGD, rank)
+    raise UserError(f"reduce.rank is of powersgd, not of {options.reduce}: add --reduce powersgd")
 
 
 def find_recipe(name: str | None) -> Recipe | None:

@@ -28,7 +28,7 @@ def in_shards(shard: Callable[[Tensor], Tensor]) -> Iterator[None]:
     Single numbers stay whole, and so do buffers."""
 
     def cut(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter | None:
-        return nn.Parameter(shard(p.detach()), p.requires_grad) if p.ndim and not sharded(p) else None
+        return nn.Parameter(shard(p.detach()), p.requires_grad) if p.ndim and not (sharded(p) or p.is_meta) else None
 
     handle = register_module_parameter_registration_hook(cut)  # type: ignore[arg-type]
     try:

@@ -23,13 +23,16 @@ from limner.distributed.meeting import agreed
 from limner.distributed.powersgd import PowerSGD
 from limner.distributed.reducers import Bf16Reducer
 from limner.distributed.replicated import Make, Replicated
+from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError
 
 Kind = Literal["replicated", "sharded", "zero2"]
 Machines = Literal["machines"]
 
 #: How gradients travel between replicas, by name; None leaves them in fp32.
-REDUCERS: dict[str, Make | None] = {"plain": None, "bf16": Bf16Reducer, "powersgd": PowerSGD}
+REDUCERS: dict[str, Make | None] = {
+    "plain": None, "bf16": Bf16Reducer, "powersgd": PowerSGD, "torch-powersgd": TorchPowerSGD,
+}  # fmt: skip
 
 _WAIT = timedelta(minutes=30)  # for the slowest
 _MEETING = 180.0  # seconds until all are there; where one was lost, those that wait must begin anew

@@ -108,7 +108,8 @@ def _load(
         run.ema.load_state_dict(tensors["ema"])
     kept = tensors.get("parallel", {})
     run.parallel.load(kept)
-    if kept and (lost := kept.keys() - run.parallel.tensors().keys()):
+    errors = kept.keys() & dict(run.model.named_parameters()).keys()
+    if errors and (lost := errors - run.parallel.tensors().keys()):
         warnings.warn(
             f"{where} holds what compression has left out of the gradients of {len(lost)} matrices, and they are not "
             "compressed any more: it is lost; to keep it go on with the same --reduce, and with several replicas",
