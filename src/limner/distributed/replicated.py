@@ -24,7 +24,8 @@ from limner.distributed.checkpoints import Folder, Shards
 from limner.distributed.reducers import GradientReducer, Reduction, Replicas, buckets
 from limner.errors import UserError
 from limner.models.dvae import DVAE
-from limner.optim.shards import divide, local
+from limner.optim.gradients import divide_all
+from limner.optim.shards import local
 
 Make = Callable[[], GradientReducer]
 
@@ -119,7 +120,7 @@ class Replicated:
         if self._reduction:
             self._reduction.complete()
         else:
-            divide(self._scales)
+            divide_all(self._scales)
 
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallel`."""

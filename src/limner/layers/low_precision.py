@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from limner.layers.half import HalfLinear
 from limner.layers.tally import Tally, count_product
 from limner.layers.vmap import looped
 from limner.numerics import precision
@@ -78,9 +79,12 @@ class LowPrecisionLinear(nn.Linear):
 
 
 def plain(model: M) -> M:
-    """Put an `nn.Linear` with the same parameters in the place of each layer of low precision, in place."""
+    """Put an `nn.Linear` with the same parameters in the place of each layer of low precision, in place; a weight in
+    16 bits becomes fp32."""
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, LowPrecisionLinear):
+        if isinstance(layer, HalfLinear):
+            layer.weight.data = layer.weight.data.float()
+        if isinstance(layer, LowPrecisionLinear | HalfLinear):
             linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
             linear.weight, linear.bias = layer.weight, layer.bias
             parent, _, own = name.rpartition(".")

@@ -1,8 +1,10 @@
-"""Precisions that train a transformer's blocks in eight bits (Wortsman et al. 2023).
+"""Precisions that change a transformer's blocks: computed in eight bits (Wortsman et al. 2023), or stored in sixteen
+(Ramesh et al. 2021).
 
-As the paper has it, what is converted is all linear layers within the transformer (§2.2, Figure 7): those of its
-blocks. Embeddings, heads and the convolution that reads patches stay as they are, and so does everything between the
-layers, which runs as `Auto` says. The layers themselves are in `switchback.py` and `float8.py`.
+As both papers have it, what is converted is all linear layers within the transformer (§2.2, Figure 7 of the one, App.
+D.2 of the other): those of its blocks. Embeddings, heads and the convolution that reads patches stay as they are. With
+eight bits so does everything between the layers, which runs as `Auto` says. The layers themselves are in
+`switchback.py`, `float8.py` and `half.py`.
 
 Those of `TrainingPrecision` have no settings, so a recipe and the command line name them in one word:
 `--prior.training.precision switchback`. `Narrow` has one, and is for experiments in Python.
@@ -13,15 +15,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from limner.layers.convert import convert
 from limner.layers.float8 import Fp8SwitchBackLinear, Fp8TensorWiseLinear
+from limner.layers.half import HalfLinear
 from limner.layers.low_precision import LowPrecisionLinear
 from limner.layers.narrow import NarrowLinear
 from limner.layers.switchback import LLMInt8Linear, SwitchBackLinear, SwitchBackMLinear, SwitchBackQLinear
 from limner.numerics.formats import FloatFormat
-from limner.numerics.precision import Auto, Fp32, Precision
+from limner.numerics.precision import Auto, Bf16, Fp16, Fp32, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,27 @@ class Fp8TensorWise(SwitchBack):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp16Weights(Fp16):
+    """`Fp16` that also stores the matrices of the blocks in fp16, with their gradients, and no copy of them in fp32
+    (Ramesh et al. 2021, §2.4 and App. D.2)."""
+
+    converts = True
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        return convert(model, lambda layer: HalfLinear.of(layer, torch.float16), in_blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bf16Weights(Bf16):
+    """The same in bfloat16, which needs no gradient scales; weights have three digits less."""
+
+    converts = True
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        return convert(model, lambda layer: HalfLinear.of(layer, torch.bfloat16), in_blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Narrow(Fp32):
     """The gradients of the blocks' linear layers are rounded to a format; all else is fp32."""
 
@@ -82,7 +107,8 @@ class Narrow(Fp32):
 
 
 TrainingPrecision = (
-    Precision | SwitchBack | SwitchBackM | SwitchBackQ | LLMInt8 | Fp8SwitchBack | Fp8TensorWise
+    Precision | Fp16Weights | Bf16Weights | SwitchBack | SwitchBackM | SwitchBackQ | LLMInt8 | Fp8SwitchBack
+    | Fp8TensorWise
 )  # what a recipe may choose
 
 

@@ -192,6 +192,10 @@ E6M9 = FloatFormat(1, 6, 9, bias=60)
 UE6M10 = FloatFormat(0, 6, 10, bias=60)
 """0-6-10, for Adam's running variance: up to 15.99, steps of 2^-69 near zero (B.2)."""
 
+HALVES = {torch.float16: FloatFormat(1, 5, 10), torch.bfloat16: FloatFormat(1, 7, 7)}
+"""torch's own formats of 16 bits, with what rounds values for them. fp16 has no infinities here; of bfloat16's
+exponents it is the middle, 2^-69 to 2^64, which weights do not leave."""
+
 
 def _dense(x: Tensor) -> Tensor:
     """x itself if its values fill a stretch of memory, in whatever order; else a copy."""

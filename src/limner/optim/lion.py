@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from limner.optim.moments import require, together
+from limner.optim.moments import refuse_halves, require, together
 
 
 class Lion(torch.optim.Optimizer):
@@ -36,6 +36,7 @@ class Lion(torch.optim.Optimizer):
         """As in torch. Raises `ValueError` for settings that cannot be."""
         require(self.defaults | param_group)
         super().add_param_group(param_group)
+        refuse_halves("Lion", param_group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

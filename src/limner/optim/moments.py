@@ -10,6 +10,13 @@ are all that knows of it. Which tensors: groups of parameters say `packed`, and 
 or more. "Store all gains, biases, embeddings, and unembeddings in 32-bit precision, [...] and 32-bit Adam moments"
 (D.2): gains and biases have one dimension; embeddings and output layers belong into a group with `packed=False`.
 
+Weights may be in 16 bits, too ("most parameters, Adam moments, and activations are stored in 16-bit precision", §2.4).
+Then their moments, if not packed, are fp32, and so is the whole update; the weight is rounded once, at its end, up or
+down at random, such that its mean is what was computed. The paper does not say how it rounds. To the nearest number,
+what is less than half a step would be lost, in every update: docs/LOG.md has what was measured. The random numbers
+follow from a tensor's count of steps and its place in the optimiser, so that processes which hold the same weights go
+on to hold the same, and a run that goes on draws those of one that was never stopped.
+
 State of a parameter, under the names that torch's AdamW has for it: `step` (fp32, on the CPU), `exp_avg`, `exp_avg_sq`.
 """
 
@@ -22,7 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from limner.numerics.formats import E6M9, UE6M10
+from limner.numerics.formats import E6M9, HALVES, UE6M10
+from limner.optim.gradients import read as read_gradient
 from limner.optim.shards import local
 
 FORMATS = {"exp_avg": E6M9, "exp_avg_sq": UE6M10}
@@ -44,6 +52,12 @@ def require(group: Mapping[str, Any]) -> None:
     for name, (says, fits) in _SETTINGS.items():
         if name in group and not fits(group[name]):
             raise ValueError(f"{says}, not {group[name]}")
+
+
+def refuse_halves(kind: str, parameters: Iterable[Tensor]) -> None:
+    """Raises `ValueError` if one of the parameters is in 16 bits, in which that optimiser would lose small updates."""
+    if any(p.dtype in HALVES for p in parameters):
+        raise ValueError(f"{kind} has no update for weights in 16 bits: keep them in fp32, or take AdamW16 or StableAdamW")
 
 
 def read(state: Mapping[str, Tensor], moment: str) -> Tensor:
@@ -68,12 +82,9 @@ class MomentOptimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **others})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Raises `ValueError` for parameters of 16 bits and for settings that cannot be."""
+        """As in torch. Raises `ValueError` for settings that cannot be."""
         require(self.defaults | param_group)
         super().add_param_group(param_group)
-        for p in param_group["params"]:
-            if p.dtype not in (torch.float32, torch.float64):
-                raise ValueError(f"parameters stay in fp32, not {p.dtype}: train with autocast, which rounds copies")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -82,9 +93,10 @@ class MomentOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        places = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         for group in self.param_groups:
             for parameters in together(p for p in group["params"] if p.grad is not None):
-                self._step(group, parameters)
+                self._step(group, parameters, [places[p] for p in parameters])
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -101,14 +113,19 @@ class MomentOptimizer(torch.optim.Optimizer):
                 device = "cpu" if key == "step" else p.device
                 self.state[p][key] = value.to(device, copy=True)
 
-    def _step(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
+    def _step(self, group: Mapping[str, Any], parameters: list[Tensor], places: list[int]) -> None:
         states = [self._state(p, group.get("packed", False)) for p in parameters]
         torch._foreach_add_([state["step"] for state in states], 1)
-        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        gradients = [read_gradient(p.grad) for p in parameters if p.grad is not None]
+        weights = [local(p).float() if p.dtype in HALVES else local(p) for p in parameters]
         moments = {moment: [read(state, moment) for state in states] for moment in FORMATS}
         counts = [int(state["step"]) for state in states]
         means, variances = moments.values()
-        self._update(group, parameters, [local(p) for p in parameters], gradients, means, variances, counts)
+        self._update(group, parameters, weights, gradients, means, variances, counts)
+        for p, weight, count, place in zip(parameters, weights, counts, places, strict=True):
+            if p.dtype in HALVES:
+                generator = torch.Generator(weight.device).manual_seed((count << 16) + place)
+                local(p).copy_(HALVES[p.dtype].rounded(weight, generator))
         for moment, values in moments.items():
             for state, value in zip(states, values, strict=True):
                 write(state, moment, value)
@@ -118,7 +135,8 @@ class MomentOptimizer(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for moment, its_format in FORMATS.items():
-                dtype = its_format.dtype if packed and p.ndim >= 2 else p.dtype  # code 0 is the number 0
+                plain = torch.float32 if p.dtype in HALVES else p.dtype
+                dtype = its_format.dtype if packed and p.ndim >= 2 else plain  # code 0 is the number 0
                 state[moment] = torch.zeros_like(p, dtype=dtype)
         return state
 
@@ -133,7 +151,7 @@ class MomentOptimizer(torch.optim.Optimizer):
         counts: list[int],
     ) -> None:
         """Change parameters and moments in place: this process's shards of the `whole` parameters, or these
-        themselves. `counts` are the steps of each tensor, this one included."""
+        themselves; of those in 16 bits copies in fp32. `counts` are the steps of each tensor, this one included."""
         raise NotImplementedError
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from limner.optim.moments import require
+from limner.optim.moments import refuse_halves, require
 from limner.optim.shards import like, whole
 
 _STEPS = 5
@@ -75,6 +75,7 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if any(p.ndim != 2 for p in param_group["params"]):
             raise ValueError("Muon updates matrices: parameters of two dimensions")
+        refuse_halves("Muon", param_group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -7,11 +7,13 @@ group keeps its own learning rate under `initial_lr`, as torch's schedulers do; 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import nn
 
+from limner.numerics.formats import HALVES
 from limner.optim import adamw16, beta2_warmup, lion, muon, stable_adamw
 from limner.optim.groups import Decayed, block_matrices, parameter_groups
 from limner.ranges import Checked, Range
@@ -49,6 +51,9 @@ class AdamW(_Settings):
         groups = parameter_groups(model, self.weight_decay, self.decayed, exclude)
         for group in groups:
             group["initial_lr"] = self.lr
+        if any(p.dtype in HALVES for group in groups for p in group["params"]):  # torch's keeps moments in 16 bits then
+            groups = [{**group, "packed": False} for group in groups]
+            return [adamw16.AdamW16(groups, lr=self.lr, betas=self.betas, eps=self.eps, most=inf)]
         device = next(model.parameters()).device.type
         fused = device in ("cpu", "cuda")
         return [torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)]

@@ -5,11 +5,11 @@ Shapes: those of the whole tensor, whoever holds what.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def sharded(x: Tensor) -> bool:
@@ -59,10 +59,10 @@ def cut(shape: Sequence[int], shards: int) -> int:
     return int(len(shape) == 2 and shape[1] > shape[0] and shape[1] % shards == 0)
 
 
-def mean(parts: list[Tensor], of: list[Tensor]) -> Tensor:
-    """The mean over all shards of each tensor: [n] from the sums over this process's shards of n tensors shaped and
-    shared as `of`."""
-    sums = torch.stack(torch._foreach_div(parts, [float(x.numel()) for x in of]))  # numbers that no device waits for
+def total(parts: list[Tensor], of: list[Tensor]) -> Tensor:
+    """The sum over all shards of each tensor: [n] from this process's sums, [] each, of n tensors that are shared as
+    `of`."""
+    sums = torch.stack(parts)
     if of and sharded(of[0]):
         from torch import distributed
 
@@ -73,23 +73,10 @@ def mean(parts: list[Tensor], of: list[Tensor]) -> Tensor:
     return sums
 
 
-def divide(scales: Mapping[Tensor, Tensor | None]) -> None:
-    """Divide the gradient of each parameter by its scale, [], if it has both."""
-    for p, scale in scales.items():
-        if p.grad is not None and scale is not None:
-            local(p.grad).div_(scale)
-
-
-def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The Euclidean length of all of them together, [], the same on every process."""
-    lengths = [whole(nn.utils.get_total_norm(some)) for some in by_kind(gradients)]
-    return lengths[0] if len(lengths) == 1 else nn.utils.get_total_norm(lengths)
-
-
-def clip(parameters: Iterable[nn.Parameter], longest: float, norm: Tensor) -> None:
-    """Shorten their gradients, whose `total_norm` is `norm`, to a length of at most `longest`."""
-    for some in by_kind(p for p in parameters if p.grad is not None):
-        nn.utils.clip_grads_with_norm_(some, longest, norm)
+def mean(parts: list[Tensor], of: list[Tensor]) -> Tensor:
+    """The mean over all shards of each tensor: [n] from the sums over this process's shards of n tensors shaped and
+    shared as `of`."""
+    return total(torch._foreach_div(parts, [float(x.numel()) for x in of]), of)  # numbers that no device waits for
 
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -169,7 +169,7 @@ def train(
             good = f"the last good state is {saved}" if saved else "there is no checkpoint yet"
             raise UserError(f"{error}; {good}") from None
         assert saved is not None  # config.steps >= 1, so that the loop has run now or before
-        if run.ema:
-            run.ema.copy_to(run.model)
         plain(run.model)
+        if run.ema:  # whole, where weights were in 16 bits
+            run.ema.copy_to(run.model)
         return TrainResult(step=run.step, skipped=run.skipped, checkpoint=saved, metrics=log.last)

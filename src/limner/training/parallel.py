@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from limner.data.stream import hash64
-from limner.optim.shards import divide
+from limner.optim.gradients import divide_all
 from limner.training.checkpoint import Checkpointer, Files
 from limner.training.trainable import Trainable
 
@@ -160,7 +160,7 @@ class Single:
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Its gradients are the mean."""
-        divide(self._scales)
+        divide_all(self._scales)
 
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
         """Its gradients are of one step."""

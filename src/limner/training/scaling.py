@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from limner.errors import UserError
 from limner.layers.narrow import narrowed
 from limner.models.transformer import Resblock
-from limner.numerics.formats import FloatFormat
+from limner.numerics.formats import HALVES, FloatFormat
 from limner.optim.shards import whole
 from limner.training.hooks import Hook
 from limner.training.run import Run
@@ -186,7 +186,10 @@ def _around(module: nn.Module, context: Callable[[], AbstractContextManager[obje
 def _sizes(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
     """The sum of magnitudes of each gradient that is there, [n] on `like`'s device: finite if all its numbers are."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    return whole(torch.stack(torch._foreach_norm(grads, 1))) if grads else like.new_zeros(0)
+    if not grads:
+        return like.new_zeros(0)
+    format = torch.float32 if any(grad.dtype in HALVES for grad in grads) else None  # sums leave fp16
+    return whole(torch.stack(torch._foreach_norm(grads, 1, format)))
 
 
 class _OfLoss(Hook):

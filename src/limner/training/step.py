@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from limner.optim.gradients import clip, total_norm
 from limner.optim.schedules import cooldown, warmup
-from limner.optim.shards import clip, total_norm
 from limner.training.hooks import Hook
 from limner.training.run import Run
 from limner.training.trainable import Batch
