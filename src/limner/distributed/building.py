@@ -10,7 +10,7 @@ Models know nothing of it, and torch's modules neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,10 +39,12 @@ def in_shards(shard: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def cut_before(module: nn.Module, held: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def cut_before(module: nn.Module, held: Callable[[Tensor], Tensor], whole: Iterable[Tensor]) -> Iterator[None]:
     """A block in which FSDP, which cuts parameters itself, is given some without memory. After it the module has what
-    `held` gives of each: this process's shard, cut as FSDP has cut."""
-    shards = {p: nn.Parameter(held(p.detach()), p.requires_grad) for p in module.parameters() if p.ndim}
+    `held` gives of each: this process's shard, cut as FSDP has cut. Those that stay `whole` are left out."""
+    these = set(module.parameters()) - set(whole)
+    shards = {p: nn.Parameter(held(p.detach()), p.requires_grad) for p in module.parameters() if p in these}
+    these.clear()
     of = {name: shards[p] for name, p in module.named_parameters(remove_duplicate=False) if p in shards}
     shards.clear()  # of what was whole
     empty = {p: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad) for p in of.values()}

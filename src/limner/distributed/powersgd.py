@@ -49,6 +49,7 @@ from limner.data.stream import hash64
 from limner.distributed.reducers import Bucket, Replicas, Waiting, averaged
 from limner.errors import UserError
 from limner.numerics.formats import E6M9
+from limner.optim import gradients
 from limner.optim.shards import like, local, placed, sharded
 from limner.ranges import Checked, Range
 
@@ -90,6 +91,25 @@ class Matrix:
     buffer: Tensor  # E in the shape of the shard, in fp32 or as codes
     turned: bool  # whether the shard is higher than wide
     start: Float[Tensor, "n r"]  # Q_0
+    divisor: Tensor | None = None  # of the gradient, if that is in 16 bits (`optim/gradients.py`)
+
+    def taken(self) -> Float[Tensor, "h w"]:
+        """The gradient, as the shard is stored, in fp32; the parameter has none any more."""
+        grad = cast(Tensor, self.parameter.grad)
+        self.divisor, self.parameter.grad = gradients.divisor(grad), None
+        return gradients.read(grad).flatten(1)
+
+    def give(self, gradient: Float[Tensor, "h w"]) -> None:
+        """Let the parameter have that gradient."""
+        weight, by = local(self.parameter.detach()), self.divisor
+        if by is not None:
+            gradient = gradient * by
+        # In the parameter's own layout: fused optimisers go through memory without regard to strides.
+        if (weight.stride(), weight.dtype) != (gradient.stride(), gradient.dtype):
+            gradient = torch.empty_like(weight).copy_(gradient.view(weight.shape))
+        self.parameter.grad = placed(gradient, self.parameter)
+        if by is not None:
+            gradients.divide(self.parameter.grad, by)
 
     def error(self) -> Float[Tensor, "h w"]:
         """E, as the shard is stored, in fp32."""
@@ -169,12 +189,10 @@ class PowerSGD:
         matrices = [matrix for matrix in self._matrices[bucket] if matrix.parameter.grad is not None]
         if not matrices:
             return
-        grads = [local(cast(Tensor, matrix.parameter.grad)).flatten(1) for matrix in matrices]
+        grads = [matrix.taken() for matrix in matrices]
         finite = _finite(grads)
         # In place: a gradient's memory holds E + G until that is packed again.
         errors = [grad.add_(matrix.error()) for matrix, grad in zip(matrices, grads, strict=True)]
-        for matrix in matrices:
-            matrix.parameter.grad = None
         del grads
         # The "predetermined constants" of step 3, with which factors of numbers that 1-6-9 holds hardly ever reach its
         # end, Q never. Those of P cancel in step 5.
@@ -200,7 +218,7 @@ class PowerSGD:
         for matrix, error in zip(matrices, errors, strict=True):
             if all_finite:  # or else nothing is added
                 matrix.keep(error if error.isfinite().all() else torch.zeros_like(error))
-            self._hand_over(matrix, torch.full_like(error, torch.nan))
+            matrix.give(torch.full_like(error, torch.nan))
 
     def _averaged(self, factors: list[Tensor], *good: Tensor) -> Generator[distributed.Work, None, list[bool]]:
         """Each becomes its mean over replicas, all in one collective; with them travels whether each of `good` is true
@@ -216,7 +234,7 @@ class PowerSGD:
         yield from averaged(self._rest, self._replicas.mean)
         for matrix, p, q in self.factors:
             left, right = matrix.product(p, q)
-            self._hand_over(matrix, left @ right)
+            matrix.give(left @ right)
         self.factors.clear()
 
     @torch.no_grad()
@@ -225,16 +243,9 @@ class PowerSGD:
         these = set(parameters)
         for matrix in self._all():
             if matrix.parameter in these and matrix.parameter.grad is not None:
-                gradient = local(matrix.parameter.grad).flatten(1)
+                gradient = gradients.read(matrix.parameter.grad).flatten(1)
                 if gradient.isfinite().all():
                     matrix.keep(matrix.error().add(gradient))
-
-    def _hand_over(self, matrix: Matrix, gradient: Float[Tensor, "h w"]) -> None:
-        # In the parameter's own layout: fused optimisers go through memory without regard to strides.
-        weight = local(matrix.parameter.detach())
-        if weight.stride() != gradient.stride():
-            gradient = torch.empty_like(weight).copy_(gradient.view(weight.shape))
-        matrix.parameter.grad = placed(gradient, matrix.parameter)
 
     def start(self, matrix: Matrix) -> Float[Tensor, "n r"]:
         """What a step's Q begins from. §2.5 fixes it "at the start of training"; others begin from the last Q."""

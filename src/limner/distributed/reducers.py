@@ -28,7 +28,7 @@ from torch import Tensor, distributed, nn
 
 from limner.errors import UserError
 from limner.models.transformer import Resblock
-from limner.optim.shards import local
+from limner.optim import gradients
 
 Waiting = Iterator[distributed.Work]  # ends when all is done
 
@@ -198,12 +198,13 @@ class Plain:
 
 def averaged(parameters: Iterable[nn.Parameter], mean: Callable[[Float[Tensor, " n"]], Waiting]) -> Waiting:
     """Their gradients, one behind another, become what `mean` makes of them."""
-    grads = [local(p.grad) for p in parameters if p.grad is not None]
-    if sum(grad.numel() for grad in grads):
-        flat = torch.cat([grad.flatten().float() for grad in grads])
+    grads = [p.grad for p in parameters if p.grad is not None]
+    parts = [gradients.read(grad) for grad in grads]
+    if sum(part.numel() for part in parts):
+        flat = torch.cat([part.flatten().float() for part in parts])
         yield from mean(flat)
-        for grad, values in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(values.view_as(grad))
+        for grad, part, values in zip(grads, parts, flat.split([part.numel() for part in parts]), strict=True):
+            gradients.write(grad, values.view_as(part))
 
 
 class Bf16Reducer(Plain):
@@ -263,7 +264,7 @@ class Reduction:
         if not self.last:
             return
         if (scale := self.scales.get(p)) is not None and p.grad is not None:
-            local(p.grad).div_(scale)
+            gradients.divide(p.grad, scale)
         self._waits[name] -= 1
         if self._waits[name] < 0:
             raise twice(f"the block {name!r}")

@@ -31,7 +31,8 @@ from limner.distributed.checkpoints import Folder, Shards
 from limner.distributed.reducers import Plain, twice
 from limner.distributed.replicated import Make, Replicated
 from limner.errors import UserError
-from limner.optim.shards import cut, local, sharded
+from limner.layers.half import HalfLinear
+from limner.optim.shards import cut, local, sharded, whole
 
 
 class Sharded(Replicated):
@@ -80,17 +81,22 @@ class Sharded(Replicated):
     def prepare(self, trainable: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """See `Parallel`. A model that was built otherwise than in `building` is whole on each process before."""
         self._modules, self._scales = [], {}
-        self._single = [p for p in trainable.parameters() if p.ndim == 0]  # which cannot be sharded
+        layers = [x for x in trainable.modules() if isinstance(x, HalfLinear) and x.bias is not None]
+        for layer in layers:  # FSDP's groups have one format, and these biases are a few thousandths of a layer
+            layer.bias = nn.Parameter(whole(layer.bias.detach()), layer.bias.requires_grad)
+        self._single = [layer.bias for layer in layers]
+        self._single += [p for p in trainable.parameters() if p.ndim == 0]  # which cannot be sharded
         for p in self._single:
             p.data = p.data.to(device)
             self._alike(p.detach(), distributed.group.WORLD)
-        with cut_before(trainable, self._begun):
+        with cut_before(trainable, self._begun, self._single):
             self._divide(trainable, dtype)
         if self._make or self.mesh["replicate"].size() > 1:
             self._reduced(trainable, self.mesh["replicate"].get_group(), self._make or Plain)
         elif distributed.get_backend() == "gloo":  # a reducer would read gradients as soon as FSDP has scattered them
-            self._scatter = _Scatter(len(self._modules))
-            for module in self._modules:
+            whole = [module for module in self._modules if not isinstance(module, HalfLinear)]
+            self._scatter = _Scatter(len(whole))
+            for module in whole:
                 module.set_custom_reduce_scatter(self._scatter)  # pyright: ignore[reportArgumentType]
         return trainable
 
@@ -121,15 +127,16 @@ class Sharded(Replicated):
     def _groups(self, block: nn.Module, dtype: torch.dtype) -> list[FSDPModule]:
         """A block's, its own first. Linear layers in 16 bits are gathered in 16 bits, which is how autocast would round
         them afterwards. Gains stay fp32, and gradients are summed in fp32."""
-        linear = [module for module in block.modules() if type(module) is nn.Linear]
+        halves = [module for module in block.modules() if isinstance(module, HalfLinear)]
+        linear = halves or [module for module in block.modules() if type(module) is nn.Linear]
         inner: list[FSDPModule] = []
         if dtype != torch.float32 and linear:
             # Nothing changes a linear layer's output in place.
-            warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPLinear.* returned a view tensor")
+            warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP(Half)?Linear.* returned a view tensor")
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
             fully_shard(
                 linear, mesh=self.mesh["shard"], shard_placement_fn=self._cut, mp_policy=policy,  # pyright: ignore
-                reshard_after_forward=self.drops,
+                reshard_after_forward=self.drops, ignored_params=set(self._single),
             )  # fmt: skip
             inner = [linear[0]]  # pyright: ignore
         own = fully_shard(
@@ -162,9 +169,11 @@ class Sharded(Replicated):
         """The backward pass has done it, but for single numbers and the last of what it sent."""
         self._scatter.finish()
         super().reduce(parameters)
-        for p in self._single:
-            if p.grad is not None:
-                p.grad = self.mean(p.grad)
+        grads = [p.grad for p in self._single if p.grad is not None]
+        if grads:
+            parts = self.mean(torch.cat([grad.flatten() for grad in grads])).split([grad.numel() for grad in grads])
+            for grad, part in zip(grads, parts, strict=True):
+                grad.copy_(part.view_as(grad))
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallel`."""

@@ -107,7 +107,14 @@ class Narrow(Fp32):
 
 
 TrainingPrecision = (
-    Precision | Fp16Weights | Bf16Weights | SwitchBack | SwitchBackM | SwitchBackQ | LLMInt8 | Fp8SwitchBack
+    Precision
+    | Fp16Weights
+    | Bf16Weights
+    | SwitchBack
+    | SwitchBackM
+    | SwitchBackQ
+    | LLMInt8
+    | Fp8SwitchBack
     | Fp8TensorWise
 )  # what a recipe may choose
 

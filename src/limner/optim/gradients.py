@@ -19,11 +19,16 @@ from limner.numerics.formats import HALVES
 from limner.optim.shards import by_kind, local, total, whole
 
 
+def divisor(grad: Tensor) -> Tensor | None:
+    """What the values of a gradient are still to be divided by, []; None if by nothing."""
+    return getattr(grad, "divisor", None)
+
+
 def divide(grad: Tensor, by: Tensor) -> None:
     """Divide a gradient by a number, []. One in 16 bits stays as it is and takes note."""
     if grad.dtype in HALVES:
         noted: Any = grad
-        noted.divisor = by.clone() if (before := _divisor(grad)) is None else before * by
+        noted.divisor = by.clone() if (before := divisor(grad)) is None else before * by
     else:
         local(grad).div_(by)
 
@@ -37,7 +42,7 @@ def divide_all(scales: Mapping[Tensor, Tensor | None]) -> None:
 
 def read(grad: Tensor) -> Tensor:
     """The values of a gradient, of a shared one this process's shard: itself, or a copy in fp32 if it has 16 bits."""
-    own, by = local(grad), _divisor(grad)
+    own, by = local(grad), divisor(grad)
     if grad.dtype not in HALVES:
         return own
     return own.float() if by is None else own.float().div_(by)
@@ -45,7 +50,7 @@ def read(grad: Tensor) -> Tensor:
 
 def write(grad: Tensor, values: Tensor) -> None:
     """Keep values, of a shared gradient this process's shard, as what `read` will give."""
-    by = _divisor(grad)
+    by = divisor(grad)
     local(grad).copy_(values if by is None else values * by)
 
 
@@ -56,7 +61,7 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     for some in by_kind(halves):
         if some:  # in fp32: sums of squares leave fp16
             own = [torch.linalg.vector_norm(local(grad), dtype=torch.float32) for grad in some]
-            own = [x if (by := _divisor(grad)) is None else x / by for x, grad in zip(own, some, strict=True)]
+            own = [x if (by := divisor(grad)) is None else x / by for x, grad in zip(own, some, strict=True)]
             lengths.append(total(torch._foreach_mul(own, own), some).sum().sqrt())
     return lengths[0] if len(lengths) == 1 else nn.utils.get_total_norm(lengths)
 
@@ -68,10 +73,6 @@ def clip(parameters: Iterable[nn.Parameter], longest: float, norm: Tensor) -> No
         nn.utils.clip_grads_with_norm_(some, longest, norm)
     for grad in _apart(p.grad for p in parameters if p.grad is not None)[1]:
         divide(grad, ((norm + 1e-6) / longest).clamp_min(1))  # as torch has it
-
-
-def _divisor(grad: Tensor) -> Tensor | None:
-    return getattr(grad, "divisor", None)
 
 
 def _apart(gradients: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -36,7 +36,7 @@ from limner.errors import UserError
 from limner.layers.narrow import narrowed
 from limner.models.transformer import Resblock
 from limner.numerics.formats import HALVES, FloatFormat
-from limner.optim.shards import whole
+from limner.optim.shards import by_kind, local, total
 from limner.training.hooks import Hook
 from limner.training.run import Run
 
@@ -186,10 +186,13 @@ def _around(module: nn.Module, context: Callable[[], AbstractContextManager[obje
 def _sizes(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
     """The sum of magnitudes of each gradient that is there, [n] on `like`'s device: finite if all its numbers are."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
-        return like.new_zeros(0)
     format = torch.float32 if any(grad.dtype in HALVES for grad in grads) else None  # sums leave fp16
-    return whole(torch.stack(torch._foreach_norm(grads, 1, format)))
+    found: dict[int, Tensor] = {}
+    for some in by_kind(grads):
+        if some:
+            sums = total(list(torch._foreach_norm([local(grad) for grad in some], 1, format)), some)
+            found |= zip(map(id, some), sums, strict=True)
+    return torch.stack([found[id(grad)] for grad in grads]) if grads else like.new_zeros(0)
 
 
 class _OfLoss(Hook):

@@ -1,0 +1,122 @@
+"""Weights of blocks stored in fp16, in several processes: each way to divide the work learns what one process does."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from limner.data.stream import Stream
+from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
+from limner.distributed.reducers import Plain
+from limner.distributed.replicated import Replicated
+from limner.distributed.sharded import Sharded, Zero2
+from limner.layers.precisions import Fp16Weights
+from limner.models.transformer import TransformerConfig
+from limner.objectives.autoregressive import Autoregressive
+from limner.optim.optimizers import AdamW16
+from limner.optim.shards import local, whole
+from limner.training.checkpoint import Files
+from limner.training.config import TrainConfig
+from limner.training.loop import train
+from limner.training.metrics_log import read_metrics
+from limner.training.parallel import Parallel, Single
+from limner.training.run import Run
+from limner.training.scaling import scaling
+from limner.training.step import update
+from ranks import on_ranks
+from shard_ranks import Tokens
+
+PRIOR = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=2, heads=2, kernel=3)
+CONFIG = TrainConfig(
+    steps=4, batch_size=8, precision=Fp16Weights(), scaling="resblocks", optimizer=AdamW16(lr=1e-3), clip_norm=0.5,
+    log_every=1, checkpoint_every=2, ema_decay=0.9,
+)  # fmt: skip
+WAYS = {
+    "replicated": Replicated,
+    "reduced": lambda: Replicated(Plain),
+    "compressed": lambda: Replicated(lambda: PowerSGD(PowerSGDConfig(rank=4))),
+    "sharded": Sharded,
+    "zero2": Zero2,
+    "replicas": lambda: Sharded(2),
+}
+
+
+def learn(ours: Parallel, config: TrainConfig = CONFIG) -> dict[str, Any]:
+    torch.manual_seed(0)
+    run = Run(PRIOR.build(), Autoregressive(), config, parallel=ours)
+    hooks, generator, losses = scaling(run), torch.Generator().manual_seed(0), []
+    for _ in range(config.steps):
+        text, image = (torch.randint(0, n, (8, m), generator=generator) for n, m in ((20, 8), (8, 9)))
+        mine = {"text": text.chunk(ours.world)[ours.rank], "image": image.chunk(ours.world)[ours.rank]}
+        update(run, mine, hooks)
+        losses.append((run.loss, run.norm))
+    ours.check(run.parameters)
+    return {
+        "losses": losses,
+        "bytes": sum(local(p).nbytes for p in run.parameters),
+        "dtypes": {name: p.dtype for name, p in run.model.named_parameters()},
+        "biases": [whole(p.detach()).clone() for name, p in run.model.named_parameters() if name.endswith("bias")],
+    }
+
+
+def each_way() -> dict[tuple[str, int], dict[str, Any]]:
+    again = replace(CONFIG, accumulate=2, checkpoint_activations=True)
+    return {(name, c.accumulate): learn(make(), c) for name, make in WAYS.items() for c in (CONFIG, again)}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[tuple[str, int], dict[str, Any]]]:
+    return on_ranks(2, each_way, seconds=300)
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_it_learns_what_one_process_does(found, name, parts):
+    """Losses and lengths of gradients, but for sums in other orders and what compression leaves out."""
+    alone = learn(Single())
+    exact = torch.tensor(alone["losses"])
+    for rank in found:
+        close = {"rtol": 3e-2} if name == "compressed" else {"rtol": 3e-4}
+        assert torch.allclose(torch.tensor(rank[name, parts]["losses"]), exact, atol=1e-6, **close)
+    assert all(torch.equal(*pair) for pair in zip(*(rank[name, parts]["biases"] for rank in found), strict=True))
+
+
+def test_matrices_stay_in_16_bits_and_each_process_of_shards_has_half(found):
+    alone = learn(Single())
+    for rank in found:
+        for (name, _), one in rank.items():
+            for key, dtype in one["dtypes"].items():
+                matrix = key.startswith("blocks.") and key.endswith("weight") and "norm" not in key
+                assert dtype == (torch.float16 if matrix else torch.float32), key
+            if name in ("sharded", "zero2"):
+                biases = 2 * (3 + 1 + 4 + 1) * 32 * 4  # of which each has all
+                assert one["bytes"] == (alone["bytes"] + biases) / 2
+            else:
+                assert one["bytes"] == alone["bytes"]
+
+
+def train_on(out: Path, steps: int) -> None:
+    torch.manual_seed(0)
+    ours, stream = Sharded(), Stream(Tokens(), 8, seed=3)
+    train(
+        PRIOR.build(), Autoregressive(), stream, replace(CONFIG, steps=steps), out, parallel=ours,
+        checkpointer=ours.checkpointer(Files(out, CONFIG.keep)),
+    )  # fmt: skip
+    stream.close()
+
+
+def stop_and_go_on(folder: Path) -> None:
+    train_on(folder / "whole", 4)
+    train_on(folder / "parts", 2)
+    train_on(folder / "parts", 4)
+
+
+def test_a_run_in_shards_goes_on_bit_for_bit(tmp_path):
+    on_ranks(2, stop_and_go_on, tmp_path)
+    whole, parts = (
+        [(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name / "metrics.jsonl")]
+        for name in ("whole", "parts")
+    )
+    assert len(whole) == 4 and whole == parts
