@@ -94,9 +94,9 @@ class Sharded(Replicated):
         if self._make or self.mesh["replicate"].size() > 1:
             self._reduced(trainable, self.mesh["replicate"].get_group(), self._make or Plain)
         elif distributed.get_backend() == "gloo":  # a reducer would read gradients as soon as FSDP has scattered them
-            whole = [module for module in self._modules if not isinstance(module, HalfLinear)]
-            self._scatter = _Scatter(len(whole))
-            for module in whole:
+            own = [module for module in self._modules if not isinstance(module, HalfLinear)]
+            self._scatter = _Scatter(len(own))
+            for module in own:
                 module.set_custom_reduce_scatter(self._scatter)  # pyright: ignore[reportArgumentType]
         return trainable
 

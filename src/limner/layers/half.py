@@ -25,8 +25,8 @@ class HalfLinear(nn.Linear):
     def of(cls, linear: nn.Linear, dtype: torch.dtype) -> Self:
         """A layer with the parameters of another, whose weight is rounded to `dtype`."""
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        linear.weight.data = linear.weight.data.to(dtype)
-        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.weight = nn.Parameter(linear.weight.detach().to(dtype), linear.weight.requires_grad)
+        layer.bias = linear.bias
         return layer
 
     def forward(self, input: Float[Tensor, "... n"]) -> Float[Tensor, "... m"]:

@@ -83,7 +83,7 @@ def plain(model: M) -> M:
     16 bits becomes fp32."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, HalfLinear):
-            layer.weight.data = layer.weight.data.float()
+            layer.weight = nn.Parameter(layer.weight.detach().float(), layer.weight.requires_grad)
         if isinstance(layer, LowPrecisionLinear | HalfLinear):
             linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
             linear.weight, linear.bias = layer.weight, layer.bias

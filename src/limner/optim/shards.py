@@ -59,10 +59,10 @@ def cut(shape: Sequence[int], shards: int) -> int:
     return int(len(shape) == 2 and shape[1] > shape[0] and shape[1] % shards == 0)
 
 
-def total(parts: list[Tensor], of: list[Tensor]) -> Tensor:
+def total(parts: Sequence[Tensor], of: list[Tensor]) -> Tensor:
     """The sum over all shards of each tensor: [n] from this process's sums, [] each, of n tensors that are shared as
     `of`."""
-    sums = torch.stack(parts)
+    sums = torch.stack(list(parts))
     if of and sharded(of[0]):
         from torch import distributed
 

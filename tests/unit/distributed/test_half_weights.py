@@ -45,7 +45,9 @@ WAYS = {
 
 def learn(ours: Parallel, config: TrainConfig = CONFIG) -> dict[str, Any]:
     torch.manual_seed(0)
-    run = Run(PRIOR.build(), Autoregressive(), config, parallel=ours)
+    with ours.building():
+        prior = PRIOR.build()
+    run = Run(prior, Autoregressive(), config, parallel=ours)
     hooks, generator, losses = scaling(run), torch.Generator().manual_seed(0), []
     for _ in range(config.steps):
         text, image = (torch.randint(0, n, (8, m), generator=generator) for n, m in ((20, 8), (8, 9)))
