@@ -49,7 +49,7 @@ def _check_dvae(training: TrainConfig) -> None:
         kind = type(training.optimizer).__name__
         raise OutOfRange("training.optimizer", f"must be AdamW: {kind} is for the matrices of transformers")
     if training.precision.converts:
-        raise OutOfRange("training.precision", "must be of 16 or 32 bits: 8 bits are for the blocks of transformers")
+        raise OutOfRange("training.precision", "must be auto, bf16, fp16 or fp32: others change the blocks of transformers")
     _check_activations(training)
 
 

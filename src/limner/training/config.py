@@ -34,7 +34,8 @@ class TrainConfig(Checked):
         ema_on_cpu: keep that average in the CPU's memory, and compute it beside the training.
         ema_warmup: give the first parameters less weight in the average (`Ema`); not in the paper.
         precision: converts the model and sets the format of products; by default bf16 where that is faster. Those of
-            `layers/precisions.py` train the blocks of transformers in 8 bits.
+            `layers/precisions.py` train the blocks of transformers in 8 bits, or store
+            their matrices in 16.
         scaling: of gradients, for backward passes in fp16 (`scaling.py`): a scale for each resblock, outside of which
             all is fp32, as in the paper; one for the loss that follows the gradients; or one that stays, without
             tensors that overflow.

@@ -1,7 +1,7 @@
-"""The proof that a run's products were computed as its precision says: counts of kernels, kept with the run.
+"""The proof that a run is stored and computed as its precision says: formats and counts of kernels, kept with the run.
 
-    RUN/STAGE/precision.json    for each linear layer: its kind, and for one of low precision its products, their
-                                kernels, and how often each ran
+    RUN/STAGE/precision.json    for each linear layer: its kind, the format of its weight, and for one of low precision
+                                its products, their kernels, and how often each ran
 
 `limner inspect precision RUN` shows it. The file is as old as the newest checkpoint, which holds the counts as well: so
 a run that is killed and goes on counts each of its updates once.
@@ -41,7 +41,12 @@ class KernelCounts(Hook):
                 "step": run.step,
                 "precision": type(run.config.precision).__name__,
                 "layers": [
-                    {"name": name, "kind": type(layer).__name__, "products": to_rows(self._now.get(name, Counter()))}
+                    {
+                        "name": name,
+                        "kind": type(layer).__name__,
+                        "weight": str(layer.weight.dtype).removeprefix("torch."),
+                        "products": to_rows(self._now.get(name, Counter())),
+                    }
                     for name, layer in layers.items()
                 ],
             }

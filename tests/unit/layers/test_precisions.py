@@ -43,11 +43,11 @@ def test_an_unknown_name_lists_the_known_ones(capsys):
 
 def test_a_dvae_has_no_blocks_to_convert():
     recipe = get("scenes")
-    with pytest.raises(ValueError, match="training.precision must be of 16 or 32 bits"):
+    with pytest.raises(ValueError, match="training.precision must be auto, bf16, fp16 or fp32"):
         replace(recipe.dvae, training=replace(recipe.dvae.training, precision=SwitchBack()))
     described = to_dict(recipe)
     described["dvae"]["training"]["precision"] = "llmint8"
-    with pytest.raises(UserError, match=r"dvae.training.precision must be of 16"):
+    with pytest.raises(UserError, match=r"dvae.training.precision must be auto"):
         from_dict(Recipe, described)
 
 

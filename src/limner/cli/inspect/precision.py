@@ -1,4 +1,4 @@
-"""`limner inspect precision`: with which kernels the layers of low precision were computed."""
+"""`limner inspect precision`: in which formats layers are stored, with which kernels those of 8 bits were computed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionOptions:
-    """Show a model's linear layers, and with which kernels those of low precision were computed, product by product,
-    and how often. The products of an ordinary layer are torch's own, and are not counted.
+    """Show a model's linear layers, in which format their weights are stored, and with which kernels those in 8 bits
+    were computed, product by product, and how often. The products of the others are torch's own, and are not counted.
 
     A product that its kernel could not take was computed by another: the last line of a table says how many, and why.
     Evaluations during training are counted as well, and what checkpointing recomputes.
@@ -33,7 +33,7 @@ class PrecisionOptions:
 
 
 def main(argv: Sequence[str]) -> None:
-    """show the kernels of layers in 8 bits, and how often each ran"""
+    """show the formats of weights, the kernels of layers in 8 bits, and how often each ran"""
     run = parse(PrecisionOptions, argv, "limner inspect precision").run
     if not run.is_dir():
         raise UserError(f"{run} is no folder: name the --out of a `limner train`")
@@ -47,30 +47,35 @@ def main(argv: Sequence[str]) -> None:
         if not any((run / name).exists() for name in ("recipe.json", "config.json")):
             raise UserError(f"{run} is no run: name the --out of a `limner train`")
         raise UserError(
-            f"{run} has no layers of low precision: train with --prior.training.precision switchback, say; "
-            "the first checkpoint brings the counts"
+            f"{run} has no layers of low precision: train with --prior.training.precision switchback, or fp16weights, "
+            "say; the first checkpoint brings the record"
         )
     print("\n\n".join("\n".join(_report(title, path)) for title, path in files.items()))
 
 
 def _report(title: str, path: Path) -> Iterator[str]:
     """The lines on one model."""
+    from limner.layers.half import HalfLinear
     from limner.layers.tally import Product, from_rows
 
-    products = get_args(Product)
+    products, ordinary = get_args(Product), ("Linear", HalfLinear.__name__)
     try:
         found = read_json(path)
         head = f"{title}: {found['precision']}, {int(found['step']):,} steps"
-        layers = [(str(x["name"]), str(x["kind"]), from_rows(x["products"])) for x in found["layers"]]
+        layers = [
+            (str(x["name"]), str(x["kind"]), str(x.get("weight", "float32")), from_rows(x["products"]))
+            for x in found["layers"]
+        ]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"{path} is no record of kernels: train on, and the next checkpoint writes it anew") from None
     yield printable(head)
     rows = [
-        (name, kind, *("torch's" if kind == "Linear" else _kernels(counts, product) for product in products))
-        for name, kind, counts in layers
+        (name, kind, weight, *("torch's" if kind in ordinary else _kernels(counts, product) for product in products))
+        for name, kind, weight, counts in layers
     ]
-    yield table(("layer", "kind", *products), rows)
-    yield printable(_fallen(sum((counts for *_, counts in layers), Counter())))
+    yield table(("layer", "kind", "weight", *products), rows)
+    if total := sum((counts for *_, counts in layers), Counter()):
+        yield printable(_fallen(total))
 
 
 def _kernels(counts: Counts, product: str) -> str:

@@ -44,12 +44,14 @@ def main(argv: Sequence[str]) -> None:
     if not recipe.exists():
         raise UserError(f"{options.run} is no run: it has no recipe.json, as `limner train --out` writes it")
     from limner.data.stream import Stream
+    from limner.layers.low_precision import plain
     from limner.profiling.exponents import SMALLEST, exponents
     from limner.recipes.recipe import Recipe
     from limner.runs.material import Material
     from limner.runs.stages import Stages
 
     run, data = Stages(Material.of(load_json(Recipe, recipe), options.data, options.run)).trained(options.stage)
+    plain(run.model)
     stream = Stream(data, run.config.batch_size, options.seed)
     parts = exponents(run, next(stream))
     stream.close()
