@@ -1,6 +1,6 @@
 """`limner plan`: what training a recipe's prior would take, and how to start it, without touching a GPU.
 
-It also plans what the paper did and limner does otherwise; `RUNS` says which is which.
+It also plans the paper's layout on machines; `RUNS` says which figures are of which settings.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ What limner runs today: training on one GPU, or by torchrun on many, with parame
 (--parallel sharded; with zero2 they are whole between forward and backward pass), replicas of these, and gradients
 between replicas averaged as they are or compressed by PowerSGD.
 Weights and gradients are fp32, products of matrices bf16 (fp16 where a GPU has no bf16), checkpointed or not; moments
-of AdamW16 are in the paper's 16-bit formats. The launches are calculated for that; so are the columns "fp32" and the
-"checkpointed" one beside it, with a copy of the parameters in each machine.
-Not yet: weights and gradients in 16 bits ("16-bit (App. D)" and the "checkpointed" column beside it)."""
+of AdamW16 are in the paper's 16-bit formats. With --prior.training.precision fp16weights the matrices of the blocks are
+in 16 bits, and their gradients, too: then that is the column "16-bit (App. D)", and else "fp32", each with a
+"checkpointed" one beside it and a copy of the parameters in each machine. The launches are calculated for what the
+recipe has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Checked):
     """Parameters, memory, arithmetic, communication and time of a recipe's prior on a cluster.
 
-    The tables are of the paper's layout; the launches are what `torchrun` can start, with the command for the best. The
-    output says which figures are of things that cannot be run yet.
+    The tables are of the paper's layout; the launches are what `torchrun` can start, with the command for the best.
     """
 
     recipe: str = "dalle-12b"
@@ -113,7 +113,8 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
 
     cases = [(half, saved) for half in (False, True) for saved in (False, True)]
     parts = [
-        {**made.state(half), **made.activations(saved), "one layer at work": made.working} for half, saved in cases
+        {**made.state(half), **made.activations(saved, half), "one layer at work": made.working}
+        for half, saved in cases
     ]
     rows = [
         (part, *(gb(found[part]) if part in found else "" for found in parts))

@@ -57,9 +57,7 @@ def require(group: Mapping[str, Any]) -> None:
 def refuse_halves(kind: str, parameters: Iterable[Tensor]) -> None:
     """Raises `ValueError` if one of the parameters is in 16 bits, in which that optimiser would lose small updates."""
     if any(p.dtype in HALVES for p in parameters):
-        raise ValueError(
-            f"{kind} has no update for weights in 16 bits: keep them in fp32, or take AdamW16 or StableAdamW"
-        )
+        raise ValueError(f"{kind} has no update for weights in 16 bits: keep them in fp32, or take AdamW16, say")
 
 
 def read(state: Mapping[str, Tensor], moment: str) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import get_args
 
+from limner.layers.precisions import Bf16Weights, Fp16Weights
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.profiling.compression import default_rank
@@ -100,7 +101,8 @@ def choices(
     Raises `UserError` where no launch is possible, as the numbers do not divide.
     """
     if not GPUS[cluster.gpu].bf16 and isinstance(training.precision, Auto | Bf16):
-        training = replace(training, precision=Fp16(), scaling="resblocks")
+        stored = isinstance(training.precision, Bf16Weights)
+        training = replace(training, precision=Fp16Weights() if stored else Fp16(), scaling="resblocks")
     made = [
         Launch(
             config=config,
@@ -170,7 +172,8 @@ def command(timed: Timed, recipe: str, before: TrainConfig) -> str:
         if (value := getattr(training, name)) != getattr(before, name)
     ]
     if training.precision != before.precision:
-        changed.append(f"--prior.training.precision fp16 --prior.training.scaling {training.scaling}")
+        word = type(training.precision).__name__.lower()
+        changed.append(f"--prior.training.precision {word} --prior.training.scaling {training.scaling}")
     if training.checkpoint_activations != before.checkpoint_activations:
         changed.append(f"--prior.training.{'' if training.checkpoint_activations else 'no-'}checkpoint-activations")
     return " \\\n    ".join([*words, *([" ".join(changed)] if changed else [])])

@@ -141,9 +141,10 @@ class Cost:
     def state(self, half: bool) -> dict[str, float]:
         """Weights, gradients, moments and averages, sharded over the machine.
 
-        `half` is the paper's storage (App. B.2, D): the blocks' matrices, their gradients and both Adam
-        moments in 16 bits, everything else in 32, the averaged weights in the host's memory, and an error
-        buffer for PowerSGD between machines. Else all is fp32, as one GPU trains here, but for moments if `packed`.
+        `half` is the paper's storage (App. B.2, D), which the precision `Fp16Weights` has with `AdamW16`: the blocks'
+        matrices, their gradients and both Adam moments in 16 bits, everything else in 32, the averaged weights in the
+        host's memory, and an error buffer for PowerSGD between machines. Else all is fp32, as one GPU trains here by
+        default, but for moments if `packed`.
         """
         matrices, others = (n / self.m for n in self.sizes)
         size = _HALF if half else _MASTER
@@ -158,10 +159,12 @@ class Cost:
             found["gathered layers"] = 2 * matrices * self.m / self.config.depth * _HALF
         return found
 
-    def activations(self, checkpointing: bool) -> dict[str, float]:
-        """What is stored for the backward pass; matrix products in 16 bits, the identity path in 32."""
+    def activations(self, checkpointing: bool, half: bool = False) -> dict[str, float]:
+        """What is stored for the backward pass; matrix products in 16 bits, the identity path in 32. Matrices that are
+        in 16 bits anyway (`half`) need no copies there."""
         c, rows = self.config, self.samples * self.positions
-        layers = [self._layer(pattern) for pattern in c.patterns]
+        copies = 0 if half else 12 * c.width**2 * _HALF
+        layers = [self._layer(pattern) + copies for pattern in c.patterns]
         if checkpointing:
             inputs = rows * c.width * _MASTER * c.depth
             return {"layers' inputs": inputs, "one layer again": max(layers), "logits": self._logits}
@@ -169,12 +172,12 @@ class Cost:
 
     def _layer(self, pattern: Pattern) -> float:
         """What a layer stores. In 32 bits: the inputs of its two LayerNorms. In 16 bits: their outputs, q, k, v, the
-        attention's output, the MLP's hidden layer before and after GELU, and a copy of the fp32 matrices."""
+        attention's output, and the MLP's hidden layer before and after GELU."""
         c, b = self.config, self.samples
         d, n, p = c.width, self.positions, c.text_len + 1
         states = b * n * d * (2 * _MASTER + (2 + 3 + 1 + 8) * _HALF)
         weights = b * c.heads * (p * p if _weights(c, pattern)[0] else n * n) * _HALF
-        return states + weights + 12 * d * d * _HALF
+        return states + weights
 
     @property
     def _logits(self) -> float:
@@ -209,7 +212,7 @@ class Cost:
 
     def memory(self, half: bool, checkpointing: bool) -> float:
         """The peak: gradients grow while activations are freed, so the larger of both counts."""
-        state, activations = self.state(half), sum(self.activations(checkpointing).values())
+        state, activations = self.state(half), sum(self.activations(checkpointing, half).values())
         gradients = state.pop("gradients")
         return sum(state.values()) + max(gradients, activations) + self.working
 
@@ -248,7 +251,7 @@ class Cost:
         gathered = sum(self.sizes) * _HALF * passes
         state = self.state(half)
         update = 2 * (state["weights"] + state["moments"]) + state["gradients"]
-        return gathered + update + 2 * sum(self.activations(checkpointing).values())
+        return gathered + update + 2 * sum(self.activations(checkpointing, half).values())
 
     # ------------------------------------------------------------------ communication
 

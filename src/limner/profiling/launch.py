@@ -1,9 +1,10 @@
 """What `torchrun … limner train --parallel sharded` (or zero2) takes of each GPU, calculated before it is started.
 
 N GPUs hold R replicas of the weights, each in S = N / R shards (`distributed/sharded.py`). Weights, gradients, moments
-and averages are fp32, sharded; AdamW16's moments take 16 bits. A block is gathered for its forward and its backward
-pass, its linear layers in 16 bits; what is outside the blocks, the rest, stays gathered in between. Of several
-micro-batches the last one reduces gradients: until then they stay whole on every GPU.
+and averages are fp32, sharded; AdamW16's moments take 16 bits. So do matrices of blocks and their gradients, if the
+precision stores them so; the biases beside them are then whole on every GPU. A block is gathered for its forward and
+its backward pass, its linear layers in 16 bits; what is outside the blocks, the rest, stays gathered in between. Of
+several micro-batches the last one reduces gradients: until then they stay whole on every GPU.
 
 Sent by a GPU in an update of A micro-batches, going around a ring:
 
@@ -29,6 +30,7 @@ import torch
 
 from limner.errors import UserError
 from limner.layers.cross_entropy import LOGITS
+from limner.layers.precisions import Bf16Weights, Fp16Weights
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.optim.optimizers import Optimizer
@@ -149,42 +151,65 @@ class Launch:
     def uneven(self) -> list[str]:
         """Parameters that the shards do not divide: these are padded."""
         block, rest = shapes(self.config)
-        return [name for name, shape in {**block, **rest}.items() if shape[cut(shape, self.shards)] % self.shards]
+        shared = {name: shape for name, shape in {**block, **rest}.items() if not self.is_whole(name)}
+        return [name for name, shape in shared.items() if shape[cut(shape, self.shards)] % self.shards]
 
     @cached_property
     def values(self) -> tuple[int, int, int]:
         """Of the first GPU's shards, with padding: in all matrices of blocks, in all else in blocks, in the rest."""
         block, rest = shapes(self.config)
+        vectors = [s for name, s in block.items() if len(s) == 1 and not self.is_whole(name)]
         matrices, others, outside = (
-            sum(prod(self._shard(shape)) for shape in some)
-            for some in (self._matrices, [s for s in block.values() if len(s) == 1], list(rest.values()))
+            sum(prod(self._shard(shape)) for shape in some) for some in (self._matrices, vectors, list(rest.values()))
         )
         return self.config.depth * matrices, self.config.depth * others, outside
+
+    @cached_property
+    def whole(self) -> int:
+        """Values that each GPU holds whole: biases of linear layers whose weights are stored in 16 bits."""
+        own = [shape for name, shape in shapes(self.config)[0].items() if self.is_whole(name)]
+        return self.config.depth * sum(map(prod, own))
 
     @cached_property
     def linear(self) -> int:
         """Of the first GPU's shards of blocks, values in linear layers."""
         block = shapes(self.config)[0]
-        own = [s for name, s in block.items() if len(block[f"{name.rpartition('.')[0]}.weight"]) == 2]
+        own = [shape for name, shape in block.items() if self._linear(name) and not self.is_whole(name)]
         return self.config.depth * sum(prod(self._shard(shape)) for shape in own)
+
+    def is_whole(self, name: str) -> bool:
+        """Whether each GPU holds that parameter whole."""
+        block = shapes(self.config)[0]
+        return self.stored and name in block and self._linear(name) and len(block[name]) == 1
+
+    def _linear(self, name: str) -> bool:
+        """Whether a parameter of a block is a linear layer's."""
+        return len(shapes(self.config)[0][f"{name.rpartition('.')[0]}.weight"]) == 2
+
+    @property
+    def stored(self) -> bool:
+        """Whether matrices of blocks, and their gradients, are in 16 bits."""
+        return isinstance(self.training.precision, Fp16Weights | Bf16Weights)
 
     @property
     def halved(self) -> bool:
         """Whether linear layers are gathered in 16 bits: those that train in 8 bits are not."""
-        return type(self.training.precision) in (Auto, Bf16, Fp16)
+        return self.stored or type(self.training.precision) in (Auto, Bf16, Fp16)
 
     # ------------------------------------------------------------------ memory
 
     @cached_property
     def state(self) -> dict[str, float]:
         """Weights, gradients, moments, averages, and PowerSGD's error buffers."""
-        matrices, _, _ = self.values
-        weights: float = _FP32 * sum(self.values)
-        moments = sum(n * size for n, size in zip(self.values, moment_bytes(self.training.optimizer), strict=True))
+        matrices, others, outside = self.values
+        full: float = _FP32 * (sum(self.values) + self.whole)
+        weights = full - self.stored * (_FP32 - _HALF) * matrices
+        values = matrices, others + self.whole, outside
+        moments = sum(n * size for n, size in zip(values, moment_bytes(self.training.optimizer), strict=True))
         averaged = self.training.ema_decay is not None and not self.training.ema_on_cpu
         found = {"weights": weights, "gradients": weights, "moments": moments}
         if averaged:
-            found["averaged weights"] = weights
+            found["averaged weights"] = full
         if self.rank is not None:
             found["error buffers"] = _CODE * matrices
         return found
@@ -263,10 +288,12 @@ class Launch:
         blocks, parts = matrices + others, self.training.accumulate
         ring, gathered = self.shards - 1, self._passes * self._blocks + _FP32 * rest
         reduced = _FP32 * (others + rest) + self.factors if self.rank is not None else _FP32 * (blocks + rest)
+        reduced += _FP32 * self.whole
         return {
             "all-gather": ring * (parts * gathered + _FP32 * matrices * self._gathers),
             "reduce-scatter": ring * _FP32 * (blocks + rest),
-            "all-reduce": 2 * (self.replicas - 1) / self.replicas * reduced,
+            "all-reduce": 2 * (self.replicas - 1) / self.replicas * reduced
+            + 2 * (self.gpus - 1) / self.gpus * _FP32 * self.whole,
         }
 
     @property
@@ -287,7 +314,8 @@ class Launch:
         return {
             "all-gather": shared * (self.training.accumulate * (self._passes * groups + 1) + gathers),
             "reduce-scatter": shared * (groups + 1),
-            "all-reduce": 2 * depth + 2 if self.replicas > 1 else 0,  # of resblocks, embeddings, head
+            # Of resblocks, embeddings, head; of what each GPU holds whole.
+            "all-reduce": (2 * depth + 2 if self.replicas > 1 else 0) + self.stored,
         }
 
     @property

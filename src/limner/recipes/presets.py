@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from limner.layers.precisions import Fp16Weights
 from limner.models.contrastive import SIZES as VITS, ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patches import PatchDVAEConfig
 from limner.models.transformer import SIZES, TransformerConfig
+from limner.numerics.precision import Auto
 from limner.objectives.balanced import BalancedELB
 from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.optim.optimizers import AdamW, AdamW16, Muon, StableAdamW
@@ -164,13 +166,15 @@ def paper(size: str = "dalle-12b") -> Recipe:
     """Ramesh et al. 2021, App. A.2 and B.2, with the prior of that size. The largest are plans for a cluster.
 
     Decay and averaging are as written there: all parameters decay, and averages forget evenly from the first update
-    on. The prior's moments are in 16 bits, as in App. D, its weights and gradients in fp32. The contrastive model, of
-    which the paper gives no settings, has those of Radford et al. 2021.
+    on. The moments of the prior's matrices are in 16 bits, as in App. D; from three billion parameters on also these
+    matrices and their gradients, with a gradient scale for each resblock. The contrastive model, of which the paper
+    gives no settings, has those of Radford et al. 2021.
 
-    The learning rate falls with the width, as Brown et al. 2020 (Table 2.1) have it for smaller models.
+    The learning rate falls with the width, as Brown et al. 2020 (Table 2.1) have it for smaller models; these keep
+    weights in fp32, since CPUs multiply fp16 slowly.
     """
-    model = SIZES[size]
-    lr = 4.5e-4 if size.startswith("dalle") else min(1e-3, 0.3 / model.width)
+    model, large = SIZES[size], size.startswith("dalle")
+    lr = 4.5e-4 if large else min(1e-3, 0.3 / model.width)
     return Recipe(
         dvae=DVAEStage(
             training=TrainConfig(
@@ -197,6 +201,8 @@ def paper(size: str = "dalle-12b") -> Recipe:
                 ema_every=25,
                 ema_on_cpu=True,
                 ema_warmup=False,
+                precision=Fp16Weights() if large else Auto(),
+                scaling="resblocks" if large else "none",
                 checkpoint_activations=True,
                 eval_every=5_000,
             ),

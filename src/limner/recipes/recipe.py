@@ -49,7 +49,9 @@ def _check_dvae(training: TrainConfig) -> None:
         kind = type(training.optimizer).__name__
         raise OutOfRange("training.optimizer", f"must be AdamW: {kind} is for the matrices of transformers")
     if training.precision.converts:
-        raise OutOfRange("training.precision", "must be auto, bf16, fp16 or fp32: others change the blocks of transformers")
+        raise OutOfRange(
+            "training.precision", "must be auto, bf16, fp16 or fp32: others change the blocks of transformers"
+        )
     _check_activations(training)
 
 

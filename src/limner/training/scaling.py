@@ -190,7 +190,7 @@ def _sizes(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
     found: dict[int, Tensor] = {}
     for some in by_kind(grads):
         if some:
-            sums = total(list(torch._foreach_norm([local(grad) for grad in some], 1, format)), some)
+            sums = total(torch._foreach_norm([local(grad) for grad in some], 1, format), some)
             found |= zip(map(id, some), sums, strict=True)
     return torch.stack([found[id(grad)] for grad in grads]) if grads else like.new_zeros(0)
 

@@ -20,6 +20,7 @@ from limner.cli.arguments import parse
 from limner.cli.draw import Draw
 from limner.cli.drawings import output_path
 from limner.errors import UserError, printable
+from limner.layers.precisions import Fp16Weights
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.progress import PlainProgress
 from limner.sampling.options import Options
@@ -366,9 +367,8 @@ def test_plan_prints_the_papers_tables_without_a_gpu(capsys):
 def test_plan_says_which_of_its_columns_can_be_run_today(capsys):
     assert main(["plan", "--recipe", "tiny", "--gpus", "16"]) == 0
     *tables, said = capsys.readouterr().out.split("\n\n")
-    today, later = said.split("Not yet:")
-    assert all(text in today for text in ("--parallel sharded", "fp32", "PowerSGD", "checkpointed", "AdamW16"))
-    assert '"16-bit (App. D)"' in later
+    words = ("--parallel sharded", '"fp32"', "PowerSGD", "checkpointed", "AdamW16", "fp16weights", '"16-bit (App. D)"')
+    assert all(text in said for text in words) and "Not yet" not in said
     heads = next(table for table in tables if table.startswith("memory per GPU")).splitlines()[0].split("  ")
     heads = [head.strip() for head in heads if head.strip()]
     assert heads[1:] == ["fp32", "checkpointed", "16-bit (App. D)", "checkpointed"]  # which the sentence speaks of
@@ -391,10 +391,15 @@ def test_plan_proposes_a_launch_whose_command_is_one(capsys):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "precision", "scaling"), [("v100-16gb", Fp16(), "resblocks"), ("a100-80gb", Auto(), "none")]
+    ("recipe", "gpu", "precision", "scaling"),
+    [
+        ("tiny", "v100-16gb", Fp16(), "resblocks"),
+        ("tiny", "a100-80gb", Auto(), "none"),
+        ("dalle-3b", "a100-80gb", Fp16Weights(), "resblocks"),
+    ],
 )
-def test_plan_proposes_products_that_the_gpu_has(gpu, precision, scaling, capsys):
-    assert main(["plan", "--recipe", "tiny", "--gpus", "1", "--gpu", gpu]) == 0
+def test_plan_proposes_products_that_the_gpu_has(recipe, gpu, precision, scaling, capsys):
+    assert main(["plan", "--recipe", recipe, "--gpus", "8", "--gpu", gpu]) == 0
     line = capsys.readouterr().out.partition("the quickest that fits:\n\n")[2].partition("\n\n")[0]
     training = parse_train(line.replace("\\\n", " ").split()[2:]).settings.prior.training
     assert (training.precision, training.scaling) == (precision, scaling)

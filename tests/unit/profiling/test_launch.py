@@ -14,6 +14,7 @@ import torch
 
 from limner import errors, recipes
 from limner.errors import UserError
+from limner.layers.precisions import Fp16Weights
 from limner.models.transformer import SIZES, TransformerConfig
 from limner.optim.optimizers import AdamW, AdamW16, Muon
 from limner.profiling.choice import Cluster, choices, command
@@ -38,6 +39,8 @@ PAPER = Launch(
         (8, 1, {"optimizer": Muon(), "accumulate": 2, "batch_size": 32}),
         (12, 1, {"optimizer": AdamW(), "checkpoint_activations": False, "batch_size": 12}),  # 12 divides few shapes
         (4, 4, {"ema_on_cpu": True}),
+        (8, 2, {"precision": Fp16Weights()}),
+        (8, 1, {"precision": Fp16Weights(), "optimizer": AdamW(), "accumulate": 2, "batch_size": 32}),
     ],
 )
 @pytest.mark.parametrize("kind", ["sharded", "zero2"])
@@ -48,15 +51,19 @@ def test_a_launch_takes_in_a_trial_what_was_calculated(kind: Any, gpus: int, rep
     assert ("averaged weights" in trial.state) == (not launch.training.ema_on_cpu)
     assert sum(launch.activations.values()) == pytest.approx(trial.activations, rel=0.1)
     assert launch.peak == pytest.approx(trial.peak, rel=0.1)
-    numbers = 3 - (launch.shards == 1)  # single ones: captions' lengths, the loss, and of shards the gradient's length
+    # Single ones: captions' lengths, the loss, and of shards the gradient's length, in 32 bits and in 16.
+    numbers = 2 + (launch.shards > 1) + launch.stored
     reduced = {"all-reduce": launch.calls["all-reduce"] + numbers}
     assert trial.calls == {kind: n for kind, n in (launch.calls | reduced).items() if n}
     for kind, size in launch.sent.items():
         assert trial.sent[kind] == pytest.approx(size, abs=4096 if kind == "all-reduce" else 0)
     for name, (whole, part) in trial.shards.items():
+        block_name = "blocks.0." + name.split(".", 2)[2] if name.startswith("blocks.") else name
+        if launch.is_whole(block_name):
+            assert name.endswith("bias") and part == whole and block_name not in launch.uneven
+            continue
         along = int(len(whole) == 2 and whole[1] > whole[0] and whole[1] % launch.shards == 0)
         assert part == tuple(ceil(n / launch.shards) if i == along else n for i, n in enumerate(whole))
-        block_name = "blocks.0." + name.split(".", 2)[2] if name.startswith("blocks.") else name
         assert (block_name in launch.uneven) == bool(whole[along] % launch.shards)
 
 
@@ -75,8 +82,10 @@ def test_factors_of_the_papers_model() -> None:
     d, each = 3_968, 896 // 8
     sizes = [(3 * d // 8, d), (d // 8, d), (4 * d // 8, d), (d, 4 * d // 8)]
     assert PAPER.factors == 64 * 2 * sum(each * (m + n) for m, n in sizes)
-    others = sum(PAPER.values[1:])
-    assert PAPER.sent["all-reduce"] == pytest.approx(2 * 127 / 128 * (PAPER.factors + 4 * others))
+    others, biases = sum(PAPER.values[1:]), PAPER.whole  # which all 1,024 average
+    assert biases == 64 * (3 + 1 + 4 + 1) * d
+    sent = 2 * 127 / 128 * (PAPER.factors + 4 * (others + biases)) + 2 * 1_023 / 1_024 * 4 * biases
+    assert PAPER.sent["all-reduce"] == pytest.approx(sent)
     assert 1 - PAPER.factors / (4 * PAPER.values[0]) > 0.91  # of the matrices, compressed as in Table 1 or better
     assert PAPER.state["error buffers"] == 2 * 12 * 64 * d * d / 8
 

@@ -200,7 +200,9 @@ def test_memory_is_what_the_plan_says(optimizer):
     planned = Cost(config=config, gpus=1).state(half=True)
     assert taken["weights"] == pytest.approx(planned["weights"], rel=0.1)
     assert taken["gradients"] == pytest.approx(planned["gradients"], rel=0.1)
-    moments = planned["moments"] if isinstance(optimizer, AdamW16) else Cost(config=config, gpus=1).state(False)["moments"]
+    moments = (
+        planned["moments"] if isinstance(optimizer, AdamW16) else Cost(config=config, gpus=1).state(False)["moments"]
+    )
     assert taken["moments"] == pytest.approx(moments, rel=0.1)
     if isinstance(optimizer, AdamW16):
         assert taken == {part: size for part, size in planned.items() if part in taken}
