@@ -401,7 +401,8 @@ def test_plan_proposes_a_launch_whose_command_is_one(capsys):
 def test_plan_proposes_products_that_the_gpu_has(recipe, gpu, precision, scaling, capsys):
     assert main(["plan", "--recipe", recipe, "--gpus", "8", "--gpu", gpu]) == 0
     line = capsys.readouterr().out.partition("the quickest that fits:\n\n")[2].partition("\n\n")[0]
-    training = parse_train(line.replace("\\\n", " ").split()[2:]).settings.prior.training
+    words = line.replace("\\\n", " ").split()
+    training = parse_train(words[words.index("train") + 1 :]).settings.prior.training
     assert (training.precision, training.scaling) == (precision, scaling)
 
 
