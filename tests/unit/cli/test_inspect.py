@@ -8,8 +8,9 @@ import pytest
 from torch import nn
 
 from limner.cli import main
-from limner.layers.precisions import Fp8SwitchBack, SwitchBack
+from limner.layers.precisions import Fp8SwitchBack, Fp16Weights, SwitchBack
 from limner.numerics.precision import Bf16
+from limner.optim.optimizers import AdamW16
 from limner.pipeline import load
 from limner.runs.train import train_all
 from limner.training.kernels import FILE
@@ -55,6 +56,25 @@ def test_each_layer_is_listed_with_its_kernels(run, capsys):
     assert "products fell back:" in contrastive and "to simulated, since this processor" in contrastive
     assert main(["inspect", "precision", str(run / "prior")]) == 0
     assert "_int_mm x 20" in capsys.readouterr().out
+
+
+def test_weights_in_16_bits_are_listed_and_their_bundle_draws(run, capsys, tmp_path):
+    recipe = tiny_recipe()
+    training = replace(
+        recipe.prior.training, steps=5, precision=Fp16Weights(), scaling="resblocks", optimizer=AdamW16(lr=1e-3)
+    )
+    recipe = replace(recipe, prior=replace(recipe.prior, training=training))
+    train_all(recipe, run.parent / "scenes", tmp_path / "run")
+    assert len(load(tmp_path / "run")("a red circle", n=1, candidates=2).images) == 1
+    capsys.readouterr()
+    assert main(["inspect", "precision", str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "prior: Fp16Weights, 5 steps"
+    rows = [line.split()[:3] for line in lines if line.startswith(("blocks", "head"))]
+    assert len(rows) == 10 and all(
+        row[1:] == (["Linear", "float32"] if row[0].startswith("head") else ["HalfLinear", "float16"]) for row in rows
+    )
+    assert main(["inspect", "underflow", str(tmp_path / "run"), str(run.parent / "scenes")]) == 0  # in fp32, as ever
 
 
 def test_what_is_no_such_run_is_told(run, capsys, tmp_path):
