@@ -27,10 +27,10 @@ What limner runs today: training on one GPU, or by torchrun on many, with parame
 (--parallel sharded; with zero2 they are whole between forward and backward pass), replicas of these, and gradients
 between replicas averaged as they are or compressed by PowerSGD.
 Weights and gradients are fp32, products of matrices bf16 (fp16 where a GPU has no bf16), checkpointed or not; moments
-of AdamW16 are in the paper's 16-bit formats. With --prior.training.precision fp16weights, as from dalle-3b on, the matrices of the blocks are
-in 16 bits, and their gradients, too: then that is the column "16-bit (App. D)", and else "fp32", each with a
-"checkpointed" one beside it and a copy of the parameters in each machine. The launches are calculated for what the
-recipe has."""
+of AdamW16 are in the paper's 16-bit formats. With --prior.training.precision fp16weights, which dalle-3b and larger
+ones have, the matrices of the blocks are in 16 bits, and their gradients, too: that is the column "16-bit (App. D)",
+and all else "fp32", each with a "checkpointed" one beside it and a copy of the parameters in each machine. The launches
+are calculated for what the recipe has."""
 
 
 @dataclass(frozen=True, kw_only=True)
