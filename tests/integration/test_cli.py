@@ -272,10 +272,10 @@ def test_evaluate_icons_keeps_its_judge_and_a_grid_is_a_picture(bundle, tmp_path
     assert width > 4 * 2 * 96 and 2 * 96 < height < 3 * 96
 
 
-def test_plan_says_what_can_be_run_and_what_cannot():
+def test_plan_says_which_of_its_figures_run():
     code, out, err = limner("plan", "--recipe", "dalle-12b", "--gpus", 1024, "--gpu", "v100-16gb", "--batch", 1024)
     assert code == 0, err
-    assert "Not yet" in out
+    assert "fp16weights, which dalle-3b and larger" in out
     assert "12.09" in out or "12,09" in out
 
 
