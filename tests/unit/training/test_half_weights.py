@@ -9,7 +9,7 @@ from torch import nn
 
 from limner.layers.half import HalfLinear
 from limner.layers.precisions import Bf16Weights, Fp16Weights
-from limner.models.transformer import SIZES, TransformerConfig
+from limner.models.transformer import SIZES
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim import gradients
@@ -24,10 +24,8 @@ from limner.training.run import Run
 from limner.training.scaling import scaling
 from limner.training.stability import rms
 from limner.training.step import update
+from tokens_in_turn import PRIOR, Tokens
 
-PRIOR = TransformerConfig(
-    text_vocab=11, image_vocab=13, text_len=4, grid=(3, 3), width=32, depth=2, heads=2, pattern="dense"
-)
 CONFIG = TrainConfig(
     steps=40, batch_size=8, accumulate=2, optimizer=AdamW16(lr=5e-3), ema_decay=0.9, log_every=1, checkpoint_every=7,
     precision=Fp16Weights(), scaling="resblocks",
@@ -36,27 +34,6 @@ CASES = [
     *((Fp16Weights(), "resblocks", kind(lr=5e-3), 0.01) for kind in (AdamW16, AdamW, StableAdamW, Beta2WarmupAdamW)),
     (Bf16Weights(), "none", AdamW16(lr=5e-3), 0.03),
 ]  # the tolerances of the loss were written down before it was looked at
-
-
-class Tokens:
-    """Four batches in turn, of captions without meaning and pictures of one token."""
-
-    def __init__(self):
-        self.at = 0
-
-    def __next__(self):
-        generator = torch.Generator().manual_seed(self.at % 4)
-        self.at += 1
-        return {"text": torch.randint(11, (8, 4), generator=generator), "image": torch.full((8, 9), 3)}
-
-    def divide(self, rank, world):
-        pass
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
 
 
 def learn(out, config):

@@ -11,7 +11,6 @@ from torch import nn
 
 from limner.layers.precisions import Fp8SwitchBack, Fp8TensorWise, LLMInt8, SwitchBack, SwitchBackM, SwitchBackQ
 from limner.layers.tally import from_rows
-from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW
@@ -19,35 +18,12 @@ from limner.training.config import TrainConfig
 from limner.training.kernels import FILE, KernelCounts
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
+from tokens_in_turn import PRIOR, Tokens
 
-PRIOR = TransformerConfig(
-    text_vocab=11, image_vocab=13, text_len=4, grid=(3, 3), width=32, depth=2, heads=2, pattern="dense"
-)
 CONFIG = TrainConfig(
     steps=20, batch_size=8, accumulate=2, optimizer=AdamW(lr=5e-3), ema_decay=0.9, log_every=1, checkpoint_every=7
 )
 PRECISIONS = [SwitchBack(), SwitchBackM(), SwitchBackQ(), LLMInt8(), Fp8SwitchBack(), Fp8TensorWise()]
-
-
-class Tokens:
-    """Four batches in turn, of captions without meaning and pictures of one token."""
-
-    def __init__(self):
-        self.at = 0
-
-    def __next__(self):
-        generator = torch.Generator().manual_seed(self.at % 4)
-        self.at += 1
-        return {"text": torch.randint(11, (8, 4), generator=generator), "image": torch.full((8, 9), 3)}
-
-    def divide(self, rank, world):
-        pass
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
 
 
 def run(out, config):
