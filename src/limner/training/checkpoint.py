@@ -32,7 +32,7 @@ from limner.config import read_json
 from limner.errors import UserError
 from limner.files import atomic_folder, file_hash
 from limner.training import shard_files
-from limner.training.tensors import fill_model
+from limner.training.tensors import check_shapes, fill_model, model_tensors
 
 FOLDER = "checkpoints"
 STATE = "state.json"
@@ -241,6 +241,15 @@ def load_weights(model: nn.Module, folder: str | Path, averaged: bool = True) ->
     checkpoint = folder if (folder / STATE).is_file() else latest(folder)
     if checkpoint is None:
         raise UserError(f"{folder} holds no checkpoint; name the folder of a training run")
-    groups = read_groups(checkpoint, ("model", "ema") if averaged else ("model",))
+    wanted = ("model", "ema") if averaged else ("model",)
+    if shard_files.found(checkpoint):  # read into the model: there may be no room for a whole copy beside it
+        own, stored = model_tensors(model), shard_files.stored(checkpoint)
+        keys: dict[str, str] = {}
+        for group in wanted:
+            keys |= {key.partition("/")[2]: key for key in stored if key.startswith(f"{group}/")}
+        check_shapes(own, {name: stored[key][0] for name, key in keys.items()}, str(checkpoint))
+        shard_files.fill(checkpoint, {keys[name]: tensor for name, tensor in own.items()})
+        return checkpoint
+    groups = read_groups(checkpoint, wanted)
     fill_model(model, groups.get("model", {}) | groups.get("ema", {}), str(checkpoint))
     return checkpoint

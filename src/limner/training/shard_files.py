@@ -12,7 +12,8 @@ Reading takes no process group and unpickles nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -38,39 +39,61 @@ def read(
     Weights, averages and optimiser state of a parameter that processes share are shared in the same way, all others
     are whole. Raises `UserError` if a file is damaged or a part is missing.
     """
+    groups: dict[str, dict[str, Tensor]] = {}
+    tensors: dict[str, Tensor] = {}
+    for key, (shape, dtype) in stored(checkpoint).items():
+        group, _, name = key.partition("/")
+        if wanted is not None and group not in wanted:
+            continue
+        p = parameters.get(_parameter(group, name))
+        if p is not None and sharded(p) and p.shape == shape:
+            tensors[key] = torch.zeros_like(p.detach(), dtype=dtype, device="cpu")
+        else:
+            tensors[key] = torch.zeros(shape, dtype=dtype)
+        groups.setdefault(group, {})[name] = tensors[key]
+    fill(checkpoint, tensors)
+    return groups
+
+
+def stored(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and format of each tensor, by "GROUP/NAME". Raises `UserError` if a file is damaged or a part missing."""
     from torch.distributed import checkpoint as dcp  # slow to import, and few need it
-    from torch.distributed.checkpoint.api import CheckpointException
+
+    found = {}
+    with _readable(checkpoint):
+        metadata = dcp.HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
+        for key, tensor in sorted(metadata.items()):
+            assert isinstance(tensor, dcp.TensorStorageMetadata)
+            # Torch would leave what is there in the place of a part that is missing, without a word.
+            if sum(part.sizes.numel() for part in tensor.chunks) != tensor.size.numel():
+                name = key.partition("/")[2]
+                raise UserError(f"{checkpoint} lacks a part of {name!r}: a file of shards is missing")
+            found[key] = tensor.size, tensor.properties.dtype
+    return found
+
+
+def fill(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read into tensors of the shapes that are `stored`, by their keys. Raises `UserError` if a file is damaged."""
+    from torch.distributed import checkpoint as dcp
 
     reader = dcp.HuggingFaceStorageReader(str(checkpoint))
-    tensors: dict[str, Tensor] = {}
+    with _readable(checkpoint), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is not asked
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+
+
+@contextmanager
+def _readable(checkpoint: Path) -> Iterator[None]:
+    """Around what reads it: errors are sentences."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
-        for key, stored in sorted(reader.read_metadata().state_dict_metadata.items()):
-            group, _, name = key.partition("/")
-            if wanted is not None and group not in wanted:
-                continue
-            assert isinstance(stored, dcp.TensorStorageMetadata)
-            # Torch would leave zeros in the place of a part that is missing, without a word.
-            if sum(part.sizes.numel() for part in stored.chunks) != stored.size.numel():
-                raise UserError(f"{checkpoint} lacks a part of {name!r}: a file of shards is missing")
-            p = parameters.get(_parameter(group, name))
-            dtype = stored.properties.dtype
-            if p is not None and sharded(p) and p.shape == stored.size:
-                tensors[key] = torch.zeros_like(p.detach(), dtype=dtype, device="cpu")
-            else:
-                tensors[key] = torch.zeros(stored.size, dtype=dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is not asked
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
+        yield
     except CheckpointException as error:
         reasons = [str(reason) for reason, _ in error.failures.values()]
         raise UserError(f"{checkpoint} cannot be read: {reasons[0]}") from None
     except (*_ERRORS, SafetensorError) as error:
         raise UserError(f"{checkpoint} cannot be read: {error!r}") from None
-    groups: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        group, _, name = key.partition("/")
-        groups.setdefault(group, {})[name] = tensor
-    return groups
 
 
 def _parameter(group: str, name: str) -> str:

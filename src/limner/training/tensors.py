@@ -22,16 +22,21 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def fill_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
     """Copy tensors into the model after checking that names and shapes are exactly its own."""
     own = model_tensors(model)
-    for name in dict.fromkeys([*own, *tensors]):
-        if name not in tensors:
+    check_shapes(own, {name: tensor.shape for name, tensor in tensors.items()}, where)
+    for name, tensor in own.items():
+        tensor.copy_(like(tensors[name], tensor))
+
+
+def check_shapes(own: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], where: str) -> None:
+    """Raises `UserError` if names and shapes that are found there are not exactly those of a model's tensors."""
+    for name in dict.fromkeys([*own, *shapes]):
+        if name not in shapes:
             raise UserError(f"{where} lacks {name!r}: it is of a model with another config")
         if name not in own:
             raise UserError(f"{where} has a {name!r} too many: it is of a model with another config")
-        if own[name].shape != tensors[name].shape:
-            there, here = list(tensors[name].shape), list(own[name].shape)
+        if own[name].shape != shapes[name]:
+            there, here = list(shapes[name]), list(own[name].shape)
             raise UserError(f"{where} holds {name!r} with shape {there}, where the model has {here}")
-    for name, tensor in own.items():
-        tensor.copy_(like(tensors[name], tensor))
 
 
 def optimizer_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:

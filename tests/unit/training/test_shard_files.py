@@ -11,6 +11,7 @@ from torch.distributed import checkpoint as dcp
 
 from checkpoints import read_tensors
 from limner.errors import UserError
+from limner.profiling.watch import Watcher
 from limner.training import shard_files
 from limner.training.checkpoint import Files, load_weights
 
@@ -53,6 +54,35 @@ def test_weights_of_shards_load_into_a_model_alone(three: Path) -> None:
     assert torch.equal(model.weight, WEIGHT)
     tensors, state = Files(three, 1).load(three, model)
     assert torch.equal(tensors["model"]["weight"], WEIGHT) and state == {}
+
+
+def test_averages_take_the_place_of_weights_and_other_models_are_refused(three: Path) -> None:
+    (three / "state.json").write_text("{}")
+    write(three, 4, {"ema/weight": (-WEIGHT, [0, 0])})
+    model = nn.Linear(3, 5, bias=False)
+    load_weights(model, three)
+    assert torch.equal(model.weight, -WEIGHT)
+    load_weights(model, three, averaged=False)
+    assert torch.equal(model.weight, WEIGHT)
+    for other, said in (
+        (nn.Linear(3, 5), "lacks 'bias'"), (nn.Linear(3, 4, bias=False), r"'weight' with shape \[5, 3\]"),
+        (nn.Module(), "has a 'weight' too many"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            load_weights(other, three)
+
+
+def test_weights_are_read_without_a_copy_of_the_model_beside_it(tmp_path: Path) -> None:
+    values = torch.arange(200_000.0).view(20, -1)
+    for group in ("model", "ema"):
+        for number, part in enumerate(values):
+            write(tmp_path, len(list(tmp_path.iterdir())) + 1, {f"{group}/{number}": (part, [0])})
+    (tmp_path / "state.json").write_text("{}")
+    model = nn.ParameterList(torch.zeros_like(part) for part in values)
+    with Watcher() as watch:
+        load_weights(model, tmp_path)
+    assert watch.peak <= values.nbytes + 2 * values[0].nbytes
+    assert all(torch.equal(p, part) for p, part in zip(model, values, strict=True))
 
 
 DAMAGES = {
