@@ -56,23 +56,25 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. `argv` defaults to the process's arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (until the process ends)
     debug = _take("--debug", arguments)
     warnings.showwarning = _show_warning
     command = COMMANDS.get(arguments[0]) if arguments else None
     try:
-        if command is None:
-            return _without_command(arguments)
-        if argv is None:
-            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # as stderr has it
-            if command.heavy:
-                from limner.cli.memory import settle_allocator
-
-                settle_allocator()
-        return int(import_module(command.module).main(arguments[1:]) or 0)
+        code = _run(command, arguments, argv is None)
+        if error := _unwritten():
+            raise error
+        return code
+    except SystemExit:  # of a command's --help
+        _unwritten()
+        raise
     except BrokenPipeError:  # the reader of our output has gone, as in `limner --help | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _unwritten()
         return 0
     except (Exception, KeyboardInterrupt) as error:
+        _unwritten()
         told = _explain(error, command)
         if told is None:
             raise
@@ -81,6 +83,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, sentence = told
         print(f"limner: {printable(sentence)}", file=sys.stderr)
         return code
+
+
+def _run(command: Command | None, arguments: list[str], whole: bool) -> int:
+    """The exit code of a command; `whole`: this process is there for it alone."""
+    if command is None:
+        return _without_command(arguments)
+    if whole:
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # as stderr has it
+        if command.heavy:
+            from limner.cli.memory import settle_allocator
+
+            settle_allocator()
+    return int(import_module(command.module).main(arguments[1:]) or 0)
+
+
+def _unwritten() -> OSError | None:
+    """Write what is left of the output. If that fails, returns why, and Python does not try again when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
 
 
 def help_text() -> str:
