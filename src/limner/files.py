@@ -6,14 +6,15 @@ the old content or the new, whatever happens in between. Temporary files of a ki
 next process that writes the same name.
 
 A process locks each lock file and temporary file that it writes (`flock`). The operating system releases the lock
-when the process ends, however it ends. Systems without `fcntl` have no such locks: there two writers are not kept
-apart.
+when the process ends, however it ends. Systems without `fcntl` have no such locks, nor have some file systems of
+clusters: there two writers are not kept apart.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import os
 import re
@@ -32,6 +33,7 @@ except ImportError:
     fcntl = None
 
 LOCK = ".lock"  # the file that `locked` leaves in a folder
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # what `flock` says on a file system without locks
 
 
 def require_file(path: str | os.PathLike[str]) -> None:
@@ -115,13 +117,22 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[int]:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UserError(f"{folder} is a file: name a folder to write to") from None
-    if fcntl is None:
+    path, descriptor = folder / LOCK, -1
+    if fcntl is not None:
+        try:
+            descriptor = _locked_file(path)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            path.unlink(missing_ok=True)
+    if descriptor == -1:
         yield -1
         return
-    path = folder / LOCK
-    descriptor = _locked_file(path)
     if descriptor is None:
-        who = path.read_text(errors="replace")[:20].strip()
+        try:
+            who = path.read_text(errors="replace")[:20].strip()
+        except FileNotFoundError:  # it ends just now
+            who = ""
         raise UserError(
             f"{folder} is being written to by another process{who and f' ({who})'}: wait until it has ended, or name "
             "another folder"
@@ -195,7 +206,10 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _locked_file(path: str | os.PathLike[str]) -> int | None:
-    """The descriptor of a file (made if it is not there) or folder with its lock; None if another process has it."""
+    """The descriptor of a file (made if it is not there) or folder with its lock; None if another process has it.
+
+    Raises `OSError` on a file system without locks.
+    """
     if fcntl is None:
         return None
     while True:
@@ -203,8 +217,10 @@ def _locked_file(path: str | os.PathLike[str]) -> int | None:
         descriptor = os.open(path, kind | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             os.close(descriptor)
+            if error.errno in _NO_LOCKS:
+                raise
             return None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):

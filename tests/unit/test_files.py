@@ -1,5 +1,7 @@
 """Files and folders that appear whole or not at all, and locks that end with their holder; real processes."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -47,6 +49,19 @@ def test_a_locked_folder_is_refused_until_its_holder_is_gone(tmp_path: Path) -> 
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file"), locked(tmp_path / "file"):
         pass
+
+
+def test_a_file_system_without_locks_is_written_to_without(tmp_path: Path, monkeypatch) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with locked(tmp_path / "run") as descriptor:
+        assert descriptor == -1
+        abandoned = tmp_path / "run" / ".file.0123abcd.tmp"  # or not: nobody can tell
+        abandoned.touch()
+        atomic_write_text(tmp_path / "run" / "file", "text")
+    assert {entry.name for entry in (tmp_path / "run").iterdir()} == {"file", abandoned.name}
 
 
 def test_a_child_that_inherits_the_lock_keeps_it(tmp_path: Path) -> None:
