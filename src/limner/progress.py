@@ -137,10 +137,10 @@ class BarProgress(Progress):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress as Rich, TextColumn
 
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
+            TextColumn("{task.fields[status]}", markup=False),
         )
         self._bar = Rich(*columns, console=Console(stderr=True), refresh_per_second=4)
         self._task = self._bar.add_task(self.title, total=self.total, completed=self.done, status="")
