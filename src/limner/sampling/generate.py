@@ -56,8 +56,8 @@ def _filtered(p: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
 def uniforms(seed: int, candidates: range, length: int) -> Float32[Tensor, "N {length}"]:
     """One row of `length` numbers in [0, 1) for each candidate, fixed by (seed, candidate)."""
     rows = []
-    for i in candidates:
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + i) % 2**63)
+    for i in candidates:  # of its seed the generator reads 32 bits, into which those above are mixed here
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + (seed >> 32) * 2_654_435_769 + i) % 2**32)
         rows.append(torch.rand(length, generator=generator))
     return torch.stack(rows)
 

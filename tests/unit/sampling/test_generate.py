@@ -84,8 +84,9 @@ def test_settings_leave_the_logits_alone_and_temperature_zero_is_greedy():
 
 def test_each_candidate_has_numbers_of_its_own():
     assert torch.equal(uniforms(3, range(8), 10)[5:], uniforms(3, range(5, 8), 10))
-    everything = torch.cat([uniforms(seed, range(50), 10) for seed in range(4)])
-    assert len(everything.unique(dim=0)) == 200
+    seeds = (0, 1, 2, 3, 2**32, 2**33, 2**32 + 1, 2**63 - 1)
+    everything = torch.cat([uniforms(seed, range(50), 10) for seed in seeds])
+    assert len(everything.unique(dim=0)) == 50 * len(seeds)
 
 
 def prior(pattern="paper"):
