@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
+from limner.errors import UserError
 from limner.layers.cache import Store, Together
 from limner.sampling.options import Sampler
 from limner.sampling.recorded import TokenDecoder
@@ -38,7 +39,8 @@ def choose(sampler: Sampler, logits: Float[Tensor, "M V"], uniform: Float32[Tens
     cdf = p.cumsum_(-1)
     mass = cdf[:, -1:]
     at = (uniform[:, None] * mass).minimum(mass.nextafter(torch.zeros_like(mass)))  # rounding must not reach 1
-    return torch.searchsorted(cdf, at, right=True).squeeze(1)
+    token = torch.searchsorted(cdf, at, right=True).squeeze(1)
+    return token.clamp(max=cdf.shape[1] - 1)  # of logits that are no numbers, it lies beyond the last one
 
 
 def _filtered(p: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
@@ -89,6 +91,7 @@ class Rows:
         self._uniform = uniforms(seed, candidates, length).repeat(b, 1).to(text.device)  # [B * N, S]
         both = torch.cat([text, torch.full_like(text, PAD)]) if self.guided else text
         self.cache, self.logits = model.prefill(both, store)
+        self.finite = torch.ones((), dtype=torch.bool, device=text.device)  # of all logits; reading it makes a GPU wait
 
     @property
     def tokens(self) -> Int64[Tensor, "B N S"]:
@@ -111,6 +114,7 @@ class Rows:
             if self.guided:
                 caption, empty = logits.chunk(2)
                 logits = empty + self.guidance * (caption - empty)
+            self.finite = self.finite & logits.isfinite().all()
             drawn = choose(self.sampler, logits, self._uniform[:, self.position])
             self._tokens[:, self.position] = now = torch.where(now == FREE, drawn, now)
         self.position += 1
@@ -198,6 +202,8 @@ def generate(
         store: how keys and values are kept; `Int8Store` takes half the memory of bf16.
         progress: called with 1 after each position.
         watch: called with the tokens so far [B, N, S] and the number of rows of the grid done, after each.
+
+    Raises `UserError` if a logit is not finite.
     """
     w, generation = model.config.grid[1], Generation(model, store)
     rows = generation.join(text, candidates, sampler, seed=seed, given=given)
@@ -207,4 +213,8 @@ def generate(
             progress(1)
         if watch and rows.position % w == 0:
             watch(rows.tokens, rows.position // w)
+    if not rows.finite:
+        raise UserError(
+            "the logits of the prior are not finite, so its weights are damaged or have diverged: take another copy"
+        )
     return rows.tokens

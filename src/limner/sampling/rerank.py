@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from limner.errors import UserError
 from limner.models.contrastive import Contrastive
 
 
@@ -16,10 +17,19 @@ from limner.models.contrastive import Contrastive
 def scores(
     model: Contrastive, text: Int64[Tensor, "B T"], pictures: UInt8[Tensor, "B N 3 H W"]
 ) -> Float[Tensor, "B N"]:
-    """Cosine of caption and picture: text [B, T], pictures uint8 [B, N, 3, H, W] -> [B, N]."""
+    """Cosine of caption and picture: text [B, T], pictures uint8 [B, N, 3, H, W] -> [B, N].
+
+    Raises `UserError` if one is not finite.
+    """
     texts = model.encode_text(text)
     images = model.encode_image(pictures.flatten(0, 1)).unflatten(0, pictures.shape[:2])
-    return (images @ texts[..., None]).squeeze(-1)
+    found = (images @ texts[..., None]).squeeze(-1)
+    if not found.isfinite().all():
+        raise UserError(
+            "the scores of the contrastive model are not finite, so its weights are damaged or have diverged: take "
+            "another copy"
+        )
+    return found
 
 
 def best(score: Float[Tensor, "B N"], k: int) -> Int64[Tensor, "B K"]:

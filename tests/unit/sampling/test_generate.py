@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
+from limner.errors import UserError
 from limner.layers.cache import Int8Store, Store
 from limner.models.transformer import TransformerConfig
 from limner.sampling.generate import FREE, Generation, choose, generate, uniforms
@@ -167,6 +168,15 @@ def test_no_guidance_is_guidance_one_and_more_changes_the_drawing():
 def test_a_picture_that_is_all_given_comes_back():
     known = torch.arange(15).repeat(2, 1)
     assert torch.equal(generate(prior(), TEXT, range(2), Sampler(), given=known), known[:, None].expand(-1, 2, -1))
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=0), Sampler(top_k=2), Sampler(guidance=2)])
+def test_logits_that_are_no_numbers_are_a_sentence(sampler):
+    model = prior()
+    with torch.no_grad():
+        model.head.image.weight[::2] = torch.finfo(torch.float32).max
+    with pytest.raises(UserError, match="not finite"):
+        generate(model, torch.tensor([[3, 4, PAD, PAD, PAD]]), range(2), sampler)
 
 
 def test_rows_are_shown_as_they_are_done():

@@ -1,7 +1,9 @@
 """Scores are cosines of caption and picture; the best come first."""
 
+import pytest
 import torch
 
+from limner.errors import UserError
 from limner.models.contrastive import ContrastiveConfig
 from limner.sampling.rerank import best, distinct_first, scores
 from limner.text import PAD
@@ -20,6 +22,10 @@ def test_scores_are_cosines_of_each_pair():
         for n in range(3):
             image, caption = model.encode_image(pictures[b, n][None]), model.encode_text(text[b][None])
             torch.testing.assert_close(found[b, n], torch.cosine_similarity(image, caption)[0], atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        model.image_out.weight.fill_(torch.finfo(torch.float32).max)
+    with pytest.raises(UserError, match="not finite"):
+        scores(model, text, pictures)
 
 
 def test_best_come_first_and_ties_keep_their_order():
