@@ -40,7 +40,7 @@ from limner.models.patches import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Auto, Precision
 from limner.progress import Advance
-from limner.ranges import OutOfRange
+from limner.ranges import OutOfRange, short
 from limner.sampling.generate import FREE, generate
 from limner.sampling.options import Options, Sampler
 from limner.sampling.recorded import TokenDecoder, decoder
@@ -213,10 +213,10 @@ class TextToImage:
         tokens = self.dvae.tokens(pixels[None].to(self.device))[0]
         free = torch.ones(h, w, dtype=torch.bool)
         if keep is not None:
-            rows = keep.removeprefix("top:")
-            if rows == keep or not rows.isdecimal() or not 1 <= int(rows) < h:
-                raise UserError(f"keep is top:N with N from 1 to {h - 1} of the {h} rows of tokens, not {keep!r}")
-            free[: int(rows)] = False
+            rows = {f"top:{n}": n for n in range(1, h)}
+            if keep not in rows:
+                raise UserError(f"keep is top:N with N from 1 to {h - 1} of the {h} rows of tokens, not {short(keep)}")
+            free[: rows[keep]] = False
         elif mask is not None:
             light = torch.from_numpy(augment_none(np.array(mask.convert("RGB")), size)).float().mean(-1)
             free = light.view(h, size // h, w, size // w).amax((1, 3)) > 127

@@ -84,6 +84,7 @@ def test_an_edit_keeps_the_rows_it_was_told_to_keep(pipe):
     ("keep", "mask", "says"),
     [
         ("top:6", None, "from 1 to 5"), ("bottom:2", None, "top:N"), ("top:x", None, "top:N"), (None, None, "one of"),
+        ("top:" + "1" * 5_000, None, "from 1 to 5"),
         (None, Image.new("L", (24, 24)), "no light part"), ("top:1", Image.new("L", (24, 24), 255), "one of"),
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ from tyro.conf import Positional
 from limner.cli.arguments import parse
 from limner.cli.drawings import DrawOrEdit, draw
 from limner.errors import UserError
+from limner.files import require_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ def main(argv: Sequence[str]) -> None:
     def read(path: Path) -> Any:
         from PIL import Image
 
+        require_file(path)
         try:
             return Image.fromarray(decode_image(path.read_bytes()))
         except Rejected as rejected:

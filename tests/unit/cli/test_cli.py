@@ -48,6 +48,7 @@ def test_help_names_every_command(capsys):
         (["draw", "a", "b"], "unknown: b"),
         (["draw", "a", "-o", "b.gif"], "b.png"),
         (["draw", "a", "--model", "no-such-model"], "no-such-model"),
+        (["edit", "/dev/null", "a", "--keep", "top:2"], "is not a file"),
         (["data"], "scenes, icons, emoji"),
         (["data", "scene"], "did you mean 'scenes'"),
         (["data", "scenes", "out", "--count", "0"], "count"),
