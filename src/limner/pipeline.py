@@ -40,7 +40,7 @@ from limner.models.patches import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Auto, Precision
 from limner.progress import Advance
-from limner.ranges import OutOfRange, short
+from limner.ranges import SEEDS, OutOfRange, short
 from limner.sampling.generate import FREE, generate
 from limner.sampling.options import Options, Sampler
 from limner.sampling.recorded import TokenDecoder, decoder
@@ -414,11 +414,16 @@ def load(name_or_folder: str | Path = catalogue.DEFAULT, **options: Any) -> Text
 
 
 def _seeds(seed: int | Sequence[int], count: int) -> list[int]:
-    if isinstance(seed, int):
-        return [seed] * count
-    if len(seed) != count:
-        raise ValueError(f"{len(seed)} seeds for {count} captions")
-    return list(seed)
+    """A seed for each of `count` captions, as Python's own numbers: those of numpy overflow. Raises `UserError`."""
+    seeds = [seed] * count if isinstance(seed, (int, np.integer)) else list(seed)
+    if len(seeds) != count:
+        raise ValueError(f"{len(seeds)} seeds for {count} captions")
+    try:
+        for one in seeds:
+            SEEDS.check("seed", one, whole=True)
+    except OutOfRange as error:
+        raise UserError(str(error)) from None
+    return [int(one) for one in seeds]
 
 
 def _batches(seeds: Sequence[int], count: int, rows: int) -> list[tuple[list[int], range]]:

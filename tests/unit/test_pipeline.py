@@ -193,6 +193,17 @@ def test_options_are_given_as_one_or_by_name_or_both(pipe):
         pipe(CAPTION, temprature=1)
 
 
+def test_seeds_may_be_numbers_of_numpy_and_there_may_be_no_captions(pipe):
+    seeds = [2**40 + 1, 2**63 - 1]
+    own = pipe.candidates(WORDS, 2, seed=seeds).tokens
+    assert torch.equal(own, pipe.candidates(WORDS, 2, seed=np.array(seeds)).tokens)
+    three, same = (pipe(CAPTION, candidates=2, seed=seed) for seed in (3, np.int64(3)))
+    assert np.array_equal(pixels(three), pixels(same))
+    assert pipe.draw_many([], candidates=2) == []
+    with pytest.raises(UserError, match="seed must be at least 0, not -1"):
+        pipe.draw_many([CAPTION], seed=[-1])
+
+
 def test_more_drawings_than_candidates_means_more_candidates(pipe):
     assert len(pipe(CAPTION, n=5, candidates=2)) == 5
 

@@ -43,4 +43,4 @@ def distinct_first(order: Int64[Tensor, "B N"], tokens: Int64[Tensor, "B N S"]) 
     for row, drawn in zip(order.tolist(), tokens, strict=True):
         kept = set({drawn[i].numpy().tobytes(): i for i in reversed(row)}.values())  # the best of those that are alike
         rows.append([*(i for i in row if i in kept), *(i for i in row if i not in kept)])
-    return torch.tensor(rows)
+    return torch.tensor(rows, dtype=order.dtype).view_as(order)  # of no captions, too
