@@ -147,7 +147,7 @@ class TextToImage:
         value = self.info.get(setting, 1.0)
         if type(value) not in (int, float):
             raise UserError(f"the model's own {setting} is a number, not {value!r}: correct its config.json")
-        return float(value)
+        return value
 
     @property
     def name(self) -> str:

@@ -480,6 +480,7 @@ SPOILED = {
     "negative size": (lambda b: edit(b, put("dvae", "vocab", -5)), "vocab must be"),
     "guidance in words": (lambda b: edit(b, put("info", "guidance", "much")), "guidance is a number"),
     "no temperature": (lambda b: edit(b, put("info", "temperature", -1)), "temperature must be"),
+    "a huge temperature": (lambda b: edit(b, put("info", "temperature", 10**400)), "temperature must be at most 100"),
     "other grid": (lambda b: edit(b, put("dvae", "size", 48)), "do not belong together"),
     "missing weights": (lambda b: (b / "prior.safetensors").unlink(), "missing"),
     "cut weights": (lambda b: cut(b / "prior.safetensors"), "damaged"),
