@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from limner.cli.arguments import parse, place
-from limner.errors import printable
+from limner.errors import UserError, printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +56,14 @@ def main(argv: Sequence[str]) -> None:
     said: dict[str, Any] = {"about": options.about, "license": options.license}
     pipe.info |= {key: value for key, value in said.items() if value}
     pipe.info["name"] = options.name or out.resolve().name
+    scores = pipe.info.get("scores") or {}
+    if options.scores and not isinstance(scores, dict):
+        raise UserError(f"{options.source}: the scores in its config.json are no mapping, so none can be added to them")
     for path in options.scores:
         found = read_json(path, 1 << 28)
         if isinstance(found, dict):
             found = found.get("table", {key: value for key, value in found.items() if key != "captions"})
-        pipe.info["scores"] = {**pipe.info.get("scores", {}), path.stem: found}
+        pipe.info["scores"] = scores = {**scores, path.stem: found}
     pipe.save_pretrained(out, torch.int8 if options.bits == 8 else torch.float16)
     size = sum(file.stat().st_size for file in out.iterdir())
     print(f"{printable(options.out)}: {printable(pipe.name)}, {size / 1e6:.1f} MB")

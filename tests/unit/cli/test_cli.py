@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors import SafetensorError
 
 from limner import cli
+from limner.bundles import read_info
 from limner.cli import COMMANDS, Command, main, train
 from limner.cli.arguments import parse
 from limner.cli.draw import Draw
@@ -25,6 +26,7 @@ from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.progress import PlainProgress
 from limner.sampling.options import Options
 from limner.training.loop import Interrupted
+from tiny import tiny_pipe
 
 
 def test_help_names_every_command(capsys):
@@ -336,6 +338,18 @@ def test_folders_without_permission_are_told_before_the_work(capsys, tmp_path):
     tmp_path.chmod(0o500)
     assert main(["draw", "a", "-o", f"{tmp_path}/a.png"]) == 2
     assert "Permission denied" in capsys.readouterr().err
+
+
+def test_scores_join_those_of_the_model_if_they_can(capsys, tmp_path):
+    (tmp_path / "new.json").write_text('{"table": [1], "captions": []}')
+    pipe = tiny_pipe()
+    for before, code in (({"old": 2}, 0), (0.9, 2), (None, 0)):
+        pipe.info["scores"] = before
+        source = pipe.save_pretrained(tmp_path / "source")
+        assert main(["bundle", str(source), str(tmp_path / "out"), "--scores", str(tmp_path / "new.json")]) == code
+        if code == 0:
+            assert read_info(tmp_path / "out")["scores"] == {**(before or {}), "new": [1]}
+    assert "its config.json are no mapping" in capsys.readouterr().err
 
 
 def test_recipe_settings_can_be_overridden_and_wrong_files_are_refused(tmp_path, monkeypatch):
