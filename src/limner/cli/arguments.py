@@ -199,3 +199,10 @@ def place(path: Path, folder: bool = False) -> Path:
     except OSError as error:
         raise UserError(f"{path} cannot be written, {there}: {error.strerror}") from None
     return path
+
+
+def place_png(path: Path) -> Path:
+    """`place` for a picture. Raises `UserError` also if its name ends in anything but .png."""
+    if place(path).suffix.lower() != ".png":
+        raise UserError(f"pictures are PNG files: name it {path.with_suffix('.png')}, not {path}")
+    return path

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from tyro.conf import arg
 
 from limner.cli import choose
-from limner.cli.arguments import parse, place
+from limner.cli.arguments import parse, place_png
 from limner.errors import UserError, printable
 from limner.ranges import Checked, Range
 from limner.sampling.options import CANDIDATES
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
 
     choose(options.size, list(SIZES), "size")
     if options.plot:
-        place(options.plot)
+        place_png(options.plot)
         _pyplot()  # complains before anything is measured
     import torch
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse, place
+from limner.cli.arguments import parse, place_png
 from limner.cli.data.shared import tell
 from limner.errors import printable
 from limner.progress import progress
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
     """count samples and show some of them"""
     options = parse(Show, argv, "limner data show")
     if options.output:
-        place(options.output)
+        place_png(options.output)
     from PIL import Image
 
     from limner.data.pictures import decoded

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse, place
+from limner.cli.arguments import parse, place, place_png
 from limner.cli.evaluate.shared import Seed, keep
 from limner.errors import printable
 from limner.evaluation.seeds import PUBLISHED
@@ -75,5 +75,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _of_split(path: Path, split: str) -> Path:
-    place(path)  # which has a name to add to
+    place_png(path)  # which has a name to add to
     return path.with_stem(f"{path.stem}-{split}")

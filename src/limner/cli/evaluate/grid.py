@@ -9,7 +9,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse, place
+from limner.cli.arguments import parse, place_png
 from limner.errors import printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
@@ -40,7 +40,7 @@ class DrawGrid(Checked):
 def main(argv: Sequence[str]) -> None:
     """draw a sheet of icons, subjects down and styles across"""
     options = parse(DrawGrid, argv, "limner evaluate grid")
-    place(options.output)
+    place_png(options.output)
     from limner.data.sources import open_source
     from limner.evaluation import icon_grid
     from limner.evaluation.icon_pictures import Icons
