@@ -126,7 +126,7 @@ def parse(
 
 def _unknown(words: Sequence[str], options: Sequence[str]) -> str:
     named = [word for word in words if word.startswith("--")] or words  # without the values of unknown options
-    meant = nearest(named[0], options) if named[0].startswith("--") else None
+    meant = nearest(named[0], options) if named[0].startswith("--") and named[0] not in options else None
     return f"unknown: {', '.join(named)}" + (f", did you mean {meant}?" if meant else "")
 
 

@@ -46,6 +46,7 @@ def test_help_names_every_command(capsys):
         (["draw"], "missing: CAPTION"),
         (["draw", ""], "empty"),
         (["draw", "a", "--sede", "3"], "unknown: --sede, did you mean --seed?"),
+        (["draw", "--", "a", "--seed", "3"], "unknown: --seed (see"),
         (["draw", "a", "--seed", "x"], "--seed"),
         (["draw", "a", "b"], "unknown: b"),
         (["draw", "a", "-o", "b.gif"], "b.png"),
