@@ -31,6 +31,7 @@ from torch import Tensor
 
 from limner import bundles, catalogue
 from limner.data.augment import augment_none
+from limner.data.pictures import to_rgb
 from limner.drawing import Drawing, Drawings
 from limner.errors import UserError
 from limner.layers.cache import Int8Store, Store
@@ -200,7 +201,7 @@ class TextToImage:
         """The picture's tokens [1, S], `FREE` where to draw (priming and inpainting, §2.6, Figure 14).
 
         Args:
-            image: its central square is taken, in the model's size.
+            image: its central square is taken, in the model's size; on white where it is transparent, as is `mask`.
             keep: "top:N" keeps the top N rows of tokens.
             mask: instead of `keep`, a picture whose light parts are drawn anew: every token with a light pixel.
 
@@ -209,7 +210,7 @@ class TextToImage:
         if (keep is None) == (mask is None):
             raise UserError("say what to keep, as top:N, or give a mask of what to draw anew: one of the two")
         size, (h, w) = self.dvae.config.size, self.dvae.config.grid
-        pixels = torch.from_numpy(augment_none(np.array(image.convert("RGB")), size)).permute(2, 0, 1)
+        pixels = torch.from_numpy(augment_none(np.array(to_rgb(image)), size)).permute(2, 0, 1)
         tokens = self.dvae.tokens(pixels[None].to(self.device))[0]
         free = torch.ones(h, w, dtype=torch.bool)
         if keep is not None:
@@ -218,7 +219,7 @@ class TextToImage:
                 raise UserError(f"keep is top:N with N from 1 to {h - 1} of the {h} rows of tokens, not {short(keep)}")
             free[: rows[keep]] = False
         elif mask is not None:
-            light = torch.from_numpy(augment_none(np.array(mask.convert("RGB")), size)).float().mean(-1)
+            light = torch.from_numpy(augment_none(np.array(to_rgb(mask)), size)).float().mean(-1)
             free = light.view(h, size // h, w, size // w).amax((1, 3)) > 127
             if not free.any():
                 raise UserError("the mask has no light part: make white what should be drawn anew")

@@ -76,6 +76,11 @@ def test_an_edit_keeps_the_rows_it_was_told_to_keep(pipe):
         tokens = pipe.candidates([CAPTION], 3, seed=1, given=given.view(1, -1)).tokens.view(3, 6, 6)
         assert torch.equal(tokens[:, ~free], own[~free].expand(3, -1))
         assert len(tokens[:, free].unique(dim=0)) > 1
+    clear, white = Image.new("RGBA", (24, 24)), Image.new("RGB", (24, 24), "white")
+    deep = Image.fromarray(np.full((24, 24), 100 << 8, np.uint16))
+    for same, as_this in ((clear, white), (deep, Image.new("RGB", (24, 24), (100, 100, 100)))):
+        assert torch.equal(pipe.given(same, "top:3"), pipe.given(as_this, "top:3"))
+    assert bool((pipe.given(image, mask=clear) == -1).all())
     larger = image.resize((120, 96), Image.Resampling.NEAREST)  # any size, any format
     assert pipe(CAPTION, given=pipe.given(larger.convert("RGBA"), "top:3"), candidates=1).images[0].size == (24, 24)
 

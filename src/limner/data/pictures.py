@@ -141,12 +141,12 @@ def _decode_with_pillow(picture: Image.Image) -> np.ndarray:
         turn = _TURNS.get(picture.getexif().get(0x0112, 1))
         rows = max(1, _STRIP // picture.width)
         if rows >= picture.height:
-            image = np.asarray(_to_rgb(picture))
+            image = np.asarray(to_rgb(picture))
         else:  # in strips: Pillow's conversions each take a copy of all that they convert
             image = np.empty((picture.height, picture.width, 3), np.uint8)
             for top in range(0, picture.height, rows):
                 bottom = min(top + rows, picture.height)
-                image[top:bottom] = np.asarray(_to_rgb(picture.crop((0, top, picture.width, bottom))))
+                image[top:bottom] = np.asarray(to_rgb(picture.crop((0, top, picture.width, bottom))))
         picture.close()
         return np.ascontiguousarray(turn(image)) if turn else image
     except Exception:
@@ -259,7 +259,8 @@ def _jpeg_scale(width: int, height: int, target: int) -> int:
     return next(s for s in (8, 4, 2, 1) if s == 1 or min(width, height) >= 2 * s * target)
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The picture in mode RGB: on white where it is transparent, 16 bits as their upper 8."""
     if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion would clip at 255
         wide = np.asarray(image).astype(np.int64) >> 8
         image = Image.fromarray(np.clip(wide, 0, 255).astype(np.uint8))
