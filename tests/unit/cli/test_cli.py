@@ -237,6 +237,22 @@ def test_no_command_lets_text_steer_the_terminal(command, capsys, tmp_path, monk
     assert raw(out + err) == [] and err.count("limner: ") >= 24
 
 
+def test_evaluations_of_data_without_a_readable_picture_say_so(capsys, tmp_path):
+    bundle, data = str(tiny_pipe().save_pretrained(tmp_path / "tiny")), tmp_path / "data"
+    (data / "validation").mkdir(parents=True)
+    (data / "validation/a.png").write_text("no picture")
+    (data / "validation/a.txt").write_text("a caption")
+    for what, options, says in (
+        ("reconstruction", ["--data", str(data)], "no held-out picture that can be read"),
+        ("emoji", [str(data)], "no picture that can be read"),
+        ("zero-shot", ["--data", str(data)], "no picture in the split 'held-out'"),
+        ("icons", [str(data)], "no sample has a subject and a style"),
+    ):
+        assert main(["evaluate", what, bundle, *options]) == 2, what
+        (told,) = capsys.readouterr().err.splitlines()
+        assert says in told
+
+
 def test_captions_and_files_with_escape_sequences_are_shown_harmlessly(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "a\x1b[2J"

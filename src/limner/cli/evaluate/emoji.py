@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse, place, place_png
 from limner.cli.evaluate.shared import Seed, keep
-from limner.errors import printable
+from limner.errors import UserError, printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
 from limner.ranges import Checked, Range
@@ -71,6 +71,8 @@ def main(argv: Sequence[str]) -> None:
         if options.mosaic:
             path = save_png(evaluation.mosaic(gallery, result), _of_split(options.mosaic, split))
             print(f"written: {printable(path)}")
+    if not results:
+        raise UserError(f"{options.data} has no picture that can be read, train or held-out: `limner data show` it")
     keep(lambda path: evaluation.save(path, gallery, results), options.output)
 
 

@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> None:
         source = open_source(options.data, split="held-out")
         chosen = np.linspace(0, len(source) - 1, min(len(source), options.count)).astype(int)
         pictures = ImageCaptionDataset(source, size).load(chosen)[1]
+        if not len(pictures):
+            raise UserError(f"{options.data} has no held-out picture that can be read: `limner data show` it")
     with progress("reconstructing", len(pictures), unit="picture") as bar:
         result = evaluation.measure(pipe.dvae, pictures, read=options.data is None, progress=bar.advance)
     print(f"{printable(pipe.name)}\n{result.table()}")
