@@ -253,6 +253,13 @@ def test_evaluations_of_data_without_a_readable_picture_say_so(capsys, tmp_path)
         assert says in told
 
 
+@pytest.mark.parametrize("what", ["composition", "pairs", "reconstruction", "zero-shot"])
+def test_a_model_whose_pictures_cannot_be_scenes_is_not_asked_for_them(capsys, what):
+    assert main(["evaluate", what, "icons"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "scenes have a size that is a multiple of 12, this model draws 64 pixels: " in told
+
+
 def test_captions_and_files_with_escape_sequences_are_shown_harmlessly(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "a\x1b[2J"

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse, place
-from limner.cli.evaluate.shared import Seed, keep
+from limner.cli.evaluate.shared import Seed, keep, require_scenes
 from limner.errors import UserError, printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import clock, progress
@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> None:
     from limner.pipeline import load
 
     pipe = load(options.model)
+    require_scenes(pipe.dvae.config.size, "name a model of scenes")
     captions = evaluation.captions_for(options.split, options.things, options.captions, options.seed)
     settings = evaluation.CompositionSettings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
     begun = time.monotonic()

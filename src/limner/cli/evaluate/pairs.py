@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse, place
-from limner.cli.evaluate.shared import Seed, keep
+from limner.cli.evaluate.shared import Seed, keep, require_scenes
 from limner.errors import printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> None:
     from limner.pipeline import load
 
     pipe = load(options.model)
+    require_scenes(pipe.dvae.config.size, "name a model of scenes")
     asked = evaluation.pairs_for(options.split, options.pairs, options.seed)
     settings = evaluation.CompositionSettings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
     with progress("drawing and judging", len(asked) * options.candidates, unit="drawing") as bar:

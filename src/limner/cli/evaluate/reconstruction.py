@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse, place
-from limner.cli.evaluate.shared import CHOOSE, keep
+from limner.cli.evaluate.shared import CHOOSE, keep, require_scenes
 from limner.errors import UserError, printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
@@ -45,8 +45,7 @@ def main(argv: Sequence[str]) -> None:
     pipe = load(options.model)
     size = pipe.dvae.config.size
     if options.data is None:
-        if size % 12:
-            raise UserError(f"scenes have a size that is a multiple of 12, this model draws {size} pixels: give --data")
+        require_scenes(size, "give --data")
         pictures = evaluation.fresh_scenes(
             options.count, options.seed, None if options.split == "both" else options.split, size
         )

@@ -8,11 +8,19 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from limner.errors import printable
+from limner.errors import UserError, printable
 from limner.ranges import SEEDS
 
 CHOOSE = "Choose between models on seeds below 1,000, publish from 1,000 on."
 Seed = Annotated[int, SEEDS, arg(help=f"Of the captions and their drawings. {CHOOSE}")]
+
+
+def require_scenes(size: int, mend: str) -> None:
+    """Raises `UserError` for a model whose pictures, of `size` pixels per side, cannot be scenes; `mend` ends it."""
+    from limner.worlds.scenes import UNITS
+
+    if size % UNITS:
+        raise UserError(f"scenes have a size that is a multiple of {UNITS}, this model draws {size} pixels: {mend}")
 
 
 def keep(save: Callable[[Path], object], path: Path | None) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse, place
-from limner.cli.evaluate.shared import CHOOSE, keep
+from limner.cli.evaluate.shared import CHOOSE, keep, require_scenes
 from limner.errors import printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> None:
     model, tokenizer, name = reranker(options.model)
     size = model.config.size
     if options.data is None:
+        require_scenes(size, "give --data")
         task = evaluation.scenes(options.count, size, options.split, options.seed)
     else:
         task = evaluation.pictures_of(open_source(options.data), size, options.split, options.count, options.seed)
