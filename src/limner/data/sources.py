@@ -23,6 +23,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def _open(path: str, caption: str | None, image: str | None, allow_outside: bool
         raise UserError("a path cannot hold a zero byte: give a folder, a file or a glob")
     if os.path.isdir(path):
         return _open_folder(Given([], Path(path), caption, image, allow_outside))
-    names = [path] if os.path.lexists(path) else sorted(globbing.glob(path, recursive=True))
+    names = [path] if os.path.lexists(path) else _globbed(path)
     files = [Path(name) for name in names if not os.path.isdir(name)]
     if not files:
         raise UserError(f"{path} does not exist: give a folder, a file or a glob")
@@ -117,6 +118,17 @@ def _open(path: str, caption: str | None, image: str | None, allow_outside: bool
         f"{path} is a mixture or of an unknown kind ({', '.join(sorted(suffixes)[:10])}): "
         f"give pictures, tar shards or one of {', '.join(TABLES)}"
     )
+
+
+def _globbed(pattern: str) -> list[str]:
+    """The paths that a glob names, sorted; one of several to the same file, since "**" follows links to folders, also
+    in a circle. Else a picture could be trained on under one path and held out under another."""
+    real = cache(os.path.realpath)
+    found: dict[tuple[str, str], str] = {}
+    for name in sorted(globbing.glob(pattern, recursive=True), key=lambda name: (name.count(os.sep), name)):
+        folder, own = os.path.split(name)
+        found.setdefault((real(folder), own), name)
+    return sorted(found.values())
 
 
 def _open_folder(given: Given) -> Source:

@@ -116,6 +116,16 @@ def test_shards_by_folder_and_glob(folder, tmp_path):
     check(open_source(f"{tmp_path}/**/0*.tar"))
 
 
+def test_a_glob_names_a_file_once_however_many_links_lead_to_it(folder):
+    pattern = str(folder / "**/*.*")
+    plain = [open_source(pattern).meta(i) for i in range(len(CAPTIONS))]
+    (folder / "part1/loop").symlink_to("..")
+    source = open_source(pattern)
+    assert [source.meta(i) for i in range(len(source))] == plain
+    (folder / "again").symlink_to("part0")
+    assert sorted(caption for caption, _ in outcomes(open_source(pattern))) == sorted(CAPTIONS)
+
+
 def test_columns(folder):
     rows = [{"words": c, "where": f"part{n % 2}/{n}.png"} for n, c in enumerate(CAPTIONS)]
     path = table(folder, "jsonl", rows)
