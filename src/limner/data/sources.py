@@ -137,13 +137,10 @@ def _open_folder(given: Given) -> Source:
         return ShardReader([folder / "00000.tar"])
     if saved := _saved(folder):
         return TableSource(list(saved), given.caption, given.image, given.allow_outside, list(saved.values()))
-    files = [
-        Path(base, name)
-        for base, folders, names in os.walk(folder, onerror=_unlisted)
-        if folders.sort() is None
-        for name in sorted(names)
-        if not name.startswith(".")
-    ]
+    files: list[Path] = []
+    for base, folders, names in os.walk(folder, onerror=_unlisted):
+        folders[:] = _visible(folders)
+        files += [Path(base, name) for name in _visible(names)]
     tars = [file for file in files if file.suffix.lower() == ".tar"]
     tables = [file for file in files if file.suffix[1:].lower() in TABLES]
     # Those beside one another come before those in folders below.
@@ -160,6 +157,11 @@ def _open_folder(given: Given) -> Source:
             f"{folder} holds captioned pictures: {left} tables or tars beside them are left out", stacklevel=2
         )
     return pictures
+
+
+def _visible(names: Sequence[str]) -> list[str]:
+    """Sorted, without hidden ones: thumbnails, checkpoints of notebooks, what was thrown away."""
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def _unlisted(error: OSError) -> None:

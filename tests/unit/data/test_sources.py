@@ -126,6 +126,15 @@ def test_a_glob_names_a_file_once_however_many_links_lead_to_it(folder):
     assert sorted(caption for caption, _ in outcomes(open_source(pattern))) == sorted(CAPTIONS)
 
 
+def test_hidden_folders_are_not_read(folder):
+    for name in (".ipynb_checkpoints", "part0/.thumbnails/normal"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "1.png").write_bytes(encode(picture(1)))
+        (folder / name / "1.txt").write_text("a small copy")
+    assert len(open_source(folder)) == len(CAPTIONS)
+    assert len(open_source(folder / ".ipynb_checkpoints")) == 1  # but for the one that is named
+
+
 def test_columns(folder):
     rows = [{"words": c, "where": f"part{n % 2}/{n}.png"} for n, c in enumerate(CAPTIONS)]
     path = table(folder, "jsonl", rows)
