@@ -110,8 +110,7 @@ def decoded(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0, reuse
             yield _decode_with_pillow(_open(data, max_pixels))
         return
     picture = _open(data, max_pixels)
-    if picture.format == "JPEG":
-        _check_scans(data, several, picture.width * picture.height)
+    _check_scans(data, several, picture.width * picture.height)  # a JPEG may also be "MPO": several in one file
     if len(data) > _MAX_SLOW and _is_slow(data):
         raise Rejected("file too large")
     if picture.format == "TIFF" and _jpegs_in_tiff(picture) < data.count(b"\xff\xda"):

@@ -164,6 +164,17 @@ def test_repeated_scans_are_refused_before_they_are_decoded(monkeypatch, fast, e
     assert decode_image(plain).shape == (60, 80, 3)
 
 
+def test_scans_of_a_file_of_several_jpegs_are_counted(monkeypatch):
+    exif = Image.Exif()
+    exif[0x0112] = 1
+    two = {"save_all": True, "append_images": [Image.fromarray(picture(1))]}
+    data = encode(picture(0), "MPO", progressive=True, exif=exif, **two)
+    assert decode_image(data).shape == (20, 24, 3)
+    monkeypatch.setattr(pictures, "MAX_SCANS", 5)
+    with pytest.raises(Rejected, match="^too many scans$"):
+        decode_image(data)
+
+
 def test_scans_of_a_jpeg_in_a_tiff_are_counted():
     data = encode(photograph(64, 64), "JPEG", progressive=True)
     data = repeat_last_scan(data, 100)
