@@ -35,6 +35,7 @@ _REUSED = 1 << 25  # bytes; larger buffers are not kept
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 #: Bytes per pixel that decoders take beside Pillow's own picture and the result (measured at 8192 x 8192).
 _WORK = {"JPEG": 8, "WEBP": 16, "TIFF": 8, "GIF": 8, "PNG": 2, "BMP": 4, "PPM": 4}
+_TURNING = (b"Exif\0", b"tiff:Orientation")  # what says in a JPEG that it is to be turned, which Pillow reads
 _local = threading.local()
 
 
@@ -90,7 +91,7 @@ def decoded(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0, reuse
     several = False
     if data[:2] == b"\xff\xd8":
         several = _has_several_scans(data)
-        if simplejpeg is not None and b"Exif\0" not in data[:65536]:
+        if simplejpeg is not None and not any(mark in data[:65536] for mark in _TURNING):
             header = _jpeg_header(data)
             if header is not None:
                 height, width = header

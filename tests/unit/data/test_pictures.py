@@ -50,6 +50,17 @@ def test_modes_and_orientation():
     assert turned.shape == (40, 8, 3)
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_orientation_may_also_be_told_in_xmp(monkeypatch, fast):
+    if not fast:
+        monkeypatch.setattr(pictures, "simplejpeg", None)
+    told = (
+        b'<rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"><rdf:Description '
+        b'xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF>'
+    )
+    assert decode_image(encode(Image.new("RGB", (40, 8)), "JPEG", xmp=told)).shape == (40, 8, 3)
+
+
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF"])
 def test_formats(format):
     options = {"lossless": True} if format == "WEBP" else {}
