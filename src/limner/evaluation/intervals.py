@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 _Z = 1.96  # the 97.5th percentile of the normal distribution
+_ROUNDING = 1e-24  # variance below which clusters do not differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +70,14 @@ class Gain:
 
     @staticmethod
     def of(values: np.ndarray, others: np.ndarray, clusters: Sequence[str]) -> Gain:
-        """The mean of `values` [n] less `others` [n], case by case. If no case differs, the interval is what n equal
-        cases rule out."""
+        """The mean of `values` [n] less `others` [n], case by case. If clusters do not differ in it, as where no case
+        does, the interval reaches as far as n equal cases do not rule out."""
         differences = np.asarray(values, float) - np.asarray(others, float)
         variance, degrees = _clustered(differences, clusters)
         mean = float(differences.mean())
         if degrees == 0:
             reach = 1.0
-        elif differences.any():
+        elif variance > _ROUNDING:
             reach = student(degrees) * math.sqrt(variance)
         else:
             reach = wilson(0.0, len(differences))[1]

@@ -66,6 +66,15 @@ def test_a_gain_is_taken_case_by_case():
     assert str(same).endswith("not told apart")
 
 
+@pytest.mark.parametrize("each", [(1, 1), (1, 0), (1, 0, 0)])
+def test_a_gain_that_is_the_same_in_each_of_few_clusters_is_not_exact(each):
+    values, clusters = np.array(each * 2, float), ["a"] * len(each) + ["b"] * len(each)
+    gain = Gain.of(values, np.zeros(len(values)), clusters)
+    assert gain.value == pytest.approx(np.mean(each))
+    assert gain.value - gain.low > 0.3
+    assert gain.high == 1.0 or gain.high - gain.value > 0.3
+
+
 def test_gains_hold_what_they_promise():
     rng, held = np.random.default_rng(1), 0
     for _ in range(300):
