@@ -29,6 +29,7 @@ Falsehood = Callable[[str], bool]  # whether a caption is wrong of one picture, 
 _PIECE = re.compile(r"\w+|[^\w\s]")
 _ENOUGH = 100_000  # captions that are looked at
 _SEEN = 3  # times a word must stand in a place to be a choice for it
+_TURNS = 1 << 16  # pairs of phrases that are tried; scenes have some hundreds
 _LIST = re.compile(r",|\band\b|\bor\b")  # around these, phrases change places and say the same
 
 
@@ -51,10 +52,10 @@ class Distractors:
         for caption in islice(captions, _ENOUGH):
             for place, word, _ in _places(caption):
                 places[place][word] += 1
-        self.choices = {
+        self.choices = {  # in order, each list as the keys of a dictionary, which are found at once
             place: choices
             for place, counts in places.items()
-            if (choices := sorted(word for word, count in counts.items() if count >= _SEEN))
+            if (choices := dict.fromkeys(sorted(word for word, count in counts.items() if count >= _SEEN)))
         }
 
     def distract(self, caption: str, rng: np.random.Generator, wrong: Falsehood | None = None) -> str | None:
@@ -90,7 +91,8 @@ class Distractors:
             yield _swapped(caption, first, second)
 
     def _turn(self, caption: str, rng: np.random.Generator) -> Iterator[str]:
-        """Captions with two phrases swapped such that every word stands where it could, the longest phrases first."""
+        """Captions with two phrases swapped such that every word stands where it could, the longest phrases first; none
+        where nearly all words fit anywhere, as in a long list of tags."""
         words = list(_places(caption))
         pairs = [(one, other) for one, other in combinations(words, 2) if one[1] != other[1]]
         starts, ends = [], []
@@ -100,6 +102,8 @@ class Distractors:
                 starts.append((begin, start))
             if self._fits(second, before, right) and self._fits(word, left, after):
                 ends.append((end, stop))
+        if len(starts) * len(ends) > _TURNS:
+            return
         turns = [
             ((begin, end), (start, stop))
             for (begin, start), (end, stop) in product(starts, ends)

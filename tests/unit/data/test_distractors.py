@@ -61,6 +61,15 @@ def test_a_list_in_another_order_says_the_same() -> None:
         )
 
 
+def test_a_long_list_of_tags_is_not_turned_round_tag_by_tag() -> None:
+    rng = np.random.default_rng(0)
+    tags = [f"tag{i}" for i in range(200)]
+    lists = [", ".join(rng.permutation(tags)[:120]) for _ in range(40)]
+    many = Distractors(lists)
+    assert not list(many._turn(lists[0], rng))  # there are 50 million pairs of phrases, all of them lists
+    assert many.distract(lists[0], rng) is not None
+
+
 def test_what_held_out_samples_say_is_no_distractor() -> None:
     captions = [f"{who}: {tone} skin" for who in ("cook", "pilot", "judge") for tone in ("light", "dark")]
     made = Distractors(captions[:-1] * 9, [captions[-1].title()])
