@@ -30,11 +30,12 @@ def recipe(steps: int = 4, every: int = 2) -> Recipe:
         "steps": steps, "batch_size": 4, "warmup_steps": 1, "eval_every": 2, "log_every": 1, "checkpoint_every": every,
         "keep": 2,
     }  # fmt: skip
+    patches: Any = get("laptop").dvae
     dvae = PatchDVAEConfig(size=24, vocab=32, width=8, blocks=1)
     return replace(
         scenes,
         text=replace(scenes.text, vocab=300, dropout=0.1),
-        dvae=replace(scenes.dvae, model=dvae, training=replace(scenes.dvae.training, **often)),
+        dvae=replace(patches, model=dvae, augment=False, training=replace(patches.training, **often)),
         prior=replace(
             scenes.prior,
             model=TransformerConfig(width=32, depth=2, heads=2),

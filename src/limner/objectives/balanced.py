@@ -47,20 +47,29 @@ class BalancedELB(Checked):
       otherwise take most of the codes, one shade under a hundred names, which no prior can predict;
     - ln b is clamped from below at `log_b_floor`, so that no pixel is worth more than that.
 
-    Once the codebook is in use, a `balance` below 0 reverses the first change: rare codes cost more than frequent ones,
-    and the model gives up the codes that its decoder can replace from context (docs/LOG.md).
+    Two more are for worlds whose combinations must be found again where they were never seen (docs/LOG.md):
+
+    - `detail` weighs reconstructions of patches by local contrast, too, within each picture: things on a plain
+      background are a tenth of its pixels, and most of what can be wrong about it;
+    - from step `priced_from` on, when the codebook is in use, the first change is reversed: rare codes cost more than
+      frequent ones, and the model gives up those that its decoder can replace from context.
 
     From step `hard_from` on the encoder is frozen and the decoder learns from its argmax codes, the only
     ones that it is given when a picture is drawn.
 
     Args:
         balance: weight of the aggregate posterior's KL.
+        price: what is taken in its place from `priced_from` on, times -1; None never does.
+        detail: how much of a picture's weight goes by contrast, from 0 to 1; the rest is even.
         log_b_floor: least ln b.
         tau: temperature of the relaxation.
         hard_from: step from which the encoder is frozen; None never freezes it.
     """
 
-    balance: Annotated[float, Range(-1_000, 1_000)] = 0.05
+    balance: Annotated[float, Range(0, 1_000)] = 0.05
+    price: Annotated[float, Range(0, 1_000)] = 0.004
+    priced_from: Annotated[int | None, Range(0, 10**9)] = None
+    detail: Annotated[float, Range(0, 1)] = 0.0
     log_b_floor: Annotated[float, Range(-100, 100)] = -1.0
     tau: Anneal = field(default=Anneal(start=1.0, end=0.1, steps=4_000))
     hard_from: Annotated[int | None, Range(0, 10**9)] = None
@@ -91,12 +100,25 @@ class BalancedELB(Checked):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not hard):
             logits = model.encode(pixels)
         mu, log_b = model.decode(one_hot(logits) if hard else gumbel_softmax(logits, tau, generator))
-        nll = logit_laplace_nll(map_pixels(pixels), mu, log_b.clamp_min(self.log_b_floor)).mean()
+        nll = logit_laplace_nll(map_pixels(pixels), mu, log_b.clamp_min(self.log_b_floor))
         weight = contrast(pixels, logits.shape[-1])
         q = logits.movedim(1, -1).flatten(0, 2).softmax(-1)
         share = weight / join(weight.sum().view(1)).sum()
         mean_q = join((q * share.view(-1, 1)).sum(0, keepdim=True)).sum(0)
         imbalance = (mean_q * (mean_q.clamp_min(1e-9) * len(mean_q)).log()).sum()
-        loss = nll + self.balance * imbalance
-        metrics = {"nll": nll.detach(), "imbalance": imbalance.detach(), **usage(logits.argmax(1), logits.shape[1])}
+        priced = self.priced_from is not None and step >= self.priced_from
+        loss = self._mean(nll, weight) + (-self.price if priced else self.balance) * imbalance
+        metrics = {
+            "nll": nll.detach().mean(),
+            "imbalance": imbalance.detach(),
+            **usage(logits.argmax(1), logits.shape[1]),
+        }
         return loss, metrics | {"tau": torch.tensor(tau)}
+
+    def _mean(self, nll: Float[Tensor, "B 3 H W"], weight: Float[Tensor, "B 1 h w"]) -> Float[Tensor, ""]:
+        """Over pixels, of which those in patches with more contrast count more."""
+        if not self.detail:
+            return nll.mean()
+        patches = F.avg_pool2d(nll.mean(1, keepdim=True), nll.shape[-1] // weight.shape[-1])
+        by_contrast = (patches * weight).sum((1, 2, 3)) / weight.sum((1, 2, 3))
+        return (self.detail * by_contrast + (1 - self.detail) * nll.mean((1, 2, 3))).mean()

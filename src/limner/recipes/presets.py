@@ -26,10 +26,10 @@ def scenes() -> Recipe:
     """
     return Recipe(
         text=TextConfig(vocab=1_024, length=32, dropout=0.0),
-        dvae=_patches(48, vocab=2_048, steps=2_000),
+        dvae=_small_dvae(48, groups=3, vocab=512, steps=8_000, context=0, detail=0.7, priced_from=5_000),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4),
-            training=_training(steps=8_000, batch=16, ema=0.999),
+            training=_training(steps=6_000, batch=16, ema=0.999),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=3_000),
@@ -254,14 +254,19 @@ def _training(steps: int, batch: int, ema: float) -> TrainConfig:
     )  # fmt: skip
 
 
-def _small_dvae(size: int, groups: int, vocab: int, steps: int, context: int) -> DVAEStage:
+def _small_dvae(
+    size: int, groups: int, vocab: int, steps: int, context: int, detail: float = 0.0, priced_from: int | None = None
+) -> DVAEStage:
     """A dVAE for small, flat pictures; docs/LOG.md says what was compared, and that the three gains were not."""
     return DVAEStage(
         model=DVAEConfig(
             size=size, width=48, groups=groups, blocks=1, vocab=vocab, code_width=64, gain=0.5, init_gain=2**0.5,
             code_gain=3.0, context_groups=context,
         ),
-        objective=BalancedELB(tau=Anneal(start=1.0, end=0.1, steps=steps // 2), hard_from=steps * 3 // 4),
+        objective=BalancedELB(
+            tau=Anneal(start=1.0, end=0.1, steps=steps // 2), hard_from=steps * 3 // 4, detail=detail,
+            priced_from=priced_from,
+        ),
         training=TrainConfig(
             steps=steps, batch_size=16, optimizer=AdamW(lr=3e-3, betas=(0.9, 0.99), weight_decay=1e-4), clip_norm=1.0,
             warmup_steps=100, schedule=Cosine(end=0.02), ema_decay=0.998, eval_every=500, checkpoint_every=250,

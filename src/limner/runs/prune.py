@@ -1,6 +1,6 @@
 """Leave out the codes that no picture uses: the same pictures from a smaller vocabulary.
 
-A dVAE that was trained to need few codes (a negative `balance`) still has a row of weights for each code that it gave
+A dVAE that was trained to need few codes (a `price`) still has a row of weights for each code that it gave
 up, and so has the prior, which has learned never to draw them.
 """
 

@@ -102,7 +102,7 @@ class Stages:
                 with progress("finding codes", ROUNDS, unit="round", shown=material.parallel.is_main) as bar:
                     pixels = material.pictures(material.train, size, _CLUSTERED)
                     model.fit(pixels, torch.Generator().manual_seed(stage.training.seed), progress=bar.advance)
-        elif not (isinstance(stage.objective, BalancedELB) and stage.objective.balance < 0):
+        elif not (isinstance(stage.objective, BalancedELB) and stage.objective.priced_from is not None):
             watching = [CollapseWarning(stage.model.vocab)]
         trained = self._run("dvae", model, stage, material.images(stage), evaluate, record, watching)
         return bundles.rounded(self._whole(model, trained)).eval()

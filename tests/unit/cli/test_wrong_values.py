@@ -193,16 +193,17 @@ def test_an_optimiser_is_chosen_by_name(trained, capsys):
 
 def test_any_kind_is_chosen_by_name(trained, capsys):
     """Schedules, objectives and ways to make tokens; what a kind has no default for stays as it is in the recipe."""
-    scenes: Any = recipes.get("scenes")
+    laptop: Any = recipes.get("laptop")
     photos: Any = recipes.get("photos")
     _, found = trained("--prior.training.schedule", "Plateau", "--prior.training.schedule.halvings", "3")
     assert found.prior.training.schedule == Plateau(halvings=3)
     _, found = trained("--dvae.objective=RelaxedELB", "--dvae.objective.beta.end", "2", recipe="photos")
     assert found.dvae.objective == replace(RelaxedELB(), beta=replace(RelaxedELB().beta, end=2.0))
     assert found.dvae.training == photos.dvae.training
-    _, found = trained("--dvae", "DVAEStage", "--dvae.objective", "BalancedELB", "--dvae.model.size", "48")
+    convolutions = ["--dvae", "DVAEStage", "--dvae.objective", "BalancedELB", "--dvae.model.size", "48"]
+    _, found = trained(*convolutions, recipe="laptop")
     assert found.dvae == DVAEStage(
-        model=replace(DVAEConfig(), size=48), objective=BalancedELB(), training=scenes.dvae.training
+        model=replace(DVAEConfig(), size=48), objective=BalancedELB(), training=laptop.dvae.training
     )
     _, found = trained("--dvae", "Bundled", "--dvae.bundle", "icons")
     assert found.dvae == Bundled(bundle="icons")
@@ -211,9 +212,10 @@ def test_any_kind_is_chosen_by_name(trained, capsys):
         (["--prior.training.scheduel", "Plateau"], "did you mean --prior.training.schedule?"),
         (["--dvae.bundle", "icons", "--dvae", "PatchStage"], "--dvae is for a dVAE that is trained, --dvae.bundle for"),
         (["--dvae", "Patches"], "--dvae cannot be 'Patches': choose 'DVAEStage', 'PatchStage', 'Bundled'"),
-        (["--dvae.objective", "BalancedELB"], "unknown: --dvae.objective"),  # the recipe's has one kind
         (["--dvae", "DVAEStage", "--dvae.training.optimizer", "Muon"], "dvae.training.optimizer must be AdamW"),
         (["--prior.training.scaling", "block"], "scaling cannot be 'block': choose 'none', 'resblocks', 'loss'"),
     ):
         assert trained(*wrong)[0] == 2
         assert says in capsys.readouterr().err
+    assert trained("--dvae.objective", "BalancedELB", recipe="laptop")[0] == 2  # whose dVAE has one kind
+    assert "unknown: --dvae.objective" in capsys.readouterr().err

@@ -13,7 +13,12 @@ CLIP = ContrastiveConfig(text_vocab=10, text_len=4, size=16, patch=8, width=16, 
 
 
 @pytest.mark.parametrize(
-    ("config", "objective"), [(CLIP, HardContrastiveLoss()), (DVAE, BalancedELB(hard_from=0, balance=10.0))]
+    ("config", "objective"),
+    [
+        (CLIP, HardContrastiveLoss()),
+        (DVAE, BalancedELB(hard_from=0, balance=10.0)),
+        (DVAE, BalancedELB(hard_from=0, priced_from=0, price=10.0, detail=0.7)),
+    ],
 )
 def test_the_mean_over_processes_is_the_loss_of_the_whole(config, objective):
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from limner.models.contrastive import MAX_LOG_SCALE, ContrastiveConfig
 from limner.models.dvae import DVAEConfig, map_pixels
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
-from limner.objectives.balanced import BalancedELB
+from limner.objectives.balanced import BalancedELB, contrast
 from limner.objectives.contrastive import ContrastiveLoss
 from limner.objectives.elbo import (
     RelaxedELB,
@@ -75,6 +75,38 @@ def test_balanced_elb_punishes_collapse_not_certainty():
     codes = torch.zeros(1, 8, 8, dtype=torch.long)
     _, metrics = BalancedELB()(model, {"pixels": pixels}, 0, torch.Generator())
     assert metrics["imbalance"] == pytest.approx(math.log(4), abs=1e-4)
+
+
+def test_the_codes_that_were_to_be_used_have_a_price_later():
+    torch.manual_seed(0)
+    model = DVAEConfig(size=8, width=8, groups=1, vocab=4, code_width=8).build()
+    pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    objective = BalancedELB(balance=0.3, price=0.2, priced_from=7, log_b_floor=-9.0)
+    for step, weight in ((6, 0.3), (7, -0.2)):
+        loss, metrics = objective(model, {"pixels": pixels}, step, torch.Generator().manual_seed(0))
+        torch.testing.assert_close(loss.detach(), metrics["nll"] + weight * metrics["imbalance"])
+
+
+def test_patches_with_contrast_have_most_of_their_pictures_weight():
+    torch.manual_seed(0)
+    model = DVAEConfig(size=16, width=8, groups=2, vocab=4, code_width=8).build()
+    pixels = torch.full((2, 3, 16, 16), 200, dtype=torch.uint8)
+    pixels[0, :, 3, 5] = 0  # of one patch of 2 x 2 pixels in one of the pictures
+    pixels[1, :, 12:] = torch.randint(0, 256, (3, 4, 16), dtype=torch.uint8)
+    nll = torch.rand(2, 3, 16, 16)
+    weight = contrast(pixels, 8)
+    by_hand = 0.0
+    for picture in range(2):
+        total = sum(
+            weight[picture, 0, y, x] * nll[picture, :, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2].mean()
+            for y in range(8) for x in range(8)
+        )  # fmt: skip
+        by_hand += (0.7 * total / weight[picture].sum() + 0.3 * nll[picture].mean()) / 2
+    torch.testing.assert_close(BalancedELB(detail=0.7)._mean(nll, weight), by_hand)
+    assert BalancedELB()._mean(nll, weight) == nll.mean()
+    loss, _ = BalancedELB(detail=1.0, balance=0.0)(model, {"pixels": pixels}, 0, torch.Generator())
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
 def test_prior_loss_weighs_kinds_and_leaves_padding_out():
