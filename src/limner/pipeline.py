@@ -240,6 +240,8 @@ class TextToImage:
     ) -> list[Drawings]:
         """Draw several captions; `seed` is one for all or one for each, `given` holds the tokens that are
         fixed (`sampling.generate`). Otherwise as `__call__`."""
+        if isinstance(captions, str):
+            raise UserError("draw_many takes a list of captions, not one: put it into brackets")
         if n < 1:
             raise UserError(f"n is the number of drawings: at least 1, not {n}")
         try:

@@ -207,6 +207,8 @@ def test_seeds_may_be_numbers_of_numpy_and_there_may_be_no_captions(pipe):
     assert pipe.draw_many([], candidates=2) == []
     with pytest.raises(UserError, match="seed must be at least 0, not -1"):
         pipe.draw_many([CAPTION], seed=[-1])
+    with pytest.raises(UserError, match="takes a list of captions, not one"):
+        pipe.draw_many(CAPTION)
 
 
 def test_more_drawings_than_candidates_means_more_candidates(pipe):

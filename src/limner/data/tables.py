@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import os
 import warnings
 from collections.abc import Sequence
@@ -91,17 +92,15 @@ class TableSource:
     def _image(self, value: Any, folder: Path) -> bytes:
         if isinstance(value, dict):  # the Image feature of Hugging Face's datasets
             value = value.get("bytes") or value.get("path")
+        if isinstance(value, str) and value.startswith(_BASE64_STARTS) and len(value) > 64:
+            with contextlib.suppress(binascii.Error, ValueError):  # it may yet be a path
+                value = base64.b64decode(value.split(",")[-1], validate=True)
         if isinstance(value, bytes):
             if len(value) > MAX_BYTES:
                 raise Rejected("file too large")
             return value
         if not isinstance(value, str) or not value.strip():
             raise Rejected("missing image")
-        if value.startswith(_BASE64_STARTS) and len(value) > 64:
-            try:
-                return base64.b64decode(value.split(",")[-1], validate=True)
-            except (binascii.Error, ValueError):
-                pass  # it may yet be a path
         if "\0" in value or len(value) > 4096:
             raise Rejected("broken image")
         try:

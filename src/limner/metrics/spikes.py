@@ -86,7 +86,18 @@ class Foreseen:
     def chance(self) -> float:
         """The probability that so many loss spikes or more follow, if they came at random steps."""
         n, k, p = len(self.loss), len(self.following), self.covered
-        return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1))
+        if p in (0, 1):
+            return float(k == 0 or p)
+        # In logarithms: the coefficients of a thousand spikes leave floating point.
+        terms = [
+            math.lgamma(n + 1)
+            - math.lgamma(i + 1)
+            - math.lgamma(n - i + 1)
+            + i * math.log(p)
+            + (n - i) * math.log1p(-p)
+            for i in range(k, n + 1)
+        ]  # fmt: skip
+        return min(1.0, math.fsum(map(math.exp, terms)))
 
 
 def foreseen(loss: Float[np.ndarray, " T"], rms: Float[np.ndarray, " T"], window: int = WINDOW) -> Foreseen:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from limner.data import folders
+from limner.data import folders, tables
 from limner.data.pictures import decode_image
 from limner.data.prepare import prepare
 from limner.data.samples import Rejected, by_split, select_split, unread
@@ -90,6 +90,16 @@ def test_tables_with_bytes(tmp_path, kind):
 
     rows = [{"image": cell(n), "prompt": caption} for n, caption in enumerate(CAPTIONS)]
     check(open_source(table(tmp_path, kind, rows)))
+
+
+def test_a_picture_in_base64_may_be_no_larger_than_one_in_bytes(tmp_path, monkeypatch):
+    data = encode(picture(0))
+    monkeypatch.setattr(tables, "MAX_BYTES", len(data))
+    rows = [{"image": base64.b64encode(some).decode(), "caption": "a"} for some in (data, data + b"\0")]
+    source = open_source(table(tmp_path, "jsonl", rows))
+    assert source[0].image == data
+    with pytest.raises(Rejected, match="file too large"):
+        source[1]
 
 
 def test_hugging_face_layouts(folder):

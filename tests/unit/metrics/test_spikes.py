@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import binom
 
-from limner.metrics.spikes import RMS, foreseen, loss_spikes, rms_spikes
+from limner.metrics.spikes import RMS, Foreseen, foreseen, loss_spikes, rms_spikes
 
 
 def calm(n=4_000, seed=0):
@@ -76,6 +77,13 @@ def test_spikes_that_follow_are_told_from_coincidence():
     late = np.roll(rms, 20)
     assert foreseen(loss, late).following == [] and foreseen(loss, late).chance == pytest.approx(1)
     assert foreseen(calm(), np.ones(4_000)).chance == 1  # no spikes: nothing was foreseen
+
+
+def test_chance_of_thousands_of_spikes_is_a_probability():
+    many = list(range(5_000))
+    for following, covered in ((1_050, 0.2), (1_000, 0.2), (0, 0.2), (1, 0.0), (0, 0.0), (5_000, 1.0)):
+        found = Foreseen(many, many, many[:following], covered)
+        assert found.chance == pytest.approx(binom.sf(following - 1, 5_000, covered), rel=1e-6)
 
 
 def test_a_shorter_window_sees_spikes_of_a_loss_that_falls_fast():
