@@ -25,6 +25,10 @@ OPTIONS = [
     *(
         "--recipe",
         "scenes",
+        "--dvae",
+        "PatchStage",  # which draws no random numbers: these differ between processes
+        "--dvae.model.size",
+        "48",
         "--dvae.model.vocab",
         "64",
         "--dvae.model.width",

@@ -59,7 +59,8 @@ class BalancedELB(Checked):
 
     Args:
         balance: weight of the aggregate posterior's KL.
-        price: what is taken in its place from `priced_from` on, times -1; None never does.
+        price: weight, times -1, that takes its place later.
+        priced_from: step from which the price takes the place of the balance; None never lets it.
         detail: how much of a picture's weight goes by contrast, from 0 to 1; the rest is even.
         log_b_floor: least ln b.
         tau: temperature of the relaxation.

@@ -28,7 +28,9 @@ from limner.training.stability import Stability
 from limner.training.step import update
 
 MODEL = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3), width=16, depth=2, heads=2)
-TRAIN = TrainConfig(steps=6, batch_size=4, optimizer=AdamW(lr=1e-3), clip_norm=None, log_every=1, checkpoint_every=2)
+TRAIN = TrainConfig(
+    steps=6, batch_size=4, optimizer=AdamW(lr=1e-3), clip_norm=None, precision=Fp32(), log_every=1, checkpoint_every=2
+)  # fmt: skip
 KINDS = ("resblocks", "loss", "tensors")
 
 
