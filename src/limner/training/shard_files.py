@@ -46,10 +46,11 @@ def read(
         if wanted is not None and group not in wanted:
             continue
         p = parameters.get(_parameter(group, name))
-        if p is not None and sharded(p) and p.shape == shape:
-            tensors[key] = torch.zeros_like(p.detach(), dtype=dtype, device="cpu")
-        else:
-            tensors[key] = torch.zeros(shape, dtype=dtype)
+        with _readable(checkpoint):  # a shape may be one that no tensor has
+            if p is not None and sharded(p) and p.shape == shape:
+                tensors[key] = torch.zeros_like(p.detach(), dtype=dtype, device="cpu")
+            else:
+                tensors[key] = torch.zeros(shape, dtype=dtype)
         groups.setdefault(group, {})[name] = tensors[key]
     fill(checkpoint, tensors)
     return groups

@@ -89,6 +89,10 @@ DAMAGES = {
     "a file is missing": lambda folder: next(folder.glob("shard-00001-*")).unlink(),
     "a pickle": lambda folder: next(folder.glob("shard-00001-*")).write_bytes(b"\x80\x04pickle"),
     "far away": lambda folder: write(folder, 2, {"model/weight": (WEIGHT[3:], [10**15, 0])}),
+    "before the beginning": lambda folder: [
+        *(path.unlink() for path in folder.glob("shard-*")),
+        write(folder, 1, {"model/weight": (WEIGHT, [-10, -6])}),
+    ],
     "no number": lambda folder: write(folder, 2, {"model/weight": (WEIGHT[3:], ["a", 0])}),  # type: ignore[list-item]
     "another dimension": lambda folder: write(folder, 2, {"model/weight": (WEIGHT[3:], [3])}),
     "no positions": lambda folder: save_file(
