@@ -29,7 +29,7 @@ def scenes() -> Recipe:
         dvae=_small_dvae(48, groups=3, vocab=512, steps=8_000, context=0, detail=0.7, priced_from=5_000),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4),
-            training=_training(steps=8_000, batch=16, ema=0.999),
+            training=_training(steps=12_000, batch=16, ema=0.999),
             augment=False,
         ),
         contrastive=_small_contrastive(steps=3_000),
