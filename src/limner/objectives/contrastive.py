@@ -31,8 +31,16 @@ class ContrastiveLoss:
         self, model: Contrastive, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
     ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         images, texts, scale = model.encode_image(batch["pixels"]), model.encode_text(batch["text"]), model.scale()
-        logits = scale * images @ texts.T  # [B, B], a row for each picture
-        own = torch.arange(len(logits), device=logits.device)
-        loss = (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
-        accuracy, kept = ((choices.argmax(1) == own).float().mean() for choices in (logits, logits.T))
+        to_choose = logits(scale, images, texts)  # [B, B], a row for each picture
+        own = torch.arange(len(to_choose), device=to_choose.device)
+        loss = (F.cross_entropy(to_choose, own) + F.cross_entropy(to_choose.T, own)) / 2
+        accuracy, kept = ((choices.argmax(1) == own).float().mean() for choices in (to_choose, to_choose.T))
         return loss, {"accuracy": accuracy, "kept": kept, "scale": scale.detach()}
+
+
+def logits(
+    scale: Float[Tensor, ""], rows: Float[Tensor, "B E"], choices: Float[Tensor, "N E"]
+) -> Float[Tensor, "B N"]:
+    """Each row's logits for all choices, in 32 bits: in bf16 those around 40 would be multiples of 1/4."""
+    with torch.autocast(rows.device.type, enabled=False):
+        return scale * rows @ choices.T

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Num, UInt8
 from torch import Tensor
 
 from limner.models.contrastive import Contrastive
+from limner.objectives.contrastive import logits
 from limner.ranges import Checked, Range
 from limner.text import PAD
 
@@ -63,7 +64,7 @@ class HardContrastiveLoss(Checked):
         images, *spoiled = model.encode_image(torch.cat([pixels, *(copy for copy, _ in copies)])).split(len(text))
         texts, *distractors = model.encode_text(torch.cat([text, *wrong])).split(len(text))
         scale = model.scale()
-        captions, pictures = scale * images @ join(texts).T, scale * texts @ join(images).T  # to choose from, [B, N]
+        captions, pictures = logits(scale, images, join(texts)), logits(scale, texts, join(images))  # to choose from
         same = (text[:, None] == join(text)[None]).all(-1).float()
         target = same / same.sum(1, keepdim=True)
         if wrong:

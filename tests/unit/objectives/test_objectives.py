@@ -170,6 +170,19 @@ def test_contrastive_loss_equals_clips_when_captions_differ():
     torch.testing.assert_close((loss, metrics), HardContrastiveLoss()(model, batch, 0, None))
 
 
+@pytest.mark.parametrize("loss", [ContrastiveLoss(), HardContrastiveLoss()])
+def test_contrastive_logits_have_32_bits_where_products_run_in_16(loss, monkeypatch):
+    model = contrastive()
+    images, texts = F.normalize(torch.randn(2, 5, 8), dim=-1)
+    monkeypatch.setattr(model, "encode_image", lambda pixels: images)
+    monkeypatch.setattr(model, "encode_text", lambda text: texts)
+    batch = {"pixels": torch.zeros(5, 3, 16, 16, dtype=torch.uint8), "text": torch.arange(5)[:, None]}
+    in_full, _ = loss(model, batch, 0, None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        in_16, _ = loss(model, batch, 0, None)
+    assert torch.equal(in_full, in_16)
+
+
 def test_equal_captions_are_not_negatives_of_each_other():
     model = contrastive()
     pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
