@@ -124,7 +124,7 @@ class MomentOptimizer(torch.optim.Optimizer):
         self._update(group, parameters, weights, gradients, means, variances, counts)
         for p, weight, count, place in zip(parameters, weights, counts, places, strict=True):
             if p.dtype in HALVES:
-                generator = torch.Generator(weight.device).manual_seed((count << 16) + place)
+                generator = torch.Generator(weight.device).manual_seed(_seed(count, place))
                 local(p).copy_(HALVES[p.dtype].rounded(weight, generator))
         for moment, values in moments.items():
             for state, value in zip(states, values, strict=True):
@@ -212,3 +212,9 @@ def adamw_(
 def corrections(beta: float, counts: list[int]) -> list[float]:
     """1 - beta^t of each tensor (Kingma & Ba 2015, §3)."""
     return [1 - beta**count for count in counts]
+
+
+def _seed(count: int, place: int) -> int:
+    """The seed of the rounding of the tensor at `place` in its step `count`: 32 bits, all that a generator on the CPU
+    reads. Seeds of a tensor repeat after 2^32 steps; those of two tensors are alike only steps far apart."""
+    return (count * 2_654_435_769 + place) % 2**32

@@ -46,6 +46,7 @@ from limner.training.checkpoint import completed, load_weights
 from limner.training.hooks import Hook
 from limner.training.kernels import KernelCounts
 from limner.training.loop import train
+from limner.training.parallel import folded
 from limner.training.run import Evaluate, Run
 from limner.training.stability import Stability
 from limner.training.tensors import fill_model, model_tensors
@@ -101,7 +102,7 @@ class Stages:
             if not self.recipe.start and not completed(self.out / "dvae"):
                 with progress("finding codes", ROUNDS, unit="round", shown=material.parallel.is_main) as bar:
                     pixels = material.pictures(material.train, size, _CLUSTERED)
-                    model.fit(pixels, torch.Generator().manual_seed(stage.training.seed), progress=bar.advance)
+                    model.fit(pixels, torch.Generator().manual_seed(folded(stage.training.seed)), progress=bar.advance)
         elif not (isinstance(stage.objective, BalancedELB) and stage.objective.priced_from is not None):
             watching = [CollapseWarning(stage.model.vocab)]
         trained = self._run("dvae", model, stage, material.images(stage), evaluate, record, watching)
@@ -167,7 +168,7 @@ class Stages:
 
     def _build(self, config: Any, seed: int) -> Any:
         """A model to train, with its initial weights."""
-        torch.manual_seed(seed)
+        torch.manual_seed(folded(seed))
         with self.material.parallel.building():
             return config.build()
 

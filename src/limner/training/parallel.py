@@ -187,7 +187,7 @@ class Single:
         return values
 
 
-def folded(seed: int, rank: int, step: int = 0) -> int:
+def folded(seed: int, rank: int = 0, step: int = 0) -> int:
     """The seed of a rank's random numbers that begin at a step; the first rank has from the start that of a process
-    which trains alone."""
-    return int(hash64(seed, rank, step)) >> 1 if rank or step else seed
+    which trains alone. All 63 bits of `seed` count, where a generator on the CPU reads the lower 32."""
+    return int(hash64(seed, rank, step)) >> 1 if rank or step or seed >= 2**32 else seed

@@ -12,7 +12,7 @@ from limner.layers.precisions import Bf16Weights, Fp16Weights
 from limner.models.transformer import SIZES
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim import gradients
+from limner.optim import adamw16, gradients
 from limner.optim.optimizers import AdamW, AdamW16, Beta2WarmupAdamW, Muon, StableAdamW
 from limner.profiling.cost import Cost
 from limner.profiling.trial import state_bytes
@@ -183,3 +183,19 @@ def test_memory_is_what_the_plan_says(optimizer):
     if isinstance(optimizer, AdamW16):
         assert taken == {part: size for part, size in planned.items() if part in taken}
         assert sum(taken.values()) < 0.6 * sum(Cost(config=config, gpus=1).state(False)[part] for part in taken)
+
+
+def test_the_noise_of_rounding_does_not_come_back_in_later_steps_or_other_tensors():
+    rounded = []
+    for before in (0, 1, 2**16, 2**20):
+        weights = [nn.Parameter(torch.ones(64, 64, dtype=torch.float16)) for _ in range(2)]
+        optimizer = adamw16.AdamW16(weights, lr=2e-4, betas=(0.0, 0.0), weight_decay=0)  # 0.4 steps of fp16
+        for p in weights:
+            p.grad = torch.ones_like(p)
+            optimizer.state[p]["step"] = torch.tensor(float(before))
+            for moment in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[p][moment] = torch.zeros(64, 64)
+        optimizer.step()
+        rounded += [p.detach() for p in weights]
+    assert all(0.2 < (p < 1).float().mean() < 0.8 for p in rounded)
+    assert len({p.numpy().tobytes() for p in rounded}) == len(rounded)
