@@ -107,6 +107,12 @@ class Runtime:
     int8_weights: bool = False
     compiled: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.precision, Precision):
+            raise UserError(
+                f"precision is Auto(), Bf16(), Fp16() or Fp32() of limner.numerics.precision, not {self.precision!r}"
+            )
+
     @property
     def store(self) -> type[Store]:
         return Int8Store if self.int8_cache else Store

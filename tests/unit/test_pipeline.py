@@ -549,3 +549,8 @@ def test_the_package_shows_its_three_names():
     assert limner.__version__.count(".") == 2
     with pytest.raises(AttributeError, match="nothing"):
         _ = limner.nothing
+
+
+def test_a_precision_is_no_name():
+    with pytest.raises(UserError, match="of limner.numerics.precision, not 'bf16'"):
+        limner.load(precision="bf16")

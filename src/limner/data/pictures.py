@@ -68,8 +68,9 @@ BUDGET = Budget(1 << 30)
 def decode_image(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0) -> np.ndarray:
     """Decode a picture to uint8 [H, W, 3]: sRGB values, upright, on white where it is transparent.
 
-    Raises `Rejected`: "broken image", "decompression bomb" if its header claims more than `max_pixels`, or "too
-    many scans". On `target` see `decoded`.
+    Raises `Rejected`: "broken image", "decompression bomb" if its header claims more than `max_pixels`, "too many
+    scans", or "floating-point pixels" (a TIFF's), of which nothing says which number is white. On `target` see
+    `decoded`.
     """
     with decoded(data, max_pixels=max_pixels, target=target) as image:
         return image
@@ -114,6 +115,8 @@ def decoded(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0, reuse
     _check_scans(data, several, picture.width * picture.height)  # a JPEG may also be "MPO": several in one file
     if len(data) > _MAX_SLOW and _is_slow(data):
         raise Rejected("file too large")
+    if picture.mode == "F":
+        raise Rejected("floating-point pixels")
     if picture.format == "TIFF" and _jpegs_in_tiff(picture) < data.count(b"\xff\xda"):
         raise Rejected("too many scans")
     needed = picture.width * picture.height * (_WORK.get(picture.format or "", 8) + 7)

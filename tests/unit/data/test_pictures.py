@@ -50,6 +50,11 @@ def test_modes_and_orientation():
     assert turned.shape == (40, 8, 3)
 
 
+def test_floating_point_pixels_are_refused_since_they_may_go_to_1_or_255():
+    with pytest.raises(Rejected, match="floating-point pixels"):
+        decode_image(encode(np.full((9, 9), 0.5, np.float32), "TIFF"))
+
+
 @pytest.mark.parametrize("fast", [True, False])
 def test_orientation_may_also_be_told_in_xmp(monkeypatch, fast):
     if not fast:
