@@ -213,7 +213,7 @@ def test_data_from_icon_sets_to_shards(tmp_path):
 
 SCORED = ["--captions", 3, "--candidates", 2]
 EVALUATIONS = {
-    "composition": ([*SCORED, "--things", 1], "best of 2"),
+    "composition": ([*SCORED, "--things", 1, "--mosaic", "drawn.png"], "written: drawn.png"),
     "pairs": (["--pairs", 3, "--candidates", 2], "best of 2"),
     "reconstruction": (["--count", 4], "4 unseen pictures"),
 }
@@ -231,6 +231,8 @@ def test_evaluate_prints_a_table_and_writes_its_numbers_for_the_bundles_card(kin
     assert number > 0
     if kind != "reconstruction":
         assert number == 3
+    if kind == "composition":
+        assert Image.open(tmp_path / "drawn.png").width > 3 * 2 * 144  # a drawing and a real scene of each
     code, out, err = limner("bundle", bundle, "packed", "--about", "Tiny.", "--scores", "scores.json", cwd=tmp_path)
     assert code == 0, err
     assert re.fullmatch(r"packed: packed, \d\.\d MB\n", out)

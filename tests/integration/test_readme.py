@@ -43,6 +43,7 @@ APPENDED = {  # to a command that begins so
 HERE, CI = "tests/integration/test_readme.py", ".ci/run"
 WITHIN = {  # commands within sentences, and what runs them
     "limner draw --help": "tests/unit/test_catalogue.py",
+    "limner evaluate composition --captions 8 --candidates 8 --mosaic drawn.png": "tests/integration/test_cli.py",
     "limner train --recipe laptop --help": HERE,
     "limner train photos/ …": "tests/integration/test_examples.py",  # by the program of examples/
     # docs/SCALE.md has the same words, and test_torchrun.py kills a process of such a run.

@@ -38,9 +38,7 @@ class ContrastiveLoss:
         return loss, {"accuracy": accuracy, "kept": kept, "scale": scale.detach()}
 
 
-def logits(
-    scale: Float[Tensor, ""], rows: Float[Tensor, "B E"], choices: Float[Tensor, "N E"]
-) -> Float[Tensor, "B N"]:
+def logits(scale: Float[Tensor, ""], rows: Float[Tensor, "B E"], choices: Float[Tensor, "N E"]) -> Float[Tensor, "B N"]:
     """Each row's logits for all choices, in 32 bits: in bf16 those around 40 would be multiples of 1/4."""
     with torch.autocast(rows.device.type, enabled=False):
         return scale * rows @ choices.T

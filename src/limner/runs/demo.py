@@ -32,12 +32,13 @@ from limner.config import read_json, to_dict
 from limner.data.shard_writer import is_complete
 from limner.errors import UserError
 from limner.evaluation import composition, report
+from limner.evaluation.shown import sheet, shown
 from limner.files import atomic_write_bytes, atomic_write_text, locked
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import progress
 from limner.recipes.recipe import Bundled, ContrastiveStage, PriorStage, Recipe
 from limner.runs.demo_options import Demo
-from limner.runs.demo_report import Shown, page, sheet
+from limner.runs.demo_report import page
 from limner.runs.estimate import COMPANY, seconds_per_step, trial
 from limner.runs.train import train_all
 from limner.worlds.scenes import Scene
@@ -68,12 +69,9 @@ def _run(demo: Demo) -> composition.Composition:
     asked = composition.captions_for("held-out", (1, 2), max(demo.captions, demo.evaluated), demo.seed)
     with _timed(out, "drawing"):
         result, pictures = _draw(demo, pipe, asked)
-    shown = [
-        Shown(caption, scene, part, scores, right)
-        for (caption, scene), part, scores, right in zip(asked, pictures, result.scores, result.right, strict=False)
-    ]
-    report.save_png(sheet(shown), out / "contact.png")
-    report.save_page(out / "report.html", "limner demo", page(demo, recipe, pipe, shown, result))
+    drawings = shown(asked, pictures, result)
+    report.save_png(sheet(drawings), out / "contact.png")
+    report.save_page(out / "report.html", "limner demo", page(demo, recipe, pipe, drawings, result))
     return result
 
 

@@ -1,64 +1,27 @@
-"""The report of a demo: a contact sheet, and a web page with its drawings, scores, curves of training and times."""
+"""The report of a demo: a web page with its drawings, scores, curves of training and times."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image
-from torch import Tensor
 
 from limner.config import read_json
 from limner.evaluation import composition, report
+from limner.evaluation.shown import Shown
 from limner.pipeline import TextToImage
 from limner.progress import clock
 from limner.recipes.recipe import Recipe
 from limner.runs.demo_options import Demo
 from limner.training.metrics_log import read_metrics
-from limner.worlds.rendering import render
-from limner.worlds.scenes import Scene
 
 _CURVES = {
     "dvae": ("dVAE", ("loss", "eval/psnr")),
     "prior": ("prior", ("image", "text", "eval/image")),
     "contrastive": ("contrastive model", ("loss", "eval/accuracy")),
 }
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A caption with the real scene and its candidates: uint8 [N, 3, H, W], scores [N], verdicts [N]."""
-
-    caption: str
-    scene: Scene
-    pictures: Tensor
-    scores: np.ndarray
-    right: np.ndarray
-
-    @property
-    def best(self) -> int:
-        return int(self.scores.argmax())
-
-    def picture(self, i: int) -> Image.Image:
-        return Image.fromarray(self.pictures[i].permute(1, 2, 0).contiguous().numpy())
-
-    def real(self) -> Image.Image:
-        return Image.fromarray(render(self.scene, self.pictures.shape[-1]))
-
-
-def sheet(shown: Sequence[Shown]) -> Image.Image:
-    """The best drawing of each caption beside the real scene."""
-    rows = []
-    for one in shown:
-        right = bool(one.right[one.best])
-        label = f"{'right' if right else 'wrong'}, score {float(one.scores[one.best]):.2f}"
-        pictures = [(one.picture(one.best), label), (one.real(), "a real scene")]
-        rows.append(report.Row(caption=one.caption, pictures=pictures, right=right))
-    return report.contact_sheet(rows, columns=min(4, len(rows)))
 
 
 def page(demo: Demo, recipe: Recipe, pipe: TextToImage, shown: Sequence[Shown], result: composition.Composition) -> str:

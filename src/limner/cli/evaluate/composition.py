@@ -10,13 +10,15 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse, place
+from limner.cli.arguments import parse, place, place_png
 from limner.cli.evaluate.shared import Seed, keep, require_scenes
 from limner.errors import UserError, printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import clock, progress
 from limner.ranges import Checked, Range
 from limner.sampling.options import CANDIDATES, Sampler
+
+_SHOWN = 8  # captions in the picture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,8 @@ class ScoreComposition(Checked):
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
+    mosaic: Path | None = None
+    """Write a PNG of what was drawn of the first captions, eight at most, beside real scenes."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -48,17 +52,28 @@ def main(argv: Sequence[str]) -> None:
     options = parse(ScoreComposition, argv, "limner evaluate composition")
     if options.output:
         place(options.output)
+    if options.mosaic:
+        place_png(options.mosaic)
     if not options.things:
         raise UserError("things must be one number from 1 to 4 at least")
     from limner.evaluation import composition as evaluation
-    from limner.pipeline import load
+    from limner.evaluation.report import save_png
+    from limner.evaluation.shown import sheet, shown
+    from limner.pipeline import Candidates, load
 
     pipe = load(options.model)
     require_scenes(pipe.dvae.config.size, "name a model of scenes")
     captions = evaluation.captions_for(options.split, options.things, options.captions, options.seed)
     settings = evaluation.CompositionSettings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
-    begun = time.monotonic()
+    begun, pictures = time.monotonic(), []
+
+    def keep_first(start: int, made: Candidates) -> None:
+        pictures.extend(made.pictures[: max(0, _SHOWN - start)])
+
     with progress("drawing and judging", len(captions) * options.candidates, unit="drawing") as bar:
-        result = evaluation.score(pipe, captions, settings, progress=bar.advance)
+        result = evaluation.score(pipe, captions, settings, progress=bar.advance, keep=keep_first)
     print(f"{printable(pipe.name)}, {options.split} combinations, {clock(time.monotonic() - begun)}\n{result.table()}")
+    if options.mosaic:
+        path = save_png(sheet(shown(captions, pictures, result)), options.mosaic)
+        print(f"written: {printable(path)}")
     keep(result.save, options.output)
