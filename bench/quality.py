@@ -4,8 +4,9 @@
 
 DATA is what `limner data icons` wrote, PATH a folder as `bench/prior.py` describes it, MODEL a bundle whose contrastive
 model chooses among the candidates of both sides. Each side is a process of its own: it trains a dVAE and a transformer
-from random weights for so many minutes, then draws each held-out combination of subject and style. The judge of
-`limner evaluate icons` reads the drawings; what is printed are the shares that are right, with 95% intervals.
+from random weights for so many minutes, then draws each held-out combination of subject and style, and captions that it
+was trained on. The judge of `limner evaluate icons` reads the drawings; what is printed are the shares that are right,
+with 95% intervals.
 
     ours       the recipe `icons`, with as many steps of its prior as the time allows; drawn with its defaults
     theirs     DiscreteVAE and DALLE of dalle-pytorch 1.6.6 with the defaults of its `train_vae.py`, `train_dalle.py`
@@ -49,6 +50,8 @@ from limner.sampling.rerank import best, scores
 from limner.text.bpe import Tokenizer
 
 SIZE, CANDIDATES, TEXT = 64, 16, 40
+_SPLITS = {"combination": "held-out combinations", "train": "captions of training"}
+_CAPTIONS = 128  # of each split, if it has so many
 _DRAWN = 64  # candidates that dalle-pytorch draws at a time
 _DVAE = 1 / 3  # of dalle-pytorch's time
 
@@ -210,7 +213,7 @@ def main() -> None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
     icons = Icons.of(open_source(options.data), SIZE)
-    wanted = icons.gallery.choose("combination")
+    wanted = [i for split in _SPLITS for i in icons.gallery.choose(split, _CAPTIONS, PUBLISHED)]
     captions = [icons.gallery.captions[w] for w in wanted]
     (options.out / "captions.json").write_text(json.dumps(captions))
     for side in ("ours", "theirs"):
@@ -222,23 +225,27 @@ def main() -> None:
     reranker = load(options.reranker)
     text = reranker.tokenizer.encode(captions, reranker.contrastive.config.text_len)
     subjects = [icons.gallery.families[w] for w in wanted]
-    found: dict[str, list[Rate]] = {}
+    right, chosen = {}, {}
     for side in ("ours", "theirs"):
         pictures = load_file(options.out / side / "drawings.safetensors")["pictures"]
         subject, style = judge.read(pictures.flatten(0, 1))
-        right = np.array(
+        right[side] = np.array(
             [
                 (subject[k], style[k]) == (subjects[k // CANDIDATES], icons.styles[wanted[k // CANDIDATES]])
                 for k in range(len(subject))
             ]
         ).reshape(-1, CANDIDATES)
         picked = best(scores(reranker.contrastive, text, pictures), 1).numpy()
-        chosen = np.take_along_axis(right, picked, 1)[:, 0]
-        found[side] = [Rate.of(right.mean(1), subjects), Rate.of(chosen, subjects)]
-    print(f"{len(captions)} held-out combinations; drawings of the right subject in the right style")
-    print(f"{'':10}{'best of 1':>28}{f'best of {CANDIDATES}':>28}")
-    for side, rates in found.items():
-        print(f"{side:10}" + "".join(f"{rate!s:>28}" for rate in rates))
+        chosen[side] = np.take_along_axis(right[side], picked, 1)[:, 0]
+    for split, name in _SPLITS.items():
+        mine = [k for k, w in enumerate(wanted) if icons.gallery.splits[w] == split]
+        print(f"{len(mine)} {name}; drawings of the right subject in the right style")
+        print(f"{'':10}{'best of 1':>28}{f'best of {CANDIDATES}':>28}")
+        for side in ("ours", "theirs"):
+            rates = [
+                Rate.of(verdicts[mine], [subjects[k] for k in mine]) for verdicts in (right[side].mean(1), chosen[side])
+            ]
+            print(f"{side:10}" + "".join(f"{rate!s:>28}" for rate in rates))
 
 
 if __name__ == "__main__":
