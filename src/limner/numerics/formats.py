@@ -65,6 +65,9 @@ class FloatFormat(Checked):
         if 1 - self._bias - self.mantissa < -126 or self._highest + _FRACTION - self.mantissa > 127:
             raise ValueError(f"{self} reaches beyond fp32: choose a bias nearer to {2 ** (self.exponent - 1) - 1}")
 
+    def __reduce__(self) -> tuple[type[FloatFormat], tuple[int | None, ...]]:
+        return FloatFormat, (self.sign, self.exponent, self.mantissa, self.bias)  # without what was compiled for it
+
     def __str__(self) -> str:
         return f"{self.sign}-{self.exponent}-{self.mantissa}"
 

@@ -1,5 +1,8 @@
 """Shapes, layouts and mistakes; values are in tests/reference/test_formats.py."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -64,3 +67,11 @@ def test_what_cannot_be_compiled_runs_as_it_is_written(monkeypatch: pytest.Monke
     with pytest.warns(UserWarning, match=r"does not work here \(no compiler\)") as said:
         once = double(torch.ones(fused.LARGE))
     assert len(said) == 1 and torch.equal(double(torch.ones(fused.LARGE)), once)
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda form: pickle.loads(pickle.dumps(form))])
+def test_a_format_that_was_used_can_be_copied(twin) -> None:
+    form, x = FloatFormat(1, 5, 2, bias=16), torch.randn(7)
+    codes = form.pack(x)
+    other = twin(form)
+    assert other == form and torch.equal(other.pack(x), codes)
