@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from limner.cli import main
 from limner.errors import UserError
 from limner.evaluation.foretold import foretold
 
@@ -44,3 +45,14 @@ def test_the_matrix_that_foretells_is_named_first_and_drawn(tmp_path):
 def test_what_is_no_run_is_said_in_a_sentence(tmp_path):
     with pytest.raises(UserError, match="name a stage's folder"):
         foretold(tmp_path)
+
+
+def test_spikes_are_told_where_no_rms_was_logged(tmp_path, capsys):
+    """As with Lion, which divides by no running mean."""
+    loss = 2 + 0.05 * np.random.default_rng(0).standard_normal(1_000)
+    loss[599:603] += 1
+    rows = [{"step": i, "loss": value, "rms": {}} for i, value in enumerate(loss, 1)]
+    (tmp_path / "stability.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["inspect", "spikes", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "1 spike of the loss, at steps 600" in said and "no RMS_t was logged" in said

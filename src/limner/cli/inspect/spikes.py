@@ -32,12 +32,14 @@ def main(argv: Sequence[str]) -> None:
     if options.output:
         place(options.output)
     from limner.evaluation.foretold import HEADER, foretold
+    from limner.metrics.spikes import loss_spikes
 
     found = foretold(options.run)
     rows = [row for row in found.rows() if row[1] != "0"]
-    said = next(iter(found.found.values())).loss if found.found else []
+    said = loss_spikes(found.loss)
     steps = f", at steps {', '.join(map(str, said[:8]))}{' ...' if len(said) > 8 else ''}" if said else ""
     print(f"{len(found.loss):,} steps, {len(said)} spike{'s' * (len(said) != 1)} of the loss{steps}")
-    print(table(HEADER, rows) if rows else "RMS_t of no matrix has spiked")
+    none = "RMS_t of no matrix has spiked" if found.found else "no RMS_t was logged: only Adam and its kin have one"
+    print(table(HEADER, rows) if rows else none)
     if options.output:
         print(f"written: {printable(found.save(options.output, f'Spikes of {options.run}'))}")
