@@ -226,7 +226,7 @@ class LossScale(_OfLoss):
         if math.isfinite(_sizes(self.parameters, self.scale).sum().item()):
             self.good += 1
             if self.good % self.EVERY == 0:
-                self.scale.mul_(2)
+                self.scale.mul_(2).clamp_(max=2.0**127)  # infinite it would stay so, where gradients never overflow
         else:  # the loop finds the same and skips the update
             self.good, self.skipped = 0, self.skipped + 1
             self.scale.div_(2)

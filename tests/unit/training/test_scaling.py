@@ -259,6 +259,18 @@ def test_a_loss_scale_halves_skips_everything_and_grows_back(monkeypatch):
     assert hook.scale.item() == hook.FIRST and run.skipped == 1
 
 
+def test_a_loss_scale_that_no_gradient_stops_stays_finite():
+    """In fp32 it doubles until it is infinite, and the gradients with it from then on."""
+    run = run_of("loss")
+    (hook,) = scaling(run)
+    hook.scale.fill_(2.0**127)
+    hook.good = hook.EVERY - 1
+    for p in run.parameters:
+        p.grad = torch.zeros_like(p)
+    hook.after_backward(run)
+    assert hook.scale.item() == 2.0**127 and hook.skipped == 0
+
+
 class Endless:
     def __init__(self):
         self.position = 0
