@@ -68,7 +68,7 @@ class LowPrecisionLinear(nn.Linear):
                 f"dimension, not {str(input.dtype).removeprefix('torch.')} {list(input.shape)}"
             )
         kind, x = input.device.type, input
-        if kind != "meta" and torch.is_autocast_enabled(kind):
+        if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:  # which autocast leaves
             x = input.to(torch.get_autocast_dtype(kind))
         if not x.numel() or not self.out_features or kind == "meta":  # nothing is multiplied
             return F.linear(x, self.weight.to(x.dtype), self.bias if self.bias is None else self.bias.to(x.dtype))

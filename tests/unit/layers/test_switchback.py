@@ -196,6 +196,13 @@ def test_under_autocast_results_have_16_bits_and_gradients_the_parameters_format
 
 
 @every
+def test_autocast_leaves_float64_as_it_is(kind):
+    layer, x = kind(8, 4).double(), torch.randn(3, 8, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).dtype == nn.Linear(8, 4).double()(x).dtype == torch.float64
+
+
+@every
 def test_function_transforms_see_an_ordinary_layer(kind):
     torch.manual_seed(0)
     layer, x = kind(12, 6), torch.randn(5, 3, 12)
