@@ -157,7 +157,11 @@ class MomentOptimizer(torch.optim.Optimizer):
 
 def together(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Parameters in lists that are updated at once: large ones alone, so that a step needs little memory beyond the
-    state, and small ones of one device and dtype together, so that it needs few calls."""
+    state, and small ones of one device and dtype together, so that it needs few calls. Raises `RuntimeError` for a
+    sparse gradient."""
+    parameters = list(parameters)
+    if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
+        raise RuntimeError("sparse gradients have no update here: give nn.Embedding sparse=False")
     waiting: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     for p in parameters:

@@ -213,3 +213,13 @@ def test_no_gradient_and_a_tiny_eps_are_no_nan(make: Make, eps: float, size: int
         assert p.isfinite().all()
     if isinstance(optimizer, StableAdamW):
         assert 0 < optimizer.rms([("p", p)])["p"] < 2
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_sparse_gradients_are_refused_before_anything_is_counted(make: Make) -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = make(table.parameters())
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse gradients have no update here: give nn.Embedding sparse=False"):
+        optimizer.step()
+    assert not optimizer.state[table.weight]
