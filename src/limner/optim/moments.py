@@ -7,8 +7,9 @@ NaN).
 Moments in 16 bits (App. B.2 and D of Ramesh et al. 2021) are codes: 1-6-9 for the running mean, 0-6-10 for the running
 variance. A step unpacks those of a few tensors at a time, computes in fp32, and packs them again; `read` and `write`
 are all that knows of it. Which tensors: groups of parameters say `packed`, and of these the tensors with two dimensions
-or more. "Store all gains, biases, embeddings, and unembeddings in 32-bit precision, [...] and 32-bit Adam moments"
-(D.2): gains and biases have one dimension; embeddings and output layers belong into a group with `packed=False`.
+or more, unless they are float64. "Store all gains, biases, embeddings, and unembeddings in 32-bit precision, [...] and
+32-bit Adam moments" (D.2): gains and biases have one dimension; embeddings and output layers belong into a group with
+`packed=False`.
 
 Weights may be in 16 bits, too ("most parameters, Adam moments, and activations are stored in 16-bit precision", §2.4).
 Then their moments, if not packed, are fp32, and so is the whole update; the weight is rounded once, at its end, up or
@@ -132,11 +133,12 @@ class MomentOptimizer(torch.optim.Optimizer):
 
     def _state(self, p: Tensor, packed: bool) -> dict[str, Tensor]:
         state = self.state[p]
+        packed = packed and p.ndim >= 2 and p.dtype != torch.float64  # whose updates are to be exact
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for moment, its_format in FORMATS.items():
                 plain = torch.float32 if p.dtype in HALVES else p.dtype
-                dtype = its_format.dtype if packed and p.ndim >= 2 else plain  # code 0 is the number 0
+                dtype = its_format.dtype if packed else plain  # code 0 is the number 0
                 state[moment] = torch.zeros_like(p, dtype=dtype)
         return state
 

@@ -223,3 +223,13 @@ def test_sparse_gradients_are_refused_before_anything_is_counted(make: Make) -> 
     with pytest.raises(RuntimeError, match="sparse gradients have no update here: give nn.Embedding sparse=False"):
         optimizer.step()
     assert not optimizer.state[table.weight]
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_weights_in_float64_have_moments_in_float64(make: Make) -> None:
+    p = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+    optimizer = make([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert p.isfinite().all()
+    assert {value.dtype for name, value in optimizer.state[p].items() if name != "step"} == {torch.float64}
