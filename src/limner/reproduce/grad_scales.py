@@ -33,10 +33,18 @@ _LAST = 50  # steps whose mean loss is a run's
 
 
 class ResblockScalesFast(ResblockScales):
-    """The paper's rule, so much faster that a short run sees it."""
+    """The paper's rule, so much faster that a short run sees it. `seen` are log2 of the scales after each update."""
 
     GROWTH = ResblockScales.GROWTH**_FASTER
     WINDOW = ResblockScales.WINDOW // _FASTER
+
+    def __init__(self, run: Run, form: FloatFormat | None = None) -> None:
+        super().__init__(run, form)
+        self.seen: list[list[float]] = []
+
+    def after_backward(self, run: Run) -> None:
+        super().after_backward(run)
+        self.seen.append(self.scales.log2().tolist())
 
 
 class LossScaleFast(LossScale):
@@ -65,7 +73,8 @@ def hooks(kind: str, run: Run) -> Sequence[Hook]:
 
 
 def trial(of: Training) -> Result:
-    """The losses, the updates that were skipped, and the scales at the end."""
+    """The losses, the updates that were skipped, and the scales: of resblocks after each update, of the loss at the
+    end."""
     from limner.layers.precisions import Narrow
     from limner.numerics.precision import Fp32
     from limner.optim.optimizers import AdamW
@@ -82,12 +91,11 @@ def trial(of: Training) -> Result:
         optimizer=AdamW(lr=of.lr, betas=(0.9, 0.98)), precision=Fp32() if of.kind == "fp32" else Narrow(form=FORM),
         max_bad_steps=of.steps,
     )  # fmt: skip
-    scales = made[0].scales.log2().tolist() if made and isinstance(made[0], ResblockScales) else []
     return {
         "loss": trained.loss.tolist(),
         "held_out": priors.held_out_loss(trained.run.model),  # pyright: ignore[reportArgumentType]
         "skipped": trained.run.skipped,
-        "scales": scales,
+        "scales": made[0].seen if made and isinstance(made[0], ResblockScalesFast) else [],
         "loss_scale": made[0].scale.log2().item() if made and isinstance(made[0], LossScale) else None,
     }
 
@@ -101,7 +109,9 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
     found = {kind: results[i * len(seeds) : (i + 1) * len(seeds)] for i, kind in enumerate(kinds)}
     held_out = {kind: np.array([r["held_out"] for r in some]) for kind, some in found.items()}
     best, ours, global_ = (held_out[kind].mean() for kind in ("fp32", "resblocks", "loss"))
-    scales = np.array([r["scales"] for r in found["resblocks"]]).mean(0)
+    scales = np.array([r["scales"][-1] for r in found["resblocks"]]).mean(0)
+    early = np.array(found["resblocks"][0]["scales"])
+    shown = dict.fromkeys(np.linspace(0, len(scales) - 1, 4).round().astype(int).tolist())
     words = {"fp32": "fp32", "resblocks": "one for each resblock", "loss": "one for the loss", "none": "none"}
     rows = [
         (
@@ -129,6 +139,9 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
         rows=rows,
         curves={
             "loss, first seed": {words[kind]: list(enumerate(some[0]["loss"])) for kind, some in found.items()},
+            "log2 of the scales, first seed": {
+                f"resblock {i + 1}": list(enumerate(early[:, i].tolist())) for i in shown
+            },
             "log2 of the scales at the end, over resblocks": {"mean of seeds": list(enumerate(scales.tolist()))},
         },
         settings={"seeds": list(seeds), **{k: v for k, v in asdict(settings[0]).items() if k not in ("kind", "seed")}},

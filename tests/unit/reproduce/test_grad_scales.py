@@ -1,0 +1,45 @@
+"""Figure 12: the scale of each resblock is kept from the first update on, and drawn."""
+
+import pytest
+import torch
+
+from limner.models.transformer import TransformerConfig
+from limner.numerics.precision import Fp32
+from limner.objectives.autoregressive import Autoregressive
+from limner.reproduce import grad_scales
+from limner.reproduce.grad_scales import FORM, ResblockScalesFast
+from limner.reproduce.trials import Trials
+from limner.training.config import TrainConfig
+from limner.training.run import Run
+from limner.training.step import update
+
+MODEL = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3), width=16, depth=1, heads=2)
+
+
+def test_scales_are_kept_after_each_update():
+    run = Run(MODEL.build(), Autoregressive(), TrainConfig(steps=3, batch_size=2, precision=Fp32()))
+    (hook,) = grad_scales.hooks("resblocks", run)
+    batch = {"text": torch.ones(2, 5, dtype=torch.long), "image": torch.ones(2, 9, dtype=torch.long)}
+    for _ in range(3):
+        update(run, batch, [hook])
+    assert isinstance(hook, ResblockScalesFast) and [len(scales) for scales in hook.seen] == [2, 2, 2]
+    assert hook.seen[-1] == pytest.approx(hook.scales.log2().tolist())
+
+
+class Given(Trials):
+    """Results without trials: five resblocks, whose scales rise at their own pace."""
+
+    def run(self, trial, settings, title):
+        scales = [[13 + step * i / 10 for i in range(5)] for step in range(10)]
+        return [
+            {"loss": [1.0] * 10, "held_out": 1.0, "skipped": 0, "scales": scales if of.kind == "resblocks" else []}
+            for of in settings
+        ]
+
+
+def test_they_are_drawn_beside_the_loss(tmp_path):
+    found = grad_scales.reproduce(Given(tmp_path), quick=True)
+    assert str(FORM) in found.verdict and "span 3.6 powers of two" in found.verdict
+    curves = dict(found.curves)["log2 of the scales, first seed"]
+    assert list(curves) == ["resblock 1", "resblock 2", "resblock 4", "resblock 5"]
+    assert curves["resblock 5"][0] == (0, 13) and curves["resblock 5"][-1] == (9, pytest.approx(16.6))
