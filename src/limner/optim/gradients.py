@@ -2,9 +2,9 @@
 
 A gradient in fp32 is what it says. One in 16 bits stays multiplied by the scale of its resblock until an update reads
 it: divided in its own format it would underflow, which the scale is there to prevent. So it carries what it is still to
-be divided by, which goes when the gradient goes, and whoever needs its values calls `read`. (Ramesh et al. 2021 put the
-quotient into 1-6-9 instead, where "the larger exponent range ensures that this division does not result in underflow",
-App. E.2, step 2; that costs a pass over memory, and a bit of the significand.)
+be divided by, which goes when the gradient goes (set to None, not to zero), and whoever needs its values calls `read`.
+(Ramesh et al. 2021 put the quotient into 1-6-9 instead, where "the larger exponent range ensures that this division
+does not result in underflow", App. E.2, step 2; that costs a pass over memory, and a bit of the significand.)
 """
 
 from __future__ import annotations
