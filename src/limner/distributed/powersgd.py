@@ -17,7 +17,8 @@ Step 12 comes right after step 7, so that a buffer is unpacked and packed once p
 
 So r (m + n) numbers travel where m n did, and what is left out comes later: over all steps, the mean of the buffers
 plus the gradients handed over is the sum of the mean gradients. Numbers travel in 1-6-9, twice as thin again; what that
-rounds off stays in the buffers, too, because step 12 subtracts what the replicas really had.
+rounds off stays in the buffers, too, because step 12 subtracts what the replicas really had. So does what is rounded
+off, or cut off, where a parameter in 16 bits takes the gradient in its format.
 
 With shards, each process factors its own shard, with r / shards directions, "independently of its neighboring GPUs"
 (§2.5). Since all steps are linear in E, only the mean of the buffers over replicas matters. A checkpoint holds that
@@ -48,7 +49,7 @@ from torch import Tensor, distributed, nn
 from limner.data.stream import hash64
 from limner.distributed.reducers import Bucket, Replicas, Waiting, averaged
 from limner.errors import UserError
-from limner.numerics.formats import E6M9
+from limner.numerics.formats import E6M9, HALVES
 from limner.optim import gradients
 from limner.optim.shards import like, local, placed, sharded
 from limner.ranges import Checked, Range
@@ -125,6 +126,10 @@ class Matrix:
     def oriented(self, error: Float[Tensor, "h w"]) -> Float[Tensor, "m n"]:
         return error.T if self.turned else error
 
+    def rounded(self, gradient: Float[Tensor, "h w"]) -> Float[Tensor, "h w"]:
+        """What comes of it in the parameter's format."""
+        return gradients.rounded(gradient, self.parameter.dtype, self.divisor)
+
     def product(self, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> tuple[Tensor, Tensor]:
         """[h, r] and [r, w], whose product is P Q^T as the shard is stored."""
         return (q, p.T) if self.turned else (p, q.T)
@@ -178,7 +183,7 @@ class PowerSGD:
             return None
         seed = int(hash64(self.config.seed, *name.encode())) >> 1  # the same on all replicas, another one for each name
         start = torch.randn(n, r, generator=torch.Generator().manual_seed(seed)).to(shard.device)
-        buffer = torch.zeros_like(shard, memory_format=torch.contiguous_format)
+        buffer = torch.zeros(shard.shape, dtype=torch.float32, device=shard.device)
         return Matrix(name, p, E6M9.pack(buffer) if self.config.narrow else buffer, height > width, start)
 
     def reduce(self, bucket: str) -> Waiting:
@@ -234,7 +239,7 @@ class PowerSGD:
         yield from averaged(self._rest, self._replicas.mean)
         for matrix, p, q in self.factors:
             left, right = matrix.product(p, q)
-            matrix.give(left @ right)
+            matrix.give(matrix.rounded(left @ right))
         self.factors.clear()
 
     @torch.no_grad()
@@ -259,7 +264,12 @@ class PowerSGD:
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
     ) -> None:
         """Step 12, which may write over `error`; P Q^T will be the gradient."""
-        matrix.keep(error.addmm_(*matrix.product(p, q), alpha=-1))
+        left, right = matrix.product(p, q)
+        if matrix.parameter.dtype in HALVES:
+            error.sub_(matrix.rounded(left @ right))
+        else:
+            error.addmm_(left, right, alpha=-1)
+        matrix.keep(error)
         self.factors.append((matrix, p, q))
 
     def _orthonormal(self, factors: list[Float[Tensor, "m r"]]) -> list[Float[Tensor, "m r"]]:

@@ -32,6 +32,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from limner.distributed.reducers import Bucket, Plain, Replicas, Waiting, averaged
 from limner.errors import UserError
+from limner.numerics.formats import HALVES
+from limner.optim import gradients
 from limner.optim.shards import sharded
 
 _UNCOMPRESSED = 2  # updates; the least that the hook takes
@@ -88,7 +90,8 @@ class TorchPowerSGD(Plain):
             replicas.group, self.rank, start_powerSGD_iter=_UNCOMPRESSED, min_compression_rate=1
         )
         like = next(iter(self._matrices.values()))
-        self._state.error_dict[0] = like.new_zeros(sum(p.numel() for p in self._matrices.values()), requires_grad=False)
+        count = sum(p.numel() for p in self._matrices.values())
+        self._state.error_dict[0] = torch.zeros(count, dtype=torch.float32, device=like.device)
 
     def _smaller(self, p: Tensor) -> bool:
         """Whether two factors are smaller than the matrix."""
@@ -113,7 +116,7 @@ class TorchPowerSGD(Plain):
         parts = list(self._split(values))
         for part, grad, skip in zip(parts, grads, bad, strict=True):
             if grad is not None and not skip:
-                part.copy_(grad)
+                part.copy_(gradients.read(grad))
         self._state.rng.seed(self._state.iter)  # of Q, where it is drawn: so that its state need not be kept
         yield cast(Any, powerSGD_hook(self._state, cast(Any, _All(values, parts))))  # waited for as other work is
         for part, error, grad, skip in zip(parts, self._errors, grads, bad, strict=True):
@@ -122,8 +125,12 @@ class TorchPowerSGD(Plain):
                 self._state.p_memory_dict.clear()  # so that Q is drawn anew
             elif grad is None or skip:
                 error.add_(part)
+            elif grad.dtype in HALVES:  # what it cannot have of it
+                error.add_(part)
+                part.copy_(gradients.rounded(part, grad.dtype, gradients.divisor(grad)))
+                error.sub_(part)
             if grad is not None:
-                grad.copy_(torch.full_like(part, torch.nan) if skip else part)
+                gradients.write(grad, torch.full_like(part, torch.nan) if skip else part)
 
     @property
     def _errors(self) -> list[Tensor]:
@@ -141,7 +148,7 @@ class TorchPowerSGD(Plain):
         these = set(parameters)
         for p, error in zip(self._matrices.values(), self._errors, strict=True):
             if p in these and p.grad is not None and p.grad.isfinite().all():
-                error.add_(p.grad)
+                error.add_(gradients.read(p.grad))
 
     def tensors(self) -> dict[str, Tensor]:
         errors = self._state.error_dict[0].clone()

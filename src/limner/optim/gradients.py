@@ -54,6 +54,16 @@ def write(grad: Tensor, values: Tensor) -> None:
     local(grad).copy_(values if by is None else values * by)
 
 
+def rounded(values: Tensor, dtype: torch.dtype, by: Tensor | None) -> Tensor:
+    """What `read` will give of values that are kept in that format, to be divided by that number: in 16 bits those that
+    leave fp16 become its largest."""
+    if dtype not in HALVES:
+        return values
+    end = torch.finfo(dtype).max
+    kept = (values if by is None else values * by).clamp(-end, end).to(dtype).float()
+    return kept if by is None else kept.div_(by)
+
+
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """The Euclidean length of all of them together, [], the same on every process."""
     wide, halves = _apart(gradients)

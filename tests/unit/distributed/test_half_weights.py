@@ -1,20 +1,26 @@
 """Weights of blocks stored in fp16, in several processes: each way to divide the work learns what one process does."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, distributed, nn
 
 from limner.data.stream import Stream
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
-from limner.distributed.reducers import Plain
+from limner.distributed.reducers import GradientReducer, Plain, Reduction, Replicas, buckets
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
+from limner.distributed.torch_powersgd import TorchPowerSGD
+from limner.layers.half import HalfLinear
 from limner.layers.precisions import Fp16Weights
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
+from limner.optim import gradients
 from limner.optim.optimizers import AdamW16
 from limner.optim.shards import local, whole
 from limner.training.checkpoint import Files
@@ -97,6 +103,52 @@ def test_matrices_stay_in_16_bits_and_each_process_of_shards_has_half(found):
                 assert one["bytes"] == (alone["bytes"] + biases) / 2
             else:
                 assert one["bytes"] == alone["bytes"]
+
+
+REDUCERS: dict[str, Callable[[], GradientReducer]] = {
+    "powersgd": lambda: PowerSGD(PowerSGDConfig(rank=3, narrow=False)),
+    "torch-powersgd": lambda: TorchPowerSGD(3),
+}
+
+
+def all_compressed() -> dict[tuple[str, torch.dtype, float], tuple[Tensor, ...]]:
+    """What is handed over of a matrix's gradients by way, format and size, what is kept, and what there was of this
+    process; the gradients' scale changes from step to step."""
+    found = {}
+    for name, dtype, size in product(REDUCERS, (torch.float16, torch.bfloat16), (1.0, 3e4)):
+        model, scale, reducer = nn.Module(), torch.tensor(1.0), REDUCERS[name]()
+        model.blocks = nn.ModuleList([HalfLinear(20, 12, bias=False, dtype=dtype)])
+        weight = model.blocks[0].weight
+        reduction = Reduction(reducer, buckets(model), Replicas(distributed.group.WORLD), {weight: scale})  # type: ignore[arg-type]
+        draw = torch.Generator().manual_seed(distributed.get_rank())
+        always, given, had = torch.randn(12, 20, generator=draw), torch.zeros(12, 20), torch.zeros(12, 20)
+        for step in range(8):
+            scale.fill_(8.0 * (1 + step % 3))
+            model.zero_grad()
+            gradient = (size * (always + 0.1 * torch.randn(12, 20, generator=draw)).clamp(-2, 2)).to(dtype)
+            (weight * gradient).sum().backward()  # type: ignore[operator]
+            reduction.complete()
+            assert weight.grad is not None
+            given += gradients.read(weight.grad)  # type: ignore[arg-type]
+            had += gradient.float() / scale
+        found[name, dtype, size] = given, reducer.tensors()["blocks.0.weight"], had
+    return found
+
+
+@pytest.fixture(scope="module")
+def compressed() -> list[dict[tuple[str, torch.dtype, float], tuple[Tensor, ...]]]:
+    return on_ranks(2, all_compressed)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1.0, 3e4])
+def test_what_16_bits_cannot_hold_of_a_gradient_comes_later(compressed, name, dtype, size):
+    """It is rounded, and cut off at the end of fp16, which the sum of several gradients may reach."""
+    ranks = [rank[name, dtype, size] for rank in compressed]
+    should = torch.stack([had for _, _, had in ranks]).mean(0)
+    for given, kept, _ in ranks:
+        assert (given + kept - should).norm() < 1e-6 * should.norm()
 
 
 def train_on(out: Path, steps: int) -> None:
