@@ -24,6 +24,7 @@ from limner.runs.material import Material
 from limner.runs.stages import Stages, relate, reranker
 from limner.runs.train import train_all
 from limner.training.metrics_log import read_metrics
+from limner.training.parallel import Single
 from limner.worlds.writing import write_scenes
 from more_patterns import dilated
 from tiny import tiny_recipe
@@ -103,6 +104,16 @@ def test_what_cannot_be_trained_is_found_before_the_first_stage(data, tmp_path):
     wrong = replace(RECIPE, contrastive=replace(RECIPE.contrastive, model=ContrastiveConfig(patch=7, width=32)))
     with pytest.raises(UserError, match="patch must divide"):
         train_all(wrong, data, tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_batch_of_a_later_stage_that_cannot_be_divided_is_found_then_too(data, tmp_path):
+    class First(Single):
+        world = 3
+
+    dvae = replace(RECIPE.dvae, training=replace(RECIPE.dvae.training, batch_size=3))
+    with pytest.raises(UserError, match="among 3 ranks: choose a multiple of 3 for prior.training.batch_size"):
+        train_all(replace(RECIPE, dvae=dvae), data, tmp_path / "run", parallel=First())
     assert list((tmp_path / "run").iterdir()) == []
 
 
