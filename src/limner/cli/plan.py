@@ -52,7 +52,7 @@ class PlanOptions(Checked):
     """GPUs of a machine, among which its copy of the parameters is sharded."""
     rank: Annotated[int | None, Range(1, 10**6)] = None
     """PowerSGD's rank over all shards; the paper's by default (Table 1)."""
-    link: Annotated[float | None, Range(above=0)] = None
+    link: Annotated[float | None, Range(1e-3, 1e9)] = None
     """Mbit/s between a machine and the others; what is usual for the kind of GPU by default."""
     replicas: Annotated[int | None, Range(1, 10**7)] = None
     """Of the sharded parameters; the quickest number that fits by default."""

@@ -99,7 +99,7 @@ def _reducer(options: Train) -> Make | None:
         return partial(PowerSGD, PowerSGDConfig(rank=rank))
     if options.reduce == "torch-powersgd":
         return partial(TorchPowerSGD, rank)
-    raise UserError(f"reduce.rank is of powersgd, not of {options.reduce}: add --reduce powersgd")
+    raise UserError(f"reduce.rank is of powersgd and torch-powersgd, not of {options.reduce}: add --reduce powersgd")
 
 
 def find_recipe(name: str | None) -> Recipe | None:

@@ -71,6 +71,7 @@ def test_help_names_every_command(capsys):
         (["plan", "--gpus", "1000"], "a batch of 1024 cannot be divided among 1000 ranks: choose a multiple of 1000"),
         (["plan", "--replicas", "3"], "1024 processes cannot hold 3 replicas: choose a divisor of 1024"),
         (["plan", "--replicas", "128", "--rank", "100"], "a rank of 100 cannot be divided among 8 shards"),
+        (["plan", "--link", "1e-300"], "link must be at least 0.001, not 1e-300"),
         (["plan", "--recipe", "dalle-21b"], "did you mean 'dalle-12b'"),
         (["bench", "--size", "smal"], "did you mean 'small'"),
         (["bench", "--candidates", "0"], "candidates must be at least 1, not 0"),
@@ -78,6 +79,10 @@ def test_help_names_every_command(capsys):
         (["train", "data", "--out", "run", "--recipe", "dmeo"], "did you mean 'demo'"),
         (["train", "data", "--out", "run", "--recipe", "demo", "--prior.training.step", "1"], "prior.training.steps"),
         (["train", "no-such-data", "--out", "run", "--recipe", "demo"], "does not exist"),
+        (
+            ["train", "data", "--out", "run", "--recipe", "demo", "--reduce", "bf16", "--reduce.rank", "8"],
+            "reduce.rank is of powersgd and torch-powersgd, not of bf16: add --reduce powersgd",
+        ),
         (["bundle", "no-such-model", "out"], "no-such-model"),
         (["demo", "--captions", "0"], "captions must be at least 1"),
     ],
