@@ -168,7 +168,9 @@ class PowerSGD:
             return "the model has no blocks whose gradients could be compressed: they travel in fp32"
         ranks = {m.start.shape[1] * _shards(m.parameter) for m in self._all()}
         rank = " to ".join(str(r) for r in sorted({min(ranks), max(ranks)}))
-        return f"gradients of {len(self._all())} of {self._given} matrices are compressed to rank {rank}"
+        shards = _shards(self._all()[0].parameter)
+        over = f" over {shards} shards" if shards > 1 else ""
+        return f"gradients of {len(self._all())} of {self._given} matrices are compressed to rank {rank}{over}"
 
     def _matrix(self, name: str, p: nn.Parameter) -> Matrix | None:
         """None where two factors would be no smaller than the matrix, or where shards differ in size."""

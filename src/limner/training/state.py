@@ -157,10 +157,12 @@ def _of(name: str, rank: int) -> str:
 def _made_with(run: Run) -> dict[str, str]:
     """What may change the last bits of a result without being a setting."""
     ranks = {"ranks": f"{run.parallel.world} ranks"} if run.parallel.world > 1 else {}
+    reduced = {"reduced": told} if (told := run.parallel.describe()) else {}
     return {
         "limner": f"limner {__version__}",
         "torch": f"torch {torch.__version__}",
         "device": run.device.type,
         "precision": str(run.config.precision.dtype(run.device)).removeprefix("torch."),
         **ranks,
+        **reduced,
     }

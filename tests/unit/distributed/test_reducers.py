@@ -378,7 +378,7 @@ def described() -> str:
 
 
 def test_the_rank_that_shards_can_have_is_said():
-    assert set(on_ranks(4, described)) == {"gradients of 8 of 8 matrices are compressed to rank 6"}
+    assert set(on_ranks(4, described)) == {"gradients of 8 of 8 matrices are compressed to rank 6 over 2 shards"}
 
 
 def test_a_bucket_is_a_resblock_an_entry_of_a_list_or_a_child_of_the_model():

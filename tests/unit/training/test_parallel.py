@@ -72,6 +72,22 @@ def test_another_number_of_ranks_is_pointed_out(tmp_path: Path) -> None:
         go(tmp_path, Second())
 
 
+def test_another_way_to_compress_gradients_is_pointed_out(tmp_path: Path) -> None:
+    """Other shards have other factors."""
+
+    class Compressing(Single):
+        shards = 2
+
+        def describe(self) -> str:
+            return f"gradients are compressed to rank 4 over {self.shards} shards"
+
+    parallel = Compressing()
+    go(tmp_path, parallel, steps=2)
+    parallel.shards = 4
+    with pytest.warns(UserWarning, match="was made with .* to rank 4 over 2 shards: results may differ"):
+        go(tmp_path, parallel)
+
+
 def test_seeds_of_ranks_differ_and_the_first_has_that_of_one_process() -> None:
     assert folded(7, 0) == 7
     seeds = {folded(seed, rank) for seed in (0, 7, 2**63 - 1) for rank in range(4)}
