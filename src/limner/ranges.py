@@ -1,4 +1,4 @@
-"""Ranges of settings: `lr: Annotated[float, Range(above=0)]` is checked whenever an instance is made.
+"""Ranges of settings: `lr: Annotated[float, Range(above=0)]` is checked whenever an instance is made, and so is a word.
 
 The base class `Checked` looks at the annotations, so that Python, JSON (`limner.config`) and the command line
 (`limner.cli.arguments`) refuse the same values with the same sentence.
@@ -58,10 +58,14 @@ SEEDS = Range(0, 2**63 - 1)  # what every generator of random numbers takes
 
 
 class Checked:
-    """Base of dataclasses that check each field against the `Range` in its annotation; the range of a tuple holds for
-    each of its numbers. A subclass's `__post_init__` calls this one, then checks relations between fields."""
+    """Base of dataclasses that check each field against the `Range` in its annotation, or the words of its `Literal`;
+    the range of a tuple holds for each of its numbers. A subclass's `__post_init__` calls this one, then checks
+    relations between fields."""
 
     def __post_init__(self) -> None:
+        for name, words in choices(type(self)).items():
+            if getattr(self, name) not in words:
+                raise OutOfRange(name, not_among(getattr(self, name), words))
         for name, (allowed, whole, words) in ranges(type(self)).items():
             value = getattr(self, name)
             if value in words:
@@ -82,6 +86,13 @@ def ranges(cls: type) -> dict[str, tuple[Range, bool, tuple[Any, ...]]]:
                 words = [word for kind in kinds for word in get_args(kind)] + [None] * (type(None) in kinds)
                 found[name] = note, float not in kinds, tuple(words)
     return found
+
+
+@cache
+def choices(cls: type) -> dict[str, tuple[Any, ...]]:
+    """The words of each field that is a `Literal`."""
+    hints = get_type_hints(cls)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 def leaves(hint: Any) -> set[Any]:

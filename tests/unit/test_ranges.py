@@ -4,7 +4,7 @@ from importlib import import_module
 from inspect import isclass
 from math import inf, nan
 from pkgutil import walk_packages
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import pytest
 
@@ -20,6 +20,7 @@ class Bounded(Checked):
     betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.99)
     steps: Annotated[int | None, Range(1, 1_000_000)] = None
     name: str = ""
+    scaling: Literal["none", "loss", "tensors"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,14 @@ def test_a_field_keeps_to_the_range_in_its_annotation(wrong, says):
         with pytest.raises(UserError) as told:
             from_dict(Outer, {"inner": wrong})
         assert str(told.value) == f"inner.{says}"
+
+
+def test_a_misspelt_word_is_refused_in_python_too_with_the_same_sentence():
+    word: Any = "tensor"
+    with pytest.raises(OutOfRange, match="^scaling cannot be 'tensor': choose .* .did you mean 'tensors'"):
+        Bounded(scaling=word)
+    with pytest.raises(UserError, match="scaling cannot be 'tensor': choose .* .did you mean 'tensors'"):
+        from_dict(Bounded, {"scaling": "tensor"})
 
 
 def test_ends_none_and_whole_numbers_for_floats_are_in_range():

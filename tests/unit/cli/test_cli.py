@@ -327,7 +327,8 @@ def test_outputs_are_named_after_the_caption(tmp_path, monkeypatch):
 
 OUTPUTS = {
     "file": (
-        "evaluate composition -o", "evaluate composition --mosaic", "evaluate pairs -o", "evaluate reconstruction -o", "evaluate zero-shot -o",
+        "evaluate composition -o", "evaluate composition --mosaic", "evaluate pairs -o", "evaluate reconstruction -o",
+        "evaluate zero-shot -o",
         "evaluate emoji run data -o", "evaluate emoji run data --mosaic", "evaluate icons run data -o",
         "evaluate grid run data -o", "inspect spikes run -o", "bench -o",
         "data show source -o", "draw a -o", "draw a -n 2 -o",
