@@ -19,7 +19,7 @@ from limner.training.config import TrainConfig
 
 
 def scenes() -> Recipe:
-    """The world of the bundled model, which an earlier recipe made in several rounds; two to three hours on two cores.
+    """The world of the bundled model of that name; two to three hours on two cores.
 
     limner data scenes data/scenes --count 120000 --things 2 7 0.5 0.5 --in-order 0.7
     limner train data/scenes --recipe scenes --out runs/scenes
