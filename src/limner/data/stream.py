@@ -54,6 +54,15 @@ def hash64(*values: int | np.ndarray) -> np.ndarray:
     return np.asarray(state)
 
 
+def share_of(batch: int, world: int, setting: str = "") -> int:
+    """The samples of a batch for each of `world` ranks. Raises `UserError`, which may name the setting, where they
+    cannot have as many each."""
+    if batch % world:
+        end = f" for {setting}" if setting else ""
+        raise UserError(f"a batch of {batch} cannot be divided among {world} ranks: choose a multiple of {world}{end}")
+    return batch // world
+
+
 @lru_cache(maxsize=4)
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """The order of `n` elements in one epoch: int64 [n], by ascending hash."""
@@ -88,10 +97,7 @@ class Stream:
 
     def divide(self, rank: int, world: int) -> None:
         """From now on yield the share of rank `rank` of `world`: `batch_size / world` samples of each batch."""
-        if self.batch_size % world:
-            raise UserError(
-                f"a batch of {self.batch_size} cannot be divided among {world} ranks: choose a multiple of {world}"
-            )
+        share_of(self.batch_size, world)
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not in [0, {world})")
         self._drop_ahead()

@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import torch
 
+from limner.data.stream import share_of
 from limner.errors import UserError
 from limner.layers.cross_entropy import LOGITS
 from limner.layers.precisions import Bf16Weights, Fp16Weights
@@ -105,11 +106,9 @@ class Launch:
         n, batch, parts = self.gpus, self.training.batch_size, self.training.accumulate
         if n % self.replicas:
             raise UserError(f"{n} processes cannot hold {self.replicas} replicas: choose a divisor of {n}")
-        if batch % n:
-            raise UserError(f"a batch of {batch} cannot be divided among {n} ranks: choose a multiple of {n}")
-        if batch // n % parts:
+        if (share := share_of(batch, n)) % parts:
             raise UserError(
-                f"the {batch // n} samples of a rank cannot be divided into {parts} micro-batches: choose a divisor"
+                f"the {share} samples of a rank cannot be divided into {parts} micro-batches: choose a divisor"
             )
         if self.rank is not None and (why := self.refuses(self.rank)):
             raise UserError(why)

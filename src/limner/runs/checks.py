@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from limner.config import read_json, to_dict
+from limner.data.stream import share_of
 from limner.errors import UserError
 from limner.recipes.recipe import AnyStage, Bundled, dvae_config, fitted_contrastive, fitted_prior
 from limner.runs.material import Material
@@ -36,13 +37,9 @@ def check(material: Material, stages: Sequence[str]) -> None:
                 set_up(config.build(), stage.objective, stage.training, torch.device("meta"), Single())
     except (ValueError, ZeroDivisionError, RuntimeError, OverflowError) as error:
         raise UserError(f"the recipe describes no models that fit together: {error}".splitlines()[0]) from None
-    world = material.parallel.world
     for name, (stage, config) in found.items():
-        if name in stages and (batch := stage.training.batch_size) % world:
-            raise UserError(
-                f"a batch of {batch} cannot be divided among {world} ranks: choose a multiple of {world} for "
-                f"{name}.training.batch_size"
-            )
+        if name in stages:
+            share_of(stage.training.batch_size, material.parallel.world, f"{name}.training.batch_size")
         saved = out / name / "config.json"
         if name in stages and saved.exists() and completed(out / name):
             ours = {"training": stage.training, "model": config, "objective": stage.objective}
