@@ -1,11 +1,12 @@
 """Every process holds a part of each weight: parameters are sharded (Ramesh et al. 2021, §2.5; FSDP2).
 
-Each block's weights are gathered while its neighbour computes, in the forward pass the block before it and in the
-backward pass the one after it, and dropped at once after use; full gradients are reduced to shards as soon as a block's
-are there (Figure 5). Linear layers that compute in 16 bits are gathered in 16 bits; gradients are summed in fp32. What
-is outside the blocks (embeddings, heads, norms) is one more group, which stays gathered from the forward to the
-backward pass. Single numbers, such as a temperature, each process holds itself. So weights, gradients, averages and
-optimiser state take 1/W of their memory on each of W processes.
+Each block's weights are gathered while its neighbours compute, in the forward pass the two blocks before it and in the
+backward pass the one after it, and dropped at once after use; the last block, which the backward pass begins with,
+keeps its weights until then. Full gradients are reduced to shards as soon as a block's are there (Figure 5). Linear
+layers that compute in 16 bits are gathered in 16 bits; gradients are summed in fp32. What is outside the blocks
+(embeddings, heads, norms) is one more group, which stays gathered from the forward to the backward pass. Single
+numbers, such as a temperature, each process holds itself. So weights, gradients, averages and optimiser state take 1/W
+of their memory on each of W processes.
 
 With `replicas`, groups of processes hold the same shards: W / replicas processes share a set of weights, and gradients
 are reduced within a group first, by FSDP, then between groups, by a `GradientReducer`. (FSDP could do both, but never
@@ -18,7 +19,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain, pairwise
+from itertools import chain
 
 import torch
 from torch import Tensor, distributed, nn
@@ -34,6 +35,8 @@ from limner.errors import UserError
 from limner.layers.half import HalfLinear
 from limner.optim.shards import cut, local, sharded, whole
 
+_AHEAD = 2  # blocks gathered before it is their turn: with one, a link stands still until the next block begins
+
 
 class Sharded(Replicated):
     """The strategy of a process of the default process group; see `Parallel`.
@@ -45,7 +48,7 @@ class Sharded(Replicated):
     Raises `UserError` if `replicas` does not divide the processes.
     """
 
-    drops = True  # a block's weights after its forward pass: the backward pass gathers them again
+    drops = True  # a block's weights after its forward pass, if others follow: the backward pass gathers them again
 
     def __init__(self, replicas: int = 1, make: Make | None = None) -> None:
         super().__init__(make)
@@ -112,19 +115,23 @@ class Sharded(Replicated):
     def _divide(self, trainable: nn.Module, dtype: torch.dtype) -> None:
         """Let FSDP gather and scatter in groups: a block of a module list is one, the rest is another one."""
         lists = [module for module in trainable.modules() if isinstance(module, nn.ModuleList)]
+        first: list[FSDPModule] = []
         for blocks in lists:
-            groups = [self._groups(block, dtype) for block in blocks]
-            for (group, *_), after in pairwise(groups):
+            groups = [self._groups(block, dtype, self.drops and block is not blocks[-1]) for block in blocks]
+            ahead = [list(chain.from_iterable(groups[i : i + _AHEAD])) for i in range(len(groups) + 1)]
+            for (group, *_), after in zip(groups, ahead[1:], strict=True):
                 group.set_modules_to_forward_prefetch(after)
             self._modules += chain.from_iterable(groups)
+            first = first or ahead[0]
         rest = fully_shard(
             trainable, mesh=self.mesh["shard"], shard_placement_fn=self._cut, ignored_params=set(self._single)
         )
+        rest.set_modules_to_forward_prefetch(first)
         self._modules.append(rest)
         if self.device.type == "cpu" and (overlap := getattr(rest, "_set_unshard_async_op", None)):
             overlap(True)  # GPUs gather in a stream of their own; without it gloo gathers when it is waited for
 
-    def _groups(self, block: nn.Module, dtype: torch.dtype) -> list[FSDPModule]:
+    def _groups(self, block: nn.Module, dtype: torch.dtype, drops: bool) -> list[FSDPModule]:
         """A block's, its own first. Linear layers in 16 bits are gathered in 16 bits, which is how autocast would round
         them afterwards. Gains stay fp32, and gradients are summed in fp32."""
         halves = [module for module in block.modules() if isinstance(module, HalfLinear)]
@@ -136,12 +143,10 @@ class Sharded(Replicated):
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
             fully_shard(
                 linear, mesh=self.mesh["shard"], shard_placement_fn=self._cut, mp_policy=policy,  # pyright: ignore
-                reshard_after_forward=self.drops, ignored_params=set(self._single),
+                reshard_after_forward=drops, ignored_params=set(self._single),
             )  # fmt: skip
             inner = [linear[0]]  # pyright: ignore
-        own = fully_shard(
-            block, mesh=self.mesh["shard"], shard_placement_fn=self._cut, reshard_after_forward=self.drops
-        )
+        own = fully_shard(block, mesh=self.mesh["shard"], shard_placement_fn=self._cut, reshard_after_forward=drops)
         return [own, *inner]
 
     def _cut(self, p: Tensor) -> Shard:
@@ -225,7 +230,7 @@ class _Scatter:
 
 class Zero2(Sharded):
     """As `Sharded`, but weights stay whole from the forward pass to the end of the backward pass (Rajbhandari et al.
-    2020, stage 2): gathered once per update and not twice, so that a third less is sent. Gradients, averages and
+    2020, stage 2): gathered once per update and not twice, so that nearly a third less is sent. Gradients, averages and
     optimiser state are in shards still.
     """
 

@@ -3,12 +3,12 @@
 N GPUs hold R replicas of the weights, each in S = N / R shards (`distributed/sharded.py`). Weights, gradients, moments
 and averages are fp32, sharded; AdamW16's moments take 16 bits. So do matrices of blocks and their gradients, if the
 precision stores them so; the biases beside them are then whole on every GPU. A block is gathered for its forward and
-its backward pass, its linear layers in 16 bits; what is outside the blocks, the rest, stays gathered in between. Of
-several micro-batches the last one reduces gradients: until then they stay whole on every GPU.
+its backward pass, its linear layers in 16 bits; the last block, and what is outside the blocks, the rest, stay gathered
+in between. Of several micro-batches the last one reduces gradients: until then they stay whole on every GPU.
 
 Sent by a GPU in an update of A micro-batches, going around a ring:
 
-    all-gather       (S - 1) / S of the blocks twice (with zero2 once) and of the rest once, A times
+    all-gather       (S - 1) / S of the blocks twice (the last and, with zero2, all once) and of the rest once, A times
     reduce-scatter   (S - 1) / S of all gradients
     all-reduce       2 (R - 1) / R of a shard; with PowerSGD of P and Q, and of what is no matrix of a block
 
@@ -220,8 +220,10 @@ class Launch:
 
     @property
     def held(self) -> int:
-        """Bytes of weights that are there whole between the passes."""
-        return self.gathered[1] + (self._blocks * self.shards if self.kind == "zero2" else 0)
+        """Bytes of weights that are there whole between the passes: the rest's and, with zero2, those of all blocks,
+        otherwise the last one's, which the backward pass begins with."""
+        block, rest = self.gathered
+        return rest + block * (self.config.depth if self.kind == "zero2" else 1)
 
     @property
     def _blocks(self) -> int:
@@ -254,15 +256,15 @@ class Launch:
         The rest's weights are there whole all the time.
         """
         state, (block, rest) = dict(self.state), self.gathered
-        blocks = self.held - rest
+        last = self.held - rest  # with zero2, all
         gradients, (layers, head) = state.pop("gradients"), self.activations.values()
         kept = sum(state.values()) + rest
         whole = _FP32 * sum(self.values[:2]) * self.shards  # of all blocks, in fp32
         if self.training.accumulate > 1:  # gradients of earlier micro-batches
             kept += whole + rest
         logits = 2 * _FP32 * min(LOGITS, self.samples * self._cost.positions * self.config.text_vocab)
-        working = self._working + (blocks or 2 * block) + whole / self.config.depth
-        loss = layers + head + logits + (blocks or block)
+        working = self._working + max(last, min(2, self.config.depth) * block) + whole / self.config.depth
+        loss = layers + head + logits + last
         return kept + max(loss, max(layers, gradients) + head + working, gradients + 2 * rest)
 
     @property
@@ -285,7 +287,7 @@ class Launch:
         """Bytes that a GPU sends in an update, by collective, but for a few single numbers."""
         matrices, others, rest = self.values
         blocks, parts = matrices + others, self.training.accumulate
-        ring, gathered = self.shards - 1, self._passes * self._blocks + _FP32 * rest
+        ring, gathered = self.shards - 1, self._gathered * self._blocks // self.config.depth + _FP32 * rest
         reduced = _FP32 * (others + rest) + self.factors if self.rank is not None else _FP32 * (blocks + rest)
         reduced += _FP32 * self.whole
         return {
@@ -296,9 +298,9 @@ class Launch:
         }
 
     @property
-    def _passes(self) -> int:
-        """How often blocks are gathered for a micro-batch."""
-        return 2 if self.kind == "sharded" else 1
+    def _gathered(self) -> int:
+        """Blocks gathered for a micro-batch: with zero2 each once, otherwise each but the last one twice."""
+        return self.config.depth if self.kind == "zero2" else 2 * self.config.depth - 1
 
     @property
     def _gathers(self) -> bool:
@@ -308,11 +310,11 @@ class Launch:
     @property
     def calls(self) -> dict[str, int]:
         """How often a GPU calls each collective in an update for weights and gradients, uncompressed."""
-        depth, shared = self.config.depth, self.shards > 1
-        gathers, groups = depth * len(self._matrices) * self._gathers, depth * (1 + self.halved)
+        depth, shared, groups = self.config.depth, self.shards > 1, 1 + self.halved  # of a block
+        gathers = depth * len(self._matrices) * self._gathers
         return {
-            "all-gather": shared * (self.training.accumulate * (self._passes * groups + 1) + gathers),
-            "reduce-scatter": shared * (groups + 1),
+            "all-gather": shared * (self.training.accumulate * (self._gathered * groups + 1) + gathers),
+            "reduce-scatter": shared * (depth * groups + 1),
             # Of resblocks, embeddings, head; of what each GPU holds whole.
             "all-reduce": (2 * depth + 2 if self.replicas > 1 else 0) + self.stored,
         }

@@ -1,0 +1,44 @@
+"""Weights in shards are on their way before it is their turn, and the last block's stay for the backward pass."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from limner.distributed.sharded import Sharded, Zero2
+from limner.models.transformer import TransformerConfig
+from limner.numerics.precision import Fp32
+from limner.objectives.autoregressive import Autoregressive
+from limner.optim.optimizers import AdamW
+from limner.profiling.watch import Watcher
+from limner.training.config import TrainConfig
+from limner.training.run import Run
+from limner.training.step import update
+from ranks import on_ranks
+
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
+
+PRIOR = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=5, heads=2)
+
+
+def begun(kind: type[Sharded]) -> tuple[list[int], int]:
+    """How many groups had been asked for when each block began to compute, and how many after the update."""
+    torch.manual_seed(0)
+    config = TrainConfig(steps=1, batch_size=4, precision=Fp32(), optimizer=AdamW(lr=1e-3))
+    run = Run(PRIOR.build(), Autoregressive(), config, parallel=kind())
+    counts: list[int] = []
+    blocks: Any = run.model.blocks
+    with Watcher() as watch:
+        for block in blocks:
+            block.attention.norm.register_forward_pre_hook(lambda *_: counts.append(watch.calls["all-gather"]))
+        update(run, {"text": torch.randint(0, 20, (2, 8)), "image": torch.randint(0, 8, (2, 9))})
+    return counts, watch.calls["all-gather"]
+
+
+@pytest.mark.parametrize(("kind", "again"), [(Sharded, PRIOR.depth - 1), (Zero2, 0)])
+def test_two_blocks_are_asked_for_ahead_and_the_last_one_once(kind: type[Sharded], again: int) -> None:
+    for counts, total in on_ranks(2, begun, kind):
+        groups = 1 + PRIOR.depth  # what is outside the blocks comes first
+        assert counts == [min(1 + i + 1 + 2, groups) for i in range(PRIOR.depth)]
+        assert total == groups + again
