@@ -18,6 +18,7 @@ from limner.evaluation.report import Points, chart, save_page, table
 from limner.metrics.spikes import AFTER, RMS, Foreseen, foreseen, loss_spikes
 from limner.training.metrics_log import read_metrics
 
+FILE = "stability.jsonl"  # in a stage's folder
 HEADER = ("matrix", "RMS spikes", "loss spikes", "after an RMS spike", "by chance", "highest RMS")
 _AROUND = 40  # steps before and after a spike that the page shows
 _SHOWN = 6  # spikes with a chart of their own
@@ -70,10 +71,10 @@ class Foretold:
 
 def foretold(folder: Path) -> Foretold:
     """Of the stage in a folder. Raises `UserError` if it logged no steps."""
-    path = folder / "stability.jsonl"
+    path = folder / FILE
     rows = [row for row in read_metrics(path) if isinstance(row.get("step"), int) and isinstance(row.get("rms"), dict)]
     if not rows:
-        raise UserError(f"{folder} has no steps in stability.jsonl: name a stage's folder in a run, such as run/prior")
+        raise UserError(f"{folder} has no steps in {FILE}: name a stage's folder in a run, such as run/prior")
     by_step = {row["step"]: row for row in rows}
     steps = range(1, max(by_step) + 1)
     names = {name for row in rows for name in row["rms"]}

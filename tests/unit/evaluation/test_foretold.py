@@ -56,3 +56,16 @@ def test_spikes_are_told_where_no_rms_was_logged(tmp_path, capsys):
     assert main(["inspect", "spikes", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "1 spike of the loss, at steps 600" in said and "no RMS_t was logged" in said
+
+
+def test_of_a_run_every_stage_is_told_and_a_page_is_of_one(tmp_path, capsys):
+    for name in ("prior", "contrastive"):
+        written(tmp_path / name)
+    capsys.readouterr()
+    assert main(["inspect", "spikes", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.index("prior: ") < said.index("contrastive model: ") and said.count("<b>middle") == 2
+    page = tmp_path / "spikes.html"
+    assert main(["inspect", "spikes", str(tmp_path), "-o", str(page)]) == 2
+    assert "name one, such as" in capsys.readouterr().err and not page.exists()
+    assert main(["inspect", "spikes", str(tmp_path / "prior"), "-o", str(page)]) == 0 and page.exists()

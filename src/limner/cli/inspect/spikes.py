@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse, place
 from limner.columns import table
-from limner.errors import printable
+from limner.errors import UserError, printable
 from limner.ranges import Checked
+
+if TYPE_CHECKING:
+    from limner.evaluation.foretold import Foretold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +24,9 @@ class SpikesOptions(Checked):
     (Wortsman et al. 2023)."""
 
     run: Positional[Path]
-    """A stage's folder in a run, such as runs/mine/prior."""
+    """A run of `limner train`, or the folder of one of its stages, such as runs/mine/prior."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
-    """Write a page with the curves."""
+    """Write a page with the curves of one stage."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -31,15 +34,30 @@ def main(argv: Sequence[str]) -> None:
     options = parse(SpikesOptions, argv, "limner inspect spikes")
     if options.output:
         place(options.output)
-    from limner.evaluation.foretold import HEADER, foretold
+    from limner.evaluation.foretold import FILE, foretold
+    from limner.recipes.recipe import TITLES
+
+    run = options.run
+    stages = {f"{title}: ": run / name for name, title in TITLES.items() if (run / name / FILE).exists()}
+    if (run / FILE).exists() or not stages:
+        stages = {"": run}
+    if options.output and len(stages) > 1:
+        raise UserError(f"{run} has several stages: for a page name one, such as {next(iter(stages.values()))}")
+    found = {title: foretold(folder) for title, folder in stages.items()}
+    print("\n\n".join(_report(title, one) for title, one in found.items()))
+    if options.output:
+        ((title, folder),) = stages.items()
+        print(f"written: {printable(found[title].save(options.output, f'Spikes of {folder}'))}")
+
+
+def _report(title: str, found: Foretold) -> str:
+    """The lines on one stage."""
+    from limner.evaluation.foretold import HEADER
     from limner.metrics.spikes import loss_spikes
 
-    found = foretold(options.run)
     rows = [row for row in found.rows() if row[1] != "0"]
     said = loss_spikes(found.loss)
     steps = f", at steps {', '.join(map(str, said[:8]))}{' ...' if len(said) > 8 else ''}" if said else ""
-    print(f"{len(found.loss):,} steps, {len(said)} spike{'s' * (len(said) != 1)} of the loss{steps}")
     none = "RMS_t of no matrix has spiked" if found.found else "no RMS_t was logged: only Adam and its kin have one"
-    print(table(HEADER, rows) if rows else none)
-    if options.output:
-        print(f"written: {printable(found.save(options.output, f'Spikes of {options.run}'))}")
+    head = f"{title}{len(found.loss):,} steps, {len(said)} spike{'s' * (len(said) != 1)} of the loss{steps}"
+    return f"{head}\n{table(HEADER, rows) if rows else none}"
