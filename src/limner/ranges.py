@@ -59,8 +59,8 @@ SEEDS = Range(0, 2**63 - 1)  # what every generator of random numbers takes
 
 class Checked:
     """Base of dataclasses that check each field against the `Range` in its annotation, or the words of its `Literal`;
-    the range of a tuple holds for each of its numbers. A subclass's `__post_init__` calls this one, then checks
-    relations between fields."""
+    the range of a tuple holds for each of its numbers, and there are as many of these as the annotation says. A
+    subclass's `__post_init__` calls this one, then checks relations between fields."""
 
     def __post_init__(self) -> None:
         for name, words in choices(type(self)).items():
@@ -70,8 +70,11 @@ class Checked:
             value = getattr(self, name)
             if value in words:
                 continue
-            for number in value if isinstance(value, (tuple, list)) else (value,):
+            numbers = value if isinstance(value, (tuple, list)) else (value,)
+            for number in numbers:
                 allowed.check(name, number, whole)
+            if (count := lengths(type(self)).get(name)) and len(numbers) != count:
+                raise OutOfRange(name, f"must be a list of {count} values, not {short(value)}")
 
 
 @cache
@@ -85,6 +88,17 @@ def ranges(cls: type) -> dict[str, tuple[Range, bool, tuple[Any, ...]]]:
                 kinds = leaves(hint)
                 words = [word for kind in kinds for word in get_args(kind)] + [None] * (type(None) in kinds)
                 found[name] = note, float not in kinds, tuple(words)
+    return found
+
+
+@cache
+def lengths(cls: type) -> dict[str, int]:
+    """How many values each field holds whose tuple says so: 2 of `tuple[float, float]`."""
+    found = {}
+    for name, hint in get_type_hints(cls).items():
+        for kind in (hint,) if get_origin(hint) is tuple else get_args(hint):  # of a union, each
+            if get_origin(kind) is tuple and Ellipsis not in get_args(kind):
+                found[name] = len(get_args(kind))
     return found
 
 

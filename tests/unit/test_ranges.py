@@ -40,6 +40,8 @@ class Outer:
         ({"lr": None}, "lr must be a number, not None"),
         ({"betas": (0.5, 1.0)}, "betas must be below 1, not 1.0"),
         ({"betas": (-0.1, 0.5)}, "betas must be at least 0, not -0.1"),
+        ({"betas": (0.5,)}, "betas must be a list of 2 values, not (0.5,)"),
+        ({"betas": (0.5, 0.5, 0.5)}, "betas must be a list of 2 values, not (0.5, 0.5, 0.5)"),
         ({"steps": 0}, "steps must be at least 1, not 0"),
         ({"steps": 1.5}, "steps must be a whole number, not 1.5"),
         ({"steps": 10**400}, "steps must be at most 1,000,000, not a number of 401 digits"),

@@ -45,7 +45,7 @@ _SILENT = re.compile("timed? ?out", re.IGNORECASE)
 
 def rank() -> int:
     """Of this process; 0 where there is one."""
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ.get("RANK") or 0)
 
 
 @contextmanager
@@ -63,12 +63,12 @@ def joined(
     Raises `UserError` where they cannot meet, where another one has ended or does not answer, or where the numbers do
     not fit.
     """
-    if "RANK" not in os.environ:
+    if not os.environ.get("RANK"):
         if kind != "replicated" or replicas != 1 or make:
             raise UserError("there is one process, and nothing to share: start several with torchrun")
         yield None
         return
-    if missing := [name for name in _NEEDED if name not in os.environ]:
+    if missing := [name for name in _NEEDED if not os.environ.get(name)]:
         raise UserError(f"RANK is set and {', '.join(missing)} not: start the processes with torchrun")
     on_gpus = torch.cuda.is_available()
     local = int(os.environ["LOCAL_RANK"])

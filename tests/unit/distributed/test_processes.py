@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from limner.distributed.powersgd import PowerSGD
-from limner.distributed.processes import Kind, _machines, joined
+from limner.distributed.processes import Kind, _machines, joined, rank
 from limner.distributed.sharded import Sharded
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
@@ -44,6 +44,17 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_has_become_of_another_process_is_said(error: str, says: str) -> None:
     with pytest.raises(UserError, match=says), joined():
         raise RuntimeError(error)
+
+
+def test_an_empty_rank_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "")
+    assert rank() == 0
+    with joined() as parallel:
+        assert parallel is None
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_PORT", "")
+    with pytest.raises(UserError, match="RANK is set and MASTER_PORT not"), joined():
+        pass
 
 
 @pytest.mark.parametrize("error", ["gloo: invalid scalar type", "No backend type associated with CPU for NCCL"])
