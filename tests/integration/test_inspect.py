@@ -23,6 +23,8 @@ def test_spikes_of_a_run_are_listed_and_drawn(trained, tmp_path, capsys):
     out = capsys.readouterr().out
     assert re.match(rf"{STEPS} steps, \d+ spikes? of the loss", out)
     assert "<svg" in (tmp_path / "spikes.html").read_text()
+    assert main(["inspect", "spikes", str(trained / "run")]) == 0
+    assert re.findall(r"^(.+): \d+ steps", capsys.readouterr().out, re.MULTILINE) == ["dVAE", "prior"]
 
 
 def test_underflow_lists_every_resblock(trained, capsys):
@@ -54,7 +56,7 @@ def test_what_is_no_run_is_said_in_a_sentence(trained, tmp_path, capsys):
     for argv, says in (
         (["underflow", str(tmp_path), str(trained / "data")], "it has no recipe.json"),
         (["underflow", str(trained / "run"), str(trained / "data"), "--stage", "contrastive"], "train the stage"),
-        (["spikes", str(trained / "run")], "name a stage's folder"),
+        (["spikes", str(tmp_path)], "name a run"),
     ):
         assert main(["inspect", *argv]) == 2
         err = capsys.readouterr().err

@@ -74,7 +74,7 @@ def foretold(folder: Path) -> Foretold:
     path = folder / FILE
     rows = [row for row in read_metrics(path) if isinstance(row.get("step"), int) and isinstance(row.get("rms"), dict)]
     if not rows:
-        raise UserError(f"{folder} has no steps in {FILE}: name a stage's folder in a run, such as run/prior")
+        raise UserError(f"{folder} has no steps in {FILE}: name a run of `limner train`, or a stage's folder in it")
     by_step = {row["step"]: row for row in rows}
     steps = range(1, max(by_step) + 1)
     names = {name for row in rows for name in row["rms"]}

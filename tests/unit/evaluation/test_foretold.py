@@ -43,7 +43,7 @@ def test_the_matrix_that_foretells_is_named_first_and_drawn(tmp_path):
 
 
 def test_what_is_no_run_is_said_in_a_sentence(tmp_path):
-    with pytest.raises(UserError, match="name a stage's folder"):
+    with pytest.raises(UserError, match="name a run"):
         foretold(tmp_path)
 
 
