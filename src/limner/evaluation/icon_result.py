@@ -47,7 +47,8 @@ class IconResult:
     def table(self) -> str:
         """For people, in lines of less than 80 columns: the interval is of the first respect."""
         respects = list(self.chance)
-        captions, subjects, times = len(set(self.captions)), len(set(self.subjects)), self.settings["repeats"]
+        subjects, times = len(set(self.subjects)), self.settings["repeats"]
+        captions = len(self.captions) // times  # two pairs may have one caption
         lines = [
             f"{printable(self.name)}, {captions:,} captions of {subjects:,} subjects, drawn {times} times",
             f"  {'':<33}{respects[0]:<26}" + "".join(f"{name:>9}" for name in respects[1:]),
