@@ -287,7 +287,7 @@ class Launch:
         """Bytes that a GPU sends in an update, by collective, but for a few single numbers."""
         matrices, others, rest = self.values
         blocks, parts = matrices + others, self.training.accumulate
-        ring, gathered = self.shards - 1, self._gathered * self._blocks // self.config.depth + _FP32 * rest
+        ring, gathered = self.shards - 1, self._gathered_blocks * self._blocks // self.config.depth + _FP32 * rest
         reduced = _FP32 * (others + rest) + self.factors if self.rank is not None else _FP32 * (blocks + rest)
         reduced += _FP32 * self.whole
         return {
@@ -298,7 +298,7 @@ class Launch:
         }
 
     @property
-    def _gathered(self) -> int:
+    def _gathered_blocks(self) -> int:
         """Blocks gathered for a micro-batch: with zero2 each once, otherwise each but the last one twice."""
         return self.config.depth if self.kind == "zero2" else 2 * self.config.depth - 1
 
@@ -313,7 +313,7 @@ class Launch:
         depth, shared, groups = self.config.depth, self.shards > 1, 1 + self.halved  # of a block
         gathers = depth * len(self._matrices) * self._gathers
         return {
-            "all-gather": shared * (self.training.accumulate * (self._gathered * groups + 1) + gathers),
+            "all-gather": shared * (self.training.accumulate * (self._gathered_blocks * groups + 1) + gathers),
             "reduce-scatter": shared * (depth * groups + 1),
             # Of resblocks, embeddings, head; of what each GPU holds whole.
             "all-reduce": (2 * depth + 2 if self.replicas > 1 else 0) + self.stored,

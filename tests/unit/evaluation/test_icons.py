@@ -178,9 +178,7 @@ def test_tables_and_json_say_the_same(icons, judge, tmp_path):
             assert f"{way} " in result.table() and f"{mean:.1%}" in result.table()
     assert len(written["results"][0]["cases"]) == 3
     assert f"chance{'':27} 5.00%" in results[0].table()
-    alike = replace(
-        results[0], captions=["a square"] * 3
-    )  # of three drawings: two styles may be asked for in the same words
+    alike = replace(results[0], captions=["a square"] * 3)  # in two styles the same words may ask for two pairs
     assert ", 3 captions of" in alike.table()
 
 

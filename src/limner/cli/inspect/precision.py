@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from tyro.conf import Positional
 
 from limner.cli.arguments import parse
+from limner.cli.inspect.records import records
 from limner.columns import table
 from limner.config import read_json
 from limner.errors import UserError, printable
@@ -37,12 +38,9 @@ def main(argv: Sequence[str]) -> None:
     run = parse(PrecisionOptions, argv, "limner inspect precision").run
     if not run.is_dir():
         raise UserError(f"{run} is no folder: name the --out of a `limner train`")
-    from limner.recipes.recipe import TITLES
     from limner.training.kernels import FILE
 
-    files = {title: path for name, title in TITLES.items() if (path := run / name / FILE).exists()}
-    if (run / FILE).exists():
-        files["run"] = run / FILE
+    files = records(run, FILE)
     if not files:
         if not any((run / name).exists() for name in ("recipe.json", "config.json")):
             raise UserError(f"{run} is no run: name the --out of a `limner train`")
@@ -50,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
             f"{run} has no layers of low precision: train with --prior.training.precision switchback, or fp16weights, "
             "say; the first checkpoint brings the record"
         )
-    print("\n\n".join("\n".join(_report(title, path)) for title, path in files.items()))
+    print("\n\n".join("\n".join(_report(title or "run", path)) for title, path in files.items()))
 
 
 def _report(title: str, path: Path) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse, place
+from limner.cli.inspect.records import records
 from limner.columns import table
 from limner.errors import UserError, printable
 from limner.ranges import Checked
@@ -35,19 +36,16 @@ def main(argv: Sequence[str]) -> None:
     if options.output:
         place(options.output)
     from limner.evaluation.foretold import FILE, foretold
-    from limner.recipes.recipe import TITLES
 
     run = options.run
-    stages = {f"{title}: ": run / name for name, title in TITLES.items() if (run / name / FILE).exists()}
-    if (run / FILE).exists() or not stages:
-        stages = {"": run}
+    stages = {title: path.parent for title, path in records(run, FILE).items()} or {"": run}
     if options.output and len(stages) > 1:
         raise UserError(f"{run} has several stages: for a page name one, such as {next(iter(stages.values()))}")
-    found = {title: foretold(folder) for title, folder in stages.items()}
-    print("\n\n".join(_report(title, one) for title, one in found.items()))
+    found = {folder: (title, foretold(folder)) for title, folder in stages.items()}
+    print("\n\n".join(_report(title, one) for title, one in found.values()))
     if options.output:
-        ((title, folder),) = stages.items()
-        print(f"written: {printable(found[title].save(options.output, f'Spikes of {folder}'))}")
+        ((folder, (_, one)),) = found.items()
+        print(f"written: {printable(one.save(options.output, f'Spikes of {folder}'))}")
 
 
 def _report(title: str, found: Foretold) -> str:
@@ -59,5 +57,6 @@ def _report(title: str, found: Foretold) -> str:
     said = loss_spikes(found.loss)
     steps = f", at steps {', '.join(map(str, said[:8]))}{' ...' if len(said) > 8 else ''}" if said else ""
     none = "RMS_t of no matrix has spiked" if found.found else "no RMS_t was logged: only Adam and its kin have one"
-    head = f"{title}{len(found.loss):,} steps, {len(said)} spike{'s' * (len(said) != 1)} of the loss{steps}"
+    of = f"{title}: " if title else ""
+    head = f"{of}{len(found.loss):,} steps, {len(said)} spike{'s' * (len(said) != 1)} of the loss{steps}"
     return f"{head}\n{table(HEADER, rows) if rows else none}"
