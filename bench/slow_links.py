@@ -150,8 +150,9 @@ def linked() -> Iterator[None]:
 
 
 def limit(mbit: float | None) -> None:
-    """What each end of the link sends at most; None is no limit."""
-    discipline = f"tbf rate {mbit}mbit burst 128kb limit 8mb" if mbit else "noqueue"
+    """What each end of the link sends at most; None is no limit. As in a switch, 256 kB wait their turn at most: with
+    megabytes, acknowledgements wait behind data for a third of a second, and the other end pauses."""
+    discipline = f"tbf rate {mbit}mbit burst 128kb limit 256kb" if mbit else "noqueue"
     for name in ENDS:
         _run(f"tc -n {name} qdisc replace dev {name} root {discipline}")
 

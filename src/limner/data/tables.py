@@ -11,7 +11,8 @@ import binascii
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,6 +91,11 @@ class TableSource:
         return meta if split is None else {"split": split, **meta}
 
     def _image(self, value: Any, folder: Path) -> bytes:
+        found = self._found(value, folder)
+        return found if isinstance(found, bytes) else read_file(found, "missing image")
+
+    def _found(self, value: Any, folder: Path) -> bytes | Path:
+        """A cell's picture, or the file that it names."""
         if isinstance(value, dict):  # the Image feature of Hugging Face's datasets
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str) and value.startswith(_BASE64_STARTS) and len(value) > 64:
@@ -104,15 +110,32 @@ class TableSource:
         if "\0" in value or len(value) > 4096:
             raise Rejected("broken image")
         try:
-            path = os.path.realpath(folder / value)
+            path = Path(os.path.realpath(folder / value))
         except (OSError, ValueError):
             raise Rejected("missing image") from None
-        if not self.allow_outside and not Path(path).is_relative_to(os.path.realpath(folder)):
+        if not self.allow_outside and not path.is_relative_to(os.path.realpath(folder)):
             raise Rejected("path outside the data folder")
-        return read_file(path, "missing image")
+        return path
 
     def fingerprint(self) -> str:
-        return fingerprint(self.files)
+        return fingerprint(chain(self.files, self._named()))
+
+    def _named(self) -> Iterator[Path]:
+        """The pictures that rows name. A table whose first picture lies within it is not read further."""
+        for first, end in pairwise((0, *self._ends.tolist())):
+            for index in range(first, end):
+                try:
+                    found = self._picture(index)
+                except Rejected:
+                    continue
+                if isinstance(found, bytes):
+                    break
+                yield found
+
+    @counted
+    def _picture(self, index: int) -> bytes | Path:
+        table, row = self._row(index)
+        return self._found(row.get(self.image), self.files[table].parent)
 
 
 def _find_column(what: str, wanted: str | None, known: Sequence[str], columns: Sequence[str], where: str) -> str:

@@ -258,6 +258,29 @@ def test_fingerprints_follow_the_files(folder):
     assert open_source(folder).fingerprint() != first
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_fingerprints_follow_the_pictures_that_a_table_names(tmp_path, kind):
+    """Or else tokens of the pictures of before would be trained on."""
+    rows = [{"caption": f"no {n}", "image": f"{n}.png"} for n in range(3)]  # of the last one there is no picture
+    for n in range(2):
+        (tmp_path / f"{n}.png").write_bytes(encode(picture(n)))
+    path = table(tmp_path, kind, rows)
+    seen = [open_source(path).fingerprint()]
+    assert open_source(path).fingerprint() == seen[0]
+    for n in (1, 2):
+        (tmp_path / f"{n}.png").write_bytes(encode(picture(n + 5, height=30)))
+        seen.append(open_source(path).fingerprint())
+    assert len(set(seen)) == 3
+
+
+def test_a_table_that_holds_its_pictures_is_not_read_for_its_fingerprint(tmp_path, monkeypatch):
+    path = table(tmp_path, "parquet", [{"caption": f"no {n}", "image": encode(picture(n))} for n in range(6)])
+    source, read = open_source(path), []
+    monkeypatch.setattr(tables.TableSource, "_row", lambda self, index: read.append(index) or (0, {"image": b"a"}))
+    source.fingerprint()
+    assert read == [0]
+
+
 # -------------------------------------------------------------------------------------- strangers
 
 
