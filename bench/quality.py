@@ -1,6 +1,6 @@
 """Quality for an hour of training: `dalle-pytorch` beside ours, on the same pictures and captions of icons.
 
-    python bench/quality.py DATA --dalle-pytorch PATH --reranker MODEL     # 2.5 hours with the default --minutes 60
+    python bench/quality.py DATA --dalle-pytorch PATH --reranker MODEL     # two hours with the default --minutes 60
 
 DATA is what `limner data icons` wrote, PATH a folder as `bench/prior.py` describes it, MODEL a bundle whose contrastive
 model chooses among the candidates of both sides. Each side is a process of its own: it trains a dVAE and a transformer

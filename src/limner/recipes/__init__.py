@@ -14,7 +14,7 @@ NAMES = {
     "demo": "what `limner demo` trains: a small prior and contrastive model over the bundled dVAE",
     "scenes": "48 x 48 pictures of the scenes world, 12 x 12 tokens, in three hours on two cores",
     "emoji": "64 x 64 emoji, 8 x 8 tokens",
-    "icons": "drawings by several artists, 64 x 64, from icon sets; learns their styles and colors so far, not shapes",
+    "icons": "drawings by several artists, 64 x 64, from icon sets; learns them by heart, and no new combinations yet",
     "laptop": "64 x 64 pictures of your own, 16 x 16 tokens, of a size for two cores",
     "photos": "128 x 128 pictures of your own, 16 x 16 tokens, of a size for one GPU",
     "tiny": "the paper's method, 256 x 256, 32 x 32 tokens, with a prior of 5 million parameters in its blocks",
