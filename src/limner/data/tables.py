@@ -79,7 +79,8 @@ class TableSource:
         table, row = self._row(index)
         captions = parse_captions(row.get(self.caption))
         meta = self._facts(table, row)
-        return Sample(self._image(row.get(self.image), self.files[table].parent), captions, meta)
+        picture = self._picture(table, row)
+        return Sample(picture if isinstance(picture, bytes) else read_file(picture, "missing image"), captions, meta)
 
     @counted
     def meta(self, index: int) -> dict[str, Any]:
@@ -90,12 +91,9 @@ class TableSource:
         split = self._splits[table]
         return meta if split is None else {"split": split, **meta}
 
-    def _image(self, value: Any, folder: Path) -> bytes:
-        found = self._found(value, folder)
-        return found if isinstance(found, bytes) else read_file(found, "missing image")
-
-    def _found(self, value: Any, folder: Path) -> bytes | Path:
-        """A cell's picture, or the file that it names."""
+    def _picture(self, table: int, row: dict[str, Any]) -> bytes | Path:
+        """A row's picture, or the file that it names."""
+        value, folder = row.get(self.image), self.files[table].parent
         if isinstance(value, dict):  # the Image feature of Hugging Face's datasets
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str) and value.startswith(_BASE64_STARTS) and len(value) > 64:
@@ -125,7 +123,7 @@ class TableSource:
         for first, end in pairwise((0, *self._ends.tolist())):
             for index in range(first, end):
                 try:
-                    found = self._picture(index)
+                    found = self._where(index)
                 except Rejected:
                     continue
                 if isinstance(found, bytes):
@@ -133,9 +131,8 @@ class TableSource:
                 yield found
 
     @counted
-    def _picture(self, index: int) -> bytes | Path:
-        table, row = self._row(index)
-        return self._found(row.get(self.image), self.files[table].parent)
+    def _where(self, index: int) -> bytes | Path:
+        return self._picture(*self._row(index))
 
 
 def _find_column(what: str, wanted: str | None, known: Sequence[str], columns: Sequence[str], where: str) -> str:
