@@ -5,9 +5,10 @@
     drawings[0].save("circle.png")
 
 The prior draws `candidates` token grids, the dVAE decodes them, the contrastive model scores them
-against the caption, and the best `n` are returned. Candidate i of a caption depends on the caption, the
-seed and i alone: drawing more candidates, or other captions beside it, changes none (apart from float
-rounding, which may flip a choice between two equally likely tokens).
+against the caption, and the best `n` are returned; where a part of the picture is given, the likeliest
+under the prior. Candidate i of a caption depends on the caption, the seed and i alone: drawing more
+candidates, or other captions beside it, changes none (apart from float rounding, which may flip a choice
+between two equally likely tokens).
 
 Weights are stored in 16 or 8 bits (`bundles.py`); drawing computes in bf16 where the hardware multiplies
 it fast, else in single precision.
@@ -45,7 +46,7 @@ from limner.ranges import SEEDS, OutOfRange, short
 from limner.sampling.generate import FREE, generate
 from limner.sampling.options import Options, Sampler
 from limner.sampling.recorded import TokenDecoder, decoder
-from limner.sampling.rerank import best, distinct_first, scores
+from limner.sampling.rerank import best, distinct_first, likelihoods, scores
 from limner.text.bpe import Tokenizer
 from limner.version import __version__
 
@@ -63,7 +64,7 @@ class Candidates:
 
     Attributes:
         pictures: uint8 [B, N, 3, H, W].
-        scores: float32 [B, N].
+        scores: float32 [B, N], the larger the better; see `Drawing.score`.
         tokens: int64 [B, N, S].
         sampler: the one they were drawn with, with the model's own settings filled in.
     """
@@ -332,7 +333,12 @@ class TextToImage:
             )  # fmt: skip
             shown = self._shown(drawn, height)
             where = slice(part.start, part.stop)
-            score[rows, where] = scores(contrastive, judged[rows].to(device), shown).float().cpu()
+            if given is None or bool((given == FREE).all()):
+                found = scores(contrastive, judged[rows].to(device), shown)
+            else:
+                with self.runtime.precision.autocast(device):
+                    found = likelihoods(self.prior, text[rows].to(device), drawn)
+            score[rows, where] = found.float().cpu()
             tokens[rows, where], pictures[rows, where] = drawn.cpu(), shown.cpu()
         return Candidates(pictures, score, tokens, sampler)
 

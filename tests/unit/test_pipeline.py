@@ -19,6 +19,7 @@ from limner.errors import UserError
 from limner.numerics.precision import Auto, Bf16
 from limner.pipeline import Runtime, TextToImage, load
 from limner.sampling.options import Options, Sampler
+from limner.sampling.rerank import likelihoods
 from tiny import WORDS, tiny_pipe
 
 CAPTION = WORDS[0]
@@ -73,14 +74,21 @@ def test_an_edit_keeps_the_rows_it_was_told_to_keep(pipe):
         assert torch.equal(given, torch.where(free, -1, own))
         edited = pipe(CAPTION, given=pipe.given(image, keep, mask), n=2, candidates=3, seed=1)
         assert len(edited) == 2
-        tokens = pipe.candidates([CAPTION], 3, seed=1, given=given.view(1, -1)).tokens.view(3, 6, 6)
+        made = pipe.candidates([CAPTION], 3, seed=1, given=given.view(1, -1))
+        text = pipe.tokenizer.encode([CAPTION], pipe.prior.config.text_len)
+        with pipe.runtime.precision.autocast("cpu"):
+            torch.testing.assert_close(made.scores, likelihoods(pipe.prior, text, made.tokens))
+        assert edited[0].score == made.scores.max()
+        tokens = made.tokens.view(3, 6, 6)
         assert torch.equal(tokens[:, ~free], own[~free].expand(3, -1))
         assert len(tokens[:, free].unique(dim=0)) > 1
     clear, white = Image.new("RGBA", (24, 24)), Image.new("RGB", (24, 24), "white")
     deep = Image.fromarray(np.full((24, 24), 100 << 8, np.uint16))
     for same, as_this in ((clear, white), (deep, Image.new("RGB", (24, 24), (100, 100, 100)))):
         assert torch.equal(pipe.given(same, "top:3"), pipe.given(as_this, "top:3"))
-    assert bool((pipe.given(image, mask=clear) == -1).all())
+    nothing = pipe.given(image, mask=clear)
+    assert bool((nothing == -1).all())
+    assert torch.equal(pipe.candidates([CAPTION], 3, given=nothing).scores, pipe.candidates([CAPTION], 3).scores)
     larger = image.resize((120, 96), Image.Resampling.NEAREST)  # any size, any format
     assert pipe(CAPTION, given=pipe.given(larger.convert("RGBA"), "top:3"), candidates=1).images[0].size == (24, 24)
 

@@ -17,7 +17,8 @@ from limner.files import require_file
 
 @dataclass(frozen=True, kw_only=True)
 class Edit(DrawOrEdit):
-    """Draw a part of a picture anew to fit a caption: the part below what is kept, or where a mask is light."""
+    """Draw a part of a picture anew to fit a caption: the part below what is kept, or where a mask is light. Of the
+    candidates those are kept that the prior finds likeliest."""
 
     suffix: ClassVar[str] = "-edited"
     image: Positional[Path]

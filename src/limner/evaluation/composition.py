@@ -4,8 +4,8 @@ Captions of scenes whose attribute combinations were held out of training (or of
 comparison) are drawn with many candidates each. A drawing is right if *everything* in the caption is:
 the number of things, and for each its size, fill, color and shape, their relation, the background.
 
-"Best of k" is what a user gets who asks for k candidates: the one of the first k that the contrastive model
-scores highest. The *ceiling* is what a perfect reranker would get: any of the first k is right. Both come
+"Best of k" is what a user gets who asks for k candidates: the one of the first k with the highest score
+(`Drawing.score`). The *ceiling* is what a perfect reranker would get: any of the first k is right. Both come
 from one set of drawings. The gain of a larger k is computed caption by caption.
 
 Held-out captions share the 30 combinations that are held out, so intervals are over combinations (see
@@ -88,7 +88,7 @@ class Composition:
         kinds: of each caption, "2 things" or "upside down", say.
         clusters: of each caption, the combination that it counts for.
         right: bool [B, N], the oracle's verdict on every candidate.
-        scores: float32 [B, N], the contrastive model's.
+        scores: float32 [B, N], by which the best is chosen.
         settings: how it was drawn.
     """
 

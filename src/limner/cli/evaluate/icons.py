@@ -36,7 +36,7 @@ class ScoreIcons(Checked):
     captions: Annotated[int, Range(1, 10**6)] = 256
     """Captions of each split, and pairs of each kind, chosen at random."""
     candidates: Annotated[int, CANDIDATES] = 16
-    """How many are drawn of each, for the contrastive model to choose from."""
+    """How many are drawn of each; the contrastive model chooses among them, of pairs the prior by likelihood."""
     repeats: Annotated[int, Range(1, 1_000)] = 1
     """How many times each caption is drawn, each time with so many candidates."""
     seed: Seed = PUBLISHED

@@ -30,7 +30,7 @@ class ScorePairs(Checked):
     pairs: Annotated[int, Range(1, 10**6)] = 1_024
     """How many are drawn."""
     candidates: Annotated[int, CANDIDATES] = 16
-    """How many are drawn of each, for the contrastive model to choose from."""
+    """How many are drawn of each, of which the likeliest under the prior is chosen."""
     seed: Seed = PUBLISHED
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
