@@ -311,6 +311,7 @@ class TextToImage:
         pictures = torch.empty(b, count, 3, side, side, dtype=torch.uint8)
         score = torch.empty(b, count)
         prior, contrastive = self._models()
+        around = given is not None and bool((given != FREE).any())
         drawn_tokens = told = 0
         for rows, part in _batches(seeds, count, self._rows()):
             size = len(rows) * len(part)
@@ -333,11 +334,11 @@ class TextToImage:
             )  # fmt: skip
             shown = self._shown(drawn, height)
             where = slice(part.start, part.stop)
-            if given is None or bool((given == FREE).all()):
-                found = scores(contrastive, judged[rows].to(device), shown)
-            else:
+            if around:
                 with self.runtime.precision.autocast(device):
                     found = likelihoods(self.prior, text[rows].to(device), drawn)
+            else:
+                found = scores(contrastive, judged[rows].to(device), shown)
             score[rows, where] = found.float().cpu()
             tokens[rows, where], pictures[rows, where] = drawn.cpu(), shown.cpu()
         return Candidates(pictures, score, tokens, sampler)
