@@ -29,6 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from limner.distributed.building import cut_before, in_shards
 from limner.distributed.checkpoints import Folder, Shards
+from limner.distributed.exchange import exchange, gather
 from limner.distributed.reducers import Plain, twice
 from limner.distributed.replicated import Make, Replicated
 from limner.errors import UserError
@@ -130,6 +131,9 @@ class Sharded(Replicated):
         self._modules.append(rest)
         if self.device.type == "cpu" and (overlap := getattr(rest, "_set_unshard_async_op", None)):
             overlap(True)  # GPUs gather in a stream of their own; without it gloo gathers when it is waited for
+        if distributed.get_backend() == "gloo" and self.mesh["shard"].size() == 2:
+            for module in self._modules:
+                module.set_custom_all_gather(_Gather())  # pyright: ignore[reportArgumentType]
 
     def _groups(self, block: nn.Module, dtype: torch.dtype, drops: bool) -> list[FSDPModule]:
         """A block's, its own first. Linear layers in 16 bits are gathered in 16 bits, which is how autocast would round
@@ -185,6 +189,22 @@ class Sharded(Replicated):
         self._check(parameters, self.mesh["replicate"].get_group())
 
 
+class _Gather:
+    """Gathers weights of groups for two processes, in both directions of their link at once."""
+
+    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: distributed.ProcessGroup, async_op: bool = False
+    ) -> distributed.Work | None:
+        work = gather(input_tensor, output_tensor.view(group.size(), -1), group)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
 class _Scatter:
     """Scatters gradients of groups by gloo while the backward pass goes on, as FSDP does on GPUs in a stream of its
     own. On CPUs FSDP waits for each group where it is sent; and gloo sums whole gradients on all processes and then
@@ -210,10 +230,9 @@ class _Scatter:
         if self._begun == self._groups:
             raise twice("a block")
         self._begun += 1
-        got = torch.empty_like(input_tensor)
-        work = distributed.all_to_all_single(got, input_tensor, group=group, async_op=True)
-        assert work is not None
-        self._going.append((work, input_tensor, got.view(group.size(), -1), output_tensor))
+        given = input_tensor.view(group.size(), -1)
+        got = torch.empty_like(given)
+        self._going.append((exchange(given, got, group), input_tensor, got, output_tensor))
         self._wait(self._LAG)
 
     def finish(self) -> None:

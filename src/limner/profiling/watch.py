@@ -33,6 +33,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 # Names differ between torch's interfaces and versions: _allgather_base_, all_gather_into_tensor, reduce_scatter_tensor.
 _KINDS = {
     "allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce", "alltoall": "all-to-all",
+    "send": "send",
 }  # fmt: skip
 
 
@@ -43,7 +44,7 @@ class Watcher(TorchDispatchMode):
         now, peak: bytes alive; a step's peak needs `restart` before it.
         calls: how often each collective was called.
         sent: bytes that this process sent in each, if they go around a ring: (W - 1) / W of what is gathered or
-            scattered, twice that of what is reduced to all (Patarasuk & Yuan 2009).
+            scattered, twice that of what is reduced to all (Patarasuk & Yuan 2009); and those it sent to one process.
     """
 
     def __init__(self) -> None:
@@ -120,7 +121,8 @@ class Watcher(TorchDispatchMode):
         if kind == "all-gather" and func.namespace == "_c10d_functional":  # which is given the part alone
             size *= world
         self.calls[kind] += 1
-        self.sent[kind] += (2 if kind == "all-reduce" else 1) * size * (world - 1) // world
+        ring = (2 if kind == "all-reduce" else 1) * size * (world - 1) // world
+        self.sent[kind] += size if kind == "send" else ring
 
 
 class _Shadows:

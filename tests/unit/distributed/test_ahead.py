@@ -23,7 +23,7 @@ PRIOR = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3),
 
 
 def begun(kind: type[Sharded]) -> tuple[list[int], int]:
-    """How many groups had been asked for when each block began to compute, and how many after the update."""
+    """How many groups had been sent when each block began to compute, and how many after the update."""
     torch.manual_seed(0)
     config = TrainConfig(steps=1, batch_size=4, precision=Fp32(), optimizer=AdamW(lr=1e-3))
     run = Run(PRIOR.build(), Autoregressive(), config, parallel=kind())
@@ -31,9 +31,9 @@ def begun(kind: type[Sharded]) -> tuple[list[int], int]:
     blocks: Any = run.model.blocks
     with Watcher() as watch:
         for block in blocks:
-            block.attention.norm.register_forward_pre_hook(lambda *_: counts.append(watch.calls["all-gather"]))
+            block.attention.norm.register_forward_pre_hook(lambda *_: counts.append(watch.calls["send"]))
         update(run, {"text": torch.randint(0, 20, (2, 8)), "image": torch.randint(0, 8, (2, 9))})
-    return counts, watch.calls["all-gather"]
+    return counts, watch.calls["send"]
 
 
 @pytest.mark.parametrize(("kind", "again"), [(Sharded, PRIOR.depth - 1), (Zero2, 0)])
@@ -41,4 +41,4 @@ def test_two_blocks_are_asked_for_ahead_and_the_last_one_once(kind: type[Sharded
     for counts, total in on_ranks(2, begun, kind):
         groups = 1 + PRIOR.depth  # what is outside the blocks comes first
         assert counts == [min(1 + i + 1 + 2, groups) for i in range(PRIOR.depth)]
-        assert total == groups + again
+        assert total == groups + again + groups  # whose gradients come last
