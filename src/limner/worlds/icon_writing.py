@@ -1,6 +1,6 @@
 """Write the world of icons to disk as a data set: `limner data icons OUT FILE...`.
 
-Each drawing is a sample, and some come a second time as the upper half of a pair: below is the same thing in another
+Each drawing is a sample, and some come again as the upper half of pairs: below is the same thing in another
 style, or changed. A pair never shows a combination that is held out. One pair in twenty is held out as a pair, chosen
 by a hash of what it shows; its two parts are trained as drawings of their own.
 """
@@ -78,7 +78,8 @@ def write_icons(
     Args:
         keywords: of CLDR, by emoji.
         size: side of the pictures in pixels, an even number.
-        pairs: how many drawings come a second time, on top of a pair.
+        pairs: on top of how many pairs a drawing comes, on average: 0.25 is every fourth, on top of one. It has eight
+            at most, and one for each other style.
         tones: drawings with a skin tone of each subject and style, at most.
         styles: leave out subjects that fewer styles have.
         categories: leave out subjects that no set files under one of these, as "Food & Drink"; none leaves out nothing.
@@ -175,21 +176,27 @@ def _parted(drawn: Sequence[Drawn], keep: Callable[[Drawn], bool]) -> tuple[list
     return kept, others
 
 
-def _pairs(above: Drawn, partners: Sequence[Drawn], share: float) -> Iterator[Pair]:
-    """The pair that a drawing is on top of, if any: half of the pairs are of two styles."""
+def _pairs(above: Drawn, partners: Sequence[Drawn], number: float) -> Iterator[Pair]:
+    """The different pairs that a drawing is on top of, as far as there are so many: half are of two styles, as long as
+    there are other styles."""
     rng = np.random.default_rng(stable("pairs", above.subject, above.style))
-    if above.held_out or rng.random() >= share:
+    if above.held_out:
         return
-    kind = _KINDS[rng.integers(len(_KINDS))]
+    count = int(number) + (rng.random() < number % 1)
     others = [one for one in partners if one.style != above.style]
-    if kind == "style" and others:
-        below = others[rng.integers(len(others))]
-        yield Pair(above, kind, f"as a {noun(below.style)}", below)
-    elif kind == "recolored":
-        ink = list(INKS)[rng.integers(len(INKS))]
-        yield Pair(above, kind, f"in {ink}", ink=ink)
-    elif kind in CHANGES:
-        yield Pair(above, kind, CHANGES[kind])
+    left: dict[str, list[Any]] = {"style": others, **{kind: [None] for kind in CHANGES}, "recolored": list(INKS)}
+    while count and any(left.values()):
+        kind = _KINDS[rng.integers(len(_KINDS))]
+        if not left[kind]:
+            continue
+        below = left[kind].pop(rng.integers(len(left[kind])))
+        count -= 1
+        if kind == "style":
+            yield Pair(above, kind, f"as a {noun(below.style)}", below)
+        elif kind == "recolored":
+            yield Pair(above, kind, f"in {below}", ink=below)
+        else:
+            yield Pair(above, kind, CHANGES[kind])
 
 
 def _halves(pair: Pair, size: int, background: str) -> np.ndarray:

@@ -229,6 +229,23 @@ def test_pairs_show_only_what_is_trained(written):
     assert all(fact["held_out"] == "pair" for fact in pairs if fact["split"] == "held-out")
 
 
+@pytest.mark.parametrize("number", [2.5, 100])
+def test_more_pairs_of_a_drawing_are_different_ones_and_begin_with_the_first(sets, written, tmp_path, number):
+    def pairs(folder):
+        source = open_source(str(folder))
+        facts = [source.meta(i) for i in range(len(source))]
+        return Counter((one["subject"], one["style"], one["pair"]["caption"]) for one in facts if "pair" in one)
+
+    summary = write_icons(tmp_path / "more", sets, size=16, pairs=number)
+    found = pairs(tmp_path / "more")
+    assert set(found.values()) == {1} and set(pairs(written[0])) <= set(found)
+    drawn = summary["kinds"]["train"]
+    if number == 2.5:
+        assert 2.4 * drawn < len(found) <= 2.6 * drawn
+    else:
+        assert Counter(caption for *_, caption in found)["upside down"] == drawn  # as all that a drawing can have
+
+
 def test_lower_halves_are_what_the_caption_says(written):
     source = open_source(str(written[0]))
     singles, seen = {}, Counter()

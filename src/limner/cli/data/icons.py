@@ -33,9 +33,9 @@ class WriteIcons(Checked):
     """Side of the pictures in pixels, an even number."""
     background: str = "white"
     """What drawings lie on: a color of CSS, as white or #ffeecc."""
-    pairs: Annotated[float, Range(0, 1)] = 0.25
-    """How many drawings come a second time, on top of a pair ("the exact same tiger on the top as a line drawing at
-    the bottom")."""
+    pairs: Annotated[float, Range(0, 100)] = 0.25
+    """On top of how many pairs a drawing comes, on average ("the exact same tiger on the top as a line drawing at the
+    bottom"): 0.25 is every fourth drawing, on top of one."""
     tones: Annotated[int, Range(0, 100)] = 1
     """Drawings with a skin tone of each subject and style, at most; the one without comes in any case."""
     styles: Annotated[int, Range(1, 1_000)] = 1
