@@ -36,10 +36,10 @@ def gather(own: Tensor, everyone: Tensor, group: Any) -> distributed.Work:
 def _swap(given: Sequence[Tensor], got: Tensor, group: Any) -> distributed.Work:
     others = [i for i in range(group.size()) if i != group.rank()]
     asked = [distributed.irecv(got[i], group=group, group_src=i) for i in others]
-    return _All(asked + [distributed.isend(given[i], group=group, group_dst=i) for i in others])
+    return _Together(asked + [distributed.isend(given[i], group=group, group_dst=i) for i in others])
 
 
-class _All(distributed.Work):
+class _Together(distributed.Work):
     """Through when all of them are."""
 
     def __init__(self, works: Sequence[distributed.Work | None]) -> None:
