@@ -131,7 +131,7 @@ class Sharded(Replicated):
         self._modules.append(rest)
         if self.device.type == "cpu" and (overlap := getattr(rest, "_set_unshard_async_op", None)):
             overlap(True)  # GPUs gather in a stream of their own; without it gloo gathers when it is waited for
-        if distributed.get_backend() == "gloo" and self.mesh["shard"].size() == 2:
+        if distributed.get_backend() == "gloo" and self.mesh["shard"].size() == 2:  # why two, `gather` says
             for module in self._modules:
                 module.set_custom_all_gather(_Gather())  # pyright: ignore[reportArgumentType]
 

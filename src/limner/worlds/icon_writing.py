@@ -1,8 +1,8 @@
 """Write the world of icons to disk as a data set: `limner data icons OUT FILE...`.
 
-Each drawing is a sample, and some come again as the upper half of pairs: below is the same thing in another
-style, or changed. A pair never shows a combination that is held out. One pair in twenty is held out as a pair, chosen
-by a hash of what it shows; its two parts are trained as drawings of their own.
+Each drawing is a sample, and some come again as the upper half of pairs: below is the same thing in another style, or
+changed. A pair never shows a combination that is held out. One pair in twenty is held out as a pair, chosen by a hash
+of what it shows; its two parts are trained as drawings of their own.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def swap() -> dict[str, Any]:
             exchanged.append(got)
             everyone = torch.zeros(ranks, n, dtype=dtype)
             everyone[rank] = part(rank, 0, n, dtype)
-            own = everyone[rank] if n == 3 else everyone[rank].clone()  # as FSDP gives it, and as reducers do
+            own = everyone[rank] if n == 3 else everyone[rank].clone()  # as FSDP gives it, and not
             works.append(gather(own, everyone, group))
             gathered.append(everyone)
     for work in works:
