@@ -1,11 +1,10 @@
-"""Scales of numbers in eight bits, which integers and float8 share, and whether Triton computes with them."""
+"""Scales of numbers in eight bits, which integers and float8 share."""
 
 from __future__ import annotations
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils._triton import has_triton_package
 
 INT8 = 127  # the largest int8 but for the sign: -128 has no counterpart
 SMALLEST = 2.0**-109  # absmax below which a scale's inverse could overflow fp32; smaller ones share this one's scale
@@ -16,8 +15,3 @@ def scales(absmax: Float[Tensor, ...], largest: float) -> tuple[Float[Tensor, ..
     there = absmax.float().clamp_min(SMALLEST)  # NaN stays NaN
     most = torch.full_like(there, largest)  # with a number, torch would multiply by a reciprocal, rounded twice
     return there / most, most / there
-
-
-def triton_runs(x: Tensor) -> bool:
-    """Whether Triton's kernels compute what concerns this tensor: it is on a GPU, and Triton is installed."""
-    return x.is_cuda and has_triton_package()

@@ -9,13 +9,15 @@ Without, everything runs as it is written.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
+_KINDS = 64  # of code for one function, for different constants and kinds of tensors; torch has 8
 LARGE = 1 << 17  # values from which compiled code is worth its call
 
 
@@ -31,15 +33,12 @@ class Fused:
     def __call__(self, first: Tensor, *others: Any) -> Any:
         if not self._works or not self.compiles(first):
             return self.function(first, *others)
-        from torch._dynamo import config  # a second to import, so only now
-        from torch._dynamo.exc import TorchDynamoException
+        from torch._dynamo.exc import TorchDynamoException  # a second to import, so only now
 
         if self._compiled is None:
             self._compiled = torch.compile(self.function, dynamic=True)
-        # Numbers of bits are constants; sizes of tensors are not.
-        constants = any(isinstance(x, int) for x in others)
         try:
-            with config.patch(specialize_int=True) if constants else nullcontext():
+            with specialised():
                 return self._compiled(first, *others)
         except TorchDynamoException as error:  # no compiler, or one that does not work
             self._works = False
@@ -50,3 +49,22 @@ class Fused:
     def compiles(self, x: Tensor) -> bool:
         """Whether a tensor is large enough, and on a device for which code can be made."""
         return self._works and x.numel() >= LARGE and x.device.type in ("cpu", "cuda")
+
+
+@contextmanager
+def specialised() -> Iterator[None]:
+    """While compiled functions are called: numbers in Python, of bits say, are constants of their code, and sizes of
+    tensors are not. Code of which they are variables is slower, and on a GPU may not compile."""
+    from torch._dynamo import config
+
+    before = config.specialize_int, config.recompile_limit
+    config.specialize_int, config.recompile_limit = True, max(_KINDS, config.recompile_limit)
+    try:
+        yield
+    finally:
+        config.specialize_int, config.recompile_limit = before
+
+
+def triton_runs(x: Tensor) -> bool:
+    """Whether Triton's kernels compute what concerns this tensor: it is on a GPU, and Triton is installed."""
+    return x.is_cuda and has_triton_package()
