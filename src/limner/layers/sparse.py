@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from limner.layers import flex
 from limner.layers.attention import visible
 from limner.layers.masked import MaskedAttention
 from limner.layers.patterns import Grid, Pattern
@@ -76,6 +77,8 @@ class SparseAttention(nn.Module):
         p, n = self.prefix, q.shape[2]
         if n != p + self.blocks * self.queries:
             raise ValueError(f"{n} positions where {p} of prefix and a grid of {self.pattern.grid} were expected")
+        if flex.takes(self.pattern, q) and (y := flex.attend(self.pattern, p, q, k, v)) is not None:
+            return y
         return _Recomputed.apply(self, q, k, v)
 
     def _bias(self) -> Tensor:

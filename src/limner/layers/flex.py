@@ -1,0 +1,125 @@
+"""Sparse attention on a GPU: torch's FlexAttention, which Inductor makes a Triton kernel of.
+
+What `sparse.py` copies, multiplies and normalises in turn is here one kernel, whose scores never leave the chip, and
+one more for the gradients. It goes over squares of 128 queries and 128 keys and leaves out those where no query sees a
+key; where all are seen it asks no more, and elsewhere for each pair. Where positions see only their own column, the
+image is transposed first, so that what is seen lies together, as in `sparse.py`.
+
+The first call of each pattern compiles, which takes some seconds; torch keeps what it made on disk.
+
+Shapes: B batch, H heads, P prefix, h x w grid, N = P + h * w positions, C head width.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from limner.layers.patterns import Pattern
+from limner.numerics.fused import specialised, triton_runs
+
+_RUNS = 8  # of consecutive offsets that a kernel compares one by one, at most
+_BLOCK = 128  # queries, and keys
+_NARROWEST = 16  # head width of a product on tensor cores
+
+Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class _Kernel:
+    """The compiled function, once for all models, and whether it works here."""
+
+    def __init__(self) -> None:
+        self.works, self._compiled = True, None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        if torch.compiler.is_compiling():
+            return flex_attention(q, k, v, block_mask=mask)
+        self._compiled = self._compiled or torch.compile(flex_attention, fullgraph=True)
+        with specialised():
+            return self._compiled(q, k, v, block_mask=mask)
+
+
+_kernel = _Kernel()
+
+
+def takes(pattern: Pattern, q: Tensor) -> bool:
+    """Whether `attend` computes this: on a GPU with Triton, for a pattern of few runs, and with memory behind q."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return (
+        _kernel.works
+        and triton_runs(q)
+        and q.shape[-1] >= _NARROWEST
+        and len(runs(pattern)) <= _RUNS
+        and not isinstance(q, FakeTensor)
+    )
+
+
+def attend(
+    pattern: Pattern, prefix: int, q: Float[Tensor, "B H N C"], k: Float[Tensor, "B H N C"], v: Float[Tensor, "B H N C"]
+) -> Float[Tensor, "B H N C"] | None:
+    """softmax(q k^T / sqrt(C)) v under the mask `visible(pattern, prefix)`; None if the kernel cannot be made here, of
+    which a warning tells once."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    if pattern.by_column:
+        q, k, v = (_turned(x, prefix, pattern.grid) for x in (q, k, v))
+    try:
+        y = _kernel(q, k, v, _block_mask(pattern, prefix, q.device))
+    except TorchDynamoException as error:
+        _kernel.works = False
+        reason = str(error).strip().partition("\n")[0]
+        warnings.warn(f"FlexAttention does not work here ({reason}): sparse attention is slower", stacklevel=2)
+        return None
+    h, w = pattern.grid
+    return _turned(y, prefix, (w, h)) if pattern.by_column else y
+
+
+@lru_cache(maxsize=32)
+def runs(pattern: Pattern) -> list[tuple[int, int]]:
+    """First and last of consecutive steps back, along a line of neighbours, that a position sees."""
+    steps = [back // pattern.lines for back in pattern.offsets]
+    firsts, lasts = ([n for n in steps if n + aside not in steps] for aside in (-1, 1))
+    return list(zip(firsts, lasts, strict=True))
+
+
+def sees(pattern: Pattern, prefix: int, device: torch.device) -> Seen:
+    """(batch, head, query, key) -> whether the query sees the key, as FlexAttention asks: by the numbers of positions,
+    of an image that lies by columns if the pattern does."""
+    (least, most), *others = runs(pattern)
+    places = torch.arange(prefix + pattern.grid[0] * pattern.grid[1], device=device) - prefix
+    length = len(places) - prefix if pattern.lines == 1 else pattern.grid[0]
+    begin = (prefix + places - places % length).int()  # of a position's line; a kernel divides slowly
+
+    def seen(_b: Tensor, _h: Tensor, q: Int64[Tensor, ""], k: Int64[Tensor, ""]) -> Bool[Tensor, ""]:
+        back = q - k
+        near = (back >= least) & (back <= most)
+        for first, last in others:
+            near = near | ((back >= first) & (back <= last))
+        if pattern.by_column:
+            near = near & (k >= begin[q])
+        return torch.where(k < prefix, back >= 0, near)
+
+    return seen
+
+
+@lru_cache(maxsize=32)
+def _block_mask(pattern: Pattern, prefix: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    n = prefix + pattern.grid[0] * pattern.grid[1]
+    with torch.inference_mode(False):
+        return create_block_mask(sees(pattern, prefix, device), None, None, n, n, device=device, BLOCK_SIZE=_BLOCK)  # pyright: ignore[reportArgumentType]
+
+
+def _turned(x: Tensor, prefix: int, grid: tuple[int, int]) -> Tensor:
+    """[B, H, N, C] with the image's positions by columns instead of rows."""
+    return torch.cat([x[:, :, :prefix], x[:, :, prefix:].unflatten(2, grid).transpose(2, 3).flatten(2, 3)], 2)
