@@ -16,7 +16,7 @@ format, or as int8 with a scale for each position and head.
 
 A position is a number, or a tensor [1]. With a tensor, every step does the same operations on the same memory, so
 that one step can be recorded and replayed (`sampling/recorded.py`). In return it reads the whole ring, also slots that
-are not written yet, and hides those by a mask.
+are not written yet, and hides those by a mask. On a GPU one kernel does all of it (`triton_decode.py`).
 
 Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width; n positions held, L lines of
 which a step reads one (the columns, of a pattern that sees only its own; others have one line); K rows kept.
@@ -35,6 +35,7 @@ from torch import Tensor
 
 from limner.layers.attention import Core
 from limner.layers.patterns import Pattern
+from limner.numerics.fused import triton_runs
 
 Position = int | Tensor  # a tensor is int64 [1]
 
@@ -155,6 +156,12 @@ class LayerCache:
         v: Float[Tensor, "M H 1 C"],
     ) -> Float[Tensor, "M H 1 C"]:
         """Store the keys and values of an image position and attend from it."""
+        if isinstance(position, Tensor) and self._one_kernel(q, k, v):
+            from limner.layers import triton_decode
+
+            rings = self.keys.parts[0], self.values.parts[0]
+            prefix = self.prefix_keys, self.prefix_values
+            return triton_decode.attend(position, q, k, v, prefix, rings, self.hole_bias)
         line, step = position % self.lines, position // self.lines
         slots = self._slots(step)
         self.keys.write(line, step % len(self.hole_bias), k[:, :, 0])
@@ -170,6 +177,14 @@ class LayerCache:
         weights = torch.cat([by_prefix, by_image], -1).softmax(-1)  # accumulates in fp32 whatever the format
         of_prefix = weights[..., :p].view(b, -1, heads, p).transpose(1, 2) @ self.prefix_values
         return of_prefix.transpose(1, 2).reshape(q.shape) + weights[..., p:] @ values
+
+    def _one_kernel(self, *states: Tensor) -> bool:
+        """Whether `triton_decode.py` attends: on a GPU, to states in the model's format, unless all is compiled."""
+        if not triton_runs(states[0]) or torch.compiler.is_compiling() or type(self.keys) is not Store:
+            return False
+        from limner.layers import triton_decode
+
+        return triton_decode.takes(*states, self.prefix_keys, self.prefix_values, self.keys.parts[0])
 
     def _slots(self, step: Position) -> slice:
         """The slots of its line to read for the line's `step`-th position."""

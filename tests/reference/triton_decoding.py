@@ -1,0 +1,45 @@
+"""Triton's kernel of decoding against torch's operations: on a GPU or, with TRITON_INTERPRET=1 set before Triton is
+imported, under its interpreter. Run by `test_triton_decoding.py` in a process of its own."""
+
+import pytest
+import torch
+import triton
+
+from limner.layers import cache, triton_decode
+from limner.layers.cache import LayerCache
+from more_patterns import ALL
+
+DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
+DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3} | ({} if DEVICE == "cpu" else {torch.bfloat16: 2e-2})  # it has none
+
+
+@pytest.mark.parametrize("kind", sorted(ALL))
+@pytest.mark.parametrize(("captions", "candidates"), [(1, 1), (2, 1), (2, 3), (1, 18)])
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items())
+def test_a_picture_is_decoded_as_without_it(kind, captions, candidates, dtype, tolerance, monkeypatch):
+    torch.manual_seed(0)
+    grid, heads, c, rows = (5, 4), 2, 16, captions * candidates
+    pattern = ALL[kind](grid, 3)
+    prefix = [torch.randn(captions, heads, 140, c).to(DEVICE, dtype) for _ in range(2)]
+    ours, theirs = (LayerCache.of(pattern, *prefix).expand(candidates) for _ in range(2))
+    calls = []
+    attend = triton_decode.attend
+    monkeypatch.setattr(triton_decode, "attend", lambda *args: calls.append(1) or attend(*args))
+    for at in range(grid[0] * grid[1]):
+        states = torch.randn(rows, 1, 3 * heads * c).to(DEVICE, dtype)  # as a layer gives them
+        q, k, v = (y.view(rows, 1, heads, c).transpose(1, 2) for y in states.chunk(3, -1))
+        position = torch.full((1,), at, device=DEVICE)
+        monkeypatch.setattr(cache, "triton_runs", lambda x: True)
+        found = ours.append(position, q, k, v)
+        monkeypatch.setattr(cache, "triton_runs", lambda x: False)
+        expected = theirs.append(position, q, k, v)
+        assert len(calls) == at + 1 and found.shape == expected.shape and found.dtype == dtype
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        assert all(torch.equal(x, y) for x, y in zip(ours.memory, theirs.memory, strict=True))
+
+
+def test_what_it_cannot_read_is_left_to_torch():
+    x = torch.randn(2, 3, 1, 16)
+    assert triton_decode.takes(x, x.transpose(0, 1))
+    assert not triton_decode.takes(x, x.double()) and not triton_decode.takes(x, x.mT)
+    assert not triton_decode.takes(x[..., :8]) and not triton_decode.takes(torch.randn(2, 3, 1, 24))
