@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from limner.numerics.formats import E6M9, HALVES, UE6M10
+from limner.numerics.fused import triton_runs
 from limner.optim.gradients import read as read_gradient
 from limner.optim.shards import local
 
@@ -46,6 +47,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "most": ("most is above 0", lambda x: x > 0),
 }
 _AT_ONCE = 1 << 17  # values of small tensors that are updated together, within a core's cache
+_GPU_AT_ONCE = 1 << 27  # on a GPU, where a call takes longer than a small tensor
 
 
 def require(group: Mapping[str, Any]) -> None:
@@ -96,7 +98,8 @@ class MomentOptimizer(torch.optim.Optimizer):
                 loss = closure()
         places = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         for group in self.param_groups:
-            for parameters in together(p for p in group["params"] if p.grad is not None):
+            packed = group.get("packed", False)
+            for parameters in together((p for p in group["params"] if p.grad is not None), packed):
                 self._step(group, parameters, [places[p] for p in parameters])
         return loss
 
@@ -119,7 +122,11 @@ class MomentOptimizer(torch.optim.Optimizer):
         torch._foreach_add_([state["step"] for state in states], 1)
         gradients = [read_gradient(p.grad) for p in parameters if p.grad is not None]
         weights = [local(p).float() if p.dtype in HALVES else local(p) for p in parameters]
-        moments = {moment: [read(state, moment) for state in states] for moment in FORMATS}
+        kept = [[local(state[moment]) for state in states] for moment in FORMATS]
+        if one_kernel(weights, gradients, *kept):
+            moments = dict(zip(FORMATS, kept, strict=True))
+        else:
+            moments = {moment: [read(state, moment) for state in states] for moment in FORMATS}
         counts = [int(state["step"]) for state in states]
         means, variances = moments.values()
         self._update(group, parameters, weights, gradients, means, variances, counts)
@@ -129,11 +136,12 @@ class MomentOptimizer(torch.optim.Optimizer):
                 local(p).copy_(HALVES[p.dtype].rounded(weight, generator))
         for moment, values in moments.items():
             for state, value in zip(states, values, strict=True):
-                write(state, moment, value)
+                if value.is_floating_point():
+                    write(state, moment, value)
 
     def _state(self, p: Tensor, packed: bool) -> dict[str, Tensor]:
         state = self.state[p]
-        packed = packed and p.ndim >= 2 and p.dtype != torch.float64  # whose updates are to be exact
+        packed = packed and packs(p)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for moment, its_format in FORMATS.items():
@@ -153,25 +161,32 @@ class MomentOptimizer(torch.optim.Optimizer):
         counts: list[int],
     ) -> None:
         """Change parameters and moments in place: this process's shards of the `whole` parameters, or these
-        themselves; of those in 16 bits copies in fp32. `counts` are the steps of each tensor, this one included."""
+        themselves; of those in 16 bits copies in fp32. Where `one_kernel` takes them, moments may be codes. `counts`
+        are the steps of each tensor, this one included."""
         raise NotImplementedError
 
 
-def together(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def packs(p: Tensor) -> bool:
+    """Whether moments of a tensor may be in 16 bits: not those of float64, whose updates are to be exact."""
+    return p.ndim >= 2 and p.dtype != torch.float64
+
+
+def together(parameters: Iterable[Tensor], packed: bool = False) -> Iterator[list[Tensor]]:
     """Parameters in lists that are updated at once: large ones alone, so that a step needs little memory beyond the
-    state, and small ones of one device and dtype together, so that it needs few calls. Raises `RuntimeError` for a
-    sparse gradient."""
+    state, and small ones of one device and dtype together, so that it needs few calls; those whose moments are `packed`
+    apart from others, since one kernel may take them. Raises `RuntimeError` for a sparse gradient."""
     parameters = list(parameters)
     if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
         raise RuntimeError("sparse gradients have no update here: give nn.Embedding sparse=False")
-    waiting: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    waiting: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype, bool], int] = {}
     for p in parameters:
-        kind, size = (p.device, p.dtype), p.numel()
-        if size > _AT_ONCE:
+        kind, size = (p.device, p.dtype, packed and packs(p)), p.numel()
+        most = _GPU_AT_ONCE if p.is_cuda else _AT_ONCE
+        if size > most:
             yield [p]
             continue
-        if sizes.get(kind, 0) + size > _AT_ONCE:
+        if sizes.get(kind, 0) + size > most:
             yield waiting.pop(kind)
             sizes[kind] = 0
         waiting.setdefault(kind, []).append(p)
@@ -185,7 +200,7 @@ def adamw_(
     means: list[Tensor],
     variances: list[Tensor],
     *,
-    rates: list[float] | tuple[Tensor, ...],
+    rates: list[float] | Tensor,
     betas: tuple[float, list[float]],
     corrections: tuple[list[float], list[float]],
     eps: float,
@@ -199,6 +214,15 @@ def adamw_(
     p <- p - rate (m / c1 / (sqrt(v / c2) + eps) + weight_decay p)
     """
     (beta1, beta2), (c1, c2) = betas, corrections
+    if one_kernel(parameters, gradients, means, variances):
+        from limner.optim import triton_adamw
+
+        triton_adamw.adamw_(
+            parameters, gradients, means, variances,
+            rates=torch.as_tensor(rates, dtype=torch.float32, device=parameters[0].device), betas=betas,
+            corrections=corrections, eps=eps, weight_decay=weight_decay, most=most,
+        )  # fmt: skip
+        return
     torch._foreach_lerp_(means, gradients, 1 - beta1)
     torch._foreach_mul_(variances, beta2)
     torch._foreach_addcmul_(variances, gradients, gradients, [1 - beta for beta in beta2])
@@ -211,8 +235,22 @@ def adamw_(
     updates = torch._foreach_div(means, below)
     if weight_decay:
         torch._foreach_add_(updates, parameters, alpha=weight_decay)
-    torch._foreach_mul_(updates, rates)
+    torch._foreach_mul_(updates, list(rates.unbind()) if isinstance(rates, Tensor) else rates)
     torch._foreach_sub_(parameters, updates)
+
+
+def one_kernel(*lists: list[Tensor]) -> bool:
+    """Whether `triton_adamw.py` takes these: weights and gradients in fp32 and moments of one kind, on a GPU with
+    Triton, each tensor in memory as its weight is and without gaps."""
+    parameters, gradients, *moments = lists
+    if not triton_runs(parameters[0]):
+        return False
+    return (
+        {x.dtype for x in (*parameters, *gradients)} == {torch.float32}
+        and len({x.dtype for some in moments for x in some}) == 1
+        and all(x.stride() == p.stride() for p, *others in zip(*lists, strict=True) for x in others)
+        and all(p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last) for p in parameters)
+    )
 
 
 def corrections(beta: float, counts: list[int]) -> list[float]:

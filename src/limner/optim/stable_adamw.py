@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from limner.numerics.fused import Fused
-from limner.optim.moments import SMALLEST, MomentOptimizer, adamw_, corrections
+from limner.optim.moments import SMALLEST, MomentOptimizer, adamw_, corrections, one_kernel
 from limner.optim.shards import mean
 
 
@@ -93,7 +93,7 @@ class StableAdamW(MomentOptimizer):
             decay = 0.0
         if not all(map(_alike, parameters, gradients, means, variances)):
             adamw_(
-                parameters, gradients, means, variances, rates=rates.unbind(), betas=(beta1, [beta2] * len(c1)),
+                parameters, gradients, means, variances, rates=rates, betas=(beta1, [beta2] * len(c1)),
                 corrections=(c1, c2), eps=group["eps"], weight_decay=decay,
             )  # fmt: skip
             return
@@ -116,7 +116,11 @@ def root_mean_squares(
     """RMS_t of n tensors, [n]. `variances` are those before the step; c2 = 1 - beta2^t corrects the bias after it.
     Gradients and variances are this process's shards, or all, of the `whole` tensors."""
     floors = [max(eps**2 * c, SMALLEST) for c in c2]
-    if len(gradients) == 1 and _sum_of_squares.compiles(gradients[0]):
+    if one_kernel(gradients, gradients, variances):
+        from limner.optim import triton_adamw
+
+        sums = list(triton_adamw.sums_of_ratios(gradients, variances, beta2, floors).unbind())
+    elif len(gradients) == 1 and _sum_of_squares.compiles(gradients[0]):
         constants = torch.stack([variances[0].new_full((), constant) for constant in (beta2, floors[0])])
         sums = [_sum_of_squares(gradients[0], variances[0], constants)]
     else:

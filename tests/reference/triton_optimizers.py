@@ -1,0 +1,118 @@
+"""Triton's kernel of optimisers against torch's: on a GPU or, with TRITON_INTERPRET=1 set before Triton is imported,
+under its interpreter. Run by `test_triton_optimizers.py` in a process of its own."""
+
+from functools import partial
+
+import pytest
+import torch
+import triton
+from torch import nn
+
+from limner.numerics.formats import E6M9, UE6M10
+from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW, moments, stable_adamw, triton_adamw
+
+DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
+SHAPES = [(5, 7), (3,), (), (0, 4), (4, 3, 2, 2), (40_000,), (190, 180)]  # the last two are several pieces
+KINDS = {
+    "AdamW16": AdamW16,
+    "AdamW16, no limit": lambda ps: AdamW16(ps, most=float("inf")),
+    "StableAdamW": StableAdamW,
+    "StableAdamW, packed": lambda ps: StableAdamW(ps, packed=True),
+    "StableAdamW, lr decay": lambda ps: StableAdamW(ps, clip_decay=False),
+    "Beta2WarmupAdamW": Beta2WarmupAdamW,
+}
+
+
+@pytest.fixture(autouse=True)
+def taken(monkeypatch):
+    """Both kinds of moments are given to the kernel, also where there is no GPU; what took them is noted."""
+    seen = set()
+    monkeypatch.setattr(moments, "triton_runs", lambda x: True)
+    monkeypatch.setattr(stable_adamw, "_alike", lambda *tensors: False)  # torch's loop of a CPU
+    for name in ("adamw_", "sums_of_ratios"):
+
+        def noted(which, whole, *args, **settings):
+            seen.add((which, args[-1][0].dtype if which == "adamw_" else args[1][0].dtype))
+            return whole(*args, **settings)
+
+        monkeypatch.setattr(triton_adamw, name, partial(noted, name, getattr(triton_adamw, name)))
+    return seen
+
+
+def parameters():
+    torch.manual_seed(0)
+    ps = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in SHAPES]
+    ps[4].data = ps[4].data.contiguous(memory_format=torch.channels_last)
+    return ps
+
+
+def trained(build, steps=6):
+    ps = parameters()
+    optimizer = build(ps)
+    for step in range(steps):
+        for i, p in enumerate(ps):
+            torch.manual_seed(100 * step + i)
+            p.grad = torch.randn_like(p) * 10.0 ** (i - 3) * (30 if step == 3 else 1)
+            if (step + i) % 5 == 4:
+                p.grad = None
+        optimizer.step()
+    return ps, optimizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimiser_is_the_one_of_many_calls(kind, monkeypatch, taken):
+    ours, optimizer = trained(KINDS[kind])
+    assert ("adamw_", torch.float32) in taken
+    packed = any(state["exp_avg"].dtype == torch.int16 for state in optimizer.state.values())
+    assert (("adamw_", torch.int16) in taken) == packed
+    assert (("sums_of_ratios", torch.int16) in taken) == (packed and kind.startswith("Stable"))
+    monkeypatch.setattr(moments, "triton_runs", lambda x: False)
+    theirs, other = trained(KINDS[kind])
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        for moment in moments.FORMATS:
+            a, b = (moments.read(o.state[x], moment) for o, x in ((optimizer, p), (other, q)))
+            step = 2.0**-9 if optimizer.state[p][moment].dtype == torch.int16 else 1e-5
+            torch.testing.assert_close(a, b, rtol=step, atol=float(b.abs().max()) * 1e-6 if b.numel() else 0.0)
+
+
+def hard(n):
+    """Normal numbers over all of fp32's range, ties, ends of the formats, and what is not finite."""
+    torch.manual_seed(1)
+    x = torch.randn(n) * torch.exp2(150 * torch.rand(n) - 100)
+    x[:8] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 16.0, 3.4e38])
+    codes = torch.arange(n - 8 - n // 2, dtype=torch.int32).to(torch.int16)
+    values = E6M9.unpack(codes)
+    x[n // 2 + 8 :] = values * (1 + 2.0**-10)  # halfway to the next, for most
+    return x
+
+
+def test_codes_are_those_of_the_formats():
+    """A step that leaves the means and variances as they are, and one that makes them of the gradients."""
+    x = hard(1 << 14)
+    for beta1, beta2 in ((1.0, 1.0), (0.0, 0.0)):
+        means, variances = E6M9.pack(x.flip(0)), UE6M10.pack(x.flip(0).abs())
+        before = means.clone(), variances.clone()
+        p, g, m, v = (y.clone().to(DEVICE) for y in (torch.zeros_like(x), x, means, variances))
+        rates = torch.zeros(1, device=DEVICE)
+        triton_adamw.adamw_(
+            [p], [g], [m], [v], rates=rates, betas=(beta1, [beta2]), corrections=([1.0], [1.0]), eps=1e-8,
+            weight_decay=0.0,
+        )  # fmt: skip
+        there = x.abs() < 1e18  # whose squares are finite: 0 times infinity is nothing
+        wanted = before if beta1 else (E6M9.pack(x), UE6M10.pack(x * x))
+        for form, codes, expected in zip((E6M9, UE6M10), (m, v), wanted, strict=True):
+            assert torch.equal(form.unpack(codes.cpu())[there], form.unpack(expected)[there])  # 0 is -0
+
+
+def test_a_gradient_that_is_not_finite_shows():
+    for wrong in (torch.nan, torch.inf):
+        p, g, m, v = (torch.ones(50, device=DEVICE) for _ in range(4))
+        g[17] = wrong
+        sums = triton_adamw.sums_of_ratios([g, g[:9]], [v, v[:9]], 0.9, [1e-8, 1e-8])
+        assert sums.isfinite().tolist() == [False, True]
+        triton_adamw.adamw_(
+            [p], [g], [m], [v], rates=torch.ones(1, device=DEVICE), betas=(0.9, [0.9]), corrections=([1.0], [1.0]),
+            eps=1e-8, weight_decay=0.0,
+        )  # fmt: skip
+        assert p.isnan().sum() == 1 and p[17].isnan()
