@@ -1,34 +1,23 @@
 """Triton's kernels of int8 layers, without a GPU: against torch's under the interpreter, and compiled ahead of time."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 triton = pytest.importorskip("triton")
 
+from in_a_process import passes  # noqa: E402
 
-def check(**environment):
-    """Run the checks in a process of its own: Triton decides for the interpreter when it is imported."""
-    checks = Path(__file__).with_name("triton_kernels.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", checks],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4_000:] + done.stderr
+CHECKS = Path(__file__).with_name("triton_kernels.py")
 
 
 def test_under_the_interpreter():
-    check(TRITON_INTERPRET="1")
+    passes(CHECKS, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    check()
+    passes(CHECKS)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -55,6 +44,6 @@ def test_kernels_compile_for_gpus(capability, dtype):
     tile = machine_code(module.scaled_kernel, {"x": x, "values": "*i8", "inverse": "*fp32"}, TILE=64)
     assert all(code for _, code in (rows, tile))
     pointers = {"a": "*i8", "b": "*i8", "y": x, "scale_a": "*fp32", "scale_b": "*fp32", "bias": "*fp32"}
-    flags = {"BY_ROW": True, "BY_COLUMN": True, "BIAS": True}
+    flags = {"BY_ROW": True, "BY_COLUMN": True, "BIAS": True, "EVEN": capability == 90}
     ptx, code = machine_code(module.product_kernel.fn, pointers, **flags, M=64, N=64, K=64)
     assert code and "mma" in ptx and "s8" in ptx  # the tensor cores' product of integers

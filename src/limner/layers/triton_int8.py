@@ -30,6 +30,7 @@ from limner.layers.scales import INT8, SMALLEST
 _LARGEST = tl.constexpr(INT8)
 _SMALLEST = tl.constexpr(SMALLEST)
 _FRACTIONS_END = tl.constexpr(1.5 * 2**23)
+_NEAR = tl.constexpr(8)  # tiles one below the other
 _TILE = 64
 
 
@@ -64,12 +65,12 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor
     if not y.numel():
         return y
 
-    def grid(chosen: dict[str, Any]) -> tuple[int, int]:
-        return triton.cdiv(m, chosen["M"]), triton.cdiv(n, chosen["N"])
+    def grid(chosen: dict[str, Any]) -> tuple[int]:
+        return (triton.cdiv(m, chosen["M"]) * triton.cdiv(n, chosen["N"]),)
 
     product_kernel[grid](
         a, b, y, scale_a, scale_b, scale_a if bias is None else bias, m, n, k, *a.stride(), *b.stride(), y.stride(0),
-        BY_ROW=scale_a.ndim == 1, BY_COLUMN=scale_b.ndim == 1, BIAS=bias is not None,
+        BY_ROW=scale_a.ndim == 1, BY_COLUMN=scale_b.ndim == 1, BIAS=bias is not None, EVEN=k % _MOST == 0,
     )  # fmt: skip
     return y
 
@@ -125,31 +126,43 @@ _CONFIGS = [
         (128, 128, 128, 8, 3),
         (128, 256, 64, 8, 3),
         (128, 256, 128, 8, 3),
+        (128, 256, 128, 8, 4),
         (256, 128, 128, 8, 3),
+        (256, 128, 128, 8, 4),
     )
 ]
+_MOST = 128  # of K above
 
 
 @triton.autotune(_CONFIGS[: 1 if knobs.runtime.interpret else None], key=["m", "n", "k"])
 @triton.jit
 def product_kernel(
     a, b, y, scale_a, scale_b, bias, m, n, k, a_row, a_column, b_row, b_column, y_row,
-    BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr, BIAS: tl.constexpr,
+    BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """One program for each tile [M, N] of the result."""
-    row = tl.program_id(0) * M + tl.arange(0, M)
-    column = tl.program_id(1) * N + tl.arange(0, N)
-    in_m, in_n = row < m, column < n
-    a += row.to(tl.int64)[:, None] * a_row
-    b += column.to(tl.int64)[None, :] * b_row
+    """One program for each tile [M, N] of the result; `EVEN` if K divides k. Programs that run at the same time work on
+    tiles near each other, whose rows and columns the cache then holds."""
+    across, tile = tl.cdiv(n, N), tl.program_id(0)
+    group = tile // (_NEAR * across) * _NEAR
+    rows = tl.minimum(tl.cdiv(m, M) - group, _NEAR)
+    inside = tile % (_NEAR * across)
+    row = (group + inside % rows) * M + tl.arange(0, M)
+    column = inside // rows * N + tl.arange(0, N)
+    in_m, in_n, at = row < m, column < n, tl.arange(0, K)
+    # What is beyond the matrices is read from their beginning, and its products are not written.
+    a += (row % m).to(tl.int64)[:, None] * a_row + at.to(tl.int64)[None, :] * a_column
+    b += (column % n).to(tl.int64)[None, :] * b_row + at.to(tl.int64)[:, None] * b_column
     sums = tl.zeros((M, N), tl.int32)
     for start in range(0, k, K):
-        at = start + tl.arange(0, K).to(tl.int64)
-        in_k = at < k
-        left = tl.load(a + at[None, :] * a_column, mask=in_m[:, None] & in_k[None, :], other=0)
-        right = tl.load(b + at[:, None] * b_column, mask=in_k[:, None] & in_n[None, :], other=0)
+        if EVEN:
+            left, right = tl.load(a), tl.load(b)
+        else:
+            left = tl.load(a, mask=at[None, :] < k - start, other=0)
+            right = tl.load(b, mask=at[:, None] < k - start, other=0)
         sums = tl.dot(left, right, sums, out_dtype=tl.int32)
+        a += K * a_column
+        b += K * b_column
     if BY_ROW:
         by_row = tl.load(scale_a + row, mask=in_m, other=0.0)[:, None]
     else:
