@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -83,39 +84,56 @@ def _measured(options: BenchOptions, config: Any, device: Any) -> dict[str, Any]
 def _drawing(options: BenchOptions, sides: dict[str, Any], n: int, here: Any, device: Any) -> dict[str, float]:
     from limner.profiling import speed
 
-    rounds = [
-        {
-            name: speed.drawing(config, n, device, shared=name == "sparse", compiled=options.compiled)
-            for name, config in sides.items()
-        }
-        for _ in range(options.rounds)
-    ]
-    ratio = median(found["dense"].seconds / found["sparse"].seconds for found in rounds)
-    took = {name: median(found[name].seconds for found in rounds) for name in sides}
+    def draw(name: str, config: Any) -> Any:
+        return speed.drawing(config, n, device, shared=name == "sparse", compiled=options.compiled)
+
+    rounds = _rounds(options, sides, draw)
+    ratio = median(found["dense"].seconds / found["sparse"].seconds if "dense" in found else nan for found in rounds)
+    took = {name: median(found[name].seconds for found in rounds) for name in rounds[0]}
     for name in sides:
+        if name not in took:
+            print(f"{n:6,} {name:7} does not fit into memory")
+            continue
         step = median(found[name].step for found in rounds)
         line = f"{n:6,} {name:7} {step * 1e3:12.2f} {n / took[name]:11.3f} {rounds[0][name].each / 1e6:17.2f}"
         over = f"{step / speed.floor(sides[name], n, here):26.2f}"
         print(line + (over if name == "sparse" else f"{ratio:10.1f}x"), flush=True)
-    return {name: value / n for name, value in took.items()}
+    return {name: took[name] / n if name in took else nan for name in sides}
+
+
+def _rounds(options: BenchOptions, sides: dict[str, Any], measure: Callable[[str, Any], Any]) -> list[dict[str, Any]]:
+    """What is measured of each side, round by round; without the sides that do not fit into memory."""
+    import torch
+
+    found: list[dict[str, Any]] = [{} for _ in range(options.rounds)]
+    too_large = set()
+    for some in found:
+        for name, config in sides.items():
+            try:
+                if name not in too_large:
+                    some[name] = measure(name, config)
+            except torch.OutOfMemoryError:
+                if name == "sparse":
+                    raise
+                too_large.add(name)
+                torch.cuda.empty_cache()
+    return found
 
 
 def _training(options: BenchOptions, sides: dict[str, Any], here: Any, device: Any) -> dict[str, float]:
     from limner.profiling import speed
 
-    rounds = [
-        {
-            name: speed.training(config, options.batch, device, checkpointing=options.checkpointing)
-            for name, config in sides.items()
-        }
-        for _ in range(options.rounds)
-    ]
-    took = {name: median(found[name] for found in rounds) for name in sides}
+    def train(name: str, config: Any) -> Any:
+        return speed.training(config, options.batch, device, checkpointing=options.checkpointing)
+
+    rounds = _rounds(options, sides, train)
+    took = {name: median(found.get(name, nan) for found in rounds) for name in sides}
     share = median(speed.useful(sides["sparse"], options.batch, found["sparse"], here) for found in rounds)
-    ratio = median(found["dense"] / found["sparse"] for found in rounds)
+    ratio = median(found.get("dense", nan) / found["sparse"] for found in rounds)
+    beside = f"{took['dense'] * 1e3:,.0f} ms, sparse is {ratio:.1f}x" if ratio == ratio else "does not fit into memory"
     print(
-        f"training, a step of {options.batch}: sparse {took['sparse'] * 1e3:,.0f} ms, dense {took['dense'] * 1e3:,.0f} "
-        f"ms, sparse is {ratio:.1f}x; useful arithmetic at {share:.0%} of the product's rate"
+        f"training, a step of {options.batch}: sparse {took['sparse'] * 1e3:,.0f} ms, dense {beside}; useful "
+        f"arithmetic at {share:.0%} of the product's rate"
     )
     return {name: value / options.batch for name, value in took.items()}
 

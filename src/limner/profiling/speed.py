@@ -104,7 +104,7 @@ def drawing(
 ) -> DrawingTime:
     """Time drawing as the pipeline does it. Without `shared`, each candidate has the text's keys and values
     copied, as is usual elsewhere."""
-    with torch.inference_mode(False), torch.random.fork_rng(devices=()):
+    with torch.inference_mode(False), torch.random.fork_rng(devices=()), device:
         torch.manual_seed(0)  # with the same weights each time, compiled steps are found again
         model = config.build().to(device, Auto().dtype(device)).eval()
     model = decoder(model if compiled else prepacked(model), compiled)
@@ -141,7 +141,9 @@ def training(config: TransformerConfig, batch: int, device: torch.device, *, che
     text = torch.randint(0, config.text_vocab, (batch, config.text_len))
     image = torch.randint(0, config.image_vocab, (batch, prod(config.grid)))
     parts = {"text": text, "image": image}
-    return trained(config.build(), Autoregressive(), parts, device, checkpointing=checkpointing)
+    with device:
+        model = config.build().to(device)
+    return trained(model, Autoregressive(), parts, device, checkpointing=checkpointing)
 
 
 def trained(
