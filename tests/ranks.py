@@ -1,6 +1,7 @@
 """Functions that several gloo processes run together."""
 
 import multiprocessing
+import os
 import runpy
 import sys
 import tempfile
@@ -73,6 +74,7 @@ def _work(
     function: tuple[str, str],
     arguments: tuple[Any, ...],
 ) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these are processes of a CPU, also where there is a GPU
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", store=distributed.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)

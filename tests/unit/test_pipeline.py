@@ -335,7 +335,7 @@ def test_a_bundle_draws_what_was_saved(pipe, saved):
         "README.md",
     }  # fmt: skip
     exact = pipe.save_pretrained(saved.parent / "exact", dtype=torch.float32)
-    drawn = TextToImage.from_pretrained(exact)(CAPTION, n=3, candidates=6, seed=1)
+    drawn = TextToImage.from_pretrained(exact, device="cpu")(CAPTION, n=3, candidates=6, seed=1)
     assert np.array_equal(pixels(drawn), pixels(pipe(CAPTION, n=3, candidates=6, seed=1)))
     assert sum(p.stat().st_size for p in saved.glob("*.safetensors")) < 0.7 * sum(
         p.stat().st_size for p in exact.glob("*.safetensors")
@@ -397,7 +397,7 @@ def test_a_weight_too_large_for_half_precision_is_kept(pipe, tmp_path):
 
 def test_matrices_in_8_bits_are_off_by_half_a_step_of_their_row(pipe, saved, tmp_path):
     small = pipe.save_pretrained(tmp_path / "small", torch.int8)
-    again, matrices = load(small), 0
+    again, matrices = load(small, device="cpu"), 0
     for name in ("prior", "contrastive"):
         ours, theirs = getattr(pipe, name).state_dict(), getattr(again, name).state_dict()
         for key, value in ours.items():
@@ -429,7 +429,7 @@ def test_a_dvae_is_stored_without_loss_in_16_bits_where_these_do(pipe, tmp_path)
     assert stored["encoder.blocks.input.w"].dtype == torch.float32
     whole = TextToImage(bundles.load_model(folder, "dvae"), pipe.prior, pipe.contrastive, pipe.tokenizer)
     again = load(whole.save_pretrained(tmp_path / "bundle"))
-    third = load(again.save_pretrained(tmp_path / "copy"))
+    third = load(again.save_pretrained(tmp_path / "copy"), device="cpu")
     assert all(torch.equal(value, state[key]) for key, value in third.dvae.state_dict().items())
     assert torch.equal(third.dvae.tokens(pixels), dvae.tokens(pixels))
     small = bundles.save_dvae(bundles.rounded(dvae), tmp_path / "small", {})

@@ -27,6 +27,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from limner.errors import UserError
 from limner.optim.shards import local
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
@@ -45,6 +46,8 @@ class Watcher(TorchDispatchMode):
         calls: how often each collective was called.
         sent: bytes that this process sent in each, if they go around a ring: (W - 1) / W of what is gathered or
             scattered, twice that of what is reduced to all (Patarasuk & Yuan 2009); and those it sent to one process.
+
+    Raises `UserError` for a torch that is too old.
     """
 
     def __init__(self) -> None:
@@ -54,6 +57,8 @@ class Watcher(TorchDispatchMode):
         self.sent: Counter[str] = Counter()
         self._sizes: dict[weakref.ref[Any], int] = {}
         self._propagator: Any = ShardingPropagator
+        if not hasattr(self._propagator, "_fake_mode_lock"):
+            raise UserError(f"torch {torch.__version__} does not tell what is memory of a process: take 2.13 or newer")
         self._shadows = _Shadows(self._propagator._fake_mode_lock)
 
     def __enter__(self) -> Self:

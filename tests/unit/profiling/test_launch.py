@@ -177,6 +177,14 @@ def test_a_watch_counts_what_is_alive() -> None:
         assert watch.read() == 0 and watch.peak == 400
 
 
+def test_an_older_torch_is_refused_in_a_sentence(monkeypatch) -> None:
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    monkeypatch.delattr(ShardingPropagator, "_fake_mode_lock")
+    with pytest.raises(UserError, match="take 2.13 or newer"):
+        Watcher()
+
+
 def test_real_processes_take_what_was_calculated() -> None:
     bench = Path(__file__).parents[3] / "bench/memory_per_rank.py"
     size = ("--width", "64", "--depth", "3", "--vocab", "256", "--samples", "1", "--checkpointed")
