@@ -12,7 +12,8 @@ that ends where the block ends and begins as many positions before it as the pat
 and every position sees all of the prefix. So the keys of a block are the prefix and its window, copied next to
 each other, and one softmax under one small mask runs over both (footnote 7). Work and memory grow with
 S * (P + window), not with (P + S)^2. The prefix sees itself causally. The weights are not kept for the
-backward pass: they are computed again, some heads at a time, so that what is alive at once stays small.
+backward pass: they are computed again, some heads at a time, so that what is alive at once stays small. On a GPU one
+kernel does all of that where it can (`flex.py`).
 
 Shapes: B batch, H heads, P prefix, h x w grid, S = h * w, C head width; R some of the B * H sequences,
 n blocks of q queries with m keys each in their windows.
@@ -38,7 +39,7 @@ _SHORT = 256  # positions up to which a dense mask is as fast
 _QUERIES = 64  # of a block, at least, where the grid allows: small products keep no machine busy
 _ALIGNED = 8  # keys of a block are a multiple of this: odd numbers make slow products
 _WEIGHTS = 3 << 19  # attention weights of a part; several parts are alive at once and fit a CPU's caches
-_GPU_WEIGHTS = 1 << 26  # of a part on a GPU, where launching the kernels of small parts takes longer than they run
+_GPU_WEIGHTS = 1 << 26  # of a part on a GPU without that kernel, where launching the kernels of small parts takes longer than they run
 
 
 def training_core(pattern: Pattern, prefix: int) -> nn.Module:
