@@ -39,7 +39,7 @@ _SHORT = 256  # positions up to which a dense mask is as fast
 _QUERIES = 64  # of a block, at least, where the grid allows: small products keep no machine busy
 _ALIGNED = 8  # keys of a block are a multiple of this: odd numbers make slow products
 _WEIGHTS = 3 << 19  # attention weights of a part; several parts are alive at once and fit a CPU's caches
-_GPU_WEIGHTS = 1 << 26  # of a part on a GPU without that kernel, where launching the kernels of small parts takes longer than they run
+_GPU_WEIGHTS = 1 << 26  # of a part on a GPU, where launching the kernels of small parts takes longer than they run
 
 
 def training_core(pattern: Pattern, prefix: int) -> nn.Module:

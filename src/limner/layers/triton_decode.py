@@ -1,9 +1,9 @@
 """One position's attention to the text and to a cache as one Triton kernel, for GPUs: `LayerCache.append`.
 
-Written out, it is some thirty small kernels for each layer of each step, which take longer than reading the weights of a
-model with a billion parameters. Here a program takes one head and some candidates of a caption, which share the text's
-keys and values; it writes the new key and value, and one softmax goes over both in blocks (Milakov & Gimelshein 2018),
-in fp32.
+Written out, it is some thirty small kernels for each layer of each step, which take longer than reading the weights of
+a model with a billion parameters. Here a program takes one head and some candidates of a caption, which share the
+text's keys and values; it writes the new key and value, and one softmax goes over both in blocks (Milakov & Gimelshein
+2018), in fp32.
 
 This file is imported where there is a GPU. Without one, tests run it under Triton's interpreter and compile it ahead of
 time.
