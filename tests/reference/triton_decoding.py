@@ -29,9 +29,9 @@ def test_a_picture_is_decoded_as_without_it(kind, captions, candidates, dtype, t
         states = torch.randn(rows, 1, 3 * heads * c).to(DEVICE, dtype)  # as a layer gives them
         q, k, v = (y.view(rows, 1, heads, c).transpose(1, 2) for y in states.chunk(3, -1))
         position = torch.full((1,), at, device=DEVICE)
-        monkeypatch.setattr(cache, "triton_runs", lambda x: True)
+        monkeypatch.setattr(cache, "triton_launches", lambda x: True)
         found = ours.append(position, q, k, v)
-        monkeypatch.setattr(cache, "triton_runs", lambda x: False)
+        monkeypatch.setattr(cache, "triton_launches", lambda x: False)
         expected = theirs.append(position, q, k, v)
         assert len(calls) == at + 1 and found.shape == expected.shape and found.dtype == dtype
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

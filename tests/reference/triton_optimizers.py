@@ -27,7 +27,7 @@ KINDS = {
 def taken(monkeypatch):
     """Both kinds of moments are given to the kernel, also where there is no GPU; what took them is noted."""
     seen = set()
-    monkeypatch.setattr(moments, "triton_runs", lambda x: True)
+    monkeypatch.setattr(moments, "triton_launches", lambda x: True)
     monkeypatch.setattr(stable_adamw, "_alike", lambda *tensors: False)  # torch's loop of a CPU
     for name in ("adamw_", "sums_of_ratios"):
 
@@ -66,7 +66,7 @@ def test_an_optimiser_is_the_one_of_many_calls(kind, monkeypatch, taken):
     packed = any(state["exp_avg"].dtype == torch.int16 for state in optimizer.state.values())
     assert (("adamw_", torch.int16) in taken) == packed
     assert (("sums_of_ratios", torch.int16) in taken) == (packed and kind.startswith("Stable"))
-    monkeypatch.setattr(moments, "triton_runs", lambda x: False)
+    monkeypatch.setattr(moments, "triton_launches", lambda x: False)
     theirs, other = trained(KINDS[kind])
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from limner.layers.attention import Core
 from limner.layers.patterns import Pattern
-from limner.numerics.fused import triton_runs
+from limner.numerics.fused import triton_launches
 
 Position = int | Tensor  # a tensor is int64 [1]
 
@@ -180,7 +180,7 @@ class LayerCache:
 
     def _one_kernel(self, *states: Tensor) -> bool:
         """Whether `triton_decode.py` attends: on a GPU, to states in the model's format, unless all is compiled."""
-        if not triton_runs(states[0]) or torch.compiler.is_compiling() or type(self.keys) is not Store:
+        if not triton_launches(states[0]) or type(self.keys) is not Store:
             return False
         from limner.layers import triton_decode
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from limner.layers.patterns import Pattern
 from limner.numerics.fused import specialised, triton_runs
@@ -52,11 +53,10 @@ _kernel = _Kernel()
 
 def takes(pattern: Pattern, q: Tensor) -> bool:
     """Whether `attend` computes this: on a GPU with Triton, for a pattern of few runs, and with memory behind q."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return (
         _kernel.works
         and triton_runs(q)
+        and not isinstance(q, FakeTensor)
         and q.shape[-1] >= _NARROWEST
         and len(runs(pattern)) <= _RUNS
         and not isinstance(q, FakeTensor)
@@ -68,13 +68,13 @@ def attend(
 ) -> Float[Tensor, "B H N C"] | None:
     """softmax(q k^T / sqrt(C)) v under the mask `visible(pattern, prefix)`; None if the kernel cannot be made here, of
     which a warning tells once."""
-    from torch._dynamo.exc import TorchDynamoException
-
     if pattern.by_column:
         q, k, v = (_turned(x, prefix, pattern.grid) for x in (q, k, v))
     try:
         y = _kernel(q, k, v, _block_mask(pattern, prefix, q.device))
-    except TorchDynamoException as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of torch's compiler, which raises many kinds
         _kernel.works = False
         reason = str(error).strip().partition("\n")[0]
         warnings.warn(f"FlexAttention does not work here ({reason}): sparse attention is slower", stacklevel=2)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._triton import has_triton_package
 
 _KINDS = 64  # of code for one function, for different constants and kinds of tensors; torch has 8
@@ -66,5 +68,28 @@ def specialised() -> Iterator[None]:
 
 
 def triton_runs(x: Tensor) -> bool:
-    """Whether Triton's kernels compute what concerns this tensor: it is on a GPU, and Triton is installed."""
-    return x.is_cuda and has_triton_package()
+    """Whether Triton's kernels compute what concerns this tensor, which may be one without memory: it is on a GPU, and
+    Triton is installed and works."""
+    return x.is_cuda and (has_triton_package() if torch.compiler.is_compiling() else _triton_works())
+
+
+def triton_launches(x: Tensor) -> bool:
+    """Whether a kernel of Triton may be launched on this tensor here and now, from code that no compiler reads."""
+    return x.is_cuda and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor) and _triton_works()
+
+
+@cache
+def _triton_works() -> bool:
+    """Found out by a first kernel, since Triton needs a C compiler that not every machine has. Where there is no GPU,
+    tensors of one have no memory, and it would work."""
+    if not has_triton_package() or not torch.cuda.is_available():
+        return has_triton_package()
+    try:
+        from limner.numerics import triton_probe
+
+        with unset_fake_temporarily():
+            return triton_probe.works()
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        warnings.warn(f"Triton does not work here ({reason}): what it would compute is slower", stacklevel=3)
+        return False

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from limner.numerics.formats import E6M9, HALVES, UE6M10
-from limner.numerics.fused import triton_runs
+from limner.numerics.fused import triton_launches
 from limner.optim.gradients import read as read_gradient
 from limner.optim.shards import local
 
@@ -243,7 +243,7 @@ def one_kernel(*lists: list[Tensor]) -> bool:
     """Whether `triton_adamw.py` takes these: weights and gradients in fp32 and moments of one kind, on a GPU with
     Triton, each tensor in memory as its weight is and without gaps."""
     parameters, gradients, *moments = lists
-    if not triton_runs(parameters[0]):
+    if not triton_launches(parameters[0]):
         return False
     return (
         {x.dtype for x in (*parameters, *gradients)} == {torch.float32}
