@@ -25,6 +25,7 @@ def test_settings_of_the_compiler_hold_within_the_block_alone():
 
 @pytest.mark.usefixtures("asked")
 def test_triton_without_a_c_compiler_is_told_once_and_left_alone(monkeypatch):
+    pytest.importorskip("triton")
     from limner.numerics import triton_probe
 
     def broken():
