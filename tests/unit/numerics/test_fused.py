@@ -17,8 +17,9 @@ def asked():
 
 def test_settings_of_the_compiler_hold_within_the_block_alone():
     before = config.specialize_int, config.recompile_limit
-    with pytest.raises(KeyError), fused.specialised():
+    with fused.specialised():
         assert config.specialize_int and config.recompile_limit >= 64
+    with pytest.raises(KeyError), fused.specialised():
         raise KeyError
     assert (config.specialize_int, config.recompile_limit) == before
 
