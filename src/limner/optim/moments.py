@@ -47,7 +47,8 @@ _SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "most": ("most is above 0", lambda x: x > 0),
 }
 _AT_ONCE = 1 << 17  # values of small tensors that are updated together, within a core's cache
-_GPU_AT_ONCE = 1 << 27  # on a GPU, where a call takes longer than a small tensor
+_GPU_AT_ONCE = 1 << 25  # on a GPU, where a call takes longer than a small tensor
+_ONE_KERNEL = 1 << 27  # where one kernel takes them, and nothing is copied
 
 
 def require(group: Mapping[str, Any]) -> None:
@@ -182,7 +183,7 @@ def together(parameters: Iterable[Tensor], packed: bool = False) -> Iterator[lis
     sizes: dict[tuple[torch.device, torch.dtype, bool], int] = {}
     for p in parameters:
         kind, size = (p.device, p.dtype, packed and packs(p)), p.numel()
-        most = _GPU_AT_ONCE if p.is_cuda else _AT_ONCE
+        most = _most(p)
         if size > most:
             yield [p]
             continue
@@ -192,6 +193,13 @@ def together(parameters: Iterable[Tensor], packed: bool = False) -> Iterator[lis
         waiting.setdefault(kind, []).append(p)
         sizes[kind] = sizes.get(kind, 0) + size
     yield from waiting.values()
+
+
+def _most(p: Tensor) -> int:
+    """Values of a list of tensors like this one."""
+    if not p.is_cuda:
+        return _AT_ONCE
+    return _ONE_KERNEL if p.dtype == torch.float32 and triton_launches(p) else _GPU_AT_ONCE
 
 
 def adamw_(
