@@ -2,8 +2,8 @@
 
 What `sparse.py` copies, multiplies and normalises in turn is here one kernel, whose scores never leave the chip, and
 one more for the gradients. It goes over squares of 128 queries and 128 keys and leaves out those where no query sees a
-key; where all are seen it asks no more, and elsewhere for each pair. Where positions see only their own column, the
-image is transposed first, so that what is seen lies together, as in `sparse.py`.
+key; it applies the mask where some do. Where positions see only their own column, the image is transposed first, so
+that what is seen lies together, as in `sparse.py`.
 
 The first call of each pattern compiles, which takes some seconds; torch keeps what it made on disk.
 
@@ -56,7 +56,6 @@ def takes(pattern: Pattern, q: Tensor) -> bool:
     return (
         _kernel.works
         and triton_runs(q)
-        and not isinstance(q, FakeTensor)
         and q.shape[-1] >= _NARROWEST
         and len(runs(pattern)) <= _RUNS
         and not isinstance(q, FakeTensor)

@@ -226,9 +226,8 @@ def adamw_(
         from limner.optim import triton_adamw
 
         triton_adamw.adamw_(
-            parameters, gradients, means, variances,
-            rates=torch.as_tensor(rates, dtype=torch.float32, device=parameters[0].device), betas=betas,
-            corrections=corrections, eps=eps, weight_decay=weight_decay, most=most,
+            parameters, gradients, means, variances, rates=rates, betas=betas, corrections=corrections, eps=eps,
+            weight_decay=weight_decay, most=most,
         )  # fmt: skip
         return
     torch._foreach_lerp_(means, gradients, 1 - beta1)

@@ -58,20 +58,22 @@ def adamw_(
     means: Sequence[Tensor],
     variances: Sequence[Tensor],
     *,
-    rates: Tensor,
+    rates: Sequence[float] | Tensor,
     betas: tuple[float, Sequence[float]],
     corrections: tuple[Sequence[float], Sequence[float]],
     eps: float,
     weight_decay: float,
     most: float = inf,
 ) -> None:
-    """As `moments.adamw_`, with `rates` fp32 [n]; moments may be codes, all or none."""
+    """As `moments.adamw_`; moments may be codes, all or none."""
     table, (beta1, beta2) = _Table(parameters, gradients, means, variances), betas
+    device = table.rows.device
     if table.programs:
         own = torch.tensor([beta2, [1 - beta for beta in beta2], *corrections], dtype=torch.float32)
         launch: Any = adamw_kernel[(table.programs,)]
         launch(
-            table.rows, table.owners, rates, _to(own, rates.device), len(beta2), 1 - beta1, eps, weight_decay, most,
+            table.rows, table.owners, rates if isinstance(rates, Tensor) else _to(torch.tensor(rates, dtype=torch.float32), device),
+            _to(own, device), len(beta2), 1 - beta1, eps, weight_decay, most,
             PACKED=table.packed, BLOCK=_BLOCK, BLOCKS=_BLOCKS, ALIGNED=_ALIGNED if table.aligned else 1,
             enable_fp_fusion=False,
         )  # fmt: skip
