@@ -69,11 +69,12 @@ def adamw_(
     table, (beta1, beta2) = _Table(parameters, gradients, means, variances), betas
     device = table.rows.device
     if table.programs:
+        if not isinstance(rates, Tensor):
+            rates = _to(torch.tensor(rates, dtype=torch.float32), device)
         own = torch.tensor([beta2, [1 - beta for beta in beta2], *corrections], dtype=torch.float32)
         launch: Any = adamw_kernel[(table.programs,)]
         launch(
-            table.rows, table.owners, rates if isinstance(rates, Tensor) else _to(torch.tensor(rates, dtype=torch.float32), device),
-            _to(own, device), len(beta2), 1 - beta1, eps, weight_decay, most,
+            table.rows, table.owners, rates, _to(own, device), len(beta2), 1 - beta1, eps, weight_decay, most,
             PACKED=table.packed, BLOCK=_BLOCK, BLOCKS=_BLOCKS, ALIGNED=_ALIGNED if table.aligned else 1,
             enable_fp_fusion=False,
         )  # fmt: skip
