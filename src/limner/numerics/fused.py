@@ -1,4 +1,4 @@
-"""Elementwise functions in one pass over memory.
+"""Elementwise functions in one pass over memory, and whether Triton's kernels run.
 
 A chain of tensor operations reads and writes memory once for each of them. `torch.compile` makes one loop of the chain:
 for number formats six times as fast on one core. It takes some ten seconds the first time (torch keeps what it made on
