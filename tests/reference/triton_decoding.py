@@ -1,5 +1,5 @@
 """Triton's kernel of decoding against torch's operations: on a GPU or, with TRITON_INTERPRET=1 set before Triton is
-imported, under its interpreter. Run by `test_triton_decoding.py` in a process of its own."""
+imported, under its interpreter. Run by `test_triton.py` in a process of its own."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 """Triton's kernel of optimisers against torch's: on a GPU or, with TRITON_INTERPRET=1 set before Triton is imported,
-under its interpreter. Run by `test_triton_optimizers.py` in a process of its own."""
+under its interpreter. Run by `test_triton.py` in a process of its own."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ import triton
 from torch import nn
 
 from limner.numerics.formats import E6M9, UE6M10
-from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW, moments, stable_adamw, triton_adamw
+from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW, moments, triton_adamw
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 SHAPES = [(5, 7), (3,), (), (0, 4), (4, 3, 2, 2), (40_000,), (190, 180)]  # the last two are several pieces
@@ -28,7 +28,6 @@ def taken(monkeypatch):
     """Both kinds of moments are given to the kernel, also where there is no GPU; what took them is noted."""
     seen = set()
     monkeypatch.setattr(moments, "triton_launches", lambda x: True)
-    monkeypatch.setattr(stable_adamw, "_alike", lambda *tensors: False)  # torch's loop of a CPU
     for name in ("adamw_", "sums_of_ratios"):
 
         def noted(which, whole, *args, **settings):

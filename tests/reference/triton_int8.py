@@ -1,5 +1,5 @@
 """Triton's kernels against torch's: on a GPU or, with TRITON_INTERPRET=1 set before Triton is imported, under its
-interpreter. Run by `test_triton_int8.py` in a process of its own."""
+interpreter. Run by `test_triton.py` in a process of its own."""
 
 import pytest
 import torch
