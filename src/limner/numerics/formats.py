@@ -146,6 +146,16 @@ class FloatFormat(Checked):
         """Exponent of the largest number."""
         return 2**self.exponent - 1 - self._bias
 
+    @property
+    def lowest(self) -> int:
+        """fp32's exponent field of the smallest normal number."""
+        return 1 - self._bias + _FP32_BIAS
+
+    @property
+    def largest(self) -> int:
+        """fp32's bits of the largest number."""
+        return ((self._highest + _FP32_BIAS + 1) << _FRACTION) - (1 << _FRACTION - self.mantissa)
+
     @cached_property
     def _pack(self) -> Fused:
         return Fused(lambda x, codes: codes.copy_(self._encoded(x, None)))
@@ -157,8 +167,7 @@ class FloatFormat(Checked):
     def _encoded(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Codes of fp32 values [n]; `noise` in [0, 1) [n] rounds stochastically."""
         m, shift = self.mantissa, _FRACTION - self.mantissa
-        lowest = 1 - self._bias + _FP32_BIAS  # fp32's exponent field of the smallest normal number
-        largest = ((self._highest + _FP32_BIAS + 1) << _FRACTION) - (1 << shift)  # bits of the largest number
+        lowest, largest = self.lowest, self.largest
         bits = x.view(torch.int32)
         magnitude = (bits & _MAGNITUDE).clamp_max(largest) if self.sign else bits.clamp(0, largest)
         exponent = (magnitude & _EXPONENT).clamp_min(lowest << _FRACTION)

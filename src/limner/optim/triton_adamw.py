@@ -101,10 +101,7 @@ def _to(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _constants(of: FloatFormat) -> tuple[int, ...]:
-    """Sign and mantissa bits, the exponent field in fp32 of the smallest normal number, the largest number's bits."""
-    lowest = 1 - of._bias + 127
-    largest = ((of._highest + 127 + 1) << 23) - (1 << 23 - of.mantissa)
-    return of.sign, of.mantissa, lowest, largest
+    return of.sign, of.mantissa, of.lowest, of.largest
 
 
 _MEAN, _VARIANCE = (tl.constexpr(_constants(of)) for of in (E6M9, UE6M10))
