@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from limner.optim.moments import MomentOptimizer, adamw_, corrections
+from limner.optim.moments import Given, MomentOptimizer, adamw_, corrections
 
 
 class AdamW16(MomentOptimizer):
@@ -36,19 +36,10 @@ class AdamW16(MomentOptimizer):
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, most=most, packed=True)
 
-    def _update(
-        self,
-        group: Mapping[str, Any],
-        whole: list[Tensor],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        means: list[Tensor],
-        variances: list[Tensor],
-        counts: list[int],
-    ) -> None:
+    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: Given, counts: list[int]) -> None:
         n, (beta1, beta2) = len(counts), group["betas"]
         adamw_(
-            parameters, gradients, means, variances, rates=[group["lr"]] * n, betas=(beta1, [beta2] * n),
+            given, rates=[group["lr"]] * n, betas=(beta1, [beta2] * n),
             corrections=(corrections(beta1, counts), corrections(beta2, counts)), eps=group["eps"],
             weight_decay=group["weight_decay"], most=group["most"],
         )  # fmt: skip

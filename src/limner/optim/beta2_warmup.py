@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from limner.optim.moments import MomentOptimizer, adamw_, corrections
+from limner.optim.moments import Given, MomentOptimizer, adamw_, corrections
 
 
 class Beta2WarmupAdamW(MomentOptimizer):
@@ -29,19 +29,10 @@ class Beta2WarmupAdamW(MomentOptimizer):
     ) -> None:
         super().__init__(params, lr, (beta1,), eps, weight_decay, power=power)
 
-    def _update(
-        self,
-        group: Mapping[str, Any],
-        whole: list[Tensor],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        means: list[Tensor],
-        variances: list[Tensor],
-        counts: list[int],
-    ) -> None:
+    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: Given, counts: list[int]) -> None:
         n, (beta1, *_) = len(counts), group["betas"]  # of which AdamW has saved two
         adamw_(
-            parameters, gradients, means, variances, rates=[group["lr"]] * n,
+            given, rates=[group["lr"]] * n,
             betas=(beta1, [1 - count ** -group["power"] for count in counts]),
             corrections=(corrections(beta1, counts), [1.0] * n), eps=group["eps"], weight_decay=group["weight_decay"],
         )  # fmt: skip

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +77,17 @@ def write(state: Mapping[str, Tensor], moment: str, value: Tensor) -> None:
         FORMATS[moment].pack(value, out=kept)
 
 
+class Given(NamedTuple):
+    """What a step is given of each tensor, in fp32 (or float64): this process's shards, or all; of weights in 16 bits
+    copies. `at_once`: one kernel takes them, to which moments may be codes."""
+
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    means: list[Tensor]
+    variances: list[Tensor]
+    at_once: bool
+
+
 class MomentOptimizer(torch.optim.Optimizer):
     """The step, but for what it does with gradients and moments: `_update` of a subclass."""
 
@@ -123,21 +134,18 @@ class MomentOptimizer(torch.optim.Optimizer):
         torch._foreach_add_([state["step"] for state in states], 1)
         gradients = [read_gradient(p.grad) for p in parameters if p.grad is not None]
         weights = [local(p).float() if p.dtype in HALVES else local(p) for p in parameters]
-        kept = [[local(state[moment]) for state in states] for moment in FORMATS]
-        if one_kernel(weights, gradients, *kept):
-            moments = dict(zip(FORMATS, kept, strict=True))
-        else:
-            moments = {moment: [read(state, moment) for state in states] for moment in FORMATS}
+        means, variances = ([local(state[moment]) for state in states] for moment in FORMATS)
+        if not (at_once := one_kernel(weights, gradients, means, variances)):
+            means, variances = ([read(state, moment) for state in states] for moment in FORMATS)
         counts = [int(state["step"]) for state in states]
-        means, variances = moments.values()
-        self._update(group, parameters, weights, gradients, means, variances, counts)
+        self._update(group, parameters, Given(weights, gradients, means, variances, at_once), counts)
         for p, weight, count, place in zip(parameters, weights, counts, places, strict=True):
             if p.dtype in HALVES:
                 generator = torch.Generator(weight.device).manual_seed(_seed(count, place))
                 local(p).copy_(HALVES[p.dtype].rounded(weight, generator))
-        for moment, values in moments.items():
-            for state, value in zip(states, values, strict=True):
-                if value.is_floating_point():
+        if not at_once:
+            for moment, values in zip(FORMATS, (means, variances), strict=True):
+                for state, value in zip(states, values, strict=True):
                     write(state, moment, value)
 
     def _state(self, p: Tensor, packed: bool) -> dict[str, Tensor]:
@@ -151,19 +159,9 @@ class MomentOptimizer(torch.optim.Optimizer):
                 state[moment] = torch.zeros_like(p, dtype=dtype)
         return state
 
-    def _update(
-        self,
-        group: Mapping[str, Any],
-        whole: list[Tensor],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        means: list[Tensor],
-        variances: list[Tensor],
-        counts: list[int],
-    ) -> None:
-        """Change parameters and moments in place: this process's shards of the `whole` parameters, or these
-        themselves; of those in 16 bits copies in fp32. Where `one_kernel` takes them, moments may be codes. `counts`
-        are the steps of each tensor, this one included."""
+    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: Given, counts: list[int]) -> None:
+        """Change weights and moments in place, of the `whole` parameters. `counts` are the steps of each tensor, this
+        one included."""
         raise NotImplementedError
 
 
@@ -203,10 +201,7 @@ def _most(p: Tensor) -> int:
 
 
 def adamw_(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    means: list[Tensor],
-    variances: list[Tensor],
+    given: Given,
     *,
     rates: list[float] | Tensor,
     betas: tuple[float, list[float]],
@@ -221,8 +216,9 @@ def adamw_(
     v <- min(beta2 v + (1 - beta2) g^2, most)
     p <- p - rate (m / c1 / (sqrt(v / c2) + eps) + weight_decay p)
     """
+    parameters, gradients, means, variances, at_once = given
     (beta1, beta2), (c1, c2) = betas, corrections
-    if one_kernel(parameters, gradients, means, variances):
+    if at_once:
         from limner.optim import triton_adamw
 
         triton_adamw.adamw_(

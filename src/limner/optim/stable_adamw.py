@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from limner.numerics.fused import Fused
-from limner.optim.moments import SMALLEST, MomentOptimizer, adamw_, corrections, one_kernel
+from limner.optim.moments import SMALLEST, Given, MomentOptimizer, adamw_, corrections
 from limner.optim.shards import mean
 
 
@@ -73,27 +73,19 @@ class StableAdamW(MomentOptimizer):
         values = torch.cat([values.to(self._rms[0][1]) for _, values in self._rms]).tolist()
         return {names[p]: value for p, value in zip(parameters, values, strict=True) if p in names}
 
-    def _update(
-        self,
-        group: Mapping[str, Any],
-        whole: list[Tensor],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        means: list[Tensor],
-        variances: list[Tensor],
-        counts: list[int],
-    ) -> None:
+    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: Given, counts: list[int]) -> None:
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
         c1, c2 = corrections(beta1, counts), corrections(beta2, counts)
-        rms = root_mean_squares(whole, gradients, variances, beta2, c2, group["eps"])
+        rms = root_mean_squares(whole, given, beta2, c2, group["eps"])
         self._rms.append((whole, rms))
         rates = lr / rms.clamp_min(1)
         if not group["clip_decay"]:
-            torch._foreach_mul_(parameters, 1 - lr * decay)
+            torch._foreach_mul_(given.weights, 1 - lr * decay)
             decay = 0.0
-        if not all(map(_alike, parameters, gradients, means, variances)):
+        parameters, gradients, means, variances, at_once = given
+        if at_once or not all(map(_alike, parameters, gradients, means, variances)):
             adamw_(
-                parameters, gradients, means, variances, rates=rates, betas=(beta1, [beta2] * len(c1)),
+                given, rates=rates, betas=(beta1, [beta2] * len(c1)),
                 corrections=(c1, c2), eps=group["eps"], weight_decay=decay,
             )  # fmt: skip
             return
@@ -110,13 +102,12 @@ def _alike(p: Tensor, *others: Tensor) -> bool:
     return p.device.type == "cpu" and all(x.dtype == p.dtype and x.stride() == p.stride() for x in others)
 
 
-def root_mean_squares(
-    whole: list[Tensor], gradients: list[Tensor], variances: list[Tensor], beta2: float, c2: list[float], eps: float
-) -> Tensor:
-    """RMS_t of n tensors, [n]. `variances` are those before the step; c2 = 1 - beta2^t corrects the bias after it.
+def root_mean_squares(whole: list[Tensor], given: Given, beta2: float, c2: list[float], eps: float) -> Tensor:
+    """RMS_t of n tensors, [n]. Variances are those before the step; c2 = 1 - beta2^t corrects the bias after it.
     Gradients and variances are this process's shards, or all, of the `whole` tensors."""
+    gradients, variances = given.gradients, given.variances
     floors = [max(eps**2 * c, SMALLEST) for c in c2]
-    if one_kernel(gradients, gradients, variances):
+    if given.at_once:
         from limner.optim import triton_adamw
 
         sums = list(triton_adamw.sums_of_ratios(gradients, variances, beta2, floors).unbind())
