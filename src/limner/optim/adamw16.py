@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from limner.optim.moments import Given, MomentOptimizer, adamw_, corrections
+from limner.optim.moments import MomentOptimizer, StepTensors, adamw_, corrections
 
 
 class AdamW16(MomentOptimizer):
@@ -36,7 +36,7 @@ class AdamW16(MomentOptimizer):
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, most=most, packed=True)
 
-    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: Given, counts: list[int]) -> None:
+    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: StepTensors, counts: list[int]) -> None:
         n, (beta1, beta2) = len(counts), group["betas"]
         adamw_(
             given, rates=[group["lr"]] * n, betas=(beta1, [beta2] * n),

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from limner.optim.moments import Given, MomentOptimizer, adamw_, corrections
+from limner.optim.moments import MomentOptimizer, StepTensors, adamw_, corrections
 
 
 class Beta2WarmupAdamW(MomentOptimizer):
@@ -29,7 +29,7 @@ class Beta2WarmupAdamW(MomentOptimizer):
     ) -> None:
         super().__init__(params, lr, (beta1,), eps, weight_decay, power=power)
 
-    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: Given, counts: list[int]) -> None:
+    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: StepTensors, counts: list[int]) -> None:
         n, (beta1, *_) = len(counts), group["betas"]  # of which AdamW has saved two
         adamw_(
             given, rates=[group["lr"]] * n,

@@ -77,7 +77,7 @@ def write(state: Mapping[str, Tensor], moment: str, value: Tensor) -> None:
         FORMATS[moment].pack(value, out=kept)
 
 
-class Given(NamedTuple):
+class StepTensors(NamedTuple):
     """What a step is given of each tensor, in fp32 (or float64): this process's shards, or all; of weights in 16 bits
     copies. `at_once`: one kernel takes them, to which moments may be codes."""
 
@@ -138,7 +138,7 @@ class MomentOptimizer(torch.optim.Optimizer):
         if not (at_once := one_kernel(weights, gradients, means, variances)):
             means, variances = ([read(state, moment) for state in states] for moment in FORMATS)
         counts = [int(state["step"]) for state in states]
-        self._update(group, parameters, Given(weights, gradients, means, variances, at_once), counts)
+        self._update(group, parameters, StepTensors(weights, gradients, means, variances, at_once), counts)
         for p, weight, count, place in zip(parameters, weights, counts, places, strict=True):
             if p.dtype in HALVES:
                 generator = torch.Generator(weight.device).manual_seed(_seed(count, place))
@@ -159,7 +159,7 @@ class MomentOptimizer(torch.optim.Optimizer):
                 state[moment] = torch.zeros_like(p, dtype=dtype)
         return state
 
-    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: Given, counts: list[int]) -> None:
+    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: StepTensors, counts: list[int]) -> None:
         """Change weights and moments in place, of the `whole` parameters. `counts` are the steps of each tensor, this
         one included."""
         raise NotImplementedError
@@ -201,7 +201,7 @@ def _most(p: Tensor) -> int:
 
 
 def adamw_(
-    given: Given,
+    given: StepTensors,
     *,
     rates: list[float] | Tensor,
     betas: tuple[float, list[float]],

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from limner.numerics.fused import Fused
-from limner.optim.moments import SMALLEST, Given, MomentOptimizer, adamw_, corrections
+from limner.optim.moments import SMALLEST, MomentOptimizer, StepTensors, adamw_, corrections
 from limner.optim.shards import mean
 
 
@@ -73,7 +73,7 @@ class StableAdamW(MomentOptimizer):
         values = torch.cat([values.to(self._rms[0][1]) for _, values in self._rms]).tolist()
         return {names[p]: value for p, value in zip(parameters, values, strict=True) if p in names}
 
-    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: Given, counts: list[int]) -> None:
+    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: StepTensors, counts: list[int]) -> None:
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
         c1, c2 = corrections(beta1, counts), corrections(beta2, counts)
         rms = root_mean_squares(whole, given, beta2, c2, group["eps"])
@@ -102,7 +102,7 @@ def _alike(p: Tensor, *others: Tensor) -> bool:
     return p.device.type == "cpu" and all(x.dtype == p.dtype and x.stride() == p.stride() for x in others)
 
 
-def root_mean_squares(whole: list[Tensor], given: Given, beta2: float, c2: list[float], eps: float) -> Tensor:
+def root_mean_squares(whole: list[Tensor], given: StepTensors, beta2: float, c2: list[float], eps: float) -> Tensor:
     """RMS_t of n tensors, [n]. Variances are those before the step; c2 = 1 - beta2^t corrects the bias after it.
     Gradients and variances are this process's shards, or all, of the `whole` tensors."""
     gradients, variances = given.gradients, given.variances
