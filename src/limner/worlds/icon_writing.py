@@ -66,6 +66,7 @@ def write_icons(
     *,
     keywords: Sequence[Mapping[str, Sequence[str]]] = (),
     size: int = 64,
+    margin: int = 0,
     background: str = "white",
     pairs: float = 0.25,
     tones: int = 1,
@@ -78,6 +79,8 @@ def write_icons(
     Args:
         keywords: of CLDR, by emoji.
         size: side of the pictures in pixels, an even number.
+        margin: pixels around a drawing that stay empty, so that random crops in training do not cut it; half as many in
+            the halves of pairs.
         pairs: on top of how many pairs a drawing comes, on average: 0.25 is every fourth, on top of one. It has eight
             at most, and one for each other style.
         tones: drawings with a skin tone of each subject and style, at most.
@@ -109,7 +112,7 @@ def write_icons(
         writer.rejected.update({reason: count for reason, count in rejected.items() if count})
         for one in drawn:
             try:
-                picture = draw(one.set.svg(one.icon), size, background)
+                picture = _framed(one, size, margin, background)
                 if picture.reshape(-1, 3).std(0).max() < 1:
                     raise Rejected("a drawing of nothing")
                 writer.write(image_bytes(picture), captions(one, known(one)), one.facts)
@@ -120,7 +123,7 @@ def write_icons(
                 kinds[one.held_out or "train"] += 1
                 for pair in _pairs(one, partners[one.subject], pairs):
                     try:
-                        picture = _halves(pair, size, background)
+                        picture = _halves(pair, size, margin, background)
                     except Rejected as defect:
                         writer.reject(f"half of a pair: {defect.reason}")
                         continue
@@ -199,16 +202,22 @@ def _pairs(above: Drawn, partners: Sequence[Drawn], number: float) -> Iterator[P
             yield Pair(above, kind, CHANGES[kind])
 
 
-def _halves(pair: Pair, size: int, background: str) -> np.ndarray:
-    """uint8 [size, size, 3]: two drawings of half the side, one above the other. Raises `Rejected`."""
-    half = size // 2
-    above = draw(pair.above.set.svg(pair.above.icon), half, background)
-    if pair.below:
-        below = draw(pair.below.set.svg(pair.below.icon), half, background)
-    else:
-        below = _changed(above, pair, np.asarray(ImageColor.getrgb(background)[:3]))
+def _framed(one: Drawn, size: int, margin: int, background: str) -> np.ndarray:
+    """uint8 [size, size, 3]: a drawing with an empty margin around it. Raises `Rejected`."""
     canvas = np.empty((size, size, 3), np.uint8)
     canvas[:] = ImageColor.getrgb(background)[:3]
+    inner = slice(margin, size - margin)
+    canvas[inner, inner] = draw(one.set.svg(one.icon), size - 2 * margin, background)
+    return canvas
+
+
+def _halves(pair: Pair, size: int, margin: int, background: str) -> np.ndarray:
+    """uint8 [size, size, 3]: two drawings of half the side, one above the other. Raises `Rejected`."""
+    half, color = size // 2, ImageColor.getrgb(background)[:3]
+    above = _framed(pair.above, half, margin // 2, background)
+    below = _framed(pair.below, half, margin // 2, background) if pair.below else _changed(above, pair, np.array(color))
+    canvas = np.empty((size, size, 3), np.uint8)
+    canvas[:] = color
     left = (size - half) // 2
     canvas[:half, left : left + half], canvas[half : 2 * half, left : left + half] = above, below
     return canvas

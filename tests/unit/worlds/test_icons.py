@@ -283,3 +283,25 @@ def test_nothing_to_draw_and_no_color_are_said(tmp_path):
         write_icons(tmp_path / "a", [empty])
     with pytest.raises(UserError, match="no color"):
         write_icons(tmp_path / "b", [empty], background="whiteish")
+
+
+def test_a_margin_is_empty_and_in_it_is_the_smaller_drawing(sets, tmp_path):
+    """Halves of pairs have half of it."""
+
+    def pictures(folder, **settings):
+        write_icons(tmp_path / folder, sets[:2], background="#202020", **settings)
+        for one in open_source(str(tmp_path / folder)):
+            yield one.meta, np.array(Image.open(io.BytesIO(one.image)))
+
+    small = {(meta["subject"], meta["style"]): picture for meta, picture in pictures("small", size=24, pairs=0)}
+    singles = 0
+    for meta, picture in pictures("large", size=32, margin=4, pairs=1):
+        edges, inner = picture.copy(), (slice(4, 28), slice(4, 28))
+        if "pair" not in meta:
+            singles += 1
+            assert (picture[inner] == small[meta["subject"], meta["style"]]).all()
+            edges[inner] = 32
+        else:
+            edges[2:14, 10:22] = edges[18:30, 10:22] = 32
+        assert (edges == 32).all()
+    assert singles == len(small) > 100

@@ -31,6 +31,8 @@ class WriteIcons(Checked):
     """Icon sets in Iconify's format: icons.json, or the .tgz of @iconify-json/NAME."""
     size: Annotated[int, Range(16, 1_024)] = 64
     """Side of the pictures in pixels, an even number."""
+    margin: Annotated[int, Range(0, 256)] = 0
+    """Pixels around a drawing that stay empty, so that random crops in training do not cut it."""
     background: str = "white"
     """What drawings lie on: a color of CSS, as white or #ffeecc."""
     pairs: Annotated[float, Range(0, 100)] = 0.25
@@ -49,6 +51,8 @@ class WriteIcons(Checked):
         super().__post_init__()
         if self.size % 2:
             raise OutOfRange("size", f"must be even, not {self.size}")
+        if 4 * self.margin > self.size:
+            raise OutOfRange("margin", f"must be a quarter of the size at most, {self.size // 4}, not {self.margin}")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -76,9 +80,9 @@ def main(argv: Sequence[str]) -> None:
     total = sum(len(one.icons) for one in sets)
     with progress("drawing icons", total, unit="icon") as bar:
         summary = write_icons(
-            options.out, sets, keywords=keywords, size=options.size, background=options.background,
-            pairs=options.pairs, tones=options.tones, styles=options.styles, categories=options.categories,
-            progress=bar.advance,
+            options.out, sets, keywords=keywords, size=options.size, margin=options.margin,
+            background=options.background, pairs=options.pairs, tones=options.tones, styles=options.styles,
+            categories=options.categories, progress=bar.advance,
         )  # fmt: skip
     tell(options.out, summary["kept"], summary["rejected"], summary["splits"])
     for what in ("joined", "kinds"):
