@@ -22,7 +22,7 @@ from limner.data.datasets import EncodedDataset, ImageCaptionDataset, TokenDatas
 from limner.data.distractors import Distractors
 from limner.data.samples import Rejected, Selection, Source, by_split, unread
 from limner.data.sources import open_source
-from limner.data.stream import Dataset
+from limner.data.stream import Dataset, hash64
 from limner.data.tokens import encode_tokens, weights_hash
 from limner.errors import UserError
 from limner.files import atomic_write_text
@@ -34,6 +34,7 @@ from limner.training.parallel import Parallel, Single
 from limner.worlds.truth import falsehood
 
 _KEPT_BYTES = 1 << 30  # of decoded pictures that stay in memory, where they are read again and again
+_CLUSTERED = 8_000  # pictures whose patches are clustered
 _EVALUATED = 512  # held-out samples that an evaluation during training looks at
 
 
@@ -88,15 +89,21 @@ class Material:
                 (self.known_tokenizer() or Tokenizer.train(_captions(self.train), self.recipe.text.vocab)).save(path)
         return Tokenizer.load(path)
 
-    def pictures(self, source: Source, size: int, most: int = _EVALUATED) -> Tensor:
-        """At most `most` of the source's pictures, evenly spread, as they are: uint8 [B, 3, size, size]."""
-        some = _some(source, most)
+    def pictures(self, source: Source, size: int) -> Tensor:
+        """At most 512 of the source's pictures, evenly spread, as they are: uint8 [B, 3, size, size]."""
+        some = _some(source)
         return ImageCaptionDataset(some, size).load(np.arange(len(some)))[1]
 
     def images(self, stage: DVAEStage | PatchStage) -> Dataset:
         """The dVAE's: pictures."""
         augment = "dvae" if stage.augment else "none"
         return ImageCaptionDataset(self.train, stage.model.size, augment, keep_bytes=_KEPT_BYTES)
+
+    def clustered(self, stage: DVAEStage | PatchStage) -> Tensor:
+        """At most 8,000 of these pictures, evenly spread, whose patches become codes: uint8 [B, 3, size, size]."""
+        images = self.images(stage)
+        rows = np.linspace(0, len(images) - 1, min(_CLUSTERED, len(images))).astype(int)
+        return images.batch(rows, hash64(stage.training.seed, rows))["pixels"]
 
     def tokens(self, source: Source, tokenizer: Tokenizer, dvae: AnyDVAE) -> Dataset:
         """The prior's: tokens of captions and pictures, these encoded once, or anew each time if they are augmented."""
@@ -144,6 +151,6 @@ def _captions(source: Source) -> Iterable[str]:
             continue
 
 
-def _some(source: Source, most: int = _EVALUATED) -> Source:
-    """At most `most` samples, evenly spread."""
-    return Selection(source, np.linspace(0, len(source) - 1, min(most, len(source))).astype(int))
+def _some(source: Source) -> Source:
+    """At most 512 samples, evenly spread."""
+    return Selection(source, np.linspace(0, len(source) - 1, min(_EVALUATED, len(source))).astype(int))

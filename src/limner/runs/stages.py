@@ -54,7 +54,6 @@ from limner.training.tensors import fill_model, model_tensors
 M = TypeVar("M", bound=PatchDVAE | DVAE | Transformer | Contrastive)
 Stage = Literal["dvae", "prior", "contrastive"]
 STAGES: tuple[Stage, ...] = ("dvae", "prior", "contrastive")
-_CLUSTERED = 8_000  # pictures whose patches are clustered
 
 
 class Stages:
@@ -101,8 +100,8 @@ class Stages:
         if isinstance(model, PatchDVAE):
             if not self.recipe.start and not completed(self.out / "dvae"):
                 with progress("finding codes", ROUNDS, unit="round", shown=material.parallel.is_main) as bar:
-                    pixels = material.pictures(material.train, size, _CLUSTERED)
-                    model.fit(pixels, torch.Generator().manual_seed(folded(stage.training.seed)), progress=bar.advance)
+                    codes = torch.Generator().manual_seed(folded(stage.training.seed))
+                    model.fit(material.clustered(stage), codes, progress=bar.advance)
         elif not (isinstance(stage.objective, BalancedELB) and stage.objective.priced_from is not None):
             watching = [CollapseWarning(stage.model.vocab)]
         trained = self._run("dvae", model, stage, material.images(stage), evaluate, record, watching)

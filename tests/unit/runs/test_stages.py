@@ -166,6 +166,16 @@ def test_codes_of_patches_are_found_once_and_stay(data, tmp_path):
     assert TextToImage.from_pretrained(bundle)("a red circle")[0].image.size == (24, 24)
 
 
+def test_codes_are_found_in_pictures_as_training_sees_them(data, tmp_path):
+    plain = PatchStage(model=PatchDVAEConfig(size=16, vocab=32, width=8, blocks=1), training=RECIPE.dvae.training)
+    cropped = replace(plain, augment=True)
+    material = Material.of(replace(RECIPE, dvae=plain), data, tmp_path / "run")
+    whole, crops = material.clustered(plain), material.clustered(cropped)
+    assert torch.equal(whole, material.pictures(material.train, 16))
+    assert crops.shape == whole.shape and (crops != whole).flatten(1).any(1).all()
+    assert torch.equal(crops, material.clustered(cropped))
+
+
 def test_a_prior_begins_with_like_rows_for_like_patches():
     torch.manual_seed(0)
     config = TransformerConfig(text_vocab=20, image_vocab=64, text_len=4, grid=(2, 2), width=256, depth=1, heads=2)
