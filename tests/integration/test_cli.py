@@ -203,6 +203,7 @@ def test_data_from_icon_sets_to_shards(tmp_path):
         ([words, "openmoji.tgz"], "no icon set is left"),
         (["twemoji.tgz", "--background", "no such color"], "name one of CSS"),
         (["twemoji.tgz", "--size", 33], "must be even"),
+        (["twemoji.tgz", "--margin", 17], "must be a quarter of the size at most, 16, not 17"),
         ([], "files"),
     ):
         code, out, err = limner("data", "icons", "wrong", *wrong, cwd=tmp_path)

@@ -112,7 +112,7 @@ def write_icons(
         writer.rejected.update({reason: count for reason, count in rejected.items() if count})
         for one in drawn:
             try:
-                picture = _framed(one, size, margin, background)
+                picture = draw(one.set.svg(one.icon), size, background, margin)
                 if picture.reshape(-1, 3).std(0).max() < 1:
                     raise Rejected("a drawing of nothing")
                 writer.write(image_bytes(picture), captions(one, known(one)), one.facts)
@@ -202,22 +202,16 @@ def _pairs(above: Drawn, partners: Sequence[Drawn], number: float) -> Iterator[P
             yield Pair(above, kind, CHANGES[kind])
 
 
-def _framed(one: Drawn, size: int, margin: int, background: str) -> np.ndarray:
-    """uint8 [size, size, 3]: a drawing with an empty margin around it. Raises `Rejected`."""
-    canvas = np.empty((size, size, 3), np.uint8)
-    canvas[:] = ImageColor.getrgb(background)[:3]
-    inner = slice(margin, size - margin)
-    canvas[inner, inner] = draw(one.set.svg(one.icon), size - 2 * margin, background)
-    return canvas
-
-
 def _halves(pair: Pair, size: int, margin: int, background: str) -> np.ndarray:
     """uint8 [size, size, 3]: two drawings of half the side, one above the other. Raises `Rejected`."""
-    half, color = size // 2, ImageColor.getrgb(background)[:3]
-    above = _framed(pair.above, half, margin // 2, background)
-    below = _framed(pair.below, half, margin // 2, background) if pair.below else _changed(above, pair, np.array(color))
+    half = size // 2
+    above = draw(pair.above.set.svg(pair.above.icon), half, background, margin // 2)
+    if pair.below:
+        below = draw(pair.below.set.svg(pair.below.icon), half, background, margin // 2)
+    else:
+        below = _changed(above, pair, np.asarray(ImageColor.getrgb(background)[:3]))
     canvas = np.empty((size, size, 3), np.uint8)
-    canvas[:] = color
+    canvas[:] = ImageColor.getrgb(background)[:3]
     left = (size - half) // 2
     canvas[:half, left : left + half], canvas[half : 2 * half, left : left + half] = above, below
     return canvas

@@ -54,14 +54,16 @@ def document(
     return text
 
 
-def draw(svg: str, size: int, background: str = "white") -> np.ndarray:
-    """The document in a square, uint8 [size, size, 3]; `background` is a color of CSS. Raises `Rejected`."""
+def draw(svg: str, size: int, background: str = "white", margin: int = 0) -> np.ndarray:
+    """The document in a square, uint8 [size, size, 3], of which `margin` pixels on each side stay empty; `background`
+    is a color of CSS. Raises `Rejected`."""
+    inner = size - 2 * margin
     try:
         import resvg_py
     except ImportError:
         raise UserError('drawing icons takes a package: pip install "limner[data]"') from None
     try:
-        png = resvg_py.svg_to_bytes(svg, width=size, height=size, background=background, skip_system_fonts=True)
+        png = resvg_py.svg_to_bytes(svg, width=inner, height=inner, background=background, skip_system_fonts=True)
         picture = np.asarray(Image.open(io.BytesIO(bytes(png))).convert("RGB"))
     except BaseException as error:  # resvg's panics are no `Exception`
         if isinstance(error, ValueError | OSError) or type(error).__name__ == "PanicException":
@@ -69,7 +71,7 @@ def draw(svg: str, size: int, background: str = "white") -> np.ndarray:
         raise
     if picture.shape == (size, size, 3):
         return picture
-    canvas = Image.new("RGB", (size, size), background)  # an icon that is wider than high, or the other way round
+    canvas = Image.new("RGB", (size, size), background)  # with a margin, or for an icon that is no square
     canvas.paste(Image.fromarray(picture), ((size - picture.shape[1]) // 2, (size - picture.shape[0]) // 2))
     return np.asarray(canvas)
 
