@@ -19,7 +19,7 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.balanced import BalancedELB
 from limner.objectives.elbo import RelaxedELB
 from limner.objectives.hard_negatives import HardContrastiveLoss
-from limner.objectives.squared import SquaredError
+from limner.objectives.pixel_error import PixelError
 from limner.ranges import Checked, OutOfRange, Range
 from limner.training.config import TrainConfig
 
@@ -81,7 +81,7 @@ class PatchStage:
     """
 
     model: PatchDVAEConfig = field(default_factory=PatchDVAEConfig)
-    objective: SquaredError = field(default_factory=SquaredError)
+    objective: PixelError = field(default_factory=PixelError)
     training: TrainConfig
     augment: bool = False
 

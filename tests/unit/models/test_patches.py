@@ -7,7 +7,7 @@ import torch
 
 from limner.models.dvae import map_pixels
 from limner.models.patches import ROUNDS, PatchDVAEConfig, centres, nearest_code
-from limner.objectives.squared import SquaredError
+from limner.objectives.pixel_error import PixelError
 from limner.ranges import OutOfRange
 
 SMALL = PatchDVAEConfig(size=16, patch=4, vocab=12, width=8, blocks=1)
@@ -94,7 +94,7 @@ def test_the_decoder_learns_what_pasted_patches_miss():
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     losses = []
     for _ in range(60):
-        loss, metrics = SquaredError()(model, batch, 0, None)
+        loss, metrics = PixelError()(model, batch, 0, None)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -102,6 +102,26 @@ def test_the_decoder_learns_what_pasted_patches_miss():
     assert losses[-1] < 0.8 * losses[0]
     assert 1 < metrics["codes"] <= 12
     assert not model.codes.requires_grad
+
+
+@pytest.mark.parametrize(("absolute_from", "drawn"), [(None, 90), (200, 40)])
+def test_where_codes_leave_two_colors_open_the_last_error_decides(absolute_from, drawn):
+    """Of three pictures with one code two are of level 40 and one of 190: the mean is 90, the median 40."""
+    torch.manual_seed(0)
+    model = SMALL.build()
+    model.codes.fill_(0.9)
+    model.codes[0] = map_pixels(torch.tensor(140, dtype=torch.uint8))
+    levels = torch.tensor([40, 40, 190], dtype=torch.uint8).view(3, 1, 1, 1)
+    batch = {"pixels": levels.expand(-1, 3, 16, 16).contiguous()}
+    assert model.tokens(batch["pixels"]).unique().tolist() == [0]
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for step in range(400):
+        loss, _ = PixelError(absolute_from=absolute_from)(model, batch, step, None)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    pictures = model.pictures(torch.zeros(1, 16, dtype=torch.long)).float()
+    assert pictures.mean().item() == pytest.approx(drawn, abs=3) and pictures.std() < 3
 
 
 def test_half_a_picture_has_half_the_grid():

@@ -1,0 +1,48 @@
+"""The objective of a dVAE of patches (`models/patches.py`): its codes are set, and its decoder learns.
+
+Squared error is the likelihood of a normal distribution with one scale for all pixels, absolute error that of a Laplace
+distribution. Where the codes leave open on which side of an edge a pixel lies, the least squared error has the mean of
+both colors, and the least absolute error one of the two: edges become sharp. But from initial weights the seams of
+patches go away only by the squared one, so the absolute one comes last. The paper's logit-Laplace, whose scale is
+learned, moved this decoder hardly (docs/LOG.md).
+
+Shapes: B batch, H x W pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from jaxtyping import Float, Num
+from torch import Tensor
+
+from limner.metrics.codebook import usage
+from limner.models.dvae import map_pixels
+from limner.models.patches import PatchDVAE
+from limner.ranges import Checked, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelError(Checked):
+    """Mean squared error of pixels in per cent of the whole range's square, then mean absolute error in per cent of the
+    range.
+
+    Args:
+        absolute_from: step from which the error is the absolute one; None never lets it.
+    """
+
+    absolute_from: Annotated[int | None, Range(0, 10**9)] = None
+
+    def __call__(
+        self, model: PatchDVAE, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
+    ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
+        pixels = batch["pixels"]
+        tokens = model.tokens(pixels)
+        side = model.config.patch
+        drawn = model.decode(tokens.unflatten(1, (pixels.shape[2] // side, pixels.shape[3] // side)))
+        error = drawn - map_pixels(pixels)
+        absolute = self.absolute_from is not None and step >= self.absolute_from
+        loss = 100 * (error.abs() if absolute else error.square()).mean()
+        return loss, usage(tokens, model.config.vocab)
