@@ -2,9 +2,9 @@
 
 Squared error is the likelihood of a normal distribution with one scale for all pixels, absolute error that of a Laplace
 distribution. Where the codes leave open on which side of an edge a pixel lies, the least squared error has the mean of
-both colors, and the least absolute error one of the two: edges become sharp. But from initial weights the seams of
-patches go away only by the squared one, so the absolute one comes last. The paper's logit-Laplace, whose scale is
-learned, moved this decoder hardly (docs/LOG.md).
+both colors, and the least absolute error one of the two: edges become sharp. From initial weights on, absolute error
+left the seams of patches, so it comes last. The paper's logit-Laplace, whose scale is learned, moved this decoder
+hardly (docs/LOG.md has both).
 
 Shapes: B batch, H x W pixels.
 """

@@ -102,7 +102,7 @@ class Material:
     def clustered(self, stage: DVAEStage | PatchStage) -> Tensor:
         """At most 8,000 of these pictures, evenly spread, whose patches become codes: uint8 [B, 3, size, size]."""
         images = self.images(stage)
-        rows = np.linspace(0, len(images) - 1, min(_CLUSTERED, len(images))).astype(int)
+        rows = _spread(len(images), _CLUSTERED)
         return images.batch(rows, hash64(stage.training.seed, rows))["pixels"]
 
     def tokens(self, source: Source, tokenizer: Tokenizer, dvae: AnyDVAE) -> Dataset:
@@ -153,4 +153,9 @@ def _captions(source: Source) -> Iterable[str]:
 
 def _some(source: Source) -> Source:
     """At most 512 samples, evenly spread."""
-    return Selection(source, np.linspace(0, len(source) - 1, min(_EVALUATED, len(source))).astype(int))
+    return Selection(source, _spread(len(source), _EVALUATED))
+
+
+def _spread(count: int, most: int) -> np.ndarray:
+    """Of so many rows at most `most`, evenly spread."""
+    return np.linspace(0, count - 1, min(most, count)).astype(int)
