@@ -111,7 +111,7 @@ class PlainProgress(Progress):
         return self
 
     def show(self) -> None:
-        if time.monotonic() >= self._due:
+        if self.done != self.total and time.monotonic() >= self._due:  # of the end there is a last line
             self._due = time.monotonic() + self.every
             self.note(self._line())
 

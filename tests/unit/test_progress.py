@@ -36,6 +36,17 @@ def test_plain_lines_come_every_few_seconds_with_rate_and_time_left(time, capsys
     ]
 
 
+def test_the_end_is_told_once_also_when_a_line_is_due_then(time, capsys) -> None:
+    with progress("training", total=4, every=10) as bar:
+        for _ in range(4):
+            time.now += 5
+            bar.advance(1)
+    assert capsys.readouterr().err.splitlines() == [
+        "training: 2/4 · 5.0 s/step · 0:10 left",
+        "training: 4/4 · 5.0 s/step · took 0:20",
+    ]
+
+
 def test_resumed_work_is_done_but_does_not_count_as_speed(time, capsys) -> None:
     with PlainProgress("training", total=100) as bar:
         bar.resume(90)
