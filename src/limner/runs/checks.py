@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from limner.config import read_json, to_dict
+from limner.config import read_json
 from limner.data.stream import share_of
 from limner.errors import UserError
 from limner.recipes.recipe import AnyStage, Bundled, dvae_config, fitted_contrastive, fitted_prior
@@ -44,7 +44,7 @@ def check(material: Material, stages: Sequence[str]) -> None:
         if name in stages and saved.exists() and completed(out / name):
             ours = {"training": stage.training, "model": config, "objective": stage.objective}
             before = read_json(saved)
-            refuse_changes(out / name, before, {**before, **{k: to_dict(v) for k, v in ours.items()}})
+            refuse_changes(out / name, before, {**before, **ours})
     if "dvae" in stages and not isinstance(recipe.dvae, Bundled) and completed(out / "prior"):
         done = completed(out / "dvae")
         if not done or step_of(done[-1]) < recipe.dvae.training.steps:

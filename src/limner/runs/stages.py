@@ -95,7 +95,7 @@ class Stages:
                 return found
             return found | relaxation(model, checked, stage.objective.tau(step), found["psnr"])
 
-        record = {"model": to_dict(stage.model), "objective": to_dict(stage.objective)}
+        record = {"model": stage.model, "objective": stage.objective}
         watching = []
         if isinstance(model, PatchDVAE):
             if not self.recipe.start and not completed(self.out / "dvae"):
@@ -123,7 +123,7 @@ class Stages:
         if len(material.held_out):
             checked = material.tokens(material.held_out, tokenizer, dvae)
             evaluate = held_out_metrics(stage.objective, checked, 64, self.device)
-        record = {"model": to_dict(config), "objective": to_dict(stage.objective), "dvae": weights_hash(dvae)}
+        record = {"model": config, "objective": stage.objective, "dvae": weights_hash(dvae)}
         data = material.tokens(material.train, tokenizer, dvae)
         trained = self._run("prior", model, stage, data, evaluate, record, hooks)
         return self._whole(model, trained).eval() if material.parallel.is_main else None
@@ -139,7 +139,7 @@ class Stages:
         if len(material.held_out):
             checked = material.captioned(material.held_out, tokenizer, config.size)
             evaluate = held_out_metrics(stage.objective, checked, 128, self.device)
-        record = {"model": to_dict(config), "objective": to_dict(stage.objective)}
+        record = {"model": config, "objective": stage.objective}
         data = material.captioned(material.train, tokenizer, config.size)
         trained = self._run("contrastive", model, stage, data, evaluate, record)
         return self._whole(model, trained).eval() if material.parallel.is_main else None

@@ -1,11 +1,12 @@
 """How to train, as a configuration, and which settings may change when a run is continued."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from limner.config import differences
+from limner.config import differences, filled, to_dict
 from limner.errors import UserError
 from limner.layers.precisions import TrainingPrecision
 from limner.numerics.precision import Auto
@@ -91,9 +92,16 @@ FREE_TO_CHANGE = {
 }
 
 
+def description(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Configs and JSON values by name, as `config.json` and checkpoints hold them."""
+    return json.loads(json.dumps(parts, default=to_dict))
+
+
 def refuse_changes(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises `UserError` if a run's description differs in a setting that a continued run may not change."""
-    if changed := [path for path in differences(before, now) if path not in FREE_TO_CHANGE]:
+    """Raises `UserError` if what a run is now, configs and JSON values by name, differs from its description in a
+    setting that a continued run may not change. Settings that are newer than the description had their defaults."""
+    known = {name: filled(value, now.get(name)) for name, value in before.items()}
+    if changed := [path for path in differences(known, description(now)) if path not in FREE_TO_CHANGE]:
         raise UserError(
             f"{out} holds a run with another {', '.join(changed[:3])}; go on with the "
             "config that it was started with, or train into another folder"

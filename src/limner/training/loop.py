@@ -28,13 +28,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from limner.config import to_dict
 from limner.errors import UserError
 from limner.files import atomic_write_text, locked
 from limner.layers.low_precision import plain
 from limner.progress import Progress
 from limner.training.checkpoint import Checkpointer, Files
-from limner.training.config import TrainConfig
+from limner.training.config import TrainConfig, description
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
 from limner.training.parallel import Parallel, Single
@@ -101,7 +100,7 @@ def train(
             gradients, under the run's precision. Random numbers that it draws do not disturb
             training.
         hooks: called in this order; their names differ.
-        record: JSON values that describe the rest of the run (model, data, recipe). Saved in
+        record: configs and JSON values that describe the rest of the run (model, objective, data). Saved in
             `config.json`, and a checkpoint that was made with another record is refused.
         parallel: what the processes of the run do together; by default there is one.
         checkpointer: keeps states; by default as files in `out/checkpoints`, as `parallel` writes them.
@@ -118,14 +117,15 @@ def train(
     if len({hook.name for hook in hooks}) < len(hooks):
         raise ValueError(f"the hooks {', '.join(hook.name for hook in hooks)} need names that differ")
     checkpointer = checkpointer or parallel.checkpointer(Files(out, config.keep))
-    description = json.loads(json.dumps({"training": to_dict(config), **(record or {})}))
+    parts = {"training": config, **(record or {})}
+    described = description(parts)
     with locked(out) if parallel.is_main else nullcontext(), ExitStack() as ends:
         run = Run(model, objective, config, device, parallel)
         hooks = [*scaling(run), *hooks]
         for hook in hooks:
             ends.callback(hook.close)
         parallel.divide(stream)
-        saved = restore(run, stream, hooks, description, checkpointer)
+        saved = restore(run, stream, hooks, parts, checkpointer)
         parallel.check(run.parameters)
         if told := parallel.describe():
             bar.note(told)
@@ -133,7 +133,7 @@ def train(
             bar.note(f"going on from {saved}")
         bar.resume(run.step)
         if parallel.is_main:
-            atomic_write_text(out / "config.json", json.dumps(description, indent=2) + "\n")
+            atomic_write_text(out / "config.json", json.dumps(described, indent=2) + "\n")
 
         run.model.train()
         log = MetricsLog(out / "metrics.jsonl", run.step, writes=parallel.is_main)
@@ -159,7 +159,7 @@ def train(
                         raise run.diverged()
                     stop = parallel.any(signals.received)
                     if last or stop or (run.step % config.checkpoint_every == 0 and not run.bad):
-                        saved = save(run, stream, hooks, description, checkpointer)
+                        saved = save(run, stream, hooks, described, checkpointer)
                         if last or stop:
                             checkpointer.wait()
                         if stop and not last:

@@ -80,16 +80,17 @@ def save(
 
 
 def restore(
-    run: Run, stream: Stateful, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
+    run: Run, stream: Stateful, hooks: Sequence[Hook], parts: Mapping[str, Any], checkpointer: Checkpointer
 ) -> Path | None:
-    """Restore the newest state; returns where it was, or None if there is none."""
+    """Restore the newest state; returns where it was, or None if there is none. `parts` are what describes the run:
+    configs and JSON values by name."""
     checkpointer.begin()
     found = checkpointer.latest()
     if found is None:
         return None
     tensors, state = checkpointer.load(found, run.model)
     try:
-        refuse_changes(found, state["config"], description)
+        refuse_changes(found, state["config"], parts)
         if state["made_with"] != _made_with(run):
             made_with = ", ".join(state["made_with"].values())
             warnings.warn(f"{found} was made with {made_with}: results may differ", stacklevel=3)

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from limner.models.dvae import DVAE, DVAEConfig
 from limner.numerics.precision import Auto, Bf16, Fp32
 from limner.objectives.balanced import BalancedELB
 from limner.optim.optimizers import AdamW, AdamW16, Beta2WarmupAdamW, Lion, Muon, Optimizer, StableAdamW
-from limner.optim.schedules import Cosine, Plateau
+from limner.optim.schedules import Constant, Cosine, Plateau
 from limner.training.checkpoint import completed, latest, load_weights
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
@@ -332,6 +332,31 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(model(), impatient, stream(), CONFIG, tmp_path)
     assert latest(tmp_path) is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    width: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Later:
+    width: int = 8
+    depth: int = 1
+    schedule: Constant | Cosine = field(default_factory=Cosine)
+
+
+def test_a_run_of_an_earlier_version_goes_on_unless_what_is_new_is_used(tmp_path: Path) -> None:
+    def go(config: TrainConfig, part: Earlier | Later) -> int:
+        return train(model(), objective, stream(), config, tmp_path, record={"part": part, "data": "a"}).step
+
+    go(replace(CONFIG, steps=5), Earlier())
+    with pytest.raises(UserError, match=r"another part\.depth, part\.schedule\.type"):
+        go(CONFIG, Later(depth=2, schedule=Constant()))
+    with pytest.raises(UserError, match=r"another part\.width;"):
+        go(CONFIG, Later(width=9))
+    assert go(CONFIG, Later()) == 12
+    assert json.loads((tmp_path / "config.json").read_text())["part"]["schedule"]["type"] == "Cosine"
 
 
 def test_another_config_is_refused_by_name(tmp_path: Path) -> None:
