@@ -78,20 +78,6 @@ def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
         raise UserError(f"{path} is not valid JSON: {error}") from None
 
 
-def filled(before: Any, config: Any) -> Any:
-    """`before`, which an earlier version may have written of such a config, with the defaults of settings that did not
-    exist then."""
-    if not (is_dataclass(config) and isinstance(before, Mapping)):
-        return before
-    hints = get_type_hints(type(config))
-    defaults = {
-        f.name: _dump(f.default if f.default_factory is MISSING else f.default_factory(), hints[f.name])
-        for f in fields(config)
-        if f.name not in before and not f.default is f.default_factory is MISSING
-    }
-    return {name: filled(value, getattr(config, name, None)) for name, value in before.items()} | defaults
-
-
 def differences(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> list[str]:
     """Dotted paths at which two dictionaries differ, in order of appearance."""
     found = []

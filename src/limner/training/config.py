@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from limner.config import differences, filled, to_dict
+from limner.config import differences, from_dict, to_dict
 from limner.errors import UserError
 from limner.layers.precisions import TrainingPrecision
 from limner.numerics.precision import Auto
@@ -100,9 +100,19 @@ def description(parts: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_changes(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises `UserError` if what a run is now, configs and JSON values by name, differs from its description in a
     setting that a continued run may not change. Settings that are newer than the description had their defaults."""
-    known = {name: filled(value, now.get(name)) for name, value in before.items()}
-    if changed := [path for path in differences(known, description(now)) if path not in FREE_TO_CHANGE]:
+    known = {name: _read_as(now.get(name), value) for name, value in before.items()}
+    changed = differences(description(known), description(now))
+    if changed := [path for path in changed if path not in FREE_TO_CHANGE]:
         raise UserError(
             f"{out} holds a run with another {', '.join(changed[:3])}; go on with the "
             "config that it was started with, or train into another folder"
         )
+
+
+def _read_as(config: Any, before: Any) -> Any:
+    """`before` as a config of the same class, so that settings that it lacks have their defaults; as it is where it is
+    none, since it then differs in what else it has."""
+    try:
+        return from_dict(type(config), before) if is_dataclass(config) else before
+    except UserError:
+        return before
