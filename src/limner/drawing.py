@@ -34,8 +34,9 @@ class Drawing:
 
     Attributes:
         image: RGB, in the model's own size.
-        score: cosine of caption and picture under the contrastive model, in [-1, 1]; of a picture of which a part was
-            given, the mean of its tokens' log-probabilities under the prior, in nats.
+        score: cosine of caption and picture under the contrastive model, in [-1, 1], and the mean of its tokens'
+            log-probabilities under the prior, in nats, times the weight that the model brings along (0 if it brings
+            none); of a picture of which a part was given, that mean alone.
         candidate: its number among the candidates, from 1 on, as `limner draw` prints it and the PNG has it;
             (model, caption, seed, candidate, settings) fix the picture.
     """

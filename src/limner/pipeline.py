@@ -5,10 +5,9 @@
     drawings[0].save("circle.png")
 
 The prior draws `candidates` token grids, the dVAE decodes them, the contrastive model scores them
-against the caption, and the best `n` are returned; where a part of the picture is given, the likeliest
-under the prior. Candidate i of a caption depends on the caption, the seed and i alone: drawing more
-candidates, or other captions beside it, changes none (apart from float rounding, which may flip a choice
-between two equally likely tokens).
+against the caption, and the best `n` are returned (`sampling/rerank.py`). Candidate i of a caption depends
+on the caption, the seed and i alone: drawing more candidates, or other captions beside it, changes none
+(apart from float rounding, which may flip a choice between two equally likely tokens).
 
 Weights are stored in 16 or 8 bits (`bundles.py`); drawing computes in bf16 where the hardware multiplies
 it fast, else in single precision.
@@ -42,17 +41,18 @@ from limner.models.patches import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Auto, Precision
 from limner.progress import Advance
-from limner.ranges import SEEDS, OutOfRange, short
+from limner.ranges import SEEDS, OutOfRange, Range, short
 from limner.sampling.generate import FREE, generate
 from limner.sampling.options import Options, Sampler
 from limner.sampling.recorded import TokenDecoder, decoder
-from limner.sampling.rerank import best, distinct_first, likelihoods, scores
+from limner.sampling.rerank import best, distinct_first, scores
 from limner.text.bpe import Tokenizer
 from limner.version import __version__
 
 _ROWS = 256  # candidates in one batch at most on a CPU; beyond, its caches no longer help
 _CACHE_BYTES = 1 << 30  # of keys and values in one batch on a CPU
 _GPU_ROWS = 1_024  # on a GPU, where a quarter of the free memory may hold them
+_LIKELIHOOD = Range(0, 100)
 _PICTURE_BYTES = 1 << 30  # of codes and activations when tokens become pictures
 
 Watch = Callable[["Partial"], object]
@@ -125,7 +125,7 @@ class TextToImage:
     Args:
         dvae, prior, contrastive, tokenizer: trained to work together.
         info: JSON values for the model card: "name", "recipe", "data", "scores", ...; "temperature"
-            and "guidance" are the defaults of drawings.
+            and "guidance" are the defaults of drawings, "likelihood" its weight in their scores (`Drawing.score`).
 
     Raises:
         UserError: the parts do not fit together.
@@ -144,15 +144,17 @@ class TextToImage:
         self.tokenizer, self.info, self.runtime = tokenizer, dict(info or {}), runtime
         try:
             self.sampler = Sampler(temperature=self._own("temperature"), guidance=self._own("guidance"))
+            self.likelihood = self._own("likelihood", 0.0)
+            _LIKELIHOOD.check("likelihood", self.likelihood)
         except OutOfRange as error:
             raise UserError(f"the model's own {error}: correct its config.json") from None
         _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
         self._drawing: tuple[TokenDecoder, Contrastive] | None = None
         self._free = 0  # bytes of a GPU's memory before the first drawing
 
-    def _own(self, setting: str) -> float:
-        """A default of drawings that the model brings along; 1 if it brings none."""
-        value = self.info.get(setting, 1.0)
+    def _own(self, setting: str, default: float = 1.0) -> float:
+        """What the model brings along."""
+        value = self.info.get(setting, default)
         if type(value) not in (int, float):
             raise UserError(f"the model's own {setting} is a number, not {value!r}: correct its config.json")
         return value
@@ -327,20 +329,18 @@ class TextToImage:
                 if watch and h % every == 0:
                     watch(Partial(rows, part, self._shown(found[..., : h * width], h)))
 
-            drawn = generate(
+            made = generate(
                 prior, text[rows].to(device), part, sampler, seed=seeds[rows[0]],
                 given=None if given is None else given[rows].to(device), store=self.runtime.store, progress=report,
                 watch=look if watch else None,
             )  # fmt: skip
-            shown = self._shown(drawn, height)
+            shown = self._shown(made.tokens, height)
             where = slice(part.start, part.stop)
-            if around:
-                with self.runtime.precision.autocast(device):
-                    found = likelihoods(self.prior, text[rows].to(device), drawn)
-            else:
-                found = scores(contrastive, judged[rows].to(device), shown)
-            score[rows, where] = found.float().cpu()
-            tokens[rows, where], pictures[rows, where] = drawn.cpu(), shown.cpu()
+            found = made.likelihood
+            if not around:
+                found = scores(contrastive, judged[rows].to(device), shown).float() + self.likelihood * found
+            score[rows, where] = found.cpu()
+            tokens[rows, where], pictures[rows, where] = made.tokens.cpu(), shown.cpu()
         return Candidates(pictures, score, tokens, sampler)
 
     def _shown(self, tokens: Tensor, rows: int) -> Tensor:

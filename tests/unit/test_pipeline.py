@@ -19,7 +19,6 @@ from limner.errors import UserError
 from limner.numerics.precision import Auto, Bf16
 from limner.pipeline import Runtime, TextToImage, load
 from limner.sampling.options import Options, Sampler
-from limner.sampling.rerank import likelihoods
 from tiny import WORDS, tiny_pipe
 
 CAPTION = WORDS[0]
@@ -58,6 +57,27 @@ def test_the_same_seed_gives_the_same_pictures_best_first(pipe):
     assert not np.array_equal(pixels(first), pixels(pipe(CAPTION, n=4, candidates=8, seed=4)))
 
 
+ROUNDING = 0.05  # nats: of likelihoods that are drawn in bf16
+
+
+def likelihoods(pipe, text, tokens):
+    """Log-probabilities of tokens [1, N, S] under the prior, in nats per token, by teacher forcing."""
+    with torch.inference_mode():
+        logits = pipe.prior(text.expand(tokens.shape[1], -1), tokens[0])[1]
+    return logits.log_softmax(-1).gather(-1, tokens[0, ..., None]).mean((-2, -1))[None]
+
+
+def test_the_prior_has_the_say_in_the_score_that_the_model_brings_along(pipe):
+    parts = pipe.dvae, pipe.prior, pipe.contrastive, pipe.tokenizer
+    both = TextToImage(*parts, {**pipe.info, "likelihood": 2})
+    alone, together = (one.candidates([CAPTION], 6, seed=1) for one in (pipe, both))
+    text = pipe.tokenizer.encode([CAPTION], pipe.prior.config.text_len)
+    found = likelihoods(pipe, text, alone.tokens)
+    assert found.std() > ROUNDING
+    torch.testing.assert_close(together.scores - alone.scores, 2 * found, atol=2 * ROUNDING, rtol=0)
+    assert torch.equal(together.tokens, alone.tokens)
+
+
 def picture(pipe):
     return pipe(CAPTION, candidates=1, seed=1).images[0]
 
@@ -76,8 +96,7 @@ def test_an_edit_keeps_the_rows_it_was_told_to_keep(pipe):
         assert len(edited) == 2
         made = pipe.candidates([CAPTION], 3, seed=1, given=given.view(1, -1))
         text = pipe.tokenizer.encode([CAPTION], pipe.prior.config.text_len)
-        with pipe.runtime.precision.autocast("cpu"):
-            torch.testing.assert_close(made.scores, likelihoods(pipe.prior, text, made.tokens))
+        torch.testing.assert_close(made.scores, likelihoods(pipe, text, made.tokens), atol=ROUNDING, rtol=0)
         assert edited[0].score == made.scores.max()
         tokens = made.tokens.view(3, 6, 6)
         assert torch.equal(tokens[:, ~free], own[~free].expand(3, -1))
@@ -494,6 +513,7 @@ SPOILED = {
     "huge grid": (lambda b: edit(b, put("prior", "grid", [100, 100])), "10000 positions"),
     "negative size": (lambda b: edit(b, put("dvae", "vocab", -5)), "vocab must be"),
     "guidance in words": (lambda b: edit(b, put("info", "guidance", "much")), "guidance is a number"),
+    "much likelihood": (lambda b: edit(b, put("info", "likelihood", 101)), "likelihood must be at most 100"),
     "no temperature": (lambda b: edit(b, put("info", "temperature", -1)), "temperature must be"),
     "a huge temperature": (lambda b: edit(b, put("info", "temperature", 10**400)), "temperature must be at most 100"),
     "other grid": (lambda b: edit(b, put("dvae", "size", 48)), "do not belong together"),

@@ -124,6 +124,8 @@ class ContrastiveStage(Checked):
     Args:
         augment: crop pictures at random (Listing 2).
         distractors: wrong captions that come with each picture.
+        likelihood: weight of a drawing's log-probability under the prior, in nats per token, in its score; 0, as in the
+            paper, ranks by the contrastive model alone.
     """
 
     model: ContrastiveConfig = field(default_factory=ContrastiveConfig)
@@ -131,6 +133,7 @@ class ContrastiveStage(Checked):
     training: TrainConfig
     augment: bool = True
     distractors: Annotated[int, Range(0, 1_000)] = 0
+    likelihood: Annotated[float, Range(0, 100)] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

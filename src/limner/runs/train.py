@@ -71,6 +71,7 @@ def train_all(
             "recipe": to_dict(recipe),
             "temperature": recipe.prior.temperature,
             "guidance": recipe.prior.guidance,
+            "likelihood": recipe.contrastive.likelihood,
         } | ({"attribution": credited} if credited else {})
         bundle = TextToImage(dvae, prior, contrastive, tokenizer, info)
         if parallel.is_main:

@@ -3,7 +3,8 @@
 Token-only: a function gives logits, this file turns them into choices. Each candidate has one uniform
 number for each position, drawn from its own seed, and a token is the inverse of the distribution
 function at that number. So candidate i of a caption is the same whatever the batch around it. Guidance
-and given tokens change the logits or replace choices; the numbers stay.
+and given tokens change the logits or replace choices; the numbers stay. What the logits say of each token is
+added up on the way: how likely the finished picture is.
 
 Shapes: B captions, N candidates of each, M = B * N rows (twice that with guidance), T text positions, S image
 positions, V image vocabulary.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
@@ -91,6 +93,7 @@ class Rows:
         self._uniform = uniforms(seed, candidates, length).repeat(b, 1).to(text.device)  # [B * N, S]
         both = torch.cat([text, torch.full_like(text, PAD)]) if self.guided else text
         self.cache, self.logits = model.prefill(both, store)
+        self._surprise = torch.zeros(b, device=text.device)  # fp32 [B], or [B * N] once candidates differ
         self.finite = torch.ones((), dtype=torch.bool, device=text.device)  # of all logits; reading it makes a GPU wait
 
     @property
@@ -99,24 +102,31 @@ class Rows:
         return self._tokens.unflatten(0, (self.captions, -1))
 
     @property
+    def likelihood(self) -> Float32[Tensor, "B N"]:
+        """Log-probability of the tokens so far given the caption, in nats per token, fp32 [B, N]. It is that of the
+        model itself: a sampler's temperature and guidance are not in it."""
+        rows = self.captions * self.n // len(self._surprise)
+        return -self._surprise.repeat_interleave(rows).unflatten(0, (self.captions, -1)) / max(1, self.position)
+
+    @property
     def done(self) -> bool:
         return self.position == self._tokens.shape[1]
 
     def draw(self) -> Int64[Tensor, " M"]:
         """Each row's token at the next position, int64 [M], as the model is to read them."""
         now = self._tokens[:, self.position]
+        if self.position == self.primed:  # until here, candidates were alike
+            self.cache, self.logits = self.cache.expand(self.n), self.logits.repeat_interleave(self.n, 0)
+            self._surprise = self._surprise.repeat_interleave(self.n)
+        caption, empty = self.logits.chunk(2) if self.guided else (self.logits, None)
         if self.position < self.primed:
             now = now[:: self.n]
         else:
-            if self.position == self.primed:  # until here, candidates were alike
-                self.cache, self.logits = self.cache.expand(self.n), self.logits.repeat_interleave(self.n, 0)
-            logits = self.logits
-            if self.guided:
-                caption, empty = logits.chunk(2)
-                logits = empty + self.guidance * (caption - empty)
+            logits = caption if empty is None else empty + self.guidance * (caption - empty)
             self.finite = self.finite & logits.isfinite().all()
             drawn = choose(self.sampler, logits, self._uniform[:, self.position])
             self._tokens[:, self.position] = now = torch.where(now == FREE, drawn, now)
+        self._surprise += F.cross_entropy(caption, now, reduction="none")
         self.position += 1
         return now.repeat(2) if self.guided else now
 
@@ -125,7 +135,7 @@ class Rows:
         stay = (self.n * torch.arange(self.captions)[:, None] + torch.tensor(which)).flatten().to(self._tokens.device)
         if self.position > self.primed:
             both = torch.cat([stay, stay + len(self._tokens)]) if self.guided else stay
-            self.cache, self.logits = self.cache.keep(both), self.logits[both]
+            self.cache, self.logits, self._surprise = self.cache.keep(both), self.logits[both], self._surprise[stay]
         self._tokens, self._uniform, self.n = self._tokens[stay], self._uniform[stay], len(which)
 
 
@@ -195,8 +205,9 @@ def generate(
     store: type[Store] = Store,
     progress: Callable[[int], object] | None = None,
     watch: Callable[[Tensor, int], None] | None = None,
-) -> Int64[Tensor, "B N S"]:
-    """Draw the given candidates of every caption: int64 [B, N, S]. `Generation.join` explains the arguments but these:
+) -> Rows:
+    """Draw the given candidates of every caption, which are then `done`: their `tokens` and `likelihood`.
+    `Generation.join` explains the arguments but these:
 
     Args:
         store: how keys and values are kept; `Int8Store` takes half the memory of bf16.
@@ -217,4 +228,4 @@ def generate(
         raise UserError(
             "the logits of the prior are not finite, so its weights are damaged or have diverged: take another copy"
         )
-    return rows.tokens
+    return rows

@@ -1,7 +1,9 @@
 """Reranking: of N drawings of a caption, keep those the contrastive model likes best (§2.6, Fig. 6).
 
-Where a part of the picture was given, keep those that the prior itself finds likeliest: the contrastive model knows
-whether caption and picture go together, and hardly whether two parts of a picture do (docs/LOG.md compares).
+Not in the paper: the prior has a say. The contrastive model tells captions apart, and the prior knows which
+drawings are malformed; so what the prior found likely may count in a score, with a weight that a model
+brings along. Where a part of the picture was given, it is the whole score: the contrastive model hardly knows
+whether two parts of a picture go together (docs/LOG.md compares).
 
 Shapes: B captions, N candidates, T text positions, S image positions, H x W pixels.
 """
@@ -13,11 +15,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from limner.errors import UserError
-from limner.layers.cross_entropy import linear_cross_entropy
 from limner.models.contrastive import Contrastive
-from limner.models.transformer import Transformer
-
-_POSITIONS = 1 << 14  # of text and image that the prior reads at once
 
 
 @torch.inference_mode()
@@ -37,19 +35,6 @@ def scores(
             "another copy"
         )
     return found
-
-
-@torch.inference_mode()
-def likelihoods(prior: Transformer, text: Int64[Tensor, "B T"], tokens: Int64[Tensor, "B N S"]) -> Float[Tensor, "B N"]:
-    """Log-probability of a picture's tokens given its caption, in nats per token: text [B, T], tokens [B, N, S] ->
-    fp32 [B, N]."""
-    together = max(1, _POSITIONS // (text.shape[1] + tokens.shape[2]))
-    found = []
-    for caption, drawn in zip(text, tokens, strict=True):
-        for part in drawn.split(together):
-            _, states = prior.states(caption.expand(len(part), -1), part)
-            found += [-linear_cross_entropy(x, prior.head.image, own) for x, own in zip(states, part, strict=True)]
-    return torch.stack(found).view(tokens.shape[:2]) / tokens.shape[2]
 
 
 def best(score: Float[Tensor, "B N"], k: int) -> Int64[Tensor, "B K"]:

@@ -105,12 +105,12 @@ def prior(pattern="paper"):
 def test_candidates_do_not_depend_on_their_batch(pattern):
     model = prior(pattern)
     text = torch.tensor([[3, 4, 5, PAD, PAD], [7, 8, PAD, PAD, PAD]])
-    together = generate(model, text, range(6), Sampler(), seed=9)
-    apart = torch.cat([generate(model, text[:1], range(i, i + 2), Sampler(), seed=9) for i in (0, 2, 4)], 1)
+    together = generate(model, text, range(6), Sampler(), seed=9).tokens
+    apart = torch.cat([generate(model, text[:1], range(i, i + 2), Sampler(), seed=9).tokens for i in (0, 2, 4)], 1)
     assert torch.equal(together[:1], apart)
     assert not torch.equal(together[0], together[1])  # captions matter
     assert len(together[0].unique(dim=0)) == 6
-    assert not torch.equal(together, generate(model, text, range(6), Sampler(), seed=10))
+    assert not torch.equal(together, generate(model, text, range(6), Sampler(), seed=10).tokens)
 
 
 @pytest.mark.parametrize("pattern", ["paper", "dense"])
@@ -118,12 +118,42 @@ def test_drawn_tokens_are_those_that_teacher_forcing_would_choose(pattern):
     """Row, column, conv and dense layers alike: decoding with the cache is the model itself."""
     model, sampler = prior(pattern), Sampler(temperature=0.8, top_k=9)
     text = torch.tensor([[3, 4, 5, PAD, PAD]])
-    tokens = generate(model, text, range(4), sampler, seed=2)[0]
+    tokens = generate(model, text, range(4), sampler, seed=2).tokens[0]
     with torch.inference_mode():
         logits = model(text.expand(4, -1), tokens)[1]
     uniform = uniforms(2, range(4), tokens.shape[1])
     expected = torch.stack([choose(sampler, logits[:, s], uniform[:, s]) for s in range(tokens.shape[1])], 1)
     assert torch.equal(tokens, expected)
+
+
+def likelihoods(model, text, tokens):
+    """Log-probabilities of tokens [B, N, S] given their captions, in nats per token, by teacher forcing."""
+    with torch.inference_mode():
+        found = [model(text[b].expand(len(own), -1), own)[1].log_softmax(-1) for b, own in enumerate(tokens)]
+    return torch.stack(found).gather(-1, tokens[..., None]).mean((-2, -1))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_likelihoods_are_those_that_teacher_forcing_finds(recorded):
+    """Whatever the sampler, of given tokens as of drawn ones, beside others and of those that stay alone."""
+    model = prior()
+    generation = Generation(Recorded(model, lambda run: run) if recorded else model)
+    asked = requests()
+    rows = [generation.join(**request) for request in asked]
+    while generation.rows:
+        if rows[0].position == 4:
+            rows[0].keep([1, 2])
+        if rows[3].position == 3:  # its candidates are still alike
+            rows[3].keep([1])
+        generation.step()
+    for one, request in zip(rows, asked, strict=True):
+        expected = likelihoods(model, request["text"], one.tokens)
+        torch.testing.assert_close(one.likelihood, expected)
+        torch.testing.assert_close(generate(model, **request).likelihood[:, -1], expected[:, -1])
+    assert torch.cat([one.likelihood.flatten() for one in rows]).std() > 0.1
+    known = torch.randint(0, 16, (2, 15))
+    alike = generate(model, TEXT, range(3), Sampler(), given=known)
+    torch.testing.assert_close(alike.likelihood, likelihoods(model, TEXT, alike.tokens))
 
 
 def test_progress_counts_positions():
@@ -143,7 +173,7 @@ def test_given_tokens_stay_and_the_rest_is_what_teacher_forcing_would_choose(pat
     known[0, 7:] = FREE  # primed with a row and two tokens
     known[1, [1, 5, 6, 9, 14]] = FREE  # inpainted
     before = known.clone(), TEXT.clone()
-    tokens = generate(model, TEXT, range(3), sampler, seed=4, given=known)
+    tokens = generate(model, TEXT, range(3), sampler, seed=4, given=known).tokens
     assert torch.equal(known, before[0]) and torch.equal(TEXT, before[1])
     fixed = (known != FREE)[:, None].expand_as(tokens)
     assert torch.equal(tokens[fixed], known[:, None].expand_as(tokens)[fixed])
@@ -154,20 +184,22 @@ def test_given_tokens_stay_and_the_rest_is_what_teacher_forcing_would_choose(pat
     uniform = uniforms(4, range(3), 15).repeat(2, 1)
     chosen = torch.stack([choose(sampler, logits[:, s], uniform[:, s]) for s in range(15)], 1)
     assert torch.equal(torch.where(fixed.flatten(0, 1), flat, chosen), flat)
-    alone = generate(model, TEXT[:1], range(1, 3), sampler, seed=4, given=known[:1])
+    alone = generate(model, TEXT[:1], range(1, 3), sampler, seed=4, given=known[:1]).tokens
     assert torch.equal(alone, tokens[:1, 1:])
 
 
 def test_no_guidance_is_guidance_one_and_more_changes_the_drawing():
     model = prior()
-    plain = generate(model, TEXT, range(4), Sampler(), seed=1)
-    assert torch.equal(plain, generate(model, TEXT, range(4), Sampler(guidance=1), seed=1))
-    assert not torch.equal(plain, generate(model, TEXT, range(4), Sampler(guidance=3), seed=1))
+    plain = generate(model, TEXT, range(4), Sampler(), seed=1).tokens
+    assert torch.equal(plain, generate(model, TEXT, range(4), Sampler(guidance=1), seed=1).tokens)
+    assert not torch.equal(plain, generate(model, TEXT, range(4), Sampler(guidance=3), seed=1).tokens)
 
 
 def test_a_picture_that_is_all_given_comes_back():
     known = torch.arange(15).repeat(2, 1)
-    assert torch.equal(generate(prior(), TEXT, range(2), Sampler(), given=known), known[:, None].expand(-1, 2, -1))
+    assert torch.equal(
+        generate(prior(), TEXT, range(2), Sampler(), given=known).tokens, known[:, None].expand(-1, 2, -1)
+    )
 
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=0), Sampler(top_k=2), Sampler(guidance=2)])
@@ -181,7 +213,9 @@ def test_logits_that_are_no_numbers_are_a_sentence(sampler):
 
 def test_rows_are_shown_as_they_are_done():
     seen = []
-    tokens = generate(prior(), TEXT, range(2), Sampler(), watch=lambda found, rows: seen.append((found.clone(), rows)))
+    tokens = generate(
+        prior(), TEXT, range(2), Sampler(), watch=lambda found, rows: seen.append((found.clone(), rows))
+    ).tokens
     assert [rows for _, rows in seen] == [1, 2, 3]
     for found, rows in seen:
         assert torch.equal(found[..., : rows * 5], tokens[..., : rows * 5])
@@ -199,7 +233,7 @@ def test_frequencies_follow_the_softmax(options):
     with torch.no_grad():
         model.head.image.weight *= 20
     text = torch.tensor([[1, 2]])
-    drawn = generate(model, text, range(n), Sampler(**options), seed=5)[0]
+    drawn = generate(model, text, range(n), Sampler(**options), seed=5).tokens[0]
     every = torch.cartesian_prod(torch.arange(8), torch.arange(8))
     with torch.inference_mode():
         first, second = model(text.expand(64, -1), every)[1].div(options.get("temperature", 1)).softmax(-1).unbind(1)
@@ -262,7 +296,7 @@ def test_rows_that_join_and_leave_draw_what_they_draw_alone(joins, leaves, store
         generation.step()
         steps += 1
     for i, request in enumerate(asked):
-        whole, found = generate(model, **request, store=store), rows[i].tokens
+        whole, found = generate(model, **request, store=store).tokens, rows[i].tokens
         if i % 2 == 0 and leaves[i] < 15:
             whole = whole[:, 1:2]
         end = leaves[i] if i % 2 and leaves[i] < 15 else 15

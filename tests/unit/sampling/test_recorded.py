@@ -57,8 +57,8 @@ def test_drawings_are_the_same(guidance, primed):
     given[:, :primed] = torch.randint(0, 12, (2, primed))
     draw = partial(generate, text=text, candidates=range(3), sampler=Sampler(guidance=guidance), given=given)
     recorded = Recorded(model, memory_alone)
-    assert torch.equal(draw(recorded), draw(model))
-    assert torch.equal(draw(recorded, seed=4), draw(model, seed=4))  # another picture, another cache
+    assert torch.equal(draw(recorded).tokens, draw(model).tokens)
+    assert torch.equal(draw(recorded, seed=4).tokens, draw(model, seed=4).tokens)  # another picture, another cache
 
 
 def test_a_shape_is_recorded_once_and_two_are_kept():
@@ -71,7 +71,7 @@ def test_a_shape_is_recorded_once_and_two_are_kept():
     recorded = Recorded(model, record)
     for n in (3, 2, 3, 2, 3):
         text = torch.randint(0, 20, (1, 4))
-        drawn = [generate(x, text, range(n), Sampler(), seed=n) for x in (model, recorded)]
+        drawn = [generate(x, text, range(n), Sampler(), seed=n).tokens for x in (model, recorded)]
         assert torch.equal(*drawn)
     assert len(recordings) == 2
     generate(recorded, text, range(1), Sampler())
@@ -97,9 +97,9 @@ def test_caches_of_one_shape_that_take_turns_keep_apart():
 def test_a_picture_needs_one_compilation():
     model, text, counter = prior(), torch.randint(0, 20, (1, 4)), CompileCounter()
     compiled = Recorded(model, lambda run: torch.compile(run, backend=counter, fullgraph=True, dynamic=False))
-    drawn = generate(compiled, text, range(4), Sampler())
+    drawn = generate(compiled, text, range(4), Sampler()).tokens
     assert counter.frame_count == 1
-    assert torch.equal(drawn, generate(model, text, range(4), Sampler()))
+    assert torch.equal(drawn, generate(model, text, range(4), Sampler()).tokens)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
@@ -118,8 +118,8 @@ def test_compiled_for_real_it_draws_the_same_and_other_weights_are_other_drawing
     first, second = (prior(seed=seed) for seed in (0, 1))
     for model, n, times in ((first, 4, 1), (first, 4, 1), (second, 1, 2)):
         assert torch.equal(
-            generate(decoder(model, compile=True), text, range(n), Sampler()),
-            generate(model, text, range(n), Sampler()),
+            generate(decoder(model, compile=True), text, range(n), Sampler()).tokens,
+            generate(model, text, range(n), Sampler()).tokens,
         )
         assert len(made) == times
     for file in (tmp_path / "limner" / "steps").glob("*.pt2"):
@@ -165,5 +165,5 @@ def test_code_that_others_may_write_is_not_run(tmp_path, monkeypatch):
 def test_a_graph_draws_what_single_steps_draw():
     model, text = prior().cuda(), torch.randint(0, 20, (2, 4), device="cuda")
     for seed in range(2):
-        drawn = generate(Recorded(model), text, range(3), Sampler(), seed=seed)
-        assert torch.equal(drawn, generate(model, text, range(3), Sampler(), seed=seed))
+        drawn = generate(Recorded(model), text, range(3), Sampler(), seed=seed).tokens
+        assert torch.equal(drawn, generate(model, text, range(3), Sampler(), seed=seed).tokens)

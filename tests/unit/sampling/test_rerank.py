@@ -5,9 +5,7 @@ import torch
 
 from limner.errors import UserError
 from limner.models.contrastive import ContrastiveConfig
-from limner.models.transformer import TransformerConfig
-from limner.sampling import rerank
-from limner.sampling.rerank import best, distinct_first, likelihoods, scores
+from limner.sampling.rerank import best, distinct_first, scores
 from limner.text import PAD
 
 
@@ -28,24 +26,6 @@ def test_scores_are_cosines_of_each_pair():
         model.image_out.weight.fill_(torch.finfo(torch.float32).max)
     with pytest.raises(UserError, match="not finite"):
         scores(model, text, pictures)
-
-
-def test_likelihoods_are_those_of_all_tokens_given_the_caption(monkeypatch):
-    torch.manual_seed(0)
-    prior = TransformerConfig(
-        text_vocab=20, image_vocab=11, text_len=4, grid=(3, 3), width=16, depth=2, heads=2
-    ).build().eval()  # fmt: skip
-    torch.nn.init.normal_(prior.head.image.weight)
-    text, tokens = torch.tensor([[1, 2, PAD, PAD], [3, 4, 5, PAD]]), torch.randint(0, 11, (2, 5, 9))
-    expected = torch.empty(2, 5)
-    for b in range(2):
-        for n in range(5):
-            _, logits = prior(text[b][None], tokens[b, n][None])
-            expected[b, n] = logits[0].log_softmax(-1)[torch.arange(9), tokens[b, n]].mean()
-    assert expected.std() > 0.1
-    for together in (1, 26, 10_000):  # 13 positions each: one, two, or all at once
-        monkeypatch.setattr(rerank, "_POSITIONS", together)
-        torch.testing.assert_close(likelihoods(prior, text, tokens), expected)
 
 
 def test_best_come_first_and_ties_keep_their_order():
