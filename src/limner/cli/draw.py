@@ -13,7 +13,7 @@ from limner.cli.drawings import DrawOrEdit, draw
 
 @dataclass(frozen=True, kw_only=True)
 class Draw(DrawOrEdit):
-    """Draw a caption: candidates are sampled, the contrastive model picks the best, PNGs are written.
+    """Draw a caption: candidates are sampled and scored, and the best are written as PNGs.
 
     The same caption, seed and settings give the same picture.
     """

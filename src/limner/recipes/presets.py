@@ -32,7 +32,7 @@ def scenes() -> Recipe:
             training=_training(steps=12_000, batch=16, ema=0.999),
             augment=False,
         ),
-        contrastive=_small_contrastive(steps=3_000),
+        contrastive=replace(_small_contrastive(steps=3_000), likelihood=2.0),
     )
 
 

@@ -38,7 +38,7 @@ class ScoreComposition(Checked):
     things: Annotated[tuple[int, ...], Range(1, 4)] = (1, 2)
     """Numbers of things in a scene, taken in turn."""
     candidates: Annotated[int, CANDIDATES] = 64
-    """How many are drawn of each, for the contrastive model to choose from."""
+    """How many are drawn of each, of which the one with the best score is chosen."""
     seed: Seed = PUBLISHED
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
     output: Annotated[Path | None, arg(aliases=("-o",))] = None

@@ -32,7 +32,7 @@ class ScoreEmoji(Checked):
     captions: Annotated[int, Range(1, 10**6)] = 256
     """Captions of each split, chosen at random."""
     candidates: Annotated[int, CANDIDATES] = 16
-    """How many are drawn of each, for the contrastive model to choose from."""
+    """How many are drawn of each, of which the one with the best score is chosen."""
     repeats: Annotated[int, Range(1, 1_000)] = 4
     """How many times each caption is drawn, each time with all candidates: the held-out captions are few."""
     seed: Seed = PUBLISHED

@@ -30,7 +30,7 @@ class DrawGrid(Checked):
     subjects: tuple[str, ...] = ()
     """Names of subjects; by default eight subjects with a held-out combination."""
     candidates: Annotated[int, CANDIDATES] = 16
-    """How many are drawn of each, for the contrastive model to choose from."""
+    """How many are drawn of each, of which the one with the best score is chosen."""
     seed: Annotated[int, SEEDS] = PUBLISHED
     """Of the subjects and their drawings."""
     real: bool = False
