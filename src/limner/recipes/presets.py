@@ -73,24 +73,26 @@ def emoji() -> Recipe:
 
 
 def icons() -> Recipe:
-    """Drawings of one thing by several artists; the bundled model of that name, an hour and forty minutes on two cores.
+    """Drawings of one thing by several artists; the bundled model of that name, about two hours on two cores.
 
-        limner data icons data/icons iconify-json-*.tgz --styles 7 --tones 0 --pairs 0.1 \\
+        limner data icons data/icons iconify-json-*.tgz --size 72 --margin 6 --styles 7 --tones 0 --pairs 0.1 \\
             --categories "Animals & Nature" "Food & Drink" Activities "Smileys & Emotion"
         limner train data/icons --recipe icons --out runs/icons
 
-    It learns the training pictures by heart: captions of training are drawn right, things in styles in which they were
-    never seen are not (docs/RESULTS.md).
+    The dVAE sees crops, for which the margin leaves room: so it reconstructs unseen pictures better. The prior does
+    not, and learns the training pictures by heart: captions of training are drawn right, things in styles in which they
+    were never seen are not (docs/RESULTS.md).
     """
     return Recipe(
-        text=TextConfig(vocab=2_048, length=32, dropout=0.0),
-        dvae=_patches(64, vocab=2_048, steps=3_000, patch=8, width=256, refinements=3),
+        text=TextConfig(vocab=2_048, length=26, dropout=0.0),
+        dvae=replace(_patches(64, vocab=2_048, steps=2_000), augment=True),
         prior=PriorStage(
             model=TransformerConfig(width=160, depth=6, heads=4),
-            training=_training(steps=6_500, batch=32, ema=0.998),
+            training=_training(steps=6_500, batch=16, ema=0.998),
             augment=False,
+            temperature=0.5,
         ),
-        contrastive=_small_contrastive(steps=600),
+        contrastive=_small_contrastive(steps=400),
     )
 
 
@@ -275,10 +277,10 @@ def _small_dvae(
     )  # fmt: skip
 
 
-def _patches(size: int, vocab: int, steps: int, patch: int = 4, width: int = 192, refinements: int = 0) -> PatchStage:
-    """A dVAE of patches of `patch` x `patch` pixels."""
+def _patches(size: int, vocab: int, steps: int) -> PatchStage:
+    """A dVAE of patches of 4 x 4 pixels, for small pictures."""
     return PatchStage(
-        model=PatchDVAEConfig(size=size, patch=patch, vocab=vocab, width=width, refinements=refinements),
+        model=PatchDVAEConfig(size=size, vocab=vocab),
         training=TrainConfig(
             steps=steps, batch_size=16, optimizer=AdamW(lr=2e-3, betas=(0.9, 0.99), weight_decay=1e-4), clip_norm=1.0,
             warmup_steps=50, schedule=Cosine(end=0.02), ema_decay=0.998, eval_every=500, checkpoint_every=250,
