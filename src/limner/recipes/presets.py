@@ -85,7 +85,7 @@ def icons() -> Recipe:
     """
     return Recipe(
         text=TextConfig(vocab=2_048, length=26, dropout=0.0),
-        dvae=replace(_patches(64, vocab=2_048, steps=2_000), augment=True),
+        dvae=_patches(vocab=2_048, steps=2_000),
         prior=PriorStage(
             model=TransformerConfig(width=160, depth=6, heads=4),
             training=_training(steps=6_500, batch=16, ema=0.998),
@@ -109,7 +109,7 @@ def laptop() -> Recipe:
     contrastive = _small_contrastive(steps=1_500)
     return Recipe(
         text=TextConfig(vocab=4_096, length=64, dropout=0.1),
-        dvae=replace(_patches(64, vocab=8_192, steps=3_000), augment=True),
+        dvae=_patches(vocab=8_192, steps=3_000),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4),
             training=_training(steps=10_000, batch=16, ema=0.998),
@@ -277,14 +277,15 @@ def _small_dvae(
     )  # fmt: skip
 
 
-def _patches(size: int, vocab: int, steps: int) -> PatchStage:
-    """A dVAE of patches of 4 x 4 pixels, for small pictures."""
+def _patches(vocab: int, steps: int) -> PatchStage:
+    """A dVAE of patches of 4 x 4 pixels, for pictures of 64 x 64, which it sees cropped."""
     return PatchStage(
-        model=PatchDVAEConfig(size=size, vocab=vocab),
+        model=PatchDVAEConfig(size=64, vocab=vocab),
         training=TrainConfig(
             steps=steps, batch_size=16, optimizer=AdamW(lr=2e-3, betas=(0.9, 0.99), weight_decay=1e-4), clip_norm=1.0,
             warmup_steps=50, schedule=Cosine(end=0.02), ema_decay=0.998, eval_every=500, checkpoint_every=250,
         ),
+        augment=True,
     )  # fmt: skip
 
 
