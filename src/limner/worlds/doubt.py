@@ -15,7 +15,7 @@ from limner.worlds.stencils import ALL_LOOKS, LOOKS, bank_of, square_sums
 _FREE_ERROR = 0.35  # of the contrast: what blur and compression may do to a pixel
 WRONG = 0.07  # largest share of a thing's area that may be plainly wrong
 _TOSS_UP = 0.92  # residual of the best look over that of the second best
-_TOSS_UP_FROM = 0.08  # ... which matters only where the residual is at least this share of energy
+_TOSS_UP_FROM = 0.04  # ... which matters only where the residual is at least this share of energy
 _USURPED = 0.012  # of its energy: a half-opaque square is not a square of blurred stripes
 _BITE_SIDE = 3 / 4  # units; of the squares over which a thing's errors are averaged
 _BITE = 0.45  # of the contrast: largest such average
