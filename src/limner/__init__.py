@@ -6,22 +6,27 @@
     drawings = pipe("a small red circle above a large blue square on a gray background", n=4)
     drawings[0].save("drawing.png")
 
-Nothing heavy is imported before it is used: `import limner` costs a millisecond.
+Nothing heavy is imported before it is used: `import limner` costs a millisecond. It sets how long torch's idle threads
+spin (`openmp.py`), which has an effect if torch is imported later.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from limner import openmp
 from limner.version import __version__
 
 if TYPE_CHECKING:
     from limner.pipeline import TextToImage, load
+
+openmp.bound_spinning()
 
 __all__ = ["TextToImage", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("TextToImage", "load"):
+        openmp.bound_threads()
         return getattr(import_module("limner.pipeline"), name)
     raise AttributeError(f"module 'limner' has no attribute {name!r}")
 

@@ -19,12 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
+from limner import openmp
 from limner.errors import UserError, printable, suggestion
 
 
 class Command(NamedTuple):
-    """`module.main(arguments)` runs it. `resumes`: after an interruption the same call continues. `lower`: what to
-    lower if memory does not suffice."""
+    """`module.main(arguments)` runs it. `resumes`: after an interruption the same call continues, so the number of
+    threads, on which rounding may depend, is not left to the machine's load. `lower`: what to lower if memory does not
+    suffice."""
 
     module: str
     help: str
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.showwarning = _show_warning
     command = COMMANDS.get(arguments[0]) if arguments else None
     try:
-        code = _run(command, arguments, argv is None)
+        code = _run(command, arguments, argv is None, debug)
         if error := _unwritten():
             raise error
         return code
@@ -85,12 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
-def _run(command: Command | None, arguments: list[str], whole: bool) -> int:
+def _run(command: Command | None, arguments: list[str], whole: bool, debug: bool) -> int:
     """The exit code of a command; `whole`: this process is there for it alone."""
     if command is None:
         return _without_command(arguments)
     if whole:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # as stderr has it
+        if not command.resumes and (message := openmp.bound_threads()) and debug:
+            print(f"limner: {message}", file=sys.stderr)
         if command.heavy:
             from limner.cli.memory import settle_allocator
 

@@ -1,0 +1,69 @@
+"""Settings of OpenMP, which divides torch's operations on a CPU among threads.
+
+Between two operations the threads of libgomp spin, by default for 300,000 turns: on a machine with other work they take
+cores from the operation that they wait for. 10,000 turns cost nothing on a quiet machine. Waiting passively
+(`OMP_WAIT_POLICY=passive`) is slower there: a step of one candidate takes 1.7 times as long. A thread without a core
+delays every operation, so a process begins with as many threads as there are idle cores.
+
+libgomp reads its settings when torch is imported. Variables that the user has set are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+SPIN_COUNT = 10_000
+_SAMPLES = 5  # of the number of running threads, the least of which counts
+_SAMPLE_SECONDS = 0.003
+
+
+def bound_spinning() -> None:
+    """Let idle threads sleep early. Does nothing if torch is imported or the user has chosen how threads wait."""
+    if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+
+
+def bound_threads() -> str:
+    """Take no more threads than cores are idle. Does nothing if torch is imported or `OMP_NUM_THREADS` is set.
+
+    Returns a sentence for the user, "" if nothing was changed. Rounding may depend on the number of threads.
+    """
+    if "torch" in sys.modules or "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
+        return ""
+    cores, busy = _cores(), _running_elsewhere()
+    threads = max(1, min(cores, (os.cpu_count() or 1) - busy))
+    if threads == cores:
+        return ""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    return (
+        f"{threads} of {cores} threads, because {busy} other threads are running; OMP_NUM_THREADS sets another number"
+    )
+
+
+def _cores() -> int:
+    """Physical cores that this process may use, which is how many threads torch takes."""
+    cpus = os.sched_getaffinity(0)
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    try:
+        return len({_read(topology.format(cpu)) for cpu in cpus})
+    except OSError:
+        return len(cpus)
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def _running_elsewhere() -> int:
+    """Threads of the whole machine that run or wait for a core, without this one; 0 where no file says so."""
+    counts = []
+    for _ in range(_SAMPLES):
+        try:
+            counts.append(int(_read("/proc/loadavg").split()[3].partition("/")[0]) - 1)
+        except (OSError, ValueError, IndexError):
+            return 0
+        time.sleep(_SAMPLE_SECONDS)
+    return max(0, min(counts))
