@@ -11,12 +11,14 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from types import FrameType
 from typing import NamedTuple
 
 from limner import openmp
@@ -85,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, sentence = told
         print(f"limner: {printable(sentence)}", file=sys.stderr)
         return code
+    finally:
+        if argv is None:  # nothing is left to interrupt but the interpreter's own end
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _run(command: Command | None, arguments: list[str], whole: bool, debug: bool) -> int:
@@ -92,6 +97,7 @@ def _run(command: Command | None, arguments: list[str], whole: bool, debug: bool
     if command is None:
         return _without_command(arguments)
     if whole:
+        _end_imports_on_interrupt(command)
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # as stderr has it
         if not command.resumes and (message := openmp.bound_threads()) and debug:
             print(f"limner: {message}", file=sys.stderr)
@@ -175,8 +181,7 @@ def _explain(error: BaseException, command: Command | None) -> tuple[int, str] |
     if isinstance(error, UserError):
         return 2, str(error)
     if isinstance(error, KeyboardInterrupt):
-        resumes = command is not None and command.resumes
-        return 130, "interrupted; the same command goes on from here" if resumes else "interrupted"
+        return 130, _interrupted(command)
     loop = sys.modules.get("limner.training.loop")  # imported by whatever trains
     if loop is not None and isinstance(error, loop.Interrupted):
         return 130, str(error)
@@ -187,6 +192,29 @@ def _explain(error: BaseException, command: Command | None) -> tuple[int, str] |
         lower = command.lower if command else "what was asked for"
         return 2, f"{whose} memory does not suffice: lower {lower}"
     return None
+
+
+def _interrupted(command: Command | None) -> str:
+    resumes = command is not None and command.resumes
+    return "interrupted; the same command goes on from here" if resumes else "interrupted"
+
+
+def _end_imports_on_interrupt(command: Command | None) -> None:
+    """Let Ctrl-C end the process at once while a module is imported; elsewhere it raises KeyboardInterrupt as before.
+
+    Importing torch or numpy turns a KeyboardInterrupt into other errors, or prints it and continues.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        while frame:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                os.write(2, f"limner: {_interrupted(command)}\n".encode())
+                os._exit(130)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, handle)
 
 
 # How torch says that an allocation failed, or that its size is beyond any memory.

@@ -141,6 +141,34 @@ def test_interruptions_are_130_and_say_how_to_go_on(command, capsys):
     assert capsys.readouterr().err == "limner: interrupted\n"
 
 
+LIBRARY = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000): pass
+except KeyboardInterrupt:
+    raise ImportError("the library could not be initialized")
+"""
+
+
+def test_an_interrupted_import_ends_the_process_with_one_sentence(tmp_path):
+    """numpy and torch turn a KeyboardInterrupt during their import into errors of other kinds."""
+    (tmp_path / "library.py").write_text(LIBRARY)
+    code = """
+import signal, sys
+from limner import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background process of a shell ignores
+cli.COMMANDS["act"] = cli.Command("library", "", resumes=True)
+sys.argv = ["limner", "act"]
+sys.exit(cli.main())
+"""
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert (done.returncode, done.stderr) == (130, "limner: interrupted; the same command goes on from here\n")
+
+
 def test_faults_of_the_program_are_not_hidden_but_those_of_files_are_told(command, capsys, tmp_path):
     command(raises(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
