@@ -26,17 +26,17 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from limner.catalogue import FORMAT, find, is_bundle, named
+from limner.atomic_io import atomic_folder, atomic_write_bytes, atomic_write_text, require_file
 from limner.config import TAG, from_dict, read_json, to_dict
 from limner.data.attribution import KEYS, united
 from limner.errors import UserError
-from limner.files import atomic_folder, atomic_write_bytes, atomic_write_text, require_file
 from limner.layers.quantize import row_wise
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patches import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.optim.shards import like
+from limner.pretrained import FORMAT, find, is_bundle, named
 from limner.text.bpe import Tokenizer
 
 M = TypeVar("M", bound=nn.Module)

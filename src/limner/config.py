@@ -19,9 +19,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from limner.atomic_io import atomic_write_text, require_file
 from limner.errors import UserError, suggestion
-from limner.files import atomic_write_text, require_file
-from limner.ranges import NAMES, OutOfRange, listing, not_among, short
+from limner.validation import NAMES, OutOfRange, listing, not_among, short
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from xml.sax.saxutils import escape
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from limner.atomic_io import atomic_write_bytes
 from limner.data.image_bytes import image_bytes
 from limner.errors import UserError, printable
-from limner.files import atomic_write_bytes
 from limner.version import __version__
 
 SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"

@@ -29,7 +29,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from limner import bundles, catalogue
+from limner import bundles, pretrained
 from limner.data.augment import augment_none
 from limner.data.pictures import to_rgb
 from limner.drawing import Drawing, Drawings
@@ -41,12 +41,12 @@ from limner.models.patches import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Auto, Precision
 from limner.progress import Advance
-from limner.ranges import SEEDS, OutOfRange, Range, short
 from limner.sampling.generate import FREE, generate
 from limner.sampling.options import Options, Sampler
 from limner.sampling.recorded import TokenDecoder, decoder
 from limner.sampling.rerank import best, distinct_first, scores
 from limner.text.bpe import Tokenizer
+from limner.validation import SEEDS, OutOfRange, Range, short
 from limner.version import __version__
 
 _ROWS = 256  # candidates in one batch at most on a CPU; beyond, its caches no longer help
@@ -410,7 +410,7 @@ class TextToImage:
 
         Raises `UserError` in one sentence for whatever is missing, damaged or contradictory.
         """
-        folder = catalogue.find(folder)
+        folder = pretrained.find(folder)
         models, tokenizer, info = bundles.read(folder)
         try:
             pipe = cls(**models, tokenizer=tokenizer, info=info, runtime=Runtime(**runtime))
@@ -421,12 +421,12 @@ class TextToImage:
         return pipe.to(device)
 
 
-def load(name_or_folder: str | Path = catalogue.DEFAULT, **options: Any) -> TextToImage:
+def load(name_or_folder: str | Path = pretrained.DEFAULT, **options: Any) -> TextToImage:
     """A model that comes with the package, by name, or any bundle, by folder.
 
     `options` are `device` and the settings of `Runtime`, `compiled=True` say. Raises `UserError`.
     """
-    return TextToImage.from_pretrained(catalogue.named(name_or_folder), **options)
+    return TextToImage.from_pretrained(pretrained.named(name_or_folder), **options)
 
 
 def _seeds(seed: int | Sequence[int], count: int) -> list[int]:

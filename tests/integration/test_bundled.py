@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from limner import catalogue, load
+from limner import load, pretrained
 from limner.cli.draw import main
 from limner.worlds import oracle, rendering
 from limner.worlds.scenes import BACKGROUNDS, COLORS, EXTENT, FILLS, SHAPES, UNITS, Scene, Thing
@@ -19,7 +19,7 @@ CAPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", catalogue.bundled())
+@pytest.mark.parametrize("name", pretrained.bundled())
 @torch.inference_mode()
 def test_a_drawing_fits_its_own_caption_best(name: str) -> None:
     pipe, captions = load(name), CAPTIONS[name]
@@ -30,7 +30,7 @@ def test_a_drawing_fits_its_own_caption_best(name: str) -> None:
     assert likeness.argmax(1).tolist() == list(range(len(captions)))
 
 
-@pytest.mark.parametrize("name", catalogue.bundled())
+@pytest.mark.parametrize("name", pretrained.bundled())
 def test_drawing_does_not_import_the_compiler(name: str) -> None:
     """It takes a second, and one operation on the meta device is enough for torch to import it."""
     code = f"import sys, limner; limner.load({name!r})('a cat', candidates=2); print('torch._dynamo' in sys.modules)"

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from limner import errors
+from limner.atomic_io import LOCK
 from limner.data.stream import Stream
-from limner.files import LOCK
 from limner.optim.schedules import Plateau
 from limner.training.checkpoint import completed
 from limner.training.config import TrainConfig

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from limner import bundles, errors
+from limner.atomic_io import file_hash
 from limner.cli import main
 from limner.config import save_json
 from limner.errors import UserError
-from limner.files import file_hash
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.runs.beside import LOG

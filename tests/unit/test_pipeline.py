@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import limner
-from limner import bundles, catalogue, pipeline
+from limner import bundles, pipeline, pretrained
 from limner.drawing import SOURCE_TYPE
 from limner.errors import UserError
 from limner.numerics.precision import Auto, Bf16
@@ -560,8 +560,8 @@ def test_models_that_do_not_belong_together_are_refused(pipe):
 
 
 def test_names_are_looked_up_in_the_package(saved, monkeypatch):
-    monkeypatch.setattr(catalogue, "ASSETS", saved.parent)
-    assert list(catalogue.bundled()) == sorted(catalogue.bundled())
+    monkeypatch.setattr(pretrained, "ASSETS", saved.parent)
+    assert list(pretrained.bundled()) == sorted(pretrained.bundled())
     assert limner.load("tiny").name == "tiny"
     with pytest.raises(UserError, match="did you mean 'tiny'"):
         load("tinny")

@@ -26,10 +26,10 @@ from tyro.constructors import (
 
 from limner.config import bare
 from limner.errors import UserError, nearest
-from limner.ranges import OutOfRange, not_among
+from limner.validation import OutOfRange, not_among
 
 T = TypeVar("T")
-_TEMPORARY = 18  # bytes by which temporary names (`limner.files`) are longer than what they become
+_TEMPORARY = 18  # bytes by which temporary names (`limner.atomic_io`) are longer than what they become
 _LONGEST = 300  # characters of an error message, which repeats what was given
 
 

@@ -15,8 +15,8 @@ from tyro.conf import arg
 from limner.cli import choose
 from limner.cli.arguments import parse, place_png
 from limner.errors import UserError, printable
-from limner.ranges import Checked, Range
 from limner.sampling.options import CANDIDATES
+from limner.validation import Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)

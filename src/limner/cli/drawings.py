@@ -10,18 +10,18 @@ from typing import Annotated, Any, ClassVar
 
 from tyro.conf import arg
 
-from limner import catalogue
+from limner import pretrained
 from limner.cli.arguments import place
 from limner.errors import UserError, printable
 from limner.progress import progress
-from limner.ranges import Checked, Range
 from limner.sampling.options import Options
+from limner.validation import Checked, Range
 
 _NAME_BYTES = 120  # of a caption in a file's name; names may have 255 bytes, on some file systems 143
 
 
 def _models() -> str:
-    lines = [f"{name}: {about}" for name, about in catalogue.bundled().items()]
+    lines = [f"{name}: {about}" for name, about in pretrained.bundled().items()]
     return "\n".join(["A folder that `limner train` wrote, or a model of the package by name:", *lines])
 
 
@@ -37,7 +37,7 @@ class DrawOrEdit(Checked):
     n: Annotated[int, arg(aliases=("-n",)), Range(1, 2**16)] = 1
     """How many drawings to keep, the best that differ."""
     options: Annotated[Options, arg(name="")] = Options(candidates=16)
-    model: Annotated[str, arg(help=_models())] = catalogue.DEFAULT
+    model: Annotated[str, arg(help=_models())] = pretrained.DEFAULT
     output: Annotated[str | None, arg(aliases=("-o",))] = None
     """A PNG file (NAME-1.png, NAME-2.png, ... for several) or a folder; named after the caption by default."""
     scale: Annotated[int | None, Range(1, 2**14)] = None

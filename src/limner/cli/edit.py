@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from tyro.conf import Positional
 
+from limner.atomic_io import require_file
 from limner.cli.arguments import parse
 from limner.cli.drawings import DrawOrEdit, draw
 from limner.errors import UserError
-from limner.files import require_file
 
 
 @dataclass(frozen=True, kw_only=True)

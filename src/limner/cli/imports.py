@@ -12,7 +12,7 @@ from tyro.conf import Positional
 from limner.cli import dispatch
 from limner.cli.arguments import parse, place
 from limner.errors import printable
-from limner.ranges import Checked, Range
+from limner.validation import Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)

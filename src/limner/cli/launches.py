@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from limner.columns import figures
 from limner.profiling.choice import Timed, command
 from limner.profiling.cost import GB
 from limner.profiling.gpus import GPUS
+from limner.text_table import figures
 from limner.training.config import TrainConfig
 
 if TYPE_CHECKING:

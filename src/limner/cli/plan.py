@@ -13,14 +13,14 @@ from limner import recipes
 from limner.cli import choose
 from limner.cli.arguments import parse
 from limner.cli.launches import gb, launches, tried
-from limner.columns import figures
 from limner.profiling import cost
 from limner.profiling.choice import Cluster, choices
 from limner.profiling.compression import compression_rate, table1, table2
 from limner.profiling.cost import GB, Cost
 from limner.profiling.gpus import GPUS
 from limner.profiling.launch import moment_bytes
-from limner.ranges import Checked, Range
+from limner.text_table import figures
+from limner.validation import Checked, Range
 
 RUNS = """\
 What limner runs today: training on one GPU, or by torchrun on many, with parameters sharded over some of them

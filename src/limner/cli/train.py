@@ -20,11 +20,11 @@ from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Make
 from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError, printable
-from limner.ranges import Checked, Range
 from limner.recipes.recipe import Bundled, Recipe
 from limner.runs import estimate
 from limner.runs.train import train_all
 from limner.training.determinism import deterministic
+from limner.validation import Checked, Range
 
 if TYPE_CHECKING:
     Reducer = str

@@ -14,7 +14,7 @@ import tyro
 
 from limner.config import bare, members
 from limner.errors import UserError
-from limner.ranges import not_among
+from limner.validation import not_among
 
 T = TypeVar("T")
 

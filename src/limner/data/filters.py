@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 from limner.data.samples import Rejected
-from limner.ranges import Checked, Range
+from limner.validation import Checked, Range
 
 _ENGLISH = ("en", "pcm")  # Nigerian Pidgin is what lists of plain English nouns are taken for
 TOO_SHORT, NOT_ENGLISH = "caption too short", "caption not English"

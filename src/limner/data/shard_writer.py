@@ -21,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from limner.atomic_io import LOCK, atomic_write_text, locked, naming
 from limner.errors import UserError
-from limner.files import LOCK, atomic_write_text, locked, naming
 
 SUMMARY, MARK = "dataset.json", "INCOMPLETE"
 

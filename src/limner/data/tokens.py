@@ -29,10 +29,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 from torch import Tensor
 
+from limner.atomic_io import atomic_write_bytes, atomic_write_text
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.samples import Source, digest
 from limner.errors import UserError
-from limner.files import atomic_write_bytes, atomic_write_text
 from limner.progress import Advance
 
 

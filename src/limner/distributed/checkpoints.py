@@ -30,8 +30,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, distributed, nn
 
+from limner.atomic_io import file_hash
 from limner.errors import UserError
-from limner.files import file_hash
 from limner.optim.shards import local, sharded
 
 T = TypeVar("T")

@@ -52,7 +52,7 @@ from limner.errors import UserError
 from limner.numerics.formats import E6M9, HALVES
 from limner.optim import gradients
 from limner.optim.shards import like, local, placed, sharded
-from limner.ranges import Checked, Range
+from limner.validation import Checked, Range
 
 EPS = 1e-6  # step 5
 

@@ -30,16 +30,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from limner.atomic_io import atomic_write_text
 from limner.config import read_json
 from limner.errors import UserError
 from limner.evaluation.drawn import Holds, combination, drawn, verdicts
 from limner.evaluation.intervals import Gain, Rate
 from limner.evaluation.seeds import PUBLISHED, drawing_seed
-from limner.files import atomic_write_text
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import Advance
-from limner.ranges import SEEDS, Checked
 from limner.sampling.options import CANDIDATES, Sampler
+from limner.validation import SEEDS, Checked
 from limner.worlds import captions, scenes
 from limner.worlds.judge import pair_holds, satisfies
 from limner.worlds.rendering import render_pair

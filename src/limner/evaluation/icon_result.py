@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from limner.atomic_io import atomic_write_text
 from limner.errors import printable
 from limner.evaluation.intervals import Rate
-from limner.files import atomic_write_text
 
 Verdicts = dict[str, np.ndarray]  # by respect ("subject", "style", ...): right or not, [B], or the share that is right
 

@@ -39,9 +39,9 @@ from limner.evaluation.reconstruction import reconstructions
 from limner.evaluation.seeds import PUBLISHED
 from limner.pipeline import TextToImage
 from limner.progress import Advance
-from limner.ranges import SEEDS, Checked, Range
 from limner.sampling.options import CANDIDATES
 from limner.sampling.rerank import best
+from limner.validation import SEEDS, Checked, Range
 
 _ALL = "subject and style"
 _RIGHT = "right"

@@ -31,11 +31,11 @@ from limner.data.stream import Stream
 from limner.optim.optimizers import AdamW
 from limner.optim.schedules import Cosine
 from limner.progress import Progress
-from limner.ranges import Checked, Range
 from limner.training.checkpoint import latest, load_weights, step_of
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.trainable import Batch
+from limner.validation import Checked, Range
 
 _READ = 256  # pictures read at a time
 _PLACES = 4  # rows and columns of the last features: subjects differ in where their parts are

@@ -23,12 +23,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from limner.atomic_io import atomic_write_text
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.samples import Source
 from limner.evaluation.drawn import drawn
 from limner.evaluation.intervals import Rate
 from limner.evaluation.seeds import PUBLISHED
-from limner.files import atomic_write_text
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.sampling.rerank import best

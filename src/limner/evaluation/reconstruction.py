@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from limner.atomic_io import atomic_write_text
 from limner.evaluation.seeds import PUBLISHED
-from limner.files import atomic_write_text
 from limner.metrics.codebook import usage
 from limner.metrics.pictures import psnr
 from limner.models.dvae import DVAE, unmap_pixels

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from limner.atomic_io import atomic_write_text
 from limner.data.samples import Source
 from limner.errors import UserError
 from limner.evaluation.drawn import combination
 from limner.evaluation.intervals import Rate
 from limner.evaluation.nearest import Gallery
 from limner.evaluation.seeds import PUBLISHED
-from limner.files import atomic_write_text
 from limner.models.contrastive import Contrastive
 from limner.progress import Advance
 from limner.text.bpe import Tokenizer

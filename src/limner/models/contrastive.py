@@ -21,8 +21,8 @@ from limner.errors import UserError
 from limner.layers.masked import MaskedAttention
 from limner.models.transformer import Block
 from limner.models.vit import sinusoids, some_patches
-from limner.ranges import Checked, OutOfRange, Range
 from limner.text import PAD
+from limner.validation import Checked, OutOfRange, Range
 
 MAX_LOG_SCALE = log(100)  # the temperature is learned and clipped, as in CLIP
 

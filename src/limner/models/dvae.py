@@ -25,7 +25,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
 from limner.models.patch_encoder import PatchEncoder
-from limner.ranges import Checked, OutOfRange, Range
+from limner.validation import Checked, OutOfRange, Range
 
 EPSILON = 0.1  # of Equation 3: keeps the pixels away from the poles of the logit
 

@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from limner.atomic_io import require_file
 from limner.errors import UserError
-from limner.files import require_file
 from limner.models.dvae import DVAE, DVAEConfig
 
 _BLOCK = re.compile(r"blocks\.group_(\d)\.block_(\d{1,2})\.")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from limner.models.dvae import DVAE, EPSILON, Conv2d, ConvBlock, DVAEConfig, map_pixels, unmap_pixels
 from limner.progress import Advance
-from limner.ranges import Checked, OutOfRange, Range
+from limner.validation import Checked, OutOfRange, Range
 
 ROUNDS = 15  # of Lloyd's algorithm
 _FLAT = 0.01  # largest difference within a channel of a patch that is of one color: three levels of 255

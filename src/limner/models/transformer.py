@@ -36,8 +36,8 @@ from limner.layers.cache import Cache, LayerCache, Position, Store, Together
 from limner.layers.masked import MaskedAttention
 from limner.layers.patterns import PATTERNS, Pattern, paper_pattern
 from limner.layers.sparse import training_core
-from limner.ranges import Checked, OutOfRange, Range, short
 from limner.text import PAD
+from limner.validation import Checked, OutOfRange, Range, short
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from limner.numerics.fused import Fused
-from limner.ranges import Checked, Range
+from limner.validation import Checked, Range
 
 _FRACTION = 23  # bits of an fp32 significand
 _FP32_BIAS = 127

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from limner.layers.cross_entropy import linear_cross_entropy
 from limner.models.transformer import Transformer
-from limner.ranges import Checked, Range
 from limner.text import PAD
+from limner.validation import Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from limner.metrics.codebook import usage
 from limner.models.dvae import DVAE, map_pixels
 from limner.objectives.elbo import check_tau, gumbel_softmax, logit_laplace_nll
 from limner.optim.schedules import Anneal
-from limner.ranges import Checked, Range
+from limner.validation import Checked, Range
 
 
 def one_hot(logits: Float[Tensor, "B V h w"]) -> Float[Tensor, "B V h w"]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from limner.metrics.codebook import usage
 from limner.models.dvae import DVAE, map_pixels
 from limner.optim.schedules import Anneal
-from limner.ranges import Range
+from limner.validation import Range
 
 
 def logit_laplace_nll(

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from limner.models.contrastive import Contrastive
 from limner.objectives.contrastive import logits
-from limner.ranges import Checked, Range
 from limner.text import PAD
+from limner.validation import Checked, Range
 
 _TOUCHED = 0.03  # share of the pasted rectangle's values that must change for a picture to be spoiled
 

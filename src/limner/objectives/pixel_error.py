@@ -21,7 +21,7 @@ from torch import Tensor
 from limner.metrics.codebook import usage
 from limner.models.dvae import map_pixels
 from limner.models.patches import PatchDVAE
-from limner.ranges import Checked, Range
+from limner.validation import Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import nn
 from limner.numerics.formats import HALVES
 from limner.optim import adamw16, beta2_warmup, lion, muon, stable_adamw
 from limner.optim.groups import Decayed, block_matrices, parameter_groups
-from limner.ranges import Checked, Range
+from limner.validation import Checked, Range
 
 
 class _Settings(Checked):

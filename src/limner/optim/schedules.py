@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-from limner.ranges import Checked, Range
+from limner.validation import Checked, Range
 
 
 def warmup(step: int, steps: int) -> float:

@@ -20,8 +20,8 @@ from limner.objectives.balanced import BalancedELB
 from limner.objectives.elbo import RelaxedELB
 from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.objectives.pixel_error import PixelError
-from limner.ranges import Checked, OutOfRange, Range
 from limner.training.config import TrainConfig
+from limner.validation import Checked, OutOfRange, Range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from limner import columns
+from limner import text_table
+from limner.atomic_io import atomic_write_text
 from limner.evaluation.report import Points, chart, drawing, save_page, table
-from limner.files import atomic_write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Finding:
 
     def text(self) -> str:
         """For a terminal."""
-        shown = columns.table(self.header, self.rows)
+        shown = text_table.table(self.header, self.rows)
         return f"{self.claim} ({self.source})\n\n{shown}\n\nThis {self.answer}. {self.verdict}"
 
     def save(self, folder: Path) -> Path:

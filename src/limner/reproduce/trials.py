@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
-from limner.files import atomic_write_text
+from limner.atomic_io import atomic_write_text
 from limner.progress import progress
 from limner.version import __version__
 

@@ -28,12 +28,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from limner.atomic_io import atomic_write_bytes, atomic_write_text, locked
 from limner.config import read_json, to_dict
 from limner.data.shard_writer import is_complete
 from limner.errors import UserError
 from limner.evaluation import composition, report
 from limner.evaluation.shown import sheet, shown
-from limner.files import atomic_write_bytes, atomic_write_text, locked
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import progress
 from limner.recipes.recipe import Bundled, ContrastiveStage, PriorStage, Recipe

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from limner import recipes
 from limner.evaluation.seeds import PUBLISHED
-from limner.ranges import SEEDS, Checked, Range
 from limner.sampling.options import CANDIDATES
+from limner.validation import SEEDS, Checked, Range
 
 if TYPE_CHECKING:
     from limner.recipes.recipe import Recipe

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from limner import bundles, catalogue
+from limner import bundles, pretrained
+from limner.atomic_io import atomic_write_text
 from limner.config import read_json
 from limner.data.attribution import attribution, united
 from limner.data.datasets import EncodedDataset, ImageCaptionDataset, TokenDataset
@@ -25,7 +26,6 @@ from limner.data.sources import open_source
 from limner.data.stream import Dataset, hash64
 from limner.data.tokens import encode_tokens, weights_hash
 from limner.errors import UserError
-from limner.files import atomic_write_text
 from limner.models.patches import AnyDVAE
 from limner.progress import progress
 from limner.recipes.recipe import Bundled, DVAEStage, PatchStage, Recipe
@@ -79,7 +79,7 @@ class Material:
         path, start = self.out / "tokenizer.json", self.recipe.start
         if path.exists():
             return Tokenizer.load(path)
-        return Tokenizer.load(catalogue.find(catalogue.named(start)) / "tokenizer.json") if start else None
+        return Tokenizer.load(pretrained.find(pretrained.named(start)) / "tokenizer.json") if start else None
 
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer, trained on the captions the first time if it is not that of the recipe's start."""

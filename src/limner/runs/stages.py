@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from limner import bundles, catalogue
+from limner import bundles, pretrained
 from limner.config import differences, load_json, to_dict
 from limner.data.stream import Dataset, Stream
 from limner.data.tokens import weights_hash
@@ -259,7 +259,7 @@ def relate(prior: Transformer, codes: Float[Tensor, "V D"]) -> None:
 def reranker(name_or_folder: str | Path) -> tuple[Contrastive, Tokenizer, str]:
     """The contrastive model of a bundle, or of a run that has trained no other; its tokenizer, and a name."""
     run = Path(name_or_folder)
-    if catalogue.is_bundle(run) or catalogue.is_bundle(run / "bundle") or not completed(run / "contrastive"):
+    if pretrained.is_bundle(run) or pretrained.is_bundle(run / "bundle") or not completed(run / "contrastive"):
         pipe = load(name_or_folder)
         return pipe.contrastive, pipe.tokenizer, pipe.name
     recipe, tokenizer = load_json(Recipe, run / "recipe.json"), Tokenizer.load(run / "tokenizer.json")

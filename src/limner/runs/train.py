@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from limner.atomic_io import locked
 from limner.config import save_json, to_dict
-from limner.files import locked
 from limner.pipeline import TextToImage
 from limner.recipes.recipe import Recipe, dvae_config
 from limner.runs.beside import contrastive_beside, trained_together

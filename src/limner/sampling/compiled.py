@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from limner.atomic_io import atomic_write_bytes, atomic_write_text, file_hash
 from limner.errors import UserError
-from limner.files import atomic_write_bytes, atomic_write_text, file_hash
 from limner.layers.cache import Cache, LayerCache
 from limner.layers.convert import convert
 from limner.layers.linear import DotLinear

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
-from limner.ranges import SEEDS, Checked, OutOfRange, Range
+from limner.validation import SEEDS, Checked, OutOfRange, Range
 
 CANDIDATES = Range(1, 2**16)  # how many drawings of a caption there may be to choose from
 

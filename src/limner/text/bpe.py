@@ -36,9 +36,9 @@ from tokenizers import (
 )
 from torch import Tensor
 
+from limner.atomic_io import atomic_write_text
 from limner.config import read_json
 from limner.errors import UserError
-from limner.files import atomic_write_text
 from limner.text import PAD
 
 VOCAB_SIZE = 16_384

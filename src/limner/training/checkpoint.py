@@ -28,9 +28,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from limner.atomic_io import atomic_folder, file_hash
 from limner.config import read_json
 from limner.errors import UserError
-from limner.files import atomic_folder, file_hash
 from limner.training import shard_files
 from limner.training.tensors import check_shapes, fill_model, model_tensors
 

@@ -12,7 +12,7 @@ from limner.layers.precisions import TrainingPrecision
 from limner.numerics.precision import Auto
 from limner.optim.optimizers import AdamW, Optimizer
 from limner.optim.schedules import Constant, Cosine, Plateau
-from limner.ranges import SEEDS, Checked, OutOfRange, Range
+from limner.validation import SEEDS, Checked, OutOfRange, Range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from limner.files import atomic_write_text
+from limner.atomic_io import atomic_write_text
 from limner.layers.low_precision import LowPrecisionLinear
 from limner.layers.tally import Counts, from_rows, to_rows
 from limner.training.hooks import Hook

@@ -28,8 +28,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from limner.atomic_io import atomic_write_text, locked
 from limner.errors import UserError
-from limner.files import atomic_write_text, locked
 from limner.layers.low_precision import plain
 from limner.progress import Progress
 from limner.training.checkpoint import Checkpointer, Files

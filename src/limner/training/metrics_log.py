@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from limner.files import atomic_write_text, naming
+from limner.atomic_io import atomic_write_text, naming
 
 
 class MetricsLog:

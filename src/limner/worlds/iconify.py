@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from limner.atomic_io import require_file
 from limner.data.samples import Rejected
 from limner.errors import UserError
-from limner.files import require_file
 from limner.worlds.svg import document
 
 MAX_BYTES = 1 << 27  # of one JSON file; the largest of ten sets has 104 MB

@@ -16,8 +16,8 @@ from limner.objectives.balanced import BalancedELB
 from limner.objectives.elbo import RelaxedELB
 from limner.optim.optimizers import Lion, StableAdamW
 from limner.optim.schedules import Plateau
-from limner.ranges import Checked, ranges
 from limner.recipes.recipe import Bundled, DVAEStage, Recipe
+from limner.validation import Checked, ranges
 
 COMMANDS = {
     "draw CAPTION": draw.Draw,

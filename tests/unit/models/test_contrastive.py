@@ -7,7 +7,7 @@ import torch
 
 from limner.models.contrastive import SIZES, ContrastiveConfig
 from limner.models.vit import some_patches
-from limner.ranges import OutOfRange
+from limner.validation import OutOfRange
 
 SMALL = ContrastiveConfig(text_vocab=30, text_len=6, size=16, patch=4, width=16, depth=2, heads=2, embedding=8)
 

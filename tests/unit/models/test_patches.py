@@ -8,7 +8,7 @@ import torch
 from limner.models.dvae import map_pixels
 from limner.models.patches import ROUNDS, PatchDVAEConfig, centres, nearest_code
 from limner.objectives.pixel_error import PixelError
-from limner.ranges import OutOfRange
+from limner.validation import OutOfRange
 
 SMALL = PatchDVAEConfig(size=16, patch=4, vocab=12, width=8, blocks=1)
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from limner import recipes
+from limner.atomic_io import locked
 from limner.config import load_json, save_json
 from limner.errors import UserError
 from limner.evaluation.zero_shot import evaluate, scenes
-from limner.files import locked
 from limner.layers.patterns import PATTERNS
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints import read_tensors
+from limner.atomic_io import locked
 from limner.data.stream import Stream
 from limner.errors import UserError
-from limner.files import locked
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.numerics.precision import Auto, Bf16, Fp32
 from limner.objectives.balanced import BalancedELB

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from limner.atomic_io import file_hash
 from limner.data.samples import by_split
 from limner.data.sources import open_source
 from limner.errors import UserError
-from limner.files import file_hash
 from limner.worlds import iconify, icons
 from limner.worlds.emoji import all_emoji
 from limner.worlds.icon_captions import Keywords, article, captions

@@ -12,7 +12,7 @@ from tyro.conf import Positional
 from limner.cli.arguments import parse, place
 from limner.cli.data.shared import tell
 from limner.progress import progress
-from limner.ranges import Checked, Range
+from limner.validation import Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from limner.cli.arguments import parse, place
 from limner.cli.data.shared import tell
 from limner.errors import UserError, printable
 from limner.progress import progress
-from limner.ranges import Checked, OutOfRange, Range
+from limner.validation import Checked, OutOfRange, Range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from limner.cli.arguments import parse, place_png
 from limner.cli.data.shared import tell
 from limner.errors import printable
 from limner.progress import progress
-from limner.ranges import Checked, Range
+from limner.validation import Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from limner.cli.evaluate.shared import Seed, keep
 from limner.errors import UserError, printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
-from limner.ranges import Checked, Range
 from limner.sampling.options import CANDIDATES
+from limner.validation import Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)

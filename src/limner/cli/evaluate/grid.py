@@ -13,8 +13,8 @@ from limner.cli.arguments import parse, place_png
 from limner.errors import printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
-from limner.ranges import SEEDS, Checked
 from limner.sampling.options import CANDIDATES
+from limner.validation import SEEDS, Checked
 
 
 @dataclass(frozen=True, kw_only=True)

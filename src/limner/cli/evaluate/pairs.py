@@ -14,8 +14,8 @@ from limner.cli.evaluate.shared import Seed, keep, require_scenes
 from limner.errors import printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
-from limner.ranges import Checked, Range
 from limner.sampling.options import CANDIDATES, Sampler
+from limner.validation import Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)

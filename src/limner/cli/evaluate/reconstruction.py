@@ -14,7 +14,7 @@ from limner.cli.evaluate.shared import CHOOSE, keep, require_scenes
 from limner.errors import UserError, printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
-from limner.ranges import SEEDS, Checked, Range
+from limner.validation import SEEDS, Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from limner.errors import UserError, printable
-from limner.ranges import SEEDS
+from limner.validation import SEEDS
 
 CHOOSE = "Choose between models on seeds below 1,000, publish from 1,000 on."
 Seed = Annotated[int, SEEDS, arg(help=f"Of the captions and their drawings. {CHOOSE}")]

@@ -12,9 +12,9 @@ from tyro.conf import Positional
 
 from limner.cli.arguments import parse
 from limner.cli.inspect.records import records
-from limner.columns import table
 from limner.config import read_json
 from limner.errors import UserError, printable
+from limner.text_table import table
 
 if TYPE_CHECKING:
     from limner.layers.tally import Counts

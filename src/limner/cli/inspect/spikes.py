@@ -11,9 +11,9 @@ from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse, place
 from limner.cli.inspect.records import records
-from limner.columns import table
 from limner.errors import UserError, printable
-from limner.ranges import Checked
+from limner.text_table import table
+from limner.validation import Checked
 
 if TYPE_CHECKING:
     from limner.evaluation.foretold import Foretold

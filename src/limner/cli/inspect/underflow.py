@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse, place
-from limner.columns import table
 from limner.config import load_json
 from limner.errors import UserError, printable
-from limner.ranges import SEEDS, Checked, Range
+from limner.text_table import table
+from limner.validation import SEEDS, Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)

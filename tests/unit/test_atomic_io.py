@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from limner.atomic_io import atomic_folder, atomic_write_text, atomic_writer, locked
 from limner.errors import UserError
-from limner.files import atomic_folder, atomic_write_text, atomic_writer, locked
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 
@@ -28,8 +28,8 @@ def process(code: str, *arguments: object) -> subprocess.Popen:
     return started
 
 
-HOLDS = "import sys; from limner.files import locked; held = locked(sys.argv[1]); descriptor = held.__enter__()"
-WRITES = "import sys; from limner.files import {0}; open_ = {0}(sys.argv[1]); x = open_.__enter__()"
+HOLDS = "import sys; from limner.atomic_io import locked; held = locked(sys.argv[1]); descriptor = held.__enter__()"
+WRITES = "import sys; from limner.atomic_io import {0}; open_ = {0}(sys.argv[1]); x = open_.__enter__()"
 
 
 def kill(holder: subprocess.Popen) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from limner import catalogue
+from limner import pretrained
 from limner.cli import main
 from limner.errors import UserError
 
@@ -15,9 +15,9 @@ from limner.errors import UserError
 def two(tmp_path, monkeypatch):
     for name, info in {"waves": {"about": "Waves, [bold]high[/bold] ones."}, "scenes": {"about": "Things."}}.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({"format": catalogue.FORMAT, "info": info}))
+        (tmp_path / name / "config.json").write_text(json.dumps({"format": pretrained.FORMAT, "info": info}))
     (tmp_path / "stray").mkdir()
-    monkeypatch.setattr(catalogue, "ASSETS", tmp_path)
+    monkeypatch.setattr(pretrained, "ASSETS", tmp_path)
     for command in ("drawings", "draw", "edit"):  # their help names the models when they are imported
         monkeypatch.setitem(sys.modules, f"limner.cli.{command}", sys)  # so that what is imported now goes again
         monkeypatch.delitem(sys.modules, f"limner.cli.{command}")
@@ -33,9 +33,9 @@ def test_help_says_what_each_model_draws(two, command, capsys):
 
 def test_an_unknown_name_is_answered_with_the_one_that_was_meant_or_with_all(two):
     with pytest.raises(UserError, match=r"no model 'x', neither .* package: there are scenes, waves$"):
-        catalogue.named("x")
+        pretrained.named("x")
     with pytest.raises(UserError, match=r"in the package: did you mean 'waves'\?$"):
-        catalogue.named("wave")
+        pretrained.named("wave")
 
 
 def test_help_of_drawing_imports_no_torch():
@@ -48,14 +48,14 @@ def test_help_of_drawing_imports_no_torch():
 
 
 def test_all_bundled_models_say_what_they_draw_and_take_40_megabytes_at_most():
-    names = catalogue.bundled()
-    assert catalogue.DEFAULT in names and all(names.values())
-    assert sum(path.stat().st_size for path in catalogue.ASSETS.rglob("*") if path.is_file()) <= 40_000_000
+    names = pretrained.bundled()
+    assert pretrained.DEFAULT in names and all(names.values())
+    assert sum(path.stat().st_size for path in pretrained.ASSETS.rglob("*") if path.is_file()) <= 40_000_000
 
 
 def test_a_run_that_is_not_done_is_told_from_a_folder_that_is_none(tmp_path):
     with pytest.raises(UserError, match="is not a bundle"):
-        catalogue.find(tmp_path)
+        pretrained.find(tmp_path)
     (tmp_path / "recipe.json").write_text("{}")
     with pytest.raises(UserError, match="has no bundle yet: `limner train` writes it when all stages are trained"):
-        catalogue.find(tmp_path)
+        pretrained.find(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import limner
 from limner.config import from_dict
 from limner.errors import UserError
-from limner.ranges import Checked, OutOfRange, Range, leaves, ranges
+from limner.validation import Checked, OutOfRange, Range, leaves, ranges
 
 
 @dataclass(frozen=True, kw_only=True)
