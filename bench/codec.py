@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from limner.cli.memory import settle_allocator
+from limner.cli.malloc_tuning import settle_allocator
 from limner.numerics.formats import E6M9, UE6M10, FloatFormat
 
 

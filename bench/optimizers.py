@@ -18,7 +18,7 @@ from typing import Any
 import optimi
 import torch
 
-from limner.cli.memory import settle_allocator
+from limner.cli.malloc_tuning import settle_allocator
 from limner.models.transformer import SIZES
 from limner.optim import AdamW16, Beta2WarmupAdamW, Lion, StableAdamW
 

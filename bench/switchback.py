@@ -10,7 +10,7 @@ For each width d and number of rows b (batch size times positions) an MLP's firs
     layers      forward and backward of every layer, against `nn.Linear` in fp32 and in bf16 and `StandardLinear`
 
 What is printed are medians over rounds, and of the ratios within each. Started as `limner train` starts, with memory
-kept by the allocator (`limner.cli.memory`).
+kept by the allocator (`limner.cli.malloc_tuning`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import statistics
 
 import torch
 
-from limner.cli.memory import settle_allocator
+from limner.cli.malloc_tuning import settle_allocator
 from limner.profiling.linear import Times, layers, parts, processor, products, rounds, times_as_fast
 
 

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from icon_sets import SQUARE, archive, information
-from limner.cli.memory import TUNABLES
+from limner.cli.malloc_tuning import TUNABLES
 from limner.data.shard_writer import ShardWriter
 from limner.data.sources import open_source
 from tiny import tiny_pipe
@@ -149,7 +149,7 @@ def test_output_that_cannot_be_written_is_a_sentence_and_closed_streams_are_no_o
 
 RESTARTS = """
 import os, sys
-from limner.cli.memory import settle_allocator
+from limner.cli.malloc_tuning import settle_allocator
 settle_allocator()
 print(os.environ.get("GLIBC_TUNABLES"), sys.argv[1:])
 """

@@ -50,7 +50,7 @@ COMMANDS = {
     "plan": Command("limner.cli.plan", "what a recipe would take on a cluster: memory, traffic, time"),
     "bench": Command("limner.cli.bench", "how fast a prior draws and trains on this machine", True, lower=_TIMED),
     "bundle": Command("limner.cli.bundle", "pack a trained model, with its name and scores, to pass on"),
-    "import": Command("limner.cli.imports", "convert published weights to our format"),
+    "import": Command("limner.cli.convert", "convert published weights to our format"),
     "evaluate": Command("limner.cli.evaluate", "measure a trained model", True, lower="--candidates or --count"),
     "reproduce": Command("limner.cli.reproduce", "the papers' findings, on this machine", True, True),
     "inspect": Command("limner.cli.inspect", "look into a run: its kernels, spikes and underflow", True),
@@ -102,7 +102,7 @@ def _run(command: Command | None, arguments: list[str], whole: bool, debug: bool
         if not command.resumes and (message := openmp.bound_threads()) and debug:
             print(f"limner: {message}", file=sys.stderr)
         if command.heavy:
-            from limner.cli.memory import settle_allocator
+            from limner.cli.malloc_tuning import settle_allocator
 
             settle_allocator()
     return int(import_module(command.module).main(arguments[1:]) or 0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tyro.conf import Positional
 
 from limner.cli.arguments import parse
-from limner.cli.drawings import DrawOrEdit, draw
+from limner.cli.draw_common import DrawOrEdit, draw
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Annotated
 from limner import recipes
 from limner.cli import choose
 from limner.cli.arguments import parse
-from limner.cli.launches import gb, launches, tried
+from limner.cli.plan_report import gb, launches, tried
 from limner.profiling import cost
 from limner.profiling.choice import Cluster, choices
 from limner.profiling.compression import compression_rate, table1, table2

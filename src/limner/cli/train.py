@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 
 from limner import recipes
 from limner.cli.arguments import parse, place
-from limner.cli.unions import chosen, kinds
+from limner.cli.variant_options import chosen, kinds
 from limner.config import load_json
 from limner.distributed import processes
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig

@@ -19,7 +19,7 @@ from limner.bundles import read_info
 from limner.cli import COMMANDS, Command, main, train
 from limner.cli.arguments import parse
 from limner.cli.draw import Draw
-from limner.cli.drawings import output_path
+from limner.cli.draw_common import output_path
 from limner.errors import UserError, printable
 from limner.layers.precisions import Fp16Weights
 from limner.numerics.precision import Auto, Bf16, Fp16

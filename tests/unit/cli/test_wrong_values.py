@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import pytest
 
 from limner import recipes
-from limner.cli import bench, data, demo, draw, edit, evaluate, imports, inspect, main, plan, train
+from limner.cli import bench, convert, data, demo, draw, edit, evaluate, inspect, main, plan, train
 from limner.config import from_dict, to_dict
 from limner.errors import UserError
 from limner.models.dvae import DVAEConfig
@@ -38,7 +38,7 @@ COMMANDS = {
     "inspect underflow RUN DATA": inspect.underflow.UnderflowOptions,
     "bench": bench.BenchOptions,
     "plan": plan.PlanOptions,
-    "import openai-dvae ENCODER DECODER OUT": imports.OpenAIDVAE,
+    "import openai-dvae ENCODER DECODER OUT": convert.OpenAIDVAE,
 }
 HUGE = "1" + "0" * 400
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from tyro.conf import Positional
 
 from limner.cli.arguments import parse
-from limner.cli.inspect.records import records
+from limner.cli.inspect.stage_files import records
 from limner.config import read_json
 from limner.errors import UserError, printable
 from limner.text_table import table

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse, place
-from limner.cli.inspect.records import records
+from limner.cli.inspect.stage_files import records
 from limner.errors import UserError, printable
 from limner.text_table import table
 from limner.validation import Checked
