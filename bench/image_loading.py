@@ -34,8 +34,8 @@ import numpy as np
 from PIL import Image
 
 from limner.data.datasets import ImageCaptionDataset
+from limner.data.open_source import open_source
 from limner.data.shard_writer import ShardWriter
-from limner.data.sources import open_source
 
 
 def picture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from limner import recipes
 from limner.data.datasets import ImageCaptionDataset
-from limner.data.sources import open_source
+from limner.data.open_source import open_source
 from limner.evaluation.drawn import drawn
 from limner.evaluation.icon_pictures import Icons
 from limner.evaluation.intervals import Rate

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import limner
 from limner import recipes
-from limner.data.sources import open_source
+from limner.data.open_source import open_source
 from limner.runs.train import train_all
 
 folder, out, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])

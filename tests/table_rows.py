@@ -4,7 +4,7 @@ import io
 
 from PIL import Image
 
-from limner.data.samples import Rejected
+from limner.data.sample import Rejected
 
 
 def png(n=0):

@@ -3,7 +3,7 @@
 import io
 import tarfile
 
-from limner.data.samples import Rejected
+from limner.data.sample import Rejected
 from limner.data.shard_reader import ShardReader
 from limner.data.shard_writer import ShardWriter
 

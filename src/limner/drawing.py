@@ -17,7 +17,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from limner.atomic_io import atomic_write_bytes
-from limner.data.image_bytes import image_bytes
+from limner.data.image_encode import image_bytes
 from limner.errors import UserError, printable
 from limner.version import __version__
 

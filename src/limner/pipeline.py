@@ -31,7 +31,7 @@ from torch import Tensor
 
 from limner import bundles, pretrained
 from limner.data.augment import augment_none
-from limner.data.pictures import to_rgb
+from limner.data.image_decode import to_rgb
 from limner.drawing import Drawing, Drawings
 from limner.errors import UserError
 from limner.layers.cache import Int8Store, Store

@@ -18,8 +18,8 @@ from PIL import Image
 
 from icon_sets import SQUARE, archive, information
 from limner.cli.malloc_tuning import TUNABLES
+from limner.data.open_source import open_source
 from limner.data.shard_writer import ShardWriter
-from limner.data.sources import open_source
 from tiny import tiny_pipe
 from toy_icons import write_toy_icons
 

@@ -16,7 +16,7 @@ import torch
 import limner.cli
 from limner.config import from_dict
 from limner.data.datasets import ImageCaptionDataset
-from limner.data.sources import KINDS
+from limner.data.open_source import KINDS
 from limner.layers.attention import attend, visible
 from limner.layers.patterns import PATTERNS
 from limner.layers.sparse import SparseAttention

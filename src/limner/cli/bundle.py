@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
 
     pipe = load(options.source)
     if options.prune:
-        from limner.data.sources import open_source
+        from limner.data.open_source import open_source
         from limner.runs.prune import prune, used_codes
 
         codes = used_codes(pipe.dvae, open_source(options.prune))

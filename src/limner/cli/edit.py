@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> None:
     options = parse(Edit, argv, "limner edit")
     if (options.keep is None) == (options.mask is None):
         raise UserError("say what to keep with --keep top:N, or what to draw anew with --mask FILE: one of the two")
-    from limner.data.pictures import decode_image
-    from limner.data.samples import Rejected
+    from limner.data.image_decode import decode_image
+    from limner.data.sample import Rejected
 
     def read(path: Path) -> Any:
         from PIL import Image

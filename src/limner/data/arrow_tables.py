@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from limner.data.samples import Rejected
+from limner.data.sample import Rejected
 from limner.errors import UserError
 
 _MAX_GROUP = 1 << 31  # bytes of a row group, which is read as a whole

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from limner.data.samples import Rejected, Source
+from limner.data.sample import Rejected, Source
 from limner.errors import printable
 
 ROWS = 1_000

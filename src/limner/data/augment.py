@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from limner.data.area import area_resize
+from limner.data.area_resize import area_resize
 from limner.errors import UserError
 
 Augment = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]

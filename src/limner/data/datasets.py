@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from limner.data.augment import get_augment, largest_side
-from limner.data.distractors import Distractors, Falsehood
 from limner.data.filters import Filters
-from limner.data.pictures import decoded
-from limner.data.samples import Rejected, Source
+from limner.data.hard_negative_captions import Distractors, Falsehood
+from limner.data.image_decode import decoded
+from limner.data.sample import Rejected, Source
 from limner.data.stream import Dataset
 from limner.errors import UserError
 from limner.text import PAD

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any
 
-from limner.data.samples import Rejected
+from limner.data.sample import Rejected
 from limner.validation import Checked, Range
 
 _ENGLISH = ("en", "pcm")  # Nigerian Pidgin is what lists of plain English nouns are taken for

@@ -16,13 +16,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from limner.data.area import area_resize
+from limner.data.area_resize import area_resize
 from limner.data.filters import Filters
-from limner.data.image_bytes import image_bytes
-from limner.data.pictures import decoded
-from limner.data.samples import Rejected, Sample, Source
+from limner.data.image_decode import decoded
+from limner.data.image_encode import image_bytes
+from limner.data.open_source import open_source
+from limner.data.sample import Rejected, Sample, Source
 from limner.data.shard_writer import ShardWriter
-from limner.data.sources import open_source
 from limner.errors import UserError
 from limner.progress import Advance
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from limner.data.foreign import MAX_BYTES, MAX_META, READ, counted, facts, fingerprint, parse_json
-from limner.data.samples import MAX_TEXT, Rejected, Sample, parse_captions
+from limner.data.sample import MAX_TEXT, Rejected, Sample, parse_captions
+from limner.data.sanitize import MAX_BYTES, MAX_META, READ, counted, facts, fingerprint, parse_json
 from limner.data.shard_writer import MARK
-from limner.data.tars import DAMAGED, MISSING, Member, tar_members
+from limner.data.tar_index import DAMAGED, MISSING, Member, tar_members
 from limner.errors import UserError
 
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm")

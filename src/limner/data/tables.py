@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from limner.data.arrow_tables import Arrow, Parquet
-from limner.data.foreign import MAX_BYTES, MAX_COLUMNS, counted, facts, fingerprint, open_regular, read_file
-from limner.data.samples import Rejected, Sample, parse_captions
+from limner.data.sample import Rejected, Sample, parse_captions
+from limner.data.sanitize import MAX_BYTES, MAX_COLUMNS, counted, facts, fingerprint, open_regular, read_file
 from limner.data.text_tables import Csv, Jsonl
 from limner.errors import UserError
 

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from limner.data.foreign import MAX_COLUMNS, READ, parse_json
-from limner.data.samples import Rejected
+from limner.data.sample import Rejected
+from limner.data.sanitize import MAX_COLUMNS, READ, parse_json
 from limner.errors import UserError
 
 MAX_ROW = 1 << 26  # bytes of a row of text

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from limner.data.datasets import ImageCaptionDataset
-from limner.data.samples import Source
+from limner.data.sample import Source
 from limner.errors import UserError
 from limner.evaluation.judge import Labelled
 from limner.evaluation.nearest import Gallery

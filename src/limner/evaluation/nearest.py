@@ -25,7 +25,7 @@ from torch import Tensor
 
 from limner.atomic_io import atomic_write_text
 from limner.data.datasets import ImageCaptionDataset
-from limner.data.samples import Source
+from limner.data.sample import Source
 from limner.evaluation.drawn import drawn
 from limner.evaluation.intervals import Rate
 from limner.evaluation.seeds import PUBLISHED

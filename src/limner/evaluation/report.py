@@ -16,7 +16,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from limner.atomic_io import atomic_write_bytes, atomic_write_text
-from limner.data.image_bytes import image_bytes
+from limner.data.image_encode import image_bytes
 
 Picture = Image.Image
 Points = Sequence[tuple[float, float]]

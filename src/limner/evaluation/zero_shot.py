@@ -22,7 +22,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from limner.atomic_io import atomic_write_text
-from limner.data.samples import Source
+from limner.data.sample import Source
 from limner.errors import UserError
 from limner.evaluation.drawn import combination
 from limner.evaluation.intervals import Rate

@@ -20,11 +20,11 @@ from limner.atomic_io import atomic_write_text
 from limner.config import read_json
 from limner.data.attribution import attribution, united
 from limner.data.datasets import EncodedDataset, ImageCaptionDataset, TokenDataset
-from limner.data.distractors import Distractors
-from limner.data.samples import Rejected, Selection, Source, by_split, unread
-from limner.data.sources import open_source
+from limner.data.hard_negative_captions import Distractors
+from limner.data.open_source import open_source
+from limner.data.sample import Rejected, Selection, Source, by_split, unread
 from limner.data.stream import Dataset, hash64
-from limner.data.tokens import encode_tokens, weights_hash
+from limner.data.token_cache import encode_tokens, weights_hash
 from limner.errors import UserError
 from limner.models.patches import AnyDVAE
 from limner.progress import progress

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from limner.data.datasets import ImageCaptionDataset
-from limner.data.samples import Source
+from limner.data.sample import Source
 from limner.errors import UserError
 from limner.models.patches import AnyDVAE
 from limner.pipeline import TextToImage

@@ -17,7 +17,7 @@ from torch import Tensor
 from limner import bundles, pretrained
 from limner.config import differences, load_json, to_dict
 from limner.data.stream import Dataset, Stream
-from limner.data.tokens import weights_hash
+from limner.data.token_cache import weights_hash
 from limner.errors import UserError
 from limner.evaluation.held_out import held_out_metrics
 from limner.evaluation.reconstruction import health, relaxation

@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from limner.data.area import area_resize
+from limner.data.area_resize import area_resize
 from limner.data.prepare import Counts, encode_image
-from limner.data.samples import Rejected
+from limner.data.sample import Rejected
 from limner.data.shard_writer import ShardWriter
 from limner.errors import UserError
 from limner.progress import Advance

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from PIL import ImageColor
 
-from limner.data.image_bytes import image_bytes
-from limner.data.samples import Rejected
+from limner.data.image_encode import image_bytes
+from limner.data.sample import Rejected
 from limner.data.shard_writer import ShardWriter
 from limner.errors import UserError, suggestion
 from limner.progress import Advance

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from limner.atomic_io import require_file
-from limner.data.samples import Rejected
+from limner.data.sample import Rejected
 from limner.errors import UserError
 from limner.worlds.svg import document
 

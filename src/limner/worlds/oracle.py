@@ -41,7 +41,7 @@ from itertools import product
 
 import numpy as np
 
-from limner.data.area import area_weights
+from limner.data.area_resize import area_weights
 from limner.worlds.background import Ground, grounds
 from limner.worlds.doubt import Sighting, errors_of, weigh
 from limner.worlds.fitting import Canvas

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from limner.data.area import area_weights
+from limner.data.area_resize import area_weights
 from limner.worlds.rendering import stencil
 from limner.worlds.scenes import EXTENT, FILLS, SHAPES, Fill, Shape, Size
 

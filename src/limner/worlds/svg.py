@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import numpy as np
 from PIL import Image
 
-from limner.data.samples import Rejected
+from limner.data.sample import Rejected
 from limner.errors import UserError
 
 MAX_BODY = 1 << 20  # characters of one icon; the longest of ten sets has 405,717

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from limner.data.distractors import Falsehood
+from limner.data.hard_negative_captions import Falsehood
 from limner.worlds.captions import Claims, PairClaims, parse, parse_pair
 from limner.worlds.rendering import render, render_pair
 from limner.worlds.scenes import (

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from limner.data.image_bytes import image_bytes
+from limner.data.image_encode import image_bytes
 from limner.data.shard_writer import ShardWriter
 from limner.progress import Advance
 from limner.worlds.captions import describe, describe_pair

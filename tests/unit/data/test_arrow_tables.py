@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from limner.data.open_source import open_source
 from limner.data.prepare import prepare
-from limner.data.sources import open_source
 from limner.errors import UserError
 from no_filters import NO_FILTERS
 from table_rows import outcomes, png

@@ -11,8 +11,8 @@ from PIL import Image
 from limner.cli import main
 from limner.data import attribution as module
 from limner.data.attribution import attribution, united
+from limner.data.open_source import open_source
 from limner.data.shard_writer import ShardWriter
-from limner.data.sources import open_source
 from limner.pipeline import load
 from limner.recipes.recipe import Bundled
 from limner.runs.train import train_all

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from limner.data.area import area_resize, area_weights
+from limner.data.area_resize import area_resize, area_weights
 from limner.data.augment import augment_dvae, augment_none, augment_prior, get_augment
 from limner.errors import UserError
 
@@ -65,7 +65,7 @@ def test_large_pictures_in_several_products():
 def test_a_picture_is_gathered_in_parts_to_save_memory(gathered, monkeypatch):
     image = pictures(300, 500)
     whole = area_resize(image, 40, 33, (3, 2, 30, 29))
-    monkeypatch.setattr("limner.data.area._GATHERED", gathered)
+    monkeypatch.setattr("limner.data.area_resize._GATHERED", gathered)
     assert np.array_equal(area_resize(image, 40, 33, (3, 2, 30, 29)), whole)
 
 

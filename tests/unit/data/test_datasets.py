@@ -9,10 +9,10 @@ import torch
 
 from limner.data.augment import augment_none
 from limner.data.datasets import ImageCaptionDataset, TokenDataset
-from limner.data.distractors import Distractors
 from limner.data.filters import Filters
+from limner.data.hard_negative_captions import Distractors
 from limner.data.prepare import encode_image
-from limner.data.samples import Rejected, Sample
+from limner.data.sample import Rejected, Sample
 from limner.data.stream import Stream, hash64
 from limner.errors import UserError
 

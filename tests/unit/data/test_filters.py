@@ -8,7 +8,7 @@ import pytest
 
 from limner.data import filters as module
 from limner.data.filters import Filters, aspect_ratio, boilerplate, not_english, too_short
-from limner.data.samples import MAX_CAPTION, Rejected
+from limner.data.sample import MAX_CAPTION, Rejected
 from no_filters import NO_FILTERS
 
 BOILERPLATE = """

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from limner.data.filters import Filters
-from limner.data.pictures import decode_image
+from limner.data.image_decode import decode_image
+from limner.data.open_source import open_source
 from limner.data.prepare import Counts, prepare
-from limner.data.sources import open_source
 from limner.errors import UserError
 from no_filters import NO_FILTERS
 

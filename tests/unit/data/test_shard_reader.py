@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from limner.data.samples import Rejected
+from limner.data.sample import Rejected
 from limner.data.shard_reader import ShardReader
 from tar_files import archive, outcomes, pairs, tar, write
 

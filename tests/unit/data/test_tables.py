@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from limner.data.sources import open_source
+from limner.data.open_source import open_source
 from limner.errors import UserError
 from table_rows import outcomes, png
 

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from limner.data import text_tables
+from limner.data.open_source import open_source
 from limner.data.prepare import prepare
-from limner.data.sources import open_source
 from no_filters import NO_FILTERS
 from table_rows import outcomes, png
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image, ImageColor
 
-from limner.data.sources import open_source
+from limner.data.open_source import open_source
 from limner.errors import UserError
 from limner.evaluation import icon_grid
 from limner.evaluation.icon_pictures import HeldOutPairs, Icons

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from limner.data.samples import Sample
+from limner.data.sample import Sample
 from limner.errors import UserError
 from limner.evaluation import zero_shot
 from limner.evaluation.zero_shot import Task, evaluate, logits, pictures_of, scenes

@@ -5,7 +5,7 @@ import torch
 
 from limner.cli import main
 from limner.data.datasets import ImageCaptionDataset
-from limner.data.sources import open_source
+from limner.data.open_source import open_source
 from limner.pipeline import load
 from limner.runs.prune import prune, used_codes
 from limner.worlds.writing import write_scenes

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("emoji")
 
-from limner.data.pictures import decode_image
-from limner.data.samples import Rejected
-from limner.data.sources import open_source
+from limner.data.image_decode import decode_image
+from limner.data.open_source import open_source
+from limner.data.sample import Rejected
 from limner.errors import UserError
 from limner.worlds import emoji as module
 from limner.worlds.emoji import Drawer, all_emoji, build, find_font, splits

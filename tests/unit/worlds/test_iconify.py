@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from icon_sets import SQUARE, archive, information
-from limner.data.samples import Rejected
+from limner.data.sample import Rejected
 from limner.errors import UserError
 from limner.worlds import iconify
 from limner.worlds.svg import draw

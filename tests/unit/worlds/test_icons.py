@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from limner.atomic_io import file_hash
-from limner.data.samples import by_split
-from limner.data.sources import open_source
+from limner.data.open_source import open_source
+from limner.data.sample import by_split
 from limner.errors import UserError
 from limner.worlds import iconify, icons
 from limner.worlds.emoji import all_emoji

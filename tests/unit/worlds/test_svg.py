@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from limner.data.samples import Rejected
+from limner.data.sample import Rejected
 from limner.worlds.svg import MAX_BODY, MAX_DEPTH, document, draw
 
 BOX = (0.0, 0.0, 8.0, 8.0)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from limner.data.distractors import Distractors
+from limner.data.hard_negative_captions import Distractors
 from limner.worlds import captions, judge, rendering, scenes
 from limner.worlds.truth import falsehood
 from sample_scenes import sayings

@@ -46,8 +46,8 @@ def main(argv: Sequence[str]) -> None:
     """filter, shrink and pack data of your own"""
     options = parse(Prepare, argv, "limner data prepare")
     place(options.out, folder=True)
+    from limner.data.open_source import open_source
     from limner.data.prepare import prepare
-    from limner.data.sources import open_source
 
     source = open_source(
         options.source, caption=options.caption, image=options.image, allow_outside=options.allow_outside

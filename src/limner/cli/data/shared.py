@@ -8,7 +8,7 @@ from limner.errors import printable
 def tell(where: object, kept: int, rejected: dict[str, int], splits: dict[str, int] | None = None) -> None:
     """How many samples were kept, rejected by reason, and of each split."""
     from limner.data.prepare import Counts
-    from limner.data.samples import unread
+    from limner.data.sample import unread
 
     print(f"{printable(where)}\n{Counts(kept, {printable(reason): n for reason, n in rejected.items()})}")
     if splits:

@@ -36,9 +36,9 @@ def main(argv: Sequence[str]) -> None:
         place_png(options.output)
     from PIL import Image
 
-    from limner.data.pictures import decoded
-    from limner.data.samples import Rejected
-    from limner.data.sources import open_source
+    from limner.data.image_decode import decoded
+    from limner.data.open_source import open_source
+    from limner.data.sample import Rejected
     from limner.evaluation.report import Row, contact_sheet, save_png
 
     source = open_source(options.source)

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     mosaics = [_of_split(options.mosaic, split) for split in ("train", "held-out")] if options.mosaic else []
     for path in filter(None, (options.output, *mosaics)):
         place(path)
-    from limner.data.sources import open_source
+    from limner.data.open_source import open_source
     from limner.evaluation import nearest as evaluation
     from limner.evaluation.report import save_png
     from limner.pipeline import load

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     """draw a sheet of icons, subjects down and styles across"""
     options = parse(DrawGrid, argv, "limner evaluate grid")
     place_png(options.output)
-    from limner.data.sources import open_source
+    from limner.data.open_source import open_source
     from limner.evaluation import icon_grid
     from limner.evaluation.icon_pictures import Icons
     from limner.evaluation.report import save_png

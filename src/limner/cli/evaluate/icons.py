@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     if options.output:
         place(options.output)
     kept = options.judge and place(options.judge, folder=True)
-    from limner.data.sources import open_source
+    from limner.data.open_source import open_source
     from limner.evaluation import icons as evaluation
     from limner.evaluation.icon_pictures import SPLITS, Icons
     from limner.evaluation.icon_result import save

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
         import numpy as np
 
         from limner.data.datasets import ImageCaptionDataset
-        from limner.data.sources import open_source
+        from limner.data.open_source import open_source
 
         source = open_source(options.data, split="held-out")
         chosen = np.linspace(0, len(source) - 1, min(len(source), options.count)).astype(int)

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     options = parse(ScoreZeroShot, argv, "limner evaluate zero-shot")
     if options.output:
         place(options.output)
-    from limner.data.sources import open_source
+    from limner.data.open_source import open_source
     from limner.evaluation import zero_shot as evaluation
     from limner.runs.stages import reranker
 

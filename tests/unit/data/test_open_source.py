@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from limner.data import folders, tables
-from limner.data.pictures import decode_image
+from limner.data import image_folder, tables
+from limner.data.image_decode import decode_image
+from limner.data.open_source import open_source
 from limner.data.prepare import prepare
-from limner.data.samples import Rejected, by_split, select_split, unread
-from limner.data.sources import open_source
+from limner.data.sample import Rejected, by_split, select_split, unread
 from limner.errors import UserError
 from no_filters import NO_FILTERS
 
@@ -344,7 +344,7 @@ def test_a_path_that_never_ends_is_refused(tmp_path, kind):
 
 def test_a_sample_that_fails_in_any_way_is_one_rejection(folder, monkeypatch, tmp_path):
     source = open_source(folder)
-    monkeypatch.setattr(folders, "parse_captions", lambda text: (text.decode(),) if b"cats" not in text else 1 / 0)
+    monkeypatch.setattr(image_folder, "parse_captions", lambda text: (text.decode(),) if b"cats" not in text else 1 / 0)
     assert sorted(map(str, outcomes(source)))[2] == "unreadable sample"
     assert prepare(source, tmp_path / "out", filters=NO_FILTERS).rejected == {"unreadable sample": 1}
     with pytest.raises(IndexError):

@@ -18,7 +18,7 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from limner.data.samples import HELD_OUT, TRAIN, Rejected, digest
+from limner.data.sample import HELD_OUT, TRAIN, Rejected, digest
 
 MAX_BYTES = 1 << 27  # of an encoded picture
 MAX_META = 1 << 20  # characters of one sample's metadata, as JSON

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from limner.data import pictures
-from limner.data.pictures import Budget, decode_image, decoded
-from limner.data.samples import Rejected
+from limner.data import image_decode
+from limner.data.image_decode import Budget, decode_image, decoded
+from limner.data.sample import Rejected
 
 
 def encode(array, format="PNG", **options):
@@ -58,7 +58,7 @@ def test_floating_point_pixels_are_refused_since_they_may_go_to_1_or_255():
 @pytest.mark.parametrize("fast", [True, False])
 def test_orientation_may_also_be_told_in_xmp(monkeypatch, fast):
     if not fast:
-        monkeypatch.setattr(pictures, "simplejpeg", None)
+        monkeypatch.setattr(image_decode, "simplejpeg", None)
     told = (
         b'<rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"><rdf:Description '
         b'xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF>'
@@ -111,7 +111,7 @@ def test_both_jpeg_decoders_agree(monkeypatch, target):
         data = encode(photograph(203, 301), "JPEG", **options)
         fast = decode_image(data, target=target)
         with monkeypatch.context() as context:
-            context.setattr(pictures, "simplejpeg", None)
+            context.setattr(image_decode, "simplejpeg", None)
             slow = decode_image(data, target=target)
         assert fast.shape == slow.shape
         difference = np.abs(fast.astype(int) - slow)
@@ -148,7 +148,7 @@ def test_strips_change_nothing(monkeypatch, mode):
     image = colors.quantize(9) if mode == "P" else colors.convert("I" if mode == "I;16" else mode)
     data = encode(image.convert(mode), transparency=2) if mode == "P" else encode(image.convert(mode))
     whole = decode_image(data)
-    monkeypatch.setattr(pictures, "_STRIP", 130)
+    monkeypatch.setattr(image_decode, "_STRIP", 130)
     assert np.array_equal(decode_image(data), whole)
 
 
@@ -161,18 +161,18 @@ def repeat_last_scan(data, times):
 @pytest.mark.parametrize("exif", [b"", b"Exif\0\0junk"])
 def test_repeated_scans_are_refused_before_they_are_decoded(monkeypatch, fast, exif):
     if not fast:
-        monkeypatch.setattr(pictures, "simplejpeg", None)
+        monkeypatch.setattr(image_decode, "simplejpeg", None)
     data = encode(photograph(600, 800), "JPEG", progressive=True)
     if exif:
         data = data[:2] + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + data[2:]
     assert decode_image(data).shape == (600, 800, 3)
     with monkeypatch.context() as undecoded:
         for decoder in ("_decode_jpeg", "_decode_with_pillow"):
-            undecoded.setattr(pictures, decoder, None)
+            undecoded.setattr(image_decode, decoder, None)
         with pytest.raises(Rejected, match="^too many scans$"):
             decode_image(repeat_last_scan(data, 1000))
     # A large picture may have fewer.
-    monkeypatch.setattr(pictures, "MAX_SCANNED", 600 * 800 * 12)
+    monkeypatch.setattr(image_decode, "MAX_SCANNED", 600 * 800 * 12)
     with pytest.raises(Rejected, match="^too many scans$"):
         decode_image(repeat_last_scan(data, 6))
     # Of one scan for all components no more is decoded, and nothing is counted.
@@ -186,7 +186,7 @@ def test_scans_of_a_file_of_several_jpegs_are_counted(monkeypatch):
     two = {"save_all": True, "append_images": [Image.fromarray(picture(1))]}
     data = encode(picture(0), "MPO", progressive=True, exif=exif, **two)
     assert decode_image(data).shape == (20, 24, 3)
-    monkeypatch.setattr(pictures, "MAX_SCANS", 5)
+    monkeypatch.setattr(image_decode, "MAX_SCANS", 5)
     with pytest.raises(Rejected, match="^too many scans$"):
         decode_image(data)
 
@@ -226,7 +226,7 @@ def test_long_sides_are_refused():
 def test_a_webp_is_measured_before_it_is_opened(monkeypatch):
     for options in ({}, {"lossless": True}, {"exif": b"Exif\0\0"}):
         data = encode(picture(0, 30, 50), "WEBP", **options)
-        assert pictures._webp_size(data) == (50, 30)
+        assert image_decode._webp_size(data) == (50, 30)
     monkeypatch.setattr(Image, "open", None)  # not called
     with pytest.raises(Rejected, match="^decompression bomb$"):
         decode_image(data, max_pixels=1_000)
@@ -272,7 +272,7 @@ def test_a_budget_is_shared_in_turn():
 MANY = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from limner.data.pictures import decoded
+from limner.data.image_decode import decoded
 
 def peak():
     with open("/proc/self/status") as file:
@@ -300,7 +300,7 @@ def test_threads_decode_large_pictures_within_the_budget(tmp_path):
         "before = peak()", f"from limner.data import pictures; pictures.BUDGET.total = {200 << 20}; before = peak()"
     )
     run = [sys.executable, "-c", script, *map(str, sorted(tmp_path.iterdir()))]
-    source = os.path.dirname(os.path.dirname(os.path.dirname(pictures.__file__)))
+    source = os.path.dirname(os.path.dirname(os.path.dirname(image_decode.__file__)))
     done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": source}, check=True)
     used, shapes = done.stdout.split(maxsplit=1)
     assert shapes.strip() == f"{{({side}, {side}, 3)}}"

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from limner.data.open_source import open_source
 from limner.data.prepare import encode_image
 from limner.data.shard_writer import ShardWriter
-from limner.data.sources import open_source
-from limner.data.tokens import encode_tokens
+from limner.data.token_cache import encode_tokens
 from limner.errors import UserError
 
 

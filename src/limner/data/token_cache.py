@@ -31,7 +31,7 @@ from torch import Tensor
 
 from limner.atomic_io import atomic_write_bytes, atomic_write_text
 from limner.data.datasets import ImageCaptionDataset
-from limner.data.samples import Source, digest
+from limner.data.sample import Source, digest
 from limner.errors import UserError
 from limner.progress import Advance
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from limner.data.foreign import open_regular
+from limner.data.sanitize import open_regular
 
 _BLOCK = 512
 _MAX_EXTENSION = 1 << 20  # bytes of a long name and the like

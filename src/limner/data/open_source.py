@@ -10,7 +10,7 @@
 
 Data from elsewhere is not trusted. A table may not name files outside its own folder (unless
 `allow_outside`), only regular files are opened, and what is too large or not what it should be is
-rejected for a reason that is counted (`foreign.py`, `pictures.py`).
+rejected for a reason that is counted (`sanitize.py`, `image_decode.py`).
 
 Samples that name no split get it from the names of their folders, table or shard, as with Hugging Face: from a word
 such as "train", "validation" or "test". A single file that is given as the path is read whatever its name.
@@ -27,9 +27,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from limner.data.folders import FolderSource
-from limner.data.foreign import MAX_META, parse_json, read_file, split_in, split_named
-from limner.data.samples import Rejected, Source, select_split
+from limner.data.image_folder import FolderSource
+from limner.data.sample import Rejected, Source, select_split
+from limner.data.sanitize import MAX_META, parse_json, read_file, split_in, split_named
 from limner.data.shard_reader import IMAGE_SUFFIXES, ShardReader
 from limner.data.shard_writer import MARK
 from limner.data.tables import TableSource

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from limner.data.samples import Rejected
+from limner.data.sample import Rejected
 
 simplejpeg: Any
 try:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from limner.data.foreign import counted, facts, fingerprint, read_file, split_in
-from limner.data.samples import MAX_TEXT, Rejected, Sample, parse_captions
+from limner.data.sample import MAX_TEXT, Rejected, Sample, parse_captions
+from limner.data.sanitize import counted, facts, fingerprint, read_file, split_in
 from limner.data.shard_reader import IMAGE_SUFFIXES
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, strategies as st
 
-from limner.data.distractors import Distractors
+from limner.data.hard_negative_captions import Distractors
 from limner.worlds import captions, scenes
 from sample_scenes import sayings
 
