@@ -35,7 +35,7 @@ from limner.data.image_decode import to_rgb
 from limner.drawing import Drawing, Drawings
 from limner.errors import UserError
 from limner.layers.cache import Int8Store, Store
-from limner.layers.linear import int8, prepacked
+from limner.layers.inference_linear import int8, prepacked
 from limner.models.contrastive import Contrastive, ContrastiveConfig
 from limner.models.patches import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig

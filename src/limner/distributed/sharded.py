@@ -33,7 +33,7 @@ from limner.distributed.exchange import exchange, gather
 from limner.distributed.reducers import Plain, twice
 from limner.distributed.replicated import Make, Replicated
 from limner.errors import UserError
-from limner.layers.half import HalfLinear
+from limner.layers.half_linear import HalfLinear
 from limner.optim.shards import cut, local, sharded, whole
 
 _AHEAD = 2  # blocks gathered before it is their turn: with one, a link stands still until the next block begins

@@ -5,7 +5,7 @@ S = h * w positions in raster order. The prefix is causal; every image position 
 an image position sees of the image is the layer's pattern (`patterns.py`): row, column, conv or dense.
 
 One softmax runs over text and image keys together (footnote 7). This file is the readable form, with a
-mask over all positions. Models run its equals: `masked.py` on short sequences, `sparse.py` computes only
+mask over all positions. Models run its equals: `dense_attention.py` on short sequences, `sparse.py` computes only
 what is visible, `cache.py` decodes.
 
 Shapes: B batch, H heads, P prefix, S image positions, N = P + S, D width, C = D / H.

@@ -1,6 +1,6 @@
 """The one way to change a model's linear layers: from outside, after initialisation.
 
-Models use `nn.Linear` and know no other form. A layer that computes differently (`linear.py`) replaces one of them
+Models use `nn.Linear` and know no other form. A layer that computes differently (`inference_linear.py`) replaces one of them
 and takes over its weights.
 """
 

@@ -23,10 +23,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from limner.layers.kernel_counter import Product, count_product
 from limner.layers.low_precision import Gradients, LowPrecisionLinear, Saves, bias_gradient, once, weight_gradient
 from limner.layers.scales import scales
-from limner.layers.tally import Product, count_product
-from limner.layers.vmap import looped
+from limner.layers.vmap_loop import looped
 from limner.numerics import precision
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

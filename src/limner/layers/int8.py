@@ -10,7 +10,7 @@ a b^T is summed in 32-bit integers, so it is exact, and all kernels give the sam
 
 Some CPUs without VNNI add pairs of products in 16 bits, where 255 * 127 * 2 does not fit: so before its first use
 `_int_mm` multiplies the largest numbers there are, and if they come out wrong the reference takes over. A product whose
-shape a kernel cannot take goes to the reference too; both are counted with the reason (`tally.py`).
+shape a kernel cannot take goes to the reference too; both are counted with the reason (`kernel_counter.py`).
 
 On a CPU a product is computed a few rows at a time, and scaled while its int32 sums are in the cache.
 (`onednn.qlinear_pointwise` gives fp32 directly, but is no faster than this on unsigned inputs, needs its weights laid
@@ -27,8 +27,8 @@ import torch
 from jaxtyping import Float, Int8
 from torch import Tensor
 
-from limner.layers.tally import Product, count_product
-from limner.layers.vmap import looped
+from limner.layers.kernel_counter import Product, count_product
+from limner.layers.vmap_loop import looped
 from limner.numerics.fused import triton_runs
 
 _AT_ONCE = 1 << 20  # int32 sums of a part of a product on a CPU: 4 MB

@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from limner.layers.half import HalfLinear
-from limner.layers.tally import Tally, count_product
-from limner.layers.vmap import looped
+from limner.layers.half_linear import HalfLinear
+from limner.layers.kernel_counter import Tally, count_product
+from limner.layers.vmap_loop import looped
 from limner.numerics import precision
 
 M = TypeVar("M", bound=nn.Module)
@@ -42,7 +42,7 @@ class LowPrecisionLinear(nn.Linear):
     The result is in autocast's format, or else in that of the input, as with `nn.Linear`.
 
     Attributes:
-        tally: which kernels have computed its products (`tally.py`).
+        tally: which kernels have computed its products (`kernel_counter.py`).
 
     Raises:
         RuntimeError: an input is not of floating-point numbers, or its last dimension not `in_features`.

@@ -4,7 +4,7 @@
 As both papers have it, what is converted is all linear layers within the transformer (§2.2, Figure 7 of the one, App.
 D.2 of the other): those of its blocks. Embeddings, heads and the convolution that reads patches stay as they are. With
 eight bits so does everything between the layers, which runs as `Auto` says. The layers themselves are in
-`switchback.py`, `float8.py` and `half.py`.
+`switchback.py`, `float8.py` and `half_linear.py`.
 
 Those of `TrainingPrecision` have no settings, so a recipe and the command line name them in one word:
 `--prior.training.precision switchback`. `Narrow` has one, and is for experiments in Python.
@@ -20,9 +20,9 @@ from torch import nn
 
 from limner.layers.convert import convert
 from limner.layers.float8 import Fp8SwitchBackLinear, Fp8TensorWiseLinear
-from limner.layers.half import HalfLinear
+from limner.layers.half_linear import HalfLinear
 from limner.layers.low_precision import LowPrecisionLinear
-from limner.layers.narrow import NarrowLinear
+from limner.layers.simulated_gradients import NarrowLinear
 from limner.layers.switchback import LLMInt8Linear, SwitchBackLinear, SwitchBackMLinear, SwitchBackQLinear
 from limner.numerics.formats import FloatFormat
 from limner.numerics.precision import Auto, Bf16, Fp16, Fp32, Precision

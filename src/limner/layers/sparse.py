@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from limner.layers import flex
 from limner.layers.attention import visible
-from limner.layers.masked import MaskedAttention
+from limner.layers.dense_attention import MaskedAttention
 from limner.layers.patterns import Grid, Pattern
 from limner.numerics.precision import product
 

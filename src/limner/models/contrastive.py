@@ -18,7 +18,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
 from limner.errors import UserError
-from limner.layers.masked import MaskedAttention
+from limner.layers.dense_attention import MaskedAttention
 from limner.models.transformer import Block
 from limner.models.vit import sinusoids, some_patches
 from limner.text import PAD

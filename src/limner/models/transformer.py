@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from limner.layers.attention import Attention, Core
 from limner.layers.cache import Cache, LayerCache, Position, Store, Together
-from limner.layers.masked import MaskedAttention
+from limner.layers.dense_attention import MaskedAttention
 from limner.layers.patterns import PATTERNS, Pattern, paper_pattern
 from limner.layers.sparse import training_core
 from limner.text import PAD

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from limner.layers.cache import Cache
-from limner.layers.linear import prepacked
+from limner.layers.inference_linear import prepacked
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto
 from limner.objectives.autoregressive import Autoregressive

@@ -23,7 +23,7 @@ from limner.atomic_io import atomic_write_bytes, atomic_write_text, file_hash
 from limner.errors import UserError
 from limner.layers.cache import Cache, LayerCache
 from limner.layers.convert import convert
-from limner.layers.linear import DotLinear
+from limner.layers.inference_linear import DotLinear
 from limner.models.transformer import Transformer
 from limner.version import __version__
 

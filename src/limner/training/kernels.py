@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from limner.atomic_io import atomic_write_text
+from limner.layers.kernel_counter import Counts, from_rows, to_rows
 from limner.layers.low_precision import LowPrecisionLinear
-from limner.layers.tally import Counts, from_rows, to_rows
 from limner.training.hooks import Hook
 from limner.training.run import Run
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from limner.errors import UserError
-from limner.layers.narrow import narrowed
+from limner.layers.simulated_gradients import narrowed
 from limner.models.transformer import Resblock
 from limner.numerics.formats import HALVES, FloatFormat
 from limner.optim.shards import by_kind, local, total
@@ -100,7 +100,7 @@ class ResblockScales(Hook):
     all (D.3). Ours is the mean over a process's own: the backward pass sees the same without that factor.
 
     Args:
-        form: in which a block computes gradients, where that is simulated in fp32 (`layers/narrow.py`).
+        form: in which a block computes gradients, where that is simulated in fp32 (`layers/simulated_gradients.py`).
 
     Attributes:
         names: of the R resblocks.

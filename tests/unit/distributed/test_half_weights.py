@@ -16,7 +16,7 @@ from limner.distributed.reducers import GradientReducer, Plain, Reduction, Repli
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
 from limner.distributed.torch_powersgd import TorchPowerSGD
-from limner.layers.half import HalfLinear
+from limner.layers.half_linear import HalfLinear
 from limner.layers.precisions import Fp16Weights
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from compare import assert_same_with_gradients
-from limner.layers import masked
+from limner.layers import dense_attention
 from limner.layers.attention import attend, visible
-from limner.layers.masked import MaskedAttention
+from limner.layers.dense_attention import MaskedAttention
 from limner.layers.patterns import PATTERNS, conv, paper_pattern, row
 from more_patterns import ALL
 
@@ -68,7 +68,7 @@ def test_layer_pattern_of_the_paper():
 def test_either_way_of_masked_attention_equals_the_reference(written_out, make, prefix, seed):
     mask = visible(make((3, 4), 3), prefix)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masked, "_WRITTEN_OUT", written_out)  # torch's kernel, or the products written out
+        patch.setattr(dense_attention, "_WRITTEN_OUT", written_out)  # torch's kernel, or the products written out
         assert_same_with_gradients(
             MaskedAttention(mask), lambda q, k, v: attend(q, k, v, mask), (2, 3, len(mask), 8), seed
         )

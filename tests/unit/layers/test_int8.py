@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from limner.layers import int8
+from limner.layers.kernel_counter import Tally, from_rows, to_rows
 from limner.layers.quantize import dequantize, row_wise, tensor_wise
-from limner.layers.tally import Tally, from_rows, to_rows
 
 
 def integers(m, k, seed):

@@ -10,7 +10,7 @@ import torch
 
 from limner import recipes
 from limner.layers.attention import visible
-from limner.layers.linear import packs
+from limner.layers.inference_linear import packs
 from limner.layers.patterns import PATTERNS
 from limner.models.transformer import SIZES, TransformerConfig
 from limner.optim.optimizers import AdamW, AdamW16

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from limner.layers.half import HalfLinear
+from limner.layers.half_linear import HalfLinear
 from limner.layers.precisions import Bf16Weights, Fp16Weights
 from limner.models.transformer import SIZES
 from limner.numerics.precision import Fp32

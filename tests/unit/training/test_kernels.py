@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from limner.layers.kernel_counter import from_rows
 from limner.layers.precisions import Fp8SwitchBack, Fp8TensorWise, LLMInt8, SwitchBack, SwitchBackM, SwitchBackQ
-from limner.layers.tally import from_rows
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW

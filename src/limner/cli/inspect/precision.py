@@ -17,7 +17,7 @@ from limner.errors import UserError, printable
 from limner.text_table import table
 
 if TYPE_CHECKING:
-    from limner.layers.tally import Counts
+    from limner.layers.kernel_counter import Counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _report(title: str, path: Path) -> Iterator[str]:
     """The lines on one model."""
-    from limner.layers.half import HalfLinear
-    from limner.layers.tally import Product, from_rows
+    from limner.layers.half_linear import HalfLinear
+    from limner.layers.kernel_counter import Product, from_rows
 
     products, ordinary = get_args(Product), ("Linear", HalfLinear.__name__)
     try:

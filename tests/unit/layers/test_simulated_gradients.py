@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from limner.layers.narrow import NarrowLinear, narrowed
+from limner.layers.simulated_gradients import NarrowLinear, narrowed
 from limner.numerics.formats import FloatFormat
 
 HALF = FloatFormat(1, 5, 10)  # fp16's numbers and those that it keeps for infinities and NaN

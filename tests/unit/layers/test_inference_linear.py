@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from limner.layers import linear
-from limner.layers.linear import DotLinear, Int8Linear, PackedLinear, packs, prepacked
+from limner.layers import inference_linear
+from limner.layers.inference_linear import DotLinear, Int8Linear, PackedLinear, packs, prepacked
 from limner.models.transformer import TransformerConfig
 
 needs_packing = pytest.mark.skipif(not packs(), reason="oneDNN packs no bf16 weights on this processor")
@@ -55,7 +55,7 @@ def test_sums_of_products_are_the_layer_for_one_row(dtype, bias):
 
 
 def test_a_processor_that_packs_no_bf16_keeps_ordinary_layers(monkeypatch):
-    monkeypatch.setattr(linear, "packs", lambda: False)
+    monkeypatch.setattr(inference_linear, "packs", lambda: False)
     assert type(prepacked(nn.Linear(4, 4).bfloat16())) is nn.Linear
 
 
