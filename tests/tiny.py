@@ -6,7 +6,7 @@ import torch
 
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
-from limner.models.patches import PatchDVAEConfig
+from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.balanced import BalancedELB
 from limner.pipeline import TextToImage

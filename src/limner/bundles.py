@@ -33,7 +33,7 @@ from limner.errors import UserError
 from limner.layers.quantize import row_wise
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
-from limner.models.patches import AnyDVAE, AnyDVAEConfig
+from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.optim.shards import like
 from limner.pretrained import FORMAT, find, is_bundle, named

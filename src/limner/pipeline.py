@@ -37,7 +37,7 @@ from limner.errors import UserError
 from limner.layers.cache import Int8Store, Store
 from limner.layers.inference_linear import int8, prepacked
 from limner.models.contrastive import Contrastive, ContrastiveConfig
-from limner.models.patches import AnyDVAE, AnyDVAEConfig
+from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Auto, Precision
 from limner.progress import Advance

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from limner.config import save_json
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
-from limner.models.patches import PatchDVAEConfig
+from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.recipes import get
 from limner.recipes.recipe import Recipe

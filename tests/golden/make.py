@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from limner.data.stream import Stream
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
-from limner.models.patches import PatchDVAEConfig
+from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive

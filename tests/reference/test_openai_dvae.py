@@ -23,7 +23,7 @@ from limner.bundles import load_model
 from limner.cli import main
 from limner.errors import UserError
 from limner.models.dvae import DVAEConfig, map_pixels
-from limner.models.openai import from_openai, read
+from limner.models.openai_dvae import from_openai, read
 
 
 def small():

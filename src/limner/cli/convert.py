@@ -43,7 +43,7 @@ def openai_dvae(argv: Sequence[str]) -> None:
     options = parse(OpenAIDVAE, argv, "limner import openai-dvae")
     place(options.out, folder=True)
     from limner.bundles import save_dvae
-    from limner.models.openai import from_openai, read
+    from limner.models.openai_dvae import from_openai, read
 
     dvae = from_openai(read(options.encoder), read(options.decoder), options.size)
     save_dvae(dvae, options.out, {"name": options.out.resolve().name, "about": "an imported dVAE"})

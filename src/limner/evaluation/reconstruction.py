@@ -21,7 +21,7 @@ from limner.evaluation.seeds import PUBLISHED
 from limner.metrics.codebook import usage
 from limner.metrics.pictures import psnr
 from limner.models.dvae import DVAE, unmap_pixels
-from limner.models.patches import AnyDVAE
+from limner.models.patch_dvae import AnyDVAE
 from limner.objectives.elbo import gumbel_softmax
 from limner.progress import Advance
 from limner.worlds import judge, oracle, rendering, scenes

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from limner.errors import UserError
 from limner.layers.dense_attention import MaskedAttention
+from limner.models.patch_embedding import sinusoids, some_patches
 from limner.models.transformer import Block
-from limner.models.vit import sinusoids, some_patches
 from limner.text import PAD
 from limner.validation import Checked, OutOfRange, Range
 

@@ -1,4 +1,4 @@
-"""The objective of a dVAE of patches (`models/patches.py`): its codes are set, and its decoder learns.
+"""The objective of a dVAE of patches (`models/patch_dvae.py`): its codes are set, and its decoder learns.
 
 Squared error is the likelihood of a normal distribution with one scale for all pixels, absolute error that of a Laplace
 distribution. Where the codes leave open on which side of an edge a pixel lies, the least squared error has the mean of
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from limner.metrics.codebook import usage
 from limner.models.dvae import map_pixels
-from limner.models.patches import PatchDVAE
+from limner.models.patch_dvae import PatchDVAE
 from limner.validation import Checked, Range
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from limner.layers.precisions import Fp16Weights
 from limner.models.contrastive import SIZES as VITS, ContrastiveConfig
 from limner.models.dvae import DVAEConfig
-from limner.models.patches import PatchDVAEConfig
+from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import SIZES, TransformerConfig
 from limner.numerics.precision import Auto
 from limner.objectives.balanced import BalancedELB

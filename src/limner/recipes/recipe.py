@@ -13,7 +13,7 @@ from typing import Annotated
 from limner.bundles import load_model
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
-from limner.models.patches import AnyDVAEConfig, PatchDVAEConfig
+from limner.models.patch_dvae import AnyDVAEConfig, PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.balanced import BalancedELB

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from limner.models.patches import PatchDVAEConfig
+from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.reproduce import small

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from limner.models.patches import AnyDVAEConfig
+from limner.models.patch_dvae import AnyDVAEConfig
 from limner.recipes.recipe import (
     TITLES,
     AnyStage,

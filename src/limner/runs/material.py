@@ -26,7 +26,7 @@ from limner.data.sample import Rejected, Selection, Source, by_split, unread
 from limner.data.stream import Dataset, hash64
 from limner.data.token_cache import encode_tokens, weights_hash
 from limner.errors import UserError
-from limner.models.patches import AnyDVAE
+from limner.models.patch_dvae import AnyDVAE
 from limner.progress import progress
 from limner.recipes.recipe import Bundled, DVAEStage, PatchStage, Recipe
 from limner.text.bpe import Tokenizer

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import Source
 from limner.errors import UserError
-from limner.models.patches import AnyDVAE
+from limner.models.patch_dvae import AnyDVAE
 from limner.pipeline import TextToImage
 from limner.progress import progress
 

@@ -23,7 +23,7 @@ from limner.evaluation.held_out import held_out_metrics
 from limner.evaluation.reconstruction import health, relaxation
 from limner.models.contrastive import Contrastive
 from limner.models.dvae import DVAE
-from limner.models.patches import ROUNDS, AnyDVAE, AnyDVAEConfig, PatchDVAE
+from limner.models.patch_dvae import ROUNDS, AnyDVAE, AnyDVAEConfig, PatchDVAE
 from limner.models.transformer import Transformer
 from limner.objectives.balanced import BalancedELB
 from limner.optim.shards import like, sharded, whole

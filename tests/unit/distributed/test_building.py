@@ -16,7 +16,7 @@ from limner.distributed.sharded import Sharded, Zero2
 from limner.layers.precisions import SwitchBack
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
-from limner.models.patches import PatchDVAEConfig
+from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Bf16, Fp32
 from limner.objectives.autoregressive import Autoregressive

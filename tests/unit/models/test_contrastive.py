@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from limner.models.contrastive import SIZES, ContrastiveConfig
-from limner.models.vit import some_patches
+from limner.models.patch_embedding import some_patches
 from limner.validation import OutOfRange
 
 SMALL = ContrastiveConfig(text_vocab=30, text_len=6, size=16, patch=4, width=16, depth=2, heads=2, embedding=8)

@@ -15,7 +15,7 @@ from limner.evaluation.zero_shot import evaluate, scenes
 from limner.layers.patterns import PATTERNS
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
-from limner.models.patches import PatchDVAEConfig
+from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.pipeline import TextToImage

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from limner.models.dvae import map_pixels
-from limner.models.patches import ROUNDS, PatchDVAEConfig, centres, nearest_code
+from limner.models.patch_dvae import ROUNDS, PatchDVAEConfig, centres, nearest_code
 from limner.objectives.pixel_error import PixelError
 from limner.validation import OutOfRange
 
