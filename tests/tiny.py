@@ -8,7 +8,7 @@ from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
-from limner.objectives.balanced import BalancedELB
+from limner.objectives.codebook_elbo import BalancedELB
 from limner.pipeline import TextToImage
 from limner.recipes import get
 from limner.recipes.recipe import DVAEStage, Recipe

@@ -32,11 +32,11 @@ from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.objectives.balanced import BalancedELB
+from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.contrastive import ContrastiveLoss
 from limner.objectives.elbo import RelaxedELB
 from limner.objectives.hard_negatives import HardContrastiveLoss
-from limner.objectives.pixel_error import PixelError
+from limner.objectives.reconstruction_loss import PixelError
 from limner.optim.optimizers import AdamW
 from limner.optim.schedules import Anneal, Cosine, Plateau
 from limner.recipes.presets import paper

@@ -6,7 +6,7 @@ The categorical q cannot be sampled with a gradient, so z is a gumbel-softmax at
 which becomes one-hot as tau -> 0. The likelihood is a logit-Laplace. Everything is divided by the
 number of pixel values, so that with 8x downsampling beta weighs the KL by beta / 192.
 
-On small, flat pictures it collapses to a few codes: `balanced.py` has one that does not.
+On small, flat pictures it collapses to a few codes: `codebook_elbo.py` has one that does not.
 
 Shapes: B batch, H x W pixels, h x w grid, V codes.
 """

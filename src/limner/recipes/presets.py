@@ -10,7 +10,7 @@ from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import SIZES, TransformerConfig
 from limner.numerics.precision import Auto
-from limner.objectives.balanced import BalancedELB
+from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.optim.optimizers import AdamW, AdamW16, Muon, StableAdamW
 from limner.optim.schedules import Anneal, Cosine, Plateau

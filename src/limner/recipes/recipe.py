@@ -16,10 +16,10 @@ from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import AnyDVAEConfig, PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
-from limner.objectives.balanced import BalancedELB
+from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.elbo import RelaxedELB
 from limner.objectives.hard_negatives import HardContrastiveLoss
-from limner.objectives.pixel_error import PixelError
+from limner.objectives.reconstruction_loss import PixelError
 from limner.training.config import TrainConfig
 from limner.validation import Checked, OutOfRange, Range
 

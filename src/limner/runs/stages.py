@@ -25,7 +25,7 @@ from limner.models.contrastive import Contrastive
 from limner.models.dvae import DVAE
 from limner.models.patch_dvae import ROUNDS, AnyDVAE, AnyDVAEConfig, PatchDVAE
 from limner.models.transformer import Transformer
-from limner.objectives.balanced import BalancedELB
+from limner.objectives.codebook_elbo import BalancedELB
 from limner.optim.shards import like, sharded, whole
 from limner.pipeline import load
 from limner.progress import progress

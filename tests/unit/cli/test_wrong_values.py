@@ -12,7 +12,7 @@ from limner.cli import bench, convert, data, demo, draw, edit, evaluate, inspect
 from limner.config import from_dict, to_dict
 from limner.errors import UserError
 from limner.models.dvae import DVAEConfig
-from limner.objectives.balanced import BalancedELB
+from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.elbo import RelaxedELB
 from limner.optim.optimizers import Lion, StableAdamW
 from limner.optim.schedules import Plateau

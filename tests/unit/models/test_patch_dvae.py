@@ -7,7 +7,7 @@ import torch
 
 from limner.models.dvae import map_pixels
 from limner.models.patch_dvae import ROUNDS, PatchDVAEConfig, centres, nearest_code
-from limner.objectives.pixel_error import PixelError
+from limner.objectives.reconstruction_loss import PixelError
 from limner.validation import OutOfRange
 
 SMALL = PatchDVAEConfig(size=16, patch=4, vocab=12, width=8, blocks=1)

@@ -5,7 +5,7 @@ import torch
 
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
-from limner.objectives.balanced import BalancedELB
+from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.hard_negatives import HardContrastiveLoss
 
 DVAE = DVAEConfig(size=16, width=8, groups=2, blocks=1, vocab=16, code_width=8)

@@ -10,7 +10,7 @@ from limner.models.contrastive import MAX_LOG_SCALE, ContrastiveConfig
 from limner.models.dvae import DVAEConfig, map_pixels
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
-from limner.objectives.balanced import BalancedELB, contrast
+from limner.objectives.codebook_elbo import BalancedELB, contrast
 from limner.objectives.contrastive import ContrastiveLoss
 from limner.objectives.elbo import (
     RelaxedELB,

@@ -20,7 +20,7 @@ from limner.data.stream import Stream
 from limner.errors import UserError
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.numerics.precision import Auto, Bf16, Fp32
-from limner.objectives.balanced import BalancedELB
+from limner.objectives.codebook_elbo import BalancedELB
 from limner.optim.optimizers import AdamW, AdamW16, Beta2WarmupAdamW, Lion, Muon, Optimizer, StableAdamW
 from limner.optim.schedules import Constant, Cosine, Plateau
 from limner.training.checkpoint import completed, latest, load_weights
