@@ -19,7 +19,7 @@ from torch import Tensor
 from limner.atomic_io import atomic_write_text
 from limner.evaluation.seeds import PUBLISHED
 from limner.metrics.codebook import usage
-from limner.metrics.pictures import psnr
+from limner.metrics.psnr import psnr
 from limner.models.dvae import DVAE, unmap_pixels
 from limner.models.patch_dvae import AnyDVAE
 from limner.objectives.elbo import gumbel_softmax
