@@ -9,7 +9,7 @@ the number of things, and for each its size, fill, color and shape, their relati
 from one set of drawings. The gain of a larger k is computed caption by caption.
 
 Held-out captions share the 30 combinations that are held out, so intervals are over combinations (see
-`intervals.py`).
+`confidence.py`).
 
 Pairs are asked with the upper half given (Ramesh et al. 2021, Figure 14): a right drawing leaves it as it
 is and shows below what the caption says of it, upside down, say, with every thing in its place.
@@ -33,8 +33,8 @@ from torch import Tensor
 from limner.atomic_io import atomic_write_text
 from limner.config import read_json
 from limner.errors import UserError
-from limner.evaluation.drawn import Holds, combination, drawn, verdicts
-from limner.evaluation.intervals import Gain, Rate
+from limner.evaluation.confidence import Gain, Rate
+from limner.evaluation.generate_batches import Holds, combination, drawn, verdicts
 from limner.evaluation.seeds import PUBLISHED, drawing_seed
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import Advance

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from limner.errors import UserError, suggestion
-from limner.evaluation.drawn import drawn
+from limner.evaluation.generate_batches import drawn
 from limner.evaluation.icon_pictures import Icons
 from limner.evaluation.report import wrap
 from limner.pipeline import TextToImage

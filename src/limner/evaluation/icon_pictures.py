@@ -14,8 +14,8 @@ from torch import Tensor
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import Source
 from limner.errors import UserError
-from limner.evaluation.judge import Labelled
-from limner.evaluation.nearest import Gallery
+from limner.evaluation.icon_classifier import Labelled
+from limner.evaluation.nearest_neighbor import Gallery
 
 #: Training, and why a drawing is held out, as metadata have it; and their titles in tables.
 SPLITS = {"combination": "held-out combinations", "subject": "held-out subjects", "train": "training captions"}

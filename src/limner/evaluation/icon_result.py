@@ -13,7 +13,7 @@ from torch import Tensor
 
 from limner.atomic_io import atomic_write_text
 from limner.errors import printable
-from limner.evaluation.intervals import Rate
+from limner.evaluation.confidence import Rate
 
 Verdicts = dict[str, np.ndarray]  # by respect ("subject", "style", ...): right or not, [B], or the share that is right
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from limner.atomic_io import atomic_write_text
 from limner.data.sample import Source
 from limner.errors import UserError
-from limner.evaluation.drawn import combination
-from limner.evaluation.intervals import Rate
-from limner.evaluation.nearest import Gallery
+from limner.evaluation.confidence import Rate
+from limner.evaluation.generate_batches import combination
+from limner.evaluation.nearest_neighbor import Gallery
 from limner.evaluation.seeds import PUBLISHED
 from limner.models.contrastive import Contrastive
 from limner.progress import Advance
@@ -51,7 +51,7 @@ class Task:
     Attributes:
         pictures: uint8 [B, 3, H, W].
         labels: the index of each picture's class, [B].
-        clusters: pictures of one cluster are alike (see `intervals.py`), [B].
+        clusters: pictures of one cluster are alike (see `confidence.py`), [B].
         names: of the C classes.
         prompts: texts with "{}" in the place of the name.
     """

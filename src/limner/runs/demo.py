@@ -33,7 +33,7 @@ from limner.config import read_json, to_dict
 from limner.data.shard_writer import is_complete
 from limner.errors import UserError
 from limner.evaluation import composition, report
-from limner.evaluation.shown import sheet, shown
+from limner.evaluation.scene_sheet import sheet, shown
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import progress
 from limner.recipes.recipe import Bundled, ContrastiveStage, PriorStage, Recipe

@@ -10,7 +10,7 @@ import torch
 
 from limner.config import read_json
 from limner.evaluation import composition, report
-from limner.evaluation.shown import Shown
+from limner.evaluation.scene_sheet import Shown
 from limner.pipeline import TextToImage
 from limner.progress import clock
 from limner.recipes.recipe import Recipe

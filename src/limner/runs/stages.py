@@ -19,8 +19,8 @@ from limner.config import differences, load_json, to_dict
 from limner.data.stream import Dataset, Stream
 from limner.data.token_cache import weights_hash
 from limner.errors import UserError
-from limner.evaluation.held_out import held_out_metrics
 from limner.evaluation.reconstruction import health, relaxation
+from limner.evaluation.validation import held_out_metrics
 from limner.models.contrastive import Contrastive
 from limner.models.dvae import DVAE
 from limner.models.patch_dvae import ROUNDS, AnyDVAE, AnyDVAEConfig, PatchDVAE

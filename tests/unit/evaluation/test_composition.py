@@ -17,7 +17,7 @@ from limner.evaluation.composition import (
     score,
     score_pairs,
 )
-from limner.evaluation.drawn import combination, verdicts
+from limner.evaluation.generate_batches import combination, verdicts
 from limner.evaluation.seeds import PUBLISHED, drawing_seed
 from limner.pipeline import Candidates
 from limner.worlds import captions, rendering, scenes

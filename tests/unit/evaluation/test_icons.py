@@ -11,11 +11,11 @@ from PIL import Image, ImageColor
 from limner.data.open_source import open_source
 from limner.errors import UserError
 from limner.evaluation import icon_grid
+from limner.evaluation.icon_classifier import JudgeConfig, trained
 from limner.evaluation.icon_pictures import HeldOutPairs, Icons
 from limner.evaluation.icon_result import save
 from limner.evaluation.icons import IconSettings, accuracy, enlarged, evaluate, evaluate_pairs
-from limner.evaluation.judge import JudgeConfig, trained
-from limner.evaluation.nearest import Gallery
+from limner.evaluation.nearest_neighbor import Gallery
 from limner.pipeline import Candidates
 from limner.sampling.options import Sampler
 from tiny import tiny_pipe

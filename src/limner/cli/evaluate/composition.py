@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError("things must be one number from 1 to 4 at least")
     from limner.evaluation import composition as evaluation
     from limner.evaluation.report import save_png
-    from limner.evaluation.shown import sheet, shown
+    from limner.evaluation.scene_sheet import sheet, shown
     from limner.pipeline import Candidates, load
 
     pipe = load(options.model)

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
     for path in filter(None, (options.output, *mosaics)):
         place(path)
     from limner.data.open_source import open_source
-    from limner.evaluation import nearest as evaluation
+    from limner.evaluation import nearest_neighbor as evaluation
     from limner.evaluation.report import save_png
     from limner.pipeline import load
 

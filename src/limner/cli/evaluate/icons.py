@@ -56,9 +56,9 @@ def main(argv: Sequence[str]) -> None:
     kept = options.judge and place(options.judge, folder=True)
     from limner.data.open_source import open_source
     from limner.evaluation import icons as evaluation
+    from limner.evaluation.icon_classifier import JudgeConfig, trained
     from limner.evaluation.icon_pictures import SPLITS, Icons
     from limner.evaluation.icon_result import save
-    from limner.evaluation.judge import JudgeConfig, trained
     from limner.pipeline import load
 
     source, pipe = open_source(options.data), load(options.model)

@@ -16,7 +16,7 @@ from limner.text_table import table
 from limner.validation import Checked
 
 if TYPE_CHECKING:
-    from limner.evaluation.foretold import Foretold
+    from limner.evaluation.loss_spikes import Foretold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
     options = parse(SpikesOptions, argv, "limner inspect spikes")
     if options.output:
         place(options.output)
-    from limner.evaluation.foretold import FILE, foretold
+    from limner.evaluation.loss_spikes import FILE, foretold
 
     run = options.run
     stages = {title: path.parent for title, path in records(run, FILE).items()} or {"": run}
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _report(title: str, found: Foretold) -> str:
     """The lines on one stage."""
-    from limner.evaluation.foretold import HEADER
+    from limner.evaluation.loss_spikes import HEADER
     from limner.metrics.spikes import loss_spikes
 
     rows = [row for row in found.rows() if row[1] != "0"]

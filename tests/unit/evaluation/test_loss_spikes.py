@@ -7,7 +7,7 @@ import pytest
 
 from limner.cli import main
 from limner.errors import UserError
-from limner.evaluation.foretold import foretold
+from limner.evaluation.loss_spikes import foretold
 
 
 def written(folder, steps=3_000):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from limner.evaluation.nearest import Gallery, evaluate, mosaic, save
+from limner.evaluation.nearest_neighbor import Gallery, evaluate, mosaic, save
 from tiny import WORDS, tiny_pipe
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, t
 
-from limner.evaluation.intervals import Gain, Rate, student, wilson
+from limner.evaluation.confidence import Gain, Rate, student, wilson
 
 
 @pytest.mark.parametrize(("right", "total"), [(0, 9), (9, 9), (43, 50), (1, 300)])

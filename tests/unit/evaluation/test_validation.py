@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from limner.evaluation.held_out import held_out_metrics
+from limner.evaluation.validation import held_out_metrics
 
 
 class Numbers:

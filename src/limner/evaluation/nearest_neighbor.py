@@ -6,7 +6,7 @@ pixels, and the nearest one tells what was drawn: the right one, or at least one
 right once in 3,900 times.
 
 Captions are few, so each may be drawn several times. Intervals are over families, whose emoji are
-variants of each other (see `intervals.py`): they say how far the share may be off for other such emoji.
+variants of each other (see `confidence.py`): they say how far the share may be off for other such emoji.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 from limner.atomic_io import atomic_write_text
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import Source
-from limner.evaluation.drawn import drawn
-from limner.evaluation.intervals import Rate
+from limner.evaluation.confidence import Rate
+from limner.evaluation.generate_batches import drawn
 from limner.evaluation.seeds import PUBLISHED
 from limner.pipeline import TextToImage
 from limner.progress import Advance

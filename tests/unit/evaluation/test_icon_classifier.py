@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from limner.evaluation.judge import JudgeConfig, Labelled, augmented, trained
+from limner.evaluation.icon_classifier import JudgeConfig, Labelled, augmented, trained
 from limner.training.loop import Interrupted
 from toy_icons import STYLES, SUBJECTS, picture
 
@@ -44,7 +44,7 @@ def test_it_reads_what_it_has_learned_also_shifted_blurred_and_enlarged(kept):
 def test_it_is_trained_once_for_the_same_pictures_and_settings(kept, monkeypatch):
     folder, judge = kept
     before = sorted(folder.rglob("*"))
-    monkeypatch.setattr("limner.evaluation.judge.train", None)
+    monkeypatch.setattr("limner.evaluation.icon_classifier.train", None)
     again = trained(toys(), folder, SMALL)
     assert all(torch.equal(a, b) for a, b in zip(judge.net.parameters(), again.net.parameters(), strict=True))
     assert sorted(folder.rglob("*")) == before
