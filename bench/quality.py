@@ -44,9 +44,9 @@ from limner.evaluation.seeds import PUBLISHED
 from limner.pipeline import TextToImage, load
 from limner.progress import progress
 from limner.recipes.recipe import PatchStage, Recipe, fitted_contrastive
-from limner.runs.estimate import seconds_per_step, trial
-from limner.runs.material import Material
+from limner.runs.run_data import Material
 from limner.runs.stages import Stages
+from limner.runs.time_estimate import seconds_per_step, trial
 from limner.sampling.rerank import best, scores
 from limner.text.bpe import Tokenizer
 

@@ -18,7 +18,7 @@ from limner.config import save_json
 from limner.errors import UserError
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
-from limner.runs.beside import LOG
+from limner.runs.parallel_stage import LOG
 from limner.runs.train import train_all
 from limner.training.checkpoint import latest
 from limner.training.metrics_log import read_metrics

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     pipe = load(options.source)
     if options.prune:
         from limner.data.open_source import open_source
-        from limner.runs.prune import prune, used_codes
+        from limner.runs.prune_codebook import prune, used_codes
 
         codes = used_codes(pipe.dvae, open_source(options.prune))
         print(f"{len(codes)} of {pipe.dvae.config.vocab} codes are in use")

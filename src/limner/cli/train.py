@@ -21,7 +21,7 @@ from limner.distributed.replicated import Make
 from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError, printable
 from limner.recipes.recipe import Bundled, Recipe
-from limner.runs import estimate
+from limner.runs import time_estimate
 from limner.runs.train import train_all
 from limner.training.determinism import deterministic
 from limner.validation import Checked, Range
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
     dvae = options.settings.dvae
     if isinstance(dvae, Bundled) and "dvae" in options.stages:
         raise UserError(f"the dVAE is that of {dvae.bundle!r}, so none is trained: leave dvae out of --stages")
-    announce = partial(estimate.tell, options.settings, options.out, smaller=recipes.smaller(options.recipe))
+    announce = partial(time_estimate.tell, options.settings, options.out, smaller=recipes.smaller(options.recipe))
     joined = processes.joined(options.parallel, options.replicas, _reducer(options))
     with deterministic(options.deterministic), joined as parallel:
         bundle = train_all(options.settings, options.data, options.out, options.stages or None, announce, parallel)

@@ -39,7 +39,7 @@ from limner.progress import progress
 from limner.recipes.recipe import Bundled, ContrastiveStage, PriorStage, Recipe
 from limner.runs.demo_options import Demo
 from limner.runs.demo_report import page
-from limner.runs.estimate import COMPANY, seconds_per_step, trial
+from limner.runs.time_estimate import COMPANY, seconds_per_step, trial
 from limner.runs.train import train_all
 from limner.worlds.scenes import Scene
 from limner.worlds.writing import write_scenes

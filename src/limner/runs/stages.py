@@ -39,8 +39,8 @@ from limner.recipes.recipe import (
     fitted_contrastive,
     fitted_prior,
 )
-from limner.runs.collapse import CollapseWarning
-from limner.runs.material import Material
+from limner.runs.codebook_monitor import CollapseWarning
+from limner.runs.run_data import Material
 from limner.text.bpe import Tokenizer
 from limner.training.checkpoint import completed, load_weights
 from limner.training.hooks import Hook

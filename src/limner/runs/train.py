@@ -18,9 +18,9 @@ from limner.atomic_io import locked
 from limner.config import save_json, to_dict
 from limner.pipeline import TextToImage
 from limner.recipes.recipe import Recipe, dvae_config
-from limner.runs.beside import contrastive_beside, trained_together
-from limner.runs.checks import check
-from limner.runs.material import Material
+from limner.runs.parallel_stage import contrastive_beside, trained_together
+from limner.runs.preflight import check
+from limner.runs.run_data import Material
 from limner.runs.stages import STAGES, Stage, Stages
 from limner.training.parallel import Parallel, Single
 

@@ -1,4 +1,4 @@
-"""Trains the contrastive model beside the prior (`beside.py`): `python -m limner.runs.worker DATA RUN`."""
+"""Trains the contrastive model beside the prior (`parallel_stage.py`): `python -m limner.runs.worker DATA RUN`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from limner.config import load_json
 from limner.recipes.recipe import Recipe
-from limner.runs.material import Material
+from limner.runs.run_data import Material
 from limner.runs.stages import Stages
 
 

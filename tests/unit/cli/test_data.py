@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from limner.cli.data import main
-from limner.runs.material import Material
+from limner.runs.run_data import Material
 
 
 @pytest.fixture

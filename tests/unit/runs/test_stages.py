@@ -20,7 +20,7 @@ from limner.models.transformer import TransformerConfig
 from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.pipeline import TextToImage
 from limner.recipes.recipe import PatchStage, Recipe
-from limner.runs.material import Material
+from limner.runs.run_data import Material
 from limner.runs.stages import Stages, relate, reranker
 from limner.runs.train import train_all
 from limner.training.metrics_log import read_metrics

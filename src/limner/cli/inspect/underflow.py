@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
     from limner.layers.low_precision import plain
     from limner.profiling.exponents import SMALLEST, exponents
     from limner.recipes.recipe import Recipe
-    from limner.runs.material import Material
+    from limner.runs.run_data import Material
     from limner.runs.stages import Stages
 
     run, data = Stages(Material.of(load_json(Recipe, recipe), options.data, options.run)).trained(options.stage)

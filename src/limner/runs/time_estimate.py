@@ -26,7 +26,7 @@ from limner.recipes.recipe import (
     fitted_contrastive,
     fitted_prior,
 )
-from limner.runs.beside import trained_together
+from limner.runs.parallel_stage import trained_together
 from limner.training.checkpoint import completed, step_of
 from limner.training.run import Run
 from limner.training.step import update

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from limner.runs.collapse import CollapseWarning
+from limner.runs.codebook_monitor import CollapseWarning
 
 
 def report(found: list[float], vocab: int = 1_000, resumed_at: int | None = None) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from limner.errors import UserError
-from limner.runs.beside import _Watch
+from limner.runs.parallel_stage import _Watch
 
 
 @pytest.fixture

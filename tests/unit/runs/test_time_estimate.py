@@ -9,7 +9,7 @@ from limner import recipes
 from limner.cli import main
 from limner.errors import UserError
 from limner.recipes.recipe import Bundled
-from limner.runs import estimate
+from limner.runs import time_estimate
 from limner.runs.train import train_all
 from limner.worlds.writing import write_scenes
 from tiny import tiny_recipe
@@ -45,10 +45,10 @@ def told(monkeypatch, seconds, recipe, out, stages=STAGES, smaller="laptop"):
         tried.append((name, torch.get_num_threads()))
         return seconds[name]
 
-    monkeypatch.setattr(estimate, "seconds_per_step", takes)
+    monkeypatch.setattr(time_estimate, "seconds_per_step", takes)
     said = []
     monkeypatch.setattr("builtins.print", lambda *lines, **_: said.extend(lines))
-    estimate.tell(recipe, out, stages, smaller)
+    time_estimate.tell(recipe, out, stages, smaller)
     return said, tried
 
 
@@ -109,8 +109,8 @@ def test_nothing_is_said_where_little_is_left(monkeypatch, two_threads, tmp_path
 
 
 def test_a_trial_that_fails_stops_nothing(monkeypatch, two_threads, tmp_path, capsys):
-    monkeypatch.setattr(estimate, "trial", lambda *_: 1 / 0)
-    estimate.tell(with_steps(tiny_recipe(), dvae=6_000), tmp_path, STAGES)
+    monkeypatch.setattr(time_estimate, "trial", lambda *_: 1 / 0)
+    time_estimate.tell(with_steps(tiny_recipe(), dvae=6_000), tmp_path, STAGES)
     assert capsys.readouterr().err == "how long training will take cannot be tried (ZeroDivisionError)\n"
     assert two_threads[-1] == 2
 
@@ -124,12 +124,12 @@ def test_a_whole_batch_follows_from_a_few_samples(monkeypatch, size, fixed, each
     def update(run, batch):
         clock[0] += fixed + each * len(batch["pixels"])
 
-    monkeypatch.setattr(estimate, "update", update)
-    monkeypatch.setattr(estimate.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time_estimate, "update", update)
+    monkeypatch.setattr(time_estimate.time, "monotonic", lambda: clock[0])
     recipe = tiny_recipe()
     stage = replace(recipe.dvae, training=replace(recipe.dvae.training, batch_size=size))
-    model, _, batches = estimate.trial(recipe, "dvae")
-    assert estimate.seconds_per_step(model, stage, batches, 1.2) == pytest.approx(fixed + each * size)
+    model, _, batches = time_estimate.trial(recipe, "dvae")
+    assert time_estimate.seconds_per_step(model, stage, batches, 1.2) == pytest.approx(fixed + each * size)
     assert clock[0] < 6 * (fixed + each) + 6
 
 
@@ -140,7 +140,7 @@ def test_every_stage_can_be_tried_and_leaves_the_callers_random_numbers(monkeypa
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    estimate.tell(recipe, tmp_path, STAGES)
+    time_estimate.tell(recipe, tmp_path, STAGES)
     assert torch.equal(torch.rand(3), expected)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 5 and all("about" in line for line in lines[1:]), lines

@@ -11,7 +11,7 @@ from limner.config import read_json
 from limner.data.stream import share_of
 from limner.errors import UserError
 from limner.recipes.recipe import AnyStage, Bundled, dvae_config, fitted_contrastive, fitted_prior
-from limner.runs.material import Material
+from limner.runs.run_data import Material
 from limner.training.checkpoint import completed, step_of
 from limner.training.config import refuse_changes
 from limner.training.parallel import Single
