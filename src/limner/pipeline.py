@@ -41,9 +41,9 @@ from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Auto, Precision
 from limner.progress import Advance
+from limner.sampling.cuda_graph import TokenDecoder, decoder
 from limner.sampling.generate import FREE, generate
-from limner.sampling.options import Options, Sampler
-from limner.sampling.recorded import TokenDecoder, decoder
+from limner.sampling.generation_config import Options, Sampler
 from limner.sampling.rerank import best, distinct_first, scores
 from limner.text.bpe import Tokenizer
 from limner.validation import SEEDS, OutOfRange, Range, short
@@ -100,7 +100,7 @@ class Runtime:
         int8_cache: keys and values in 8 bits, which halves the memory of each candidate (`layers/cache.py`).
         int8_weights: the prior's matrices in 8 bits, which halves its memory.
         compiled: faster, after half a minute and more for each number of candidates, the first time
-            (`sampling/compiled.py`).
+            (`sampling/aot_inductor.py`).
     """
 
     precision: Precision = field(default_factory=Auto)

@@ -18,7 +18,7 @@ from limner.drawing import SOURCE_TYPE
 from limner.errors import UserError
 from limner.numerics.precision import Auto, Bf16
 from limner.pipeline import Runtime, TextToImage, load
-from limner.sampling.options import Options, Sampler
+from limner.sampling.generation_config import Options, Sampler
 from tiny import WORDS, tiny_pipe
 
 CAPTION = WORDS[0]

@@ -15,7 +15,7 @@ from tyro.conf import arg
 from limner.cli import choose
 from limner.cli.arguments import parse, place_png
 from limner.errors import UserError, printable
-from limner.sampling.options import CANDIDATES
+from limner.sampling.generation_config import CANDIDATES
 from limner.validation import Checked, Range
 
 

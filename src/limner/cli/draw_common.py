@@ -14,7 +14,7 @@ from limner import pretrained
 from limner.cli.arguments import place
 from limner.errors import UserError, printable
 from limner.progress import progress
-from limner.sampling.options import Options
+from limner.sampling.generation_config import Options
 from limner.validation import Checked, Range
 
 _NAME_BYTES = 120  # of a caption in a file's name; names may have 255 bytes, on some file systems 143

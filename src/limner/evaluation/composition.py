@@ -38,7 +38,7 @@ from limner.evaluation.generate_batches import Holds, combination, drawn, verdic
 from limner.evaluation.seeds import PUBLISHED, drawing_seed
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import Advance
-from limner.sampling.options import CANDIDATES, Sampler
+from limner.sampling.generation_config import CANDIDATES, Sampler
 from limner.validation import SEEDS, Checked
 from limner.worlds import captions, scenes
 from limner.worlds.judge import pair_holds, satisfies

@@ -11,7 +11,7 @@ from torch import Tensor
 from limner.evaluation.seeds import drawing_seed
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import Advance
-from limner.sampling.options import Sampler
+from limner.sampling.generation_config import Sampler
 from limner.worlds import scenes
 from limner.worlds.scenes import Scene
 

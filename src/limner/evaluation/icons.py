@@ -39,7 +39,7 @@ from limner.evaluation.reconstruction import reconstructions
 from limner.evaluation.seeds import PUBLISHED
 from limner.pipeline import TextToImage
 from limner.progress import Advance
-from limner.sampling.options import CANDIDATES
+from limner.sampling.generation_config import CANDIDATES
 from limner.sampling.rerank import best
 from limner.validation import SEEDS, Checked, Range
 

@@ -25,9 +25,9 @@ from limner.numerics.precision import Auto
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW
 from limner.profiling.cost import Cost
+from limner.sampling.cuda_graph import decoder
 from limner.sampling.generate import choose
-from limner.sampling.options import Sampler
-from limner.sampling.recorded import decoder
+from limner.sampling.generation_config import Sampler
 from limner.training.config import TrainConfig
 from limner.training.run import Run
 from limner.training.step import update

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from limner import recipes
 from limner.evaluation.seeds import PUBLISHED
-from limner.sampling.options import CANDIDATES
+from limner.sampling.generation_config import CANDIDATES
 from limner.validation import SEEDS, Checked, Range
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from limner.errors import UserError
 from limner.layers.cache import Store, Together
-from limner.sampling.options import Sampler
-from limner.sampling.recorded import TokenDecoder
+from limner.sampling.cuda_graph import TokenDecoder
+from limner.sampling.generation_config import Sampler
 from limner.text import PAD
 
 FREE = -1  # marks a position to draw

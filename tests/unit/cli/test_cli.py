@@ -24,7 +24,7 @@ from limner.errors import UserError, printable
 from limner.layers.precisions import Fp16Weights
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.progress import PlainProgress
-from limner.sampling.options import Options
+from limner.sampling.generation_config import Options
 from limner.training.loop import Interrupted
 from tiny import tiny_pipe
 

@@ -17,7 +17,7 @@ from limner.evaluation.icon_result import save
 from limner.evaluation.icons import IconSettings, accuracy, enlarged, evaluate, evaluate_pairs
 from limner.evaluation.nearest_neighbor import Gallery
 from limner.pipeline import Candidates
-from limner.sampling.options import Sampler
+from limner.sampling.generation_config import Sampler
 from tiny import tiny_pipe
 from toy_icons import HELD_OUT, STYLES, SUBJECTS, UNSEEN, pair, picture, write_toy_icons
 

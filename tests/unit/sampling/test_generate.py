@@ -8,9 +8,9 @@ from scipy import stats
 from limner.errors import UserError
 from limner.layers.cache import Int8Store, Store
 from limner.models.transformer import TransformerConfig
+from limner.sampling.cuda_graph import Recorded
 from limner.sampling.generate import FREE, Generation, choose, generate, uniforms
-from limner.sampling.options import Sampler
-from limner.sampling.recorded import Recorded
+from limner.sampling.generation_config import Sampler
 from limner.text import PAD
 
 N = 40_000

@@ -15,7 +15,7 @@ from limner.cli.evaluate.shared import Seed, keep, require_scenes
 from limner.errors import UserError, printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import clock, progress
-from limner.sampling.options import CANDIDATES, Sampler
+from limner.sampling.generation_config import CANDIDATES, Sampler
 from limner.validation import Checked, Range
 
 _SHOWN = 8  # captions in the picture

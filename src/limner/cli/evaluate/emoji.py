@@ -14,7 +14,7 @@ from limner.cli.evaluate.shared import Seed, keep
 from limner.errors import UserError, printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
-from limner.sampling.options import CANDIDATES
+from limner.sampling.generation_config import CANDIDATES
 from limner.validation import Checked, Range
 
 

@@ -13,7 +13,7 @@ from limner.cli.arguments import parse, place_png
 from limner.errors import printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
-from limner.sampling.options import CANDIDATES
+from limner.sampling.generation_config import CANDIDATES
 from limner.validation import SEEDS, Checked
 
 

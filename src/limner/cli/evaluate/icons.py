@@ -15,7 +15,7 @@ from limner.cli.evaluate.shared import Seed, keep
 from limner.errors import printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
-from limner.sampling.options import CANDIDATES
+from limner.sampling.generation_config import CANDIDATES
 from limner.validation import Checked, Range
 
 _SURE = 0.9  # of the pictures that a judge has seen, if its verdicts are to mean something

@@ -14,7 +14,7 @@ from limner.cli.evaluate.shared import Seed, keep, require_scenes
 from limner.errors import printable
 from limner.evaluation.seeds import PUBLISHED
 from limner.progress import progress
-from limner.sampling.options import CANDIDATES, Sampler
+from limner.sampling.generation_config import CANDIDATES, Sampler
 from limner.validation import Checked, Range
 
 

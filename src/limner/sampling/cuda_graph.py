@@ -40,7 +40,7 @@ class TokenDecoder(Protocol):
 
 def decoder(model: Transformer, compile: bool = False) -> TokenDecoder:
     """The model in the form that draws fastest on its device. Compiled steps are faster still, but the first use of
-    each number of candidates takes half a minute or more (`compiled.py`)."""
+    each number of candidates takes half a minute or more (`aot_inductor.py`)."""
     on_gpu = model.head.image.weight.device.type == "cuda"
     if not (compile or on_gpu):
         return model
@@ -119,7 +119,7 @@ class _Steps:
         self.owner: Callable[[], Cache | None] = lambda: None
 
         if of.compile:
-            from limner.sampling.compiled import compiled
+            from limner.sampling.aot_inductor import compiled
 
             step, memory = compiled(of.model, self.layers, self.token, self.position), Cache(self.layers).memory
 

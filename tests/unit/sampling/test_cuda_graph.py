@@ -11,10 +11,10 @@ from torch._dynamo.testing import CompileCounter
 from limner.errors import UserError
 from limner.layers.cache import Int8Store, Store
 from limner.models.transformer import TransformerConfig
-from limner.sampling import compiled as kept
+from limner.sampling import aot_inductor as kept
+from limner.sampling.cuda_graph import Recorded, decoder
 from limner.sampling.generate import FREE, generate
-from limner.sampling.options import Sampler
-from limner.sampling.recorded import Recorded, decoder
+from limner.sampling.generation_config import Sampler
 
 SMALL = TransformerConfig(text_vocab=20, image_vocab=12, text_len=4, grid=(5, 4), width=32, depth=3, heads=2, kernel=3)
 
