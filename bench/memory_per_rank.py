@@ -33,8 +33,8 @@ from limner.profiling.launch import Launch
 from limner.profiling.trial import Measure
 from limner.profiling.watch import Watcher
 from limner.training.config import TrainConfig
-from limner.training.run import Run
 from limner.training.step import update
+from limner.training.train_state import Run
 
 OPTIMIZERS = {kind.__name__: kind for kind in (AdamW, AdamW16, Muon)}
 STEPS = 3

@@ -51,8 +51,8 @@ from limner.optim.optimizers import AdamW
 from limner.progress import progress
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single
-from limner.training.run import Run
 from limner.training.step import update
+from limner.training.train_state import Run
 
 ENDS = ("limner0", "limner1")  # namespaces, and the ends of the link in them
 ALONE = "alone, nothing sent"

@@ -35,8 +35,8 @@ from limner.training.hooks import Hook
 from limner.training.loop import Interrupted, train
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import Parallel, Single
-from limner.training.run import Run
 from limner.training.state import restore, save
+from limner.training.train_state import Run
 
 STEPS, EVERY = 8, 4
 CONFIG = TrainConfig(

@@ -43,7 +43,7 @@ from limner.recipes.presets import paper
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
-from limner.training.trainable import Objective
+from limner.training.train_module import Objective
 
 FILE = Path(__file__).with_name("curves.json")
 KEPT = ("loss", "grad_norm", "eval/loss")  # of each line of metrics.jsonl

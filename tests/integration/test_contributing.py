@@ -24,8 +24,8 @@ from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.recipes import recipe
 from limner.training.config import TrainConfig
-from limner.training.run import Run
 from limner.training.step import update
+from limner.training.train_state import Run
 
 SOURCE = Path(limner.__path__[0]).parent
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")

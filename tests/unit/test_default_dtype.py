@@ -13,8 +13,8 @@ from limner.layers.quantize import row_wise
 from limner.models.transformer import Block
 from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW
 from limner.training.config import TrainConfig
-from limner.training.run import Run
-from limner.training.scaling import scaling
+from limner.training.grad_scaler import scaling
+from limner.training.train_state import Run
 
 
 def numbers(*shape: int) -> torch.Tensor:

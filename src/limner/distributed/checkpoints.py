@@ -2,7 +2,7 @@
 
 What one process holds it writes itself, to a file of its own; nothing is gathered. What several hold alike (weights of
 replicas, say) they divide, tensor by tensor, so that each writes about as much. Torch's Distributed Checkpoint writes
-the files; `training/shard_files.py` describes and reads them.
+the files; `training/dcp_reader.py` describes and reads them.
 
     training    step  step  copy  step  step  step  step  copy  ...
                               └────────┐                    └─ waits for the thread, if that is not through

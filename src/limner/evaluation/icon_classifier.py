@@ -34,7 +34,7 @@ from limner.progress import Progress
 from limner.training.checkpoint import latest, load_weights, step_of
 from limner.training.config import TrainConfig
 from limner.training.loop import train
-from limner.training.trainable import Batch
+from limner.training.train_module import Batch
 from limner.validation import Checked, Range
 
 _READ = 256  # pictures read at a time

@@ -1,6 +1,6 @@
 """Which spikes of a run's loss its RMS_t foretold: a table and a page (Wortsman et al. 2023, Figure 4 and Appendix E).
 
-It reads the `stability.jsonl` that `training/stability.py` writes.
+It reads the `stability.jsonl` that `training/rms_monitor.py` writes.
 """
 
 from __future__ import annotations

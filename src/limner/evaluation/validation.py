@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from limner.data.stream import Dataset
-from limner.training.run import Evaluate
-from limner.training.trainable import Objective
+from limner.training.train_module import Objective
+from limner.training.train_state import Evaluate
 
 
 def held_out_metrics(objective: Objective, data: Dataset, batch_size: int, device: torch.device) -> Evaluate:

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from limner.training.run import Run
-from limner.training.scaling import resblocks
-from limner.training.trainable import Batch
+from limner.training.grad_scaler import resblocks
+from limner.training.train_module import Batch
+from limner.training.train_state import Run
 
 LOWEST, HIGHEST = -149, 127  # exponents of fp32, subnormal numbers included
 SMALLEST = {"fp16": 2.0**-24, "bf16": 2.0**-133, "1-6-9": 2.0**-68, "e5m2": 2.0**-16, "e4m3": 2.0**-9}

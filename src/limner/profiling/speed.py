@@ -29,9 +29,9 @@ from limner.sampling.cuda_graph import decoder
 from limner.sampling.generate import choose
 from limner.sampling.generation_config import Sampler
 from limner.training.config import TrainConfig
-from limner.training.run import Run
 from limner.training.step import update
-from limner.training.trainable import Batch, Objective
+from limner.training.train_module import Batch, Objective
+from limner.training.train_state import Run
 
 PLACES = (0.0, 0.25, 0.5, 0.75, 0.99)  # of a picture, where a step is timed
 

@@ -30,8 +30,8 @@ from limner.optim.shards import local
 from limner.profiling.launch import Launch
 from limner.profiling.watch import Watcher, storage_bytes
 from limner.training.hooks import Hook
-from limner.training.run import Run
 from limner.training.step import update
+from limner.training.train_state import Run
 
 Shape = tuple[int, ...]
 

@@ -118,7 +118,7 @@ def _measured(of: Step, rank: int, world: int, store: str) -> Result:
 
 def _with_model(model: Any) -> Any:
     from limner.objectives.autoregressive import Autoregressive
-    from limner.training.trainable import Trainable
+    from limner.training.train_module import Trainable
 
     return Trainable(model, Autoregressive())
 

@@ -20,9 +20,9 @@ import numpy as np
 from limner.numerics.formats import FloatFormat
 from limner.reproduce.finding import Finding
 from limner.reproduce.trials import Result, Trials
+from limner.training.grad_scaler import LossScale, ResblockScales
 from limner.training.hooks import Hook
-from limner.training.run import Run
-from limner.training.scaling import LossScale, ResblockScales
+from limner.training.train_state import Run
 
 CLAIM = "A gradient scale for each resblock trains in a format whose exponents are too few for one scale of the loss"
 SOURCE = "Ramesh et al. 2021, §2.4, App. D.1, Figure 12"

@@ -24,7 +24,7 @@ from limner.optim.optimizers import AdamW
 from limner.reproduce import priors
 from limner.reproduce.small import Trained
 from limner.training.parallel import Single
-from limner.training.trainable import Trainable
+from limner.training.train_module import Trainable
 
 
 class Exchange:

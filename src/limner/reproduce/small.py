@@ -23,13 +23,13 @@ from limner.numerics.precision import Fp32
 from limner.optim.schedules import Cosine
 from limner.text.bpe import Tokenizer
 from limner.training.config import TrainConfig
+from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook
 from limner.training.parallel import Parallel
-from limner.training.run import Diverged, Run
-from limner.training.scaling import scaling
-from limner.training.stability import rms
+from limner.training.rms_monitor import rms
 from limner.training.step import update
-from limner.training.trainable import Objective
+from limner.training.train_module import Objective
+from limner.training.train_state import Diverged, Run
 from limner.worlds.captions import describe
 from limner.worlds.rendering import render
 from limner.worlds.scenes import sample_scene

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from limner.training.hooks import Hook
-from limner.training.run import Run
+from limner.training.train_state import Run
 
 _SHARE, _AFTER, _REPORTS = 0.1, 500, 10  # of the vocabulary, steps, in a row
 

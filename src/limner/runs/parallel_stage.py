@@ -24,7 +24,7 @@ from limner.progress import progress
 from limner.recipes.recipe import Recipe
 from limner.training.hooks import Hook
 from limner.training.metrics_log import read_metrics
-from limner.training.run import Run
+from limner.training.train_state import Run
 
 LOG = "contrastive.log"
 

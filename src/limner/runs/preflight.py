@@ -15,7 +15,7 @@ from limner.runs.run_data import Material
 from limner.training.checkpoint import completed, step_of
 from limner.training.config import refuse_changes
 from limner.training.parallel import Single
-from limner.training.run import set_up
+from limner.training.train_state import set_up
 
 
 def check(material: Material, stages: Sequence[str]) -> None:

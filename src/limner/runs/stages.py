@@ -44,12 +44,12 @@ from limner.runs.run_data import Material
 from limner.text.bpe import Tokenizer
 from limner.training.checkpoint import completed, load_weights
 from limner.training.hooks import Hook
-from limner.training.kernels import KernelCounts
+from limner.training.kernel_report import KernelCounts
 from limner.training.loop import train
 from limner.training.parallel import folded
-from limner.training.run import Evaluate, Run
-from limner.training.stability import Stability
-from limner.training.tensors import fill_model, model_tensors
+from limner.training.rms_monitor import Stability
+from limner.training.state_tensors import fill_model, model_tensors
+from limner.training.train_state import Evaluate, Run
 
 M = TypeVar("M", bound=PatchDVAE | DVAE | Transformer | Contrastive)
 Stage = Literal["dvae", "prior", "contrastive"]

@@ -28,8 +28,8 @@ from limner.recipes.recipe import (
 )
 from limner.runs.parallel_stage import trained_together
 from limner.training.checkpoint import completed, step_of
-from limner.training.run import Run
 from limner.training.step import update
+from limner.training.train_state import Run
 
 COMPANY = 1.25  # how much longer a step takes beside the other stage
 _ROOM = 1.2  # seconds that a batch may take that is tried here

@@ -5,7 +5,7 @@
         state.json              everything else
         SHA256SUMS              of all these, as `sha256sum -c` reads them
 
-Where several processes train one model, each has written a file of shards instead of these groups: `shard_files.py`
+Where several processes train one model, each has written a file of shards instead of these groups: `dcp_reader.py`
 reads them, and everything here takes either kind.
 
 A folder is written under a temporary name, flushed to the disk, and renamed: a crash at any moment
@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from limner.atomic_io import atomic_folder, file_hash
 from limner.config import read_json
 from limner.errors import UserError
-from limner.training import shard_files
-from limner.training.tensors import check_shapes, fill_model, model_tensors
+from limner.training import dcp_reader
+from limner.training.state_tensors import check_shapes, fill_model, model_tensors
 
 FOLDER = "checkpoints"
 STATE = "state.json"
@@ -218,8 +218,8 @@ def read_groups(
     `parameters` are those that it is read for: where one is a shard, so is what is read for it, if that is stored in
     shards. Raises `UserError` if a file is damaged.
     """
-    if shard_files.found(checkpoint):
-        return shard_files.read(checkpoint, wanted, parameters or {})
+    if dcp_reader.found(checkpoint):
+        return dcp_reader.read(checkpoint, wanted, parameters or {})
     groups = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         if wanted is None or path.stem in wanted:
@@ -242,13 +242,13 @@ def load_weights(model: nn.Module, folder: str | Path, averaged: bool = True) ->
     if checkpoint is None:
         raise UserError(f"{folder} holds no checkpoint; name the folder of a training run")
     wanted = ("model", "ema") if averaged else ("model",)
-    if shard_files.found(checkpoint):  # read into the model: there may be no room for a whole copy beside it
-        own, stored = model_tensors(model), shard_files.stored(checkpoint)
+    if dcp_reader.found(checkpoint):  # read into the model: there may be no room for a whole copy beside it
+        own, stored = model_tensors(model), dcp_reader.stored(checkpoint)
         keys: dict[str, str] = {}
         for group in wanted:
             keys |= {key.partition("/")[2]: key for key in stored if key.startswith(f"{group}/")}
         check_shapes(own, {name: stored[key][0] for name, key in keys.items()}, str(checkpoint))
-        shard_files.fill(checkpoint, {keys[name]: tensor for name, tensor in own.items()})
+        dcp_reader.fill(checkpoint, {keys[name]: tensor for name, tensor in own.items()})
         return checkpoint
     groups = read_groups(checkpoint, wanted)
     fill_model(model, groups.get("model", {}) | groups.get("ema", {}), str(checkpoint))

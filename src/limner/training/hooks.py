@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from limner.training.run import Run
+from limner.training.train_state import Run
 
 
 class Hook:

@@ -34,15 +34,15 @@ from limner.layers.low_precision import plain
 from limner.progress import Progress
 from limner.training.checkpoint import Checkpointer, Files
 from limner.training.config import TrainConfig, description
+from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
 from limner.training.parallel import Parallel, Single
-from limner.training.run import Diverged, Evaluate, Run
-from limner.training.scaling import scaling
 from limner.training.signals import Signals
 from limner.training.state import Stateful, restore, save
 from limner.training.step import update
-from limner.training.trainable import Batch, Objective
+from limner.training.train_module import Batch, Objective
+from limner.training.train_state import Diverged, Evaluate, Run
 
 
 class Batches(Stateful, Protocol):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from limner.data.stream import hash64
 from limner.optim.gradients import divide_all
 from limner.training.checkpoint import Checkpointer, Files
-from limner.training.trainable import Trainable
+from limner.training.train_module import Trainable
 
 
 class Parallel(Protocol):

@@ -27,8 +27,8 @@ from limner.training.checkpoint import Checkpointer, Tensors
 from limner.training.config import refuse_changes
 from limner.training.hooks import Hook
 from limner.training.parallel import folded
-from limner.training.run import Run
-from limner.training.tensors import fill_model, load_optimizers, model_tensors, optimizer_tensors
+from limner.training.state_tensors import fill_model, load_optimizers, model_tensors, optimizer_tensors
+from limner.training.train_state import Run
 from limner.version import __version__
 
 

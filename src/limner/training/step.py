@@ -14,8 +14,8 @@ from torch import Tensor
 from limner.optim.gradients import clip, total_norm
 from limner.optim.schedules import cooldown, warmup
 from limner.training.hooks import Hook
-from limner.training.run import Run
-from limner.training.trainable import Batch
+from limner.training.train_module import Batch
+from limner.training.train_state import Run
 
 
 def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW
 from limner.profiling.watch import Watcher
 from limner.training.config import TrainConfig
-from limner.training.run import Run
 from limner.training.step import update
+from limner.training.train_state import Run
 from ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")

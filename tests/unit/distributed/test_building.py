@@ -27,8 +27,8 @@ from limner.profiling.watch import Watcher, storage_bytes
 from limner.runs.stages import relate
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single
-from limner.training.run import Run
 from limner.training.step import update
+from limner.training.train_state import Run
 from ranks import on_ranks
 from tiny import tiny_pipe
 

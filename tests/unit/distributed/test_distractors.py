@@ -18,8 +18,8 @@ from limner.optim.shards import whole
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.parallel import Parallel, Single
-from limner.training.run import Run
 from limner.training.step import update
+from limner.training.train_state import Run
 from ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")

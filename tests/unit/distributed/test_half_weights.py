@@ -25,12 +25,12 @@ from limner.optim.optimizers import AdamW16
 from limner.optim.shards import local, whole
 from limner.training.checkpoint import Files
 from limner.training.config import TrainConfig
+from limner.training.grad_scaler import scaling
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import Parallel, Single
-from limner.training.run import Run
-from limner.training.scaling import scaling
 from limner.training.step import update
+from limner.training.train_state import Run
 from ranks import on_ranks
 from shard_ranks import Tokens
 

@@ -14,7 +14,7 @@ from limner.distributed.sharded import Sharded
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
-from limner.training.trainable import Trainable
+from limner.training.train_module import Trainable
 from ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")

@@ -19,7 +19,7 @@ from limner.numerics.formats import E6M9
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.shards import whole
 from limner.training.parallel import Parallel, Single
-from limner.training.trainable import Trainable
+from limner.training.train_module import Trainable
 from ranks import on_ranks
 
 PRIOR = TransformerConfig(

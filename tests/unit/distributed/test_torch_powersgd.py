@@ -24,7 +24,7 @@ from limner.optim.optimizers import AdamW
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
-from limner.training.trainable import Trainable
+from limner.training.train_module import Trainable
 from ranks import on_ranks
 from shard_ranks import Tokens
 

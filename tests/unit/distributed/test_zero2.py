@@ -14,8 +14,8 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW
 from limner.optim.shards import sharded
 from limner.training.config import TrainConfig
-from limner.training.run import Run
 from limner.training.step import update
+from limner.training.train_state import Run
 from ranks import on_ranks
 
 COUNTER = Path("/proc/self/io")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from limner.optim import AdamW16, Beta2WarmupAdamW, Lion, Muon, StableAdamW
-from limner.training.stability import rms
+from limner.training.rms_monitor import rms
 
 Make = Callable[..., torch.optim.Optimizer]
 MAKES = [AdamW16, Beta2WarmupAdamW, Lion, StableAdamW, lambda ps: StableAdamW(ps, packed=True)]

@@ -8,7 +8,7 @@ from limner.numerics.precision import Fp16, Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.profiling.exponents import LOWEST, SMALLEST, Exponents, exponents
 from limner.training.config import TrainConfig
-from limner.training.run import Run
+from limner.training.train_state import Run
 
 
 def test_exponents_are_counted():

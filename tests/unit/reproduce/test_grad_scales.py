@@ -10,8 +10,8 @@ from limner.reproduce import grad_scales
 from limner.reproduce.grad_scales import FORM, ResblockScalesFast
 from limner.reproduce.trials import Trials
 from limner.training.config import TrainConfig
-from limner.training.run import Run
 from limner.training.step import update
+from limner.training.train_state import Run
 
 MODEL = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3), width=16, depth=1, heads=2)
 

@@ -19,8 +19,8 @@ from limner.reproduce.compression_rank import smallest
 from limner.reproduce.replicas import SimulatedReplicas
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single
-from limner.training.run import Run
 from limner.training.step import update
+from limner.training.train_state import Run
 from ranks import on_ranks
 
 

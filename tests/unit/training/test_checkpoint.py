@@ -10,7 +10,7 @@ from checkpoints import read_tensors
 from limner.errors import UserError
 from limner.training import checkpoint
 from limner.training.checkpoint import Files, completed, latest
-from limner.training.tensors import fill_model, load_optimizers, model_tensors, optimizer_tensors
+from limner.training.state_tensors import fill_model, load_optimizers, model_tensors, optimizer_tensors
 
 
 class Tied(nn.Module):

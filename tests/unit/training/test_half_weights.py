@@ -17,13 +17,13 @@ from limner.optim.optimizers import AdamW, AdamW16, Beta2WarmupAdamW, Muon, Stab
 from limner.profiling.cost import Cost
 from limner.profiling.trial import state_bytes
 from limner.training.config import TrainConfig
+from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
-from limner.training.run import Run
-from limner.training.scaling import scaling
-from limner.training.stability import rms
+from limner.training.rms_monitor import rms
 from limner.training.step import update
+from limner.training.train_state import Run
 from tokens_in_turn import PRIOR, Tokens
 
 CONFIG = TrainConfig(

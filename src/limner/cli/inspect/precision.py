@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     run = parse(PrecisionOptions, argv, "limner inspect precision").run
     if not run.is_dir():
         raise UserError(f"{run} is no folder: name the --out of a `limner train`")
-    from limner.training.kernels import FILE
+    from limner.training.kernel_report import FILE
 
     files = records(run, FILE)
     if not files:

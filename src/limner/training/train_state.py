@@ -13,7 +13,7 @@ from limner.errors import UserError
 from limner.optim.ema import Ema, EmaOnCpu
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single, folded
-from limner.training.trainable import Objective, Trainable
+from limner.training.train_module import Objective, Trainable
 
 Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
 

@@ -12,7 +12,7 @@ from torch.distributed import checkpoint as dcp
 from checkpoints import read_tensors
 from limner.errors import UserError
 from limner.profiling.watch import Watcher
-from limner.training import shard_files
+from limner.training import dcp_reader
 from limner.training.checkpoint import Files, load_weights
 
 WEIGHT, MEAN = torch.arange(15.0).view(5, 3), torch.arange(15, dtype=torch.int16).view(5, 3)
@@ -38,12 +38,12 @@ def three(tmp_path: Path) -> Path:
 
 
 def test_parts_are_joined_and_groups_are_chosen(three: Path) -> None:
-    groups = shard_files.read(three, None, {"weight": nn.Parameter(WEIGHT)})
+    groups = dcp_reader.read(three, None, {"weight": nn.Parameter(WEIGHT)})
     assert groups.keys() == {"model", "optimizer"}
     assert torch.equal(groups["model"]["weight"], WEIGHT)
     assert groups["optimizer"]["mean.weight"].dtype == torch.int16
     assert torch.equal(groups["optimizer"]["mean.weight"], MEAN) and groups["optimizer"]["step.weight"] == 7
-    assert shard_files.read(three, ("model", "ema"), {}).keys() == {"model"}
+    assert dcp_reader.read(three, ("model", "ema"), {}).keys() == {"model"}
     assert torch.equal(read_tensors(three, "model")["weight"], WEIGHT)
 
 
@@ -108,7 +108,7 @@ DAMAGES = {
 def test_what_does_not_fit_together_is_a_sentence(damage: str, three: Path) -> None:
     DAMAGES[damage](three)
     with pytest.raises(UserError, match="lacks a part of '|cannot be read") as said:
-        shard_files.read(three, None, {})
+        dcp_reader.read(three, None, {})
     assert "\n" not in str(said.value)
 
 
@@ -116,6 +116,6 @@ def test_the_library_writes_what_is_read(tmp_path: Path) -> None:
     writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"model/weight": WEIGHT, "rng/torch": torch.get_rng_state()}, storage_writer=writer, no_dist=True)
-    assert shard_files.found(tmp_path)
+    assert dcp_reader.found(tmp_path)
     assert torch.equal(read_tensors(tmp_path, "model")["weight"], WEIGHT)
     assert torch.equal(read_tensors(tmp_path, "rng")["torch"], torch.get_rng_state())

@@ -34,7 +34,7 @@ from limner.optim.moments import SMALLEST, read
 from limner.optim.shards import by_kind, mean
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
-from limner.training.run import Run
+from limner.training.train_state import Run
 
 _WORDS = 3  # tensors that a warning names
 

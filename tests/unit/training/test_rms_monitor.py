@@ -17,9 +17,9 @@ from limner.optim import Beta2WarmupAdamW, StableAdamW, optimizers
 from limner.optim.optimizers import AdamW, Muon
 from limner.training.config import TrainConfig
 from limner.training.loop import train
-from limner.training.run import Run
-from limner.training.stability import Stability, rms
+from limner.training.rms_monitor import Stability, rms
 from limner.training.step import update
+from limner.training.train_state import Run
 from ranks import on_ranks
 
 CONFIG = TrainConfig(

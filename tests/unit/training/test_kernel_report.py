@@ -15,7 +15,7 @@ from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW
 from limner.training.config import TrainConfig
-from limner.training.kernels import FILE, KernelCounts
+from limner.training.kernel_report import FILE, KernelCounts
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
 from tokens_in_turn import PRIOR, Tokens

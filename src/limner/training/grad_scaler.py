@@ -38,7 +38,7 @@ from limner.models.transformer import Resblock
 from limner.numerics.formats import HALVES, FloatFormat
 from limner.optim.shards import by_kind, local, total
 from limner.training.hooks import Hook
-from limner.training.run import Run
+from limner.training.train_state import Run
 
 
 class _Scaled(torch.autograd.Function):

@@ -19,7 +19,7 @@ from limner.atomic_io import atomic_write_text
 from limner.layers.kernel_counter import Counts, from_rows, to_rows
 from limner.layers.low_precision import LowPrecisionLinear
 from limner.training.hooks import Hook
-from limner.training.run import Run
+from limner.training.train_state import Run
 
 FILE = "precision.json"
 

@@ -20,12 +20,12 @@ from limner.objectives.contrastive import ContrastiveLoss
 from limner.optim.optimizers import AdamW
 from limner.text import PAD
 from limner.training.config import TrainConfig
+from limner.training.grad_scaler import ResblockScales, _Scaled, scaling
 from limner.training.loop import train
 from limner.training.parallel import Single
-from limner.training.run import Run
-from limner.training.scaling import ResblockScales, _Scaled, scaling
-from limner.training.stability import Stability
+from limner.training.rms_monitor import Stability
 from limner.training.step import update
+from limner.training.train_state import Run
 
 MODEL = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3), width=16, depth=2, heads=2)
 TRAIN = TrainConfig(
