@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 bench/checkpoints.py --size small --folder DISK
 
     gathered    every tensor is made whole on all processes, and the first one writes the files while all wait
-    shards      each process copies its shards and goes on (`distributed/checkpoints.py`)
+    shards      each process copies its shards and goes on (`distributed/sharded_checkpoint.py`)
 
 A state is weights, their average and AdamW's moments, in fp32. The two sides take turns. Printed are medians over the
 rounds, of the slowest process each: how long it waits, how long until the checkpoint has its name on the disk, and how
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, distributed
 
-from limner.distributed.processes import joined
+from limner.distributed.process_group import joined
 from limner.distributed.sharded import Sharded
 from limner.models.transformer import SIZES
 from limner.optim.shards import whole

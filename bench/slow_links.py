@@ -39,8 +39,8 @@ import torch
 from torch import distributed
 
 from limner import errors
+from limner.distributed.gradient_reducers import Bf16Reducer, Plain
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
-from limner.distributed.reducers import Bf16Reducer, Plain
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
 from limner.distributed.torch_powersgd import TorchPowerSGD

@@ -18,7 +18,9 @@ import torch
 from torch import distributed
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["limner.distributed.processes", "limner.distributed.powersgd", "limner.models.dvae"])
+_context.set_forkserver_preload(
+    ["limner.distributed.process_group", "limner.distributed.powersgd", "limner.models.dvae"]
+)
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Any]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from limner.config import to_dict
 from limner.data.stream import Stream
-from limner.distributed import checkpoints
+from limner.distributed import sharded_checkpoint
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded
@@ -161,7 +161,7 @@ def tensors(step: int) -> dict[str, dict[str, Tensor]]:
 
 def save_on(out: Path, first: int) -> None:
     """Save one state after another until killed."""
-    checkpointer = checkpoints.Shards(Files(out, keep=2))
+    checkpointer = sharded_checkpoint.Shards(Files(out, keep=2))
     checkpointer.begin()
     for step in range(first, 10**6):
         checkpointer.save(step, tensors(step), {"step": step})
@@ -169,7 +169,7 @@ def save_on(out: Path, first: int) -> None:
 
 def fail(out: Path, rank: int) -> str:
     """What is said at the next save when one rank may write no large file any more."""
-    checkpointer = checkpoints.Shards(Files(out, keep=2))
+    checkpointer = sharded_checkpoint.Shards(Files(out, keep=2))
     checkpointer.save(1, tensors(1), {"step": 1})
     checkpointer.wait()
     if distributed.get_rank() == rank:
@@ -184,8 +184,8 @@ def fail(out: Path, rank: int) -> str:
 
 def apart(out: Path) -> str:
     """What is said where each rank has a folder of its own."""
-    checkpoints._PATIENCE = 0.2
+    sharded_checkpoint._PATIENCE = 0.2
     rank = distributed.get_rank()
     with pytest.raises(UserError) as said:
-        checkpoints.Shards(Files(out / f"machine-{rank}", keep=2)).begin()
+        sharded_checkpoint.Shards(Files(out / f"machine-{rank}", keep=2)).begin()
     return str(said.value)

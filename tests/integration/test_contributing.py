@@ -105,7 +105,7 @@ import torch
 from torch import distributed, nn
 from limner.cli.train import Train
 from limner.data.stream import Stream
-from limner.distributed.processes import REDUCERS
+from limner.distributed.process_group import REDUCERS
 from limner.distributed.replicated import Replicated
 from limner.numerics.precision import Fp32
 from limner.training.config import TrainConfig

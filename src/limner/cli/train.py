@@ -15,7 +15,7 @@ from limner import recipes
 from limner.cli.arguments import parse, place
 from limner.cli.variant_options import chosen, kinds
 from limner.config import load_json
-from limner.distributed import processes
+from limner.distributed import process_group
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Make
 from limner.distributed.torch_powersgd import TorchPowerSGD
@@ -29,7 +29,7 @@ from limner.validation import Checked, Range
 if TYPE_CHECKING:
     Reducer = str
 else:  # of which no type checker can read the names
-    Reducer = Literal[tuple(processes.REDUCERS)]
+    Reducer = Literal[tuple(process_group.REDUCERS)]
 
 
 def _recipes() -> str:
@@ -52,10 +52,10 @@ class Train(Checked):
     recipe: Annotated[str, arg(help=_recipes())]
     stages: tuple[Literal["dvae", "prior", "contrastive"], ...] = ()
     """Which stages to train; all by default."""
-    parallel: processes.Kind = "replicated"
+    parallel: process_group.Kind = "replicated"
     """Whether each of the processes that torchrun starts holds all weights, or a part of them (sharded), or all weights
     and a part of gradients, averages and moments (zero2)."""
-    replicas: Annotated[int | processes.Machines, Range(1, 2**16)] = 1
+    replicas: Annotated[int | process_group.Machines, Range(1, 2**16)] = 1
     """How many groups of processes hold all weights together, if they are sharded; machines makes one of each machine,
     also when a machine is lost or joins."""
     deterministic: bool = False
@@ -81,10 +81,10 @@ def main(argv: Sequence[str]) -> None:
     if isinstance(dvae, Bundled) and "dvae" in options.stages:
         raise UserError(f"the dVAE is that of {dvae.bundle!r}, so none is trained: leave dvae out of --stages")
     announce = partial(time_estimate.tell, options.settings, options.out, smaller=recipes.smaller(options.recipe))
-    joined = processes.joined(options.parallel, options.replicas, _reducer(options))
+    joined = process_group.joined(options.parallel, options.replicas, _reducer(options))
     with deterministic(options.deterministic), joined as parallel:
         bundle = train_all(options.settings, options.data, options.out, options.stages or None, announce, parallel)
-    if processes.rank():
+    if process_group.rank():
         return
     print(f"the run is in {printable(options.out)}")
     if bundle is not None:
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> None:
 def _reducer(options: Train) -> Make | None:
     rank = options.reduce_rank
     if rank is None:
-        return processes.REDUCERS[options.reduce]
+        return process_group.REDUCERS[options.reduce]
     if options.reduce == "powersgd":
         return partial(PowerSGD, PowerSGDConfig(rank=rank))
     if options.reduce == "torch-powersgd":

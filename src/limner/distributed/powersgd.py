@@ -47,7 +47,7 @@ from jaxtyping import Float
 from torch import Tensor, distributed, nn
 
 from limner.data.stream import hash64
-from limner.distributed.reducers import Bucket, Replicas, Waiting, averaged
+from limner.distributed.gradient_reducers import Bucket, Replicas, Waiting, averaged
 from limner.errors import UserError
 from limner.numerics.formats import E6M9, HALVES
 from limner.optim import gradients

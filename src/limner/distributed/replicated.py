@@ -2,7 +2,7 @@
 
 The simplest way for models that fit on one device. DistributedDataParallel broadcasts the first process's weights,
 gathers gradients in buckets and averages each bucket as soon as it is full. With a `GradientReducer` that takes its
-place, gradients are compressed (`reducers.py`).
+place, gradients are compressed (`gradient_reducers.py`).
 
 Shapes: n rows of a process, N those of all processes.
 """
@@ -20,8 +20,8 @@ from jaxtyping import Shaped
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from limner.distributed.checkpoints import Folder, Shards
-from limner.distributed.reducers import GradientReducer, Reduction, Replicas, buckets
+from limner.distributed.gradient_reducers import GradientReducer, Reduction, Replicas, buckets
+from limner.distributed.sharded_checkpoint import Folder, Shards
 from limner.errors import UserError
 from limner.models.dvae import DVAE
 from limner.optim.gradients import divide_all

@@ -27,11 +27,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from limner.distributed.building import cut_before, in_shards
-from limner.distributed.checkpoints import Folder, Shards
-from limner.distributed.exchange import exchange, gather
-from limner.distributed.reducers import Plain, twice
+from limner.distributed.gradient_reducers import Plain, twice
+from limner.distributed.p2p_collectives import exchange, gather
 from limner.distributed.replicated import Make, Replicated
+from limner.distributed.sharded_checkpoint import Folder, Shards
+from limner.distributed.sharded_init import cut_before, in_shards
 from limner.errors import UserError
 from limner.layers.half_linear import HalfLinear
 from limner.optim.shards import cut, local, sharded, whole

@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from limner.distributed.reducers import Bucket, Plain, Replicas, Waiting, averaged
+from limner.distributed.gradient_reducers import Bucket, Plain, Replicas, Waiting, averaged
 from limner.errors import UserError
 from limner.numerics.formats import HALVES
 from limner.optim import gradients

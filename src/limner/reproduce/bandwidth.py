@@ -70,8 +70,8 @@ def _measured(of: Step, rank: int, world: int, store: str) -> Result:
     import torch
     from torch import distributed
 
+    from limner.distributed.gradient_reducers import Plain
     from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
-    from limner.distributed.reducers import Plain
     from limner.distributed.sharded import Sharded
     from limner.models.transformer import TransformerConfig
     from limner.optim.groups import block_matrices

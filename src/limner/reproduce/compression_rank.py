@@ -33,8 +33,8 @@ class Training:
 
 def trial(of: Training) -> Result:
     """The losses, and bytes sent per step for what is compressed."""
+    from limner.distributed.gradient_reducers import Plain
     from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
-    from limner.distributed.reducers import Plain
     from limner.optim.groups import block_matrices
     from limner.reproduce import replicas
 

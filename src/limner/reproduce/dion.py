@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from limner.distributed.gradient_reducers import Plain
 from limner.distributed.powersgd import Matrix, PowerSGD, PowerSGDConfig
-from limner.distributed.reducers import Plain
 from limner.optim.groups import block_matrices
 from limner.optim.optimizers import AdamW, Muon
 from limner.reproduce.finding import Finding

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from limner.distributed.gradient_reducers import GradientReducer, Plain
 from limner.distributed.powersgd import Matrix, PowerSGD, PowerSGDConfig
-from limner.distributed.reducers import GradientReducer, Plain
 from limner.reproduce.finding import Finding
 from limner.reproduce.trials import Result, Trials
 

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from limner.distributed.gradient_reducers import GradientReducer, Plain
 from limner.distributed.powersgd import EPS, PowerSGD, PowerSGDConfig, orthonormal
-from limner.distributed.reducers import GradientReducer, Plain
 from limner.numerics.formats import E6M9
 from limner.reproduce.finding import Finding
 from limner.reproduce.trials import Result, Trials

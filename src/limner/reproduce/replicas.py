@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from limner.distributed.reducers import Codec, GradientReducer, Replicas, Waiting, buckets
+from limner.distributed.gradient_reducers import Codec, GradientReducer, Replicas, Waiting, buckets
 from limner.models.transformer import TransformerConfig
 from limner.optim.optimizers import AdamW
 from limner.reproduce import priors

@@ -1,4 +1,4 @@
-"""Reads checkpoints that several processes wrote, each a file with its shards (`distributed/checkpoints.py`).
+"""Reads checkpoints that several processes wrote, each a file with its shards (`distributed/sharded_checkpoint.py`).
 
     shard-00003-model-00001-of-00001.safetensors    of the third: "GROUP/NAME" -> a part of the tensor
     "DCP_SHARDING_INFO" in its header, as JSON      "GROUP/NAME" -> where in the tensor that part begins

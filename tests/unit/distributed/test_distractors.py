@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from limner.distributed.reducers import Plain
+from limner.distributed.gradient_reducers import Plain
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
 from limner.errors import UserError

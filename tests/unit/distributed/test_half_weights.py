@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from limner.data.stream import Stream
+from limner.distributed.gradient_reducers import GradientReducer, Plain, Reduction, Replicas, buckets
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
-from limner.distributed.reducers import GradientReducer, Plain, Reduction, Replicas, buckets
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
 from limner.distributed.torch_powersgd import TorchPowerSGD

@@ -11,8 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from limner.data.stream import Stream
+from limner.distributed.gradient_reducers import Reduction, Replicas, buckets
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
-from limner.distributed.reducers import Reduction, Replicas, buckets
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded
 from limner.distributed.torch_powersgd import TorchPowerSGD

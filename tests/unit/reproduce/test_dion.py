@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
+from limner.distributed.gradient_reducers import Reduction, Replicas, buckets
 from limner.distributed.powersgd import EPS, PowerSGDConfig
-from limner.distributed.reducers import Reduction, Replicas, buckets
 from limner.reproduce.dion import Dion
 from ranks import on_ranks
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from limner.distributed.gradient_reducers import Plain
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
-from limner.distributed.reducers import Plain
 from limner.distributed.replicated import Replicated
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32

@@ -19,9 +19,9 @@ from typing import Literal
 import torch
 from torch import distributed
 
-from limner.distributed.meeting import agreed
+from limner.distributed.gradient_reducers import Bf16Reducer
 from limner.distributed.powersgd import PowerSGD
-from limner.distributed.reducers import Bf16Reducer
+from limner.distributed.rendezvous import agreed
 from limner.distributed.replicated import Make, Replicated
 from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from limner.distributed.exchange import exchange, gather
+from limner.distributed.p2p_collectives import exchange, gather
 from ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")

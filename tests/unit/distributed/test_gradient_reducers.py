@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from limner.distributed import powersgd
+from limner.distributed.gradient_reducers import Bf16Reducer, Plain, Reduction, Replicas, Waiting, buckets
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig, orthonormal
-from limner.distributed.reducers import Bf16Reducer, Plain, Reduction, Replicas, Waiting, buckets
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
 from limner.errors import UserError

@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from limner.distributed.powersgd import PowerSGD
-from limner.distributed.processes import Kind, _machines, joined, rank
+from limner.distributed.process_group import Kind, _machines, joined, rank
 from limner.distributed.sharded import Sharded
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig

@@ -7,7 +7,7 @@ import time
 import pytest
 from torch import distributed
 
-from limner.distributed.meeting import agreed
+from limner.distributed.rendezvous import agreed
 
 
 def meet(store: distributed.Store, ranks: list[int], world: int, seconds: float = 20) -> list[str | Exception]:
