@@ -27,7 +27,7 @@ from torch import Tensor, distributed
 from limner.distributed.process_group import joined
 from limner.distributed.sharded import Sharded
 from limner.models.transformer import SIZES
-from limner.optim.shards import whole
+from limner.optim.dtensor import whole
 from limner.training.checkpoint import Files
 
 Tensors = dict[str, dict[str, Tensor]]

@@ -35,7 +35,7 @@ from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import TransformerConfig
-from limner.optim.shards import like
+from limner.optim.dtensor import like
 from limner.pretrained import FORMAT, find, is_bundle, named
 from limner.text.bpe import Tokenizer
 

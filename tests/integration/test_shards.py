@@ -16,7 +16,7 @@ import torch
 import shard_ranks
 from checkpoints import read_tensors
 from limner.errors import UserError
-from limner.optim.shards import sharded
+from limner.optim.dtensor import sharded
 from limner.training.checkpoint import completed, latest, load_weights, read_groups, read_state
 from limner.training.metrics_log import read_metrics
 from ranks import at_work, on_ranks

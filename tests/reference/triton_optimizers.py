@@ -9,7 +9,7 @@ import triton
 from torch import nn
 
 from limner.numerics.formats import E6M9, UE6M10
-from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW, moments, triton_adamw
+from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW, adam_base, triton_adamw
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 SHAPES = [(5, 7), (3,), (), (0, 4), (4, 3, 2, 2), (40_000,), (190, 180)]  # the last two are several pieces
@@ -27,7 +27,7 @@ KINDS = {
 def taken(monkeypatch):
     """Both kinds of moments are given to the kernel, also where there is no GPU; what took them is noted."""
     seen = set()
-    monkeypatch.setattr(moments, "triton_launches", lambda x: True)
+    monkeypatch.setattr(adam_base, "triton_launches", lambda x: True)
     for name in ("adamw_", "sums_of_ratios"):
 
         def noted(which, whole, *args, **settings):
@@ -65,12 +65,12 @@ def test_an_optimiser_is_the_one_of_many_calls(kind, monkeypatch, taken):
     packed = any(state["exp_avg"].dtype == torch.int16 for state in optimizer.state.values())
     assert (("adamw_", torch.int16) in taken) == packed
     assert (("sums_of_ratios", torch.int16) in taken) == (packed and kind.startswith("Stable"))
-    monkeypatch.setattr(moments, "triton_launches", lambda x: False)
+    monkeypatch.setattr(adam_base, "triton_launches", lambda x: False)
     theirs, other = trained(KINDS[kind])
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-        for moment in moments.FORMATS:
-            a, b = (moments.read(o.state[x], moment) for o, x in ((optimizer, p), (other, q)))
+        for moment in adam_base.FORMATS:
+            a, b = (adam_base.read(o.state[x], moment) for o, x in ((optimizer, p), (other, q)))
             step = 2.0**-9 if optimizer.state[p][moment].dtype == torch.int16 else 1e-5
             torch.testing.assert_close(a, b, rtol=step, atol=float(b.abs().max()) * 1e-6 if b.numel() else 0.0)
 

@@ -28,7 +28,7 @@ from torch import Tensor, distributed, nn
 
 from limner.errors import UserError
 from limner.models.transformer import Resblock
-from limner.optim import gradients
+from limner.optim import grad_access
 
 Waiting = Iterator[distributed.Work]  # ends when all is done
 
@@ -199,12 +199,12 @@ class Plain:
 def averaged(parameters: Iterable[nn.Parameter], mean: Callable[[Float[Tensor, " n"]], Waiting]) -> Waiting:
     """Their gradients, one behind another, become what `mean` makes of them."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    parts = [gradients.read(grad) for grad in grads]
+    parts = [grad_access.read(grad) for grad in grads]
     if sum(part.numel() for part in parts):
         flat = torch.cat([part.flatten().float() for part in parts])
         yield from mean(flat)
         for grad, part, values in zip(grads, parts, flat.split([part.numel() for part in parts]), strict=True):
-            gradients.write(grad, values.view_as(part))
+            grad_access.write(grad, values.view_as(part))
 
 
 class Bf16Reducer(Plain):
@@ -264,7 +264,7 @@ class Reduction:
         if not self.last:
             return
         if (scale := self.scales.get(p)) is not None and p.grad is not None:
-            gradients.divide(p.grad, scale)
+            grad_access.divide(p.grad, scale)
         self._waits[name] -= 1
         if self._waits[name] < 0:
             raise twice(f"the block {name!r}")

@@ -50,8 +50,8 @@ from limner.data.stream import hash64
 from limner.distributed.gradient_reducers import Bucket, Replicas, Waiting, averaged
 from limner.errors import UserError
 from limner.numerics.formats import E6M9, HALVES
-from limner.optim import gradients
-from limner.optim.shards import like, local, placed, sharded
+from limner.optim import grad_access
+from limner.optim.dtensor import like, local, placed, sharded
 from limner.validation import Checked, Range
 
 EPS = 1e-6  # step 5
@@ -92,13 +92,13 @@ class Matrix:
     buffer: Tensor  # E in the shape of the shard, in fp32 or as codes
     turned: bool  # whether the shard is higher than wide
     start: Float[Tensor, "n r"]  # Q_0
-    divisor: Tensor | None = None  # of the gradient, if that is in 16 bits (`optim/gradients.py`)
+    divisor: Tensor | None = None  # of the gradient, if that is in 16 bits (`optim/grad_access.py`)
 
     def taken(self) -> Float[Tensor, "h w"]:
         """The gradient, as the shard is stored, in fp32; the parameter has none any more."""
         grad = cast(Tensor, self.parameter.grad)
-        self.divisor, self.parameter.grad = gradients.divisor(grad), None
-        return gradients.read(grad).flatten(1)
+        self.divisor, self.parameter.grad = grad_access.divisor(grad), None
+        return grad_access.read(grad).flatten(1)
 
     def give(self, gradient: Float[Tensor, "h w"]) -> None:
         """Let the parameter have that gradient."""
@@ -110,7 +110,7 @@ class Matrix:
             gradient = torch.empty_like(weight).copy_(gradient.view(weight.shape))
         self.parameter.grad = placed(gradient, self.parameter)
         if by is not None:
-            gradients.divide(self.parameter.grad, by)
+            grad_access.divide(self.parameter.grad, by)
 
     def error(self) -> Float[Tensor, "h w"]:
         """E, as the shard is stored, in fp32."""
@@ -128,7 +128,7 @@ class Matrix:
 
     def rounded(self, gradient: Float[Tensor, "h w"]) -> Float[Tensor, "h w"]:
         """What comes of it in the parameter's format."""
-        return gradients.rounded(gradient, self.parameter.dtype, self.divisor)
+        return grad_access.rounded(gradient, self.parameter.dtype, self.divisor)
 
     def product(self, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> tuple[Tensor, Tensor]:
         """[h, r] and [r, w], whose product is P Q^T as the shard is stored."""
@@ -250,7 +250,7 @@ class PowerSGD:
         these = set(parameters)
         for matrix in self._all():
             if matrix.parameter in these and matrix.parameter.grad is not None:
-                gradient = gradients.read(matrix.parameter.grad).flatten(1)
+                gradient = grad_access.read(matrix.parameter.grad).flatten(1)
                 if gradient.isfinite().all():
                     matrix.keep(matrix.error().add(gradient))
 

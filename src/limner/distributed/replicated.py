@@ -24,8 +24,8 @@ from limner.distributed.gradient_reducers import GradientReducer, Reduction, Rep
 from limner.distributed.sharded_checkpoint import Folder, Shards
 from limner.errors import UserError
 from limner.models.dvae import DVAE
-from limner.optim.gradients import divide_all
-from limner.optim.shards import local
+from limner.optim.dtensor import local
+from limner.optim.grad_access import divide_all
 
 Make = Callable[[], GradientReducer]
 

@@ -34,7 +34,7 @@ from limner.distributed.sharded_checkpoint import Folder, Shards
 from limner.distributed.sharded_init import cut_before, in_shards
 from limner.errors import UserError
 from limner.layers.half_linear import HalfLinear
-from limner.optim.shards import cut, local, sharded, whole
+from limner.optim.dtensor import cut, local, sharded, whole
 
 _AHEAD = 2  # blocks gathered before it is their turn: with one, a link stands still until the next block begins
 

@@ -32,7 +32,7 @@ from torch import Tensor, distributed, nn
 
 from limner.atomic_io import file_hash
 from limner.errors import UserError
-from limner.optim.shards import local, sharded
+from limner.optim.dtensor import local, sharded
 
 T = TypeVar("T")
 Tensors = Mapping[str, Mapping[str, Tensor]]

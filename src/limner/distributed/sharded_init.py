@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from limner.optim.shards import like, sharded
+from limner.optim.dtensor import like, sharded
 
 
 @contextmanager

@@ -33,8 +33,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from limner.distributed.gradient_reducers import Bucket, Plain, Replicas, Waiting, averaged
 from limner.errors import UserError
 from limner.numerics.formats import HALVES
-from limner.optim import gradients
-from limner.optim.shards import sharded
+from limner.optim import grad_access
+from limner.optim.dtensor import sharded
 
 _UNCOMPRESSED = 2  # updates; the least that the hook takes
 _Q, _UPDATES = "/Q", "/updates"  # in checkpoints, where all else has the name of a parameter
@@ -116,7 +116,7 @@ class TorchPowerSGD(Plain):
         parts = list(self._split(values))
         for part, grad, skip in zip(parts, grads, bad, strict=True):
             if grad is not None and not skip:
-                part.copy_(gradients.read(grad))
+                part.copy_(grad_access.read(grad))
         self._state.rng.seed(self._state.iter)  # of Q, where it is drawn: so that its state need not be kept
         yield cast(Any, powerSGD_hook(self._state, cast(Any, _All(values, parts))))  # waited for as other work is
         for part, error, grad, skip in zip(parts, self._errors, grads, bad, strict=True):
@@ -127,10 +127,10 @@ class TorchPowerSGD(Plain):
                 error.add_(part)
             elif grad.dtype in HALVES:  # what it cannot have of it
                 error.add_(part)
-                part.copy_(gradients.rounded(part, grad.dtype, gradients.divisor(grad)))
+                part.copy_(grad_access.rounded(part, grad.dtype, grad_access.divisor(grad)))
                 error.sub_(part)
             if grad is not None:
-                gradients.write(grad, torch.full_like(part, torch.nan) if skip else part)
+                grad_access.write(grad, torch.full_like(part, torch.nan) if skip else part)
 
     @property
     def _errors(self) -> list[Tensor]:
@@ -148,7 +148,7 @@ class TorchPowerSGD(Plain):
         these = set(parameters)
         for p, error in zip(self._matrices.values(), self._errors, strict=True):
             if p in these and p.grad is not None and p.grad.isfinite().all():
-                error.add_(gradients.read(p.grad))
+                error.add_(grad_access.read(p.grad))
 
     def tensors(self) -> dict[str, Tensor]:
         errors = self._state.error_dict[0].clone()

@@ -2,7 +2,7 @@
 
 Of the prior of Ramesh et al. 2021 "most parameters" are (§2.4): all but "gains, biases, embeddings, and unembeddings"
 (App. D.2), so the matrices of resblocks. A weight has no copy in fp32 anywhere: what an update adds to it is rounded
-into it (`optim/moments.py`).
+into it (`optim/adam_base.py`).
 
 Shapes: n inputs, m outputs.
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from limner.optim.moments import MomentOptimizer, StepTensors, adamw_, corrections
+from limner.optim.adam_base import MomentOptimizer, StepTensors, adamw_, corrections
 
 
 class Beta2WarmupAdamW(MomentOptimizer):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from limner.errors import UserError
-from limner.optim.shards import like
+from limner.optim.dtensor import like
 
 
 class Ema:

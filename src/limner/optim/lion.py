@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from limner.optim.moments import refuse_halves, require, together
+from limner.optim.adam_base import refuse_halves, require, together
 
 
 class Lion(torch.optim.Optimizer):

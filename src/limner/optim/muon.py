@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from limner.optim.moments import refuse_halves, require
-from limner.optim.shards import like, whole
+from limner.optim.adam_base import refuse_halves, require
+from limner.optim.dtensor import like, whole
 
 _STEPS = 5
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at zero; brings singular values to about 0.7 .. 1.2 in five steps

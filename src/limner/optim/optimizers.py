@@ -15,7 +15,7 @@ from torch import nn
 
 from limner.numerics.formats import HALVES
 from limner.optim import adamw16, beta2_warmup, lion, muon, stable_adamw
-from limner.optim.groups import Decayed, block_matrices, parameter_groups
+from limner.optim.param_groups import Decayed, block_matrices, parameter_groups
 from limner.validation import Checked, Range
 
 

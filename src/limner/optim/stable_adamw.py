@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from limner.numerics.fused import Fused
-from limner.optim.moments import SMALLEST, MomentOptimizer, StepTensors, adamw_, corrections
-from limner.optim.shards import mean
+from limner.optim.adam_base import SMALLEST, MomentOptimizer, StepTensors, adamw_, corrections
+from limner.optim.dtensor import mean
 
 
 class StableAdamW(MomentOptimizer):
@@ -38,7 +38,7 @@ class StableAdamW(MomentOptimizer):
         lr, betas, eps, weight_decay: as torch's AdamW has them; eps is also the floor of sqrt(u_t) in RMS_t. The
             defaults are the paper's.
         clip_decay: decay weights with the clipped learning rate, too (Algorithm 2).
-        packed: keep moments in 16 bits (`optim/moments.py`); groups may differ.
+        packed: keep moments in 16 bits (`optim/adam_base.py`); groups may differ.
     """
 
     def __init__(

@@ -34,8 +34,8 @@ from limner.layers.cross_entropy import LOGITS
 from limner.layers.precisions import Bf16Weights, Fp16Weights
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto, Bf16, Fp16
+from limner.optim.dtensor import cut
 from limner.optim.optimizers import Optimizer
-from limner.optim.shards import cut
 from limner.profiling.cost import Cost
 from limner.training.config import TrainConfig
 

@@ -26,7 +26,7 @@ from limner.distributed.sharded import KINDS
 from limner.layers.sparse import SparseAttention
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.shards import local
+from limner.optim.dtensor import local
 from limner.profiling.launch import Launch
 from limner.profiling.watch import Watcher, storage_bytes
 from limner.training.hooks import Hook

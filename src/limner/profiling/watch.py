@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from limner.errors import UserError
-from limner.optim.shards import local
+from limner.optim.dtensor import local
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 # Names differ between torch's interfaces and versions: _allgather_base_, all_gather_into_tensor, reduce_scatter_tensor.

@@ -74,7 +74,7 @@ def _measured(of: Step, rank: int, world: int, store: str) -> Result:
     from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
     from limner.distributed.sharded import Sharded
     from limner.models.transformer import TransformerConfig
-    from limner.optim.groups import block_matrices
+    from limner.optim.param_groups import block_matrices
 
     class Silent(Plain):
         """Sends nothing."""

@@ -35,7 +35,7 @@ def trial(of: Training) -> Result:
     """The losses, and bytes sent per step for what is compressed."""
     from limner.distributed.gradient_reducers import Plain
     from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
-    from limner.optim.groups import block_matrices
+    from limner.optim.param_groups import block_matrices
     from limner.reproduce import replicas
 
     trained = replicas.train(

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from limner.distributed.gradient_reducers import Plain
 from limner.distributed.powersgd import Matrix, PowerSGD, PowerSGDConfig
-from limner.optim.groups import block_matrices
 from limner.optim.optimizers import AdamW, Muon
+from limner.optim.param_groups import block_matrices
 from limner.reproduce.finding import Finding
 from limner.reproduce.trials import Result, Trials
 

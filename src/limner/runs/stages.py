@@ -26,7 +26,7 @@ from limner.models.dvae import DVAE
 from limner.models.patch_dvae import ROUNDS, AnyDVAE, AnyDVAEConfig, PatchDVAE
 from limner.models.transformer import Transformer
 from limner.objectives.codebook_elbo import BalancedELB
-from limner.optim.shards import like, sharded, whole
+from limner.optim.dtensor import like, sharded, whole
 from limner.pipeline import load
 from limner.progress import progress
 from limner.recipes.recipe import (

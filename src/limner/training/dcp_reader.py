@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from limner.errors import UserError
-from limner.optim.shards import sharded
+from limner.optim.dtensor import sharded
 
 _ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 

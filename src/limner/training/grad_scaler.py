@@ -36,7 +36,7 @@ from limner.errors import UserError
 from limner.layers.simulated_gradients import narrowed
 from limner.models.transformer import Resblock
 from limner.numerics.formats import HALVES, FloatFormat
-from limner.optim.shards import by_kind, local, total
+from limner.optim.dtensor import by_kind, local, total
 from limner.training.hooks import Hook
 from limner.training.train_state import Run
 

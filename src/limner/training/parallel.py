@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from limner.data.stream import hash64
-from limner.optim.gradients import divide_all
+from limner.optim.grad_access import divide_all
 from limner.training.checkpoint import Checkpointer, Files
 from limner.training.train_module import Trainable
 
@@ -56,7 +56,7 @@ class Parallel(Protocol):
 
     def building(self) -> AbstractContextManager[object]:
         """A block in which all ranks build a model for `prepare`. Its weights may be in shards from the start, with the
-        values that one process would draw; whoever reads or changes them goes by `optim/shards.py`."""
+        values that one process would draw; whoever reads or changes them goes by `optim/dtensor.py`."""
         ...
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -29,9 +29,9 @@ from torch.utils.hooks import RemovableHandle
 
 from limner.metrics.spikes import RMS, TOGETHER
 from limner.models.transformer import Block
-from limner.optim import gradients
-from limner.optim.moments import SMALLEST, read
-from limner.optim.shards import by_kind, mean
+from limner.optim import grad_access
+from limner.optim.adam_base import SMALLEST, read
+from limner.optim.dtensor import by_kind, mean
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
 from limner.training.train_state import Run
@@ -145,7 +145,7 @@ def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tenso
                 warms = "power" in group  # a warming beta2 begins at 0: no bias
                 step = state["step"].double() + 1  # where it is: the host waits for no device
                 beta = 1 - step ** -group["power"] if warms else torch.full_like(step, group["betas"][1])
-                square = gradients.read(p.grad).float().square()
+                square = grad_access.read(p.grad).float().square()
                 u = beta * read(state, "exp_avg_sq").float() + (1 - beta) * square
                 u = (u if warms else u / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST))
                 found[p] = (square / u).sum()

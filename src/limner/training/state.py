@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from limner.errors import UserError
-from limner.optim.shards import local
+from limner.optim.dtensor import local
 from limner.training.checkpoint import Checkpointer, Tensors
 from limner.training.config import refuse_changes
 from limner.training.hooks import Hook

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from limner.errors import UserError
-from limner.optim.shards import like
+from limner.optim.dtensor import like
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

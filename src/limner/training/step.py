@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from limner.optim.gradients import clip, total_norm
+from limner.optim.grad_access import clip, total_norm
 from limner.optim.schedules import cooldown, warmup
 from limner.training.hooks import Hook
 from limner.training.train_module import Batch

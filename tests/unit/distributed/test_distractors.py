@@ -14,7 +14,7 @@ from limner.errors import UserError
 from limner.models.contrastive import ContrastiveConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.hard_negatives import HardContrastiveLoss
-from limner.optim.shards import whole
+from limner.optim.dtensor import whole
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.parallel import Parallel, Single

@@ -10,8 +10,8 @@ from limner.distributed.sharded import Sharded, Zero2
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Bf16
 from limner.objectives.autoregressive import Autoregressive
+from limner.optim.dtensor import sharded
 from limner.optim.optimizers import AdamW
-from limner.optim.shards import sharded
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single
 from limner.training.step import update

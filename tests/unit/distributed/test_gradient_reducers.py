@@ -17,7 +17,7 @@ from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
 from limner.numerics.formats import E6M9
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.shards import whole
+from limner.optim.dtensor import whole
 from limner.training.parallel import Parallel, Single
 from limner.training.train_module import Trainable
 from ranks import on_ranks

@@ -20,9 +20,9 @@ from limner.layers.half_linear import HalfLinear
 from limner.layers.precisions import Fp16Weights
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim import gradients
+from limner.optim import grad_access
+from limner.optim.dtensor import local, whole
 from limner.optim.optimizers import AdamW16
-from limner.optim.shards import local, whole
 from limner.training.checkpoint import Files
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
@@ -129,7 +129,7 @@ def all_compressed() -> dict[tuple[str, torch.dtype, float], tuple[Tensor, ...]]
             (weight * gradient).sum().backward()  # type: ignore[operator]
             reduction.complete()
             assert weight.grad is not None
-            given += gradients.read(weight.grad)  # type: ignore[arg-type]
+            given += grad_access.read(weight.grad)  # type: ignore[arg-type]
             had += gradient.float() / scale
         found[name, dtype, size] = given, reducer.tensors()["blocks.0.weight"], had
     return found

@@ -14,8 +14,8 @@ from limner.distributed.sharded import Sharded
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
+from limner.optim.dtensor import whole
 from limner.optim.optimizers import AdamW
-from limner.optim.shards import whole
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook

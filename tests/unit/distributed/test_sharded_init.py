@@ -21,8 +21,8 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Bf16, Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.elbo import RelaxedELB
+from limner.optim.dtensor import sharded, whole
 from limner.optim.optimizers import AdamW
-from limner.optim.shards import sharded, whole
 from limner.profiling.watch import Watcher, storage_bytes
 from limner.runs.stages import relate
 from limner.training.config import TrainConfig

@@ -10,8 +10,8 @@ from limner.distributed.sharded import Sharded
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Bf16, Fp32, Precision
 from limner.objectives.autoregressive import Autoregressive
+from limner.optim.dtensor import whole
 from limner.optim.optimizers import AdamW
-from limner.optim.shards import whole
 from limner.profiling.watch import Watcher
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook

@@ -11,8 +11,8 @@ from limner.distributed.sharded import Sharded, Zero2
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
+from limner.optim.dtensor import sharded
 from limner.optim.optimizers import AdamW
-from limner.optim.shards import sharded
 from limner.training.config import TrainConfig
 from limner.training.step import update
 from limner.training.train_state import Run

@@ -12,7 +12,7 @@ from limner.layers.precisions import Bf16Weights, Fp16Weights
 from limner.models.transformer import SIZES
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim import adamw16, gradients
+from limner.optim import adamw16, grad_access
 from limner.optim.optimizers import AdamW, AdamW16, Beta2WarmupAdamW, Muon, StableAdamW
 from limner.profiling.cost import Cost
 from limner.profiling.trial import state_bytes
@@ -53,7 +53,7 @@ class Look(Hook):
 
     def before_update(self, run):
         named = run.model.named_parameters()
-        self.found = {name: gradients.read(p.grad).clone() for name, p in named if p.grad is not None}
+        self.found = {name: grad_access.read(p.grad).clone() for name, p in named if p.grad is not None}
         self.formats = {name: p.grad.dtype for name, p in run.model.named_parameters() if p.grad is not None}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from limner.data.stream import Stream
 from limner.numerics.precision import Fp32
-from limner.optim.gradients import total_norm
+from limner.optim.grad_access import total_norm
 from limner.optim.optimizers import AdamW, Muon
 from limner.training.checkpoint import completed
 from limner.training.config import TrainConfig

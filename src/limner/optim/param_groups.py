@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from limner.optim.shards import sharded
+from limner.optim.dtensor import sharded
 
 Decayed = Literal["matrices", "all"]
 

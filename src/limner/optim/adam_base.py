@@ -32,8 +32,8 @@ from torch import Tensor
 
 from limner.numerics.formats import E6M9, HALVES, UE6M10
 from limner.numerics.fused import triton_launches
-from limner.optim.gradients import read as read_gradient
-from limner.optim.shards import local
+from limner.optim.dtensor import local
+from limner.optim.grad_access import read as read_gradient
 
 FORMATS = {"exp_avg": E6M9, "exp_avg_sq": UE6M10}
 SMALLEST = torch.finfo(torch.float32).tiny  # above zero, of full precision

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from limner.numerics.formats import HALVES
-from limner.optim.shards import by_kind, local, total, whole
+from limner.optim.dtensor import by_kind, local, total, whole
 
 
 def divisor(grad: Tensor) -> Tensor | None:

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from limner.models.contrastive import ContrastiveConfig
-from limner.optim.groups import parameter_groups
+from limner.optim.param_groups import parameter_groups
 
 
 class Net(nn.Module):
