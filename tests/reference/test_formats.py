@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from limner.numerics import fused
+from limner.numerics import compile_elementwise
 from limner.numerics.formats import E6M9, UE6M10, FloatFormat
 
 E4M3, E5M2 = FloatFormat(1, 4, 3), FloatFormat(1, 5, 2)
@@ -139,7 +139,7 @@ def test_any_format_is_refused_or_rounds_as_defined(
 
 @pytest.mark.parametrize("f", [E6M9, UE6M10, E4M3], ids=str)
 def test_compiled_code_gives_the_same_bits(f: FloatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "LARGE", 1 << 14)
+    monkeypatch.setattr(compile_elementwise, "LARGE", 1 << 14)
     x = torch.randint(-(2**31), 2**31, (1 << 16,), generator=torch.Generator().manual_seed(0)).int().view(torch.float32)
     f = FloatFormat(f.sign, f.exponent, f.mantissa, f.bias)
     codes = f.pack(x)

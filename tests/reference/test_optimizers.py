@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from limner.numerics import fused
+from limner.numerics import compile_elementwise
 from limner.numerics.formats import E6M9, UE6M10
 from limner.optim import AdamW16, Beta2WarmupAdamW, Lion, StableAdamW, adam_base, stable_adamw
 
@@ -105,7 +105,7 @@ def test_stable_adamw_takes_other_ways_to_the_same_place(monkeypatch: pytest.Mon
         patch.setitem(globals(), "gradient", lambda p, *at: None if (g := plain(p, *at)) is None else _turned(g))
         close(run(build)[0], expected, 1e-12)
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "LARGE", 1000)
+        patch.setattr(compile_elementwise, "LARGE", 1000)
         patch.setattr(adam_base, "_AT_ONCE", 1000)
         close(run(build, torch.float32)[0], expected, 2e-5)
 

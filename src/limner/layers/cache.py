@@ -35,7 +35,7 @@ from torch import Tensor
 
 from limner.layers.attention import Core
 from limner.layers.patterns import Pattern
-from limner.numerics.fused import triton_launches
+from limner.numerics.compile_elementwise import triton_launches
 
 Position = int | Tensor  # a tensor is int64 [1]
 

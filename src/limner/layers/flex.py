@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from limner.layers.patterns import Pattern
-from limner.numerics.fused import specialised, triton_runs
+from limner.numerics.compile_elementwise import specialised, triton_runs
 
 _RUNS = 8  # of consecutive offsets that a kernel compares one by one, at most
 _BLOCK = 128  # queries, and keys

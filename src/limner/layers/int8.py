@@ -29,7 +29,7 @@ from torch import Tensor
 
 from limner.layers.kernel_counter import Product, count_product
 from limner.layers.vmap_loop import looped
-from limner.numerics.fused import triton_runs
+from limner.numerics.compile_elementwise import triton_runs
 
 _AT_ONCE = 1 << 20  # int32 sums of a part of a product on a CPU: 4 MB
 _ROWS = 64  # of a part at least, since oneDNN lays the weights out anew for each

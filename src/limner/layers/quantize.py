@@ -28,7 +28,7 @@ from torch import Tensor
 
 from limner.layers.scales import INT8, scales
 from limner.layers.vmap_loop import looped
-from limner.numerics.fused import triton_runs
+from limner.numerics.compile_elementwise import triton_runs
 
 _AT_ONCE = 1 << 18  # entries quantised together on a CPU, 1 MB in fp32: the second pass finds them in the cache
 

@@ -34,7 +34,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from limner.numerics.fused import Fused
+from limner.numerics.compile_elementwise import Fused
 from limner.validation import Checked, Range
 
 _FRACTION = 23  # bits of an fp32 significand

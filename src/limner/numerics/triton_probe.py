@@ -1,4 +1,4 @@
-"""A first Triton kernel, which shows whether there can be others (`fused.py`)."""
+"""A first Triton kernel, which shows whether there can be others (`compile_elementwise.py`)."""
 
 from __future__ import annotations
 

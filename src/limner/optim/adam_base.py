@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from limner.numerics.compile_elementwise import triton_launches
 from limner.numerics.formats import E6M9, HALVES, UE6M10
-from limner.numerics.fused import triton_launches
 from limner.optim.dtensor import local
 from limner.optim.grad_access import read as read_gradient
 

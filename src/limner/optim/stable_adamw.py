@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from limner.numerics.fused import Fused
+from limner.numerics.compile_elementwise import Fused
 from limner.optim.adam_base import SMALLEST, MomentOptimizer, StepTensors, adamw_, corrections
 from limner.optim.dtensor import mean
 

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from limner.numerics import fused
+from limner.numerics import compile_elementwise
 from limner.numerics.formats import E6M9, FloatFormat
 
 
@@ -63,10 +63,10 @@ def test_what_cannot_be_compiled_runs_as_it_is_written(monkeypatch: pytest.Monke
         return call
 
     monkeypatch.setattr(torch, "compile", broken)
-    double = fused.Fused(lambda x: 2 * x)
+    double = compile_elementwise.Fused(lambda x: 2 * x)
     with pytest.warns(UserWarning, match=r"does not work here \(no compiler\)") as said:
-        once = double(torch.ones(fused.LARGE))
-    assert len(said) == 1 and torch.equal(double(torch.ones(fused.LARGE)), once)
+        once = double(torch.ones(compile_elementwise.LARGE))
+    assert len(said) == 1 and torch.equal(double(torch.ones(compile_elementwise.LARGE)), once)
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda form: pickle.loads(pickle.dumps(form))])
