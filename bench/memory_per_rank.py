@@ -5,7 +5,7 @@
 
 Processes that talk by gloo train for a few steps as `limner train --parallel sharded` does. Each adds up the storages
 of its shards of weights, gradients, moments and averages. Its peak is the most bytes that tensors had in the last step
-(`limner.profiling.watch`): on a CPU the size of a process also holds what torch loads for its first step and what the
+(`limner.profiling.memory_tracker`): on a CPU the size of a process also holds what torch loads for its first step and what the
 allocator keeps, which no plan knows. How much the process grew, from before the model, is printed beside it.
 """
 
@@ -29,9 +29,9 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Bf16
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW, AdamW16, Muon
+from limner.profiling.dry_run import Measure
 from limner.profiling.launch import Launch
-from limner.profiling.trial import Measure
-from limner.profiling.watch import Watcher
+from limner.profiling.memory_tracker import Watcher
 from limner.training.config import TrainConfig
 from limner.training.step import update
 from limner.training.train_state import Run

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from limner.models.transformer import TransformerConfig
-from limner.profiling.speed import PLACES, DrawingTime, mean_step, seconds, trained
+from limner.profiling.throughput import PLACES, DrawingTime, mean_step, seconds, trained
 
 CPU = torch.device("cpu")
 

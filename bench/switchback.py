@@ -22,7 +22,7 @@ import statistics
 import torch
 
 from limner.cli.malloc_tuning import settle_allocator
-from limner.profiling.linear import Times, layers, parts, processor, products, rounds, times_as_fast
+from limner.profiling.bench_linear import Times, layers, parts, processor, products, rounds, times_as_fast
 
 
 def main() -> None:

@@ -66,10 +66,10 @@ def main(argv: Sequence[str]) -> None:
 
 def _measured(options: BenchOptions, config: Any, device: Any) -> dict[str, Any]:
     """Print a grid's figures as they are found; returns seconds per picture by candidates and side, and of training."""
-    from limner.profiling import speed
+    from limner.profiling import throughput
 
     sides = {"sparse": config, "dense": replace(config, pattern="dense")}
-    here = speed.machine(device)
+    here = throughput.machine(device)
     h, w = config.grid
     print(
         f"\n{options.size}: width {config.width}, {config.depth} layers, {config.heads} heads; {config.text_len} text "
@@ -82,10 +82,10 @@ def _measured(options: BenchOptions, config: Any, device: Any) -> dict[str, Any]
 
 
 def _drawing(options: BenchOptions, sides: dict[str, Any], n: int, here: Any, device: Any) -> dict[str, float]:
-    from limner.profiling import speed
+    from limner.profiling import throughput
 
     def draw(name: str, config: Any) -> Any:
-        return speed.drawing(config, n, device, shared=name == "sparse", compiled=options.compiled)
+        return throughput.drawing(config, n, device, shared=name == "sparse", compiled=options.compiled)
 
     rounds = _rounds(options, sides, draw)
     ratio = median(found["dense"].seconds / found["sparse"].seconds if "dense" in found else nan for found in rounds)
@@ -96,7 +96,7 @@ def _drawing(options: BenchOptions, sides: dict[str, Any], n: int, here: Any, de
             continue
         step = median(found[name].step for found in rounds)
         line = f"{n:6,} {name:7} {step * 1e3:12.2f} {n / took[name]:11.3f} {rounds[0][name].each / 1e6:17.2f}"
-        over = f"{step / speed.floor(sides[name], n, here):26.2f}"
+        over = f"{step / throughput.floor(sides[name], n, here):26.2f}"
         print(line + (over if name == "sparse" else f"{ratio:10.1f}x"), flush=True)
     return {name: took[name] / n if name in took else nan for name in sides}
 
@@ -121,14 +121,14 @@ def _rounds(options: BenchOptions, sides: dict[str, Any], measure: Callable[[str
 
 
 def _training(options: BenchOptions, sides: dict[str, Any], here: Any, device: Any) -> dict[str, float]:
-    from limner.profiling import speed
+    from limner.profiling import throughput
 
     def train(name: str, config: Any) -> Any:
-        return speed.training(config, options.batch, device, checkpointing=options.checkpointing)
+        return throughput.training(config, options.batch, device, checkpointing=options.checkpointing)
 
     rounds = _rounds(options, sides, train)
     took = {name: median(found.get(name, nan) for found in rounds) for name in sides}
-    share = median(speed.useful(sides["sparse"], options.batch, found["sparse"], here) for found in rounds)
+    share = median(throughput.useful(sides["sparse"], options.batch, found["sparse"], here) for found in rounds)
     ratio = median(found.get("dense", nan) / found["sparse"] for found in rounds)
     beside = f"{took['dense'] * 1e3:,.0f} ms, sparse is {ratio:.1f}x" if ratio == ratio else "does not fit into memory"
     print(

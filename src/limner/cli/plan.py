@@ -14,11 +14,11 @@ from limner.cli import choose
 from limner.cli.arguments import parse
 from limner.cli.plan_report import gb, launches, tried
 from limner.profiling import cost
-from limner.profiling.choice import Cluster, choices
 from limner.profiling.compression import compression_rate, table1, table2
 from limner.profiling.cost import GB, Cost
 from limner.profiling.gpus import GPUS
 from limner.profiling.launch import moment_bytes
+from limner.profiling.launch_search import Cluster, choices
 from limner.text_table import figures
 from limner.validation import Checked, Range
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> None:
     blocks = [*report(options.recipe, made, training.steps, options.candidates)]
     blocks += launches(found, options.recipe, training)
     if options.trial:
-        from limner.profiling.trial import try_out
+        from limner.profiling.dry_run import try_out
 
         blocks += tried(found[0], try_out(found[0].launch))
     print("\n\n".join([*blocks, RUNS]))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from limner.profiling.choice import Timed, command
 from limner.profiling.cost import GB
 from limner.profiling.gpus import GPUS
+from limner.profiling.launch_search import Timed, command
 from limner.text_table import figures
 from limner.training.config import TrainConfig
 
 if TYPE_CHECKING:
-    from limner.profiling.trial import Trial
+    from limner.profiling.dry_run import Trial
 
 _SHOWN = 5
 

@@ -15,7 +15,7 @@ Sent by a GPU in an update of A micro-batches, going around a ring:
 PowerSGD (App. E of Ramesh et al. 2021) takes each shard of a matrix, transposed if need be, as m x n with m <= n, and
 sends P [m, r / S] and Q [n, r / S] in 16 bits: the rank r is over all shards together.
 
-`trial.py` runs such a launch in one process; tests hold these figures against what it finds.
+`dry_run.py` runs such a launch in one process; tests hold these figures against what it finds.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ class Launch:
 
     @property
     def uncompressed(self) -> Launch:
-        """It without PowerSGD, as `trial.py` runs it."""
+        """It without PowerSGD, as `dry_run.py` runs it."""
         return replace(self, rank=None)
 
     @property

@@ -12,7 +12,7 @@ import statistics
 
 import torch
 
-from limner.profiling.linear import Times, layers, parts, processor, products, rounds, times_as_fast
+from limner.profiling.bench_linear import Times, layers, parts, processor, products, rounds, times_as_fast
 from limner.progress import progress
 from limner.reproduce.finding import Finding
 from limner.reproduce.trials import Trials

@@ -23,7 +23,7 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.elbo import RelaxedELB
 from limner.optim.dtensor import sharded, whole
 from limner.optim.optimizers import AdamW
-from limner.profiling.watch import Watcher, storage_bytes
+from limner.profiling.memory_tracker import Watcher, storage_bytes
 from limner.runs.stages import relate
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single

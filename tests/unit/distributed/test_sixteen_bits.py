@@ -12,7 +12,7 @@ from limner.numerics.precision import Bf16, Fp32, Precision
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.dtensor import whole
 from limner.optim.optimizers import AdamW
-from limner.profiling.watch import Watcher
+from limner.profiling.memory_tracker import Watcher
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.parallel import Parallel, Single

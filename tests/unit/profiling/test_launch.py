@@ -17,10 +17,10 @@ from limner.errors import UserError
 from limner.layers.precisions import Fp16Weights
 from limner.models.transformer import SIZES, TransformerConfig
 from limner.optim.optimizers import AdamW, AdamW16, Muon
-from limner.profiling.choice import Cluster, choices, command
+from limner.profiling.dry_run import try_out
 from limner.profiling.launch import Launch, moment_bytes, shapes
-from limner.profiling.trial import try_out
-from limner.profiling.watch import Watcher, storage_bytes
+from limner.profiling.launch_search import Cluster, choices, command
+from limner.profiling.memory_tracker import Watcher, storage_bytes
 from limner.training.config import TrainConfig
 
 SMALL = TransformerConfig(

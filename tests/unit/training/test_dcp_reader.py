@@ -11,7 +11,7 @@ from torch.distributed import checkpoint as dcp
 
 from checkpoints import read_tensors
 from limner.errors import UserError
-from limner.profiling.watch import Watcher
+from limner.profiling.memory_tracker import Watcher
 from limner.training import dcp_reader
 from limner.training.checkpoint import Files, load_weights
 

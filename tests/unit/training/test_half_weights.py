@@ -15,7 +15,7 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.optim import adamw16, grad_access
 from limner.optim.optimizers import AdamW, AdamW16, Beta2WarmupAdamW, Muon, StableAdamW
 from limner.profiling.cost import Cost
-from limner.profiling.trial import state_bytes
+from limner.profiling.dry_run import state_bytes
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook

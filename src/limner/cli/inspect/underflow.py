@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"{options.run} is no run: it has no recipe.json, as `limner train --out` writes it")
     from limner.data.stream import Stream
     from limner.layers.low_precision import plain
-    from limner.profiling.exponents import SMALLEST, exponents
+    from limner.profiling.grad_histogram import SMALLEST, exponents
     from limner.recipes.recipe import Recipe
     from limner.runs.run_data import Material
     from limner.runs.stages import Stages

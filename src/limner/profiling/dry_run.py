@@ -28,7 +28,7 @@ from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.dtensor import local
 from limner.profiling.launch import Launch
-from limner.profiling.watch import Watcher, storage_bytes
+from limner.profiling.memory_tracker import Watcher, storage_bytes
 from limner.training.hooks import Hook
 from limner.training.step import update
 from limner.training.train_state import Run

@@ -6,7 +6,7 @@ import torch
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp16, Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.profiling.exponents import LOWEST, SMALLEST, Exponents, exponents
+from limner.profiling.grad_histogram import LOWEST, SMALLEST, Exponents, exponents
 from limner.training.config import TrainConfig
 from limner.training.train_state import Run
 

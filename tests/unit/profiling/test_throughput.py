@@ -5,9 +5,9 @@ import torch
 
 from limner.layers.attention import visible
 from limner.models.transformer import TransformerConfig
-from limner.profiling import speed
+from limner.profiling import throughput
 from limner.profiling.cost import Cost
-from limner.profiling.speed import Machine
+from limner.profiling.throughput import Machine
 
 CPU = torch.device("cpu")
 SMALL = TransformerConfig(
@@ -23,11 +23,11 @@ def test_a_step_of_drawing_is_counted_as_its_pattern_sees():
     assert flops == pytest.approx(7 * (2 * matrices + 4 * 32 * (image + 4 * p)))
     assert read == pytest.approx(2 * (matrices + 2 * 32 * (7 * image + 4 * p)))
     here = Machine(gemm=1e9, copy=1e8)
-    assert speed.floor(SMALL, 7, here) == pytest.approx(flops / 1e9 + read / 1e8)
+    assert throughput.floor(SMALL, 7, here) == pytest.approx(flops / 1e9 + read / 1e8)
 
 
 def test_drawing_holds_what_the_cache_says_shared_or_copied():
-    shared, copied = (speed.drawing(SMALL, 3, CPU, shared=share) for share in (True, False))
+    shared, copied = (throughput.drawing(SMALL, 3, CPU, shared=share) for share in (True, False))
     size = shared.each // sum(pattern.held for pattern in SMALL.patterns)  # bytes of a position, keys and values
     assert size in (2 * 32 * 2, 2 * 32 * 4)
     assert shared.shared == 4 * 6 * size
@@ -42,7 +42,7 @@ def test_a_copied_cache_gives_the_same_logits():
     text, tokens = torch.randint(0, 40, (1, 5)), torch.randint(0, 30, (24, 3))
     with torch.inference_mode():
         cache = model.prefill(text)[0].expand(3)
-        copied = speed._copied(cache, 3)
+        copied = throughput._copied(cache, 3)
         for position, token in enumerate(tokens):
             cache.length = copied.length = position
             torch.testing.assert_close(model.step(cache, token), model.step(copied, token))
@@ -50,6 +50,6 @@ def test_a_copied_cache_gives_the_same_logits():
 
 
 def test_training_is_timed_and_useful_arithmetic_is_a_share():
-    took = speed.training(SMALL, 2, CPU)
-    share = speed.useful(SMALL, 2, took, speed.machine(CPU))
+    took = throughput.training(SMALL, 2, CPU)
+    share = throughput.useful(SMALL, 2, took, throughput.machine(CPU))
     assert 0 < share < 1
