@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from limner.reproduce.compression_rank import Training, trial
-from limner.reproduce.trials import Trials
+from limner.reproduce.sweep import Trials
 
 LAST = 50
 

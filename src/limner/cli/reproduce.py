@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     options = parse(Reproduce, argv, "limner reproduce")
     name = choose(options.name, NAMES, "finding")
     folder = place(options.output, folder=True)
-    from limner.reproduce.trials import Trials
+    from limner.reproduce.sweep import Trials
 
     found = load(name).reproduce(Trials(folder / "trials" / name), options.quick)
     if options.quick:

@@ -8,8 +8,8 @@ it says of their results: a `Finding`, with a table, curves, and whether the cla
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from limner.reproduce.finding import Finding
-from limner.reproduce.trials import Trials
+from limner.reproduce.report import Finding
+from limner.reproduce.sweep import Trials
 
 #: In the order of the papers' sections.
 NAMES = (

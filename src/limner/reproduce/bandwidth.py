@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from limner.errors import UserError
-from limner.reproduce.finding import Finding
-from limner.reproduce.trials import Result, Trials
+from limner.reproduce.report import Finding
+from limner.reproduce.sweep import Result, Trials
 
 CLAIM = "PowerSGD sends r (m + 2) / (2 d m) of the numbers of the gradients: 5 r / 8 d with eight GPUs per machine"
 SOURCE = "Ramesh et al. 2021, App. E.1, Table 2"

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from limner.reproduce.finding import Finding
-from limner.reproduce.trials import Result, Trials
+from limner.reproduce.report import Finding
+from limner.reproduce.sweep import Result, Trials
 
 CLAIM = "The smallest compression rank without a gap in the loss grows with the model's width: the rate stays the same"
 SOURCE = "Ramesh et al. 2021, §2.5, Table 1"

@@ -30,8 +30,8 @@ from limner.distributed.gradient_reducers import Plain
 from limner.distributed.powersgd import Matrix, PowerSGD, PowerSGDConfig
 from limner.optim.optimizers import AdamW, Muon
 from limner.optim.param_groups import block_matrices
-from limner.reproduce.finding import Finding
-from limner.reproduce.trials import Result, Trials
+from limner.reproduce.report import Finding
+from limner.reproduce.sweep import Result, Trials
 
 CLAIM = (
     "At equal rank, and so with as many bytes, Dion learns as fast as with whole gradients, and faster than PowerSGD"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from limner.distributed.gradient_reducers import GradientReducer, Plain
 from limner.distributed.powersgd import Matrix, PowerSGD, PowerSGDConfig
-from limner.reproduce.finding import Finding
-from limner.reproduce.trials import Result, Trials
+from limner.reproduce.report import Finding
+from limner.reproduce.sweep import Result, Trials
 
 CLAIM = (
     "A Q that stays as it was drawn does as well as the last update's, and leaves more out; drawn anew it does worse"

@@ -19,10 +19,10 @@ from limner.layers.precisions import Fp8TensorWise
 from limner.models.contrastive import Contrastive
 from limner.numerics.precision import Fp32
 from limner.optim.optimizers import AdamW
-from limner.reproduce import clips
-from limner.reproduce.finding import Finding
-from limner.reproduce.small import scenes
-from limner.reproduce.trials import Result, Trials
+from limner.reproduce import tiny_clip
+from limner.reproduce.report import Finding
+from limner.reproduce.sweep import Result, Trials
+from limner.reproduce.tiny_train import scenes
 
 CLAIM = "Tensor-wise float8 diverges or falls behind where layer-scale from zero trains, since features stay small"
 SOURCE = "Wortsman et al. 2023, §2.3, Figure 2"
@@ -55,14 +55,14 @@ class Training:
 
 def trial(of: Training) -> Result:
     """The losses, accuracy on fresh scenes, and the size of each block's features."""
-    model = replace(clips.MODEL, depth=of.depth, qk_norm=of.qk_norm, layer_scale=of.layer_scale)
-    trained = clips.train(
+    model = replace(tiny_clip.MODEL, depth=of.depth, qk_norm=of.qk_norm, layer_scale=of.layer_scale)
+    trained = tiny_clip.train(
         of.steps, model=model, seed=of.seed, batch=of.batch, precision=Fp8TensorWise() if of.fp8 else Fp32(),
         optimizer=AdamW(lr=of.lr, betas=(0.9, 0.98)), clip_norm=of.clip,
     )  # fmt: skip
     built = trained.run.model
     assert isinstance(built, Contrastive)
-    return {"loss": trained.loss.tolist(), "accuracy": clips.accuracy(built), "features": features(built)}
+    return {"loss": trained.loss.tolist(), "accuracy": tiny_clip.accuracy(built), "features": features(built)}
 
 
 @torch.no_grad()

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from limner.numerics.formats import FloatFormat
-from limner.reproduce.finding import Finding
-from limner.reproduce.trials import Result, Trials
+from limner.reproduce.report import Finding
+from limner.reproduce.sweep import Result, Trials
 from limner.training.grad_scaler import LossScale, ResblockScales
 from limner.training.hooks import Hook
 from limner.training.train_state import Run
@@ -78,7 +78,7 @@ def trial(of: Training) -> Result:
     from limner.layers.precisions import Narrow
     from limner.numerics.precision import Fp32
     from limner.optim.optimizers import AdamW
-    from limner.reproduce import priors
+    from limner.reproduce import tiny_prior
 
     made: list[Hook] = []
 
@@ -86,14 +86,14 @@ def trial(of: Training) -> Result:
         made.extend(hooks(of.kind, run))
         return made
 
-    trained = priors.train(
-        of.steps, model=replace(priors.MODEL, depth=of.depth), seed=of.seed, batch=of.batch, clip_norm=1.0, hooks=make,
+    trained = tiny_prior.train(
+        of.steps, model=replace(tiny_prior.MODEL, depth=of.depth), seed=of.seed, batch=of.batch, clip_norm=1.0, hooks=make,
         optimizer=AdamW(lr=of.lr, betas=(0.9, 0.98)), precision=Fp32() if of.kind == "fp32" else Narrow(form=FORM),
         max_bad_steps=of.steps,
     )  # fmt: skip
     return {
         "loss": trained.loss.tolist(),
-        "held_out": priors.held_out_loss(trained.run.model),  # pyright: ignore[reportArgumentType]
+        "held_out": tiny_prior.held_out_loss(trained.run.model),  # pyright: ignore[reportArgumentType]
         "skipped": trained.run.skipped,
         "scales": made[0].seen if made and isinstance(made[0], ResblockScalesFast) else [],
         "loss_scale": made[0].scale.log2().item() if made and isinstance(made[0], LossScale) else None,

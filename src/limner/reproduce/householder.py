@@ -20,8 +20,8 @@ from torch import Tensor
 from limner.distributed.gradient_reducers import GradientReducer, Plain
 from limner.distributed.powersgd import EPS, PowerSGD, PowerSGDConfig, orthonormal
 from limner.numerics.formats import E6M9
-from limner.reproduce.finding import Finding
-from limner.reproduce.trials import Result, Trials
+from limner.reproduce.report import Finding
+from limner.reproduce.sweep import Result, Trials
 
 CLAIM = "Householder's reflections, with eps I added, keep columns orthonormal where Gram-Schmidt loses them"
 SOURCE = "Ramesh et al. 2021, §2.5, App. E.2 step 5"

@@ -1,7 +1,7 @@
 """§3.3: more loss spikes with larger models, larger batches and higher learning rates, fewer with a lower beta2.
 
 One of the three is varied at a time, at several beta2, and the spikes of all seeds are counted. Runs are those on few
-scenes of `spiking.py`: nothing is injected.
+scenes of `spike_sweep.py`: nothing is injected.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import pairwise
 import numpy as np
 
 from limner.metrics import spikes
-from limner.reproduce.finding import Finding
-from limner.reproduce.spiking import QUICK, SEEDS, WINDOW, Setting, points, trial
-from limner.reproduce.trials import Trials
+from limner.reproduce.report import Finding
+from limner.reproduce.spike_sweep import QUICK, SEEDS, WINDOW, Setting, points, trial
+from limner.reproduce.sweep import Trials
 
 CLAIM = "Loss spikes grow with model size, batch size and learning rate, and shrink with a lower beta2"
 SOURCE = "Wortsman et al. 2023, §3.3, Figures 3, 12 and 13"

@@ -18,8 +18,8 @@ import torch
 
 from limner.layers import int8
 from limner.layers.quantize import row_wise
-from limner.reproduce.finding import Finding
-from limner.reproduce.trials import Result, Trials
+from limner.reproduce.report import Finding
+from limner.reproduce.sweep import Result, Trials
 
 CLAIM = "The variance that 8-bit rounding adds to an inner product grows with its length, as equation 12 says"
 SOURCE = "Wortsman et al. 2023, App. D.1"

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from limner.distributed.gradient_reducers import Codec, GradientReducer, Replicas, Waiting, buckets
 from limner.models.transformer import TransformerConfig
 from limner.optim.optimizers import AdamW
-from limner.reproduce import priors
-from limner.reproduce.small import Trained
+from limner.reproduce import tiny_prior
+from limner.reproduce.tiny_train import Trained
 from limner.training.parallel import Single
 from limner.training.train_module import Trainable
 
@@ -135,8 +135,8 @@ def train(
     clip_norm: float | None = 1.0,
 ) -> Trained:
     """A small prior on a batch of 32, by replicas; `run.parallel` is their strategy."""
-    model: TransformerConfig = replace(priors.MODEL, width=width, depth=4, heads=max(2, width // 48))
-    return priors.train(
+    model: TransformerConfig = replace(tiny_prior.MODEL, width=width, depth=4, heads=max(2, width // 48))
+    return tiny_prior.train(
         steps, model=model, seed=seed, batch=32, accumulate=replicas, clip_norm=clip_norm,
         optimizer=optimizer or AdamW(lr=2e-3, betas=(0.9, 0.98)),
         parallel=SimulatedReplicas(make, replicas),

@@ -1,6 +1,6 @@
 """§3.4 and Appendix E: RMS_t of the patch embedding spikes 1 to 8 steps before the loss, not that of a middle layer.
 
-Spikes are found by the paper's rules, with a shorter running mean (`spiking.py`), in runs at several beta2. The share
+Spikes are found by the paper's rules, with a shorter running mean (`spike_sweep.py`), in runs at several beta2. The share
 of loss spikes that follow an RMS spike is compared with the share of all steps that do: that is what chance would give.
 Both kinds of runs are looked at, those in which nothing is injected and those with a new signal in the data.
 """
@@ -13,9 +13,9 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from limner.metrics.spikes import Foreseen, foreseen
-from limner.reproduce.finding import Finding
-from limner.reproduce.spiking import MIDDLE, PATCHES, QUICK, SEEDS, WINDOW, Setting, points, trial
-from limner.reproduce.trials import Result, Trials
+from limner.reproduce.report import Finding
+from limner.reproduce.spike_sweep import MIDDLE, PATCHES, QUICK, SEEDS, WINDOW, Setting, points, trial
+from limner.reproduce.sweep import Result, Trials
 
 CLAIM = "Loss spikes follow spikes of RMS_t in the patch embedding by 1 to 8 steps, but not those of a middle layer"
 SOURCE = "Wortsman et al. 2023, §3.4 and App. E, Figures 4 and 15 to 20"

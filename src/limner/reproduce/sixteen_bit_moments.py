@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from limner.optim.optimizers import AdamW, AdamW16
-from limner.reproduce.finding import Finding
-from limner.reproduce.trials import Result, Trials
+from limner.reproduce.report import Finding
+from limner.reproduce.sweep import Result, Trials
 
 CLAIM = "Adam's moments in 16 bits, 1-6-9 and 0-6-10, train as well as in 32, with half of the memory"
 SOURCE = "Ramesh et al. 2021, App. D"
@@ -37,16 +37,16 @@ class Training:
 
 def trial(of: Training) -> Result:
     """The losses, and the bytes of the moments: all, and those packed."""
-    from limner.reproduce import priors
+    from limner.reproduce import tiny_prior
 
     kind: Any = AdamW16(lr=of.lr, betas=(0.9, 0.96), most=5.0) if of.bits == 16 else AdamW(lr=of.lr, betas=(0.9, 0.96))
-    model = replace(priors.MODEL, width=of.width)
-    trained = priors.train(of.steps, model=model, seed=of.seed, optimizer=kind, batch=of.batch)
+    model = replace(tiny_prior.MODEL, width=of.width)
+    trained = tiny_prior.train(of.steps, model=model, seed=of.seed, optimizer=kind, batch=of.batch)
     states = [state for optimizer in trained.run.optimizers for state in optimizer.state.values()]
     moments = [x for state in states for x in state.values() if torch.is_tensor(x) and x.ndim]
     return {
         "loss": trained.loss.tolist(),
-        "held_out": priors.held_out_loss(trained.run.model),  # pyright: ignore[reportArgumentType]
+        "held_out": tiny_prior.held_out_loss(trained.run.model),  # pyright: ignore[reportArgumentType]
         "bytes": sum(x.nbytes for x in moments),
         "packed": sum(x.nbytes for x in moments if x.element_size() == 2),
     }

@@ -1,7 +1,7 @@
 """§3.5: update clipping against gradient clipping and a lower beta2, in loss spikes, final loss and held-out accuracy.
 
 All train on the same scenes in the same order, with the same weights at first: methods are compared seed by seed. Runs
-are those on few scenes of `spiking.py`: nothing is injected.
+are those on few scenes of `spike_sweep.py`: nothing is injected.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from limner.metrics import spikes
-from limner.reproduce.finding import Finding
-from limner.reproduce.spiking import QUICK, SEEDS, WINDOW, Method, Setting, points, trial
-from limner.reproduce.trials import Result, Trials
+from limner.reproduce.report import Finding
+from limner.reproduce.spike_sweep import QUICK, SEEDS, WINDOW, Method, Setting, points, trial
+from limner.reproduce.sweep import Result, Trials
 
 CLAIM = "Update clipping removes loss spikes, and ends more accurate than gradient clipping or a lower beta2"
 SOURCE = "Wortsman et al. 2023, §3.5, Figure 5"

@@ -21,10 +21,10 @@ from limner.layers.precisions import LLMInt8, SwitchBack, in_blocks
 from limner.numerics.precision import Bf16, Fp32
 from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.optim.optimizers import AdamW
-from limner.reproduce import clips
-from limner.reproduce.finding import Finding
-from limner.reproduce.small import scenes
-from limner.reproduce.trials import Result, Trials
+from limner.reproduce import tiny_clip
+from limner.reproduce.report import Finding
+from limner.reproduce.sweep import Result, Trials
+from limner.reproduce.tiny_train import scenes
 
 CLAIM = "Models trained with SwitchBack in int8 are as accurate as with bf16; with LLM.int8() they are behind"
 SOURCE = "Wortsman et al. 2023, §2.3, Figure 1"
@@ -47,12 +47,12 @@ class Training:
 
 def trial(of: Training) -> Result:
     """The losses, accuracy on fresh scenes, and the errors of gradients in int8."""
-    model = replace(clips.MODEL, patch_dropout=0.0)  # so that all positions count
-    trained = clips.train(
+    model = replace(tiny_clip.MODEL, patch_dropout=0.0)  # so that all positions count
+    trained = tiny_clip.train(
         of.steps, model=model, seed=of.seed, batch=of.batch, precision=KINDS[of.kind],
         optimizer=AdamW(lr=of.lr, betas=(0.9, 0.98)),
     )  # fmt: skip
-    found = {"loss": trained.loss.tolist(), "accuracy": clips.accuracy(trained.run.model)}  # pyright: ignore[reportArgumentType]
+    found = {"loss": trained.loss.tolist(), "accuracy": tiny_clip.accuracy(trained.run.model)}  # pyright: ignore[reportArgumentType]
     return found | {"errors": [errors(trained.run.model, n) for n in of.batches]}
 
 

@@ -14,8 +14,8 @@ import torch
 
 from limner.profiling.bench_linear import Times, layers, parts, processor, products, rounds, times_as_fast
 from limner.progress import progress
-from limner.reproduce.finding import Finding
-from limner.reproduce.trials import Trials
+from limner.reproduce.report import Finding
+from limner.reproduce.sweep import Trials
 
 CLAIM = "The share of quantising falls with a layer's width, and a wide SwitchBack layer is faster than in 16 bits"
 SOURCE = "Wortsman et al. 2023, App. B, Figures 6 to 8"

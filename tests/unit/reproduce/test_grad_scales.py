@@ -8,7 +8,7 @@ from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.reproduce import grad_scales
 from limner.reproduce.grad_scales import FORM, ResblockScalesFast
-from limner.reproduce.trials import Trials
+from limner.reproduce.sweep import Trials
 from limner.training.config import TrainConfig
 from limner.training.step import update
 from limner.training.train_state import Run

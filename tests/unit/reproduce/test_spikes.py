@@ -8,7 +8,7 @@ import torch
 
 from limner.metrics.spikes import Foreseen
 from limner.reproduce import loss_spikes, rms_predicts, stable_adamw
-from limner.reproduce.spiking import LIGHT, PATCH, NewSignal
+from limner.reproduce.spike_sweep import LIGHT, PATCH, NewSignal
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 
 from limner.models.contrastive import Contrastive, ContrastiveConfig
 from limner.objectives.hard_negatives import HardContrastiveLoss
-from limner.reproduce import small
-from limner.reproduce.small import SCENES, SIZE, TEXT, WORDS, Trained, scenes
+from limner.reproduce import tiny_train
+from limner.reproduce.tiny_train import SCENES, SIZE, TEXT, WORDS, Trained, scenes
 
 MODEL = ContrastiveConfig(
     text_vocab=WORDS, text_len=TEXT, size=SIZE, patch=4, width=64, depth=3, heads=2, embedding=64, patch_dropout=0.5,
@@ -28,7 +28,7 @@ def train(
     pictures, tokens = scenes(count)
     torch.manual_seed(seed)
     samples = {"pixels": pictures, "text": tokens}
-    return small.train(model.build(), HardContrastiveLoss(), samples, steps, seed=seed, **settings)
+    return tiny_train.train(model.build(), HardContrastiveLoss(), samples, steps, seed=seed, **settings)
 
 
 @torch.no_grad()

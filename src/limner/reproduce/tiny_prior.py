@@ -12,8 +12,8 @@ from torch import Tensor
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
-from limner.reproduce import small
-from limner.reproduce.small import SCENES, SIZE, TEXT, WORDS, Trained, scenes
+from limner.reproduce import tiny_train
+from limner.reproduce.tiny_train import SCENES, SIZE, TEXT, WORDS, Trained, scenes
 
 CODES = 256
 _HELD_OUT = 512  # scenes
@@ -40,7 +40,7 @@ def train(steps: int, *, model: TransformerConfig = MODEL, seed: int = 0, **sett
     """Train one; `settings` are those of `small.train`."""
     samples = {"text": scenes()[1], "image": _tokens(SCENES, 0)}
     torch.manual_seed(seed)
-    return small.train(model.build(), Autoregressive(), samples, steps, seed=seed, **settings)
+    return tiny_train.train(model.build(), Autoregressive(), samples, steps, seed=seed, **settings)
 
 
 @torch.no_grad()

@@ -27,13 +27,16 @@ from torch import Tensor
 from limner.models.contrastive import Contrastive
 from limner.optim.optimizers import AdamW, StableAdamW
 from limner.optim.schedules import Constant
-from limner.reproduce import clips, small
-from limner.reproduce.trials import Result
+from limner.reproduce import tiny_clip, tiny_train
+from limner.reproduce.sweep import Result
 
 Method = Literal["AdamW", "gradient clipping", "StableAdamW"]
 
 SCENES = 128  # of a run without injected changes
-PATCHES, MIDDLE = clips.PATCHES, "image_blocks.1.attention.branch.qkv.weight"  # the second has the later of two layers
+PATCHES, MIDDLE = (
+    tiny_clip.PATCHES,
+    "image_blocks.1.attention.branch.qkv.weight",
+)  # the second has the later of two layers
 WINDOW = 20  # steps of the running mean, as a loss here falls by much within the 100 of a run of 20,000
 WARMUP = 60  # steps
 LIGHT = 38  # of 255, by which blue pixels turn brighter
@@ -58,16 +61,16 @@ def trial(of: Setting) -> Result:
     """Loss and RMS_t of both tensors for each step, and the accuracy on held-out scenes."""
     injected = of.injected
     model = replace(
-        clips.MODEL, width=of.width, depth=2, embedding=of.width, patch=PATCH if injected else 4, patch_dropout=0.0,
+        tiny_clip.MODEL, width=of.width, depth=2, embedding=of.width, patch=PATCH if injected else 4, patch_dropout=0.0,
         patch_norm=False,
     )  # fmt: skip
     kind = StableAdamW if of.method == "StableAdamW" else AdamW
-    found = clips.train(
+    found = tiny_clip.train(
         of.steps,
         model=model,
         optimizer=kind(lr=of.lr, betas=(0.9, of.beta2), eps=1e-8, weight_decay=0.2),
         batch=of.batch,
-        count=small.SCENES if injected else SCENES,
+        count=tiny_train.SCENES if injected else SCENES,
         seed=of.seed,
         change=NewSignal(of.steps, of.seed) if injected else None,
         watch=(PATCHES, MIDDLE),
@@ -76,7 +79,7 @@ def trial(of: Setting) -> Result:
         schedule=Constant(),
     )
     rms = {name: values.tolist() for name, values in found.rms.items()}
-    return {"loss": found.loss.tolist(), "rms": rms, "accuracy": clips.accuracy(cast(Contrastive, found.run.model))}
+    return {"loss": found.loss.tolist(), "rms": rms, "accuracy": tiny_clip.accuracy(cast(Contrastive, found.run.model))}
 
 
 class NewSignal:
