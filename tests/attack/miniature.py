@@ -19,7 +19,7 @@ from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.recipes import get
 from limner.recipes.recipe import Recipe
-from limner.worlds.writing import write_scenes
+from limner.worlds.build_scenes import write_scenes
 
 
 def recipe(steps: int = 4, every: int = 2) -> Recipe:

@@ -10,7 +10,7 @@ import torch
 
 from limner import load, pretrained
 from limner.cli.draw import main
-from limner.worlds import oracle, rendering
+from limner.worlds import rendering, scene_reader
 from limner.worlds.scenes import BACKGROUNDS, COLORS, EXTENT, FILLS, SHAPES, UNITS, Scene, Thing
 
 CAPTIONS = {
@@ -61,7 +61,7 @@ def test_a_reconstruction_read_as_another_shape_looks_like_that_shape() -> None:
         pictures = torch.from_numpy(np.stack([rendering.render(scene) for scene in scenes])).permute(0, 3, 1, 2)
         drawn = dvae.pictures(dvae.tokens(pictures)).permute(0, 2, 3, 1).numpy()
         for scene, picture in zip(scenes, drawn, strict=True):
-            (original,), read = scene.things, oracle.read(picture).things
+            (original,), read = scene.things, scene_reader.read(picture).things
             if len(read) != 1 or read[0].look == original.look:
                 continue
             changed += 1

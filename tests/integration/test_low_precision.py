@@ -20,7 +20,7 @@ from limner.recipes.recipe import Bundled, Recipe
 from limner.runs.train import train_all
 from limner.training.checkpoint import completed
 from limner.training.metrics_log import read_metrics
-from limner.worlds.writing import write_scenes
+from limner.worlds.build_scenes import write_scenes
 from tiny import STEPS, tiny_pipe, tiny_recipe
 
 WAYS = {

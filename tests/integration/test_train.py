@@ -22,7 +22,7 @@ from limner.runs.parallel_stage import LOG
 from limner.runs.train import train_all
 from limner.training.checkpoint import latest
 from limner.training.metrics_log import read_metrics
-from limner.worlds.writing import write_scenes
+from limner.worlds.build_scenes import write_scenes
 from tiny import STEPS, tiny_recipe
 
 

@@ -41,9 +41,9 @@ from limner.progress import Advance
 from limner.sampling.generation_config import CANDIDATES, Sampler
 from limner.validation import SEEDS, Checked
 from limner.worlds import captions, scenes
-from limner.worlds.judge import pair_holds, satisfies
 from limner.worlds.rendering import render_pair
 from limner.worlds.scenes import Pair, Scene, Split
+from limner.worlds.verify import pair_holds, satisfies
 
 
 def captions_for(

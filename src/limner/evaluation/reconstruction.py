@@ -24,7 +24,7 @@ from limner.models.dvae import DVAE, unmap_pixels
 from limner.models.patch_dvae import AnyDVAE
 from limner.objectives.elbo import gumbel_softmax
 from limner.progress import Advance
-from limner.worlds import judge, oracle, rendering, scenes
+from limner.worlds import rendering, scene_reader, scenes, verify
 from limner.worlds.scenes import Split
 
 _BATCH = 64
@@ -131,5 +131,5 @@ def relaxation(model: DVAE, pixels: Tensor, tau: float, hard: float) -> dict[str
 
 
 def _reads_alike(original: np.ndarray, again: np.ndarray) -> bool:
-    a, b = oracle.read(original).scene, oracle.read(again).scene
-    return a is not None and b is not None and judge.alike(a, b)
+    a, b = scene_reader.read(original).scene, scene_reader.read(again).scene
+    return a is not None and b is not None and verify.alike(a, b)

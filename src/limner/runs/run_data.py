@@ -31,7 +31,7 @@ from limner.progress import progress
 from limner.recipes.recipe import Bundled, DVAEStage, PatchStage, Recipe
 from limner.text.bpe import Tokenizer
 from limner.training.parallel import Parallel, Single
-from limner.worlds.truth import falsehood
+from limner.worlds.caption_truth import falsehood
 
 _KEPT_BYTES = 1 << 30  # of decoded pictures that stay in memory, where they are read again and again
 _CLUSTERED = 8_000  # pictures whose patches are clustered

@@ -2,8 +2,8 @@
 
 Why a world of our own: whether a drawing shows *what its caption says* is a question of fact here.
 This file says what a scene is and draws them at random. `rendering.py` turns a `Scene` into pixels, `captions.py`
-into words, and words into `Claims`; `oracle.py` turns pixels back into a `Scene` without a learned model, and
-`judge.py` says whether a picture keeps what a caption promised.
+into words, and words into `Claims`; `scene_reader.py` turns pixels back into a `Scene` without a learned model, and
+`verify.py` says whether a picture keeps what a caption promised.
 
 Layout. A scene lives on a lattice of `12 x 12` units. A small thing fills a box of 3 units, a large
 one 5; boxes start on the lattice and never touch. The picture has `size / 12` pixels per unit, 48 x 48

@@ -21,7 +21,7 @@ from limner.evaluation.generate_batches import combination, verdicts
 from limner.evaluation.seeds import PUBLISHED, drawing_seed
 from limner.pipeline import Candidates
 from limner.worlds import captions, rendering, scenes
-from limner.worlds.judge import satisfies
+from limner.worlds.verify import satisfies
 
 
 @pytest.mark.parametrize("split", ["held-out", "train"])

@@ -25,7 +25,7 @@ from limner.runs.stages import Stages, relate, reranker
 from limner.runs.train import train_all
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import Single
-from limner.worlds.writing import write_scenes
+from limner.worlds.build_scenes import write_scenes
 from more_patterns import dilated
 from tiny import tiny_recipe
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from limner.worlds import judge, oracle, rendering
+from limner.worlds import rendering, scene_reader, verify
 from limner.worlds.scenes import COLORS, Scene, Thing
 
 
@@ -13,6 +13,6 @@ def test_unknown_backgrounds():
         picture[:] = paint
         alpha = rendering.stencil("circle", "large", "solid", 4)[..., None]
         picture[12:32, 12:32] = alpha * COLORS["red"] + (1 - alpha) * picture[12:32, 12:32]
-        assert oracle.read(picture).scene is None
-        assert not judge.satisfies(picture, "a large red circle")
-    assert judge.satisfies(rendering.render(Scene(things=(circle,), background="teal")), "a large red circle")
+        assert scene_reader.read(picture).scene is None
+        assert not verify.satisfies(picture, "a large red circle")
+    assert verify.satisfies(rendering.render(Scene(things=(circle,), background="teal")), "a large red circle")

@@ -13,9 +13,9 @@ from limner.data.open_source import open_source
 from limner.data.sample import by_split
 from limner.errors import UserError
 from limner.worlds import iconify, icons
+from limner.worlds.build_icons import write_icons
 from limner.worlds.emoji import all_emoji
 from limner.worlds.icon_captions import Keywords, article, captions
-from limner.worlds.icon_writing import write_icons
 
 STYLES = ("noto", "twemoji", "emojione", "fxemoji", "made-up")
 SOME = [one for one in all_emoji() if not one.tones][200:1_000:2]

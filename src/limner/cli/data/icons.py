@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError("name the files of icon sets, such as the .tgz that `npm pack @iconify-json/NAME` leaves")
     place(options.out, folder=True)
     from limner.worlds import iconify
-    from limner.worlds.icon_writing import write_icons
+    from limner.worlds.build_icons import write_icons
 
     sets, keywords = [], []
     for path in options.files:

@@ -1,4 +1,4 @@
-"""Doubt: whether a fitted thing is believed (see `oracle.py`)."""
+"""Doubt: whether a fitted thing is believed (see `scene_reader.py`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from limner.worlds.background import TINT
-from limner.worlds.fitting import Canvas, Fit
 from limner.worlds.scenes import COLORS, EXTENT, UNITS, Thing
-from limner.worlds.stencils import ALL_LOOKS, LOOKS, bank_of, square_sums
+from limner.worlds.template_matching import Canvas, Fit
+from limner.worlds.templates import ALL_LOOKS, LOOKS, bank_of, square_sums
 
 # Measured on degraded scenes and on malformed things: see the tests.
 _FREE_ERROR = 0.35  # of the contrast: what blur and compression may do to a pixel

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from limner.worlds import captions, judge, panels, rendering
+from limner.worlds import captions, pair_reader, rendering, verify
 from limner.worlds.scenes import TRANSFORMS, Pair, Scene, Thing
 from sample_scenes import blur, jpeg, noise, pairs
 
@@ -15,9 +15,9 @@ def test_a_ghost_in_a_gray_panel_is_seen():
     thing = Thing(shape="circle", color="black", size="small", fill="solid", x=1, y=1)
     pair = Pair(top=Scene(things=(thing,), background="beige", height=6), transform="grayscale")
     picture = rendering.render_pair(pair)
-    assert judge.pair_holds(pair, picture)
+    assert verify.pair_holds(pair, picture)
     picture[30:42, 30:42] -= 20
-    assert not judge.pair_holds(pair, picture)
+    assert not verify.pair_holds(pair, picture)
 
 
 DEGRADED_PAIRS = {
@@ -34,8 +34,8 @@ def test_pairs_hold(name):
     rng = np.random.default_rng(1)
     sample = pairs(40, seed=3)
     pictures = [degrade(rendering.render_pair(pair)) for pair in sample]
-    assert np.mean([judge.pair_holds(p, x) for p, x in zip(sample, pictures, strict=True)]) >= floor
-    said = [judge.satisfies(x, captions.describe_pair(p, rng)) for p, x in zip(sample, pictures, strict=True)]
+    assert np.mean([verify.pair_holds(p, x) for p, x in zip(sample, pictures, strict=True)]) >= floor
+    said = [verify.satisfies(x, captions.describe_pair(p, rng)) for p, x in zip(sample, pictures, strict=True)]
     assert np.mean(said) >= floor
 
 
@@ -47,7 +47,7 @@ def test_no_other_transform_holds():
             if (transform, wrong.color) != (pair.transform, pair.color):
                 twin = Pair(top=pair.top, transform=transform, color=wrong.color)
                 same = (rendering.render_pair(twin) == picture).all()  # a red thing, recolored red
-                assert judge.pair_holds(wrong, picture) is bool(same)
+                assert verify.pair_holds(wrong, picture) is bool(same)
 
 
 def test_no_other_bottom_holds():
@@ -56,7 +56,7 @@ def test_no_other_bottom_holds():
         if other.top == pair.top:
             continue
         mixed = np.concatenate([rendering.render_pair(pair)[:24], rendering.render_pair(other)[24:]])
-        assert not judge.pair_holds(pair, mixed)
+        assert not verify.pair_holds(pair, mixed)
 
 
 def test_a_pair_claim_is_about_the_top_too():
@@ -69,8 +69,8 @@ def test_a_pair_claim_is_about_the_top_too():
         transform="upside down",
     )
     picture = rendering.render_pair(pair)
-    assert judge.satisfies(picture, "the exact same small green triangle on the top upside down at the bottom")
-    assert not judge.satisfies(picture, "the exact same small red triangle on the top upside down at the bottom")
-    assert not judge.pair_holds(replace(pair, top=replace(pair.top, background="pink")), picture)
-    top, bottom = panels.read_pair(picture, "upside down")
+    assert verify.satisfies(picture, "the exact same small green triangle on the top upside down at the bottom")
+    assert not verify.satisfies(picture, "the exact same small red triangle on the top upside down at the bottom")
+    assert not verify.pair_holds(replace(pair, top=replace(pair.top, background="pink")), picture)
+    top, bottom = pair_reader.read_pair(picture, "upside down")
     assert top.scene == bottom.scene == pair.top

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from limner.worlds import judge, oracle, rendering, scenes
+from limner.worlds import rendering, scene_reader, scenes, verify
 from limner.worlds.scenes import EXTENT, Scene, Thing
 from sample_scenes import mixed_world
 
 
 def exactly(scene, picture):
-    read = oracle.read(picture).scene
-    return read is not None and judge.alike(read, scene, tolerance=1e-6)
+    read = scene_reader.read(picture).scene
+    return read is not None and verify.alike(read, scene, tolerance=1e-6)
 
 
 def test_four_small_squares_are_no_large_one():

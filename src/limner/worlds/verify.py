@@ -6,8 +6,8 @@ import numpy as np
 
 from limner.errors import UserError
 from limner.worlds.captions import PairClaims, parse, parse_pair
-from limner.worlds.oracle import read
-from limner.worlds.panels import is_gray_of, read_pair
+from limner.worlds.pair_reader import is_gray_of, read_pair
+from limner.worlds.scene_reader import read
 from limner.worlds.scenes import Pair, Scene
 
 

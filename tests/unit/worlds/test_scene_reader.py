@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from limner.worlds import captions, judge, oracle, rendering
+from limner.worlds import captions, rendering, scene_reader, verify
 from limner.worlds.scenes import BACKGROUNDS, COLORS, EXTENT, FILLS, SHAPES, SIZES, UNITS, Scene, Thing
 from sample_scenes import blur, cast, halved, jpeg, mixed_world, noise, to_uint8
 
 
 def exactly(scene, picture):
-    read = oracle.read(picture).scene
-    return read is not None and judge.alike(read, scene, tolerance=1e-6)
+    read = scene_reader.read(picture).scene
+    return read is not None and verify.alike(read, scene, tolerance=1e-6)
 
 
 def test_fresh_scenes_are_read_exactly():
@@ -31,7 +31,7 @@ def test_every_thing_on_every_background_is_read_with_hardly_a_doubt():
         far = UNITS - EXTENT[size]
         thing = Thing(shape=shape, color=color, size=size, fill=fill, x=i % (far + 1), y=(far, 0, 3)[i % 3])
         scene = Scene(things=(thing,), background=backgrounds[i % 5])
-        reading = oracle.read(rendering.render(scene))
+        reading = scene_reader.read(rendering.render(scene))
         assert reading.scene == scene
         assert reading.sightings[0].doubt < 0.05 and abs(reading.sightings[0].residual) < 0.01
 
@@ -42,14 +42,14 @@ def test_any_size_of_picture(size):
 
 
 def test_an_empty_scene():
-    reading = oracle.read(rendering.render(Scene(things=(), background="teal")))
+    reading = scene_reader.read(rendering.render(Scene(things=(), background="teal")))
     assert reading.scene == Scene(things=(), background="teal")
 
 
 def test_other_shapes_are_refused():
     for shape in ((48, 48), (48, 48, 4), (50, 50, 3), (48, 36, 3), (24, 24 * 3, 3)):
         with pytest.raises(ValueError):
-            oracle.read(np.zeros(shape, np.uint8))
+            scene_reader.read(np.zeros(shape, np.uint8))
 
 
 DEGRADATIONS = {
@@ -70,9 +70,9 @@ DEGRADATIONS = {
 @pytest.mark.parametrize("name", DEGRADATIONS)
 def test_degraded_scenes_are_read(name):
     degrade, floor, _ = DEGRADATIONS[name]
-    readings = [(scene, oracle.read(degrade(rendering.render(scene))).scene) for scene in mixed_world(60, seed=5)]
-    right = sum(read is not None and judge.alike(read, scene) for scene, read in readings)
-    misread = sum(read is not None and not judge.alike(read, scene) for scene, read in readings)
+    readings = [(scene, scene_reader.read(degrade(rendering.render(scene))).scene) for scene in mixed_world(60, seed=5)]
+    right = sum(read is not None and verify.alike(read, scene) for scene, read in readings)
+    misread = sum(read is not None and not verify.alike(read, scene) for scene, read in readings)
     assert right >= floor * len(readings)
     assert misread <= 0.02 * len(readings)  # what cannot be read is unknown rather than something else
 
@@ -85,5 +85,5 @@ def test_blends_of_two_scenes_are_neither(share):
     for i, (a, b) in enumerate(zip(first, second, strict=True)):
         b = replace(b, background=a.background) if i % 2 else b
         blend = to_uint8(share * rendering.render(a) + (1 - share) * rendering.render(b).astype(float))
-        kept += judge.satisfies(blend, captions.describe(a, rng)) or judge.satisfies(blend, captions.describe(b, rng))
+        kept += verify.satisfies(blend, captions.describe(a, rng)) or verify.satisfies(blend, captions.describe(b, rng))
     assert kept <= 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from limner.worlds import oracle, rendering
+from limner.worlds import rendering, scene_reader
 from limner.worlds.scenes import BACKGROUNDS, COLORS, EXTENT, SHAPES, UNITS, Scene, Thing
 from sample_scenes import to_uint8
 
@@ -55,7 +55,7 @@ def test_malformed_things_are_unknown(name):
         for background in ("gray", "brown"):
             canvas = Image.new("RGB", (480, 480), BACKGROUNDS[background])
             MALFORMED[name](ImageDraw.Draw(canvas), lambda x, y: (120 + 200 * x, 160 + 200 * y), COLORS[color])
-            assert oracle.read(np.asarray(canvas.reduce(10))).scene is None
+            assert scene_reader.read(np.asarray(canvas.reduce(10))).scene is None
 
 
 def erased(scene, thing, angle, radius):
@@ -88,14 +88,14 @@ def test_bitten_things_are_unknown(fill, least):
         picture, share = erased(scene, thing, rng.uniform(0, 2 * np.pi), rng.uniform(1.5, 5))
         if least <= share <= 0.22:  # of a thing bitten to half, what is left may look like another one
             tried += 1
-            assert oracle.read(picture).scene != scene, (thing, share)
+            assert scene_reader.read(picture).scene != scene, (thing, share)
 
 
 def test_colors_between_the_palette_are_unknown():
     for a, b in (("red", "blue"), ("yellow", "orange"), ("white", "black"), ("green", "purple")):
         picture = rendering.render(Scene(things=(), background="pink"))
         picture[9:27, 9:27] = np.mean([COLORS[a], COLORS[b]], 0)
-        assert oracle.read(picture).scene is None
+        assert scene_reader.read(picture).scene is None
 
 
 def test_overlapping_things_are_unknown():
@@ -103,4 +103,4 @@ def test_overlapping_things_are_unknown():
     for dx, dy in ((2, 0), (3, 3), (1, 2)):
         other = replace(square, shape="circle", color="blue", x=2 + dx, y=2 + dy)
         picture = rendering.render(Scene(things=(square, other), background="gray"))
-        assert oracle.read(picture).scene is None
+        assert scene_reader.read(picture).scene is None

@@ -6,15 +6,15 @@ color, place) that leave the least squared error:
 
 1. *Background* (`background.py`): the paint that most pixels come near. Their median gives its exact levels
    here, so that a color cast cancels. `D = picture - background` is what there is to explain.
-2. *Search* (`fitting.py`): every stencil (`stencils.py`) is laid on every half unit. A stencil `t` with
+2. *Search* (`template_matching.py`): every stencil (`templates.py`) is laid on every half unit. A stencil `t` with
    `n = |t|^2` explains most with the tint `T / n` where `T = <t, D>`, namely `|T|^2 / n` of the energy in its
    window. Places are taken greedily by energy explained minus energy left over, *including* a ring of half a
    unit around the box: four small squares must not pass for a large one.
-3. *Refinement* (`fitting.py`): around each place all stencils, sharp and blurred (a decoder's edges are soft), at
+3. *Refinement* (`template_matching.py`): around each place all stencils, sharp and blurred (a decoder's edges are soft), at
    every pixel. What is explained is subtracted, and the next place is fitted to the rest.
-4. *Doubt* (`doubt.py`): a thing is believed if few of its pixels are plainly wrong, nowhere are many of them off
+4. *Doubt* (`acceptance.py`): a thing is believed if few of its pixels are plainly wrong, nowhere are many of them off
    together (a bite), its tint is near the palette and no other look does as well.
-5. *Remains* (`remains.py`): wherever much is left that no believed thing explains, be it faint (a ghost), the
+5. *Remains* (`residuals.py`): wherever much is left that no believed thing explains, be it faint (a ghost), the
    reading holds something *unknown*. Such a picture matches no caption, so that no score is too high.
 
 Few errors count as wrong. Blur, noise and compression leave small errors everywhere and of either sign; a
@@ -42,11 +42,11 @@ from itertools import product
 import numpy as np
 
 from limner.data.area_resize import area_weights
+from limner.worlds.acceptance import Sighting, errors_of, weigh
 from limner.worlds.background import Ground, grounds
-from limner.worlds.doubt import Sighting, errors_of, weigh
-from limner.worlds.fitting import Canvas
-from limner.worlds.remains import DEBRIS_LEVELS, ghost_on, with_unknown
+from limner.worlds.residuals import DEBRIS_LEVELS, ghost_on, with_unknown
 from limner.worlds.scenes import BACKGROUNDS, UNITS, Scene, Thing
+from limner.worlds.template_matching import Canvas
 
 FINEST = 48  # pixels; wider pictures are averaged down to this
 

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from limner.data.shard_reader import ShardReader
-from limner.worlds import judge, rendering
+from limner.worlds import rendering, verify
+from limner.worlds.build_scenes import write_scenes
 from limner.worlds.scenes import Pair, Scene
-from limner.worlds.writing import write_scenes
 
 
 def samples(folder):
@@ -39,7 +39,7 @@ def test_captions_and_truth_are_those_of_the_picture(tmp_path):
         kinds.add(("pair" in sample.meta, split))
         assert (picture == truth).all() and sample.meta["split"] == split
         assert 1 <= len(set(sample.captions)) == len(sample.captions)
-        assert all(judge.satisfies(picture, caption) for caption in sample.captions)
+        assert all(verify.satisfies(picture, caption) for caption in sample.captions)
     assert len(kinds) == 4
     assert max(len(sample.captions) for sample in found) > 2
     assert summary["splits"] == {s: sum(x.meta["split"] == s for x in found) for s in summary["splits"]}

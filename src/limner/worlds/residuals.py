@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from limner.worlds.doubt import Sighting, errors_of
-from limner.worlds.fitting import FAINTEST
+from limner.worlds.acceptance import Sighting, errors_of
 from limner.worlds.scenes import EXTENT, SIZES
-from limner.worlds.stencils import ALL_LOOKS, SEARCH_BLUR, bank_of, block, ring_of, square_sums
+from limner.worlds.template_matching import FAINTEST
+from limner.worlds.templates import ALL_LOOKS, SEARCH_BLUR, bank_of, block, ring_of, square_sums
 
 _RESEMBLANCE = 0.3  # residual of what is not believed, but alike enough to be no artefact
 DEBRIS_LEVELS = 40.0  # a pixel that is less off than this is not debris

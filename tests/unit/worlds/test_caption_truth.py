@@ -3,8 +3,8 @@
 import numpy as np
 
 from limner.data.hard_negative_captions import Distractors
-from limner.worlds import captions, judge, rendering, scenes
-from limner.worlds.truth import falsehood
+from limner.worlds import captions, rendering, scenes, verify
+from limner.worlds.caption_truth import falsehood
 from sample_scenes import sayings
 
 SCENES = Distractors(sayings(6_000))
@@ -34,7 +34,7 @@ def test_distractors_of_pairs_are_false_and_name_nothing_held_out() -> None:
         if wrong is None:  # "upside down" has no word to exchange
             continue
         claims, found = captions.parse_pair(wrong), found + 1
-        assert claims is not None and not judge.pair_holds(claims, rendering.render_pair(pair))
+        assert claims is not None and not verify.pair_holds(claims, rendering.render_pair(pair))
         if claims.top:
             assert not names_held_out(claims.top, claims.top.background)
             if color := claims.color:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from limner.errors import UserError
-from limner.worlds import captions, judge, rendering
+from limner.worlds import captions, rendering, verify
 from limner.worlds.captions import Claims
 from limner.worlds.scenes import BACKGROUNDS, COLORS, FILLS, SHAPES
 from sample_scenes import mixed_world, world
@@ -36,9 +36,9 @@ def test_right_pictures_satisfy_and_wrong_ones_do_not():
         while claims is None or claims.background is None or None in claims.looks[0]:
             caption = captions.describe(scene, rng)
             claims = captions.parse(caption)
-        assert judge.satisfies(rendering.render(scene), caption)
+        assert verify.satisfies(rendering.render(scene), caption)
         for wrong in wrong_ones(scene, rng):
-            assert not judge.satisfies(rendering.render(wrong), caption), (caption, wrong)
+            assert not verify.satisfies(rendering.render(wrong), caption), (caption, wrong)
 
 
 def test_relations_and_counts():
@@ -47,26 +47,26 @@ def test_relations_and_counts():
         for relation in ("above", "below", "left of", "right of"):
             looks = tuple(t.look for t in scene.things)
             truth = Claims(looks=looks, relation=relation).hold(scene)
-            assert judge.satisfies(rendering.render(scene), f"a {a} {relation} a {b}") is truth
+            assert verify.satisfies(rendering.render(scene), f"a {a} {relation} a {b}") is truth
     for count, word in enumerate(("one", "two", "three", "four"), 1):
         scene = mixed_world(1, seed=count, count=count, identical=1.0)[0]
         _, fill, color, shape = scene.things[0].look
         noun = f"{fill} {color} {'crosse' if shape == 'cross' else shape}s"
         for said in ("two", "three", "four"):
-            assert judge.satisfies(rendering.render(scene), f"{said} {noun}") is (said == word)
+            assert verify.satisfies(rendering.render(scene), f"{said} {noun}") is (said == word)
 
 
 def test_captions_that_cannot_be_read_are_the_users_mistake():
     with pytest.raises(UserError, match="an armchair"):
-        judge.satisfies(np.zeros((48, 48, 3), np.uint8), "an armchair in the shape of an avocado")
+        verify.satisfies(np.zeros((48, 48, 3), np.uint8), "an armchair in the shape of an avocado")
 
 
 def test_scenes_are_the_same_in_any_order_and_within_half_a_unit():
     (scene,) = world(1, count=3)
     first, *rest = scene.things
-    assert judge.alike(scene, replace(scene, things=(*rest, replace(first, x=first.x + 0.4))))
-    assert not judge.alike(scene, replace(scene, things=(*rest, replace(first, x=first.x + 0.6))))
-    assert not judge.alike(scene, replace(scene, things=tuple(rest)))
+    assert verify.alike(scene, replace(scene, things=(*rest, replace(first, x=first.x + 0.4))))
+    assert not verify.alike(scene, replace(scene, things=(*rest, replace(first, x=first.x + 0.6))))
+    assert not verify.alike(scene, replace(scene, things=tuple(rest)))
     other = "circle" if first.shape != "circle" else "square"
-    assert not judge.alike(scene, replace(scene, things=(*rest, replace(first, shape=other))))
-    assert not judge.alike(scene, replace(scene, background="brown" if scene.background != "brown" else "teal"))
+    assert not verify.alike(scene, replace(scene, things=(*rest, replace(first, shape=other))))
+    assert not verify.alike(scene, replace(scene, background="brown" if scene.background != "brown" else "teal"))

@@ -1,4 +1,4 @@
-"""Search and refinement: which stencils, where and in which tint, explain most of a picture (see `oracle.py`).
+"""Search and refinement: which stencils, where and in which tint, explain most of a picture (see `scene_reader.py`).
 
 Shapes: `P` places, `K` stencils, `w` pixels along a window, `H'` and `W'` the sides of the padded picture.
 """
@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from limner.worlds.background import Ground
 from limner.worlds.scenes import SIZES, Size
-from limner.worlds.stencils import ALL_LOOKS, BLURS, LOOKS, SEARCH_BLUR, Bank, bank_of, ring_of, square_sums
+from limner.worlds.templates import ALL_LOOKS, BLURS, LOOKS, SEARCH_BLUR, Bank, bank_of, ring_of, square_sums
 
 FAINTEST = 750.0  # least excess of energy explained over energy left, in levels^2 per pixel x unit
 _MOST_THINGS = 12

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from limner.worlds.doubt import WRONG, errors_of, wrong
-from limner.worlds.oracle import Reading, as_pixels, read
-from limner.worlds.remains import DEBRIS_LEVELS, debris, ghost_on, worst_patch
+from limner.worlds.acceptance import WRONG, errors_of, wrong
 from limner.worlds.rendering import render, stencil, transform_panel
+from limner.worlds.residuals import DEBRIS_LEVELS, debris, ghost_on, worst_patch
+from limner.worlds.scene_reader import Reading, as_pixels, read
 from limner.worlds.scenes import BACKGROUNDS, EXTENT, PAPER, Pair, Scene, Transform
-from limner.worlds.stencils import block, ring_of
+from limner.worlds.templates import block, ring_of
 
 
 def read_pair(picture: np.ndarray, transform: Transform | None) -> tuple[Reading, Reading]:
