@@ -5,8 +5,8 @@
 
 Processes that talk by gloo train for a few steps as `limner train --parallel sharded` does. Each adds up the storages
 of its shards of weights, gradients, moments and averages. Its peak is the most bytes that tensors had in the last step
-(`limner.profiling.memory_tracker`): on a CPU the size of a process also holds what torch loads for its first step and what the
-allocator keeps, which no plan knows. How much the process grew, from before the model, is printed beside it.
+(`limner.profiling.memory_tracker`): on a CPU the size of a process also holds what torch loads for its first step and
+what the allocator keeps, which no plan knows. How much the process grew, from before the model, is printed beside it.
 """
 
 from __future__ import annotations

@@ -36,11 +36,10 @@ from torch import Tensor, nn
 from limner import recipes
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.open_source import open_source
-from limner.evaluation.confidence import Rate
+from limner.evaluation.confidence import PUBLISHED, Rate
 from limner.evaluation.generate_batches import drawn
 from limner.evaluation.icon_classifier import JudgeConfig, trained
 from limner.evaluation.icon_pictures import Icons
-from limner.evaluation.seeds import PUBLISHED
 from limner.pipeline import TextToImage, load
 from limner.progress import progress
 from limner.recipes.recipe import PatchStage, Recipe, fitted_contrastive

@@ -5,8 +5,8 @@ import io
 import numpy as np
 from PIL import Image
 
-from limner.worlds import captions, scenes
-from limner.worlds.scenes import Scene, Thing
+from limner.tasks import captions, scenes
+from limner.tasks.scenes import Scene, Thing
 
 ONE = Thing(shape="circle", color="red", size="small", fill="solid", x=2, y=3)
 TWO = Thing(shape="square", color="blue", size="large", fill="solid", x=6, y=7)

@@ -19,7 +19,7 @@ from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.recipes import get
 from limner.recipes.recipe import Recipe
-from limner.worlds.build_scenes import write_scenes
+from limner.tasks.build_scenes import write_scenes
 
 
 def recipe(steps: int = 4, every: int = 2) -> Recipe:
@@ -70,7 +70,7 @@ def small() -> None:
     if not os.environ.get("LIMNER_ATTACK_SMALL"):
         return
     from limner.runs import demo
-    from limner.worlds import emoji
+    from limner.tasks import emoji
 
     tiny = recipe(steps=1, every=1)
     everything = emoji.all_emoji

@@ -75,7 +75,7 @@ def test_demo(server, tally, ground):
         ("data scenes", ("data", "scenes", "result", "--count", 24, "--size", 24)),
         ("data prepare", ("data", "prepare", "pictures", "result", "--size", 20, "--held-out", 0.2)),
         ("data emoji", ("data", "emoji", "result", "--size", 16)),
-        ("import", ("import", "openai-dvae", "encoder.pt", "decoder.safetensors", "result", "--size", 32)),
+        ("convert", ("convert", "openai-dvae", "encoder.pt", "decoder.safetensors", "result", "--size", 32)),
     ],
 )
 def test_others(server, tally, ground, name, argv):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.attack
         ("bundle", ("bundle", "tiny", "out"), 20),
         ("data scenes", ("data", "scenes", "out", "--count", 24, "--size", 24), 20),
         ("data prepare", ("data", "prepare", "pictures", "out", "--held-out", 0.2), 20),
-        ("import", ("import", "openai-dvae", "encoder.pt", "decoder.safetensors", "out", "--size", 32), 20),
+        ("convert", ("convert", "openai-dvae", "encoder.pt", "decoder.safetensors", "out", "--size", 32), 20),
         ("draw", ("draw", "two green crosses", "--model", "tiny", "--candidates", 1, "-o", "out.png"), 10),
         ("data show", ("data", "show", "pictures", "-o", "out.png"), 10),
     ],

@@ -30,7 +30,7 @@ COMMANDS = {
     "plan": (("plan", "--recipe", "tiny"), 2),
     "bundle": (("bundle", "tiny", "out", "--name", "copy"), 1),
     "import openai-dvae": (
-        ("import", "openai-dvae", "encoder.pt", "decoder.safetensors", "out", "--size", 32), 1,
+        ("convert", "openai-dvae", "encoder.pt", "decoder.safetensors", "out", "--size", 32), 1,
     ),
     "evaluate composition": (
         ("evaluate", "composition", "tiny", "--captions", 2, "--candidates", 1, "-o", "out.json"), 1,
@@ -47,7 +47,7 @@ COMMANDS = {
     "inspect spikes": (("inspect", "spikes", "stage", "-o", "out.png"), 1),
     "bench": (("bench", "--grids", 4, "--candidates", 1), 1),
 }  # fmt: skip
-_SAID = {"data": 2, "evaluate": 2, "import": 2, "inspect": 2}  # words that name a command
+_SAID = {"data": 2, "evaluate": 2, "convert": 2, "inspect": 2}  # words that name a command
 
 
 MIT = {"info": {"name": "Toys", "author": {"name": "A"}, "license": {"spdx": "MIT"}}}

@@ -279,7 +279,7 @@ def test_imports(server, tally, ground):
                 else:
                     made[name](bad)
                 files[half] = bad.name
-                argv = ("import", "openai-dvae", files["encoder"], files["decoder"], "out", "--size", 32)
+                argv = ("convert", "openai-dvae", files["encoder"], files["decoder"], "out", "--size", 32)
                 ended = server.run(argv, place, root=place, log=True, timeout=SECONDS, memory=MEMORY)
                 assert not (place / "PWNED").exists(), f"it runs code: {ended.command}"
                 judge(ended, [place / "out"])

@@ -10,8 +10,8 @@ import torch
 
 from limner import load, pretrained
 from limner.cli.draw import main
-from limner.worlds import rendering, scene_reader
-from limner.worlds.scenes import BACKGROUNDS, COLORS, EXTENT, FILLS, SHAPES, UNITS, Scene, Thing
+from limner.tasks import rendering, scene_reader
+from limner.tasks.scenes import BACKGROUNDS, COLORS, EXTENT, FILLS, SHAPES, UNITS, Scene, Thing
 
 CAPTIONS = {
     "scenes": ["a large red circle on a white background", "a small blue square on a black background"],

@@ -6,7 +6,7 @@ import pytest
 
 from limner.cli import main
 from limner.runs.train import train_all
-from limner.worlds.build_scenes import write_scenes
+from limner.tasks.build_scenes import write_scenes
 from tiny import STEPS, tiny_recipe
 
 

@@ -18,9 +18,9 @@ from limner.optim.optimizers import AdamW, AdamW16
 from limner.pipeline import TextToImage
 from limner.recipes.recipe import Bundled, Recipe
 from limner.runs.train import train_all
+from limner.tasks.build_scenes import write_scenes
 from limner.training.checkpoint import completed
 from limner.training.metrics_log import read_metrics
-from limner.worlds.build_scenes import write_scenes
 from tiny import STEPS, tiny_pipe, tiny_recipe
 
 WAYS = {

@@ -19,7 +19,7 @@ from PIL import Image
 
 from icon_sets import archive, information
 from limner.errors import UserError
-from limner.worlds import emoji
+from limner.tasks import emoji
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ WITHIN = {  # commands within sentences, and what runs them
     # docs/SCALE.md has the same words, and test_torchrun.py kills a process of such a run.
     "torchrun --nproc-per-node 2 --max-restarts 3 -m limner train …": "tests/integration/test_scale.py",
     # On files made by the test; tests/reference/test_openai_dvae.py has modules of OpenAI's package.
-    "limner import openai-dvae encoder.pkl decoder.pkl OUT": "tests/integration/test_train.py",
+    "limner convert openai-dvae encoder.pkl decoder.pkl OUT": "tests/integration/test_train.py",
     "python bench/prior.py --llamagen PATH --dalle-pytorch PATH": None,  # needs the sources of two other projects
     'pip install ".[docs]" && python docs/api.py api': CI,
     "ruff check .": CI, "ruff format --check .": CI, "pyright": CI, "lint-imports": CI, ".ci/run": CI,

@@ -20,9 +20,9 @@ from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.runs.parallel_stage import LOG
 from limner.runs.train import train_all
+from limner.tasks.build_scenes import write_scenes
 from limner.training.checkpoint import latest
 from limner.training.metrics_log import read_metrics
-from limner.worlds.build_scenes import write_scenes
 from tiny import STEPS, tiny_recipe
 
 
@@ -149,7 +149,7 @@ def test_any_recipe_takes_an_imported_dvae_and_keeps_its_tokens(data, monkeypatc
     theirs = DVAEConfig(size=24, width=16, groups=3, blocks=1, vocab=32, code_width=8, code_gain=3.0).build()
     for half in ("encoder", "decoder"):
         torch.save(getattr(theirs, half).state_dict(), f"{half}.pkl")
-    assert main(["import", "openai-dvae", "encoder.pkl", "decoder.pkl", "dvae", "--size", "24"]) == 0
+    assert main(["convert", "openai-dvae", "encoder.pkl", "decoder.pkl", "dvae", "--size", "24"]) == 0
     train = ["train", "data", "--recipe", "tiny", *(f"--{name}={value}" for name, value in SHORT.items())]
     assert main([*train, "--out", "run", "--dvae.bundle", "dvae"]) == 0
     pixels = torch.randint(0, 256, (8, 3, 24, 24), dtype=torch.uint8)

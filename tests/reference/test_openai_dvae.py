@@ -119,7 +119,7 @@ def published(tmp_path, monkeypatch):
 
 
 def imported(*arguments):
-    return main(["import", "openai-dvae", *map(str, arguments)])
+    return main(["convert", "openai-dvae", *map(str, arguments)])
 
 
 def test_the_published_files_are_read_without_their_package_and_without_loss(published, tmp_path, monkeypatch, capsys):

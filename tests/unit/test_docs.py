@@ -21,7 +21,7 @@ NAMED = re.compile(r"`((?:src|tests|bench|docs|examples)/[\w./-]+|[a-z_]+/[\w/]+
 
 
 def test_the_rooms_are_those_of_the_import_contract():
-    built = [set(row) for row in runpy.run_path(str(ROOT / "docs/rooms.py"))["rows"]()]
+    built = [set(row) for row in runpy.run_path(str(ROOT / "docs/import_graph.py"))["rows"]()]
     page = (ROOT / "docs/ARCHITECTURE.md").read_text().partition("\n## ")[0]
     rows = [set(re.findall(r"`(\w+)`", line.split("|")[1])) for line in page.splitlines() if line.startswith("| `")]
     assert rows == [row for row in built if row]
@@ -31,8 +31,8 @@ def test_the_rooms_are_those_of_the_import_contract():
 
 
 def test_the_picture_of_the_rooms_shows_the_imports_of_today():
-    drawn = runpy.run_path(str(ROOT / "docs/rooms.py"))["svg"]()
-    assert (ROOT / "docs/images/rooms.svg").read_text() == drawn, "python docs/rooms.py draws it anew"
+    drawn = runpy.run_path(str(ROOT / "docs/import_graph.py"))["svg"]()
+    assert (ROOT / "docs/images/import_graph.svg").read_text() == drawn, "python docs/import_graph.py draws it anew"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

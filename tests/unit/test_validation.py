@@ -78,8 +78,8 @@ def test_ends_none_and_whole_numbers_for_floats_are_in_range():
 MADE = tuple(
     f"limner.{name}"
     for name in (
-        "bundles", "drawing", "pipeline", "data.", "distributed.reducers.", "evaluation.", "layers.", "metrics.",
-        "profiling.", "reproduce.", "runs.material", "training.", "worlds.",
+        "bundles", "drawing", "pipeline", "data.", "distributed.gradient_reducers.", "evaluation.", "layers.",
+        "metrics.", "profiling.", "reproduce.", "runs.run_data", "training.", "tasks.",
     )
 )  # fmt: skip
 SET = (

@@ -50,7 +50,7 @@ COMMANDS = {
     "plan": Command("limner.cli.plan", "what a recipe would take on a cluster: memory, traffic, time"),
     "bench": Command("limner.cli.bench", "how fast a prior draws and trains on this machine", True, lower=_TIMED),
     "bundle": Command("limner.cli.bundle", "pack a trained model, with its name and scores, to pass on"),
-    "import": Command("limner.cli.convert", "convert published weights to our format"),
+    "convert": Command("limner.cli.convert", "convert published weights to our format"),
     "evaluate": Command("limner.cli.evaluate", "measure a trained model", True, lower="--candidates or --count"),
     "reproduce": Command("limner.cli.reproduce", "the papers' findings, on this machine", True, True),
     "inspect": Command("limner.cli.inspect", "look into a run: its kernels, spikes and underflow", True),

@@ -92,8 +92,8 @@ def parse(
 ) -> T:
     """An instance of the dataclass `cls` from command-line arguments.
 
-    In a union of dataclasses the member is that of `default` (`limner.cli.variant_options` chooses it by name); if the members
-    have no settings, it is chosen by name here.
+    In a union of dataclasses the member is that of `default` (`limner.cli.variant_options` chooses it by name); if the
+    members have no settings, it is chosen by name here.
     `kinds` are options that have been read before, and their choices. `--help` prints the class's docstring, these and
     the options, and exits. Raises `UserError` on a mistake.
     """

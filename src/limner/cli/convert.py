@@ -1,4 +1,4 @@
-"""`limner import openai-dvae ENCODER DECODER OUT`: published weights, in our format."""
+"""`limner convert openai-dvae ENCODER DECODER OUT`: published weights, in our format."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class OpenAIDVAE(Checked):
 
 def main(argv: Sequence[str]) -> None:
     """Run one of the commands."""
-    dispatch("limner import", {"openai-dvae": openai_dvae}, argv)
+    dispatch("limner convert", {"openai-dvae": openai_dvae}, argv)
 
 
 def openai_dvae(argv: Sequence[str]) -> None:
     """a dVAE with the names of OpenAI's release"""
-    options = parse(OpenAIDVAE, argv, "limner import openai-dvae")
+    options = parse(OpenAIDVAE, argv, "limner convert openai-dvae")
     place(options.out, folder=True)
     from limner.bundles import save_dvae
     from limner.models.openai_dvae import from_openai, read
 
     dvae = from_openai(read(options.encoder), read(options.decoder), options.size)
-    save_dvae(dvae, options.out, {"name": options.out.resolve().name, "about": "an imported dVAE"})
+    save_dvae(dvae, options.out, {"name": options.out.resolve().name, "about": "a converted dVAE"})
     c = dvae.config
     print(
         f"{printable(options.out)}: {c.vocab:,} codes, {c.stride}x downsampling, width {c.width}; no value was rounded"

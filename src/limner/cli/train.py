@@ -42,7 +42,7 @@ class Train(Checked):
     """Train on image-caption data: a folder of pictures with .txt captions, JSONL, CSV or Parquet, or tar shards.
 
     The same command goes on after an interruption. The result is a bundle: `limner draw --model RUN`. With
-    `--dvae.bundle FOLDER` any recipe takes the dVAE of a bundle, or one that `limner import` wrote, and trains none.
+    `--dvae.bundle FOLDER` any recipe takes the dVAE of a bundle, or one that `limner convert` wrote, and trains none.
     """
 
     data: Positional[str]

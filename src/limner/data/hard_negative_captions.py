@@ -11,8 +11,8 @@ Candidates of *one* caption differ in a single thing. So, a third of the time ea
   Without these a model learns what there is, and not where (docs/LOG.md).
 
 This needs no grammar and works on any data. Captions that mean the same are left out as far as they can be recognised:
-a list in another order, and, if the facts of a picture are known (`worlds/caption_truth.py`), whatever is true of it. Captions
-of held-out samples are left out, too: a model that was taught that they are wrong cannot be tested on them.
+a list in another order, and, if the facts of a picture are known (`tasks/caption_truth.py`), whatever is true of it.
+Captions of held-out samples are left out, too: a model that was taught that they are wrong cannot be tested on them.
 """
 
 from __future__ import annotations

@@ -33,17 +33,16 @@ from torch import Tensor
 from limner.atomic_io import atomic_write_text
 from limner.config import read_json
 from limner.errors import UserError
-from limner.evaluation.confidence import Gain, Rate
+from limner.evaluation.confidence import PUBLISHED, Gain, Rate, drawing_seed
 from limner.evaluation.generate_batches import Holds, combination, drawn, verdicts
-from limner.evaluation.seeds import PUBLISHED, drawing_seed
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import Advance
 from limner.sampling.generation_config import CANDIDATES, Sampler
+from limner.tasks import captions, scenes
+from limner.tasks.rendering import render_pair
+from limner.tasks.scenes import Pair, Scene, Split
+from limner.tasks.verify import pair_holds, satisfies
 from limner.validation import SEEDS, Checked
-from limner.worlds import captions, scenes
-from limner.worlds.rendering import render_pair
-from limner.worlds.scenes import Pair, Scene, Split
-from limner.worlds.verify import pair_holds, satisfies
 
 
 def captions_for(

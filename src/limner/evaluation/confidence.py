@@ -8,6 +8,10 @@ Korn & Graubard 1998), and Wilson's interval is taken for that number, which is 
 It covers other clusters of the kind, not only other cases of these clusters.
 
 If all verdicts are the same, the likeness within clusters cannot be estimated, and the cases count as unrelated.
+
+Captions that a choice was made on do not measure it. A bundle or a setting is chosen by scores on seeds below 1,000;
+published scores are on seeds from `PUBLISHED` on, and no choice is made on those. Different seeds draw their captions
+and drawings from numbers of their own.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+
+PUBLISHED = 1_000  # the first of the seeds that figures are published on
 
 _Z = 1.96  # the 97.5th percentile of the normal distribution
 _ROUNDING = 1e-24  # variance below which clusters do not differ
@@ -122,3 +128,11 @@ def _clustered(values: np.ndarray, clusters: Sequence[str]) -> tuple[float, int]
     if degrees == 0:
         return 0.0, 0
     return float(len(sums) / degrees * (sums**2).sum() / len(values) ** 2), degrees
+
+
+def drawing_seed(seed: int, i: int) -> int:
+    """The seed that caption i of an evaluation is drawn with, which `limner draw --seed` takes, too.
+
+    No two (seed, i) share it, for i below a million and seeds below 9 million million.
+    """
+    return (seed * 1_000_000 + i) % 2**63

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limner.evaluation.seeds import drawing_seed
+from limner.evaluation.confidence import drawing_seed
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import Advance
 from limner.sampling.generation_config import Sampler
-from limner.worlds import scenes
-from limner.worlds.scenes import Scene
+from limner.tasks import scenes
+from limner.tasks.scenes import Scene
 
 _TOGETHER = 16  # captions drawn between two rounds of judging, so that memory stays small
 

@@ -2,8 +2,8 @@
 
 A data set of icons (`limner data icons`) has the same subjects in several styles. Some combinations of subject and
 style are held out, and some subjects in all styles. The model draws their captions, and captions of training for
-comparison, and a classifier that was trained on all real pictures (`icon_classifier.py`) reads subject and style of each drawing.
-For comparison there are
+comparison, and a classifier that was trained on all real pictures (`icon_classifier.py`) reads subject and style of
+each drawing. For comparison there are
 
 - the nearest of all real pictures by squared error, in place of the judge;
 - copies in place of drawings of held-out combinations: the training picture of the subject in the nearest style.
@@ -30,13 +30,13 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from limner.evaluation.confidence import PUBLISHED
 from limner.evaluation.generate_batches import drawn
 from limner.evaluation.icon_classifier import Judge
 from limner.evaluation.icon_pictures import SPLITS, Icons
 from limner.evaluation.icon_result import IconResult, Verdicts
 from limner.evaluation.nearest_neighbor import nearest_picture
 from limner.evaluation.reconstruction import reconstructions
-from limner.evaluation.seeds import PUBLISHED
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.sampling.generation_config import CANDIDATES

@@ -26,9 +26,8 @@ from torch import Tensor
 from limner.atomic_io import atomic_write_text
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import Source
-from limner.evaluation.confidence import Rate
+from limner.evaluation.confidence import PUBLISHED, Rate
 from limner.evaluation.generate_batches import drawn
-from limner.evaluation.seeds import PUBLISHED
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.sampling.rerank import best

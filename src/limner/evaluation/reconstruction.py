@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from limner.atomic_io import atomic_write_text
-from limner.evaluation.seeds import PUBLISHED
+from limner.evaluation.confidence import PUBLISHED
 from limner.metrics.codebook import usage
 from limner.metrics.psnr import psnr
 from limner.models.dvae import DVAE, unmap_pixels
 from limner.models.patch_dvae import AnyDVAE
 from limner.objectives.elbo import gumbel_softmax
 from limner.progress import Advance
-from limner.worlds import rendering, scene_reader, scenes, verify
-from limner.worlds.scenes import Split
+from limner.tasks import rendering, scene_reader, scenes, verify
+from limner.tasks.scenes import Split
 
 _BATCH = 64
 

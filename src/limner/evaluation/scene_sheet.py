@@ -11,8 +11,8 @@ from torch import Tensor
 
 from limner.evaluation import report
 from limner.evaluation.composition import Composition
-from limner.worlds.rendering import render
-from limner.worlds.scenes import Scene
+from limner.tasks.rendering import render
+from limner.tasks.scenes import Scene
 
 
 @dataclass(frozen=True)

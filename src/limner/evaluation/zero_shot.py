@@ -24,15 +24,14 @@ from torch import Tensor
 from limner.atomic_io import atomic_write_text
 from limner.data.sample import Source
 from limner.errors import UserError
-from limner.evaluation.confidence import Rate
+from limner.evaluation.confidence import PUBLISHED, Rate
 from limner.evaluation.generate_batches import combination
 from limner.evaluation.nearest_neighbor import Gallery
-from limner.evaluation.seeds import PUBLISHED
 from limner.models.contrastive import Contrastive
 from limner.progress import Advance
+from limner.tasks.rendering import render
+from limner.tasks.scenes import BACKGROUNDS, COLORS, SHAPES, SIZES, Split, sample_scene
 from limner.text.bpe import Tokenizer
-from limner.worlds.rendering import render
-from limner.worlds.scenes import BACKGROUNDS, COLORS, SHAPES, SIZES, Split, sample_scene
 
 TOP = (1, 5)  # a picture is right if its class is among so many
 EMOJI_PROMPTS = ("{}", "{} emoji")

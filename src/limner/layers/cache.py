@@ -15,8 +15,8 @@ cache holds 1,280 and the text again for each candidate. A candidate's states ar
 format, or as int8 with a scale for each position and head.
 
 A position is a number, or a tensor [1]. With a tensor, every step does the same operations on the same memory, so
-that one step can be recorded and replayed (`sampling/cuda_graph.py`). In return it reads the whole ring, also slots that
-are not written yet, and hides those by a mask. On a GPU one kernel does all of it (`triton_decode.py`).
+that one step can be recorded and replayed (`sampling/cuda_graph.py`). In return it reads the whole ring, also slots
+that are not written yet, and hides those by a mask. On a GPU one kernel does all of it (`triton_decode.py`).
 
 Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width; n positions held, L lines of
 which a step reads one (the columns, of a pattern that sees only its own; others have one line); K rows kept.

@@ -1,7 +1,7 @@
 """The one way to change a model's linear layers: from outside, after initialisation.
 
-Models use `nn.Linear` and know no other form. A layer that computes differently (`inference_linear.py`) replaces one of them
-and takes over its weights.
+Models use `nn.Linear` and know no other form. A layer that computes differently (`inference_linear.py`) replaces one of
+them and takes over its weights.
 """
 
 from __future__ import annotations

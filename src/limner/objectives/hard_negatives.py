@@ -1,9 +1,9 @@
 """The contrastive loss with negatives that are hard: wrong captions of a picture, and spoiled copies of it.
 
 The pairs of a batch differ in nearly everything, the candidates of one caption in one thing. So both sides get more to
-choose from: each picture the `distractors` that a batch brings (`data/hard_negative_captions.py` makes them), and each caption
-copies of its picture in which something is missing, doubled or cut. Two samples that share a caption word for word are
-no negatives of each other: both count as right.
+choose from: each picture the `distractors` that a batch brings (`data/hard_negative_captions.py` makes them), and each
+caption copies of its picture in which something is missing, doubled or cut. Two samples that share a caption word for
+word are no negatives of each other: both count as right.
 
 Where several processes share a batch, the pictures and captions of all are to choose from (`across`).
 

@@ -1,8 +1,8 @@
 """AdamW with its moments in 16 bits, as Ramesh et al. 2021 trained the prior (App. B.2 and D).
 
-The formats are in `numerics/formats.py`, how moments are kept in `optim/adam_base.py`. "We clip the estimate for running
-variance by value to 5 before it is used to update the parameters or moments" (B.2): the running variance itself, before
-its bias is corrected.
+The formats are in `numerics/formats.py`, how moments are kept in `optim/adam_base.py`. "We clip the estimate for
+running variance by value to 5 before it is used to update the parameters or moments" (B.2): the running variance
+itself, before its bias is corrected.
 """
 
 from __future__ import annotations

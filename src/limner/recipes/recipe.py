@@ -94,7 +94,7 @@ class Bundled:
     """No dVAE is trained; the run takes another one."""
 
     bundle: str = "scenes"
-    """The bundle (a name or a folder) whose dVAE it is, or what `limner import` wrote."""
+    """The bundle (a name or a folder) whose dVAE it is, or what `limner convert` wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)

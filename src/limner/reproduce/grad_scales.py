@@ -87,7 +87,8 @@ def trial(of: Training) -> Result:
         return made
 
     trained = tiny_prior.train(
-        of.steps, model=replace(tiny_prior.MODEL, depth=of.depth), seed=of.seed, batch=of.batch, clip_norm=1.0, hooks=make,
+        of.steps, model=replace(tiny_prior.MODEL, depth=of.depth), seed=of.seed, batch=of.batch, clip_norm=1.0,
+        hooks=make,
         optimizer=AdamW(lr=of.lr, betas=(0.9, 0.98)), precision=Fp32() if of.kind == "fp32" else Narrow(form=FORM),
         max_bad_steps=of.steps,
     )  # fmt: skip

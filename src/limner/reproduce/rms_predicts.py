@@ -1,8 +1,8 @@
 """§3.4 and Appendix E: RMS_t of the patch embedding spikes 1 to 8 steps before the loss, not that of a middle layer.
 
-Spikes are found by the paper's rules, with a shorter running mean (`spike_sweep.py`), in runs at several beta2. The share
-of loss spikes that follow an RMS spike is compared with the share of all steps that do: that is what chance would give.
-Both kinds of runs are looked at, those in which nothing is injected and those with a new signal in the data.
+Spikes are found by the paper's rules, with a shorter running mean (`spike_sweep.py`), in runs at several beta2. The
+share of loss spikes that follow an RMS spike is compared with the share of all steps that do: that is what chance would
+give. Both kinds of runs are looked at, those in which nothing is injected and those with a new signal in the data.
 """
 
 from __future__ import annotations

@@ -21,6 +21,9 @@ from torch import Tensor, nn
 
 from limner.numerics.precision import Fp32
 from limner.optim.schedules import Cosine
+from limner.tasks.captions import describe
+from limner.tasks.rendering import render
+from limner.tasks.scenes import sample_scene
 from limner.text.bpe import Tokenizer
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
@@ -30,9 +33,6 @@ from limner.training.rms_monitor import rms
 from limner.training.step import update
 from limner.training.train_module import Objective
 from limner.training.train_state import Diverged, Run
-from limner.worlds.captions import describe
-from limner.worlds.rendering import render
-from limner.worlds.scenes import sample_scene
 
 SIZE, SCENES, WORDS, TEXT = 24, 4_096, 400, 24
 

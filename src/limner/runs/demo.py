@@ -41,8 +41,8 @@ from limner.runs.demo_options import Demo
 from limner.runs.demo_report import page
 from limner.runs.time_estimate import COMPANY, seconds_per_step, trial
 from limner.runs.train import train_all
-from limner.worlds.build_scenes import write_scenes
-from limner.worlds.scenes import Scene
+from limner.tasks.build_scenes import write_scenes
+from limner.tasks.scenes import Scene
 
 THINGS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four things
 _TRAINING = 540  # seconds; the rest takes a minute and a half; all should take twelve minutes on a slow day

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from limner import recipes
-from limner.evaluation.seeds import PUBLISHED
+from limner.evaluation.confidence import PUBLISHED
 from limner.sampling.generation_config import CANDIDATES
 from limner.validation import SEEDS, Checked, Range
 

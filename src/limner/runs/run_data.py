@@ -29,9 +29,9 @@ from limner.errors import UserError
 from limner.models.patch_dvae import AnyDVAE
 from limner.progress import progress
 from limner.recipes.recipe import Bundled, DVAEStage, PatchStage, Recipe
+from limner.tasks.caption_truth import falsehood
 from limner.text.bpe import Tokenizer
 from limner.training.parallel import Parallel, Single
-from limner.worlds.caption_truth import falsehood
 
 _KEPT_BYTES = 1 << 30  # of decoded pictures that stay in memory, where they are read again and again
 _CLUSTERED = 8_000  # pictures whose patches are clustered

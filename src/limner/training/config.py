@@ -37,8 +37,8 @@ class TrainConfig(Checked):
         precision: converts the model and sets the format of products; by default bf16 where that is faster. Those of
             `layers/precisions.py` train the blocks of transformers in 8 bits, or store
             their matrices in 16.
-        scaling: of gradients, for backward passes in fp16 (`grad_scaler.py`): a scale for each resblock, outside of which
-            all is fp32, as in the paper; one for the loss that follows the gradients; or one that stays, without
+        scaling: of gradients, for backward passes in fp16 (`grad_scaler.py`): a scale for each resblock, outside of
+            which all is fp32, as in the paper; one for the loss that follows the gradients; or one that stays, without
             tensors that overflow.
         checkpoint_activations: recompute activations in the backward pass (models offer
             `set_checkpointing`).

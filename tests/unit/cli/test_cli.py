@@ -260,7 +260,7 @@ def test_no_command_lets_text_steer_the_terminal(command, capsys, tmp_path, monk
         ["inspect", path], ["inspect", "precision", path],
         ["plan", "--recipe", path], ["plan", "--gpu", path], ["bench", "--size", path],
         ["train", path, "--recipe", "demo", "--out", "run"], ["train", "d", "--recipe", path, "--out", "run"],
-        ["train", "d", "--recipe", f"{path}.json", "--out", "run"], ["import", "openai-dvae", path, path, "out"],
+        ["train", "d", "--recipe", f"{path}.json", "--out", "run"], ["convert", "openai-dvae", path, path, "out"],
         ["evaluate", path], ["evaluate", "composition", path], ["evaluate", "emoji", path, path],
         ["evaluate", "icons", path, path], ["evaluate", "grid", path, path, "-o", "x.png"],
         ["evaluate", "reconstruction", "--split", path],

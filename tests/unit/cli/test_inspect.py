@@ -13,8 +13,8 @@ from limner.numerics.precision import Bf16
 from limner.optim.optimizers import AdamW16
 from limner.pipeline import load
 from limner.runs.train import train_all
+from limner.tasks.build_scenes import write_scenes
 from limner.training.kernel_report import FILE
-from limner.worlds.build_scenes import write_scenes
 from tiny import tiny_recipe
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from limner.data.hard_negative_captions import Distractors
-from limner.worlds import captions, scenes
+from limner.tasks import captions, scenes
 from sample_scenes import sayings
 
 SCENES = Distractors(sayings(6_000))

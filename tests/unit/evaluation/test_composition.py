@@ -17,11 +17,11 @@ from limner.evaluation.composition import (
     score,
     score_pairs,
 )
+from limner.evaluation.confidence import PUBLISHED, drawing_seed
 from limner.evaluation.generate_batches import combination, verdicts
-from limner.evaluation.seeds import PUBLISHED, drawing_seed
 from limner.pipeline import Candidates
-from limner.worlds import captions, rendering, scenes
-from limner.worlds.verify import satisfies
+from limner.tasks import captions, rendering, scenes
+from limner.tasks.verify import satisfies
 
 
 @pytest.mark.parametrize("split", ["held-out", "train"])

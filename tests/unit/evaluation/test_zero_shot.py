@@ -9,7 +9,7 @@ from limner.data.sample import Sample
 from limner.errors import UserError
 from limner.evaluation import zero_shot
 from limner.evaluation.zero_shot import Task, evaluate, logits, pictures_of, scenes
-from limner.worlds.captions import parse
+from limner.tasks.captions import parse
 from tiny import tiny_pipe
 
 

@@ -8,7 +8,7 @@ from limner.data.datasets import ImageCaptionDataset
 from limner.data.open_source import open_source
 from limner.pipeline import load
 from limner.runs.prune_codebook import prune, used_codes
-from limner.worlds.build_scenes import write_scenes
+from limner.tasks.build_scenes import write_scenes
 from tiny import tiny_pipe
 
 

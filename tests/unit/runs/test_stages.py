@@ -23,9 +23,9 @@ from limner.recipes.recipe import PatchStage, Recipe
 from limner.runs.run_data import Material
 from limner.runs.stages import Stages, relate, reranker
 from limner.runs.train import train_all
+from limner.tasks.build_scenes import write_scenes
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import Single
-from limner.worlds.build_scenes import write_scenes
 from more_patterns import dilated
 from tiny import tiny_recipe
 

@@ -11,7 +11,7 @@ from limner.errors import UserError
 from limner.recipes.recipe import Bundled
 from limner.runs import time_estimate
 from limner.runs.train import train_all
-from limner.worlds.build_scenes import write_scenes
+from limner.tasks.build_scenes import write_scenes
 from tiny import tiny_recipe
 
 STAGES = ("dvae", "prior", "contrastive")

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     """write the emoji of an installed font"""
     options = parse(WriteEmoji, argv, "limner data emoji")
     place(options.out, folder=True)
-    from limner.worlds.emoji import all_emoji, build
+    from limner.tasks.emoji import all_emoji, build
 
     with progress("drawing emoji", len(all_emoji()), unit="emoji") as bar:
         counts = build(options.out, options.size, options.font, bar.advance)

@@ -61,8 +61,8 @@ def main(argv: Sequence[str]) -> None:
     if not options.files:
         raise UserError("name the files of icon sets, such as the .tgz that `npm pack @iconify-json/NAME` leaves")
     place(options.out, folder=True)
-    from limner.worlds import iconify
-    from limner.worlds.build_icons import write_icons
+    from limner.tasks import iconify
+    from limner.tasks.build_icons import write_icons
 
     sets, keywords = [], []
     for path in options.files:

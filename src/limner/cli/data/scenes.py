@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
     """write the built-in synthetic world"""
     options = parse(WriteScenes, argv, "limner data scenes")
     place(options.out, folder=True)
-    from limner.worlds.build_scenes import write_scenes
+    from limner.tasks.build_scenes import write_scenes
 
     with progress("drawing scenes", options.count, unit="scene") as bar:
         summary = write_scenes(

@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 from limner.cli.arguments import parse, place, place_png
 from limner.cli.evaluate.shared import Seed, keep, require_scenes
 from limner.errors import UserError, printable
-from limner.evaluation.seeds import PUBLISHED
+from limner.evaluation.confidence import PUBLISHED
 from limner.progress import clock, progress
 from limner.sampling.generation_config import CANDIDATES, Sampler
 from limner.validation import Checked, Range

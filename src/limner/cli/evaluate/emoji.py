@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 from limner.cli.arguments import parse, place, place_png
 from limner.cli.evaluate.shared import Seed, keep
 from limner.errors import UserError, printable
-from limner.evaluation.seeds import PUBLISHED
+from limner.evaluation.confidence import PUBLISHED
 from limner.progress import progress
 from limner.sampling.generation_config import CANDIDATES
 from limner.validation import Checked, Range

@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse, place_png
 from limner.errors import printable
-from limner.evaluation.seeds import PUBLISHED
+from limner.evaluation.confidence import PUBLISHED
 from limner.progress import progress
 from limner.sampling.generation_config import CANDIDATES
 from limner.validation import SEEDS, Checked

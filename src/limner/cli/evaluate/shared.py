@@ -17,7 +17,7 @@ Seed = Annotated[int, SEEDS, arg(help=f"Of the captions and their drawings. {CHO
 
 def require_scenes(size: int, mend: str) -> None:
     """Raises `UserError` for a model whose pictures, of `size` pixels per side, cannot be scenes; `mend` ends it."""
-    from limner.worlds.scenes import UNITS
+    from limner.tasks.scenes import UNITS
 
     if size % UNITS:
         raise UserError(f"scenes have a size that is a multiple of {UNITS}, this model draws {size} pixels: {mend}")

@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 from limner.cli.arguments import parse, place
 from limner.cli.evaluate.shared import CHOOSE, keep, require_scenes
 from limner.errors import printable
-from limner.evaluation.seeds import PUBLISHED
+from limner.evaluation.confidence import PUBLISHED
 from limner.progress import progress
 from limner.validation import SEEDS, Checked, Range
 

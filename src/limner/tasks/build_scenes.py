@@ -1,0 +1,69 @@
+"""Write the synthetic world to disk as a data set: `limner data scenes OUT --count N --seed S`.
+
+Sample i is drawn from a generator of its own, seeded by (seed, i): the same pictures come out whatever
+the count, and the same command writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+import numpy as np
+
+from limner.data.image_encode import image_bytes
+from limner.data.shard_writer import ShardWriter
+from limner.progress import Advance
+from limner.tasks.captions import describe, describe_pair
+from limner.tasks.rendering import render, render_pair
+from limner.tasks.scenes import Split, sample_crowd, sample_pair, sample_scene
+
+THINGS = (3.0, 5.0, 1.0, 1.0)  # how often described scenes have one, two, three and four things
+PHRASINGS = 4
+
+
+def write_scenes(
+    out: str | os.PathLike[str],
+    count: int,
+    seed: int,
+    *,
+    size: int = 48,
+    kind: Literal["described", "crowded"] = "described",
+    held_out: float = 0.05,
+    pairs: float = 0.1,
+    things: tuple[float, float, float, float] = THINGS,
+    in_order: float = 0.0,
+    progress: Advance | None = None,
+) -> dict[str, Any]:
+    """Write `count` samples as shards of PNG, captions and ground truth; the summary is returned.
+
+    Args:
+        size: side of the pictures in pixels, a multiple of 12 (24 with pairs).
+        kind: "described" scenes have up to four things and captions that say them; "crowded" ones are
+            full of things, to train a dVAE on, with the caption "a crowded scene".
+        held_out: share of samples that contain a held-out combination, marked as that split.
+        pairs: share of image-to-image pairs, in either kind.
+        things: how often described scenes have one, two, three and four things, relative to each other.
+        in_order: how often captions of two things are made to say the upper or left one first.
+        progress: called with 1 after every sample.
+    """
+    shares = np.array(things) / sum(things)
+    with ShardWriter(out) as writer:
+        for i in range(count):
+            rng = np.random.default_rng((seed, i))
+            split: Split = "held-out" if rng.random() < held_out else "train"
+            if rng.random() < pairs:
+                pair = sample_pair(rng, split=split)
+                picture, truth = render_pair(pair, size), {"pair": pair.to_dict()}
+                captions = [describe_pair(pair, rng) for _ in range(PHRASINGS)]
+            elif kind == "crowded":
+                scene = sample_crowd(rng, split=split)
+                picture, truth, captions = render(scene, size), {"scene": scene.to_dict()}, ["a crowded scene"]
+            else:
+                scene = sample_scene(rng, count=1 + int(rng.choice(4, p=shares)), split=split)
+                picture, truth = render(scene, size), {"scene": scene.to_dict()}
+                captions = [describe(scene, rng, in_order) for _ in range(PHRASINGS)]
+            writer.write(image_bytes(picture), tuple(dict.fromkeys(captions)), {**truth, "split": split})
+            if progress:
+                progress(1)
+    return writer.summary()

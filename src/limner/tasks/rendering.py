@@ -1,0 +1,76 @@
+"""Pictures of scenes: every thing is an opacity stencil, laid on the background in the thing's paint.
+
+`U` pixels per unit: a picture of a scene is uint8 [height U, width U, 3].
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from limner.tasks.scenes import BACKGROUNDS, COLORS, EXTENT, Fill, Pair, Scene, Shape, Size
+
+
+@lru_cache(maxsize=256)
+def stencil(shape: Shape, size: Size, fill: Fill, unit: int) -> np.ndarray:
+    """Opacity of a thing on its box, float32 [side, side] in [0, 1]; anti-aliased 8 x 8."""
+    side, over = EXTENT[size] * unit, 8
+    # Coordinates in [-1, 1] across the box, +y down.
+    axis = (np.arange(side * over) + 0.5) / (side * over) * 2 - 1
+    x, y = np.meshgrid(axis, axis)
+    border = unit / side  # half a unit of outline, as a fraction of the half-width
+    mask = _inside(shape, x, y, 0.0)
+    if fill == "outlined":
+        mask &= ~_inside(shape, x, y, border)
+    elif fill == "striped":
+        mask &= np.floor(np.arange(side * over) / over / unit * 2).astype(int)[:, None] % 2 == 0
+    return mask.reshape(side, over, side, over).mean((1, 3), dtype=np.float32)
+
+
+def _inside(shape: Shape, x: np.ndarray, y: np.ndarray, inset: float) -> np.ndarray:
+    """The shape inscribed in [-1, 1]^2, with its border moved inwards by `inset`."""
+    if shape == "circle":
+        return x**2 + y**2 <= (1 - inset) ** 2
+    if shape == "square":
+        return np.maximum(abs(x), abs(y)) <= 0.92 - inset
+    if shape == "diamond":
+        return abs(x) + abs(y) <= 1 - inset * 2**0.5
+    if shape == "triangle":  # apex up: |x| <= (y + 1) / 2
+        return (y <= 1 - inset) & (abs(x) <= (y + 1) / 2 - inset * 5**0.5 / 2)
+    arm = 0.4
+    bars = (abs(x) <= arm - inset) & (abs(y) <= 1 - inset)
+    return bars | ((abs(y) <= arm - inset) & (abs(x) <= 1 - inset))
+
+
+def render(scene: Scene, size: int = 48) -> np.ndarray:
+    """The picture, uint8 [H, W, 3]; `size` is the width in pixels, a multiple of 12."""
+    unit, rest = divmod(size, scene.width)
+    if rest:
+        raise ValueError(f"size {size} is not a multiple of {scene.width}")
+    paint = BACKGROUNDS.get(scene.background) or COLORS[scene.background]
+    picture = np.empty((scene.height * unit, size, 3), np.float32)
+    picture[:] = paint
+    for thing in scene.things:
+        alpha = stencil(thing.shape, thing.size, thing.fill, unit)[..., None]
+        top, left = round(thing.y * unit), round(thing.x * unit)
+        box = picture[top : top + len(alpha), left : left + len(alpha)]
+        box += alpha * (np.asarray(COLORS[thing.color], np.float32) - box)
+    return np.rint(picture).astype(np.uint8)
+
+
+def render_pair(pair: Pair, size: int = 48) -> np.ndarray:
+    """Both panels, uint8 [size, size, 3]."""
+    top = render(pair.top, size)
+    return np.concatenate([top, transform_panel(pair, top, size)])
+
+
+def transform_panel(pair: Pair, top: np.ndarray, size: int) -> np.ndarray:
+    """What the lower panel shows, given the pixels `top` of the upper one."""
+    if pair.transform == "upside down":
+        return top[::-1]
+    if pair.transform == "grayscale":
+        luma = np.rint(top @ np.array([0.299, 0.587, 0.114], np.float32)).astype(np.uint8)
+        return np.repeat(luma[..., None], 3, -1)
+    assert pair.bottom is not None
+    return render(pair.bottom, size)
