@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 OPENINGS = re.compile(
-    r"(?:Of|What|Whatever|Whether|How|That|Where|Who|Whose|Which|Those|These|It|In how|In what|Everything|As(?! an?\b))\b"
+    r"(?:Of|What|Whatever|Whether|How|That|Where|Who|Whose|Which|Those|These|It|In (?:how|what)|Everything"
+    r"|As(?! an?\b))\b"
 )
 WORDS = (
     r"anew|alike|beside|whatever|whoever|by heart|told|tells|said|goes on|went on|go on|going on|no matter|at once"
