@@ -20,6 +20,9 @@ from limner.layers.quantize import row_wise
 M = TypeVar("M", bound=nn.Module)
 
 _FEW = 4  # rows up to which 8-bit weights are multiplied as they are
+_PART = (
+    16  # inputs that the kernel for them reads at once in bf16, beyond the end of a row if they are no multiple of it
+)
 _ROWS = 64  # oneDNN lays the weights out for this many; other numbers of rows are nearly as fast
 
 
@@ -76,7 +79,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows m"]:
         rows = x.reshape(-1, x.shape[-1])
-        if len(rows) <= _FEW and x.device.type == "cpu":
+        if len(rows) <= _FEW and x.device.type == "cpu" and rows.shape[1] % _PART == 0 and x.dtype != torch.float64:
             y = torch._weight_int8pack_mm(rows.contiguous(), self.weight, self.scale)
         else:
             y = F.linear(rows, self.weight.to(x.dtype)) * self.scale

@@ -8,9 +8,10 @@ a b^T is summed in 32-bit integers, so it is exact, and all kernels give the sam
     _int_mm     torch's: oneDNN on CPUs (VNNI, AMX), cuBLAS on GPUs, which takes multiples of 8 alone
     triton      ours (`triton_int8.py`), on GPUs where Triton is installed: scales and bias within the kernel
 
-Some CPUs without VNNI add pairs of products in 16 bits, where 255 * 127 * 2 does not fit: so before its first use
-`_int_mm` multiplies the largest numbers there are, and if they come out wrong the reference takes over. A product whose
-shape a kernel cannot take goes to the reference too; both are counted with the reason (`kernel_counter.py`).
+Some CPUs without VNNI add pairs of products in 16 bits, where 255 * 127 * 2 does not fit. So before its first use
+`_int_mm` multiplies the largest numbers there are, and small matrices in all layouts; if a sum is wrong, the reference
+takes over. A product whose shape a kernel cannot take goes to the reference too; both are counted with the reason
+(`kernel_counter.py`).
 
 On a CPU a product is computed a few rows at a time, and scaled while its int32 sums are in the cache.
 (`onednn.qlinear_pointwise` gives fp32 directly, but is no faster than this on unsigned inputs, needs its weights laid
@@ -21,10 +22,11 @@ Shapes: m rows of inputs, n of weights, k summed over.
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import torch
-from jaxtyping import Float, Int8
+from jaxtyping import Float, Int8, Int32, Shaped
 from torch import Tensor
 
 from limner.layers.kernel_counter import Product, count_product
@@ -50,7 +52,7 @@ def product(
     """scale_a scale_b^T * (a b^T) + bias: [m, n] in `dtype`.
 
     Args:
-        a, b: int8 [m, k] and [n, k], no entry -128; b may be a transposed view.
+        a, b: int8 [m, k] and [n, k], no entry -128, with any strides.
         scale_a, scale_b: fp32 [m] or [], [n] or [].
         bias: [n].
         tally, of: in whose tally (`Tally.number`), if any, and as which product, it is counted.
@@ -61,6 +63,29 @@ def product(
 def reference(a: Int8[Tensor, "m k"], b: Int8[Tensor, "n k"]) -> Float[Tensor, "m n"]:
     """a b^T exactly, as integers in fp64."""
     return a.double() @ b.double().mT
+
+
+def sums(
+    a: Int8[Tensor, "m k"], b: Int8[Tensor, "n k"], out: Int32[Tensor, "m n"] | None = None
+) -> Int32[Tensor, "m n"]:
+    """a b^T by `_int_mm`, in `out` if given."""
+    return torch._int_mm(_gemm_operand(a), _gemm_operand(b.mT), out=out)
+
+
+def row_major(x: Shaped[Tensor, "m k"]) -> Shaped[Tensor, "m k"]:
+    """x with the strides (k, 1). (`contiguous()` returns x itself where only the stride of a side of 1 differs.)"""
+    return x if x.stride() == (x.shape[1], 1) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _gemm_operand(x: Shaped[Tensor, "m k"]) -> Shaped[Tensor, "m k"]:
+    """x if its strides are those of a BLAS matrix, else a row-major copy.
+
+    torch passes a matrix as rows if its last stride is 1, else as columns, and its other stride as the leading
+    dimension. oneDNN rejects a leading dimension that is shorter than a row, as in a transposed column with the strides
+    (1, 1); torch ignores that error and returns uninitialized memory (pytorch#195066).
+    """
+    (m, k), (row, column) = x.shape, x.stride()
+    return x if (row >= k if column == 1 else row == 1 and column >= m) else row_major(x)
 
 
 def kernel(a: Tensor, b: Tensor) -> tuple[str, str]:
@@ -81,17 +106,30 @@ def kernel(a: Tensor, b: Tensor) -> tuple[str, str]:
 
 @cache
 def is_exact(device: torch.device) -> bool:
-    """Whether `_int_mm` gives exact sums here, of the largest numbers and of any."""
+    """Whether `_int_mm` gives exact sums here: of the largest numbers, of random ones, and of small matrices."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randint(-127, 128, (32, 256), dtype=torch.int8, generator=generator)
     a[:4], a[4:8] = 127, -127
     a[8:12, ::2], a[12:16, ::2] = 127, -127  # neighbours of both signs
-    a, b = a.to(device), a.flip(0).contiguous().to(device)
+    a = a.to(device)
+    pairs = [(a, a.flip(0))]
+    if device.type == "cpu":  # the only device whose small products go to `_int_mm`
+        for m, n, k in itertools.product((1, 2, 3), repeat=3):
+            pairs += itertools.product(_layouts(a[-m:, :k]), _layouts(a[16 : 16 + n, :k]))
+    no_sum = torch.iinfo(torch.int32).max  # in what a kernel leaves as it was
     try:
-        found = torch._int_mm(a, b.mT)
+        return all(
+            torch.equal(sums(x, y, a.new_full((len(x), len(y)), no_sum, dtype=torch.int32)).double(), reference(x, y))
+            for x, y in pairs
+        )
     except RuntimeError:  # a GPU that has no such product
         return False
-    return bool((found.double() == reference(a, b)).all())
+
+
+def _layouts(x: Tensor) -> list[Tensor]:
+    """x by rows and by columns."""
+    rows, columns = (y.clone(memory_format=torch.contiguous_format) for y in (x, x.mT))
+    return [rows, columns.mT]
 
 
 @looped
@@ -116,11 +154,11 @@ def _product(
     if not y.numel():
         return y
     rows = max(_ROWS, _AT_ONCE // len(b)) if a.device.type == "cpu" else len(a)
-    sums = torch.empty(min(rows, len(a)), len(b), dtype=torch.int32, device=a.device)
+    room = torch.empty(min(rows, len(a)), len(b), dtype=torch.int32, device=a.device)
     by_row = scale_a[:, None] if scale_a.ndim else scale_a.expand(len(a), 1)
     by_row = by_row if scale_b.ndim else by_row * scale_b
     for part, own, to in zip(a.split(rows), by_row.split(rows), y.split(rows), strict=True):
-        exact = torch._int_mm(part, b.mT, out=sums[: len(part)]) if chosen == "_int_mm" else reference(part, b)
+        exact = sums(part, b, room[: len(part)]) if chosen == "_int_mm" else reference(part, b)
         scaled = to if dtype == torch.float32 else torch.empty_like(to, dtype=torch.float32)
         scaled.copy_(exact).mul_(own)  # faster than one product of int32 and fp32
         if scale_b.ndim:

@@ -86,6 +86,23 @@ def test_the_simulated_product_is_that_of_the_numbers(m, n, k, by_row):
     torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_gpu_gets_rows_whatever_the_strides_of_a_side_of_1(monkeypatch, m, by_row):
+    def scaled(a, b, scale_a, scale_b, out_dtype):
+        assert a.stride() == (a.shape[1], 1) and b.stride() == (1, len(b))
+        return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+
+    monkeypatch.setattr(float8, "kernel", lambda a, b: ("_scaled_mm", ""))
+    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    torch.manual_seed(0)
+    a, b = torch.randn(32, m).to(E5M2), torch.randn(32, 16).to(E4M3)
+    scale_a, scale_b = torch.rand(m if by_row else ()), torch.rand(())
+    expected = (scale_a[:, None] if by_row else scale_a) * scale_b * (a.float().mT @ b.float())
+    found = float8.product(a.mT, b.mT, scale_a, scale_b)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("by_row", [False, True])
 def test_the_gpus_product_is_the_simulated_one(by_row):

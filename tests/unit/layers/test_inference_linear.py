@@ -1,6 +1,7 @@
 """Packed layers give the bits of plain ones, layers of 8 bits nearly."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -40,6 +41,30 @@ def test_8_bit_weights_are_off_by_half_a_step_at_most(rows, dtype, bias):
     slack = 1e-5 if dtype == torch.float32 else 3e-2
     assert ((got - want).abs() <= bound + slack).all()
     assert Int8Linear(layer).weight.nbytes * torch.finfo(dtype).bits // 8 == layer.weight.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 15, 16, 17, 40])
+def test_8_bit_weights_of_any_size_are_multiplied_within_their_memory(dtype, n):
+    """torch's kernel for bf16 reads 16 numbers at a time."""
+    torch.manual_seed(n)
+    for rows, m in itertools.product((1, 2, 3, 4, 5), (1, 2, 3, 4, 5)):
+        layer, x = Int8Linear(nn.Linear(n, m).to(dtype)), torch.randn(rows, n).to(dtype)
+        found = layer(x)
+        assert found.dtype == dtype
+        expected = x.double() @ layer.weight.double().mT * layer.scale.double() + layer.bias.double()
+        tolerance = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * n**0.5)
+
+
+@needs_packing
+def test_small_packed_layers_are_right_in_every_layout():
+    torch.manual_seed(0)
+    for rows, n, m in itertools.product((1, 2, 3, 4), repeat=3):
+        layer, x = nn.Linear(n, m).bfloat16(), torch.randn(rows, n).bfloat16()
+        for y in (x, x.mT.clone(memory_format=torch.contiguous_format).mT):
+            with torch.inference_mode():
+                torch.testing.assert_close(PackedLinear(layer)(y), layer(x), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("bias", [True, False])

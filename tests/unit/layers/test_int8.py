@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -43,6 +43,43 @@ def test_the_fast_product_is_exact(m, n, k):
     assert torch.equal(torch._int_mm(a, b.mT), expected.int())
 
 
+def layouts(x):
+    """x by rows, by columns, spread out, and with every stride of a side of 1 from 0 to 5."""
+    (m, k), strides = x.shape, {(x.shape[1], 1), (1, x.shape[0]), (x.shape[1] + 2, 1), (1, x.shape[0] + 2), (12, 3)}
+    if m == 1:
+        strides |= set(product(range(6), (1, 2)))
+    if k == 1:
+        strides |= set(product((1, 2), range(6)))
+    for row, column in strides:
+        memory = torch.zeros((m - 1) * row + (k - 1) * column + 1, dtype=x.dtype)
+        yield memory.as_strided((m, k), (row, column)).copy_(x)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+def test_small_products_are_exact_whatever_their_strides(m):
+    """oneDNN refuses some strides of a side of 1, and torch then returns whatever was in memory."""
+    ones = torch.ones(())
+    for n, k in product((1, 2, 3, 4), repeat=2):
+        a, b = integers(m, k, 1), integers(n, k, 2)
+        expected = int8.reference(a, b)
+        for left, right in product(layouts(a), layouts(b)):
+            assert int8.kernel(left, right) == ("_int_mm", "")
+            found = int8.sums(left, right, torch.full((m, n), 2**31 - 1, dtype=torch.int32))
+            assert torch.equal(found.double(), expected), (left.stride(), right.stride())
+            assert torch.equal(int8.product(left, right, ones, ones), expected.float())
+    same = torch.tensor([[5]], dtype=torch.int8).expand(m, 3)  # rows that are one in memory
+    assert int8.sums(same, same).eq(75).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (3, 1), (2, 3)])
+def test_a_matrix_by_rows_has_the_strides_of_one(shape):
+    x = integers(*shape, 1)
+    for y in layouts(x):
+        found = int8.row_major(y)
+        assert found.stride() == (shape[1], 1) and torch.equal(found, x)
+    assert int8.row_major(found) is found
+
+
 def test_a_product_that_does_not_fit_goes_to_the_reference_and_is_counted():
     tally = Tally()
     a = torch.full((1, 140_000), 127, dtype=torch.int8)  # the sum is above 2^31
@@ -53,15 +90,22 @@ def test_a_product_that_does_not_fit_goes_to_the_reference_and_is_counted():
     assert key[:2] == ("weight gradient", "reference") and "32 bits" in key[2] and times == 1
 
 
-def test_a_processor_that_saturates_is_found_out(monkeypatch):
+def saturates(a, b, out=None):
     """As CPUs without VNNI do, which add pairs of unsigned times signed numbers in 16 bits."""
+    pairs = ((a.int() + 128)[:, :, None] * b.int()).unflatten(1, (-1, 2)).sum(2).clamp(-(2**15), 2**15 - 1)
+    return pairs.sum(1) - 128 * b.int().sum(0)
 
-    def saturates(a, b, out=None):
-        pairs = ((a.int() + 128)[:, :, None] * b.int()).unflatten(1, (-1, 2)).sum(2).clamp(-(2**15), 2**15 - 1)
-        return pairs.sum(1) - 128 * b.int().sum(0)
 
+def leaves_columns(a, b, out=None):
+    """As torch does where oneDNN refuses strides."""
+    out = torch.zeros(len(a), b.shape[1], dtype=torch.int32) if out is None else out
+    return out if min(*a.shape, *b.shape) == 1 else out.copy_(int8.reference(a, b.mT))
+
+
+@pytest.mark.parametrize("kernel", [saturates, leaves_columns])
+def test_a_processor_that_is_not_exact_is_found_out(monkeypatch, kernel):
     assert int8.is_exact(torch.device("cpu"))
-    monkeypatch.setattr(torch, "_int_mm", saturates)
+    monkeypatch.setattr(torch, "_int_mm", kernel)
     int8.is_exact.cache_clear()
     try:
         a, b, ones = integers(4, 8, 1), integers(5, 8, 2), torch.ones(())

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -90,6 +91,22 @@ def test_outputs_and_gradients_are_those_of_the_algorithms(kind, b, n, m, bias):
     for name, one, other in zip(("y", "x", "weight", "bias"), found, want, strict=False):
         rounded = name == "weight" and kind in BF16
         torch.testing.assert_close(one.double(), other, rtol=2**-8 if rounded else 1e-4, atol=1e-3 if rounded else 1e-4)
+
+
+@every
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_small_layers_are_right_in_every_layout(kind, n):
+    """A side of 1 has strides that some kernels refuse."""
+    torch.manual_seed(n)
+    for b, m in product((1, 2, 3, 4), repeat=2):
+        layer, x, g = kind(n, m), torch.randn(b, n), torch.randn(b, m)
+        want = expected(kind, x, layer.weight, layer.bias, g)
+        turned = x.mT.clone(memory_format=torch.contiguous_format).mT
+        for y, by in product((x, turned), (g, g.mT.clone(memory_format=torch.contiguous_format).mT)):
+            for i, (one, other) in enumerate(zip(run(layer, y, by), want, strict=True)):
+                rounded = i == 2 and kind in BF16
+                tolerance = {"rtol": 2**-8 if rounded else 1e-4, "atol": 1e-2 if rounded else 1e-4}
+                torch.testing.assert_close(one.double(), other, **tolerance)
 
 
 @every
