@@ -49,6 +49,12 @@ def test_on_a_cpu_nothing_changes():
     assert not flex.takes(patterns.row((8, 6)), torch.randn(1, 1, 53, 64))
 
 
+def test_a_kernel_whose_scores_are_fp32_takes_no_float64(monkeypatch):
+    monkeypatch.setattr(flex, "triton_runs", lambda x: True)
+    q = torch.randn(1, 1, 53, 64)
+    assert flex.takes(patterns.row((8, 6)), q) and not flex.takes(patterns.row((8, 6)), q.double())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", sorted(ALL))
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from limner.numerics.precision import product
+from limner.numerics.precision import acc_type, product
 
 LOGITS = 1 << 23  # alive at once, twice in fp32
 
@@ -25,7 +25,8 @@ LOGITS = 1 << 23  # alive at once, twice in fp32
 def linear_cross_entropy(x: Float[Tensor, "N D"], layer: nn.Linear, target: Int64[Tensor, " N"]) -> Float[Tensor, ""]:
     """-sum of log softmax(layer(x))[target] over the positions whose target is not negative, fp32 [].
 
-    x [N, D], target int64 [N]. Matrix products take autocast's format, logits and softmax are fp32. Equals
+    x [N, D], target int64 [N]. Matrix products take autocast's format, logits and softmax are fp32; for x in fp64 all
+    is fp64. Equals
     `F.cross_entropy(layer(x).float(), target, ignore_index=-1, reduction="sum")`.
     """
     there = (target >= 0).nonzero().squeeze(1)
@@ -38,11 +39,12 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
         kind, learns = x.device.type, any(ctx.needs_input_grad)
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        matrix, offset, rows = weight.to(dtype), bias.float(), max(1, LOGITS // len(weight))
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # which autocast leaves
+        dtype = torch.get_autocast_dtype(kind) if casts else x.dtype
+        wide, matrix, rows = acc_type(dtype), weight.to(dtype), max(1, LOGITS // len(weight))
+        offset, loss = bias.to(wide), torch.zeros((), dtype=wide, device=x.device)
         by_x = torch.empty_like(x)
-        by_weight, by_bias = (torch.zeros_like(y if learns else y[:0], dtype=torch.float32) for y in (weight, bias))
+        by_weight, by_bias = (torch.zeros_like(y if learns else y[:0], dtype=wide) for y in (weight, bias))
 
         def add(part: Tensor, aim: Tensor, by_part: Tensor) -> None:  # whose logits go when it returns
             values = product(part, matrix.mT).add_(offset).log_softmax(-1)

@@ -57,6 +57,7 @@ def takes(pattern: Pattern, q: Tensor) -> bool:
         _kernel.works
         and triton_runs(q)
         and q.shape[-1] >= _NARROWEST
+        and q.dtype != torch.float64  # scores are fp32
         and len(runs(pattern)) <= _RUNS
         and not isinstance(q, FakeTensor)
     )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from limner.layers.convert import convert, unhooked
 from limner.layers.quantize import row_wise
+from limner.numerics.precision import acc_type
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -55,7 +56,7 @@ class DotLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows m"]:
-        y = (x.unsqueeze(-2) * self.weight).sum(-1, dtype=torch.float32)
+        y = (x.unsqueeze(-2) * self.weight).sum(-1, dtype=acc_type(x.dtype))
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 

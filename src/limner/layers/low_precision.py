@@ -167,5 +167,5 @@ def _(g: Tensor, x: Tensor, tally: Tensor) -> Tensor:
 
 
 def bias_gradient(g: Float[Tensor, "b m"], dtype: torch.dtype) -> Float[Tensor, " m"]:
-    """The sum of the rows in fp32, given in `dtype`."""
-    return g.sum(0, dtype=torch.float32).to(dtype)
+    """The sum of the rows in `acc_type`, given in `dtype`."""
+    return g.sum(0, dtype=precision.acc_type(g.dtype)).to(dtype)

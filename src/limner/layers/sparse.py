@@ -144,7 +144,7 @@ class SparseAttention(nn.Module):
         return torch.cat([prefix + keys[:, :, :p].sum(1), self._raster_windows(keys[:, :, p:])], 1)
 
     def weights(self, queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The softmax of fp32 scores, hidden keys at 0, in the keys' format: [R, P, P] and [R n, q, P + m]."""
+        """The softmax of scores in `acc_type`, hidden keys at 0, in the keys' format: [R, P, P] and [R n, q, P + m]."""
         text, image = (product(q, k.mT) for q, k in zip(queries, keys, strict=True))
         image.unflatten(0, (-1, self.blocks)).add_(self.bias)
         dtype = keys[0].dtype

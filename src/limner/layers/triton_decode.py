@@ -52,8 +52,8 @@ def attend(
 
 def takes(x: Tensor, *others: Tensor) -> bool:
     """Whether the kernel can read [..., C] of a layer's states, keys and values."""
-    c = x.shape[-1]
-    return c >= 16 and c & (c - 1) == 0 and all(y.stride(-1) == 1 and y.dtype == x.dtype for y in (x, *others))
+    c, fits = x.shape[-1], x.dtype != torch.float64  # scores are fp32
+    return fits and c >= 16 and c & (c - 1) == 0 and all(y.stride(-1) == 1 and y.dtype == x.dtype for y in (x, *others))
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from limner.errors import UserError
 from limner.layers.dense_attention import MaskedAttention
 from limner.models.patch_embedding import sinusoids, some_patches
 from limner.models.transformer import Block
+from limner.numerics.precision import widened
 from limner.text import PAD
 from limner.validation import Checked, OutOfRange, Range
 
@@ -130,7 +131,7 @@ class Contrastive(nn.Module):
         )
 
     def encode_image(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B E"]:
-        """uint8 [B, 3, H, W] -> float32 [B, E] of unit length. Position 0 is the class token."""
+        """uint8 [B, 3, H, W] -> float32 (or float64) [B, E] of unit length. Position 0 is the class token."""
         x = self.patches(pixels.to(self.patches.weight.dtype) / 127.5 - 1).flatten(2).transpose(1, 2)
         x = F.pad(self.patch_norm(x), (0, 0, 1, 0)) + self.image_position + self.waves
         core = self.everywhere
@@ -139,10 +140,10 @@ class Contrastive(nn.Module):
             x = some_patches(x, len(core.mask) - 1)
         for block in self.image_blocks:
             x = block(x, core)
-        return F.normalize(self.image_out(self.image_norm(x[:, 0])).float(), dim=-1)
+        return F.normalize(widened(self.image_out(self.image_norm(x[:, 0]))), dim=-1)
 
     def encode_text(self, text: Int64[Tensor, "B T"]) -> Float[Tensor, "B E"]:
-        """int64 [B, T] with PAD -> float32 [B, E] of unit length, read at the last token."""
+        """int64 [B, T] with PAD -> float32 (or float64) [B, E] of unit length, read at the last token."""
         last = (text != PAD).sum(1).sub(1).clamp_min(0)
         n = int(last.max()) + 1  # causal: what follows the longest caption changes nothing
         x = self.text(text[:, :n].clamp_min(0)) + self.text_position.weight[:n]
@@ -150,7 +151,7 @@ class Contrastive(nn.Module):
         for block in self.text_blocks:
             x = block(x, causal)
         x = x[torch.arange(len(x), device=x.device), last]
-        return F.normalize(self.text_out(self.text_norm(x)).float(), dim=-1)
+        return F.normalize(widened(self.text_out(self.text_norm(x))), dim=-1)
 
     def scale(self) -> Float[Tensor, ""]:
         """The inverse of the learned temperature; `constrain` keeps it at 100 or below."""

@@ -25,6 +25,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
 from limner.models.patch_encoder import PatchEncoder
+from limner.numerics.precision import widened
 from limner.validation import Checked, OutOfRange, Range
 
 EPSILON = 0.1  # of Equation 3: keeps the pixels away from the poles of the logit
@@ -195,13 +196,13 @@ class DVAE(nn.Module):
         self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
     def encode(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B V h w"]:
-        """uint8 [B, 3, H, W] -> logits float32 [B, V, h, w]."""
-        x = map_pixels(pixels).contiguous(memory_format=torch.channels_last)
-        return self.encoder(x).float()
+        """uint8 [B, 3, H, W] -> logits float32 [B, V, h, w]; float64 of weights in float64."""
+        x = map_pixels(pixels).to(next(self.parameters()).dtype, memory_format=torch.channels_last)
+        return widened(self.encoder(x))
 
     def decode(self, z: Float[Tensor, "B V h w"]) -> tuple[Float[Tensor, "B 3 H W"], Float[Tensor, "B 3 H W"]]:
-        """Codes [B, V, h, w] -> mu, ln b, each float32 [B, 3, H, W]."""
-        mu, log_b = self.decoder(z).float().chunk(2, dim=1)
+        """Codes [B, V, h, w] -> mu, ln b, each float32 (or float64) [B, 3, H, W]."""
+        mu, log_b = widened(self.decoder(z)).chunk(2, dim=1)
         return mu, log_b
 
     @torch.no_grad()

@@ -23,6 +23,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
 from limner.models.dvae import DVAE, EPSILON, Conv2d, ConvBlock, DVAEConfig, map_pixels, unmap_pixels
+from limner.numerics.precision import widened
 from limner.progress import Advance
 from limner.validation import Checked, OutOfRange, Range
 
@@ -94,16 +95,17 @@ class PatchDVAE(nn.Module):
     def tokens(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Int64[Tensor, "B S"]:
         """uint8 [B, 3, H, W] -> int64 [B, S], the nearest code of each patch."""
         with torch.autocast(pixels.device.type, enabled=False):  # codes are nearer to each other than bf16 can tell
-            return nearest_code(self._patches(pixels).flatten(0, 1), self.codes.float()).view(len(pixels), -1)
+            codes = widened(self.codes)
+            return nearest_code(self._patches(pixels).flatten(0, 1).to(codes.dtype), codes).view(len(pixels), -1)
 
     def decode(self, tokens: Int64[Tensor, "B h w"]) -> Float[Tensor, "B 3 H W"]:
-        """Codes -> float32 [B, 3, H, W], pixels as `map_pixels` gives them."""
+        """Codes -> float32 (or float64) [B, 3, H, W], pixels as `map_pixels` gives them."""
         pasted = F.embedding(tokens, self.codes).movedim(-1, 1)
         x = self.blocks(self.input((pasted - 0.5).to(self.input.w.dtype)))
-        joined = F.pixel_shuffle(pasted.float() + self.output(F.relu(x)).float(), self.config.patch)
+        joined = F.pixel_shuffle(widened(pasted) + widened(self.output(F.relu(x))), self.config.patch)
         if not self.config.refinements:
             return joined
-        return joined + self.refine((joined - 0.5).to(self.input.w.dtype)).float()
+        return joined + widened(self.refine((joined - 0.5).to(self.input.w.dtype)))
 
     @torch.no_grad()
     def pictures(self, tokens: Int64[Tensor, "B S"], grid: tuple[int, int] | None = None) -> UInt8[Tensor, "B 3 H W"]:

@@ -36,6 +36,7 @@ from limner.layers.cache import Cache, LayerCache, Position, Store, Together
 from limner.layers.dense_attention import MaskedAttention
 from limner.layers.patterns import PATTERNS, Pattern, paper_pattern
 from limner.layers.sparse import training_core
+from limner.numerics.precision import widened
 from limner.text import PAD
 from limner.validation import Checked, OutOfRange, Range, short
 
@@ -229,7 +230,7 @@ class Transformer(nn.Module):
         states, heads = self.states(text, image), (self.head.text, self.head.image)
         with torch.autocast(text.device.type, enabled=False):
             by_text, by_image = (
-                F.linear(x.float(), head.weight.float(), head.bias.float())
+                F.linear(widened(x), widened(head.weight), widened(head.bias))
                 for x, head in zip(states, heads, strict=True)
             )
         return by_text, by_image
@@ -294,4 +295,4 @@ class Transformer(nn.Module):
         return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return self.head.image(self.head.norm(x[:, -1])).float()
+        return widened(self.head.image(self.head.norm(x[:, -1])))

@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from limner.numerics.formats import HALVES
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fp32:
@@ -79,20 +81,31 @@ def has_fast_bf16(device: torch.device) -> bool:
     return torch.cpu._is_amx_tile_supported() or (amd and has.get("avx512_bf16", False))
 
 
+def acc_type(*dtypes: torch.dtype) -> torch.dtype:
+    """The format in which numbers of these formats are added up: fp64 with fp64 among them, else fp32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in fp32, or itself in fp64."""
+    return x.to(acc_type(x.dtype))
+
+
 @torch.library.custom_op(
     "limner::product", mutates_args=()
 )  # one operation to torch.compile, which cannot trace the setting below
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of 16-bit (or 32-bit) matrices [..., n, m] and [..., m, k], summed and given in fp32.
+    """a @ b of matrices [..., n, m] and [..., m, k], summed and given in fp32; in fp64 if one of them is.
 
     `@` rounds the sums to the 16 bits of its inputs. bf16 keeps eight binary digits, so a logit of 20 would be off by
     up to 0.06 (App. D.2 of Ramesh et al. 2021 keeps logits in 32 bits).
     """
-    if a.dtype == b.dtype == torch.float32:
-        return a @ b
-    if a.device.type == "cuda":
+    result = acc_type(a.dtype, b.dtype)
+    if a.device.type == "cuda" and a.dtype == b.dtype in HALVES:
         flat = (x.reshape(-1, *x.shape[-2:]) for x in (a, b))
-        return torch.bmm(*flat, out_dtype=torch.float32).view(*a.shape[:-1], b.shape[-1])
+        return torch.bmm(*flat, out_dtype=result).view(*a.shape[:-1], b.shape[-1])
+    if not a.dtype == b.dtype == torch.bfloat16:
+        return a.to(result) @ b.to(result)
     setting: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"  # these numbers are bf16 values: oneDNN multiplies them as such and sums in fp32
@@ -104,4 +117,4 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 @product.register_fake
 def _(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32)
+    return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=acc_type(a.dtype, b.dtype))

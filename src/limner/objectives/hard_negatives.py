@@ -65,7 +65,7 @@ class HardContrastiveLoss(Checked):
         texts, *distractors = model.encode_text(torch.cat([text, *wrong])).split(len(text))
         scale = model.scale()
         captions, pictures = logits(scale, images, join(texts)), logits(scale, texts, join(images))  # to choose from
-        same = (text[:, None] == join(text)[None]).all(-1).float()
+        same = (text[:, None] == join(text)[None]).all(-1).to(texts.dtype)
         target = same / same.sum(1, keepdim=True)
         if wrong:
             empty = torch.stack([(rows == PAD).all(-1) for rows in wrong])

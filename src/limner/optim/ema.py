@@ -5,7 +5,7 @@
 The paper uses d = 0.999 for the dVAE (A.2) and, to save time, d = 0.99 once in 25 updates for the
 prior (B.2). Early on the averages are mostly initialisation; with `warmup` the coefficient is min(d, (1
 + n) / (10 + n)) at the n-th averaging, which forgets it quickly. Only parameters are averaged
-(buffers stay the model's own), in fp32.
+(buffers stay the model's own), in fp32, or in fp64 if they are.
 
 `Ema` is where the model is. `EmaOnCpu` takes no memory of a GPU and no time of a step but that of a copy, as in B.2.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from limner.errors import UserError
+from limner.numerics.precision import widened
 from limner.optim.dtensor import like
 
 
@@ -39,11 +40,11 @@ class Ema:
 
     @staticmethod
     def _copies(model: nn.Module) -> dict[str, Tensor]:
-        return {name: p.detach().float().clone() for name, p in model.named_parameters()}
+        return {name: widened(p.detach()).clone() for name, p in model.named_parameters()}
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """The averages, in fp32."""
+        """The averages."""
         return self._averages
 
     @torch.no_grad()
@@ -57,7 +58,7 @@ class Ema:
 
     def _average(self, current: Mapping[str, Tensor], decay: float) -> None:
         for name, average in self._averages.items():
-            average.lerp_(current[name].float(), 1 - decay)
+            average.lerp_(widened(current[name]), 1 - decay)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:

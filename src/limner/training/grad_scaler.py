@@ -36,21 +36,22 @@ from limner.errors import UserError
 from limner.layers.simulated_gradients import narrowed
 from limner.models.transformer import Resblock
 from limner.numerics.formats import HALVES, FloatFormat
+from limner.numerics.precision import widened
 from limner.optim.dtensor import by_kind, local, total
 from limner.training.hooks import Hook
 from limner.training.train_state import Run
 
 
 class _Scaled(torch.autograd.Function):
-    """To fp32; the gradient is multiplied by `scale`, cast to `form` or else the format that the values had, and
-    filtered.
+    """From 16 bits to fp32; the gradient is multiplied by `scale`, cast to `form` or else the format that the values
+    had, and filtered.
 
     What comes back is fp32 only because what went on is: autograd gives a gradient the format of its tensor.
     """
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor, form: FloatFormat | None) -> Tensor:
-        return x.float() if x.dtype != torch.float32 else x.view_as(x)
+        return widened(x).view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -60,7 +61,7 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        scaled = grad.float() * ctx.saved_tensors[0]
+        scaled = widened(grad) * ctx.saved_tensors[0]
         return filtered(narrowed(scaled, ctx.form) if ctx.form else scaled.to(ctx.format)), None, None
 
 
@@ -77,7 +78,7 @@ class _Unscaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return filtered(grad.float()) / ctx.saved_tensors[0], None
+        return filtered(widened(grad)) / ctx.saved_tensors[0], None
 
 
 def filtered(x: Tensor) -> Tensor:

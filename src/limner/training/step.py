@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from limner.numerics.precision import widened
 from limner.optim.grad_access import clip, total_norm
 from limner.optim.schedules import cooldown, warmup
 from limner.training.hooks import Hook
@@ -84,7 +85,7 @@ def _gradients(run: Run, batch: Batch, rows: int) -> dict[str, Tensor]:
                 loss, found = run.compute(part, run.step, run.generator)
             (loss * weight).backward()
         for name, value in {"loss": loss, **found}.items():
-            metrics[name] = metrics.get(name, 0.0) + value.detach().float() * weight
+            metrics[name] = metrics.get(name, 0.0) + widened(value.detach()) * weight
     return metrics
 
 

@@ -68,14 +68,14 @@ def test_small_packed_layers_are_right_in_every_layout():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_sums_of_products_are_the_layer_for_one_row(dtype, bias):
     layer = nn.Linear(70, 33, bias=bias).to(dtype)
     for shape in ((1, 70), (1, 1, 70)):
         x = torch.randn(shape).to(dtype)
         found = DotLinear(layer)(x)
         assert found.dtype == dtype
-        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        tolerance = {torch.float64: 1e-13, torch.float32: 1e-5}.get(dtype, 2e-2)
         torch.testing.assert_close(found, layer(x), atol=tolerance, rtol=tolerance)
 
 

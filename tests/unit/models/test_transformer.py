@@ -43,6 +43,19 @@ def test_cached_logits_equal_teacher_forced_ones(pattern, short, monkeypatch):
 
 
 @pytest.mark.parametrize("short", [0, 1000])
+def test_in_float64_cached_logits_are_as_near_as_float64_is(short, monkeypatch):
+    monkeypatch.setattr(sparse, "_SHORT", short)
+    model = small().double()
+    text, image = batch(model)
+    with torch.inference_mode():
+        by_text, expected = model(text, image)
+        cache, logits = model.prefill(text)
+        found = torch.stack([logits, *(model.step(cache, token) for token in image.T[:-1])], 1)
+    assert by_text.dtype == found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("short", [0, 1000])
 def test_it_trains_and_draws_with_patterns_that_are_new(short, monkeypatch):
     monkeypatch.setattr(sparse, "_SHORT", short)
     for name, make in {"row": dilated, "column": alternate}.items():

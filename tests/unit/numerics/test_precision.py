@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from limner.numerics.precision import Auto, Bf16, Fp32, has_fast_bf16, product
 
@@ -37,3 +38,32 @@ def test_products_of_16_bit_matrices_are_summed_in_32(device: str, batch: tuple[
     torch.testing.assert_close(product(a.float(), b.float().mT), exact.float(), rtol=0, atol=1e-4)
     if device == "cpu":
         assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # the setting is as it was
+
+
+@pytest.mark.parametrize("other", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_products_with_float64_are_float64(other: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 40, 64, dtype=torch.float64), torch.randn(3, 64, 7).to(other)
+    for found, exact in ((product(a, b), a @ b.double()), (product(b.mT, a.mT), b.double().mT @ a.mT)):
+        assert found.dtype == torch.float64 and torch.equal(found, exact)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert product(a, b).dtype == torch.float64
+
+
+def test_products_of_fp16_are_not_rounded_to_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has three digits less. Not every processor rounds where the setting lets it."""
+    settings, multiply = [], torch.Tensor.__matmul__
+
+    def watched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        settings.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return multiply(a, b)
+
+    torch.manual_seed(0)
+    a, b = torch.randn(40, 64).half(), torch.randn(64, 50).half()
+    for left, right in ((a, b), (a, b.float()), (a.float(), b), (a, b.bfloat16())):
+        exact = (left.double() @ right.double()).float()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "__matmul__", watched)
+            found = product(left, right)
+        assert found.dtype == torch.float32 and set(settings) == {"none"}
+        torch.testing.assert_close(found, exact, rtol=0, atol=1e-4)

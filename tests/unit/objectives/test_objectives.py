@@ -5,9 +5,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import gradcheck
+from torch.func import functional_call
 
+from limner.layers import sparse
 from limner.models.contrastive import MAX_LOG_SCALE, ContrastiveConfig
 from limner.models.dvae import DVAEConfig, map_pixels
+from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.codebook_elbo import BalancedELB, contrast
@@ -19,7 +23,43 @@ from limner.objectives.elbo import (
     logit_laplace_nll,
 )
 from limner.objectives.hard_negatives import HardContrastiveLoss, spoil
+from limner.objectives.reconstruction_loss import PixelError
 from limner.text import PAD
+from limner.training.train_module import Trainable
+
+PRIOR = TransformerConfig(text_vocab=9, image_vocab=7, text_len=3, grid=(4, 3), width=8, depth=3, heads=2, kernel=3)
+CLIP = ContrastiveConfig(text_vocab=9, text_len=3, size=8, patch=4, width=8, depth=1, heads=2, embedding=8)
+DVAE = DVAEConfig(size=8, width=8, groups=2, blocks=1, vocab=12, code_width=8)
+IN_FLOAT64 = {
+    "prior, sparse": (PRIOR, Autoregressive(), 0),
+    "prior, masked": (PRIOR, Autoregressive(), 1_000),
+    "contrastive": (CLIP, ContrastiveLoss(), 0),
+    "hard negatives": (CLIP, HardContrastiveLoss(spoiled=1), 0),
+    "dVAE": (DVAE, RelaxedELB(), 0),
+    "dVAE, balanced": (DVAE, BalancedELB(), 0),
+    "dVAE of patches": (PatchDVAEConfig(size=8, patch=4, vocab=12, width=8, blocks=1, refinements=1), PixelError(), 0),
+}
+
+
+@pytest.mark.parametrize("case", IN_FLOAT64)
+def test_losses_in_float64_have_the_gradients_of_finite_differences(case, monkeypatch):
+    """Nothing on the way is fp32: differences of 1e-6 would drown in its rounding."""
+    config, objective, short = IN_FLOAT64[case]
+    monkeypatch.setattr(sparse, "_SHORT", short)
+    torch.manual_seed(0)
+    trainable = Trainable(config.build().double(), objective)
+    batch = {"pixels": torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8), "text": torch.randint(0, 9, (4, 3))}
+    batch |= {"image": torch.randint(0, 7, (4, 12)), "distractors": torch.randint(0, 9, (4, 2, 3))}
+    batch["text"][1, 2:] = PAD
+    names, values = zip(*((n, p + 0.1 * torch.randn_like(p)) for n, p in trainable.named_parameters()), strict=True)
+
+    def loss(*parameters):
+        random = torch.Generator().manual_seed(0)
+        return functional_call(trainable, dict(zip(names, parameters, strict=True)), (batch, 2_500, random))[0]
+
+    values = [value.detach().requires_grad_() for value in values]
+    assert loss(*values).dtype == torch.float64
+    assert gradcheck(loss, values, fast_mode=True, rtol=1e-6, atol=1e-7)
 
 
 def test_logit_laplace_is_a_density():

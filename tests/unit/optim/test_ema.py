@@ -20,6 +20,18 @@ def test_the_average_is_the_textbook_sum() -> None:
     torch.testing.assert_close(ema.state_dict()["weight"], expected)
 
 
+@pytest.mark.parametrize("kind", [Ema, EmaOnCpu])
+def test_averages_of_float64_are_float64(kind: type[Ema]) -> None:
+    model = nn.Linear(3, 2).double()
+    ema, before = kind(model, decay=0.5, warmup=False), model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.normal_()
+    ema.update(model, 1)
+    expected = torch.lerp(before, model.weight.detach(), 0.5)
+    with ema.swapped(model):
+        assert torch.equal(model.weight, expected)
+
+
 def test_every_and_warmup() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)

@@ -78,6 +78,16 @@ def test_in_fp32_a_scale_changes_no_gradient(kind, model):
     assert math.isclose(plain.norm, run.norm, rel_tol=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_float64_a_scale_rounds_no_gradient(kind):
+    plain, run = (Run(run_of(kind).model.double(), Autoregressive(), replace(TRAIN, scaling=k)) for k in ("none", kind))
+    expected, found = gradients(plain), gradients(run, scaling(run))
+    for name, grad in expected.items():
+        assert found[name].dtype == torch.float64
+        assert torch.allclose(found[name], grad, rtol=1e-12, atol=1e-16), name
+    assert run.loss == plain.loss != float(torch.tensor(run.loss, dtype=torch.float32))  # with all its digits
+
+
 def test_resblock_scales_lift_gradients_that_fp16_loses():
     """With a loss that is a millionth of itself, half of the gradients are below fp16's smallest number."""
 
