@@ -29,8 +29,8 @@ Where an update is skipped, or some tensors are left out of it, P Q^T goes back 
 value that is not finite need not be in their block, and E.2 has lost then what came from earlier steps.
 
 Two things differ from E.2. With P and with Q travels whether they and the gradients are finite, so that all replicas
-leave out the same blocks. And the loop measures the gradient's length on P Q^T itself: the length of Q is the same (in
-step 9) only as far as P's columns are orthonormal after rounding.
+leave out the same blocks; with Q also whether P still is after step 5. And the loop measures the gradient's length on
+P Q^T itself: the length of Q is the same (in step 9) only as far as P's columns are orthonormal after rounding.
 
 Shapes: m x n a matrix's shard with m <= n, r directions of a shard, k matrices of one m in a block.
 """
@@ -210,13 +210,14 @@ class PowerSGD:
         all_finite, all_good = yield from self._averaged(p, finite, _finite(p))
         if all_finite and all_good:
             p = self._orthonormal(p)
+            sound = _finite(p)  # NaN has no code in 1-6-9: it would become the largest number
             if self.config.narrow:
                 p = [E6M9.rounded(x) for x in p]
             q = [
                 matrix.oriented(error).T @ x * _root(len(x))
                 for matrix, error, x in zip(matrices, errors, p, strict=True)
             ]
-            (all_good,) = yield from self._averaged(q, _finite(q))
+            (all_good,) = yield from self._averaged(q, sound & _finite(q))
             q = [y / _root(len(x)) for x, y in zip(p, q, strict=True)]
             if all_good:
                 for matrix, error, left, right in zip(matrices, errors, p, q, strict=True):

@@ -337,6 +337,56 @@ def test_a_value_that_is_not_finite_stops_the_block_on_all_replicas_and_nothing_
         assert all(torch.equal(a, b) for a, b in zip(second[1:], found[0]["grads"][1][1:], strict=True))
 
 
+class Failing(PowerSGD):
+    """On this process a column of P becomes `value` in step 5 while `fails`."""
+
+    value, fails = 0.0, False
+
+    def orthonormal(self, p: Tensor) -> Tensor:
+        p = super().orthonormal(p)
+        if self.fails:
+            p[0, 2, 1] = self.value
+        return p
+
+
+def with_wrong_columns(value: float, narrow: bool) -> dict[str, Any]:
+    """Three steps; in the second one P is wrong in process 1 after it was averaged."""
+    model, reducer = One(12, 20), Failing(PowerSGDConfig(rank=3, narrow=narrow))
+    reduction = Reduction(reducer, buckets(model), Replicas(distributed.group.WORLD))
+    p, found = model.blocks[0].weight, []
+    reducer.value = value
+    for step in range(3):
+        reducer.fails = step == 1 and distributed.get_rank() == 1
+        p.grad = None
+        (p * gradient_of(12, 20, step, distributed.get_rank())).sum().backward()
+        reduction.complete()
+        found.append(p.grad.clone())
+    return {"given": found, "kept": reducer.tensors()["blocks.0.weight"]}
+
+
+WRONG_COLUMNS = [(value, narrow) for value in VALUES for narrow in (False, True)]
+
+
+def all_wrong_columns() -> list[dict[str, Any]]:
+    return [with_wrong_columns(*case) for case in WRONG_COLUMNS]
+
+
+@pytest.fixture(scope="module")
+def wrong_columns() -> list[list[dict[str, Any]]]:
+    return on_ranks(3, all_wrong_columns)
+
+
+@pytest.mark.parametrize("case", range(len(WRONG_COLUMNS)))
+def test_a_factor_that_is_not_finite_on_one_replica_alone_stops_the_block_on_all(wrong_columns, case):
+    first = wrong_columns[0][case]
+    for found in (rank[case] for rank in wrong_columns):
+        assert not found["given"][1].isfinite().any()
+        assert all(torch.equal(found["given"][step], first["given"][step]) for step in (0, 2))
+    should = sum(gradient_of(12, 20, step, rank) for step in range(3) for rank in range(3)) / 3
+    left = first["given"][0] + first["given"][2] + first["kept"] - should  # nothing was lost
+    assert left.norm() < (4e-3 if WRONG_COLUMNS[case][1] else 1e-5) * should.norm()
+
+
 def drifted() -> str:
     model = PRIOR.build()
     parallel = Replicated(Plain)
