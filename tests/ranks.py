@@ -15,7 +15,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
+
+from limner.optim.dtensor import whole
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -30,6 +32,12 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, seconds:
     if errors := [error for error, _ in found if error]:
         raise AssertionError("\n".join(errors))
     return [result for _, result in found]
+
+
+def left_out(parallel: Any) -> dict[str, Tensor]:
+    """What compression has left out of gradients, the mean over replicas, whole; {} of one process."""
+    reduction = getattr(parallel, "_reduction", None)
+    return {name: whole(x) for name, x in reduction.mean_errors().items()} if reduction else {}
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW16
-from limner.training.checkpoint import Files
+from limner.training.checkpoint import Files, completed
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.loop import Interrupted, train
@@ -97,14 +97,36 @@ def build() -> Transformer:
     ).build()
 
 
-def parallel(replicas: int) -> Parallel:
+def parallel(replicas: int | str) -> Parallel:
     """Of weights in shards, so many times; 0 for ranks that hold all weights; -1 for one process. Where there are two
-    replicas gradients are compressed, and what that leaves out is part of the state."""
-    make = partial(PowerSGD, PowerSGDConfig(narrow=False)) if replicas == 2 else None
+    replicas or four gradients are compressed, and what that leaves out is part of the state; "narrow" is compression in
+    1-6-9 of ranks that hold all weights."""
+    if isinstance(replicas, str):
+        return Replicated(PowerSGD)
+    make = partial(PowerSGD, PowerSGDConfig(narrow=False)) if replicas in (2, 4) else None
     return Single() if replicas < 0 else Sharded(replicas, make) if replicas else Replicated()
 
 
-def learn(out: Path, replicas: int, stop: int = 0, slow: bool = False) -> tuple[int, bool] | None:
+class Killed(Hook):
+    """The last rank is killed two steps after the first checkpoint, when that is on the disk."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+
+    def after_update(self, run: Run) -> None:
+        if run.step == EVERY + 2 and run.parallel.rank == run.parallel.world - 1:
+            while not completed(self.out):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def learn_and_die(out: Path, replicas: int | str) -> None:
+    learn(out, replicas, hooks=[Killed(out)])
+
+
+def learn(
+    out: Path, replicas: int | str, stop: int = 0, slow: bool = False, hooks: Sequence[Hook] = ()
+) -> tuple[int, bool] | None:
     """Train on; if it is stopped, returns at which step, and whether its state was on the disk at once."""
     stream, ours = Stream(Tokens(), 8, seed=3), parallel(replicas)
     files = (Slow if slow else Files)(out, CONFIG.keep)
@@ -113,7 +135,7 @@ def learn(out: Path, replicas: int, stop: int = 0, slow: bool = False) -> tuple[
             model = build()
         train(
             model, Autoregressive(), stream, CONFIG, out,
-            hooks=[Steps(stop)], parallel=ours, checkpointer=ours.checkpointer(files),
+            hooks=[Steps(stop), *hooks], parallel=ours, checkpointer=ours.checkpointer(files),
         )  # fmt: skip
     except Interrupted as stopped:
         return stopped.step, (stopped.checkpoint / "SHA256SUMS").exists()

@@ -73,7 +73,7 @@ def test_the_reducer_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     finally:
         distributed.destroy_process_group()
     assert losses[-1] < 0.5 * losses[0]
-    assert names["reduction"].reducer.tensors().keys() == {"blocks.0.weight"}
+    assert names["reduction"].errors().keys() == {"blocks.0.weight"}
 
 
 def test_the_chapter_is_read_as_blocks() -> None:

@@ -5,6 +5,7 @@ The ranks are real ones (`ranks.py`); what they do is in `shard_ranks.py`.
 
 import random
 import shutil
+import signal
 import time
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ from checkpoints import read_tensors
 from limner.errors import UserError
 from limner.optim.dtensor import sharded
 from limner.training.checkpoint import completed, latest, load_weights, read_groups, read_state
+from limner.training.dcp_reader import replica_groups
 from limner.training.metrics_log import read_metrics
 from ranks import at_work, on_ranks
 from shard_ranks import EVERY, STEPS, build, learn, pass_on
@@ -35,7 +37,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_equal(ours: Path, theirs: Path, but: tuple[str, ...] = ()) -> None:
     """All tensors, bit for bit, and what else a state has."""
-    found, expected = (read_groups(path) for path in (ours, theirs))
+    found, expected = (read_groups(path) | read_groups(path, replica_groups(path)) for path in (ours, theirs))
     for groups in (found, expected):
         for name in but:
             groups.pop(name, None)
@@ -100,15 +102,48 @@ def test_any_number_of_ranks_reads_what_another_wrote(tmp_path: Path) -> None:
             on_ranks(world, pass_on, source, target, replicas, seconds=300)
             sizes = [path.stat().st_size for path in completed(target)[-1].glob("shard-*")]
             assert len(sizes) == world and max(sizes) < 1.5 * min(sizes), sizes
-        assert_equal(completed(target)[-1], completed(began)[-1], but=("rng", "parallel"))
+        assert_equal(completed(target)[-1], completed(began)[-1], but=("rng", "errors.0", "errors.1"))
 
 
 def test_what_compression_left_out_of_gradients_goes_on_in_other_shards(tmp_path: Path) -> None:
     began, halved = tmp_path / "0", tmp_path / "1"
     on_ranks(4, learn, began, 2)
-    assert any(x.any() for x in read_tensors(completed(began)[-1], "parallel").values())
+    for replica in range(2):
+        assert any(x.any() for x in read_tensors(completed(began)[-1], f"errors.{replica}").values())
     on_ranks(2, pass_on, began, halved, 2)
     assert_equal(completed(halved)[-1], completed(began)[-1], but=("rng",))
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(2, "narrow"), (4, 2)])
+def test_as_many_replicas_go_on_bit_for_bit_after_a_kill(world: int, replicas: Any, tmp_path: Path) -> None:
+    """Each with its own error buffers: from their mean, what follows is rounded otherwise."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    on_ranks(world, learn, whole, replicas)
+    with at_work(world, shard_ranks.learn_and_die, killed, replicas) as (processes, _):
+        processes[-1].join(120)
+        assert processes[-1].exitcode == -signal.SIGKILL
+    assert [path.name for path in completed(killed)] == ["step-00000004"]
+    on_ranks(world, learn, killed, replicas)
+    assert losses(killed) == losses(whole) and len(losses(whole)) == STEPS
+    last = completed(killed)[-1]
+    assert_equal(last, completed(whole)[-1])
+    own, other = (read_tensors(last, f"errors.{replica}") for replica in range(2))
+    assert all(x.dtype == (torch.int16 if replicas == "narrow" else torch.float32) for x in own.values())
+    assert not any(torch.equal(own[name], other[name]) for name in own)
+
+
+@pytest.mark.filterwarnings("ignore:.*results may differ")
+def test_another_number_of_replicas_goes_on_from_the_mean_of_what_was_left_out(tmp_path: Path) -> None:
+    began, target = tmp_path / "0", tmp_path / "1"
+    on_ranks(4, learn, began, 2)
+    on_ranks(4, pass_on, began, target, 4)
+    first, second = (read_tensors(completed(began)[-1], f"errors.{replica}") for replica in range(2))
+    last = completed(target)[-1]
+    assert list(replica_groups(last)) == [f"errors.{replica}" for replica in range(4)]
+    for replica in range(4):
+        found = read_tensors(last, f"errors.{replica}")
+        assert found.keys() == first.keys()
+        assert all(torch.equal(x, (first[name] + second[name]) / 2) for name, x in found.items())
 
 
 def test_a_rank_that_joins_draws_other_numbers_than_at_the_start(halves: Path, tmp_path: Path) -> None:
@@ -124,7 +159,7 @@ def test_a_rank_that_joins_draws_other_numbers_than_at_the_start(halves: Path, t
 def test_it_is_said_where_what_compression_left_out_is_lost(tmp_path: Path) -> None:
     began = tmp_path / "0"
     on_ranks(4, learn, began, 2)
-    left = read_tensors(completed(began)[-1], "parallel")
+    left = read_tensors(completed(began)[-1], "errors.0")
     with pytest.warns(UserWarning, match=f"left out of the gradients of {len(left)} matrices.* it is lost; to keep it"):
         pass_on(began, tmp_path / "1", -1)
     with warnings.catch_warnings():

@@ -28,7 +28,11 @@ from torch import Tensor, distributed, nn
 
 from limner.errors import UserError
 from limner.models.transformer import Resblock
+from limner.numerics.formats import E6M9
 from limner.optim import grad_access
+from limner.optim.dtensor import local, placed
+
+_ERROR_BYTES = 16  # of a checkpoint, per weight, for error buffers: as many as for weight, average and moments in fp32
 
 Waiting = Iterator[distributed.Work]  # ends when all is done
 
@@ -152,11 +156,16 @@ class GradientReducer(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold, the same on all replicas. They must all ask."""
+        """What a checkpoint must hold, the same on all replicas."""
+        ...
+
+    def errors(self) -> dict[str, Tensor]:
+        """What this replica has left out of gradients so far, by parameter, as it is kept: integers are codes in 1-6-9.
+        Of all replicas only the mean counts, but for the last bits of what follows."""
         ...
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse, on any number of replicas. Raises `UserError` if they do not fit."""
+        """The inverse of `tensors` and `errors` together. Raises `UserError` if they do not fit."""
         ...
 
 
@@ -192,6 +201,9 @@ class Plain:
     def tensors(self) -> dict[str, Tensor]:
         return {}
 
+    def errors(self) -> dict[str, Tensor]:
+        return {}
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         pass
 
@@ -212,6 +224,12 @@ class Bf16Reducer(Plain):
 
     def mean(self, values: Float[Tensor, " n"]) -> Waiting:
         return self.replicas.coded_mean(values, Bf16Codec())
+
+
+def unpacked(error: Tensor) -> Tensor:
+    """The numbers of an error buffer, of a shared one this process's shard."""
+    own = local(error)
+    return own if own.is_floating_point() else E6M9.unpack(own)
 
 
 def twice(block: str) -> UserError:
@@ -305,3 +323,37 @@ class Reduction:
         self._drain()
         self._begun.clear()
         self._waits = dict(self._waits_for)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold, the same on all replicas, which must all ask."""
+        return self.reducer.tensors() | ({} if self.errors() else self.mean_errors())
+
+    def errors(self) -> dict[str, Tensor]:
+        """What it must hold of each replica, with which as many go on bit for bit; {} where that of all replicas would
+        be larger than everything else: then `tensors` has the mean."""
+        found = self.reducer.errors()
+        size = self.replicas.count * sum(error.nbytes for error in found.values())
+        return found if size <= _ERROR_BYTES * sum(error.numel() for error in found.values()) else {}
+
+    def mean_errors(self) -> dict[str, Tensor]:
+        """The mean of what replicas have left out, in fp32. They must all ask."""
+        found = {}
+        for name, error in self.reducer.errors().items():
+            mean = unpacked(error).clone()
+            for work in self.replicas.mean(mean.view(-1)):
+                work.wait()
+            found[name] = placed(mean, error)
+        return found
+
+    def load(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
+        """The inverse; `errors` are those of this replica, or of several: then it goes on from their mean. Raises
+        `UserError` if they do not fit."""
+        sums: dict[str, Tensor] = {}
+        count = 0
+        for one in errors if self.reducer.errors() else ():
+            for name, error in one.items():
+                sums[name] = placed(unpacked(sums[name]) + unpacked(error), error) if count else error
+            count += 1
+        if count > 1:
+            sums = {name: placed(unpacked(error) / count, error) for name, error in sums.items()}
+        self.reducer.load({**tensors, **sums})

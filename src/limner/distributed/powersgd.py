@@ -21,9 +21,10 @@ rounds off stays in the buffers, too, because step 12 subtracts what the replica
 off, or cut off, where a parameter in 16 bits takes the gradient in its format.
 
 With shards, each process factors its own shard, with r / shards directions, "independently of its neighboring GPUs"
-(§2.5). Since all steps are linear in E, only the mean of the buffers over replicas matters. A checkpoint holds that
-mean, and every replica goes on from it, however many there are. (The paper's gradients are divided by the whole batch,
-so that its checkpoints hold the sum; ours are the mean over a replica's samples.)
+(§2.5). Since all steps are linear in E, only the mean of the buffers over replicas matters, but for rounding. A
+checkpoint holds the buffers of each replica, from which as many go on bit for bit, or, where there are too many for
+that (`gradient_reducers.py`), their mean. Any other number goes on from the mean. (The paper's gradients are divided by
+the whole batch, so that its checkpoints hold the sum; ours are the mean over a replica's samples.)
 
 Where an update is skipped, or some tensors are left out of it, P Q^T goes back into their buffers (`put_back`): the
 value that is not finite need not be in their block, and E.2 has lost then what came from earlier steps.
@@ -47,7 +48,7 @@ from jaxtyping import Float
 from torch import Tensor, distributed, nn
 
 from limner.data.stream import hash64
-from limner.distributed.gradient_reducers import Bucket, Replicas, Waiting, averaged
+from limner.distributed.gradient_reducers import Bucket, Replicas, Waiting, averaged, unpacked
 from limner.errors import UserError
 from limner.numerics.formats import E6M9, HALVES
 from limner.optim import grad_access
@@ -290,13 +291,10 @@ class PowerSGD:
         return [matrix for block in self._matrices.values() for matrix in block]
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {}
-        for matrix in self._all():
-            error = matrix.error().clone().view(matrix.buffer.shape)
-            for work in self._replicas.mean(error.view(-1)):
-                work.wait()
-            found[matrix.name] = placed(error, matrix.parameter)
-        return found
+        return {}
+
+    def errors(self) -> dict[str, Tensor]:
+        return {matrix.name: placed(matrix.buffer, matrix.parameter) for matrix in self._all()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for matrix in self._all():
@@ -306,7 +304,7 @@ class PowerSGD:
                         f"the error buffer of {matrix.name!r} has shape {list(error.shape)}, where the model has "
                         f"{list(matrix.parameter.shape)}"
                     )
-                matrix.keep(local(like(error.to(matrix.buffer.device), matrix.parameter)))
+                matrix.keep(unpacked(like(error.to(matrix.buffer.device), matrix.parameter)))
 
 
 def _root(n: int) -> float:

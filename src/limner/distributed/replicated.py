@@ -64,7 +64,7 @@ class Replicated:
 
     def checkpointer(self, files: Folder) -> Shards:
         """See `Parallel`."""
-        return Shards(files)
+        return Shards(files, self.world, self.rank)
 
     def divide(self, stream: Any) -> None:
         """See `Parallel`."""
@@ -148,12 +148,16 @@ class Replicated:
 
     def tensors(self) -> dict[str, Tensor]:
         """See `Parallel`."""
-        return self._reduction.reducer.tensors() if self._reduction else {}
+        return self._reduction.tensors() if self._reduction else {}
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def errors(self) -> dict[str, Tensor]:
+        """See `Parallel`."""
+        return self._reduction.errors() if self._reduction else {}
+
+    def load(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
         """See `Parallel`."""
         if self._reduction:
-            self._reduction.reducer.load(tensors)
+            self._reduction.load(tensors, errors)
 
     def join(self, values: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "N ..."]:
         """See `Parallel`."""

@@ -1,8 +1,9 @@
 """Checkpoints that all processes of a run write together, while training goes on.
 
 What one process holds it writes itself, to a file of its own; nothing is gathered. What several hold alike (weights of
-replicas, say) they divide, tensor by tensor, so that each writes about as much. Torch's Distributed Checkpoint writes
-the files; `training/dcp_reader.py` describes and reads them.
+replicas, say) they divide, tensor by tensor, so that each writes about as much. Of the group "errors" each replica has
+tensors of its own: those of replica 2 become the group "errors.2". Torch's Distributed Checkpoint writes the files;
+`training/dcp_reader.py` describes and reads them.
 
     training    step  step  copy  step  step  step  step  copy  ...
                               └────────┐                    └─ waits for the thread, if that is not through
@@ -19,7 +20,7 @@ The threads talk by a gloo group of their own, as the processes go on using thei
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
@@ -52,6 +53,8 @@ class Folder(Protocol):
     def latest(self) -> Path | None: ...
 
     def load(self, where: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]: ...
+
+    def errors(self, where: Path, model: nn.Module, replicas: int, replica: int) -> Iterator[Mapping[str, Tensor]]: ...
 
     def begin(self) -> None: ...
 
@@ -95,6 +98,10 @@ class Shards:
         """What was saved, by however many processes; this process reads its shards."""
         return self.files.load(where, model)
 
+    def errors(self, where: Path, model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
+        """See `training.Checkpointer`."""
+        return self.files.errors(where, model, *self._holders[True])
+
     def begin(self) -> None:
         """Take the run over. Raises `UserError` if processes do not see each other's files."""
         with ExitStack() as stack:
@@ -120,17 +127,20 @@ class Shards:
         kept, self._copies = self._copies, {}
         bytes_of = {shared: [0] * count for shared, (count, _) in self._holders.items()}
         for group, values in tensors.items():
+            own = f"errors.{self._holders[True][1]}" if group == "errors" else ""
             for name, value in values.items():
                 totals = bytes_of[sharded(value)]
                 writer = totals.index(min(totals))
-                totals[writer] += value.nbytes
-                if writer != self._holders[sharded(value)][1]:
-                    continue
-                copy = kept.get(f"{group}/{name}")
+                if not own:
+                    totals[writer] += value.nbytes
+                    if writer != self._holders[sharded(value)][1]:
+                        continue
+                key = f"{own or group}/{name}"
+                copy = kept.get(key)
                 if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
                     copy = torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
                 local(copy).copy_(local(value))
-                self._copies[f"{group}/{name}"] = copy
+                self._copies[key] = copy
 
     def _write(self, step: int, state: Mapping[str, Any]) -> None:
         """Write the copies, in the thread. Each step is one of all processes, so that none waits for one that failed.

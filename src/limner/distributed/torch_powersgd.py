@@ -12,8 +12,7 @@ The hook knows nothing of values that are not finite, and would keep them in its
 with such a gradient on one process gets none on any, as in E.2 of Ramesh et al. 2021, and what the hook then hands over
 for it goes back into the buffer.
 
-A checkpoint holds Q, the count of updates and, as that of `powersgd.py`, the mean of the error buffers: of those only
-their mean counts, as all steps are linear in them. So a run that goes on has the same updates, up to the order of sums.
+A checkpoint holds Q, the count of updates and, as that of `powersgd.py`, the error buffers.
 
 Shapes: n values of all matrices, k matrices.
 """
@@ -30,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from limner.distributed.gradient_reducers import Bucket, Plain, Replicas, Waiting, averaged
+from limner.distributed.gradient_reducers import Bucket, Plain, Replicas, Waiting, averaged, unpacked
 from limner.errors import UserError
 from limner.numerics.formats import HALVES
 from limner.optim import grad_access
@@ -151,13 +150,11 @@ class TorchPowerSGD(Plain):
                 error.add_(grad_access.read(p.grad))
 
     def tensors(self) -> dict[str, Tensor]:
-        errors = self._state.error_dict[0].clone()
-        for work in self.replicas.mean(errors):
-            work.wait()
-        found = dict(zip(self._matrices, self._split(errors), strict=True))
-        found[_UPDATES] = torch.tensor(self._state.iter, device="cpu")
-        q = self._state.q_memory_dict.get(0)
-        return found if q is None else {**found, _Q: q}
+        updates, q = torch.tensor(self._state.iter, device="cpu"), self._state.q_memory_dict.get(0)
+        return {_UPDATES: updates} if q is None else {_UPDATES: updates, _Q: q}
+
+    def errors(self) -> dict[str, Tensor]:
+        return dict(zip(self._matrices, self._errors, strict=True))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Q of another rank is left out: it is drawn anew then."""
@@ -166,7 +163,7 @@ class TorchPowerSGD(Plain):
                 if kept.shape != p.shape:
                     there, here = list(kept.shape), list(p.shape)
                     raise UserError(f"the error buffer of {name!r} has shape {there}, where the model has {here}")
-                error.copy_(kept)
+                error.copy_(unpacked(kept))
         if _UPDATES in tensors:
             self._state.iter = int(tensors[_UPDATES])
         ranks = [(min(len(p), p[0].numel(), self.rank), p) for p in self._matrices.values()]

@@ -62,7 +62,12 @@ class Checkpointer(Protocol):
         ...
 
     def load(self, where: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
-        """What was saved, for this model; tensors on the CPU. Raises `UserError` if it is damaged."""
+        """What was saved, for this model, but for what each replica has of its own; tensors on the CPU. Raises
+        `UserError` if it is damaged."""
+        ...
+
+    def errors(self, where: Path, model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
+        """The group "errors" of this replica, if as many have saved theirs, else of one replica after another."""
         ...
 
     def begin(self) -> None:
@@ -130,6 +135,12 @@ class Files:
     def load(self, where: Path, model: nn.Module) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """See `Checkpointer`. Of tensors that this process shares with others it reads its shards, where it can."""
         return read_groups(where, parameters=dict(model.named_parameters())), read_state(where)
+
+    def errors(self, where: Path, model: nn.Module, replicas: int = 1, replica: int = 0) -> Iterator[dict[str, Tensor]]:
+        """See `Checkpointer`."""
+        names = dcp_reader.replica_groups(where)
+        for name in [f"errors.{replica}"] if len(names) == replicas else names:
+            yield read_groups(where, (name,), dict(model.named_parameters()))[name]
 
     def begin(self) -> None:
         """See `Checkpointer`."""
@@ -213,7 +224,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def read_groups(
     checkpoint: Path, wanted: Collection[str] | None = None, parameters: Mapping[str, Tensor] | None = None
 ) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a checkpoint by group and name, on the CPU; the `wanted` groups that it has, or all.
+    """The tensors of a checkpoint by group and name, on the CPU; the `wanted` groups that it has, or all but those of
+    single replicas.
 
     `parameters` are those that it is read for: where one is a shard, so is what is read for it, if that is stored in
     shards. Raises `UserError` if a file is damaged.

@@ -11,6 +11,7 @@ Reading takes no process group and unpickles nothing.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch import Tensor
 from limner.errors import UserError
 from limner.optim.dtensor import sharded
 
+_REPLICA = re.compile(r"errors\.\d{1,9}")  # a group that one replica alone has written
 _ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
@@ -34,7 +36,7 @@ def found(checkpoint: Path) -> bool:
 def read(
     checkpoint: Path, wanted: Collection[str] | None, parameters: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    """Tensors by group and name, on the CPU; the `wanted` groups that are there, or all.
+    """Tensors by group and name, on the CPU; the `wanted` groups that are there, or all but those of single replicas.
 
     Weights, averages and optimiser state of a parameter that processes share are shared in the same way, all others
     are whole. Raises `UserError` if a file is damaged or a part is missing.
@@ -43,7 +45,7 @@ def read(
     tensors: dict[str, Tensor] = {}
     for key, (shape, dtype) in stored(checkpoint).items():
         group, _, name = key.partition("/")
-        if wanted is not None and group not in wanted:
+        if group not in wanted if wanted is not None else _REPLICA.fullmatch(group):
             continue
         p = parameters.get(_parameter(group, name))
         with _readable(checkpoint):  # a shape may be one that no tensor has
@@ -54,6 +56,16 @@ def read(
         groups.setdefault(group, {})[name] = tensors[key]
     fill(checkpoint, tensors)
     return groups
+
+
+def replica_groups(checkpoint: Path) -> dict[str, list[str]]:
+    """The names in each group of a single replica, in the order of replicas."""
+    groups: dict[str, list[str]] = {}
+    for key in stored(checkpoint) if found(checkpoint) else ():
+        group, _, name = key.partition("/")
+        if _REPLICA.fullmatch(group):
+            groups.setdefault(group, []).append(name)
+    return {group: groups[group] for group in sorted(groups, key=lambda group: int(group.partition(".")[2]))}
 
 
 def stored(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -101,4 +113,4 @@ def _parameter(group: str, name: str) -> str:
     """The name of the parameter that a tensor belongs to; "" if it belongs to none. See `state.py` for the names."""
     if group == "optimizer":
         return name.partition(".")[2]
-    return name if group in ("model", "ema", "parallel") else ""
+    return name if group in ("model", "ema", "parallel") or _REPLICA.fullmatch(group) else ""

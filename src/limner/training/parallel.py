@@ -100,8 +100,13 @@ class Parallel(Protocol):
         """What a checkpoint must hold of it, by name, the same on all ranks or in shards."""
         ...
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse; tensors are on the CPU, whole or in shards. Raises `UserError` if they do not fit."""
+    def errors(self) -> dict[str, Tensor]:
+        """What it must hold of each replica: error buffers of compressed gradients, by parameter."""
+        ...
+
+    def load(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
+        """The inverse; tensors are on the CPU, whole or in shards. `errors` are those of this replica or, where there
+        was another number, of each that there was. Raises `UserError` if they do not fit."""
         ...
 
     def mean(self, values: Tensor) -> Tensor:
@@ -171,7 +176,10 @@ class Single:
     def tensors(self) -> dict[str, Tensor]:
         return {}
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def errors(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
         """It keeps nothing."""
 
     def mean(self, values: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ Tensors in groups:
     ema         averaged parameters, if the run averages
     optimizer   "exp_avg.NAME", "exp_avg_sq.NAME", "step.NAME" for each parameter (AdamW)
     rng         states of the random generators as bytes; those of rank 2, say, end in ".2"
-    parallel    what the strategy of the processes keeps: error buffers of compressed gradients, say
+    parallel    what the strategy of the processes keeps, the same on all: the mean of many replicas' errors, say
+    errors.N    what compression has left out of the gradients of replica N, by parameter (few replicas)
     hook.NAME   of the hook of that name, where its state has tensors
 
 and the rest as JSON values: step, data position, schedule, counters, hooks, config, versions.
@@ -25,6 +26,7 @@ from limner.errors import UserError
 from limner.optim.dtensor import local
 from limner.training.checkpoint import Checkpointer, Tensors
 from limner.training.config import refuse_changes
+from limner.training.dcp_reader import replica_groups
 from limner.training.hooks import Hook
 from limner.training.parallel import folded
 from limner.training.state_tensors import fill_model, load_optimizers, model_tensors, optimizer_tensors
@@ -59,6 +61,7 @@ def save(
         "rng": _generators(run),
         "ema": run.ema.state_dict() if run.ema else {},
         "parallel": run.parallel.tensors(),
+        "errors": run.parallel.errors(),
     }
     for name, state in states.items():
         tensors[f"hook.{name}"] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
@@ -95,6 +98,7 @@ def restore(
             made_with = ", ".join(state["made_with"].values())
             warnings.warn(f"{found} was made with {made_with}: results may differ", stacklevel=3)
         _load(run, stream, hooks, tensors, state, str(found))
+        _load_parallel(run, tensors.get("parallel", {}), checkpointer, found)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{found} is no checkpoint of such a run: {error!r}") from error
     return found
@@ -107,15 +111,6 @@ def _load(
     load_optimizers(run.model, run.optimizers, tensors["optimizer"], where)
     if run.ema:
         run.ema.load_state_dict(tensors["ema"])
-    kept = tensors.get("parallel", {})
-    run.parallel.load(kept)
-    errors = kept.keys() & dict(run.model.named_parameters()).keys()
-    if errors and (lost := errors - run.parallel.tensors().keys()):
-        warnings.warn(
-            f"{where} holds what compression has left out of the gradients of {len(lost)} matrices, and they are not "
-            "compressed any more: it is lost; to keep it go on with the same --reduce, and with several replicas",
-            stacklevel=4,
-        )
     stream.load_state_dict(state["parts"]["stream"])
     run.schedule.load_state_dict(state["parts"]["schedule"])
     for hook in hooks:
@@ -124,6 +119,18 @@ def _load(
     _load_generators(run, tensors["rng"], state["step"], same_device=state["made_with"]["device"] == run.device.type)
     run.step, run.skipped, run.bad = state["step"], state["skipped"], state["bad"]
     run.first, run.seconds = state["first"], state["seconds"]
+
+
+def _load_parallel(run: Run, kept: Mapping[str, Tensor], checkpointer: Checkpointer, where: Path) -> None:
+    run.parallel.load(kept, checkpointer.errors(where, run.model))
+    names = set(kept).union(*replica_groups(where).values())
+    errors = names & dict(run.model.named_parameters()).keys()
+    if errors and (lost := errors - run.parallel.tensors().keys() - run.parallel.errors().keys()):
+        warnings.warn(
+            f"{where} holds what compression has left out of the gradients of {len(lost)} matrices, and they are not "
+            "compressed any more: it is lost; to keep it go on with the same --reduce, and with several replicas",
+            stacklevel=4,
+        )
 
 
 def _generators(run: Run) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.optim.dtensor import whole
 from limner.training.parallel import Parallel, Single
 from limner.training.train_module import Trainable
-from ranks import on_ranks
+from ranks import left_out, on_ranks
 
 PRIOR = TransformerConfig(
     text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=2, heads=2, kernel=3
@@ -54,7 +54,7 @@ def gradients(
                 (compute(part, step, torch.Generator())[0] / accumulate).backward()
         parallel.reduce(model.parameters())
         found.append({name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None})
-    kept = {name: whole(x) for name, x in parallel.tensors().items()}
+    kept = left_out(parallel)
     parallel.check(model.parameters())
     return found, kept
 
@@ -126,6 +126,48 @@ def test_errors_go_on_with_any_number_of_replicas(stopped, kind, ranks):
                 assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
+class Many(Replicas):
+    """So many replicas, which all bring what this one does."""
+
+    def __init__(self, count: int) -> None:
+        self.many = count
+
+    @property
+    def count(self) -> int:
+        return self.many
+
+    def mean(self, values: Tensor) -> Waiting:
+        yield from ()
+
+
+@pytest.mark.parametrize(("narrow", "most"), [(True, 8), (False, 4)])
+def test_errors_of_many_replicas_are_their_mean_in_a_checkpoint(narrow, most):
+    """At 16 bytes per weight those of all take as much as all else."""
+    config = PowerSGDConfig(rank=3, narrow=narrow)
+    for count in (1, most, most + 1):
+        reduction = Reduction(PowerSGD(config), buckets(model := One(12, 20)), Many(count))
+        own = {"blocks.0.weight": E6M9.rounded(torch.randn(12, 20))}
+        reduction.load(own)
+        kept, shared = reduction.errors(), reduction.tensors()
+        assert bool(kept) == (not shared) == (count <= most)
+        assert torch.equal(reduction.mean_errors()["blocks.0.weight"], own["blocks.0.weight"])
+        other = Reduction(PowerSGD(config), buckets(model), Many(count))
+        other.load(shared, [kept] if kept else [])
+        assert torch.equal(other.mean_errors()["blocks.0.weight"], own["blocks.0.weight"])
+
+
+def test_errors_of_another_number_of_replicas_are_averaged_whatever_their_format():
+    numbers = [torch.randn(12, 20) for _ in range(3)]
+    parts = [{"blocks.0.weight": x} for x in (E6M9.pack(numbers[0]), *numbers[1:])]
+    numbers[0] = E6M9.rounded(numbers[0])
+    for count in (1, 2, 3):
+        reduction = Reduction(PowerSGD(PowerSGDConfig(rank=3, narrow=False)), buckets(One(12, 20)), Many(2))
+        reduction.load({"blocks.0.weight": torch.ones(12, 20)}, iter(parts[:count]))  # in the place of that
+        found = reduction.mean_errors()["blocks.0.weight"]
+        torch.testing.assert_close(found, torch.stack(numbers[:count]).mean(0))
+        assert count > 1 or torch.equal(found, numbers[0])
+
+
 SCALE = 8.0
 
 
@@ -192,7 +234,7 @@ def one_matrix(rows: int, columns: int, narrow: bool, steps: int) -> tuple[list[
         (p * gradient_of(rows, columns, step, distributed.get_rank())).sum().backward()
         reduction.complete()
         found.append(p.grad.clone())
-    return found, reducer.tensors()["blocks.0.weight"], reducer._matrices["blocks.0"][0].start
+    return found, reduction.mean_errors()["blocks.0.weight"], reducer._matrices["blocks.0"][0].start
 
 
 def gradient_of(rows: int, columns: int, step: int, rank: int) -> Tensor:
@@ -361,7 +403,7 @@ def with_wrong_columns(value: float, narrow: bool) -> dict[str, Any]:
         (p * gradient_of(12, 20, step, distributed.get_rank())).sum().backward()
         reduction.complete()
         found.append(p.grad.clone())
-    return {"given": found, "kept": reducer.tensors()["blocks.0.weight"]}
+    return {"given": found, "kept": reduction.mean_errors()["blocks.0.weight"]}
 
 
 WRONG_COLUMNS = [(value, narrow) for value in VALUES for narrow in (False, True)]

@@ -131,7 +131,7 @@ def all_compressed() -> dict[tuple[str, torch.dtype, float], tuple[Tensor, ...]]
             assert weight.grad is not None
             given += grad_access.read(weight.grad)  # type: ignore[arg-type]
             had += gradient.float() / scale
-        found[name, dtype, size] = given, reducer.tensors()["blocks.0.weight"], had
+        found[name, dtype, size] = given, reduction.mean_errors()["blocks.0.weight"], had
     return found
 
 

@@ -22,7 +22,7 @@ from limner.training.hooks import Hook
 from limner.training.parallel import Parallel, Single
 from limner.training.step import update
 from limner.training.train_state import Run
-from ranks import on_ranks
+from ranks import left_out, on_ranks
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
 
@@ -90,7 +90,7 @@ def learn(parallel: Parallel, kind: Any) -> tuple[list[dict[str, Tensor]], dict[
         update(run, {name: x.chunk(parallel.world)[parallel.rank] for name, x in batch.items()}, hooks)
         for handle in handles:
             handle.remove()
-    return applied.steps, {name: whole(x) for name, x in parallel.tensors().items()}
+    return applied.steps, left_out(parallel)
 
 
 def all_of(shards: int) -> dict[str, Any]:

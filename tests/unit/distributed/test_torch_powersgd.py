@@ -67,7 +67,7 @@ def gradients(hooked: bool, kept: dict[str, Tensor] | None = None, first: int = 
         if not hooked:
             reduction.complete()
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    return found, {} if hooked else reducer.tensors()
+    return found, {} if hooked else reducer.tensors() | reduction.mean_errors()
 
 
 def both() -> tuple[Any, ...]:
@@ -127,7 +127,7 @@ def spoiled(value: float, scale: float = 1.0) -> dict[str, Any]:
         if step == 5:
             reducer.put_back([second])
             found[-1][1].zero_()
-    return {"found": found, "kept": reducer.tensors(), "sums": sums}
+    return {"found": found, "kept": reduction.mean_errors(), "sums": sums}
 
 
 def all_spoiled() -> list[dict[str, Any]]:
@@ -180,8 +180,7 @@ def runs(out: Path) -> tuple[Any, ...]:
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     for whole, parts, ours in on_ranks(2, runs, tmp_path):
         assert whole[:5] == parts[:5] == ours[:5]
-        for a, b in zip(whole[5:], parts[5:], strict=True):
-            assert a == pytest.approx(b, rel=1e-4)
+        assert whole == parts
         assert ours[5:] != parts[5:]
 
 

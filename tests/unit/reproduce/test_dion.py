@@ -30,7 +30,7 @@ def updates() -> list[tuple[Tensor, list[Tensor], Tensor]]:
             (weight * gradient((rows, columns), step, distributed.get_rank())).sum().backward()
             reduction.complete()
             given.append(weight.grad.clone())
-        found.append((start, given, reducer.tensors()["list.0.weight"]))
+        found.append((start, given, reduction.mean_errors()["list.0.weight"]))
     return found
 
 

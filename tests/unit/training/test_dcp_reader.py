@@ -47,6 +47,20 @@ def test_parts_are_joined_and_groups_are_chosen(three: Path) -> None:
     assert torch.equal(read_tensors(three, "model")["weight"], WEIGHT)
 
 
+def test_what_single_replicas_wrote_is_read_where_it_is_wanted_one_after_another(three: Path) -> None:
+    for number, replica in ((4, 10), (5, 2)):
+        write(three, number, {f"errors.{replica}/weight": (WEIGHT + replica, [0, 0])})
+    write(three, 6, {"errors.x/odd": (WEIGHT, [0, 0])})
+    assert dcp_reader.replica_groups(three) == {"errors.2": ["weight"], "errors.10": ["weight"]}
+    assert dcp_reader.read(three, None, {}).keys() == {"errors.x", "model", "optimizer"}
+    model = nn.Linear(3, 5, bias=False)
+    for replicas, expected in ((1, [2, 10]), (3, [2, 10]), (2, [2])):
+        found = [group["weight"] for group in Files(three, 1).errors(three, model, replicas, 2)]
+        assert len(found) == len(expected)
+        assert all(torch.equal(x, WEIGHT + replica) for x, replica in zip(found, expected, strict=True))
+    assert not list(Files(three, 1).errors(three / "none", model))
+
+
 def test_weights_of_shards_load_into_a_model_alone(three: Path) -> None:
     model = nn.Linear(3, 5, bias=False)
     (three / "state.json").write_text("{}")
