@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from limner.metrics.spikes import RMS, TOGETHER
 from limner.models.transformer import Block
+from limner.numerics.precision import widened
 from limner.optim import grad_access
 from limner.optim.adam_base import SMALLEST, read
 from limner.optim.dtensor import by_kind, mean
@@ -132,8 +134,8 @@ class Stability(Hook):
 def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
     """RMS_t of each tensor that has a gradient and a running mean of squares, [], as the coming step will have it.
 
-    With bias corrections: u_t = (beta2 v_{t-1} + (1 - beta2) g_t^2) / (1 - beta2^t), at least eps^2. Sums over shards
-    travel together.
+    u_t = v_t / (1 - beta2^t), at least eps^2, of v_t = beta2 v_{t-1} + (1 - beta2) g_t^2, which AdamW16 bounds (B.2 of
+    Ramesh et al. 2021). Sums over shards travel together.
     """
     found: dict[Tensor, Tensor] = {}
     for optimizer in optimizers:
@@ -145,9 +147,10 @@ def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tenso
                 warms = "power" in group  # a warming beta2 begins at 0: no bias
                 step = state["step"].double() + 1  # where it is: the host waits for no device
                 beta = 1 - step ** -group["power"] if warms else torch.full_like(step, group["betas"][1])
-                square = grad_access.read(p.grad).float().square()
-                u = beta * read(state, "exp_avg_sq").float() + (1 - beta) * square
-                u = (u if warms else u / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST))
+                square = widened(grad_access.read(p.grad)).square()
+                v = beta * widened(read(state, "exp_avg_sq")) + (1 - beta) * square
+                v = v.clamp_max(group.get("most", inf))
+                u = (v if warms else v / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST))
                 found[p] = (square / u).sum()
     for some in by_kind(found):
         if some:

@@ -1,6 +1,7 @@
 """RMS_t: as written in the paper, logged in each step, and said before the loss moves."""
 
 import json
+import math
 import warnings
 from dataclasses import replace
 from unittest import mock
@@ -13,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from limner.models.transformer import Block
-from limner.optim import Beta2WarmupAdamW, StableAdamW, optimizers
+from limner.numerics.formats import UE6M10
+from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW, grad_access, optimizers
+from limner.optim.adam_base import read
 from limner.optim.optimizers import AdamW, Muon
 from limner.training.config import TrainConfig
 from limner.training.loop import train
@@ -34,8 +37,8 @@ CONFIG = TrainConfig(
 
 def textbook(gradients, beta=0.99, eps=1e-8):
     """Algorithm 2's RMS_t of the last of a tensor's gradients, in float64, with its debiased beta."""
-    u = torch.zeros_like(gradients[0], dtype=torch.float64)
-    for t, g in enumerate(gradients, 1):
+    u = torch.zeros_like(grad_access[0], dtype=torch.float64)
+    for t, g in enumerate(grad_access, 1):
         g = g.double()
         debiased = beta * (1 - beta ** (t - 1)) / (1 - beta**t)
         u = debiased * u + (1 - debiased) * g**2
@@ -49,11 +52,11 @@ def test_it_is_that_of_algorithm_2():
     gradients = []
     for t in range(6):
         p.grad = torch.randn(5, 7) * (50 if t == 5 else 1)
-        gradients.append(p.grad.clone())
+        grad_access.append(p.grad.clone())
         if t:
             ((found, value),) = rms([optimizer])
             assert found is p
-            torch.testing.assert_close(value.double(), textbook(gradients), rtol=1e-5, atol=0)
+            torch.testing.assert_close(value.double(), textbook(grad_access), rtol=1e-5, atol=0)
         optimizer.step()
     assert value > 2  # sqrt(6) at most, as long as there were six
 
@@ -69,6 +72,52 @@ def test_it_is_what_stable_adamw_clips_by(packed):
         optimizer.step()
         if t:
             assert expected == pytest.approx(list(optimizer.rms([("p", p)]).values()), rel=1e-4)
+
+
+SUPPORTED = {
+    "AdamW": lambda p: torch.optim.AdamW([p], lr=1e-3, betas=(0.9, 0.96), fused=True),
+    "StableAdamW": lambda p: StableAdamW([p], lr=1e-3, betas=(0.9, 0.96)),
+    "StableAdamW, packed": lambda p: StableAdamW([p], lr=1e-3, betas=(0.9, 0.96), packed=True),
+    "Beta2WarmupAdamW": lambda p: Beta2WarmupAdamW([p], lr=1e-3),
+    "AdamW16": lambda p: AdamW16([p], lr=1e-3),
+    "AdamW16, fp32": lambda p: AdamW16([{"params": [p], "packed": False}], lr=1e-3),
+    "AdamW16, unbounded": lambda p: AdamW16([p], lr=1e-3, most=math.inf),
+}
+
+
+def of_the_step(optimizer, p, before):
+    """RMS_t of the step that was made, from the variance that it has left (before it was packed) and its correction."""
+    (group,), (state,) = optimizer.param_groups, optimizer.state.values()
+    t, g = int(state["step"]), grad_access.read(p.grad).double()
+    warms = "power" in group
+    beta = 1 - t ** -group["power"] if warms else group["betas"][1]
+    v = (beta * before + (1 - beta) * g**2).clamp_max(group.get("most", math.inf))
+    packed = not state["exp_avg_sq"].is_floating_point()
+    tolerance = {"rtol": 1e-3 if packed else 1e-5, "atol": 2**-60 if packed else 0}
+    end = UE6M10.maximum if packed else math.inf
+    torch.testing.assert_close(read(state, "exp_avg_sq").double(), v.clamp_max(end), **tolerance)
+    u = (v / (1 if warms else 1 - beta**t)).clamp_min(group["eps"] ** 2)
+    return (g**2 / u).mean().sqrt().item()
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_it_is_that_of_the_step_that_follows(name, dtype):
+    """Also of gradients that are small, that leave 0-6-10, and that AdamW16's bound on the variance holds down."""
+    if dtype == torch.bfloat16 and name == "AdamW":
+        dtype = torch.float32  # torch's would keep moments in 16 bits
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(16, 8).to(dtype))
+    optimizer = SUPPORTED[name](p)
+    for t, size in enumerate((1, 1e-3, 1, 50, 1e4, 1, 3, 1e-9, 1e-9, 1)):
+        p.grad = (size * torch.randn(16, 8)).to(dtype)
+        found = [value.item() for _, value in rms([optimizer])]
+        before = read(optimizer.state[p], "exp_avg_sq").double().clone() if t else torch.zeros(16, 8).double()
+        optimizer.step()
+        expected = of_the_step(optimizer, p, before)
+        assert found == ([pytest.approx(expected, rel=1e-5)] if t else [])
+        if t and hasattr(optimizer, "rms"):
+            assert found == [pytest.approx(optimizer.rms([("p", p)])["p"], rel=1e-5)]
 
 
 def test_it_waits_for_no_device():
@@ -103,10 +152,10 @@ def of_shards(shards):
         mesh = init_device_mesh("cpu", (shards,))
         parameters, gradients = (
             [distribute_tensor(x.detach(), mesh, [Shard(0)], src_data_rank=None) for x in tensors]
-            for tensors in (parameters, gradients)
+            for tensors in (parameters, grad_access)
         )
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    for p, gradient in zip(parameters, gradients, strict=True):
+    for p, gradient in zip(parameters, grad_access, strict=True):
         p.grad = gradient
     optimizer.step()
     with mock.patch.object(distributed, "all_reduce", wraps=distributed.all_reduce) as sums:
