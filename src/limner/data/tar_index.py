@@ -21,7 +21,9 @@ MISSING, DAMAGED = -1, -2  # in place of an offset: why there is nothing to read
 class Member(NamedTuple):
     """A file in a tar: the number of its archive among the joined ones, its name, the offset and number of its bytes.
 
-    A link has a name and nothing else: its offset is `MISSING`.
+    A link has a name and nothing else: its offset is `MISSING`. Where the headers cannot be followed any further (a
+    damaged header, an archive without its closing zero block) there is a last member without a name, of offset
+    `DAMAGED`, whose size is the place of the damage.
     """
 
     archive: int
@@ -33,8 +35,7 @@ class Member(NamedTuple):
 def tar_members(path: str | os.PathLike[str]) -> Iterator[Member]:
     """The files and links in a tar, by its headers alone, in all archives that are joined in it (`cat a.tar b.tar`).
 
-    Where the headers cannot be followed any further (a damaged header, an archive without its closing zero block, a
-    file that cannot be opened), there is a warning and one last member without a name, of offset `DAMAGED`.
+    Warns of damage; a file that cannot be opened is one damaged member.
     """
     try:
         descriptor = open_regular(path)
@@ -43,12 +44,16 @@ def tar_members(path: str | os.PathLike[str]) -> Iterator[Member]:
         yield Member(0, "", DAMAGED, 0)
         return
     try:
-        yield from _walk(descriptor, str(path))
+        for member in walk(descriptor):
+            if member.offset == DAMAGED:
+                warnings.warn(f"{path} is damaged at byte {member.size}: what follows is left out", stacklevel=2)
+            yield member
     finally:
         os.close(descriptor)
 
 
-def _walk(descriptor: int, path: str) -> Iterator[Member]:
+def walk(descriptor: int) -> Iterator[Member]:
+    """`tar_members` of an open file, without warnings."""
     end = os.fstat(descriptor).st_size
     archive, at, ended = 0, 0, False
     said: dict[str, str] = {}  # what extensions say of the next member
@@ -86,8 +91,7 @@ def _walk(descriptor: int, path: str) -> Iterator[Member]:
         if member.isreg() or member.type in _EXTENSIONS or member.type not in tarfile.SUPPORTED_TYPES:
             at += -(-size // _BLOCK) * _BLOCK
     if at < end or not ended or end % _BLOCK:  # an archive is whole blocks: one that is not has lost something
-        warnings.warn(f"{path} is damaged at byte {min(at, end)}: what follows is left out", stacklevel=3)
-        yield Member(archive, "", DAMAGED, 0)
+        yield Member(archive, "", DAMAGED, min(at, end))
 
 
 _EXTENSIONS = (

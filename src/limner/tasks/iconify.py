@@ -7,10 +7,11 @@ as well, with the others beside it.
 
 from __future__ import annotations
 
+import gzip
 import json
-import math
+import os
 import re
-import tarfile
+import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Mapping
@@ -20,12 +21,13 @@ from typing import Any
 
 from limner.atomic_io import require_file
 from limner.data.sample import Rejected
+from limner.data.tar_index import DAMAGED, walk
 from limner.errors import UserError
 from limner.tasks.svg import document
 
 MAX_BYTES = 1 << 27  # of one JSON file; the largest of ten sets has 104 MB
+MAX_UNPACKED = 1 << 28  # bytes of an archive
 _MAX_CHAIN = 16  # of aliases of aliases
-_ENDED = (tarfile.TarError, EOFError, zlib.error, OSError)
 #: Licences that ask for a name at most, by SPDX. What is made from others may have to carry their conditions.
 _PERMISSIVE = re.compile(r"(Apache-2\.0|MIT(-0)?|ISC|0BSD|BSD-[23]-Clause|CC-BY-\d\.0|CC0-1\.0|OFL-1\.1|Unlicense)")
 
@@ -78,7 +80,7 @@ class IconSet:
             raise Rejected("icon without a drawing")
         defaults = {"left": 0, "top": 0, "width": 16, "height": 16}
         box = [entry.get(key, self._data.get(key, value)) for key, value in defaults.items()]
-        if not all(type(n) in (int, float) and math.isfinite(n) and abs(n) <= 1e6 for n in box) or min(box[2:]) <= 0:
+        if not all(type(n) in (int, float) and abs(n) <= 1e6 for n in box) or min(box[2:]) <= 0:  # nor nan
             raise Rejected("icon without a size")
         return document(body, (box[0], box[1], box[2], box[3]), icon.turns, icon.mirror)
 
@@ -86,14 +88,17 @@ class IconSet:
 def read(path: str | Path) -> IconSet:
     """Read `icons.json`, or a .tgz of npm. Raises `UserError` if it is neither."""
     path = Path(path)
-    data = _json(path, "icons.json")
+    files = _files(path, "icons.json", "info.json", "chars.json", "metadata.json")
+    if "icons.json" not in files:
+        raise UserError(f"{path} is no icon set: it has no package/icons.json")
+    data = _json(path, files, "icons.json")
     if not isinstance(data.get("icons"), dict) or not isinstance(data.get("prefix"), str):
         raise UserError(f'{path} is no icon set: its JSON has no "prefix" and "icons", as Iconify\'s has')
-    info = _object(data, "info") or _json(path, "info.json", required=False)
+    info = _object(data, "info") or _json(path, files, "info.json")
     author, licence = _object(info, "author"), _object(info, "license")
     prefix = _text(data["prefix"])
-    codes = {name: code for code, name in _json(path, "chars.json", required=False).items() if isinstance(name, str)}
-    filed = _object(_json(path, "metadata.json", required=False), "categories")
+    codes = {name: code for code, name in _json(path, files, "chars.json").items() if isinstance(name, str)}
+    filed = _object(_json(path, files, "metadata.json"), "categories")
     categories = {
         name: _text(category)
         for category, names in filed.items()
@@ -112,8 +117,9 @@ def read(path: str | Path) -> IconSet:
 def keywords(path: str | Path) -> dict[str, tuple[str, ...]] | None:
     """CLDR's keywords by emoji, of `annotations.json` or the .tgz of `npm pack cldr-annotations-full`; None if the
     file is another."""
+    path, name = Path(path), "annotations/en/annotations.json"
     try:
-        found: Any = _json(Path(path), "annotations/en/annotations.json", required=False)
+        found: Any = _json(path, _files(path, name), name)
     except UserError:
         return None
     for key in ("annotations", "annotations"):
@@ -179,17 +185,9 @@ def _text(value: object) -> str:
     return "".join(c for c in " ".join(str(value).split())[:200] if c.isprintable()) if isinstance(value, str) else ""
 
 
-def _json(path: Path, name: str, required: bool = True) -> dict[str, Any]:
-    """A JSON object: the member `package/NAME` of an archive, the file itself, or one beside it."""
-    require_file(path)
-    try:
-        raw = _member(path, name) if _is_archive(path) else _file(path, name)
-    except _ENDED as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if raw is None:
-        if required:
-            raise UserError(f"{path} is no icon set: it has no package/{name}")
-        return {}
+def _json(path: Path, files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Return the JSON object in one of the files; an empty one if the file is missing."""
+    raw = files.get(name, b"{}")
     if len(raw) > MAX_BYTES:
         raise UserError(f"{path} has more than {MAX_BYTES >> 20} MiB in {name}, which is more than an icon set takes")
     try:
@@ -201,24 +199,50 @@ def _json(path: Path, name: str, required: bool = True) -> dict[str, Any]:
     return data
 
 
+def _files(path: Path, *names: str) -> dict[str, bytes]:
+    """Return the content of the files that exist, by name, each cut after `MAX_BYTES` and one byte.
+
+    They are members `package/NAME` of an archive; otherwise `path` is the first and the others are beside it.
+    """
+    require_file(path)
+    try:
+        if _is_archive(path):
+            return _members(path, names)
+        files = {name: path.with_name(name) if i else path for i, name in enumerate(names)}
+        return {name: _read(file) for name, file in files.items() if file.is_file()}
+    except (EOFError, zlib.error, OSError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
 def _is_archive(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(2) == b"\x1f\x8b"
 
 
-def _member(path: Path, name: str) -> bytes | None:
-    with tarfile.open(path, "r:gz") as archive:
-        for member in archive:
-            if member.name == f"package/{name}" and member.isfile():
-                file = archive.extractfile(member)
-                return file.read(MAX_BYTES + 1) if file else None
-    return None
+def _members(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
+    """Return the members `package/NAME` of a .tgz, by name.
+
+    It is unpacked for `walk`: tarfile raises ValueError at some pax headers, and keeps every header in memory.
+    """
+    found: dict[str, bytes] = {}
+    with tempfile.TemporaryFile() as file:
+        with gzip.open(path) as packed:
+            while data := packed.read(1 << 20):
+                file.write(data)
+                if file.tell() > MAX_UNPACKED:
+                    raise UserError(
+                        f"{path} has more than {MAX_UNPACKED >> 20} MiB, which is more than an icon set takes"
+                    )
+        file.flush()
+        for member in walk(file.fileno()):
+            if member.offset == DAMAGED:
+                raise UserError(f"{path} cannot be read: its tar is damaged at byte {member.size:,}")
+            folder, _, name = member.name.partition("/")
+            if folder == "package" and name in names and member.offset >= 0:
+                found.setdefault(name, os.pread(file.fileno(), min(member.size, MAX_BYTES + 1), member.offset))
+    return found
 
 
-def _file(path: Path, name: str) -> bytes | None:
-    """The file itself if it is asked for, otherwise the one of that name beside it."""
-    other = path if name in ("icons.json", "annotations/en/annotations.json") else path.with_name(name)
-    if not other.is_file():
-        return None
-    with other.open("rb") as file:
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
         return file.read(MAX_BYTES + 1)

@@ -1,6 +1,9 @@
 """Icon sets in Iconify's format: folders and archives, aliases, and files that are none."""
 
+import gzip
+import io
 import json
+import tarfile
 
 import numpy as np
 import pytest
@@ -63,7 +66,8 @@ def test_sizes_come_from_the_icon_or_its_set(toys):
             found.svg(found.icons[name])
 
 
-@pytest.mark.parametrize("box", [{"width": 1e400}, {"width": "16"}, {"left": True}, {"height": -1}, {"top": 1e9}])
+@pytest.mark.parametrize("box", [{"width": 1e400}, {"width": 10**400}, {"left": -(10**400)}, {"top": float("nan")},
+                                 {"width": "16"}, {"left": True}, {"height": -1}, {"top": 1e9}])  # fmt: skip
 def test_an_icon_of_an_impossible_size_is_no_icon(tmp_path, box):
     path = tmp_path / "icons.json"
     path.write_text(json.dumps({"prefix": "a", "icons": {"b": {"body": SQUARE, **box}}}))
@@ -101,6 +105,28 @@ def test_an_archive_without_icons_is_refused(tmp_path):
     torn.write_bytes(whole.read_bytes()[:1_500])
     with pytest.raises(UserError, match="cannot be read"):
         iconify.read(torn)
+
+
+@pytest.mark.parametrize("record", [
+    b"GNU.sparse.size=abc", b"GNU.sparse.realsize=", b"GNU.sparse.map=1,x", b"hdrcharset=\xff", b"mtime=nan",
+])  # fmt: skip
+def test_broken_values_in_pax_headers_do_not_matter(tmp_path, record):
+    path, header = tmp_path / "a.tgz", b"%d %s\n" % (len(record) + 4, record)
+    with tarfile.open(path, "w:gz") as tar:
+        for name, kind, data in (("x", tarfile.XHDTYPE, header), ("icons", tarfile.REGTYPE, json.dumps(DATA).encode())):
+            member = tarfile.TarInfo(f"package/{name}.json")
+            member.type, member.size = kind, len(data)
+            tar.addfile(member, io.BytesIO(data))
+    assert iconify.read(path).prefix == "toys"
+
+
+def test_an_archive_is_unpacked_up_to_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(iconify, "MAX_UNPACKED", 1 << 20)
+    path = archive(tmp_path / "a.tgz", icons=DATA, more=bytes(1 << 19))
+    assert iconify.read(path).prefix == "toys"
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()) + bytes(1 << 20)))
+    with pytest.raises(UserError, match="unpacks to more than 1 MiB"):
+        iconify.read(path)
 
 
 def test_keywords_are_cldrs(tmp_path):
