@@ -3,7 +3,7 @@
 A *server* (`python processes.py SOCKET`) has imported all of limner, and no thread runs in it. For each request it
 forks a child that is then like `python -m limner ...`: own folder, environment, arguments, descriptors and
 interpreter's end. `shim.c` is loaded in it, which counts what it changes in a folder and kills it at a given change.
-Python processes that such a child starts (`sys.executable -m MODULE`) come from the server as well, by `python_here`.
+Python processes that such a child starts (`sys.executable [-P] -m MODULE`) come from the server, too, by `python_here`.
 
 The tests' side is `Server`: `start` gives a `Process`, `run` waits for it.
 """
@@ -233,13 +233,14 @@ python_here()
 def python_here() -> None:
     """What a child of the server calls as its `sys.executable`: a fork of the server with this process's arguments,
     environment and open files, and its exit code or signal."""
-    assert sys.argv[1] == "-m", sys.argv
+    mark, module, *arguments = [word for word in sys.argv[1:] if word != "-P"]
+    assert mark == "-m", sys.argv
     handles = [int(name) for name in os.listdir("/proc/self/fd")]
     link = socket.socket(socket.AF_UNIX)
     link.connect(os.environ[_SERVER])
     request = {
-        "module": sys.argv[2],
-        "argv": sys.argv[3:],
+        "module": module,
+        "argv": arguments,
         "cwd": os.getcwd(),
         "environment": dict(os.environ),
         "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),

@@ -39,6 +39,14 @@ def drawings(rng):
         '<path fill="url(#a)" d="M0 0h8v8z"/>',
         "clips of clips": "".join(f'<clipPath id="c{i}" clip-path="url(#c{i + 1})"><path d="M0 0h8v8z"/></clipPath>'
                                   for i in range(500)) + '<path clip-path="url(#c0)" d="M0 0h8v8z"/>',
+        "many dashes": '<path stroke="#000" stroke-dasharray=".0001" d="M0 0h8v8z"/>' * 3_000,
+        "huge arcs": '<path stroke="#000" stroke-dasharray="1" d="M0 0A999999 999999 0 1 1 1 1"/>' * 3_000,
+        "90,000 attributes": "<path " + " ".join(f'a{i}="1"' for i in range(90_000)) + "/>",
+        "10^9 elements": '<defs><path id="u0" d="M0 0h1v1z"/>' + "".join(
+            f'<g id="u{i + 1}">' + f'<use href="#u{i}"/>' * 10 + "</g>" for i in range(9)) + '</defs><use href="#u9"/>',
+        "10^11 masks": "".join(f'<mask id="m{i + 1}">' + f'<path mask="url(#m{i})" d="M0 0h8v8z"/>' * 10 + "</mask>"
+                               for i in range(11)) + '<path mask="url(#m11)" d="M0 0h8v8z"/>',
+        "90,000 levels": "<g>" * 90_000 + "</g>" * 90_000,
         "dashes of nothing": '<path stroke="#000" stroke-dasharray="1e-9 1e-9" d="M0 0h8v8z"/>',
         "a stroke of 10^30": '<path stroke="#000" stroke-width="1e30" d="M0 0h8v8z"/>',
         "a pattern of small tiles": '<pattern id="p" width="1e-6" height="1e-6" patternUnits="userSpaceOnUse">'
@@ -164,7 +172,7 @@ def test_archives(server, tally):
     }
     with tally("hostile archives of icons") as count:
         rng = count.random
-        for name in count.share([*odd, *["damaged"] * 150], least=12):
+        for name in count.share([*odd, *["damaged"] * 150, *["pax headers"] * 50], least=12):
             with count.case(name) as place:
                 file = place / "set.tgz"
                 if name == "damaged":
@@ -174,17 +182,30 @@ def test_archives(server, tally):
                     good = archive(file, **members, annotations__en__annotations=cldr).read_bytes()
                     raw = mutate(rng, gzip.decompress(good), [good]) if rng.random() < 0.5 else None
                     file.write_bytes(gzip.compress(raw) if raw is not None else mutate(rng, good, [good]))
+                elif name == "pax headers":
+                    said = b"".join(pax(rng) for _ in range(rng.choice((1, 1, 2, 5))))
+                    members = {"x": said, "package/icons.json": json.dumps(icon_set(rng)).encode()}
+                    file.write_bytes(gzip.compress(_tar(members, kinds={"x": rng.choice((b"x", b"g", b"X"))})))
                 else:
                     file.write_bytes(odd[name])
                 try_icons(server, place, ["set.tgz"])
 
 
-def _tar(members, links=None):
+def pax(rng):
+    """A record of an extended header, whose length may be wrong, and whose value mostly is."""
+    names = ("size", "path", "hdrcharset", "mtime", "uid", "GNU.sparse.map", "GNU.sparse.size", "GNU.sparse.realsize")
+    values = ("", "abc", "1,x", "-1", "nan", "1e400", "9" * 400, "\xff", "package/icons.json", "BINARY")
+    record = f" {rng.choice(names)}={rng.choice(values)}\n".encode("latin-1")
+    length = len(record) + len(str(len(record) + 2))
+    return str(rng.choice((length, length, length, 0, 3, 10**6, "x"))).encode() + record
+
+
+def _tar(members, links=None, kinds=None):
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         for name, data in members.items():
             info = tarfile.TarInfo(name)
-            info.size = len(data)
+            info.size, info.type = len(data), (kinds or {}).get(name, tarfile.REGTYPE)
             tar.addfile(info, io.BytesIO(data))
         for name, to in (links or {}).items():
             info = tarfile.TarInfo(name)

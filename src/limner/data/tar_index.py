@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import tarfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from limner.data.sanitize import open_regular
@@ -44,7 +45,7 @@ def tar_members(path: str | os.PathLike[str]) -> Iterator[Member]:
         yield Member(0, "", DAMAGED, 0)
         return
     try:
-        for member in walk(descriptor):
+        for member in walk(partial(os.pread, descriptor), os.fstat(descriptor).st_size):
             if member.offset == DAMAGED:
                 warnings.warn(f"{path} is damaged at byte {member.size}: what follows is left out", stacklevel=2)
             yield member
@@ -52,15 +53,14 @@ def tar_members(path: str | os.PathLike[str]) -> Iterator[Member]:
         os.close(descriptor)
 
 
-def walk(descriptor: int) -> Iterator[Member]:
-    """`tar_members` of an open file, without warnings."""
-    end = os.fstat(descriptor).st_size
+def walk(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
+    """`tar_members` of `end` bytes, which `read` gives by number and offset; without warnings."""
     archive, at, ended = 0, 0, False
     said: dict[str, str] = {}  # what extensions say of the next member
     while at < end:
-        block = os.pread(descriptor, _BLOCK, at)
+        block = read(_BLOCK, at)
         if not block.strip(b"\0"):
-            at, ended = _skip_zeros(descriptor, at, end), True
+            at, ended = _skip_zeros(read, at, end), True
             continue
         try:
             member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
@@ -73,13 +73,13 @@ def walk(descriptor: int) -> Iterator[Member]:
             archive, ended = archive + 1, False
         at += _BLOCK
         if member.type in _EXTENSIONS:
-            told = _extension(member.type, os.pread(descriptor, min(size, _MAX_EXTENSION), at))
+            told = _extension(member.type, read(min(size, _MAX_EXTENSION), at))
             if told is None or size > _MAX_EXTENSION:
                 break
             said.update(told)
         else:
             if member.type == tarfile.GNUTYPE_SPARSE and block[482]:
-                while os.pread(descriptor, 1, at + 504) not in (b"\0", b""):  # more of its map
+                while read(1, at + 504) not in (b"\0", b""):  # more of its map
                     at += _BLOCK
                 at += _BLOCK
             name = said.get("path", member.name)
@@ -123,10 +123,10 @@ def _extension(kind: bytes, data: bytes) -> dict[str, str] | None:
     return said
 
 
-def _skip_zeros(descriptor: int, at: int, end: int) -> int:
+def _skip_zeros(read: Callable[[int, int], bytes], at: int, end: int) -> int:
     """The first block from `at` on that is not zero, or the end."""
     while at < end:
-        some = os.pread(descriptor, 1 << 20, at)
+        some = read(1 << 20, at)
         rest = some.lstrip(b"\0")
         if rest or not some:
             return at + (len(some) - len(rest)) // _BLOCK * _BLOCK if some else end

@@ -24,7 +24,7 @@ from limner.progress import Advance
 from limner.tasks.icon_captions import CHANGES, Keywords, captions, noun, pair_captions
 from limner.tasks.iconify import IconSet
 from limner.tasks.icons import Drawn, stable, world
-from limner.tasks.svg import draw
+from limner.tasks.svg_renderer import SVGRenderer
 
 #: What drawings are recolored in: red, green and blue, from 0 to 255.
 INKS = {
@@ -108,11 +108,11 @@ def write_icons(
         if not one.held_out:
             partners[one.subject].append(one)
     joined, kinds = Counter[str](), Counter[str]()
-    with ShardWriter(out) as writer:
+    with ShardWriter(out) as writer, SVGRenderer() as renderer:
         writer.rejected.update({reason: count for reason, count in rejected.items() if count})
         for one in drawn:
             try:
-                picture = draw(one.set.svg(one.icon), size, background, margin)
+                picture = renderer.draw(one.set.svg(one.icon), size, background, margin)
                 if picture.reshape(-1, 3).std(0).max() < 1:
                     raise Rejected("a drawing of nothing")
                 writer.write(image_bytes(picture), captions(one, known(one)), one.facts)
@@ -123,7 +123,7 @@ def write_icons(
                 kinds[one.held_out or "train"] += 1
                 for pair in _pairs(one, partners[one.subject], pairs):
                     try:
-                        picture = _halves(pair, size, margin, background)
+                        picture = _halves(renderer, pair, size, margin, background)
                     except Rejected as defect:
                         writer.reject(f"half of a pair: {defect.reason}")
                         continue
@@ -202,12 +202,12 @@ def _pairs(above: Drawn, partners: Sequence[Drawn], number: float) -> Iterator[P
             yield Pair(above, kind, CHANGES[kind])
 
 
-def _halves(pair: Pair, size: int, margin: int, background: str) -> np.ndarray:
+def _halves(renderer: SVGRenderer, pair: Pair, size: int, margin: int, background: str) -> np.ndarray:
     """uint8 [size, size, 3]: two drawings of half the side, one above the other. Raises `Rejected`."""
     half = size // 2
-    above = draw(pair.above.set.svg(pair.above.icon), half, background, margin // 2)
+    above = renderer.draw(pair.above.set.svg(pair.above.icon), half, background, margin // 2)
     if pair.below:
-        below = draw(pair.below.set.svg(pair.below.icon), half, background, margin // 2)
+        below = renderer.draw(pair.below.set.svg(pair.below.icon), half, background, margin // 2)
     else:
         below = _changed(above, pair, np.asarray(ImageColor.getrgb(background)[:3]))
     canvas = np.empty((size, size, 3), np.uint8)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Mapping
@@ -222,24 +220,19 @@ def _is_archive(path: Path) -> bool:
 def _members(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
     """Return the members `package/NAME` of a .tgz, by name.
 
-    It is unpacked for `walk`: tarfile raises ValueError at some pax headers, and keeps every header in memory.
+    Not with tarfile, which raises ValueError at some pax headers, and keeps every header in memory.
     """
+    with gzip.open(path) as packed:
+        data = packed.read(MAX_UNPACKED + 1)
+    if len(data) > MAX_UNPACKED:
+        raise UserError(f"{path} unpacks to more than {MAX_UNPACKED >> 20} MiB, which no icon set takes")
     found: dict[str, bytes] = {}
-    with tempfile.TemporaryFile() as file:
-        with gzip.open(path) as packed:
-            while data := packed.read(1 << 20):
-                file.write(data)
-                if file.tell() > MAX_UNPACKED:
-                    raise UserError(
-                        f"{path} has more than {MAX_UNPACKED >> 20} MiB, which is more than an icon set takes"
-                    )
-        file.flush()
-        for member in walk(file.fileno()):
-            if member.offset == DAMAGED:
-                raise UserError(f"{path} cannot be read: its tar is damaged at byte {member.size:,}")
-            folder, _, name = member.name.partition("/")
-            if folder == "package" and name in names and member.offset >= 0:
-                found.setdefault(name, os.pread(file.fileno(), min(member.size, MAX_BYTES + 1), member.offset))
+    for member in walk(lambda size, at: data[at : at + size], len(data)):
+        if member.offset == DAMAGED:
+            raise UserError(f"{path} cannot be read: its tar is damaged at byte {member.size:,}")
+        folder, _, name = member.name.partition("/")
+        if folder == "package" and name in names and member.offset >= 0:
+            found.setdefault(name, data[member.offset : member.offset + min(member.size, MAX_BYTES + 1)])
     return found
 
 

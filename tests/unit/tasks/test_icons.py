@@ -3,6 +3,7 @@
 import io
 import json
 from collections import Counter, defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from limner.atomic_io import file_hash
 from limner.data.open_source import open_source
 from limner.data.sample import by_split
 from limner.errors import UserError
-from limner.tasks import iconify, icons
+from limner.tasks import build_icons, iconify, icons
 from limner.tasks.build_icons import write_icons
 from limner.tasks.emoji import all_emoji
 from limner.tasks.icon_captions import Keywords, article, captions
+from limner.tasks.svg_renderer import SVGRenderer
 
 STYLES = ("noto", "twemoji", "emojione", "fxemoji", "made-up")
 SOME = [one for one in all_emoji() if not one.tones][200:1_000:2]
@@ -283,6 +285,15 @@ def test_nothing_to_draw_and_no_color_are_said(tmp_path):
         write_icons(tmp_path / "a", [empty])
     with pytest.raises(UserError, match="no color"):
         write_icons(tmp_path / "b", [empty], background="whiteish")
+
+
+def test_drawings_that_end_their_process_are_counted_and_the_others_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_icons, "SVGRenderer", partial(SVGRenderer, 0.2))
+    endless = '<path stroke="#000" stroke-width=".1" stroke-dasharray=".0001" d="M0 0h16v16z"/>' * 9_000
+    bodies = {"cat": drawing(0), "dog": endless, "cow": "<g>" * 50_000 + "</g>" * 50_000, "tiger": drawing(1)}
+    summary = write_icons(tmp_path / "out", [a_set(tmp_path, "noto", bodies, {})], pairs=0)
+    assert summary["kept"] == 2
+    assert summary["rejected"] == {"SVG that takes too long": 1, "SVG that crashes resvg or takes too much memory": 1}
 
 
 def test_a_margin_is_empty_and_in_it_is_the_smaller_drawing(sets, tmp_path):

