@@ -185,6 +185,8 @@ def _explain(error: BaseException, command: Command | None) -> tuple[int, str] |
     loop = sys.modules.get("limner.training.loop")  # imported by whatever trains
     if loop is not None and isinstance(error, loop.Interrupted):
         return 130, str(error)
+    if isinstance(error, ImportError):
+        return 2, f"a package cannot be imported ({error}): install limner again"
     if told := _of_system(error):
         return 2, told
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from limner.data.sample import Rejected
+from limner.data.sanitize import environmental
 from limner.errors import UserError
 
 _MAX_GROUP = 1 << 31  # bytes of a row group, which is read as a whole
@@ -41,7 +42,9 @@ class _Groups:
             if group not in self._groups:
                 try:
                     table = self._load(group)
-                except Exception:  # pyarrow raises OSError, ArrowException, UnicodeDecodeError, MemoryError ...
+                except Exception as error:  # OSError, ArrowException, UnicodeDecodeError, MemoryError ...
+                    if environmental(error):
+                        raise
                     table = None
                 self._groups[group] = table if table is not None and table.num_rows == self._counts[group] else None
                 sizes = [getattr(table, "nbytes", 0) for table in self._groups.values()]

@@ -12,12 +12,15 @@ import io
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, features
 
 from limner.data.sample import Rejected
+from limner.data.sanitize import environmental
+from limner.errors import UserError
 
 simplejpeg: Any
 try:
@@ -33,6 +36,7 @@ _MAX_SLOW = 1 << 24  # bytes of what Pillow decodes in Python: PPM in plain text
 _STRIP = 1 << 20  # pixels that are converted at a time
 _REUSED = 1 << 25  # bytes; larger buffers are not kept
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_DECODERS = ("jpg", "zlib", "libtiff", "webp")
 #: Bytes per pixel that decoders take beside Pillow's own picture and the result (measured at 8192 x 8192).
 _WORK = {"JPEG": 8, "WEBP": 16, "TIFF": 8, "GIF": 8, "PNG": 2, "BMP": 4, "PPM": 4}
 _TURNING = (b"Exif\0", b"tiff:Orientation")  # what says in a JPEG that it is to be turned, which Pillow reads
@@ -132,8 +136,8 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
         picture = Image.open(io.BytesIO(data), formats=_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise Rejected("decompression bomb") from None
-    except Exception:  # the readers raise whatever they meet: OSError, SyntaxError, struct.error ...
-        raise Rejected("broken image") from None
+    except Exception as error:  # the readers raise whatever they meet: OSError, SyntaxError, struct.error ...
+        raise _broken(error) from None
     _check_pixels(*picture.size, max_pixels)
     return picture
 
@@ -152,8 +156,29 @@ def _decode_with_pillow(picture: Image.Image) -> np.ndarray:
                 image[top:bottom] = np.asarray(to_rgb(picture.crop((0, top, picture.width, bottom))))
         picture.close()
         return np.ascontiguousarray(turn(image)) if turn else image
-    except Exception:
-        raise Rejected("broken image") from None
+    except Exception as error:
+        raise _broken(error) from None
+
+
+def _broken(error: Exception) -> Exception:
+    """What to raise for a picture that Pillow has failed at. Raises `UserError` if Pillow is to blame."""
+    if environmental(error):
+        return error
+    _require_formats()
+    return Rejected("broken image")
+
+
+@cache
+def _require_formats() -> None:
+    """Raises `UserError` if Pillow lacks a reader or a decoder: it leaves out those that it cannot import."""
+    Image.init()
+    missing = [name for name in _FORMATS if name not in Image.OPEN]
+    missing += [name for name in _DECODERS if not features.check(name)]
+    if missing:
+        raise UserError(
+            f"Pillow lacks {', '.join(missing)}, so a picture may seem broken that is not: install it as a wheel (pip "
+            "install --force-reinstall --only-binary :all: pillow)"
+        )
 
 
 #: What to do with [H, W, 3] for each value of EXIF's orientation.

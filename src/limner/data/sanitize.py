@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from limner.data.sample import HELD_OUT, TRAIN, Rejected, digest
+from limner.errors import UserError
 
 MAX_BYTES = 1 << 27  # of an encoded picture
 MAX_META = 1 << 20  # characters of one sample's metadata, as JSON
@@ -37,10 +38,18 @@ _SPLITS = {
 _Read = TypeVar("_Read", bound=Callable[..., Any])
 
 
+def environmental(error: Exception) -> bool:
+    """Return True for a fault of the installation or the machine, which no sample may be rejected for: a package that
+    cannot be imported, or a process that may open no more files."""
+    files = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    return files or isinstance(error, ImportError | UserError)
+
+
 def counted(read: _Read) -> _Read:
     """Decorates the methods of a source: any other exception becomes `Rejected`, "unreadable sample".
 
-    One sample never ends a loop over all of them. An index out of range stays an `IndexError`.
+    One sample never ends a loop over all of them. An index out of range stays an `IndexError`, and faults of the
+    environment stay what they are.
     """
 
     @functools.wraps(read)
@@ -52,6 +61,8 @@ def counted(read: _Read) -> _Read:
         except Rejected:
             raise
         except Exception as error:
+            if environmental(error):
+                raise
             raise Rejected("unreadable sample") from error
 
     return cast(_Read, reads)
@@ -83,7 +94,9 @@ def read_file(
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read(limit + 1)
-    except (OSError, ValueError):  # a name may hold what no file system takes
+    except (OSError, ValueError) as error:  # a name may hold what no file system takes
+        if environmental(error):
+            raise
         raise Rejected(missing) from None
     if len(data) > limit:
         raise Rejected(larger)

@@ -17,14 +17,13 @@ which together are r (m + 3) / (3 d m) of the numbers: for eight shards 27% less
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from limner.errors import UserError
+from limner.reproduce.pool import process_pool
 from limner.reproduce.report import Finding
 from limner.reproduce.sweep import Result, Trials
 
@@ -58,10 +57,7 @@ def papers(r: int, d: int, m: int) -> float:
 def trial(of: Step) -> Result:
     """Bytes that the first process writes into its sockets in one step, by way of reducing; and of what they speak."""
     world = 2 * of.shards
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(world, multiprocessing.get_context("spawn")) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as folder, process_pool(world) as pool:
         running = [pool.submit(_measured, of, rank, world, f"{folder}/store") for rank in range(world)]
         return running[0].result()
 

@@ -15,12 +15,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
 from limner.atomic_io import atomic_write_text
 from limner.progress import progress
+from limner.reproduce.pool import process_pool
 from limner.version import __version__
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ class Trials:
         self.folder.mkdir(parents=True, exist_ok=True)
         with progress(title, len(settings), unit="trial") as bar:
             bar.resume(len(settings) - len(todo))
-            with ProcessPoolExecutor(_cores(), multiprocessing.get_context("spawn"), _begin) as pool:
+            with process_pool(_cores(), _begin) as pool:
                 running = {pool.submit(trial, settings[i]): i for i in todo}
                 try:
                     for done in as_completed(running):

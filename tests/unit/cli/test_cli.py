@@ -178,6 +178,13 @@ def test_faults_of_the_program_are_not_hidden_but_those_of_files_are_told(comman
     assert "gone/file: No such file" in capsys.readouterr().err
 
 
+def test_a_package_that_cannot_be_imported_is_told(command, capsys):
+    command(raises(ImportError("libtorn.so: cannot open shared object file")))
+    assert main(["act"]) == 2
+    says = "limner: a package cannot be imported (libtorn.so: cannot open shared object file): install limner again\n"
+    assert capsys.readouterr().err == says
+
+
 def test_what_the_system_refuses_is_a_sentence(command, capsys, tmp_path):
     def writes(path):
         def act(_):

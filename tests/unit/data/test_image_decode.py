@@ -1,5 +1,6 @@
 """Decoding: the same values from every format, and bounds on time and memory whatever a picture claims."""
 
+import importlib
 import io
 import os
 import subprocess
@@ -9,11 +10,12 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, WebPImagePlugin, features
 
 from limner.data import image_decode
 from limner.data.image_decode import Budget, decode_image, decoded
 from limner.data.sample import Rejected
+from limner.errors import UserError
 
 
 def encode(array, format="PNG", **options):
@@ -83,6 +85,26 @@ def test_broken_pictures():
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("lacks", ["reader", "decoder", "import"])
+def test_a_picture_is_not_broken_where_pillow_is(monkeypatch, lacks):
+    """Pillow leaves out what it cannot import, and says of such pictures that it does not know them."""
+    webp, broken = encode(picture(0), "WEBP"), encode(picture(0))[:60]
+    Image.init()
+    image_decode._require_formats.cache_clear()
+    if lacks == "reader":
+        monkeypatch.delitem(Image.OPEN, "WEBP")
+    elif lacks == "decoder":
+        monkeypatch.setattr(WebPImagePlugin, "SUPPORTED", False)
+        monkeypatch.setattr(features, "check", lambda name: name != "webp")
+    else:
+        monkeypatch.setattr(Image, "open", lambda *_, **__: importlib.import_module("no_such_plugin"))
+    with pytest.raises(ImportError if lacks == "import" else UserError, match="no_such|Pillow lacks WEBP|lacks webp"):
+        decode_image(webp)
+    monkeypatch.undo()
+    with pytest.raises(Rejected, match="broken image"):
+        decode_image(broken)
+
+
 @pytest.mark.parametrize("side", [9_000, 60_000])
 def test_bombs_are_refused_by_their_header(side):
     def chunk(kind, data):

@@ -1,6 +1,7 @@
 """Sources: the same samples from every layout, and a stable reason for every defect."""
 
 import base64
+import errno
 import io
 import json
 import os
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from limner.data import image_folder, tables
+from limner.data import image_folder, sanitize, tables
 from limner.data.image_decode import decode_image
 from limner.data.open_source import open_source
 from limner.data.prepare import prepare
@@ -349,6 +350,17 @@ def test_a_sample_that_fails_in_any_way_is_one_rejection(folder, monkeypatch, tm
     assert prepare(source, tmp_path / "out", filters=NO_FILTERS).rejected == {"unreadable sample": 1}
     with pytest.raises(IndexError):
         source[3]
+
+
+@pytest.mark.parametrize("fault", [OSError(errno.EMFILE, "Too many open files"), ImportError("torn"), UserError("no")])
+def test_a_fault_of_the_machine_is_not_one_of_a_sample(folder, monkeypatch, tmp_path, fault):
+    def fails(*_):
+        raise fault
+
+    source = open_source(folder)
+    monkeypatch.setattr(sanitize, "open_regular", fails)
+    with pytest.raises(type(fault), match=str(fault.args[-1])):
+        prepare(source, tmp_path / "out", filters=NO_FILTERS)
 
 
 def hugging_face_rows(start, stop):

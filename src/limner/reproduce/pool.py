@@ -1,0 +1,22 @@
+"""A pool of processes, or a sentence where the system cannot have one."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+
+from limner.errors import UserError
+
+
+def process_pool(workers: int, initializer: Callable[[], None] | None = None) -> ProcessPoolExecutor:
+    """A pool of spawned processes. Raises `UserError` if they cannot have semaphores, which need shared memory."""
+    context = multiprocessing.get_context("spawn")
+    try:
+        context.Lock()
+    except (OSError, ImportError) as error:
+        raise UserError(
+            f"there is no shared memory for several processes ({error}): mount a writable /dev/shm with free space "
+            "(for a container, docker run --shm-size 1g)"
+        ) from None
+    return ProcessPoolExecutor(workers, context, initializer)
