@@ -17,6 +17,7 @@ from limner.errors import UserError
 
 _MAX_GROUP = 1 << 31  # bytes of a row group, which is read as a whole
 _KEPT_BYTES = 1 << 28  # of row groups that stay in memory
+_VALUE = 16  # bytes of a value in memory, of a text without its characters
 
 
 class _Groups:
@@ -69,17 +70,35 @@ class Parquet(_Groups):
         try:
             self._file = parquet.ParquetFile(path)
             meta = self._file.metadata
-            rows = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
-            names = self._file.schema_arrow.names
+            names, columns = self._file.schema_arrow.names, range(meta.num_columns)
+            groups = [meta.row_group(group) for group in range(meta.num_row_groups)]
+            # Values may begin as the one before, which pyarrow writes out: each may be as long as all of the column.
+            self._prefixed = {i for g in groups for i in columns if "DELTA_BYTE_ARRAY" in g.column(i).encodings}
+            # A value that many rows share is kept once: otherwise 50 kB may spell 20,000 texts of a megabyte.
+            kinds = {i: meta.schema.column(i) for i in columns if i not in self._prefixed}
+            shared = [kind.path for kind in kinds.values() if kind.physical_type == "BYTE_ARRAY"]
+            self._file = parquet.ParquetFile(path, metadata=meta, read_dictionary=shared)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise UserError(f"{path} is not a Parquet file: {_first_line(error)}") from None
         # Each row holds a caption or a picture, so more rows than bytes are a damaged number.
-        super().__init__(names, [count if 0 <= count <= size else 1 for count in rows])
+        super().__init__(names, [group.num_rows if 0 <= group.num_rows <= size else 1 for group in groups])
 
     def _load(self, group: int) -> Any:
-        if self._file.metadata.row_group(group).total_byte_size > _MAX_GROUP:
+        import pyarrow
+
+        meta, schema = self._file.metadata.row_group(group), self._file.metadata.schema
+        sizes = [meta.column(i).num_values * max(_VALUE, schema.column(i).length) for i in range(meta.num_columns)]
+        if max(sum(sizes), meta.total_byte_size) > _MAX_GROUP:
             raise Rejected("damaged table")
-        return self._file.read_row_group(group)
+        if not self._prefixed:
+            return self._file.read_row_group(group)
+        batches, size = [], 0
+        for batch in self._file.iter_batches(max(1, _MAX_GROUP // max(1, meta.total_byte_size)), [group]):
+            batches.append(batch)
+            size += batch.nbytes
+            if size > _MAX_GROUP:
+                raise Rejected("damaged table")
+        return pyarrow.Table.from_batches(batches)
 
 
 class Arrow(_Groups):

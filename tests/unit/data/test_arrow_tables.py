@@ -6,8 +6,10 @@ import json
 
 import pytest
 
+from limner.data import arrow_tables
 from limner.data.open_source import open_source
 from limner.data.prepare import prepare
+from limner.data.sample import Rejected
 from limner.errors import UserError
 from no_filters import NO_FILTERS
 from table_rows import outcomes, png
@@ -103,3 +105,34 @@ def test_one_damaged_file_among_several(tmp_path):
     assert outcomes(source) == [f"number {n}" for n in range(6)] + ["[damaged table]"]
     with pytest.raises(UserError, match="not a Parquet file"):
         open_source(tmp_path / "b.parquet")
+
+
+def test_values_that_rows_share_are_in_memory_once(tmp_path):
+    """0.02 MB of Parquet that would take 300 MB."""
+    many = ["x" * 1_000_000] * 100
+    pictures, lists = [{"bytes": b"1", "path": "1.png"}] * 100, [many[:2]] * 100
+    table = {"text": ["a"] * 100, "image": pictures, "large": many, "lists": lists}
+    path = tmp_path / "t.parquet"
+    parquet.write_table(pyarrow.table(table), path, compression="zstd", dictionary_pagesize_limit=1 << 28)
+    assert path.stat().st_size < 20_000
+    source, before = open_source(path), pyarrow.total_allocated_bytes()
+    assert source._tables[0].row(99)["lists"] == many[:2]
+    assert pyarrow.total_allocated_bytes() - before < 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("cell", "options"),
+    [
+        ([None] * 10_000, {}),
+        ("x" * 100_000, {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}),  # shared prefixes
+    ],
+)
+def test_a_row_group_that_takes_more_memory_than_its_size_says_is_damaged(tmp_path, monkeypatch, cell, options):
+    monkeypatch.setattr(arrow_tables, "_MAX_GROUP", 1 << 22)
+    for n in (10, 50):
+        table = pyarrow.table({"text": [cell] * n, "image": ["b"] * n})
+        parquet.write_table(table, tmp_path / f"{n}.parquet", compression="zstd", **options)
+    few, many = (arrow_tables.Parquet(tmp_path / f"{n}.parquet") for n in (10, 50))
+    assert few.row(9) == {"text": cell, "image": "b"}
+    with pytest.raises(Rejected, match="damaged table"):
+        many.row(0)
