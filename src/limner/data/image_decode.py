@@ -9,6 +9,7 @@ others are decoding. A picture larger than `BUDGET` is decoded alone.
 from __future__ import annotations
 
 import io
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ MAX_SIDE = 1 << 16
 #: Scans of a JPEG (encoders write about ten), and scans times pixels: each passes over all of the picture.
 MAX_SCANS, MAX_SCANNED = 64, 16 * MAX_PIXELS
 _MAX_SLOW = 1 << 24  # bytes of what Pillow decodes in Python: PPM in plain text, run-length encoded BMP
+_MAX_NUMBERS = 1 << 20  # in the directory of a TIFF
+_BYTES = (1, 2, 6, 7)  # types of a TIFF's values that Pillow reads at once
+_STRIPS = (273, 279, 324, 325)  # offsets and lengths of strips and tiles, of whatever type
 _STRIP = 1 << 20  # pixels that are converted at a time
 _REUSED = 1 << 25  # bytes; larger buffers are not kept
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -73,8 +77,8 @@ def decode_image(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0) 
     """Decode a picture to uint8 [H, W, 3]: sRGB values, upright, on white where it is transparent.
 
     Raises `Rejected`: "broken image", "decompression bomb" if its header claims more than `max_pixels`, "too many
-    scans", or "floating-point pixels" (a TIFF's), of which nothing says which number is white. On `target` see
-    `decoded`.
+    scans", "too many strips" or "floating-point pixels" (both of a TIFF), of which nothing says which number is
+    white. On `target` see `decoded`.
     """
     with decoded(data, max_pixels=max_pixels, target=target) as image:
         return image
@@ -115,6 +119,8 @@ def decoded(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0, reuse
         with BUDGET.share(size[0] * size[1] * (_WORK["WEBP"] + 7)):
             yield _decode_with_pillow(_open(data, max_pixels))
         return
+    if _tiff_numbers(data) > _MAX_NUMBERS:
+        raise Rejected("too many strips")
     picture = _open(data, max_pixels)
     _check_scans(data, several, picture.width * picture.height)  # a JPEG may also be "MPO": several in one file
     if len(data) > _MAX_SLOW and _is_slow(data):
@@ -262,6 +268,22 @@ def _jpegs_in_tiff(picture: Any) -> int:
         return 1 << 62
     parts = tags.get(324) or tags.get(273) or ()
     return max(MAX_SCANS, len(parts) if isinstance(parts, tuple) else 1)
+
+
+def _tiff_numbers(data: bytes) -> int:
+    """How many numbers, such as the offsets of strips, the first directory of a TIFF holds; 0 of another file. Pillow
+    makes a Python object of each, and more of a strip, before it says how large the picture is."""
+    order, big = "<" if data[:2] == b"II" else ">", 43 in data[2:4]
+    if data[:2] not in (b"II", b"MM") or not (big or 42 in data[2:4]):
+        return 0
+    offset, length, entry = (order + kinds for kinds in (("Q", "Q", "HHQ8x") if big else ("I", "H", "HHI4x")))
+    try:
+        (at,) = struct.unpack_from(offset, data, 8 if big else 4)
+        (n,) = struct.unpack_from(length, data, at)
+        entries = struct.iter_unpack(entry, data[at + struct.calcsize(length) :][: n * struct.calcsize(entry)])
+        return sum(count for tag, kind, count in entries if kind not in _BYTES or tag in _STRIPS)
+    except (struct.error, OverflowError):
+        return 0
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:

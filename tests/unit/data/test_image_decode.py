@@ -3,9 +3,11 @@
 import importlib
 import io
 import os
+import struct
 import subprocess
 import sys
 import threading
+import time
 import zlib
 
 import numpy as np
@@ -231,6 +233,24 @@ def test_scans_of_a_jpeg_in_a_tiff_are_counted():
     tiff = b"II*\0" + (8 + len(data)).to_bytes(4, "little") + data + directory
     with pytest.raises(Rejected, match="^too many scans$"):
         decode_image(tiff)
+
+
+@pytest.mark.parametrize("big", [False, True])
+@pytest.mark.parametrize(("tag", "kind"), [(273, 1), (324, 3), (339, 5)])  # strips, tiles, what pixels are
+def test_numbers_in_a_tiff_are_counted_before_it_is_opened(big, tag, kind):
+    """Two megabytes of one-byte offsets of strips would take ten seconds."""
+    order, count = "<", (1 << 20) + 1
+    tags = [(256, 4, 1, 8), (257, 4, 1, 8), (tag, kind, count, 200)]
+    entries = b"".join(struct.pack(order + ("HHQQ" if big else "HHII"), *values) for values in tags)
+    header = b"II+\0\x08\0\0\0" + struct.pack("<QQ", 16, 3) if big else b"II*\0" + struct.pack("<IH", 8, 3)
+    data = header + entries + bytes(200) + b"\1" * 8 * count
+    begun = time.process_time()
+    with pytest.raises(Rejected, match="^too many strips$"):
+        decode_image(data)
+    assert time.process_time() - begun < 0.5
+    for offset in (8, 15, 2**32 - 1):  # a directory that is cut off, or not there
+        with pytest.raises(Rejected, match="^broken image$"):
+            decode_image(b"II*\0" + offset.to_bytes(4, "little") + b"\3\0\0\1")
 
 
 def test_slow_formats_have_a_lower_bound_of_bytes():
