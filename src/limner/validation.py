@@ -31,7 +31,7 @@ class OutOfRange(ValueError):
 @dataclass(frozen=True)
 class Range:
     """Numbers that a setting may have: from `least` to `most`, or `above` and `below` where the end itself is
-    excluded. Never nan, never infinite."""
+    excluded. Never nan, never infinite, and never beyond `LARGEST` or its negative."""
 
     least: float | None = None
     most: float | None = None
@@ -52,8 +52,11 @@ class Range:
         ):
             if end is not None and wrong(end):
                 raise OutOfRange(name, f"must be {says} {short(end)}, not {short(value)}")
+        if abs(value) > LARGEST:
+            raise OutOfRange(name, f"must be between {-LARGEST:g} and {LARGEST:g}, not {short(value)}")
 
 
+LARGEST = 1e37  # torch takes no number that fp32 cannot hold, from 3.4e38 on, and products and sums need room
 SEEDS = Range(0, 2**63 - 1)  # what every generator of random numbers takes
 
 

@@ -46,7 +46,7 @@ class PlanOptions(Checked):
     """How many there are."""
     gpu: str = "v100-16gb"
     """One of v100-16gb, a100-80gb, h100-80gb, h200-141gb."""
-    batch: Annotated[int | None, Range(1, 10**9)] = None
+    batch: Annotated[int | None, Range(1, 2**20)] = None
     """Samples per step, over all GPUs; the recipe's by default."""
     per_machine: Annotated[int, Range(1, 10**5)] = 8
     """GPUs of a machine, among which its copy of the parameters is sharded."""

@@ -138,7 +138,7 @@ class PatchDVAE(nn.Module):
                 contrast = channels[~flat].std(2).mean(1) + 0.01
                 found.append(others[torch.multinomial(contrast, min(each, len(others)), generator=generator)])
         vocab = self.config.vocab
-        plain = self._plain(torch.cat(colors), vocab // 8 if found else vocab, samples // 8, generator)
+        plain = self._plain(torch.cat(colors), max(1, vocab // 8) if found else vocab, samples // 8, generator)
         others = torch.cat(found) if found else plain
         rest = [centres(others, vocab - len(plain), generator, progress)] if len(plain) < vocab else []
         self.codes.copy_(torch.cat([plain, *rest]))

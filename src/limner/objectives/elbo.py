@@ -49,9 +49,9 @@ def kl_to_uniform(log_q: Float[Tensor, "B V h w"]) -> Float[Tensor, " B"]:
 
 
 def check_tau(tau: Anneal) -> None:
-    """A temperature divides: raises `OutOfRange` where it would be 0 or less."""
+    """A temperature divides: raises `OutOfRange` where it would be 0 or less, or 0 between two others by rounding."""
     for name in ("start", "end"):
-        Range(above=0).check(f"tau.{name}", getattr(tau, name))
+        Range(1e-6).check(f"tau.{name}", getattr(tau, name))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,7 @@ def test_help_names_every_command(capsys):
         (["evaluate", "pairs", "--pairs", "0"], "pairs must be at least 1"),
         (["plan", "--gpu", "v100"], "did you mean 'v100-16gb'"),
         (["plan", "--gpus", "0"], "gpus must be at least 1"),
+        (["plan", "--recipe", "tiny", "--batch", "2000000"], "batch must be at most 1,048,576, not 2,000,000"),
         (["plan", "--gpus", "1000"], "a batch of 1024 cannot be divided among 1000 ranks: choose a multiple of 1000"),
         (["plan", "--replicas", "3"], "1024 processes cannot hold 3 replicas: choose a divisor of 1024"),
         (["plan", "--replicas", "128", "--rank", "100"], "a rank of 100 cannot be divided among 8 shards"),

@@ -49,7 +49,8 @@ def wrong(cls: type, name: str) -> list[str]:
     beyond = {allowed.least: -1, allowed.most: 1, allowed.above: -1, allowed.below: 1}
     found = [str(end + step) for end, step in beyond.items() if end is not None]
     found += [str(end) for end in (allowed.above, allowed.below) if end is not None]
-    return [*found, HUGE, "", "x", "nan", "inf", "1.5" if whole else "-inf", "9" * 5000]
+    kinds = ["1.5"] if whole else ["-inf", "1e308", "-1e308"]
+    return [*found, *kinds, HUGE, "", "x", "nan", "inf", "9" * 5000]
 
 
 def fields(hint: type, path: str = "", default: object = None):
@@ -104,7 +105,7 @@ def test_of_every_setting_of_a_recipe(capsys, tmp_path, monkeypatch):
     assert len(numbers) > 80
     for i, (cls, option, name, count) in enumerate(numbers):
         path = option.replace("-", "_")
-        for value in (-1e9, 10**400, "1", nan, inf, True, [[]], {}, *([1.5] if ranges(cls)[name][1] else [])):
+        for value in (-1e9, 10**400, 1e308, "1", nan, inf, True, [[]], {}, *([1.5] if ranges(cls)[name][1] else [])):
             with pytest.raises(UserError, match=f"^{path}.* must be "):
                 changed(recipe, path, [value] * count if count > 1 else value)
         if i % 5 == 0:
@@ -120,7 +121,8 @@ def test_of_every_setting_of_a_recipe(capsys, tmp_path, monkeypatch):
         ("--dvae.model.size 50", "dvae.model.size must be a multiple of the stride, 8, not 50"),
         ("--dvae.model.context-groups 5", "dvae.model.context-groups must be at most groups, 4, not 5"),
         ("--dvae.model.width 4096 --dvae.model.groups 12 --dvae.model.size 2048", "dvae.model.width"),
-        ("--dvae.objective.tau.start 0", "dvae.objective.tau.start must be above 0, not 0.0"),
+        ("--dvae.objective.tau.start 5e-324", "dvae.objective.tau.start must be at least 1e-06, not 5e-324"),
+        ("--dvae.objective.tau.start 0", "dvae.objective.tau.start must be at least 1e-06, not 0.0"),
         ("--dvae.training.accumulate 17", "dvae.training.accumulate must be at most batch_size, 16, not 17"),
         ("--dvae.training.checkpoint-activations", "dvae.training.checkpoint-activations must be false"),
         ("--contrastive.training.checkpoint-activations", "contrastive.training.checkpoint-activations must be"),

@@ -82,6 +82,16 @@ def test_flat_areas_have_codes_of_one_color():
     assert (found - patches).abs().max() < 1e-6  # so near that rounding never chooses another
 
 
+@pytest.mark.parametrize("vocab", [2, 3, 8])
+def test_a_small_vocabulary_has_codes_of_both_kinds(vocab):
+    colors = torch.randint(256, (4, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pixels = colors.repeat_interleave(4, 2).repeat_interleave(4, 3)  # 64 colors
+    pixels[:, :, :4] = torch.randint(256, (4, 3, 4, 16), dtype=torch.uint8)
+    model = replace(SMALL, vocab=vocab).build()
+    model.fit(pixels, torch.Generator().manual_seed(1))
+    assert model.codes.isfinite().all() and len(model.codes.unique(dim=0)) == vocab
+
+
 def test_the_decoder_learns_what_pasted_patches_miss():
     torch.manual_seed(0)
     model = SMALL.build()

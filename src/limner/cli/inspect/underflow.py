@@ -27,7 +27,7 @@ class UnderflowOptions(Checked):
     """Its data."""
     stage: Literal["prior", "contrastive"] = "prior"
     """Which of its models."""
-    scale: Annotated[float, Range(above=0)] = 1.0
+    scale: Annotated[float, Range(1e-12, 2**40)] = 1.0
     """What gradients are multiplied by before they are rounded; a resblock's scale begins at 8192."""
     seed: Annotated[int, SEEDS] = 0
     """Of the batch."""
