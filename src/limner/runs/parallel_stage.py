@@ -62,12 +62,13 @@ def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -
     """
     threads = torch.get_num_threads()
     log = out / LOG
-    command = [sys.executable, "-m", "limner.runs.worker", str(data), str(out)]
+    command = [sys.executable, "-P", "-m", "limner.runs.worker", str(data), str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads // 2)}
     with log.open("ab") as written:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=written, stderr=written, env=environment, start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=written, stderr=written, start_new_session=True,
             pass_fds=() if lock < 0 else (lock,),
+            env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},  # -P: nothing from where the command is given
         )  # fmt: skip
     assert process.stdin is not None
     print(f"training the contrastive model beside it: {printable(log)}", file=sys.stderr)

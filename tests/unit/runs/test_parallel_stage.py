@@ -6,8 +6,9 @@ import sys
 import pytest
 import torch
 
+from limner import recipes
 from limner.errors import UserError
-from limner.runs.parallel_stage import _Watch
+from limner.runs.parallel_stage import LOG, _Watch, contrastive_beside
 
 
 @pytest.fixture
@@ -39,3 +40,14 @@ def test_and_ends_when_it_failed(threads, tmp_path):
     with pytest.raises(UserError, match="no room"):
         _Watch(process, tmp_path / "log", threads=2).on_report(None, {})  # pyright: ignore[reportArgumentType]
     assert torch.get_num_threads() == 1
+
+
+def test_no_code_of_the_folder_where_the_command_is_given_runs(threads, tmp_path, monkeypatch):
+    (tmp_path / "numpy.py").write_text("raise SystemExit('a stranger')")
+    monkeypatch.chdir(tmp_path)
+    with (
+        pytest.raises(UserError, match=r"failed .*recipe\.json"),
+        contrastive_beside(recipes.get("scenes"), "data", tmp_path, -1) as watch,
+    ):
+        watch.process.wait()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "stranger" not in (tmp_path / LOG).read_text()
