@@ -10,9 +10,9 @@ reads them, and everything here takes either kind.
 
 A folder is written under a temporary name, flushed to the disk, and renamed: a crash at any moment
 leaves either the old state or the new one. Older checkpoints are removed only after the new one has its
-name. A file that was changed later no longer has its checksum: then the newest undamaged checkpoint is used, with a
-warning. Nothing is pickled, so a checkpoint from a stranger can be wrong but cannot run code;
-names and shapes are checked against the model that it is loaded into.
+name. A file that was changed later no longer has its checksum, and a file of tensors that was added has none: then the
+newest undamaged checkpoint is used, with a warning. Nothing is pickled, so a checkpoint from a stranger can be wrong
+but cannot run code; names and shapes are checked against the model that it is loaded into.
 """
 
 import json
@@ -195,19 +195,22 @@ def latest(run: Path) -> Path | None:
             return checkpoint
         damaged.append(f"{checkpoint} is damaged ({damage})")
     if damaged:
-        raise UserError(f"{damaged[0]}, and no older one is whole: delete {run} to begin again")
+        raise UserError(f"{damaged[0]}, and no older one is whole: repair it, or delete {run}")
     return None
 
 
 def find_damage(checkpoint: Path) -> str | None:
     """What is damaged in a checkpoint; None if it is whole."""
     try:
-        if odd := [path.name for path in checkpoint.iterdir() if not path.is_file()]:  # a pipe would never end
+        files = sorted(checkpoint.iterdir())
+        if odd := [path.name for path in files if not path.is_file()]:  # a pipe would never end
             return f"{odd[0]} is not a file"
         lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
         sums = {name: known for known, name in (line.split("  ", 1) for line in lines)}
         if STATE not in sums or any(Path(name).name != name for name in sums):
             return f"{SUMS} is incomplete"
+        if unlisted := [path.name for path in files if path.suffix == ".safetensors" and path.name not in sums]:
+            return f"{unlisted[0]} is not in {SUMS}"
         wrong = [name for name, known in sums.items() if file_hash(checkpoint / name) != known]
         return f"{wrong[0]} has changed" if wrong else None
     except OSError as error:

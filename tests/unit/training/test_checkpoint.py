@@ -199,3 +199,10 @@ def test_optimiser_state_goes_by_name(tmp_path: Path) -> None:
         assert torch.equal(value, tensors[name])
     with pytest.raises(UserError, match="does not fit"):
         load_optimizers(other, [fresh], {"exp_avg.0.weight": torch.ones(2, 2)}, "it")
+
+
+def test_a_file_of_tensors_without_a_checksum_is_damage(tmp_path: Path) -> None:
+    good, damaged = write(tmp_path, 1), write(tmp_path, 2)
+    (damaged / "ema.safetensors").write_bytes((good / "model.safetensors").read_bytes())
+    with pytest.warns(UserWarning, match=r"is damaged \(ema.safetensors is not in SHA256SUMS\): step-00000001 serves"):
+        assert latest(tmp_path) == good

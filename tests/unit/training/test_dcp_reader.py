@@ -1,6 +1,7 @@
 """Files of shards as they are described, without the library that writes them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from checkpoints import read_tensors
 from limner.errors import UserError
 from limner.profiling.memory_tracker import Watcher
 from limner.training import dcp_reader
-from limner.training.checkpoint import Files, load_weights
+from limner.training.checkpoint import Files, completed, latest, load_weights
 
 WEIGHT, MEAN = torch.arange(15.0).view(5, 3), torch.arange(15, dtype=torch.int16).view(5, 3)
 
@@ -133,3 +134,28 @@ def test_the_library_writes_what_is_read(tmp_path: Path) -> None:
     assert dcp_reader.found(tmp_path)
     assert torch.equal(read_tensors(tmp_path, "model")["weight"], WEIGHT)
     assert torch.equal(read_tensors(tmp_path, "rng")["torch"], torch.get_rng_state())
+
+
+def test_a_run_goes_on_from_the_older_checkpoint_where_a_file_of_shards_was_added(three: Path, tmp_path: Path) -> None:
+    """A copied file may have parts that no other has, so that reading them all would fail."""
+    files, shards = Files(tmp_path / "run", 2), list(three.glob("shard-*"))
+    for step in (1, 2):
+        with files.writing(step, {"step": step}, {}) as fresh:
+            for shard in shards:
+                shutil.copy(shard, fresh)
+    older, newer = completed(tmp_path / "run")
+    assert latest(tmp_path / "run") == newer
+    (newer / "notes.txt").write_text("a file that nobody reads")
+    assert latest(tmp_path / "run") == newer
+    write(newer, 4, {"model/weight": (WEIGHT[:1], [0, 0])})
+    with pytest.warns(
+        UserWarning, match=r"step-00000002 is damaged \(shard-00004.* is not in SHA256SUMS\): step-00000001"
+    ):
+        assert latest(tmp_path / "run") == older
+    model = nn.Linear(3, 5, bias=False)
+    with pytest.warns(UserWarning, match="serves instead"):
+        assert load_weights(model, tmp_path / "run") == older
+    assert torch.equal(model.weight, WEIGHT)
+    write(older, 4, {"model/weight": (WEIGHT[:1], [0, 0])})
+    with pytest.raises(UserError, match="shard-00004.* is not in SHA256SUMS.* no older one is whole: repair it"):
+        latest(tmp_path / "run")
