@@ -13,7 +13,6 @@ rounds it (`rounded`) before a prior learns from it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -27,9 +26,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from limner.atomic_io import atomic_folder, atomic_write_bytes, atomic_write_text, require_file
-from limner.config import TAG, from_dict, read_json, to_dict
+from limner.config import TAG, from_dict, to_dict
 from limner.data.attribution import KEYS, united
 from limner.errors import UserError
+from limner.json_files import parse_json, read_mapping, to_json, write_json
 from limner.layers.quantize import row_wise
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
@@ -90,7 +90,7 @@ def save_dvae(dvae: AnyDVAE, folder: str | Path, info: Mapping[str, Any]) -> Pat
 
 def _storable(info: Mapping[str, Any]) -> dict[str, Any]:
     """JSON values with a question mark for what no file can hold: bytes of a name or an option that are not UTF-8."""
-    return json.loads(json.dumps(info, ensure_ascii=False).encode("utf-8", "replace"))
+    return parse_json(to_json(info, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def _check_place(folder: Path, kind: str, name: str) -> None:
@@ -117,7 +117,7 @@ def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype) 
 def _write_config(folder: Path, kind: str, models: Mapping[str, Any], info: Mapping[str, Any]) -> None:
     configs = {name: to_dict(model.config, _PARTS[name]) for name, model in models.items()}
     config = {"format": kind, **configs, "info": dict(info)}
-    atomic_write_text(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    write_json(folder / "config.json", config, indent=2, ensure_ascii=False)
 
 
 def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -168,7 +168,7 @@ def model_card(models: Mapping[str, Any], tokenizer: Tokenizer, info: Mapping[st
         lines += ["", "## Attribution", "", "It has learned from pictures of:", "", *map(_credit, rows)]
     for key, title in (("scores", "Scores"), ("recipe", "Recipe")):
         if info.get(key):
-            text = json.dumps(info[key], indent=2, ensure_ascii=False)
+            text = to_json(info[key], indent=2, ensure_ascii=False)
             lines += ["", f"## {title}", "", "```json", text, "```"]
     lines += [
         "", "## Limits", "",
@@ -192,7 +192,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Any]]:
     Raises `UserError` in one sentence for whatever is missing, damaged or contradictory.
     """
     path = folder / "config.json"
-    data = read_json(path)
+    data = read_mapping(path)
     info = _info(data, path)
     models = {name: _load_part(folder, name, kind, data) for name, kind in _PARTS.items()}
     return models, Tokenizer.load(folder / "tokenizer.json"), info
@@ -202,13 +202,13 @@ def load_model(name_or_folder: str | Path, part: str) -> Any:
     """One model of a bundle (by name or folder): "dvae", "prior" or "contrastive". The first may also lie in a
     folder that holds a dVAE alone. Raises `UserError`."""
     folder = _place(name_or_folder) if part == "dvae" else find(named(name_or_folder))
-    return _load_part(folder, part, _PARTS[part], read_json(folder / "config.json"))
+    return _load_part(folder, part, _PARTS[part], read_mapping(folder / "config.json"))
 
 
 def read_info(name_or_folder: str | Path) -> dict[str, Any]:
     """The info of a bundle (by name or folder), or of a folder that holds a dVAE alone. Raises `UserError`."""
     path = _place(name_or_folder) / "config.json"
-    return _info(read_json(path), path)
+    return _info(read_mapping(path), path)
 
 
 def _place(name_or_folder: str | Path) -> Path:
@@ -221,7 +221,7 @@ def _info(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise UserError(f"{path}: info must be a mapping")
     try:
-        json.dumps(info, ensure_ascii=False).encode()
+        to_json(info, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and no file can hold
         raise UserError(f"{path}: info holds text that is not valid Unicode") from None
     return info

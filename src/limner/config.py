@@ -12,21 +12,19 @@ carries the name of the class under `"type"`, which is why variants need no flag
 ("auto, bf16 or fp32") the name alone, in lower case, says all.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from limner.atomic_io import atomic_write_text, require_file
 from limner.errors import UserError, suggestion
+from limner.json_files import read_json, write_json
 from limner.validation import NAMES, OutOfRange, listing, not_among, short
 
 T = TypeVar("T")
 
 TAG = "type"  # key that tells the members of a union of dataclasses apart
-MAX_BYTES = 4 << 20  # a config beyond this is not a config
 
 
 def to_dict(config: Any, kind: Any = None) -> dict[str, Any]:
@@ -49,7 +47,7 @@ def from_dict(cls: type[T], data: Any, where: str = "") -> T:
 
 def save_json(config: Any, path: str | Path) -> None:
     """Write the config, atomically, as indented JSON."""
-    atomic_write_text(Path(path), json.dumps(to_dict(config), indent=2) + "\n")
+    write_json(path, to_dict(config), indent=2)
 
 
 def load_json(cls: type[T], path: str | Path) -> T:
@@ -59,23 +57,6 @@ def load_json(cls: type[T], path: str | Path) -> T:
         return from_dict(cls, data)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-
-
-def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
-    """Parse a JSON file that may come from anywhere: absent, oversized and malformed files are
-    `UserError`s."""
-    path = Path(path)
-    require_file(path)
-    try:
-        with path.open("rb") as file:
-            raw = file.read(max_bytes + 1)
-        if len(raw) > max_bytes:
-            raise UserError(f"{path} is larger than {max_bytes >> 20} MiB, so it is not such a file")
-        return json.loads(raw)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> list[str]:

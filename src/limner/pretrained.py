@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from limner.config import read_json
 from limner.errors import UserError, suggestion
+from limner.json_files import read_json
 
 FORMAT = "limner-bundle-1"
 ASSETS = Path(__file__).parent / "assets"  # bundles that come with the package, a folder each

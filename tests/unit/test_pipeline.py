@@ -515,7 +515,7 @@ SPOILED = {
     "guidance in words": (lambda b: edit(b, put("info", "guidance", "much")), "guidance is a number"),
     "much likelihood": (lambda b: edit(b, put("info", "likelihood", 101)), "likelihood must be at most 100"),
     "no temperature": (lambda b: edit(b, put("info", "temperature", -1)), "temperature must be"),
-    "a huge temperature": (lambda b: edit(b, put("info", "temperature", 10**400)), "temperature must be at most 100"),
+    "a huge temperature": (lambda b: edit(b, put("info", "temperature", 10**400)), "temperature must be a finite"),
     "other grid": (lambda b: edit(b, put("dvae", "size", 48)), "do not belong together"),
     "missing weights": (lambda b: (b / "prior.safetensors").unlink(), "missing"),
     "cut weights": (lambda b: cut(b / "prior.safetensors"), "damaged"),

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     out = place(options.out, folder=True)
     import torch
 
-    from limner.config import read_json
+    from limner.json_files import read_json
     from limner.pipeline import load
 
     pipe = load(options.source)

@@ -29,11 +29,12 @@ from typing import Any
 
 from limner.data.image_folder import FolderSource
 from limner.data.sample import Rejected, Source, select_split
-from limner.data.sanitize import MAX_META, parse_json, read_file, split_in, split_named
+from limner.data.sanitize import MAX_META, read_file, split_in, split_named
 from limner.data.shard_reader import IMAGE_SUFFIXES, ShardReader
 from limner.data.shard_writer import MARK
 from limner.data.tables import TableSource
 from limner.errors import UserError
+from limner.json_files import parse_json
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def _saved(folder: Path) -> dict[Path, str | None]:
 
 
 def _saved_part(folder: Path) -> list[Path]:
-    return list(_saved(folder)) if not (folder / "dataset_dict.json").exists() else []
+    return list(_saved(folder)) if not os.path.exists(folder / "dataset_dict.json") else []
 
 
 def _object(path: Path) -> dict[str, Any]:

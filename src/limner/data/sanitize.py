@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
 import os
 import re
 import stat
@@ -116,14 +115,6 @@ def fingerprint(paths: Iterable[Path]) -> str:
 
 
 # --------------------------------------------------------------------------------------- metadata
-
-
-def parse_json(data: bytes | str) -> Any:
-    """What JSON says. Raises `ValueError`, also where it is nested too deep."""
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
 
 
 def facts(raw: Any) -> dict[str, Any]:

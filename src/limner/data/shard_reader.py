@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from limner.data.sample import MAX_TEXT, Rejected, Sample, parse_captions
-from limner.data.sanitize import MAX_BYTES, MAX_META, READ, counted, facts, fingerprint, parse_json
+from limner.data.sanitize import MAX_BYTES, MAX_META, READ, counted, facts, fingerprint
 from limner.data.shard_writer import MARK
 from limner.data.tar_index import DAMAGED, MISSING, Member, tar_members
 from limner.errors import UserError
+from limner.json_files import parse_json
 
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 SECOND, AMBIGUOUS = -3, -4  # in place of an offset, as `MISSING` and `DAMAGED`

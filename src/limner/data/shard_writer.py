@@ -11,7 +11,6 @@ bytes are a function of the samples alone (no times, no owners), so the same dat
 from __future__ import annotations
 
 import io
-import json
 import os
 import tarfile
 from collections import Counter
@@ -21,8 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from limner.atomic_io import LOCK, atomic_write_text, locked, naming
+from limner.atomic_io import LOCK, locked, naming
 from limner.errors import UserError
+from limner.json_files import to_json, write_json
 
 SUMMARY, MARK = "dataset.json", "INCOMPLETE"
 
@@ -72,7 +72,7 @@ class ShardWriter:
         meta = {"key": key, **(meta or {})}
         self._add(f"{key}.{suffix}", image)
         self._add(f"{key}.txt", "\n".join(captions).encode())
-        self._add(f"{key}.json", json.dumps(meta, ensure_ascii=False).encode())
+        self._add(f"{key}.json", to_json(meta, ensure_ascii=False).encode())
         self.kept += 1
         if "split" in meta:
             self.splits[meta["split"]] += 1
@@ -94,8 +94,7 @@ class ShardWriter:
     def close(self, **extra: Any) -> None:
         """Complete the data set. `extra` goes into `dataset.json`."""
         self._finish_shard()
-        text = json.dumps({**self.summary(), **extra}, indent=2, ensure_ascii=False)
-        atomic_write_text(self.folder / SUMMARY, text + "\n")
+        write_json(self.folder / SUMMARY, {**self.summary(), **extra}, indent=2, ensure_ascii=False)
         (self.folder / MARK).unlink(missing_ok=True)
 
     def _path(self) -> Path:

@@ -18,8 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from limner.data.sample import Rejected
-from limner.data.sanitize import MAX_COLUMNS, READ, parse_json
+from limner.data.sanitize import MAX_COLUMNS, READ
 from limner.errors import UserError
+from limner.json_files import parse_json
 
 MAX_ROW = 1 << 26  # bytes of a row of text
 _MAX_LINES = 64  # of a record of CSV

@@ -17,7 +17,6 @@ encode on the fly (`ImageCaptionDataset` with `augment="prior"`).
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,10 +28,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 from torch import Tensor
 
-from limner.atomic_io import atomic_write_bytes, atomic_write_text
+from limner.atomic_io import atomic_write_bytes
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import Source, digest
 from limner.errors import UserError
+from limner.json_files import parse_json, write_json
 from limner.progress import Advance
 
 
@@ -83,7 +83,7 @@ def encode_tokens(
     good = [part for part in parts if len(part)]
     if not good:
         raise UserError(f"no picture could be encoded ({_reasons(rejected)}): check the data")
-    atomic_write_text(folder / "complete.json", json.dumps({"parts": len(parts)}))
+    write_json(folder / "complete.json", {"parts": len(parts)})
     return TokenCache(
         tokens=np.concatenate([part.tokens for part in good]),
         captions=[captions for part in good for captions in part.captions],
@@ -125,7 +125,7 @@ def _encode_part(
 def _save_part(stem: Path, part: TokenCache) -> None:
     # The captions first: a part counts as present when its tokens are.
     text = {"captions": part.captions, "rejected": part.rejected}
-    atomic_write_text(stem.with_suffix(".json"), json.dumps(text, ensure_ascii=False))
+    write_json(stem.with_suffix(".json"), text, ensure_ascii=False)
     arrays = {"tokens": part.tokens, "indices": part.indices}
     atomic_write_bytes(stem.with_suffix(".safetensors"), save(arrays))
 
@@ -133,11 +133,12 @@ def _save_part(stem: Path, part: TokenCache) -> None:
 def _load_part(stem: Path) -> TokenCache | None:
     try:
         arrays = load_file(stem.with_suffix(".safetensors"))
-        text = json.loads(stem.with_suffix(".json").read_text("utf-8"))
-    except (FileNotFoundError, SafetensorError, ValueError):
+        text = parse_json(stem.with_suffix(".json").read_bytes())
+        captions = [tuple(phrasings) for phrasings in text["captions"]]
+        part = TokenCache(arrays["tokens"], captions, arrays["indices"], Counter(text["rejected"]))
+    except (FileNotFoundError, SafetensorError, KeyError, TypeError, ValueError):
         return None  # absent or damaged: encode it again
-    captions = [tuple(phrasings) for phrasings in text["captions"]]
-    return TokenCache(arrays["tokens"], captions, arrays["indices"], Counter(text["rejected"]))
+    return part if len(captions) == len(part.tokens) == len(part.indices) else None
 
 
 def weights_hash(model: torch.nn.Module) -> str:

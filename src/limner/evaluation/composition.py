@@ -17,7 +17,6 @@ is and shows below what the caption says of it, upside down, say, with every thi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,11 +29,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from limner.atomic_io import atomic_write_text
-from limner.config import read_json
 from limner.errors import UserError
 from limner.evaluation.confidence import PUBLISHED, Gain, Rate, drawing_seed
 from limner.evaluation.generate_batches import Holds, combination, drawn, verdicts
+from limner.json_files import read_json, write_json
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import Advance
 from limner.sampling.generation_config import CANDIDATES, Sampler
@@ -185,7 +183,7 @@ class Composition:
         return {"table": table, "settings": {**self.settings, "best_of": self.best_of}, "captions": rows}
 
     def save(self, path: str | Path) -> None:
-        atomic_write_text(Path(path), json.dumps(self.to_dict(), ensure_ascii=False) + "\n")
+        write_json(path, self.to_dict(), ensure_ascii=False)
 
     @staticmethod
     def load(path: str | Path) -> Composition:
@@ -193,19 +191,18 @@ class Composition:
         data = read_json(path, 1 << 28)
         try:
             settings, rows = dict(data["settings"]), data["captions"]
+            best_of = tuple(settings.pop("best_of"))
+            numbers = (settings["candidates"], settings["seed"], *best_of)
+            captions, kinds, clusters = ([row[key] for row in rows] for key in ("caption", "kind", "combination"))
             right = np.zeros((len(rows), settings["candidates"]), bool)
             for row, verdicts in zip(rows, right, strict=True):
                 verdicts[row["right"]] = True
-            return Composition(
-                [row["caption"] for row in rows],
-                [row["kind"] for row in rows],
-                [row["combination"] for row in rows],
-                right,
-                np.array([row["scores"] for row in rows], np.float32),
-                tuple(settings.pop("best_of")),
-                settings,
-            )
-        except (KeyError, TypeError, ValueError, IndexError):
+            scores = np.array([row["scores"] for row in rows], np.float32)
+            texts = all(isinstance(text, str) for text in (*captions, *kinds, *clusters))
+            if not texts or any(type(n) is not int or n < 0 for n in numbers) or scores.shape != right.shape:
+                raise ValueError
+            return Composition(captions, kinds, clusters, right, scores, best_of, settings)
+        except (ArithmeticError, LookupError, MemoryError, TypeError, ValueError):
             raise UserError(f"{path} is not the result of an evaluation: delete it") from None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from limner.atomic_io import atomic_write_text
 from limner.errors import printable
 from limner.evaluation.confidence import Rate
+from limner.json_files import write_json
 
 Verdicts = dict[str, np.ndarray]  # by respect ("subject", "style", ...): right or not, [B], or the share that is right
 
@@ -77,5 +76,4 @@ class IconResult:
 
 def save(path: str | Path, judge: dict[str, float], results: Sequence[IconResult]) -> None:
     """All results as JSON."""
-    text = json.dumps({"judge": judge, "results": [result.to_dict() for result in results]}, ensure_ascii=False)
-    atomic_write_text(Path(path), text + "\n")
+    write_json(path, {"judge": judge, "results": [result.to_dict() for result in results]}, ensure_ascii=False)

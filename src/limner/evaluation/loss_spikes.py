@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ FILE = "stability.jsonl"  # in a stage's folder
 HEADER = ("matrix", "RMS spikes", "loss spikes", "after an RMS spike", "by chance", "highest RMS")
 _AROUND = 40  # steps before and after a spike that the page shows
 _SHOWN = 6  # spikes with a chart of their own
+_MAX_STEP = 10_000_000  # of a row; those after it are left out
 
 
 @dataclass(frozen=True)
@@ -72,26 +74,32 @@ class Foretold:
 def foretold(folder: Path) -> Foretold:
     """Of the stage in a folder. Raises `UserError` if it logged no steps."""
     path = folder / FILE
-    rows = [row for row in read_metrics(path) if isinstance(row.get("step"), int) and isinstance(row.get("rms"), dict)]
+    rows = [row for row in read_metrics(path) if 0 < row["step"] <= _MAX_STEP and isinstance(row.get("rms"), dict)]
     if not rows:
         raise UserError(f"{folder} has no steps in {FILE}: name a run of `limner train`, or a stage's folder in it")
-    by_step = {row["step"]: row for row in rows}
-    steps = range(1, max(by_step) + 1)
+    last = max(row["step"] for row in rows)
     names = {name for row in rows for name in row["rms"]}
 
-    def values(of: dict[int, float | None], absent: float) -> np.ndarray:
-        return np.array([value if (value := of.get(step)) is not None else absent for step in steps], float)
+    def values(key: str, absent: float, of: str = "") -> np.ndarray:
+        found = np.full(last, absent)
+        for row in rows:
+            if key in (part := row[of] if of else row):
+                found[row["step"] - 1] = _number(part[key])
+        return found
 
-    loss = values({step: row.get("loss") for step, row in by_step.items()}, math.nan)
-    rms = {name: values({step: row["rms"].get(name) for step, row in by_step.items()}, 1.0) for name in sorted(names)}
+    loss = values("loss", math.nan)
+    rms = {name: values(name, 1.0, "rms") for name in sorted(names)}
     features: dict[str, list[tuple[float, float]]] = {}
-    for step, row in sorted(by_step.items()):
+    for row in sorted(rows, key=lambda row: row["step"]):
         if isinstance(found := row.get("features"), dict):
             for name, value in found.items():
-                features.setdefault(name, []).append(
-                    (step, float(value) if isinstance(value, int | float) else math.nan)
-                )
+                features.setdefault(name, []).append((row["step"], _number(value)))
     return Foretold(loss, rms, {name: foreseen(loss, those) for name, those in rms.items()}, features)
+
+
+def _number(value: Any) -> float:
+    """Infinite where JSON has null, which stands for what is not finite."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.inf
 
 
 def _points(values: np.ndarray, begin: int = 0) -> Points:

@@ -11,7 +11,6 @@ variants of each other (see `confidence.py`): they say how far the share may be 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +22,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from limner.atomic_io import atomic_write_text
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import Source
 from limner.evaluation.confidence import PUBLISHED, Rate
 from limner.evaluation.generate_batches import drawn
+from limner.json_files import write_json
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.sampling.rerank import best
@@ -157,8 +156,7 @@ def evaluate(
 
 def save(path: str | Path, gallery: Gallery, results: Sequence[Nearest]) -> None:
     """All results as JSON."""
-    text = json.dumps([result.to_dict(gallery) for result in results], indent=1, ensure_ascii=False)
-    atomic_write_text(Path(path), text + "\n")
+    write_json(path, [result.to_dict(gallery) for result in results], indent=1, ensure_ascii=False)
 
 
 def mosaic(gallery: Gallery, result: Nearest, n: int = 48, columns: int = 8) -> Image.Image:

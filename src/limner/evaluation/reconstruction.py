@@ -7,7 +7,6 @@ reads the originals: same things, looks, background, and places to within half a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limner.atomic_io import atomic_write_text
 from limner.evaluation.confidence import PUBLISHED
+from limner.json_files import write_json
 from limner.metrics.codebook import usage
 from limner.metrics.psnr import psnr
 from limner.models.dvae import DVAE, unmap_pixels
@@ -60,7 +59,7 @@ class Reconstruction:
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
-        atomic_write_text(Path(path), json.dumps(asdict(self), indent=2) + "\n")
+        write_json(path, asdict(self), indent=2)
 
 
 def fresh_scenes(n: int, seed: int = PUBLISHED, split: Split | None = None, size: int = 48) -> Tensor:

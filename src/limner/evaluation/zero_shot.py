@@ -9,7 +9,6 @@ Shapes: B pictures of H x W pixels, C classes, E embedding.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -21,12 +20,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from limner.atomic_io import atomic_write_text
 from limner.data.sample import Source
 from limner.errors import UserError
 from limner.evaluation.confidence import PUBLISHED, Rate
 from limner.evaluation.generate_batches import combination
 from limner.evaluation.nearest_neighbor import Gallery
+from limner.json_files import write_json
 from limner.models.contrastive import Contrastive
 from limner.progress import Advance
 from limner.tasks.rendering import render
@@ -112,8 +111,7 @@ class ZeroShotResult:
         """As JSON, with the name of the model."""
         settings = {"model": model, "prompts": self.prompts}
         rates = {f"top {k}": rate.to_dict() for k, rate in self.rates().items()}
-        text = json.dumps({"rates": rates, "classes": self.classes, "settings": settings}, indent=1)
-        atomic_write_text(Path(path), text + "\n")
+        write_json(path, {"rates": rates, "classes": self.classes, "settings": settings}, indent=1)
 
 
 def evaluate(model: Contrastive, tokenizer: Tokenizer, task: Task, progress: Advance | None = None) -> ZeroShotResult:

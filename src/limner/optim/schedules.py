@@ -163,4 +163,5 @@ class HalveOnPlateau:
         return {name: value for name, value in vars(self).items() if name != "config"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update({name: state[name] for name in self.state_dict()})
+        self.total, self.best = float(state["total"]), None if state["best"] is None else float(state["best"])
+        self.count, self.stale, self.halved = (int(state[name]) for name in ("count", "stale", "halved"))

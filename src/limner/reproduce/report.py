@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -12,6 +11,7 @@ from typing import Any
 from limner import text_table
 from limner.atomic_io import atomic_write_text
 from limner.evaluation.report import Points, chart, drawing, save_page, table
+from limner.json_files import write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Finding:
         """Write `NAME.json`, the charts as `NAME-1.svg` and so on, and the page `NAME.html`, whose path is given."""
         folder.mkdir(parents=True, exist_ok=True)
         facts = {key: value for key, value in vars(self).items() if key != "curves"}
-        atomic_write_text(folder / f"{self.name}.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        write_json(folder / f"{self.name}.json", facts, indent=1, ensure_ascii=False)
         charts = [_chart(title, curves) for title, curves in self.curves.items()]
         for i, one in enumerate(charts, 1):
             atomic_write_text(folder / f"{self.name}-{i}.svg", drawing(one))

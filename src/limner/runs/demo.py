@@ -14,7 +14,7 @@ last checkpoint. So the command may be stopped at any moment and given again.
 
 from __future__ import annotations
 
-import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,12 +28,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from limner.atomic_io import atomic_write_bytes, atomic_write_text, locked
-from limner.config import read_json, to_dict
+from limner.atomic_io import atomic_write_bytes, locked
+from limner.config import to_dict
 from limner.data.shard_writer import is_complete
 from limner.errors import UserError
 from limner.evaluation import composition, report
 from limner.evaluation.scene_sheet import sheet, shown
+from limner.json_files import read_json, read_mapping, write_json
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import progress
 from limner.recipes.recipe import Bundled, ContrastiveStage, PriorStage, Recipe
@@ -71,7 +72,8 @@ def _run(demo: Demo) -> composition.Composition:
         result, pictures = _draw(demo, pipe, asked)
     drawings = shown(asked, pictures, result)
     report.save_png(sheet(drawings), out / "contact.png")
-    report.save_page(out / "report.html", "limner demo", page(demo, recipe, pipe, drawings, result))
+    took = _numbers(out / "timings.json")
+    report.save_page(out / "report.html", "limner demo", page(demo, recipe, pipe, drawings, result, took))
     return result
 
 
@@ -84,12 +86,12 @@ def paced(recipe: Recipe, out: Path) -> Recipe:
     Steps are timed once, and their number is kept in `out/steps.json`, so that the same command continues with it.
     """
     path = out / "steps.json"
-    if not path.exists():
-        atomic_write_text(path, json.dumps(_affordable(recipe)) + "\n")
-    steps = read_json(path)
+    if not (steps := _numbers(path)).keys() >= {"prior", "contrastive"}:
+        write_json(path, steps := _affordable(recipe))
 
     def with_steps(stage: Any, name: str) -> Any:
-        return replace(stage, training=replace(stage.training, steps=int(steps[name])))
+        count = max(1, min(stage.training.steps, int(steps[name])))
+        return replace(stage, training=replace(stage.training, steps=count))
 
     return replace(
         recipe,
@@ -125,7 +127,7 @@ def _claim(out: Path, settings: dict[str, Any]) -> None:
     elif any(not entry.name.startswith(".") for entry in out.iterdir()):  # but for the lock and what a kill left
         raise UserError(f"{out} is not empty and holds no demo: name another folder with --out")
     else:
-        atomic_write_text(path, json.dumps(settings, indent=2) + "\n")
+        write_json(path, settings, indent=2)
 
 
 def _write(demo: Demo) -> None:
@@ -173,9 +175,11 @@ def _draw(demo: Demo, pipe: TextToImage, asked: Sequence[tuple[str, Scene]]) -> 
 
 
 def _saved(demo: Demo, path: Path, captions: list[str]) -> composition.Composition | None:
-    found = composition.Composition.load(path)
-    same = found.captions == captions and found.settings["candidates"] == demo.candidates
-    return found if same and found.settings["seed"] == demo.seed else None
+    with suppress(UserError):  # damaged: draw again
+        found = composition.Composition.load(path)
+        same = found.captions == captions and found.settings["candidates"] == demo.candidates
+        return found if same and found.settings.get("seed") == demo.seed else None
+    return None
 
 
 @contextmanager
@@ -186,8 +190,16 @@ def _timed(out: Path, phase: str) -> Iterator[None]:
         yield
     finally:
         seconds = time.monotonic() - begun
-        known = read_json(path) if path.exists() else {}
-        atomic_write_text(path, json.dumps({**known, phase: known.get(phase, 0.0) + seconds}, indent=2) + "\n")
+        known = _numbers(path)
+        write_json(path, {**known, phase: known.get(phase, 0.0) + seconds}, indent=2)
+
+
+def _numbers(path: Path) -> dict[str, Any]:
+    """The numbers of a JSON file by name. A missing or malformed file has none."""
+    found: dict[str, Any] = {}
+    with suppress(UserError):
+        found = read_mapping(path)
+    return {name: value for name, value in found.items() if type(value) in (int, float) and math.isfinite(value)}
 
 
 def _say(text: str) -> None:

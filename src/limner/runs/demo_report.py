@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 import torch
 
-from limner.config import read_json
 from limner.evaluation import composition, report
 from limner.evaluation.scene_sheet import Shown
 from limner.pipeline import TextToImage
@@ -24,11 +23,17 @@ _CURVES = {
 }
 
 
-def page(demo: Demo, recipe: Recipe, pipe: TextToImage, shown: Sequence[Shown], result: composition.Composition) -> str:
-    """The body of the web page; `recipe` is what was trained."""
+def page(
+    demo: Demo,
+    recipe: Recipe,
+    pipe: TextToImage,
+    shown: Sequence[Shown],
+    result: composition.Composition,
+    took: Mapping[str, float],
+) -> str:
+    """The body of the web page. `recipe` is what was trained; `took` has seconds by phase."""
     k = demo.candidates
     best, first = result.rate(k), result.rate(1)
-    took = read_json(demo.out / "timings.json")
     trained = "Three models were" if demo.from_scratch else "A prior and a contrastive model were"
     parts = [
         "<h1>limner demo</h1>",

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from limner.config import read_json
 from limner.data.stream import share_of
 from limner.errors import UserError
+from limner.json_files import read_mapping
 from limner.recipes.recipe import AnyStage, Bundled, dvae_config, fitted_contrastive, fitted_prior
 from limner.runs.run_data import Material
 from limner.training.checkpoint import completed, step_of
@@ -43,7 +43,7 @@ def check(material: Material, stages: Sequence[str]) -> None:
         saved = out / name / "config.json"
         if name in stages and saved.exists() and completed(out / name):
             ours = {"training": stage.training, "model": config, "objective": stage.objective}
-            before = read_json(saved)
+            before = read_mapping(saved)
             refuse_changes(out / name, before, {**before, **ours})
     if "dvae" in stages and not isinstance(recipe.dvae, Bundled) and completed(out / "prior"):
         done = completed(out / "dvae")

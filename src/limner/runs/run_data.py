@@ -5,7 +5,6 @@ RUN/tokenizer.json   RUN/tokens/   RUN/attribution.json, where the data says who
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,8 +15,6 @@ import numpy as np
 from torch import Tensor
 
 from limner import bundles, pretrained
-from limner.atomic_io import atomic_write_text
-from limner.config import read_json
 from limner.data.attribution import attribution, united
 from limner.data.datasets import EncodedDataset, ImageCaptionDataset, TokenDataset
 from limner.data.hard_negative_captions import Distractors
@@ -26,6 +23,7 @@ from limner.data.sample import Rejected, Selection, Source, by_split, unread
 from limner.data.stream import Dataset, hash64
 from limner.data.token_cache import encode_tokens, weights_hash
 from limner.errors import UserError
+from limner.json_files import read_json, write_json
 from limner.models.patch_dvae import AnyDVAE
 from limner.progress import progress
 from limner.recipes.recipe import Bundled, DVAEStage, PatchStage, Recipe
@@ -71,7 +69,7 @@ class Material:
         known = read_json(path) if path.exists() else []
         rows = united(known, *earlier, attribution(self.train))
         if rows and rows != known:
-            atomic_write_text(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+            write_json(path, rows, indent=1, ensure_ascii=False)
         return rows
 
     def known_tokenizer(self) -> Tokenizer | None:

@@ -8,7 +8,6 @@ as well, with the others beside it.
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import zlib
 from collections import Counter
@@ -21,6 +20,7 @@ from limner.atomic_io import require_file
 from limner.data.sample import Rejected
 from limner.data.tar_index import DAMAGED, walk
 from limner.errors import UserError
+from limner.json_files import parse_json
 from limner.tasks.svg import document
 
 MAX_BYTES = 1 << 27  # of one JSON file; the largest of ten sets has 104 MB
@@ -189,8 +189,8 @@ def _json(path: Path, files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     if len(raw) > MAX_BYTES:
         raise UserError(f"{path} has more than {MAX_BYTES >> 20} MiB in {name}, which is more than an icon set takes")
     try:
-        data = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(raw)
+    except ValueError as error:
         raise UserError(f"{path} is no icon set: its {name} is not valid JSON ({error})") from None
     if not isinstance(data, dict):
         raise UserError(f"{path} is no icon set: its {name} holds no JSON object")

@@ -37,8 +37,8 @@ from tokenizers import (
 from torch import Tensor
 
 from limner.atomic_io import atomic_write_text
-from limner.config import read_json
 from limner.errors import UserError
+from limner.json_files import read_json
 from limner.text import PAD
 
 VOCAB_SIZE = 16_384

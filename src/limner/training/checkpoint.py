@@ -29,8 +29,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from limner.atomic_io import atomic_folder, file_hash
-from limner.config import read_json
 from limner.errors import UserError
+from limner.json_files import read_mapping
 from limner.training import dcp_reader
 from limner.training.state_tensors import check_shapes, fill_model, model_tensors
 
@@ -115,7 +115,8 @@ class Files:
         try:
             with atomic_folder(final, self._check) as fresh:
                 yield fresh
-                (fresh / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+                text = json.dumps(state, indent=1)  # as exact as Python reads it, NaN and infinities included
+                (fresh / STATE).write_text(text, encoding="utf-8")
                 names = sorted({*sums, *(path.name for path in fresh.iterdir())})
                 lines = [f"{sums.get(name) or file_hash(fresh / name)}  {name}\n" for name in names]
                 (fresh / SUMS).write_text("".join(lines), encoding="utf-8")
@@ -221,7 +222,7 @@ def find_damage(checkpoint: Path) -> str | None:
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """What `state.json` holds."""
-    return read_json(checkpoint / STATE, max_bytes=64 << 20)
+    return read_mapping(checkpoint / STATE, max_bytes=64 << 20)
 
 
 def read_groups(

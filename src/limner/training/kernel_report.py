@@ -7,7 +7,6 @@
 a run that is killed and goes on counts each of its updates once.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from limner.atomic_io import atomic_write_text
+from limner.json_files import write_json
 from limner.layers.kernel_counter import Counts, from_rows, to_rows
 from limner.layers.low_precision import LowPrecisionLinear
 from limner.training.hooks import Hook
@@ -50,7 +49,7 @@ class KernelCounts(Hook):
                     for name, layer in layers.items()
                 ],
             }
-            atomic_write_text(self.out / FILE, json.dumps(found, indent=1) + "\n")
+            write_json(self.out / FILE, found, indent=1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"layers": {name: to_rows(counts) for name, counts in self._now.items()}}

@@ -18,7 +18,6 @@ Order within a step: update (`step.update`), log and evaluate, checkpoint, stop 
 evaluations `step` is the number of updates done.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
@@ -28,8 +27,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from limner.atomic_io import atomic_write_text, locked
+from limner.atomic_io import locked
 from limner.errors import UserError
+from limner.json_files import write_json
 from limner.layers.low_precision import plain
 from limner.progress import Progress
 from limner.training.checkpoint import Checkpointer, Files
@@ -133,7 +133,7 @@ def train(
             bar.note(f"going on from {saved}")
         bar.resume(run.step)
         if parallel.is_main:
-            atomic_write_text(out / "config.json", json.dumps(described, indent=2) + "\n")
+            write_json(out / "config.json", described, indent=2)
 
         run.model.train()
         log = MetricsLog(out / "metrics.jsonl", run.step, writes=parallel.is_main)

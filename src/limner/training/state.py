@@ -99,7 +99,7 @@ def restore(
             warnings.warn(f"{found} was made with {made_with}: results may differ", stacklevel=3)
         _load(run, stream, hooks, tensors, state, str(found))
         _load_parallel(run, tensors.get("parallel", {}), checkpointer, found)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{found} is no checkpoint of such a run: {error!r}") from error
     return found
 
@@ -117,8 +117,8 @@ def _load(
         if hook.name in state.get("hooks", {}):
             hook.load_state_dict({**state["hooks"][hook.name], **tensors.get(f"hook.{hook.name}", {})})
     _load_generators(run, tensors["rng"], state["step"], same_device=state["made_with"]["device"] == run.device.type)
-    run.step, run.skipped, run.bad = state["step"], state["skipped"], state["bad"]
-    run.first, run.seconds = state["first"], state["seconds"]
+    run.step, run.skipped, run.bad = (int(state[key]) for key in ("step", "skipped", "bad"))
+    run.first, run.seconds = None if state["first"] is None else float(state["first"]), float(state["seconds"])
 
 
 def _load_parallel(run: Run, kept: Mapping[str, Tensor], checkpointer: Checkpointer, where: Path) -> None:

@@ -1,6 +1,7 @@
 """`limner inspect precision`: a run in 8 bits, from its recipe to its bundle and its record."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -90,7 +91,10 @@ def test_what_is_no_such_run_is_told(run, capsys, tmp_path):
     assert "has no layers of low precision: train with" in says(tmp_path / "run")
     wrong = tmp_path / "run" / "prior" / FILE
     good = json.loads((run / "prior" / FILE).read_text())
-    for content in ([], {}, {**good, "layers": [{}]}, {**good, "layers": 3}, {**good, "step": "x"}):
+    product = {"product": "forward", "kernel": "reference", "why": "", "count": math.inf}
+    endless = [{**good["layers"][0], "products": [product]}]
+    others = {**good, "step": "x"}, {**good, "step": math.inf}, {**good, "layers": endless}
+    for content in ([], {}, None, {**good, "layers": [{}]}, {**good, "layers": 3}, *others):
         wrong.write_text(json.dumps(content))
         assert "is no record of kernels" in says(tmp_path / "run")
     wrong.write_text("{")

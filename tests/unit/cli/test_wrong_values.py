@@ -148,7 +148,7 @@ def test_a_recipe_of_a_file(capsys, tmp_path, monkeypatch):
         ("dvae", "optimizer", {"type": "Muon"}, "dvae.training.optimizer must be AdamW"),
         ("prior", "clip_norm", nan, "prior.training.clip_norm must be a finite number, not nan"),
         ("prior", "steps", 1e9, "prior.training.steps must be a whole number, not 1000000000.0"),
-        ("prior", "ema_decay", 10**400, "prior.training.ema_decay must be a finite number, not a number of 401 digits"),
+        ("prior", "ema_decay", 10**400, "prior.training.ema_decay must be a finite number, not inf"),
         ("prior", "steps", "9" * 5000, "prior.training.steps must be a whole number, not '9999"),
     ):
         wrong = {**whole, part: {**whole[part], "training": {**whole[part]["training"], key: value}}}
@@ -156,7 +156,7 @@ def test_a_recipe_of_a_file(capsys, tmp_path, monkeypatch):
         assert main(["train", "data", "--out", "run", "--recipe", "recipe.json"]) == 2
         err = capsys.readouterr().err
         assert says in err and err.count("\n") == 1 and len(err) < 300
-    (tmp_path / "recipe.json").write_text('{"steps": ' + "9" * 5000 + "}")
+    (tmp_path / "recipe.json").write_text('{"steps": ' + "[" * 5000)
     assert main(["train", "data", "--out", "run", "--recipe", "recipe.json"]) == 2
     assert "is not valid JSON" in capsys.readouterr().err
 

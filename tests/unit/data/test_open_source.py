@@ -402,7 +402,8 @@ def test_save_to_disk(tmp_path):
     assert outcomes(open_source(tmp_path / "one")) == [(f"no {n}", None) for n in range(5)]
     for name, start in (("train", 0), ("test", 3), ("extra", 6)):
         save_to_disk(tmp_path / "three" / name, hugging_face_rows(start, start + 3))
-    (tmp_path / "three/dataset_dict.json").write_text(json.dumps({"splits": ["train", "test", "extra", "../one", 5]}))
+    splits = ["train", "test", "extra", "../one", "x" * 999, 5]
+    (tmp_path / "three/dataset_dict.json").write_text(json.dumps({"splits": splits}))
     names = {0: "train", 1: "held-out", 2: "extra"}
     assert outcomes(open_source(tmp_path / "three")) == [(f"no {n}", names[n // 3]) for n in range(9)]
     (tmp_path / "one/state.json").write_text('{"_data_files": [{"filename": "../three/train/x.arrow"}, 7]}')

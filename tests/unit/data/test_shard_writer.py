@@ -1,6 +1,8 @@
 """Shards: what is written comes back, in the same bytes each time; half a data set is refused."""
 
 import json
+import math
+import tarfile
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -89,3 +91,11 @@ def test_a_folder_in_use_is_refused(tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "precious"
     with pytest.raises(UserError, match="is a file"):
         ShardWriter(tmp_path / "thesis.txt").__enter__()
+
+
+def test_metadata_with_numbers_that_are_not_finite_is_json(tmp_path):
+    with ShardWriter(tmp_path) as writer:
+        writer.write(b"picture", ["a caption"], {"a": {"b": [math.nan, 1.5]}})
+    with tarfile.open(tmp_path / "00000.tar") as shard:
+        text = shard.extractfile("000000000.json").read()
+    assert json.loads(text, parse_constant=pytest.fail)["a"] == {"b": [None, 1.5]}

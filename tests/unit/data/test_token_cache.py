@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save
 
 from limner.data.open_source import open_source
 from limner.data.prepare import encode_image
@@ -95,3 +96,24 @@ def test_nothing_good(tmp_path):
         writer.write(b"broken", ["a caption"])
     with pytest.raises(UserError, match="broken image: 1"):
         run(open_source(tmp_path / "data"), tmp_path, Encoder())
+
+
+WRONG = {
+    "empty": b"", "null": b"null", "a list": b"[]", "no captions": b'{"rejected": {}}', "deep": b"[" * 100_000,
+    "wrong captions": b'{"captions": 3, "rejected": {}}', "null captions": b'{"captions": [null], "rejected": {}}',
+    "too few": b'{"captions": [["a"]], "rejected": {}}', "wrong counts": b'{"captions": [], "rejected": 3}',
+}  # fmt: skip
+
+
+def test_a_damaged_part_is_encoded_again(source, tmp_path):
+    cache = run(source, tmp_path, Encoder())
+    (text,), (tokens,) = ([*(tmp_path / "cache").rglob(f"00000{suffix}")] for suffix in (".json", ".safetensors"))
+    arrays = load_file(tokens)
+    others = [{"indices": arrays["indices"]}, {"tokens": arrays["tokens"]}, {**arrays, "indices": np.zeros(1)}]
+    for path, contents in ((text, WRONG.values()), (tokens, map(save, others))):
+        for content in contents:
+            path.write_bytes(content)
+            encoder = Encoder()
+            again = run(source, tmp_path, encoder)
+            assert encoder.calls == 2 and again.captions == cache.captions and again.rejected == cache.rejected
+            assert np.array_equal(again.tokens, cache.tokens) and np.array_equal(again.indices, cache.indices)

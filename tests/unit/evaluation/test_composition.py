@@ -113,6 +113,16 @@ def test_best_of_k_is_the_highest_score_among_the_first_k():
     assert painter.seeds == [5_000_000, 5_000_001, 5_000_002, 5_000_003]  # captions are independent
 
 
+WRONG_SETTINGS = (
+    ("candidates", 10**15), ("candidates", "3"), ("candidates", 1e999), ("seed", "x"), ("seed", None), ("best_of", 3),
+    ("best_of", ["1"]), ("best_of", [-1]),
+)  # fmt: skip
+WRONG_ROWS = (
+    ("caption", None), ("kind", []), ("kind", 3), ("combination", {}), ("right", [10**300]), ("right", ["x"]),
+    ("scores", [0.5]), ("scores", ["x"] * 3),
+)  # fmt: skip
+
+
 def test_results_survive_the_disk_and_the_table_shows_all_groups(tmp_path):
     asked, right, marks = example()
     result = score(
@@ -133,9 +143,12 @@ def test_results_survive_the_disk_and_the_table_shows_all_groups(tmp_path):
     data = json.loads(path.read_text())
     assert data["captions"][2]["seed"] == 2
     del data["captions"][2]["combination"]  # as files were before intervals were over combinations
-    for text in ("{}", json.dumps(data)):
+    good = json.loads(path.read_text())
+    wrong = [{**good, "settings": {**good["settings"], key: value}} for key, value in WRONG_SETTINGS]
+    wrong += [{**good, "captions": [{**row, key: value} for row in good["captions"]]} for key, value in WRONG_ROWS]
+    for text in ("", "null", "[]", "{}", json.dumps(data), *map(json.dumps, wrong)):
         path.write_text(text)
-        with pytest.raises(UserError, match="not the result"):
+        with pytest.raises(UserError, match="not the result|not valid JSON"):
             Composition.load(path)
 
 

@@ -69,3 +69,22 @@ def test_of_a_run_every_stage_is_told_and_a_page_is_of_one(tmp_path, capsys):
     assert main(["inspect", "spikes", str(tmp_path), "-o", str(page)]) == 2
     assert "name one, such as" in capsys.readouterr().err and not page.exists()
     assert main(["inspect", "spikes", str(tmp_path / "prior"), "-o", str(page)]) == 0 and page.exists()
+
+
+def test_lines_of_any_kind_are_left_out_and_null_is_infinite(tmp_path, capsys):
+    good = [{"step": i, "loss": 1 / i, "rms": {"a": 1.0}} for i in range(1, 31)]
+    good[19] = {"step": 20, "loss": None, "rms": {"a": None, "b": "x"}, "features": {"c": [], "d": 1}}
+    wrong = ["[" * 100_000, '{"step": ' * 100_000, "null", "3", '{"rms": {}}', '{"step": "x", "rms": {}}']
+    wrong += [f'{{"step": {step}, "rms": {{}}}}' for step in (0, -5, 1e15, 10**15, 10**400, "[]", "true")]
+    wrong += ['{"step": 31, "rms": []}', '{"step": 31, "rms": null}']
+    lines = wrong + [json.dumps(row) for row in good] + wrong
+    (tmp_path / "stability.jsonl").write_text("\n".join(lines))
+    found = foretold(tmp_path)
+    assert len(found.loss) == 30 and np.isinf(found.loss[19]) and np.isfinite(np.delete(found.loss, 19)).all()
+    assert found.rms["a"][18:21].tolist() == [1, np.inf, 1] and found.rms["b"][18:21].tolist() == [1, np.inf, 1]
+    assert found.features == {"c": [(20, np.inf)], "d": [(20, 1.0)]}
+    assert main(["inspect", "spikes", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
+    assert "30 steps" in capsys.readouterr().out
+    (tmp_path / "stability.jsonl").write_text("\n".join(wrong))
+    assert main(["inspect", "spikes", str(tmp_path)]) == 2
+    assert "has no steps" in capsys.readouterr().err

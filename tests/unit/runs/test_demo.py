@@ -47,3 +47,25 @@ def test_scenes_that_a_kill_left_marked_are_written_again(tmp_path):
     (tmp_path / "data" / "INCOMPLETE").touch()  # the mark goes last
     demo._write(small)
     assert not (tmp_path / "data" / "INCOMPLETE").exists()
+
+
+WRONG = (
+    b"", b"null", b"[]", b"3", b"[" * 100_000, b'{"prior": 5}', b'{"prior": "x", "contrastive": []}',
+    b'{"prior": 1e999}', b'{"prior": null, "contrastive": 7}',
+)  # fmt: skip
+
+
+def test_numbers_that_are_damaged_are_taken_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "_affordable", lambda recipe: {"prior": 5, "contrastive": 7})
+    for content in WRONG:
+        for name in ("steps.json", "timings.json"):
+            (tmp_path / name).write_bytes(content)
+        recipe = paced(presets.demo(), tmp_path)
+        assert (recipe.prior.training.steps, recipe.contrastive.training.steps) == (5, 7)
+        with demo._timed(tmp_path, "prior"), demo._timed(tmp_path, "drawing"):
+            pass
+        assert {"prior", "drawing"} <= demo._numbers(tmp_path / "timings.json").keys()
+        assert demo._saved(demo.Demo(out=tmp_path), tmp_path / "steps.json", []) is None
+    (tmp_path / "steps.json").write_text('{"prior": 1e9, "contrastive": -3.5}')  # within what a recipe has
+    recipe = paced(presets.demo(), tmp_path)
+    assert (recipe.prior.training.steps, recipe.contrastive.training.steps) == (3_000, 1)

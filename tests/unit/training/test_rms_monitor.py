@@ -13,11 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from limner.errors import UserError
 from limner.models.transformer import Block
 from limner.numerics.formats import UE6M10
 from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW, grad_access, optimizers
 from limner.optim.adam_base import read
 from limner.optim.optimizers import AdamW, Muon
+from limner.training.checkpoint import Files, read_state
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.rms_monitor import Stability, rms
@@ -264,3 +266,35 @@ def test_what_muon_updates_has_no_squares():
     assert {id(p) for p, _ in rms(run.optimizers)} == {
         id(p) for name, p in model.named_parameters() if name != "blocks.0.weight"
     }
+
+
+@pytest.mark.parametrize("lr", [1e15, 1e37])
+@pytest.mark.filterwarnings("ignore:step .* far above what Adam expects")
+def test_a_run_that_diverges_ends_with_the_sentence_that_says_so(tmp_path, lr):
+    """RMS_t and features are infinite by then, and null in the file."""
+
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block(8, 2)
+
+    def through(model, batch, step, generator):
+        x = model.block(batch["x"].new_ones(2, 4, 8).requires_grad_(), lambda q, k, v: v)
+        return (x - batch["x"].mean()).square().mean(), {}
+
+    torch.manual_seed(0)
+    config = replace(CONFIG, steps=60, optimizer=AdamW(lr=lr), log_every=1, clip_norm=4.0)
+    with pytest.raises(UserError, match="training diverged and stopped after step .*; there is no checkpoint yet"):
+        train(One(), through, Endless(), replace(config, checkpoint_every=60), tmp_path, hooks=[Stability(tmp_path)])
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "stability.jsonl").open()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 20
+    numbers = [value for row in rows for part in ("rms", "features") for value in row.get(part, {}).values()]
+    assert None in numbers
+
+
+def test_a_state_with_an_infinite_rms_is_resumed_from(tmp_path):
+    hook, again = Stability(tmp_path), Stability(tmp_path)
+    hook.rms = {"a": math.inf, "b": 1.5}
+    saved = Files(tmp_path, 1).save(1, {"x": {"x": torch.zeros(1)}}, hook.state_dict())
+    again.load_state_dict(read_state(saved))
+    assert again.rms == hook.rms

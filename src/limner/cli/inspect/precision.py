@@ -12,8 +12,8 @@ from tyro.conf import Positional
 
 from limner.cli.arguments import parse
 from limner.cli.inspect.stage_files import records
-from limner.config import read_json
 from limner.errors import UserError, printable
+from limner.json_files import read_json
 from limner.text_table import table
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _report(title: str, path: Path) -> Iterator[str]:
             (str(x["name"]), str(x["kind"]), str(x.get("weight", "float32")), from_rows(x["products"]))
             for x in found["layers"]
         ]
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
         raise UserError(f"{path} is no record of kernels: train on, and the next checkpoint writes it anew") from None
     yield printable(head)
     rows = [
