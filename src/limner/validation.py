@@ -52,7 +52,7 @@ class Range:
         ):
             if end is not None and wrong(end):
                 raise OutOfRange(name, f"must be {says} {short(end)}, not {short(value)}")
-        if abs(value) > LARGEST:
+        if abs(value) > LARGEST:  # type: ignore[operator]  # of any kind of number, also of integers beyond float64
             raise OutOfRange(name, f"must be between {-LARGEST:g} and {LARGEST:g}, not {short(value)}")
 
 

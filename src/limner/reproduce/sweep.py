@@ -1,7 +1,8 @@
 """Short trainings, side by side on the cores of this machine, each kept as soon as it is done.
 
 Small models keep no more than one core busy, so each trial has one thread and a process of its own. A trial's result is
-a file: the same command, given again after Ctrl-C, runs only those that are missing.
+a file, {"result": ..., "sha256": of its JSON}: the same command, given again after Ctrl-C, runs only those whose file
+is missing or damaged.
 """
 
 from __future__ import annotations
@@ -14,18 +15,28 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from limner.atomic_io import atomic_write_text
+from limner.errors import UserError
+from limner.json_files import read_json
 from limner.progress import progress
 from limner.reproduce.pool import process_pool
 from limner.version import __version__
 
 T = TypeVar("T")
 Result = dict[str, Any]  # that JSON can hold
+
+_KILLED = (
+    "the process of a trial was killed, probably because memory ran out: end other programs, or allow fewer cores and "
+    "so fewer trials at a time (on Linux with taskset -c 0); finished trials are kept, and the same command continues"
+)
 
 
 class Trials:
@@ -41,24 +52,29 @@ class Trials:
             trial: a function of a module, which a process of its own imports.
             settings: frozen dataclasses, whose `repr` says all that a result depends on, besides the code.
             title: of the progress bar.
+
+        Raises `UserError` if a trial's process is killed, after the results of all finished trials are kept.
         """
         paths = [self.folder / f"{self._key(trial, one)}.json" for one in settings]
-        todo = [i for i, path in enumerate(paths) if not path.exists()]
+        results = [_kept(path) for path in paths]
+        todo = [i for i, result in enumerate(results) if result is None]
         self.folder.mkdir(parents=True, exist_ok=True)
         with progress(title, len(settings), unit="trial") as bar:
             bar.resume(len(settings) - len(todo))
             with process_pool(_cores(), _begin) as pool:
-                running = {pool.submit(trial, settings[i]): i for i in todo}
                 try:
+                    running = {pool.submit(trial, settings[i]): i for i in todo}
                     for done in as_completed(running):
-                        atomic_write_text(paths[running[done]], json.dumps(done.result()))
+                        results[running[done]] = _keep(paths[running[done]], done.result())
                         bar.advance()
-                except BaseException:  # Ctrl-C: what is running is lost, and nobody waits for it
+                except BaseException as error:  # Ctrl-C: what is running is lost, and nobody waits for it
                     pool.shutdown(wait=False, cancel_futures=True)
                     for process in multiprocessing.active_children():
                         process.terminate()
+                    if isinstance(error, BrokenProcessPool):
+                        raise UserError(_KILLED) from error
                     raise
-        return [json.loads(path.read_text("utf-8")) for path in paths]
+        return [result for result in results if result is not None]
 
     @staticmethod
     def _key(trial: Callable[[T], Result], settings: T) -> str:
@@ -66,6 +82,29 @@ class Trials:
         source = inspect.getsource(sys.modules[trial.__module__])
         said = f"{__version__} {trial.__module__}.{trial.__qualname__} {settings!r} {source}"
         return hashlib.sha256(said.encode()).hexdigest()[:24]
+
+
+def _keep(path: Path, result: Result) -> Result:
+    """Write a trial's result; returns it as `_kept` reads it."""
+    text = json.dumps(result)  # as exact as Python reads it, NaN and infinities included
+    atomic_write_text(path, f'{{"result": {text}, "sha256": "{_digest(text)}"}}\n')
+    return json.loads(text)
+
+
+def _kept(path: Path) -> Result | None:
+    """The result in a file. None if there is no such file or, with a warning, if the file is damaged."""
+    if not path.exists():
+        return None
+    with suppress(UserError, KeyError, TypeError):
+        saved = read_json(path, 1 << 30)
+        if saved["sha256"] == _digest(json.dumps(saved["result"])):
+            return saved["result"]
+    warnings.warn(f"{path} is damaged: its trial runs again", stacklevel=3)
+    return None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _cores() -> int:

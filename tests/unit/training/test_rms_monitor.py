@@ -39,8 +39,8 @@ CONFIG = TrainConfig(
 
 def textbook(gradients, beta=0.99, eps=1e-8):
     """Algorithm 2's RMS_t of the last of a tensor's gradients, in float64, with its debiased beta."""
-    u = torch.zeros_like(grad_access[0], dtype=torch.float64)
-    for t, g in enumerate(grad_access, 1):
+    u = torch.zeros_like(gradients[0], dtype=torch.float64)
+    for t, g in enumerate(gradients, 1):
         g = g.double()
         debiased = beta * (1 - beta ** (t - 1)) / (1 - beta**t)
         u = debiased * u + (1 - debiased) * g**2
@@ -54,11 +54,11 @@ def test_it_is_that_of_algorithm_2():
     gradients = []
     for t in range(6):
         p.grad = torch.randn(5, 7) * (50 if t == 5 else 1)
-        grad_access.append(p.grad.clone())
+        gradients.append(p.grad.clone())
         if t:
             ((found, value),) = rms([optimizer])
             assert found is p
-            torch.testing.assert_close(value.double(), textbook(grad_access), rtol=1e-5, atol=0)
+            torch.testing.assert_close(value.double(), textbook(gradients), rtol=1e-5, atol=0)
         optimizer.step()
     assert value > 2  # sqrt(6) at most, as long as there were six
 
@@ -154,10 +154,10 @@ def of_shards(shards):
         mesh = init_device_mesh("cpu", (shards,))
         parameters, gradients = (
             [distribute_tensor(x.detach(), mesh, [Shard(0)], src_data_rank=None) for x in tensors]
-            for tensors in (parameters, grad_access)
+            for tensors in (parameters, gradients)
         )
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    for p, gradient in zip(parameters, grad_access, strict=True):
+    for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
     optimizer.step()
     with mock.patch.object(distributed, "all_reduce", wraps=distributed.all_reduce) as sums:
