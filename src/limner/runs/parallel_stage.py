@@ -9,6 +9,7 @@ threads.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -22,11 +23,13 @@ import torch
 from limner.errors import UserError, printable
 from limner.progress import progress
 from limner.recipes.recipe import Recipe
+from limner.training.checkpoint import skipped_updates
 from limner.training.hooks import Hook
 from limner.training.metrics_log import read_metrics
-from limner.training.train_state import Run
+from limner.training.train_state import SKIPPED, Run
 
 LOG = "contrastive.log"
+_REASON = re.compile(r"(limner|[\w.]*(Error|Exception))(: |$)")  # begins the line that says why a process failed
 
 
 def trained_together(stages: Sequence[str], device: torch.device) -> bool:
@@ -47,9 +50,12 @@ class _Watch(Hook):
 
     def check(self) -> None:
         """Raises `UserError` with the last words of the other process if it has failed."""
-        if self.process.poll():
-            said = self.log.read_text("utf-8", "replace").strip().splitlines() or ["it said nothing"]
-            raise UserError(f"training the contrastive model beside the prior failed ({said[-1]}): see {self.log}")
+        if code := self.process.poll():
+            lines = self.log.read_text("utf-8", "replace").strip().splitlines() or ["it said nothing"]
+            said = next(filter(_REASON.match, reversed(lines)), lines[-1])  # a thread may warn of something after it
+            if code < 0:
+                said = f"signal {-code} killed it, perhaps because memory ran out"
+            raise UserError(f"training the contrastive model beside the prior failed ({said}): see {self.log}")
 
 
 @contextmanager
@@ -79,6 +85,9 @@ def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -
         if process.poll() is None:
             _wait(process, recipe.contrastive.training.steps, out / "contrastive" / "metrics.jsonl")
         watch.check()
+        skipped, steps = skipped_updates(out / "contrastive")
+        if skipped:
+            print(f"{skipped:,} of {steps:,} updates of the contrastive model {SKIPPED}", file=sys.stderr)
     finally:
         process.stdin.close()  # tells the other process to save and stop
         process.wait()

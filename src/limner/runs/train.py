@@ -8,21 +8,24 @@ Ctrl-C or a crash, continues where it stopped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
 from limner.atomic_io import locked
 from limner.config import save_json, to_dict
+from limner.errors import UserError
 from limner.pipeline import TextToImage
-from limner.recipes.recipe import Recipe, dvae_config
+from limner.recipes.recipe import TITLES, Recipe, dvae_config
 from limner.runs.parallel_stage import contrastive_beside, trained_together
 from limner.runs.preflight import check
 from limner.runs.run_data import Material
 from limner.runs.stages import STAGES, Stage, Stages
+from limner.training.checkpoint import skipped_updates
 from limner.training.parallel import Parallel, Single
+from limner.training.train_state import SKIPPED
 
 
 def train_all(
@@ -37,13 +40,14 @@ def train_all(
     that writes it.
 
     `before` is called with the stages when it is known that they can be trained.
+    Raises `UserError` at the end, when all is written, if most updates of a stage were skipped.
     On a CPU with several threads the prior and the contrastive model train at the same time. Of several processes
     (`parallel`) each trains every stage with the others, and the first one writes files.
     """
     parallel, wanted, out = parallel or Single(), stages or STAGES, Path(out)
     material = Material.of(recipe, data, out, parallel)
     run = Stages(material)
-    with locked(out) if parallel.is_main else nullcontext(-1) as lock:
+    with locked(out) if parallel.is_main else nullcontext(-1) as lock, _mostly_updated(out, wanted, parallel):
         check(material, wanted)
         with parallel.first():
             if parallel.is_main:
@@ -77,3 +81,15 @@ def train_all(
         if parallel.is_main:
             bundle.save_pretrained(out / "bundle")
         return bundle
+
+
+@contextmanager
+def _mostly_updated(out: Path, stages: Sequence[Stage], parallel: Parallel) -> Iterator[None]:
+    """Raise `UserError` on the first process after the block if a stage skipped most of its updates in it."""
+    yield
+    counts = {name: skipped_updates(out / name) for name in stages} if parallel.is_main else {}
+    if bad := [f"{n:,} of {m:,} updates of the {TITLES[name]}" for name, (n, m) in counts.items() if n > m / 2]:
+        raise UserError(
+            f"{' and '.join(bad)} {SKIPPED}: the run in {out} is saved but has hardly learned; lower the learning "
+            "rate or lengthen the warm-up, and train in another folder"
+        )

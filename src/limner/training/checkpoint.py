@@ -225,6 +225,14 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return read_mapping(checkpoint / STATE, max_bytes=64 << 20)
 
 
+def skipped_updates(run: Path) -> tuple[int, int]:
+    """How many updates a run has skipped, of how many, by its newest checkpoint; zeros before the first."""
+    if not (checkpoints := completed(run)):
+        return 0, 0
+    state = read_state(checkpoints[-1])
+    return state["skipped"], state["step"]
+
+
 def read_groups(
     checkpoint: Path, wanted: Collection[str] | None = None, parameters: Mapping[str, Tensor] | None = None
 ) -> dict[str, dict[str, Tensor]]:

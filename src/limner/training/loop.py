@@ -42,7 +42,7 @@ from limner.training.signals import Signals
 from limner.training.state import Stateful, restore, save
 from limner.training.step import update
 from limner.training.train_module import Batch, Objective
-from limner.training.train_state import Diverged, Evaluate, Run
+from limner.training.train_state import SKIPPED, Diverged, Evaluate, Run
 
 
 class Batches(Stateful, Protocol):
@@ -104,7 +104,7 @@ def train(
             `config.json`, and a checkpoint that was made with another record is refused.
         parallel: what the processes of the run do together; by default there is one.
         checkpointer: keeps states; by default as files in `out/checkpoints`, as `parallel` writes them.
-        bar: advanced by one per step.
+        bar: advanced by one per step; says at the end how many updates were skipped.
 
     Raises:
         Interrupted: Ctrl-C or SIGTERM, after saving. A second signal raises `KeyboardInterrupt` at
@@ -172,4 +172,6 @@ def train(
         plain(run.model)
         if run.ema:  # whole, where weights were in 16 bits
             run.ema.copy_to(run.model)
+        if run.skipped:
+            bar.note(f"{run.skipped:,} of {run.step:,} updates {SKIPPED}")
         return TrainResult(step=run.step, skipped=run.skipped, checkpoint=saved, metrics=log.last)

@@ -17,6 +17,7 @@ from limner.training.train_module import Objective, Trainable
 
 Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
 
+SKIPPED = "were skipped, since their loss or gradient was not finite"  # what messages say of updates
 _RANGE = 10.0  # a loss that is this much (or this many times) above the first has left its range
 
 

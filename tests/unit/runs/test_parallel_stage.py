@@ -1,7 +1,9 @@
 """The prior beside the contrastive model: what its training takes when the other process ends."""
 
+import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ import torch
 from limner import recipes
 from limner.errors import UserError
 from limner.runs.parallel_stage import LOG, _Watch, contrastive_beside
+from limner.training.checkpoint import Files
+from tiny import tiny_recipe
 
 
 @pytest.fixture
@@ -51,3 +55,30 @@ def test_no_code_of_the_folder_where_the_command_is_given_runs(threads, tmp_path
     ):
         watch.process.wait()  # pyright: ignore[reportAttributeAccessIssue]
     assert "stranger" not in (tmp_path / LOG).read_text()
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "says"),
+    [
+        ("limner.errors.UserError: training diverged\nx.py:3: UserWarning: cut\n  warn()\n", 1, "diverged"),
+        ("MemoryError\n  warn()\n", 1, "MemoryError"),
+        ("UserError: of an earlier start\nnothing else\n", -9, "signal 9 killed it, perhaps because memory ran out"),
+        ("", 1, "it said nothing"),
+    ],
+)
+def test_the_reason_is_found_in_the_log(tmp_path, log, code, says):
+    (tmp_path / "log").write_text(log)
+    process = mock.Mock(poll=lambda: code)
+    with pytest.raises(UserError, match=rf"beside the prior failed \([^)]*{says}[^)]*\): see"):
+        _Watch(process, tmp_path / "log", threads=2).check()
+
+
+@pytest.mark.parametrize("skipped", [0, 14])
+def test_the_end_says_how_many_updates_the_other_process_skipped(tmp_path, monkeypatch, capsys, skipped):
+    state = {"step": 15, "skipped": skipped}
+    Files(tmp_path / "contrastive", 1).save(15, {"x": {"x": torch.zeros(1)}}, state)
+    monkeypatch.setattr("sys.executable", shutil.which("true"))
+    with contrastive_beside(tiny_recipe(), "data", tmp_path, -1):
+        pass
+    said = "14 of 15 updates of the contrastive model were skipped, since their loss or gradient was not finite\n"
+    assert capsys.readouterr().err.count(said) == (skipped > 0)

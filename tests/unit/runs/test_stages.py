@@ -1,6 +1,7 @@
 """What a whole run promises beside its stages: nothing is trained or overwritten by a command that is refused."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,8 @@ from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.hard_negatives import HardContrastiveLoss
-from limner.pipeline import TextToImage
+from limner.optim.optimizers import AdamW
+from limner.pipeline import TextToImage, load
 from limner.recipes.recipe import PatchStage, Recipe
 from limner.runs.run_data import Material
 from limner.runs.stages import Stages, relate, reranker
@@ -189,3 +191,17 @@ def test_a_prior_begins_with_like_rows_for_like_patches():
         others = F.cosine_similarity(weight[::2], weight[1::2].roll(1, 0))
         assert alike.min() > 0.3 and others.abs().mean() < 0.2
         assert F.cosine_similarity(weight, old).min() > 0.4  # half of the variance is what it was
+
+
+def test_a_run_that_skipped_most_updates_is_saved_and_an_error(data, tmp_path, capsys):
+    """Also where the command is given again, and all is trained."""
+    far = with_steps(RECIPE, 15, warmup_steps=0, optimizer=AdamW(lr=1e30))
+    recipes = {"prior": replace(RECIPE, prior=far.prior), "contrastive": replace(RECIPE, contrastive=far.contrastive)}
+    said = "1[34] of 15 updates of the {} were skipped, since .* finite: the run in .* is saved but has hardly learned"
+    for name, title in (("prior", "prior"), ("contrastive", "contrastive model")):
+        run = tmp_path / name
+        for _ in range(2 if name == "prior" else 1):
+            with pytest.raises(UserError, match=said.format(title)):
+                train_all(recipes[name], data, run)
+            assert load(run).name == name
+        assert re.search("1[34] of 15 updates .*were skipped", capsys.readouterr().err)

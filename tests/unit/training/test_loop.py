@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints import read_tensors
-from limner.atomic_io import locked
+from limner.atomic_io import file_hash, locked
 from limner.data.stream import Stream
 from limner.errors import UserError
 from limner.models.dvae import DVAE, DVAEConfig
@@ -23,6 +23,7 @@ from limner.numerics.precision import Auto, Bf16, Fp32
 from limner.objectives.codebook_elbo import BalancedELB
 from limner.optim.optimizers import AdamW, AdamW16, Beta2WarmupAdamW, Lion, Muon, Optimizer, StableAdamW
 from limner.optim.schedules import Constant, Cosine, Plateau
+from limner.progress import Progress
 from limner.training.checkpoint import completed, latest, load_weights
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
@@ -494,3 +495,43 @@ def test_a_precision_converts_the_model_before_anything_knows_its_parameters(tmp
     train(plain := model(), objective, stream(), replace(CONFIG, ema_decay=0.5), tmp_path / "plain")
     assert not torch.equal(converted[0].weight.float(), model()[0].weight)  # it has learned
     torch.testing.assert_close(converted[0].weight.float(), plain[0].weight)
+
+
+class Notes(Progress):
+    def note(self, text: str) -> None:
+        self.notes = [*getattr(self, "notes", []), text]
+
+
+def test_the_end_says_how_many_updates_were_skipped(tmp_path: Path) -> None:
+    bars = Notes("a"), Notes("b"), Notes("c")
+    for bar, broken in zip(bars, (breaks(), breaks(*range(1, 12)), breaks()), strict=True):
+        out = tmp_path / ("a" if bar.title == "a" else "b")
+        result = train(model(), broken, stream(), replace(CONFIG, max_bad_steps=20), out, bar=bar)
+        assert result.skipped == (bar.title != "a") * 11
+    said = "11 of 12 updates were skipped, since their loss or gradient was not finite"
+    assert not hasattr(bars[0], "notes") and bars[1].notes == [said]
+    assert bars[2].notes[-1] == said  # again, where the run had ended
+
+
+STATES = {
+    "step": "x", "skipped": None, "bad": [], "first": "x", "seconds": {}, "config": [], "made_with": 3,
+    "parts": {"stream": {}, "schedule": {"total": 0.0, "count": 0, "best": [], "stale": 0, "halved": 0}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", STATES)
+def test_a_state_with_values_of_another_kind_is_refused_before_the_first_update(key: str, tmp_path: Path) -> None:
+    config = replace(CONFIG, schedule=Plateau(window=2), checkpoint_every=6)
+    train(model(), objective, stream(), replace(config, steps=6), tmp_path)
+    (saved,) = completed(tmp_path)
+    state = json.loads((saved / "state.json").read_text())
+    stream_state = state["parts"]["stream"]
+    for value in (STATES[key], "absent"):
+        state = {name: old for name, old in state.items() if name != key} | ({} if value == "absent" else {key: value})
+        if isinstance(value, dict) and key == "parts":
+            value["stream"] = stream_state
+        (saved / "state.json").write_text(json.dumps(state))
+        lines = [f"{file_hash(path)}  {path.name}\n" for path in saved.iterdir() if path.name != "SHA256SUMS"]
+        (saved / "SHA256SUMS").write_text("".join(lines))
+        with pytest.raises(UserError, match="is no checkpoint of such a run"):
+            train(model(), objective, stream(), config, tmp_path)
