@@ -1,4 +1,4 @@
-"""Eight-bit linear layers, StableAdamW with 16-bit moments and a report of spikes, in a model of one's own.
+"""Eight-bit linear layers, StableAdamW with 16-bit moments and a report of spikes, in a model without limner.
 
 python examples/low_precision.py
 

@@ -1,4 +1,4 @@
-"""The paper's sparse attention in a model of one's own: a transformer over 32 x 32 codes and one class.
+"""The paper's sparse attention in a model without limner: a transformer over 32 x 32 codes and one class.
 
 python examples/sparse_attention.py
 

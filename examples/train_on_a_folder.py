@@ -1,4 +1,4 @@
-"""Train on a folder of pictures with .txt captions beside them, from Python, and draw one of its captions.
+"""Train on a folder of pictures and .txt captions, from Python, and draw one of its captions.
 
 python examples/train_on_a_folder.py photos/ runs/photos 3000
 
