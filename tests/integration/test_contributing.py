@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md run as they stand, in their order, and do what the text says."""
+"""The examples of CONTRIBUTING.md run as printed, in their order, and do what the text says."""
 
 import math
 import os
@@ -54,7 +54,7 @@ def test_a_source_and_an_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "run/metrics.jsonl").exists()
     read = ImageCaptionDataset(names["source"], 32)
     _, pixels, _, rejected = read.load(np.arange(7))
-    assert pixels[:, 0, 0, 0].tolist() == [0, 40, 80, 160, 200, 240] and dict(rejected) == {"no number": 1}
+    assert pixels[:, 0, 0, 0].tolist() == [0, 40, 80, 160, 200, 240] and dict(rejected) == {"not a number": 1}
 
 
 def test_an_objective_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
