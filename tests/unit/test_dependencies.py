@@ -15,9 +15,10 @@ MODULES = {
     "attrs": "attr",
     "pyyaml": "yaml",
     "torch_optimi": "optimi",
+    "mkdocs_material": "material",
 }  # where the name differs
-# Commands, a plugin, and what a package that the tests import needs: no file imports them.
-CALLED = {"ruff", "pyright", "import_linter", "xdist", "attr"}
+# Commands, plugins, and a requirement of a package that the tests import: no file imports them.
+CALLED = {"ruff", "pyright", "import_linter", "xdist", "attr", "material", "mkdocstrings"}
 ABSENT = {"autoregressive", "dalle_pytorch"}  # bench/peers.py: the sources of others, by their path
 
 
@@ -30,7 +31,9 @@ def imported(*folders: str) -> set[str]:
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
                 found.add(node.module.partition(".")[0])
-    own = {"limner"} | {path.stem for path in (*(ROOT / "tests").rglob("*"), *(ROOT / "bench").iterdir())}
+    own = {"limner"} | {
+        path.stem for path in (*(ROOT / "tests").rglob("*"), *(ROOT / "bench").iterdir(), *(ROOT / "docs").iterdir())
+    }
     return found - own - sys.stdlib_module_names - ABSENT
 
 
