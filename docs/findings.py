@@ -1,4 +1,4 @@
-"""FINDINGS.md, from what `limner reproduce` wrote: `python docs/findings.py reproduced`.
+"""findings.md, from what `limner reproduce` wrote: `python docs/findings.py reproduced`.
 
 Nothing is copied by hand: claims, verdicts and tables are those of the folder's NAME.json, charts those of NAME-1.svg.
 A finding that the folder does not have stays as the page has it.
@@ -14,11 +14,11 @@ from typing import Any
 from limner.reproduce import NAMES
 
 HERE = Path(__file__).parent
-MARKS = {True: "holds", False: "does not hold", None: "cannot be told"}
+MARKS = {True: "holds", False: "does not hold", None: "is undecided"}
 HEAD = """# The papers' findings, at the scale of two cores
 
 Each is a command, `limner reproduce NAME`, which trains what it needs from fixed seeds and says whether the finding
-holds here; this page is made of what they said by `python docs/findings.py reproduced`. Models have up to a few million
+holds here. `python docs/findings.py reproduced` writes this page from the results. Models have up to a few million
 parameters and train for some hundred steps: what holds at the papers' scale need not hold here, nor the reverse.
 
 | command | the finding | here |
@@ -27,8 +27,8 @@ parameters and train for some hundred steps: what holds at the papers' scale nee
 
 
 def main(folder: Path) -> None:
-    """Write the folder's findings into FINDINGS.md, and their charts beside it."""
-    page, images = HERE / "FINDINGS.md", HERE / "images/findings"
+    """Write the folder's findings into findings.md, and copy their charts."""
+    page, images = HERE / "findings.md", HERE / "images/findings"
     images.mkdir(parents=True, exist_ok=True)
     rows, parts = read(page.read_text("utf-8"))
     for name in NAMES:

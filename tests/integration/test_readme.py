@@ -1,7 +1,7 @@
-"""The README's commands, word by word, in its order and in one folder; the long ones with smaller sizes appended.
+"""The commands and programs of README and guides, word by word, in their order and in one folder.
 
-What is not run: what needs a network or the machine's package manager, and `pytest` itself. Commands within sentences
-are run here or by what `WITHIN` names.
+Smaller sizes are appended to long commands. Commands that need a network or the machine's package manager are not run,
+and neither is `pytest`. Commands within sentences of the README are run here or by the file that `WITHIN` names.
 """
 
 import json
@@ -22,9 +22,21 @@ from limner.errors import UserError
 from limner.tasks import emoji
 
 ROOT = Path(__file__).parents[2]
+GUIDES = ("draw", "edit", "train", "emoji-and-icons", "continue", "evaluate", "own-model")  # scale: test_scale.py
+PAGES = ["README.md", *(f"docs/guides/{name}.md" for name in GUIDES), "docs/reference/metrics.md"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.M | re.S)
-LINES = [(kind, line) for kind, block in BLOCKS for line in ([block] if kind == "python" else block.splitlines())]
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in re.findall(r"^```(sh|python)\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
+]
+LINES = list(
+    dict.fromkeys(
+        (kind, re.sub(r"\s+# .*$", "", line) if kind == "sh" else line)
+        for kind, block in BLOCKS
+        for line in ([block] if kind == "python" else block.splitlines())
+    )
+)
 
 _LIKE = {"model.width": 32, "model.depth": 2, "model.heads": 2, "training.steps": 2, "training.batch-size": 4}
 _SMALL = {
@@ -39,24 +51,16 @@ APPENDED = {  # to a command that begins so
     "limner evaluate emoji": "--captions 4 --candidates 2 --repeats 1",
     "limner evaluate icons": "--captions 2 --candidates 2 --judge-steps 1",
     "limner evaluate grid": "--candidates 2",
+    "limner evaluate composition": "--captions 2 --candidates 2",
+    "limner evaluate reconstruction scenes": "--count 32",
 }
 HERE, CI = "tests/integration/test_readme.py", ".ci/run"
-WITHIN = {  # commands within sentences, and what runs them
-    "limner draw --help": "tests/unit/test_catalogue.py",
-    "limner evaluate composition --captions 8 --candidates 8 --mosaic drawn.png": "tests/integration/test_cli.py",
-    "limner train --recipe laptop --help": HERE,
-    "limner train photos/ …": "tests/integration/test_examples.py",  # by the program of examples/
-    # docs/SCALE.md has the same words, and test_torchrun.py kills a process of such a run.
-    "torchrun --nproc-per-node 2 --max-restarts 3 -m limner train …": "tests/integration/test_scale.py",
-    # On files made by the test; tests/reference/test_openai_dvae.py has modules of OpenAI's package.
-    "limner convert openai-dvae encoder.pkl decoder.pkl OUT": "tests/integration/test_train.py",
-    "python bench/prior.py --llamagen PATH --dalle-pytorch PATH": None,  # needs the sources of two other projects
-    'pip install ".[docs]" && python docs/api.py api': CI,
-    "ruff check .": CI, "ruff format --check .": CI, "pyright": CI, "lint-imports": CI, ".ci/run": CI,
-    "python tests/golden/make.py": HERE,  # test_curves.py calls its functions, all but the writing
-    "pytest -m attack --dist worksteal tests/attack": CI,  # a part of it
-}  # fmt: skip
-# "pip install . && limner demo" is the one that goes on after it.
+WITHIN = {  # commands within sentences of the README, and the file that runs them
+    "limner plan": "tests/integration/test_cli.py",
+    "limner reproduce": "tests/integration/test_reproduce.py",
+    'pip install ".[data,plot]"': CI,  # as part of the set `dev`
+    'pip install ".[docs]" && mkdocs build --strict': CI,
+}
 NOT_RUN = ("pip install", "apt-get install", "npm pack")
 DEMO = """
 from dataclasses import replace
@@ -75,7 +79,7 @@ raise SystemExit(main(["demo", "--scenes", "60", "--captions", "2", "--candidate
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the README's reader sits: `limner` and `python` on the path, and a folder `photos/` with captions."""
+    """A reader's folder: `limner` and `python` on the path, and `photos/` with captions."""
     here = tmp_path_factory.mktemp("readme")
     (here / "bin").mkdir()
     for name, runs in {
@@ -95,7 +99,7 @@ def folder(tmp_path_factory):
 
 
 def _icon_sets(here: Path, random: np.random.Generator) -> None:
-    """What `npm pack` would leave there: the README's eight sets, of other drawings."""
+    """The eight archives that `npm pack` would write, with other drawings."""
     pytest.importorskip("emoji")
     names = [one.name.replace(" ", "-") for one in emoji.all_emoji() if not one.tones][:80]
     (packed,) = (line for _, line in LINES if line.startswith("npm pack"))
@@ -127,19 +131,18 @@ def shell(command: str, folder: Path) -> str:
 
 def command(line: str) -> str:
     """The line without its comment, with smaller sizes where it would take long."""
-    line = re.sub(r"\s+# .*$", "", line)
     more = next((more for begin, more in APPENDED.items() if line.startswith(begin)), "")
-    return f"{line} {more}"
+    return f"{line} {more}" + " --prior.training.cooldown-steps 1" * ("cooldown-steps" in line)
 
 
 @pytest.mark.parametrize(("kind", "line"), LINES, ids=[line.split("  ")[0][:50].strip() for _, line in LINES])
-def test_a_command_does_what_the_readme_says(kind: str, line: str, folder: Path) -> None:
+def test_a_command_does_what_the_page_says(kind: str, line: str, folder: Path) -> None:
     if kind == "python":
         program = folder / "program.py"
         program.write_text(line)
         shell("python program.py", folder)
-        assert (folder / "circles.png").exists()
-    elif line == "pip install . && limner demo":
+        assert all((folder / name).exists() for name in re.findall(r'save\("(.+?)"\)', line))
+    elif line == "limner demo":
         (folder / "demo.py").write_text(DEMO)
         shell("python demo.py", folder)
         assert (folder / "limner-demo/report.html").exists()
@@ -149,10 +152,10 @@ def test_a_command_does_what_the_readme_says(kind: str, line: str, folder: Path)
     elif "emoji" in line and not emoji_are_there():
         pytest.skip("needs a color-emoji font and the package emoji")
     else:
-        said = shell(command(line), folder)
+        output = shell(command(line), folder)
         if " -o " in line or " --plot " in line or " --mosaic " in line:
             assert list(folder.glob("*.png"))
-        assert said or line.startswith("python -c")
+        assert output or line.startswith("python -c")
 
 
 def emoji_are_there() -> bool:
@@ -162,16 +165,21 @@ def emoji_are_there() -> bool:
         return False
 
 
-def test_the_readme_is_read_as_blocks() -> None:
+def test_the_pages_have_blocks() -> None:
     assert {kind for kind, _ in BLOCKS} == {"sh", "python"}
-    assert len(LINES) > 20
+    assert len(LINES) > 30
 
 
-def test_commands_within_sentences_are_run_by_what_is_named() -> None:
+def test_the_readme_is_short_and_begins_with_a_picture_a_command_and_a_comparison() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 120 and max(map(len, lines)) <= 130
+    screen = "\n".join(lines[:25])
+    assert all(part in screen for part in ("docs/images/icons.png", "`limner draw ", "| dalle-pytorch"))
+
+
+def test_commands_within_sentences_are_run_by_the_file_named() -> None:
     prose = re.sub(r"^```.*?^```", "", README, flags=re.M | re.S).replace("\n", " ")
-    named = re.findall(
-        r"`((?:limner|torchrun|python|pip|pytest|ruff|pyright|lint-imports|\.ci/run)(?: [^`]*)?)`", prose
-    )
+    named = re.findall(r"`((?:limner|torchrun|python|pip|pytest|ruff|pyright|mkdocs|\.ci/run) [^`]*)`", prose)
     assert {name for name in named if not any(line.startswith(name) for _, line in LINES)} == WITHIN.keys()
     assert all((ROOT / where).exists() for where in WITHIN.values() if where)
 
@@ -180,7 +188,7 @@ def test_help_lists_the_settings_of_a_recipe(folder: Path) -> None:
     assert "--prior.training.steps" in shell("limner train --recipe laptop --help", folder)
 
 
-def test_golden_curves_are_written_anew(folder: Path) -> None:
+def test_golden_curves_are_written_again(folder: Path) -> None:
     shutil.copytree(ROOT / "tests/golden", folder / "tests/golden")
     written = folder / "tests/golden/curves.json"
     before = written.stat().st_mtime_ns, json.loads(written.read_text())

@@ -1,4 +1,4 @@
-"""The commands of docs/SCALE.md, word by word, in its order and in one folder; smaller models are appended."""
+"""The commands of docs/guides/scale.md, word by word, in its order and in one folder; smaller models are appended."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import torch
 from torch import distributed, nn
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "docs/SCALE.md").read_text(encoding="utf-8"), re.M | re.S)
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "docs/guides/scale.md").read_text(encoding="utf-8"), re.M | re.S)
 COMMANDS = [line for kind, block in BLOCKS if kind == "sh" for line in block.replace("\\\n", "").splitlines()]
 SMALL = {
     "dvae": "model.width=8 model.vocab=64 training.steps=2 training.batch-size=4",
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[re.sub(r"\s+", " ", line)[:60] for line in COMMANDS])
-def test_a_command_does_what_the_chapter_says(command: str, folder: Path) -> None:
+def test_a_command_does_what_the_page_says(command: str, folder: Path) -> None:
     env = {
         **os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src"),
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
@@ -50,7 +50,7 @@ def test_a_command_does_what_the_chapter_says(command: str, folder: Path) -> Non
         assert "torchrun --nnodes" in done.stdout
 
 
-def test_the_reducer_in_a_loop_of_ones_own(tmp_path: Path) -> None:
+def test_the_reducer_in_another_training_loop(tmp_path: Path) -> None:
     (program,) = [block for kind, block in BLOCKS if kind == "python"]
     torch.manual_seed(0)
     model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(512, 512)]), "head": nn.Linear(512, 1)})
@@ -76,5 +76,5 @@ def test_the_reducer_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert names["reduction"].errors().keys() == {"blocks.0.weight"}
 
 
-def test_the_chapter_is_read_as_blocks() -> None:
+def test_the_page_is_read_as_blocks() -> None:
     assert {kind for kind, _ in BLOCKS} == {"sh", "python"} and len(COMMANDS) >= 7

@@ -158,7 +158,7 @@ class CLIP(nn.Module):
 
 
 def test_the_page_converts_nanogpt_and_openclip():
-    page = (Path(__file__).parents[3] / "docs/LOW_PRECISION.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/guides/low-precision.md").read_text()
     lines = re.findall(r"^convert\((?:gpt|clip).*", page, re.MULTILINE)
     gpt, clip = GPT(), CLIP()
     for model, says in ((gpt, "lm_head or its weight.*where="), (clip, "attn.out_proj is a .*where=")):
