@@ -52,13 +52,18 @@ class Html(HTMLParser):
             self.loaded.append(address)
 
 
-@pytest.fixture(scope="module")
-def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_reference", ROOT / "docs/reference.py")
+def script(name: str) -> ModuleType:
+    """A module of docs/."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / f"docs/{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    return script("reference")
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +187,12 @@ def test_benchmarks_state_their_conditions_and_no_targets():
     sections = re.split(r"^###? ", text, flags=re.MULTILINE)[1:]
     undated = [s.splitlines()[0] for s in sections if "|---" in s and not re.search(r"2026-\d\d-\d\d", s)]
     assert set(undated) <= {"Prior on a GPU", "Optimizers and 8-bit layers on a GPU"}  # their chapter has the date
+
+
+def test_the_tables_of_the_benchmarks_are_those_of_the_figures():
+    text, tables = (ROOT / "docs/benchmarks.md").read_text("utf-8"), script("benchmark_tables")
+    assert tables.page(text) == text, "write them again: python docs/benchmark_tables.py"
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "bench/results").glob("*.json")}
+    assert set(re.findall(r"<!-- (bench/\S+) -->", text)) == files and len(files) > 20
+    assert len(re.findall(r"^\|---", text, re.MULTILINE)) == len(files)  # no table without figures
+    assert tables.cell({"value": -1.5, "format": "{:+.1f} s"}, None) == "−1.5 s"
