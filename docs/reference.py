@@ -120,7 +120,7 @@ def cli() -> str:
 
 
 def _description(parser: ArgumentParser) -> list[str]:
-    text = str(parser.description or "").partition("\nThese take")[0].strip()
+    text = re.split(r"\n[^\n]*\n  --", str(parser.description or ""))[0].strip()  # without the list of variants
     return [f"{_prose(text)}\n"] if text else []
 
 

@@ -56,8 +56,6 @@ APPENDED = {  # to a command that begins so
 }
 HERE, CI = "tests/integration/test_readme.py", ".ci/run"
 WITHIN = {  # commands within sentences of the README, and the file that runs them
-    "limner plan": "tests/integration/test_cli.py",
-    "limner reproduce": "tests/integration/test_reproduce.py",
     'pip install ".[data,plot]"': CI,  # as part of the set `dev`
     'pip install ".[docs]" && mkdocs build --strict': CI,
 }
