@@ -59,10 +59,10 @@ def pages() -> dict[str, str]:
 
 
 def ordered(names: list[str]) -> list[str]:
-    """Pages of a folder in the order of the navigation: recipes as the command line lists them."""
+    """Pages of a folder in the order of the navigation: recipes as the command line lists them, the log newest first."""
     order = {f"reference/recipes/{name}.md": i for i, name in enumerate(recipes.NAMES)}
-    newest_first = names if not any("log/" in name for name in names) else names[::-1]
-    return sorted(newest_first, key=lambda name: order.get(name, len(order)))
+    names = names[::-1] if names[0].startswith("log/") else names
+    return sorted(names, key=lambda name: order.get(name, len(order)))
 
 
 # ---------------------------------------------------------------------------- command line
