@@ -59,7 +59,7 @@ def pages() -> dict[str, str]:
 
 
 def ordered(names: list[str]) -> list[str]:
-    """Pages of a folder in the order of the navigation: recipes as the command line lists them, the log newest first."""
+    """Pages of a folder in navigation order: recipes as the command line lists them, the log newest first."""
     order = {f"reference/recipes/{name}.md": i for i, name in enumerate(recipes.NAMES)}
     names = names[::-1] if names[0].startswith("log/") else names
     return sorted(names, key=lambda name: order.get(name, len(order)))
