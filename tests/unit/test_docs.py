@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+LOG = DOCS / "log"
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.rglob("*.md"))
 #: Pages that docs/hooks.py generates: test_site.py checks links to them.
 GENERATED = re.compile(r"(reference/)?(cli|recipes/[\w-]+|api/\w+)\.md$|(contributing|changelog)\.md$")
@@ -41,7 +42,7 @@ def test_links_and_files_that_a_page_names_are_there(page: Path):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!http)([^)#\s]+)", text):
         assert (page.parent / target).exists() or GENERATED.search(target), target
-    if page.name != "LOG.md" and page.parent.name != "log":  # which name files of their time
+    if page.parent != LOG:  # an entry has the names of its date
         for name in NAMED.findall(text):
             assert (ROOT / name).exists() or (ROOT / "src/limner" / name).exists(), name
 
@@ -55,19 +56,66 @@ def test_a_name_after_a_file_is_in_that_file():
                     assert all(re.search(rf"\b{part}\b", source) for part in name.split(".")), (target, name)
 
 
-def test_each_round_of_the_log_stands_in_its_contents_and_begins_with_what_was_taken():
-    log = (ROOT / "docs/LOG.md").read_text(encoding="utf-8")
-    rounds = re.findall(r"^# (.+)\n\n(.*)", log, re.MULTILINE)[1:]  # behind the title
-    assert len(rounds) == len(re.findall(r"^# ", log, re.MULTILINE)) - 1 > 0
-    contents = re.findall(r"^- \[(.+)\]\(#(.+)\)$", log.partition("\n# ")[0], re.MULTILINE)
-    anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title, _ in rounds]
-    assert contents == list(zip([title for title, _ in rounds], anchors, strict=True))
-    assert [title for title, first in rounds if not first.startswith("Taken: ")] == []
+@pytest.mark.parametrize("page", sorted(LOG.glob("[0-9]*.md")), ids=lambda page: page.name)
+def test_each_log_entry_has_a_date_a_verdict_and_an_insight(page: Path):
+    text = page.read_text(encoding="utf-8")
+    entries = [entry for entry in log_entries() if entry.path == page]
+    assert len(entries) == len(re.findall(r"^## ", text, re.MULTILINE)) > 0
+    assert {entry.date for entry in entries} == {page.stem}
+    for body in re.split(r"^## .*$", text, flags=re.MULTILINE)[1:]:
+        assert body.strip().split("\n\n")[-1].startswith("Insight: "), body.strip()[:80]
+
+
+def test_the_contents_of_the_log_list_each_entry_once():
+    contents = runpy.run_path(str(ROOT / "docs/log_index.py"))["table"]()
+    assert (LOG / "index.md").read_text(encoding="utf-8").endswith("\n" + contents), "run python docs/log_index.py"
+    anchors = [entry.anchor for entry in log_entries()]
+    assert len(anchors) == len(set(anchors))
+    assert not [
+        anchor for anchor in anchors if "--" in anchor or not anchor.isascii()
+    ]  # GitHub and mkdocs differ there
+
+
+def log_entries() -> list:
+    return runpy.run_path(str(ROOT / "docs/log_index.py"))["entries"]()
+
+
+def log_references(text: str) -> list[tuple[str, str]]:
+    """File names in `docs/log/` with the title quoted after each, "" without one."""
+    references = re.findall(r'docs/log/([\w-]+\.md)(?:,[\s#:]+"([^"]+)")?', text)
+    return [(name, re.sub(r"[\s#:]*\n[\s#:]*", " ", title)) for name, title in references if name != "index.md"]
+
+
+def test_references_to_the_log_name_an_entry():
+    """A reference is `docs/log/FILE.md, "TOPIC"`, where TOPIC is the beginning of one entry's topic in that file."""
+    folders = ("src", "bench", "examples", "tests")
+    sources = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")) if path != Path(__file__)]
+    entries, checked = log_entries(), 0
+    for path in [*PAGES, *sources]:
+        text = path.read_text(encoding="utf-8")
+        for name, topic in log_references(text):
+            matching = [e for e in entries if e.path.name == name and topic and e.topic.startswith(topic)]
+            assert len(matching) == 1, (path, name, topic)
+            checked += 1
+    assert checked > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "references"),
+    [
+        ('see docs/log/2026-11-21.md, "A title" (x)', [("2026-11-21.md", "A title")]),
+        ('#: The best (docs/log/2026-11-21.md,\n#: "A\n#: title")', [("2026-11-21.md", "A title")]),
+        ("docs/log/2026-11-21.md has it", [("2026-11-21.md", "")]),
+        ("docs/log/index.md lists all", []),
+    ],
+)
+def test_the_topic_of_a_reference_may_be_wrapped(text: str, references: list[tuple[str, str]]):
+    assert log_references(text) == references
 
 
 def test_a_rate_is_per_something():
-    """The log and the findings keep the words of their time."""
-    pages = [page for page in PAGES if page.name not in ("LOG.md", "findings.md") and page.parent.name != "log"]
+    """The findings keep the words of their time."""
+    pages = [page for page in PAGES if page.name != "findings.md"]
     sources = [
         path for folder in ("src", "bench", "examples", "docs") for path in sorted((ROOT / folder).rglob("*.py"))
     ]

@@ -8,7 +8,8 @@ Candidates of *one* caption differ in a single thing. So, a third of the time ea
 - two words change places where each could stand in the other's: "a red circle above a blue square"
   becomes "a red square above a blue circle";
 - two phrases change places: "a red circle above a blue square" becomes "a blue square above a red circle".
-  Without these a model learns what there is, and not where (docs/LOG.md).
+  Without these a model learns what there is, and not where
+  (docs/log/2026-11-22.md, "Spatial relations in the reranker").
 
 This needs no grammar and works on any data. Captions that mean the same are left out as far as they can be recognised:
 a list in another order, and, if the facts of a picture are known (`tasks/caption_truth.py`), whatever is true of it.

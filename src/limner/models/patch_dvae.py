@@ -1,6 +1,7 @@
 """A discrete VAE of patches: a code is the nearest of V patches, and a decoder makes one picture of them.
 
-For small, flat pictures and few processors; not in the paper (docs/LOG.md compares). The codes are the centres of a
+For small, flat pictures and few processors; not in the paper
+(docs/log/2026-11-23.md, "dVAE of patches for icons" compares). The codes are the centres of a
 k-means clustering, found in minutes and all in use from the first step on, where the paper's encoder learns them by a
 relaxation. A code says what is at its place and nothing of what is around it, which a prior learns fastest from. The
 decoder pastes the patches and corrects them by their neighbours, with residual blocks at the grid's resolution. Where

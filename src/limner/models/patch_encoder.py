@@ -1,6 +1,7 @@
 """An encoder of the dVAE that sees each patch alone, so that equal patches have equal codes whatever is near them.
 
-For small, flat pictures, where the codes of other encoders depend on context that a prior cannot predict (docs/LOG.md);
+For small, flat pictures, where the codes of other encoders depend on context that a prior cannot predict
+(docs/log/2026-11-22.md, "Encoder that sees one patch alone");
 not in the paper.
 
 Shapes: B batch, H x W pixels, h x w grid of patches, V codes.

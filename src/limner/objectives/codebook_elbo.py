@@ -1,7 +1,8 @@
 """A relaxed bound for the dVAE that keeps its codebook on small, flat pictures; not in the paper.
 
 On scenes of a few colors the paper's objective (`elbo.py`) collapses to a handful of codes, and the learned
-scale b earns nearly all of the likelihood on constant backgrounds. docs/LOG.md says what was tried.
+scale b earns nearly all of the likelihood on constant backgrounds.
+docs/log/2026-11-21.md, "dVAE objectives for small flat pictures" says what was tried.
 
 Shapes: B batch, H x W pixels, h x w grid, V codes.
 """
@@ -47,7 +48,8 @@ class BalancedELB(Checked):
       otherwise take most of the codes, one shade under a hundred names, which no prior can predict;
     - ln b is clamped from below at `log_b_floor`, so that no pixel is worth more than that.
 
-    Two more are for worlds whose combinations must be found again where they were never seen (docs/LOG.md):
+    Two more are for worlds whose combinations must be found again where they were never seen
+    (docs/log/2026-11-25.md, "Price for codes within one training"):
 
     - `detail` weighs reconstructions of patches by local contrast, too, within each picture: things on a plain
       background are a tenth of its pixels, and most of what can be wrong about it;

@@ -4,7 +4,8 @@ Squared error is the likelihood of a normal distribution with one scale for all 
 distribution. Where the codes leave open on which side of an edge a pixel lies, the least squared error has the mean of
 both colors, and the least absolute error one of the two: edges become sharp. From initial weights on, absolute error
 left the seams of patches, so it comes last. The paper's logit-Laplace, whose scale is learned, moved this decoder
-hardly (docs/LOG.md has both).
+hardly
+(docs/log/2026-11-26.md, "Absolute error in the last steps"; docs/log/2026-11-23.md, "dVAE of patches for icons").
 
 Shapes: B batch, H x W pixels.
 """

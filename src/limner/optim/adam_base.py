@@ -14,7 +14,8 @@ or more, unless they are float64. "Store all gains, biases, embeddings, and unem
 Weights may be in 16 bits, too ("most parameters, Adam moments, and activations are stored in 16-bit precision", §2.4).
 Then their moments, if not packed, are fp32, and so is the whole update; the weight is rounded once, at its end, up or
 down at random, such that its mean is what was computed. The paper does not say how it rounds. To the nearest number,
-what is less than half a step would be lost, in every update: docs/LOG.md has what was measured. The random numbers
+what is less than half a step would be lost, in every update:
+docs/log/2026-11-25.md, "Weights in 16 bits rounded at random" has what was measured. The random numbers
 follow from a tensor's count of steps and its place in the optimiser, so that processes which hold the same weights go
 on to hold the same, and a run that goes on draws those of one that was never stopped.
 

@@ -65,7 +65,7 @@ class Muon(_Settings):
 
     (Jordan et al. 2024.) An update is the momentum with its singular values brought near 1, times
     `lr * sqrt(max(1, rows / columns))`. Small priors learn more from each sample with it than with
-    AdamW: see docs/LOG.md.
+    AdamW: see docs/log/2026-11-21.md, "Small batches and Muon for the prior".
 
     Args:
         momentum: decay per step of the running sum of gradients.

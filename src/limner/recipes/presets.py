@@ -248,7 +248,8 @@ def clip(size: str) -> Recipe:
 
 
 def _training(steps: int, batch: int, ema: float) -> TrainConfig:
-    """What small priors learn fastest from (docs/LOG.md): small batches, Muon, a cosine to a fiftieth."""
+    """What small priors learn fastest from
+    (docs/log/2026-11-21.md, "Small batches and Muon for the prior"): small batches, Muon, a cosine to a fiftieth."""
     return TrainConfig(
         steps=steps, batch_size=batch, optimizer=Muon(others=AdamW(lr=5e-3)), clip_norm=1.0,
         warmup_steps=min(200, steps // 10), schedule=Cosine(end=0.02), ema_decay=ema, eval_every=500,
@@ -259,7 +260,9 @@ def _training(steps: int, batch: int, ema: float) -> TrainConfig:
 def _small_dvae(
     size: int, groups: int, vocab: int, steps: int, context: int, detail: float = 0.0, priced_from: int | None = None
 ) -> DVAEStage:
-    """A dVAE for small, flat pictures; docs/LOG.md says what was compared, and that the three gains were not."""
+    """A dVAE for small, flat pictures;
+    docs/log/2026-11-21.md, "dVAE objectives for small flat pictures"
+    says what was compared, and that the three gains were not."""
     return DVAEStage(
         model=DVAEConfig(
             size=size, width=48, groups=groups, blocks=1, vocab=vocab, code_width=64, gain=0.5, init_gain=2**0.5,
@@ -290,7 +293,8 @@ def _patches(vocab: int, steps: int) -> PatchStage:
 
 
 def _small_contrastive(steps: int, width: int = 128, distractors: int = 3) -> ContrastiveStage:
-    """Muon tells captions apart after a third of the steps that AdamW needs (docs/LOG.md)."""
+    """Muon tells captions apart after a third of the steps that AdamW needs
+    (docs/log/2026-11-21.md, "Muon for the reranker")."""
     return ContrastiveStage(
         model=ContrastiveConfig(patch=8, width=width, depth=4, heads=4, embedding=128),
         objective=HardContrastiveLoss(spoiled=1),

@@ -79,7 +79,8 @@ class Training:
     others: float = 0.032  # learning rate of what is no matrix of a block
 
 
-#: Each with its learning rate: the best of those tried on seed 0 (docs/LOG.md).
+#: Each with its learning rate: the best of those tried on seed 0
+#: (docs/log/2026-11-25.md, "Dion against PowerSGD at equal rank").
 KINDS = {"AdamW": 8e-3, "Muon": 0.02, "PowerSGD, AdamW": 8e-3, "PowerSGD, Muon": 0.02, "Dion": 0.02}
 
 

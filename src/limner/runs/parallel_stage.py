@@ -1,7 +1,8 @@
 """The reranker, trained in a process of its own while the prior trains here.
 
 The operations of small models are too short to share among a CPU's threads: two processes with half of the
-threads each train both models in 70 to 85% of the time that all threads take for one after the other (docs/LOG.md).
+threads each train both models in 70 to 85% of the time that all threads take for one after the other
+(docs/log/2026-11-21.md, "One thread per process").
 The other process saves and stops when this one is interrupted or dies. When it is done, the prior trains with all
 threads.
 """

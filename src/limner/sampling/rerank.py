@@ -3,7 +3,7 @@
 Not in the paper: the prior has a say. The contrastive model tells captions apart, and the prior knows which
 drawings are malformed; so what the prior found likely may count in a score, with a weight that a model
 brings along. Where a part of the picture was given, it is the whole score: the contrastive model hardly knows
-whether two parts of a picture go together (docs/LOG.md compares).
+whether two parts of a picture go together (docs/log/2026-11-26.md, "Ranking by likelihood where a part" compares).
 
 Shapes: B captions, N candidates, T text positions, S image positions, H x W pixels.
 """
