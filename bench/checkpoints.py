@@ -27,7 +27,7 @@ from torch import Tensor, distributed
 from limner.distributed.process_group import joined
 from limner.distributed.sharded import Sharded
 from limner.models.transformer import SIZES
-from limner.optim.dtensor import whole
+from limner.optim.dtensor import full_tensor
 from limner.training.checkpoint import Files
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -103,7 +103,7 @@ def measure(parallel: Sharded, size: str, rounds: int, folder: Path) -> None:
 
 def gathered(files: Files, step: int, state: Tensors) -> None:
     """The whole state on all processes; the first one writes."""
-    tensors = {name: {key: whole(x) for key, x in group.items()} for name, group in state.items()}
+    tensors = {name: {key: full_tensor(x) for key, x in group.items()} for name, group in state.items()}
     if distributed.get_rank() == 0:
         files.save(step, tensors, {})
 

@@ -28,7 +28,7 @@ from limner.distributed.sharded import Sharded
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Bf16
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.optimizers import AdamW, AdamW16, Muon
+from limner.optim.optimizers import AdamW16Config, AdamWConfig, MuonConfig
 from limner.profiling.dry_run import Measure
 from limner.profiling.launch import Launch
 from limner.profiling.memory_tracker import Watcher
@@ -36,7 +36,7 @@ from limner.training.config import TrainConfig
 from limner.training.step import update
 from limner.training.train_state import Run
 
-OPTIMIZERS = {kind.__name__: kind for kind in (AdamW, AdamW16, Muon)}
+OPTIMIZERS = {kind.__name__.removesuffix("Config"): kind for kind in (AdamWConfig, AdamW16Config, MuonConfig)}
 STEPS = 3
 
 

@@ -32,7 +32,7 @@ def sides() -> dict[str, Make]:
         BASE: lambda ps: torch.optim.AdamW(ps, fused=True),
         "torch AdamW, foreach": lambda ps: torch.optim.AdamW(ps, foreach=True),
         "StableAdamW": StableAdamW,
-        "StableAdamW, 16 bits": lambda ps: StableAdamW(ps, packed=True),
+        "StableAdamW, 16 bits": lambda ps: StableAdamW(ps, quantize_state=True),
         "AdamW16": AdamW16,
         "Beta2WarmupAdamW": Beta2WarmupAdamW,
         "Lion": Lion,

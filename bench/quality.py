@@ -42,7 +42,7 @@ from limner.evaluation.icon_classifier import JudgeConfig, trained
 from limner.evaluation.icon_pictures import Icons
 from limner.pipeline import TextToImage, load
 from limner.progress import progress
-from limner.recipes.recipe import PatchStage, Recipe, fitted_contrastive
+from limner.recipes.recipe import PatchStage, Recipe, resolve_contrastive_config
 from limner.runs.run_data import Material
 from limner.runs.stages import Stages
 from limner.runs.time_estimate import seconds_per_step, trial
@@ -83,7 +83,7 @@ def ours(options: argparse.Namespace, folder: Path, captions: list[str]) -> Tens
     took = clock.share() * options.minutes
     print(f"ours: {steps:,} and {recipe.prior.training.steps:,} steps in {took:.1f} minutes", file=sys.stderr)
     assert prior is not None
-    unused = fitted_contrastive(recipe.contrastive, recipe.text, tokenizer.vocab_size, dvae.config).build()
+    unused = resolve_contrastive_config(recipe.contrastive, recipe.text, tokenizer.vocab_size, dvae.config).build()
     own = {"temperature": recipe.prior.temperature, "guidance": recipe.prior.guidance}
     pipe = TextToImage(dvae, prior, unused.eval(), tokenizer, {"name": "ours", **own})
     made = []

@@ -47,7 +47,7 @@ from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.progress import progress
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single
@@ -206,7 +206,9 @@ def work(of: Work) -> None:
         heads=of.width // 64,
     )  # fmt: skip
     steps = of.warm + of.steps
-    config = TrainConfig(steps=steps, optimizer=AdamW(lr=1e-3), batch_size=of.batch, precision=Fp32(), seed=of.seed)
+    config = TrainConfig(
+        steps=steps, optimizer=AdamWConfig(lr=1e-3), batch_size=of.batch, precision=Fp32(), seed=of.seed
+    )
     torch.manual_seed(of.seed)
     run = Run(model.build(), Autoregressive(), config, parallel=parallel)
     generator = torch.Generator().manual_seed(of.seed)

@@ -53,14 +53,14 @@ class _Parsed(Exception):
 def pages() -> dict[str, str]:
     """Markdown of each generated page by its path under docs/."""
     found = {"reference/cli.md": cli(), "reference/recipes/index.md": recipe_index()}
-    found |= {f"reference/recipes/{name}.md": recipe_page(name) for name in recipes.NAMES}
+    found |= {f"reference/recipes/{name}.md": recipe_page(name) for name in recipes.SUMMARIES}
     found |= {"reference/recipes/variants.md": variants()}
     return found | api_pages()
 
 
 def ordered(names: list[str]) -> list[str]:
     """Pages of a folder in navigation order: recipes as the command line lists them, the log newest first."""
-    order = {f"reference/recipes/{name}.md": i for i, name in enumerate(recipes.NAMES)}
+    order = {f"reference/recipes/{name}.md": i for i, name in enumerate(recipes.SUMMARIES)}
     names = names[::-1] if names[0].startswith("log/") else names
     return sorted(names, key=lambda name: order.get(name, len(order)))
 
@@ -230,14 +230,16 @@ def recipe_index() -> str:
         "| recipe | what it trains |",
         "|---|---|",
     ]
-    return "\n".join([*lines, *(f"| [`{n}`]({n}.md) | {_cell(_prose(about))} |" for n, about in recipes.NAMES.items())])
+    return "\n".join(
+        [*lines, *(f"| [`{n}`]({n}.md) | {_cell(_prose(about))} |" for n, about in recipes.SUMMARIES.items())]
+    )
 
 
 def recipe_page(name: str) -> str:
     """All settings of a recipe, one table for each part."""
     options = recipe_options(name)
     lines = [
-        f"# Recipe {name}\n", f"`limner train DATA --recipe {name} --out RUN` trains it: {recipes.NAMES[name]}.\n",
+        f"# Recipe {name}\n", f"`limner train DATA --recipe {name} --out RUN` trains it: {recipes.SUMMARIES[name]}.\n",
         "The defaults are those of this recipe.\n",
     ]  # fmt: skip
     for group, actions in _groups(options.parser).items():
@@ -321,7 +323,7 @@ def _line(pattern: str, text: str) -> str:
 
 def memory() -> str:
     """Memory per GPU of each size of the prior."""
-    names = list(recipes.NAMES)
+    names = list(recipes.SUMMARIES)
     sizes = [name for name in names[names.index("tiny") :] if not name.startswith("clip-")]
     figures = {size: [planned(size, *case) for case in PLANS] for size in sizes}
     heads = [f"{n} × {gpu}, {each} samples per GPU" for n, gpu, each in PLANS]

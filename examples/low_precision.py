@@ -12,7 +12,7 @@ from torch import nn
 
 from limner.layers import SwitchBackLinear
 from limner.layers.convert import convert
-from limner.metrics.spikes import foreseen
+from limner.metrics.spikes import match_spikes
 from limner.optim import StableAdamW
 
 WIDTH, CODES, LENGTH = 64, 100, 32
@@ -39,7 +39,7 @@ codes, blocks, head = nn.Embedding(CODES, WIDTH), nn.Sequential(Block(), Block()
 convert(blocks, SwitchBackLinear.of)  # of the blocks alone, as in the paper
 optimizer = StableAdamW(
     [
-        {"params": blocks.parameters(), "packed": True},  # moments in 1-6-9 and 0-6-10
+        {"params": blocks.parameters(), "quantize_state": True},  # moments in 1-6-9 and 0-6-10
         {"params": [*codes.parameters(), *head.parameters()]},  # embeddings and outputs keep theirs in fp32
     ],
     lr=1e-2,
@@ -53,7 +53,7 @@ for _ in range(40):
     optimizer.step()
     losses.append(loss.item())
     rms.append(optimizer.rms([("embedding", codes.weight)])["embedding"])
-found = foreseen(np.array(losses), np.array(rms))
+found = match_spikes(np.array(losses), np.array(rms))
 print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at the end")
 print(f"{len(found.loss)} loss spikes, {len(found.following)} after a spike of the embedding's RMS")
 state = optimizer.state[blocks[0].up.weight]

@@ -28,7 +28,7 @@ from limner.errors import UserError
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.optimizers import AdamW16
+from limner.optim.optimizers import AdamW16Config
 from limner.training.checkpoint import Files, completed
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
@@ -40,7 +40,7 @@ from limner.training.train_state import Run
 
 STEPS, EVERY = 8, 4
 CONFIG = TrainConfig(
-    steps=STEPS, batch_size=8, optimizer=AdamW16(lr=0.01), ema_decay=0.9, precision=Fp32(), log_every=1,
+    steps=STEPS, batch_size=8, optimizer=AdamW16Config(lr=0.01), ema_decay=0.9, precision=Fp32(), log_every=1,
     checkpoint_every=EVERY, eval_every=None, keep=9,
 )  # fmt: skip
 

@@ -26,16 +26,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from limner.atomic_io import atomic_folder, atomic_write_bytes, atomic_write_text, require_file
-from limner.config import TAG, from_dict, to_dict
+from limner.config import from_dict, to_dict
 from limner.data.attribution import KEYS, united
 from limner.errors import UserError
 from limner.json_files import parse_json, read_mapping, to_json, write_json
 from limner.layers.quantize import row_wise
 from limner.models.contrastive import ContrastiveConfig
-from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import TransformerConfig
-from limner.optim.dtensor import like
+from limner.optim.dtensor import shard_like
 from limner.pretrained import FORMAT, find, is_bundle, named
 from limner.text.bpe import Tokenizer
 
@@ -233,7 +232,7 @@ def _load_part(folder: Path, name: str, kind: Any, data: Mapping[str, Any]) -> n
     if name not in data:
         raise UserError(f"{where} lacks the settings of {name!r}")
     try:
-        config = from_dict(kind, _tagged(name, data[name]), name)
+        config = from_dict(kind, data[name], name)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     path = folder / f"{name}.safetensors"
@@ -270,18 +269,12 @@ def _load_part(folder: Path, name: str, kind: Any, data: Mapping[str, Any]) -> n
 
             own = model.state_dict()
             for key in shapes:  # one after the other, since they may be many and each process's part of them small
-                own[key].copy_(like(_checked(value(key), key, path), own[key]))
+                own[key].copy_(shard_like(_checked(value(key), key, path), own[key]))
     except FileNotFoundError:
         raise UserError(f"{path} is missing: the bundle is incomplete") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged: {error}") from None
     return model.eval().requires_grad_(False)
-
-
-def _tagged(name: str, data: Any) -> Any:
-    """A part's settings; those of a dVAE name their class, which was the paper's before there was another one."""
-    untagged = name == "dvae" and isinstance(data, dict) and TAG not in data
-    return {TAG: DVAEConfig.__name__, **data} if untagged else data
 
 
 def _check_size(config: Any, tensors: int, where: str) -> None:

@@ -85,13 +85,18 @@ def bare(hint: Any) -> dict[str, type]:
     return {kind.__name__.lower(): kind for kind in kinds} if alike else {}
 
 
+def variant_name(kind: type) -> str:
+    """Name that selects a member of a union in files and on the command line: the class name without `Config`."""
+    return kind.__name__.removesuffix("Config")
+
+
 def _dump(value: Any, hint: Any) -> Any:
     for name, member in bare(hint).items():
         if type(value) is member:
             return name
     if is_dataclass(value):
         hints = get_type_hints(type(value))
-        tag = {TAG: type(value).__name__} if len(members(hint)) > 1 else {}
+        tag = {TAG: variant_name(type(value))} if len(members(hint)) > 1 else {}
         return tag | {f.name: _dump(getattr(value, f.name), hints[f.name]) for f in fields(value)}
     return list(value) if isinstance(value, tuple) else value
 
@@ -110,7 +115,7 @@ def _load(hint: Any, value: Any, where: str) -> Any:
             return _load(kinds[0], value, where)
         if names := bare(hint):
             return names[_load(Literal[tuple(names)], value, where)]()
-        named = {kind.__name__: kind for kind in kinds}
+        named = {variant_name(kind): kind for kind in kinds}
         data = _mapping(value, " or ".join(named), at)
         name = data.get(TAG)
         if not isinstance(name, str) or name not in named:

@@ -41,9 +41,9 @@ from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Auto, Precision
 from limner.progress import Advance
-from limner.sampling.cuda_graph import TokenDecoder, decoder
-from limner.sampling.generate import FREE, generate
-from limner.sampling.generation_config import Options, Sampler
+from limner.sampling.cuda_graph import TokenDecoder, build_decoder
+from limner.sampling.generate import UNSET, generate
+from limner.sampling.generation_config import GenerationConfig, Sampler
 from limner.sampling.rerank import best, distinct_first, scores
 from limner.text.bpe import Tokenizer
 from limner.validation import SEEDS, OutOfRange, Range, short
@@ -177,7 +177,7 @@ class TextToImage:
     def __call__(
         self,
         caption: str,
-        options: Options = Options(),
+        options: GenerationConfig = GenerationConfig(),
         *,
         n: int = 1,
         given: Tensor | None = None,
@@ -207,7 +207,7 @@ class TextToImage:
         )[0]
 
     def given(self, image: Image.Image, keep: str | None = None, mask: Image.Image | None = None) -> Tensor:
-        """The picture's tokens [1, S], `FREE` where to draw (priming and inpainting, §2.6, Figure 14).
+        """The picture's tokens [1, S], `UNSET` where to draw (priming and inpainting, §2.6, Figure 14).
 
         Args:
             image: its central square is taken, in the model's size; on white where it is transparent, as is `mask`.
@@ -232,12 +232,12 @@ class TextToImage:
             free = light.view(h, size // h, w, size // w).amax((1, 3)) > 127
             if not free.any():
                 raise UserError("the mask has no light part: make white what should be drawn anew")
-        return torch.where(free.flatten().to(tokens.device), FREE, tokens)[None]
+        return torch.where(free.flatten().to(tokens.device), UNSET, tokens)[None]
 
     def draw_many(
         self,
         captions: Sequence[str],
-        options: Options = Options(),
+        options: GenerationConfig = GenerationConfig(),
         *,
         n: int = 1,
         seed: int | Sequence[int] | None = None,
@@ -273,7 +273,7 @@ class TextToImage:
                         seed=seeds[row],
                         candidate=int(i) + 1,
                         model=self.name,
-                        settings=made.sampler.facts(),
+                        settings=made.sampler.to_metadata(),
                     )
                     for i in order[row].tolist()
                 ]
@@ -299,7 +299,7 @@ class TextToImage:
             raise UserError(f"candidates is the number of drawings to choose from: at least 1, not {count}")
         if every < 1:
             raise UserError(f"every is a number of rows of tokens: at least 1, not {every}")
-        sampler = sampler.over(self.sampler)
+        sampler = sampler.with_defaults(self.sampler)
         seeds = _seeds(seed, len(captions))
         text = self._encode(captions, self.prior.config.text_len)
         judged = text
@@ -313,7 +313,7 @@ class TextToImage:
         pictures = torch.empty(b, count, 3, side, side, dtype=torch.uint8)
         score = torch.empty(b, count)
         prior, contrastive = self._models()
-        around = given is not None and bool((given != FREE).any())
+        around = given is not None and bool((given != UNSET).any())
         drawn_tokens = told = 0
         for rows, part in _batches(seeds, count, self._rows()):
             size = len(rows) * len(part)
@@ -331,12 +331,12 @@ class TextToImage:
 
             made = generate(
                 prior, text[rows].to(device), part, sampler, seed=seeds[rows[0]],
-                given=None if given is None else given[rows].to(device), store=self.runtime.store, progress=report,
-                watch=look if watch else None,
+                prompt_tokens=None if given is None else given[rows].to(device), store=self.runtime.store,
+                progress=report, on_preview=look if watch else None,
             )  # fmt: skip
             shown = self._shown(made.tokens, height)
             where = slice(part.start, part.stop)
-            found = made.likelihood
+            found = made.log_likelihood
             if not around:
                 found = scores(contrastive, judged[rows].to(device), shown).float() + self.likelihood * found
             score[rows, where] = found.cpu()
@@ -386,7 +386,7 @@ class TextToImage:
                     prior = int8(prior)
                 elif not self.runtime.compiled:  # the compiler lays the weights out itself
                     prior = prepacked(prior)
-            self._drawing = decoder(prior, self.runtime.compiled), contrastive
+            self._drawing = build_decoder(prior, self.runtime.compiled), contrastive
         return self._drawing
 
     # ------------------------------------------------------------------------ bundles

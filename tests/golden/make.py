@@ -37,7 +37,7 @@ from limner.objectives.contrastive import ContrastiveLoss
 from limner.objectives.elbo import RelaxedELB
 from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.objectives.reconstruction_loss import PixelError
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.optim.schedules import Anneal, Cosine, Plateau
 from limner.recipes.presets import paper
 from limner.training.config import TrainConfig
@@ -96,7 +96,7 @@ def double() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-OURS = TrainConfig(steps=20, optimizer=AdamW(lr=3e-3, eps=1e-6), ema_decay=0.9)
+OURS = TrainConfig(steps=20, optimizer=AdamWConfig(lr=3e-3, eps=1e-6), ema_decay=0.9)
 
 
 def curve(
@@ -147,8 +147,8 @@ def paper_prior() -> dict[str, list[float]]:
         stage.model, text_vocab=VOCAB, image_vocab=VOCAB, text_len=TEXT, grid=grid, width=32, depth=6, heads=2
     )
     config = times(
-        stage.training, lr=10, weight_decay=10, most=1e-7, clip_norm=1 / 40, warmup_steps=1 / 1_000, ema_every=1 / 5,
-        window=1 / 500, threshold=900,
+        stage.training, lr=10, weight_decay=10, max_exp_avg_sq=1e-7, clip_norm=1 / 40, warmup_steps=1 / 1_000,
+        ema_every=1 / 5, window=1 / 500, threshold=900,
     )  # fmt: skip
     data = Squares("text", "image", grid=grid)
     return curve(model.build(), stage.objective, data, config, ema_on_cpu=False, scaling="none")

@@ -14,9 +14,9 @@ from limner import errors
 from limner.config import save_json
 from limner.layers.precisions import SwitchBack
 from limner.numerics.precision import Fp16, Fp32
-from limner.optim.optimizers import AdamW, AdamW16
+from limner.optim.optimizers import AdamW16Config, AdamWConfig
 from limner.pipeline import TextToImage
-from limner.recipes.recipe import Bundled, Recipe
+from limner.recipes.recipe import PretrainedDVAE, Recipe
 from limner.runs.train import train_all
 from limner.tasks.build_scenes import write_scenes
 from limner.training.checkpoint import completed
@@ -26,7 +26,7 @@ from tiny import STEPS, tiny_pipe, tiny_recipe
 WAYS = {
     **{f"fp16-{scaling}": {"precision": Fp16(), "scaling": scaling} for scaling in ("resblocks", "loss", "tensors")},
     "int8": {"precision": SwitchBack()},
-    "moments": {"precision": Fp32(), "optimizer": AdamW16(lr=1e-3)},
+    "moments": {"precision": Fp32(), "optimizer": AdamW16Config(lr=1e-3)},
 }
 CLOCKS = {"seconds", "samples_per_s"}
 
@@ -41,9 +41,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 def recipe(folder: Path, way: str) -> Recipe:
-    r = replace(tiny_recipe(), dvae=Bundled(bundle=str(folder / "bundle")))
+    r = replace(tiny_recipe(), dvae=PretrainedDVAE(bundle=str(folder / "bundle")))
     prior, contrastive = (
-        replace(stage, training=replace(stage.training, **{"optimizer": AdamW(lr=1e-3)} | WAYS[way]))
+        replace(stage, training=replace(stage.training, **{"optimizer": AdamWConfig(lr=1e-3)} | WAYS[way]))
         for stage in (r.prior, r.contrastive)
     )
     return replace(r, prior=prior, contrastive=contrastive)

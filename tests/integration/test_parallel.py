@@ -24,7 +24,7 @@ from limner.distributed.replicated import Replicated
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.optim.schedules import Plateau
 from limner.training.checkpoint import completed, read_groups
 from limner.training.config import TrainConfig
@@ -62,7 +62,7 @@ def work(out: Path, parallel: Parallel) -> None:
         text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=16, depth=2, heads=2, kernel=3
     )
     config = TrainConfig(
-        steps=STEPS, batch_size=8, accumulate=2, optimizer=AdamW(lr=0.01, eps=1e-2), clip_norm=0.5, ema_decay=0.9,
+        steps=STEPS, batch_size=8, accumulate=2, optimizer=AdamWConfig(lr=0.01, eps=1e-2), clip_norm=0.5, ema_decay=0.9,
         schedule=Plateau(window=3), precision=Fp32(), log_every=1, checkpoint_every=4,
     )  # fmt: skip
     stream = Stream(Tokens(), 8, seed=3, prefetch=1)

@@ -17,7 +17,7 @@ import torch
 import shard_ranks
 from checkpoints import read_tensors
 from limner.errors import UserError
-from limner.optim.dtensor import sharded
+from limner.optim.dtensor import is_dtensor
 from limner.training.checkpoint import completed, latest, load_weights, read_groups, read_state
 from limner.training.dcp_reader import replica_groups
 from limner.training.metrics_log import read_metrics
@@ -66,7 +66,7 @@ def test_every_rank_writes_its_part_and_one_process_reads_all(halves: Path) -> N
     groups = read_groups(last)
     assert set(groups) == {"model", "ema", "optimizer", "rng", "hook.Steps"}
     assert any(x.dtype == torch.int16 for x in groups["optimizer"].values())
-    assert not any(sharded(x) for group in groups.values() for x in group.values())
+    assert not any(is_dtensor(x) for group in groups.values() for x in group.values())
     model = build()
     assert load_weights(model, halves, averaged=False) == last
     assert all(torch.equal(p, groups["model"][name]) for name, p in model.named_parameters())

@@ -1,4 +1,4 @@
-"""Sparse attention as one kernel of FlexAttention: the mask on any machine, outputs and gradients on a GPU."""
+"""Sparse attention as one FlexAttention kernel: the mask on any machine, outputs and gradients on a GPU."""
 
 import pytest
 import torch
@@ -19,33 +19,33 @@ from more_patterns import ALL
     prefix=st.integers(1, 7),
     kernel=st.sampled_from([1, 3, 5, 11]),
 )
-def test_a_kernel_sees_what_the_dense_mask_shows(make, grid, prefix, kernel):
+def test_the_block_mask_equals_the_dense_mask(make, grid, prefix, kernel):
     pattern = make(grid, kernel)
-    at = torch.arange(prefix + grid[0] * grid[1])
-    seen = flex.sees(pattern, prefix, torch.device("cpu"))(at, at, at[:, None], at[None, :])
+    positions = torch.arange(prefix + grid[0] * grid[1])
+    seen = flex.sees(pattern, prefix, torch.device("cpu"))(positions, positions, positions[:, None], positions[None, :])
     if pattern.by_column:
-        places = flex._turned(at.view(1, 1, -1, 1), prefix, grid).flatten()
-        seen = seen[places.argsort()][:, places.argsort()]
+        order = flex._turned(positions.view(1, 1, -1, 1), prefix, grid).flatten()
+        seen = seen[order.argsort()][:, order.argsort()]
     assert torch.equal(seen, visible(pattern, prefix))
 
 
 @pytest.mark.parametrize("kind", sorted(ALL))
-def test_written_out_it_is_the_dense_mask(kind, monkeypatch):
-    """FlexAttention without its kernel, which is torch's own reference of it; on a CPU it has no gradients."""
+def test_uncompiled_flexattention_equals_the_dense_mask(kind, monkeypatch):
+    """Uncompiled FlexAttention is torch's reference implementation. On a CPU it computes outputs only."""
     monkeypatch.setattr(flex, "_kernel", lambda q, k, v, mask: flex_attention(q, k, v, block_mask=mask))
     pattern = ALL[kind]((8, 6), 5)
     q, k, v = (torch.randn(2, 3, 5 + 48, 16) for _ in range(3))
     torch.testing.assert_close(flex.attend(pattern, 5, q, k, v), attend(q, k, v, visible(pattern, 5)))
 
 
-def test_runs_are_what_is_consecutive():
+def test_runs_are_consecutive_offsets():
     grid = (32, 32)
     assert flex.runs(Pattern.of("odd", grid, (0, 1, 2, 5, 7, 8))) == [(0, 2), (5, 5), (7, 8)]
     assert flex.runs(patterns.row(grid)) == [(0, 32)] and flex.runs(patterns.column(grid)) == [(0, 31)]
     assert len(flex.runs(patterns.conv(grid))) == 6
 
 
-def test_on_a_cpu_nothing_changes():
+def test_a_cpu_does_not_use_the_kernel():
     assert not flex.takes(patterns.row((8, 6)), torch.randn(1, 1, 53, 64))
 
 
@@ -61,22 +61,23 @@ def test_a_kernel_whose_scores_are_fp32_takes_no_float64(monkeypatch):
 def test_a_gpus_outputs_and_gradients_are_those_of_the_dense_mask(kind, dtype, tolerance):
     pattern, prefix = ALL[kind]((16, 12), 5), 9
     fast, mask = SparseAttention(pattern, prefix).cuda(), visible(pattern, prefix).cuda()
-    for rows in (3, 1, 2):  # for which the kernel is not made anew each time
+    for rows in (3, 1, 2):  # without compiling the kernel again
         q, k, v, g = (torch.randn(rows, 3, prefix + 192, 64, device="cuda") for _ in range(4))
-        given = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        assert flex.takes(pattern, given[0]) == (kind != "dilated")
-        exact = [x.detach().double().requires_grad_() for x in given]
-        wanted, found = attend(*exact, mask), fast(*given)
-        by = torch.autograd.grad(found, given, g.to(dtype)), torch.autograd.grad(wanted, exact, g.to(dtype).double())
-        for ours, theirs in zip((found, *by[0]), (wanted, *by[1]), strict=True):
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        assert flex.takes(pattern, inputs[0]) == (kind != "dilated")
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        expected, output = attend(*exact, mask), fast(*inputs)
+        grads = torch.autograd.grad(output, inputs, g.to(dtype))
+        expected_grads = torch.autograd.grad(expected, exact, g.to(dtype).double())
+        for ours, theirs in zip((output, *grads), (expected, *expected_grads), strict=True):
             assert ours.dtype == dtype
             assert (ours.double() - theirs).norm() < tolerance * theirs.norm()
         with torch.inference_mode():
-            assert torch.equal(fast(*given), found)
+            assert torch.equal(fast(*inputs), output)
 
 
 @pytest.mark.gpu
-def test_a_gpu_without_flexattention_computes_blocks(monkeypatch):
+def test_a_gpu_without_flexattention_uses_blocks(monkeypatch):
     def broken(*_):
         raise TypeError("no")
 
@@ -85,6 +86,6 @@ def test_a_gpu_without_flexattention_computes_blocks(monkeypatch):
     broken.works = True
     monkeypatch.setattr(flex, "_kernel", broken)
     with pytest.warns(UserWarning, match="FlexAttention does not work here"):
-        found = SparseAttention(pattern, 5).cuda()(q, k, v)
-    torch.testing.assert_close(found, attend(q, k, v, visible(pattern, 5).cuda()), rtol=1e-4, atol=1e-4)
+        output = SparseAttention(pattern, 5).cuda()(q, k, v)
+    torch.testing.assert_close(output, attend(q, k, v, visible(pattern, 5).cuda()), rtol=1e-4, atol=1e-4)
     assert not broken.works

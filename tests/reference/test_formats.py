@@ -1,4 +1,4 @@
-"""Number formats against their definition, code by code and bit by bit."""
+"""Number formats against their definition, for every code and bit."""
 
 from fractions import Fraction
 from math import inf, isnan
@@ -29,14 +29,14 @@ def bias_of(f: FloatFormat) -> int:
 
 
 def value(f: FloatFormat, code: int) -> float:
-    """The definition, in double precision."""
+    """Value of a code by definition, in double precision."""
     field, m = code >> f.mantissa & (2**f.exponent - 1), code % 2**f.mantissa / 2**f.mantissa
     x = 2.0 ** (1 - bias_of(f)) * m if field == 0 else 2.0 ** (field - bias_of(f)) * (1 + m)
     return -x if f.sign and code >> (f.bits - 1) else x
 
 
 def nearest(f: FloatFormat, x: float) -> int:
-    """The code of the nearest number, in rational arithmetic: steps from zero, ties to even codes."""
+    """Code of the nearest number, in rational arithmetic, with ties to even codes."""
     negative = np.signbit(x)
     if negative and not f.sign:
         return 0
@@ -65,7 +65,7 @@ def bits(f: FloatFormat, codes: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("f", FORMATS, ids=str)
-def test_every_code_has_its_value_and_comes_back(f: FloatFormat) -> None:
+def test_every_code_decodes_to_its_value_and_back(f: FloatFormat) -> None:
     codes = every_code(f)
     x = f.unpack(codes)
     assert x.double().tolist() == [value(f, code) for code in range(2**f.bits)]
@@ -76,7 +76,7 @@ def test_every_code_has_its_value_and_comes_back(f: FloatFormat) -> None:
 
 @pytest.mark.parametrize("f", FORMATS, ids=str)
 def test_rounding_is_to_nearest_ties_to_even(f: FloatFormat) -> None:
-    """Ties between neighbours and fp32's neighbours of them; ends of the range; what is no number; random bits."""
+    """Ties and the fp32 numbers next to them, ends of the range, NaN and infinities, random bits."""
     generator = torch.Generator().manual_seed(0)
     x = f.unpack(every_code(f)).double()
     x = x[torch.randperm(len(x), generator=generator)[:300]]
@@ -93,8 +93,8 @@ def test_rounding_is_to_nearest_ties_to_even(f: FloatFormat) -> None:
 
 @pytest.mark.parametrize(("f", "dtype"), [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)], ids=str)
 def test_eight_bits_agree_with_those_of_torch(f: FloatFormat, dtype: torch.dtype) -> None:
-    """Codes are the same up to torch's largest number, where its codes for NaN (S.1111.111 of e4m3fn; the whole last
-    exponent of e5m2, with infinities) begin; ours go on to 480 and 114,688, and stay there where torch gives NaN."""
+    """Codes are equal up to torch's largest number. Above it torch has NaN (S.1111.111 of e4m3fn) or infinities and NaN
+    (the last exponent of e5m2), where limner has numbers up to 480 and 114,688 and saturates."""
     theirs = every_code(f).view(dtype).float()
     finite = theirs.isfinite()
     assert torch.equal(f.unpack(every_code(f))[finite], theirs[finite])
@@ -106,35 +106,35 @@ def test_eight_bits_agree_with_those_of_torch(f: FloatFormat, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("f", [E6M9, UE6M10, E4M3], ids=str)
-def test_stochastic_rounding_gives_neighbours_with_the_mean_of_x(f: FloatFormat) -> None:
+def test_stochastic_rounding_has_the_mean_of_x(f: FloatFormat) -> None:
     generator = torch.Generator().manual_seed(0)
     n = 20_000
     for x in (1.3, -0.7, 3 * f.smallest / 4, 2.6 * f.smallest, 1.0, 0.0, 1e9):
         if x < 0 and not f.sign:
             continue
-        found = f.rounded(torch.full((n,), x), generator).double()
+        samples = f.rounded(torch.full((n,), x), generator).double()
         codes = [nearest(f, x) + i for i in (-1, 0, 1)]
-        assert set(found.tolist()) <= {value(f, max(code, 0)) for code in codes}
+        assert set(samples.tolist()) <= {value(f, max(code, 0)) for code in codes}
         target = min(x, f.maximum)
-        spread = found.std().item() / n**0.5
-        assert abs(found.mean().item() - target) <= 5 * spread + abs(target) * 2e-7
+        spread = samples.std().item() / n**0.5
+        assert abs(samples.mean().item() - target) <= 5 * spread + abs(target) * 2e-7
     x = torch.randn(1000)
-    again = [f.pack(x, torch.Generator().manual_seed(3)) for _ in range(2)]
-    assert torch.equal(*again)
+    repeated = [f.pack(x, torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert torch.equal(*repeated)
 
 
 @given(st.integers(0, 1), st.integers(1, 7), st.integers(1, 12), st.integers(-40, 90), st.floats(width=32))
 @settings(max_examples=300, deadline=None)
-def test_any_format_is_refused_or_rounds_as_defined(
+def test_any_format_is_rejected_or_rounds_as_defined(
     sign: int, exponent: int, mantissa: int, bias: int, x: float
 ) -> None:
     try:
         f = FloatFormat(sign, exponent, mantissa, bias)
     except ValueError:
         return
-    got = f.pack(torch.tensor([x], dtype=torch.float32))
-    assert bits(f, got) == [nearest(f, x)]
-    assert f.unpack(got).item() == value(f, nearest(f, x))
+    code = f.pack(torch.tensor([x], dtype=torch.float32))
+    assert bits(f, code) == [nearest(f, x)]
+    assert f.unpack(code).item() == value(f, nearest(f, x))
 
 
 @pytest.mark.parametrize("f", [E6M9, UE6M10, E4M3], ids=str)
@@ -150,6 +150,6 @@ def test_compiled_code_gives_the_same_bits(f: FloatFormat, monkeypatch: pytest.M
     assert f._pack._compiled is not None and f._unpack._compiled is not None
 
 
-def test_sixteen_bits_hold_what_the_paper_says() -> None:
+def test_sixteen_bit_formats_have_the_ranges_of_the_paper() -> None:
     assert 15.9 < E6M9.maximum < 16 and UE6M10.maximum > 5
     assert E6M9.bits == UE6M10.bits == 16

@@ -1,4 +1,4 @@
-"""Our Muon against torch's, which takes one matrix at a time."""
+"""limner's Muon against torch's, which updates one matrix at a time."""
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ def test_updates_equal_those_of_torch(weight_decay: float) -> None:
         for p, q in zip(ours, theirs, strict=True):
             p.grad = torch.randn(p.shape)
             q.grad = p.grad.clone()
-        with torch.autocast("cpu", torch.bfloat16):  # torch's is in bf16 everywhere
+        with torch.autocast("cpu", torch.bfloat16):  # torch's Muon always uses bf16
             a.step()
         b.step()
         for p, q in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(p, q, atol=2e-3, rtol=0)  # torch rounds to bf16 before it normalises
+            torch.testing.assert_close(p, q, atol=2e-3, rtol=0)  # torch rounds to bf16 before normalizing
 
 
 def test_singular_values_come_near_one() -> None:
@@ -35,8 +35,8 @@ def test_singular_values_come_near_one() -> None:
 
 @pytest.mark.parametrize("decimals", [0, 1, 6])
 @pytest.mark.parametrize("shape", [(12, 12), (12, 20), (12, 24), (12, 60), (60, 12), (1, 7)])
-def test_matrices_of_any_shape_take_the_five_steps(shape, decimals) -> None:
-    """Those of twice as many columns as rows, or more, by way of their Gram matrix; however their values spread."""
+def test_orthogonalization_equals_five_newton_schulz_steps(shape, decimals) -> None:
+    """For all shapes, also those that use the Gram matrix, and for singular values over many decimals."""
     torch.manual_seed(0)
     u, _, v = torch.linalg.svd(torch.randn(3, *shape, dtype=torch.float64), full_matrices=False)
     x = u * 10 ** torch.linspace(0, -decimals, min(shape), dtype=torch.float64) @ v
@@ -51,14 +51,14 @@ def test_matrices_of_any_shape_take_the_five_steps(shape, decimals) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_the_updates_are_nearly_the_same(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    matrices = torch.randn(3, 32, 64) * 1e-6  # gradients that fp16 would hold few digits of
+    matrices = torch.randn(3, 32, 64) * 1e-6  # fp16 would represent these with few digits
     exact = orthogonalize(matrices)
     with torch.autocast("cpu", dtype):
-        found = orthogonalize(matrices)
-    assert (exact.dtype, found.dtype) == (torch.float32, dtype)
-    torch.testing.assert_close(exact, found.float(), atol=0.02, rtol=0)
+        half = orthogonalize(matrices)
+    assert (exact.dtype, half.dtype) == (torch.float32, dtype)
+    torch.testing.assert_close(exact, half.float(), atol=0.02, rtol=0)
 
 
-def test_vectors_are_refused() -> None:
+def test_vectors_are_rejected() -> None:
     with pytest.raises(ValueError, match="matrices"):
         Muon([nn.Parameter(torch.ones(3))])

@@ -1,4 +1,4 @@
-"""Our optimisers against the papers' algorithms in float64, step by step, and against other people's."""
+"""limner's optimizers against the papers' algorithms in float64, step by step, and against other libraries."""
 
 from collections.abc import Callable
 
@@ -22,14 +22,14 @@ def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
 
 
 def gradient(p: Tensor, step: int, i: int) -> Tensor | None:
-    """Sizes differ by orders of magnitude, jump at step 7 (an RMS spike), and are missing now and then."""
+    """Gradients of very different sizes, with an RMS spike at step 7; None in some steps."""
     generator = torch.Generator().manual_seed(1000 * step + i)
     grad = torch.randn(p.shape, generator=generator, dtype=torch.float64) * 10.0 ** (i - 3) * (30 if step == 7 else 1)
     return None if (step + i) % 5 == 4 else grad.to(p.dtype)
 
 
 def run(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], dtype: torch.dtype = torch.float64):
-    """Parameters after the steps, and the optimiser; the learning rate falls from step to step."""
+    """Parameters after `STEPS` steps with a falling learning rate, and the optimizer."""
     ps = parameters(dtype)
     optimizer = build(ps)
     for step in range(STEPS):
@@ -45,21 +45,21 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 
 
 def textbook(rule: Rule, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """`rule` changes (p, g, v, u, t, lr): v and u in place, and gives the new p."""
-    found = []
+    """Parameters after `STEPS` steps of `rule`, which updates v and u in place and returns the new p."""
+    results = []
     for i, p in enumerate(parameters(dtype)):
         theta, v, u, t = p.detach().clone(), torch.zeros_like(p.detach()), torch.zeros_like(p.detach()), 0
         for step in range(STEPS):
             g = gradient(theta, step, i)
             if g is not None:
-                t += 1  # the tensor's own
+                t += 1  # steps of this tensor
                 theta = rule(theta, g, v, u, t, 0.05 / (1 + step))
-        found.append(theta)
-    return found
+        results.append(theta)
+    return results
 
 
 def algorithm_2(clip_decay: bool, eps: float, decay: float) -> Rule:
-    """As printed, with F.2's maximum: corrections within the coefficients, v and u without bias."""
+    """Algorithm 2 as printed, with the maximum of F.2; its coefficients correct the bias of v and u."""
 
     def rule(theta: Tensor, g: Tensor, v: Tensor, u: Tensor, t: int, lr: float) -> Tensor:
         beta1, beta2 = (beta * (1 - beta ** (t - 1)) / (1 - beta**t) for beta in (0.9, 0.95))
@@ -90,33 +90,35 @@ def test_stable_adamw_is_algorithm_2(clip_decay: bool, eps: float) -> None:
     assert eps > 0.1 or max(float((a - b).abs().max()) for a, b in zip(expected, other, strict=True)) > 1e-3
 
 
-def test_stable_adamw_takes_other_ways_to_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torch's fused loop, as on a GPU; with strides that it cannot take; with compiled code."""
+def test_all_implementations_of_stable_adamw_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multi-tensor operations as on a GPU, strides that the fused loop cannot use, compiled code."""
     expected = textbook(algorithm_2(True, 1e-6, 0.3))
 
     def build(ps: list[nn.Parameter]) -> StableAdamW:
         return StableAdamW(ps, betas=(0.9, 0.95), weight_decay=0.3)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stable_adamw, "_alike", lambda *tensors: False)
+        patch.setattr(stable_adamw, "_supports_fused", lambda *tensors: False)
         close(run(build)[0], expected, 1e-12)
     with monkeypatch.context() as patch:
-        plain = gradient
-        patch.setitem(globals(), "gradient", lambda p, *at: None if (g := plain(p, *at)) is None else _turned(g))
+        contiguous = gradient
+        patch.setitem(
+            globals(), "gradient", lambda p, *at: None if (g := contiguous(p, *at)) is None else _transposed_strides(g)
+        )
         close(run(build)[0], expected, 1e-12)
     with monkeypatch.context() as patch:
         patch.setattr(compile_elementwise, "LARGE", 1000)
-        patch.setattr(adam_base, "_AT_ONCE", 1000)
+        patch.setattr(adam_base, "_CPU_CHUNK_VALUES", 1000)
         close(run(build, torch.float32)[0], expected, 2e-5)
 
 
-def _turned(g: Tensor) -> Tensor:
-    """The same values, with the strides of a transposed tensor."""
+def _transposed_strides(g: Tensor) -> Tensor:
+    """Equal values with the strides of a transposed tensor."""
     return g.mT.contiguous().mT if g.ndim >= 2 else g
 
 
 def test_stable_adamw_equals_torch_optimi() -> None:
-    """Which has one count of steps for all tensors, so each has a gradient here."""
+    """torch-optimi counts steps for all tensors together, so every tensor has a gradient in every step."""
     ours, theirs = parameters(torch.float32), parameters(torch.float32)
     a = StableAdamW(ours, lr=0.02, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.3)
     b = optimi.StableAdamW(theirs, lr=0.02, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.3, triton=False)
@@ -133,10 +135,10 @@ def test_stable_adamw_equals_torch_optimi() -> None:
 
 def test_rms_is_that_of_the_last_step_before_clipping() -> None:
     ps, optimizer = run(lambda ps: StableAdamW(ps, betas=(0.9, 0.95), eps=1e-6))
-    found = optimizer.rms((str(i), p) for i, p in enumerate(ps))
+    recorded = optimizer.rms((str(i), p) for i, p in enumerate(ps))
     missing = {i for i in range(len(ps)) if gradient(ps[i], STEPS - 1, i) is None}
-    assert set(found) == {str(i) for i in range(len(ps)) if i not in missing} and missing
-    for name, value in found.items():
+    assert set(recorded) == {str(i) for i in range(len(ps)) if i not in missing} and missing
+    for name, value in recorded.items():
         p, g = ps[int(name)], gradient(ps[int(name)], STEPS - 1, int(name))
         state = optimizer.state[p]
         u = state["exp_avg_sq"] / (1 - 0.95 ** int(state["step"]))
@@ -151,25 +153,25 @@ def test_rms_is_that_of_the_last_step_before_clipping() -> None:
 
 
 @pytest.mark.parametrize("make", [StableAdamW, AdamW16])
-def test_packed_moments_are_rounded_ones(make: type[torch.optim.Optimizer]) -> None:
-    """A step with packed moments is the step in float64, between whose steps the moments are rounded."""
+def test_quantized_moments_are_rounded(make: type[torch.optim.Optimizer]) -> None:
+    """Steps with 16-bit moments equal float64 steps that round the moments in between."""
     clip = 5.0 if make is AdamW16 else float("inf")
 
     def rule(theta: Tensor, g: Tensor, v: Tensor, u: Tensor, t: int, lr: float) -> Tensor:
         mean, variance = 0.9 * v + 0.1 * g, (0.95 * u + 0.05 * g**2).clamp_max(clip)
         hat = variance / (1 - 0.95**t)
         rms = 1.0 if make is AdamW16 else (g**2 / hat.clamp_min(1e-12)).mean().sqrt().clamp_min(1).item()
-        rounds = theta.ndim >= 2
-        v.copy_(E6M9.rounded(mean) if rounds else mean)
-        u.copy_(UE6M10.rounded(variance) if rounds else variance)
+        quantized = theta.ndim >= 2
+        v.copy_(E6M9.rounded(mean) if quantized else mean)
+        u.copy_(UE6M10.rounded(variance) if quantized else variance)
         return theta - lr / rms * (0.3 * theta + mean / (1 - 0.9**t) / (hat.sqrt() + 1e-6))
 
     settings = {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.3}
-    ps, optimizer = run(lambda ps: make([{"params": ps, "packed": True}], **settings), torch.float32)
+    ps, optimizer = run(lambda ps: make([{"params": ps, "quantize_state": True}], **settings), torch.float32)
     for p in ps:
         dtypes = (torch.int16, torch.int16) if p.ndim >= 2 else (torch.float32, torch.float32)
         assert (optimizer.state[p]["exp_avg"].dtype, optimizer.state[p]["exp_avg_sq"].dtype) == dtypes
-    close(ps, textbook(rule), 1e-3)  # where fp32 and float64 fall on two sides of a tie, codes differ by one
+    close(ps, textbook(rule), 1e-3)  # codes differ by one where fp32 and float64 fall on two sides of a tie
 
 
 def test_variance_is_clipped_before_it_is_used() -> None:
@@ -183,7 +185,9 @@ def test_variance_is_clipped_before_it_is_used() -> None:
 
 def test_adamw16_in_fp32_is_torchs_adamw() -> None:
     def build(ps: list[nn.Parameter]) -> AdamW16:
-        return AdamW16([{"params": ps, "packed": False}], betas=(0.9, 0.95), weight_decay=0.3, most=float("inf"))
+        return AdamW16(
+            [{"params": ps, "quantize_state": False}], betas=(0.9, 0.95), weight_decay=0.3, max_exp_avg_sq=float("inf")
+        )
 
     close(run(build)[0], run(lambda ps: torch.optim.AdamW(ps, betas=(0.9, 0.95), weight_decay=0.3))[0], 1e-12)
 

@@ -1,4 +1,4 @@
-"""Sparse attention against the dense mask: output and gradients, every kind, odd sizes."""
+"""Sparse attention against the dense mask: output and gradients, every pattern, odd sizes."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ SPARSE = sorted(ALL.keys() - {"dense"})
     weights=st.sampled_from([1, 1 << 22]),
     seed=st.integers(0, 999),
 )
-def test_it_equals_the_dense_mask(make, grid, prefix, kernel, queries, weights, seed):
+def test_sparse_attention_equals_the_dense_mask(make, grid, prefix, kernel, queries, weights, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse, "_QUERIES", queries)
         patch.setattr(sparse, "_WEIGHTS", weights)
@@ -34,7 +34,7 @@ def test_it_equals_the_dense_mask(make, grid, prefix, kernel, queries, weights, 
 
 
 @pytest.mark.parametrize("kind", SPARSE)
-def test_in_bf16_it_is_as_near_to_fp32_as_the_dense_mask_in_bf16(kind):
+def test_errors_in_bf16_are_those_of_the_dense_mask(kind):
     torch.manual_seed(0)
     pattern = ALL[kind]((8, 6), 5)
     mask, fast = visible(pattern, 5), SparseAttention(pattern, 5)
@@ -56,7 +56,7 @@ def test_scores_are_not_rounded_to_16_bits(kind):
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_compiled_in_one_graph_it_gives_the_same_loss_and_gradients(monkeypatch):
+def test_one_compiled_graph_gives_the_same_loss_and_gradients(monkeypatch):
     monkeypatch.setattr(sparse, "_SHORT", 0)  # sparse at any size
     torch.manual_seed(0)
     config = TransformerConfig(

@@ -15,9 +15,9 @@ DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 SHAPES = [(5, 7), (3,), (), (0, 4), (4, 3, 2, 2), (40_000,), (190, 180)]  # the last two are several pieces
 KINDS = {
     "AdamW16": AdamW16,
-    "AdamW16, no limit": lambda ps: AdamW16(ps, most=float("inf")),
+    "AdamW16, no limit": lambda ps: AdamW16(ps, max_exp_avg_sq=float("inf")),
     "StableAdamW": StableAdamW,
-    "StableAdamW, packed": lambda ps: StableAdamW(ps, packed=True),
+    "StableAdamW, packed": lambda ps: StableAdamW(ps, quantize_state=True),
     "StableAdamW, lr decay": lambda ps: StableAdamW(ps, clip_decay=False),
     "Beta2WarmupAdamW": Beta2WarmupAdamW,
 }

@@ -8,11 +8,6 @@ import limner
 
 #: Names of several classes, and why each stays.
 SHARED = {
-    "AdamW16": "an optimiser's settings are named like the optimiser that they build, and so in recipes' JSON",
-    "Beta2WarmupAdamW": "likewise",
-    "Lion": "likewise",
-    "Muon": "likewise",
-    "StableAdamW": "likewise",
     "Training": "each finding's trainings have their own settings, and nothing else has them",
     "Pair": "two pictures and the caption of both, in the world of scenes and in that of icons",
 }

@@ -18,7 +18,7 @@ from limner.drawing import SOURCE_TYPE
 from limner.errors import UserError
 from limner.numerics.precision import Auto, Bf16
 from limner.pipeline import Runtime, TextToImage, load
-from limner.sampling.generation_config import Options, Sampler
+from limner.sampling.generation_config import GenerationConfig, Sampler
 from tiny import WORDS, tiny_pipe
 
 CAPTION = WORDS[0]
@@ -212,11 +212,11 @@ def test_partial_pictures_come_every_few_rows_and_end_in_the_drawing(pipe, monke
 
 
 def test_options_are_given_as_one_or_by_name_or_both(pipe):
-    options = Options(candidates=3, seed=2, temperature=0.9, top_k=7)
+    options = GenerationConfig(candidates=3, seed=2, temperature=0.9, top_k=7)
     whole = pipe(CAPTION, options, n=2)
     for same in (
         pipe(CAPTION, n=2, candidates=3, seed=2, temperature=0.9, top_k=7),
-        pipe(CAPTION, Options(candidates=3, seed=5, top_k=7), n=2, seed=2, temperature=0.9),
+        pipe(CAPTION, GenerationConfig(candidates=3, seed=5, top_k=7), n=2, seed=2, temperature=0.9),
         pipe.draw_many([CAPTION], options, n=2, seed=[2])[0],
     ):
         assert np.array_equal(pixels(whole), pixels(same)) and whole[0].settings == same[0].settings

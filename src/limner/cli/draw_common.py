@@ -14,7 +14,7 @@ from limner import pretrained
 from limner.cli.arguments import place
 from limner.errors import UserError, printable
 from limner.progress import progress
-from limner.sampling.generation_config import Options
+from limner.sampling.generation_config import GenerationConfig
 from limner.validation import Checked, Range
 
 _NAME_BYTES = 120  # of a caption in a file's name; names may have 255 bytes, on some file systems 143
@@ -36,7 +36,7 @@ class DrawOrEdit(Checked):
 
     n: Annotated[int, arg(aliases=("-n",)), Range(1, 2**16)] = 1
     """How many drawings to keep, the best that differ."""
-    options: Annotated[Options, arg(name="")] = Options(candidates=16)
+    options: Annotated[GenerationConfig, arg(name="")] = GenerationConfig(candidates=16)
     model: Annotated[str, arg(help=_models())] = pretrained.DEFAULT
     output: Annotated[str | None, arg(aliases=("-o",))] = None
     """A PNG file (NAME-1.png, NAME-2.png, ... for several) or a folder; named after the caption by default."""

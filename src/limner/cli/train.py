@@ -20,7 +20,7 @@ from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Make
 from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError, printable
-from limner.recipes.recipe import Bundled, Recipe
+from limner.recipes.recipe import PretrainedDVAE, Recipe
 from limner.runs import time_estimate
 from limner.runs.train import train_all
 from limner.training.determinism import deterministic
@@ -33,7 +33,7 @@ else:  # of which no type checker can read the names
 
 
 def _recipes() -> str:
-    lines = [f"{name}: {about}." for name, about in recipes.NAMES.items()]
+    lines = [f"{name}: {about}." for name, about in recipes.SUMMARIES.items()]
     return "\n".join(["A recipe by name, or a recipe.json of an earlier run; its settings are options:", *lines])
 
 
@@ -71,16 +71,18 @@ def main(argv: Sequence[str]) -> None:
     """Train the stages of a recipe, whose settings are options."""
     settings = find_recipe(_value_of("--recipe", argv))
     if settings is None and not {"-h", "--help"} & set(argv):
-        raise UserError(f"say which recipe to train with --recipe NAME: {', '.join(recipes.NAMES)}")
+        raise UserError(f"say which recipe to train with --recipe NAME: {', '.join(recipes.SUMMARIES)}")
     required: Any = tyro.MISSING
     settings, argv = chosen(_borrowing(settings or recipes.get("scenes"), argv), argv)
     default = Train(data=required, out=required, recipe=required, settings=settings)
     options = parse(Train, argv, "limner train", default, dict(kinds(settings)))
     place(options.out, folder=True)
     dvae = options.settings.dvae
-    if isinstance(dvae, Bundled) and "dvae" in options.stages:
+    if isinstance(dvae, PretrainedDVAE) and "dvae" in options.stages:
         raise UserError(f"the dVAE is that of {dvae.bundle!r}, so none is trained: leave dvae out of --stages")
-    announce = partial(time_estimate.tell, options.settings, options.out, smaller=recipes.smaller(options.recipe))
+    announce = partial(
+        time_estimate.tell, options.settings, options.out, smaller=recipes.fallback_recipe(options.recipe)
+    )
     joined = process_group.joined(options.parallel, options.replicas, _reducer(options))
     with deterministic(options.deterministic), joined as parallel:
         bundle = train_all(options.settings, options.data, options.out, options.stages or None, announce, parallel)
@@ -112,15 +114,15 @@ def find_recipe(name: str | None) -> Recipe | None:
 def _borrowing(recipe: Recipe, argv: Sequence[str]) -> Recipe:
     """The recipe, with a borrowed dVAE if the arguments name one: options of its training are none then."""
     names = [word.partition("=")[0] for word in argv]
-    if "--dvae.bundle" not in names or isinstance(recipe.dvae, Bundled):
+    if "--dvae.bundle" not in names or isinstance(recipe.dvae, PretrainedDVAE):
         return recipe
     for name in names:
-        other = name == "--dvae" and _value_of(name, argv) != Bundled.__name__
+        other = name == "--dvae" and _value_of(name, argv) != PretrainedDVAE.__name__
         if other or (name.startswith("--dvae.") and name != "--dvae.bundle"):
             raise UserError(
                 f"{name} is for a dVAE that is trained, --dvae.bundle for one that is there: give one of them"
             )
-    return replace(recipe, dvae=Bundled())
+    return replace(recipe, dvae=PretrainedDVAE())
 
 
 def _value_of(option: str, argv: Sequence[str]) -> str | None:

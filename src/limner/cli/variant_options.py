@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
-from limner.config import bare, members
+from limner.config import bare, members, variant_name
 from limner.errors import UserError
 from limner.validation import not_among
 
@@ -63,7 +63,7 @@ def _names(hint: Any) -> dict[str, type]:
     """The members of a union of dataclasses by name; empty for other types, and where an option names them already."""
     found = members(hint)
     of_classes = len(found) > 1 and all(map(is_dataclass, found)) and not bare(hint)
-    return {member.__name__: member for member in found} if of_classes else {}
+    return {variant_name(member): member for member in found} if of_classes else {}
 
 
 def _own(setting: Any, replaced: Any) -> Any:

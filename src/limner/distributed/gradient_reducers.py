@@ -30,7 +30,7 @@ from limner.errors import UserError
 from limner.models.transformer import Resblock
 from limner.numerics.formats import E6M9
 from limner.optim import grad_access
-from limner.optim.dtensor import local, placed
+from limner.optim.dtensor import from_local, to_local
 
 _ERROR_BYTES = 16  # of a checkpoint, per weight, for error buffers: as many as for weight, average and moments in fp32
 
@@ -211,12 +211,12 @@ class Plain:
 def averaged(parameters: Iterable[nn.Parameter], mean: Callable[[Float[Tensor, " n"]], Waiting]) -> Waiting:
     """Their gradients, one behind another, become what `mean` makes of them."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    parts = [grad_access.read(grad) for grad in grads]
+    parts = [grad_access.grad_values(grad) for grad in grads]
     if sum(part.numel() for part in parts):
         flat = torch.cat([part.flatten().float() for part in parts])
         yield from mean(flat)
         for grad, part, values in zip(grads, parts, flat.split([part.numel() for part in parts]), strict=True):
-            grad_access.write(grad, values.view_as(part))
+            grad_access.set_grad_values(grad, values.view_as(part))
 
 
 class Bf16Reducer(Plain):
@@ -228,7 +228,7 @@ class Bf16Reducer(Plain):
 
 def unpacked(error: Tensor) -> Tensor:
     """The numbers of an error buffer, of a shared one this process's shard."""
-    own = local(error)
+    own = to_local(error)
     return own if own.is_floating_point() else E6M9.unpack(own)
 
 
@@ -282,7 +282,7 @@ class Reduction:
         if not self.last:
             return
         if (scale := self.scales.get(p)) is not None and p.grad is not None:
-            grad_access.divide(p.grad, scale)
+            grad_access.unscale(p.grad, scale)
         self._waits[name] -= 1
         if self._waits[name] < 0:
             raise twice(f"the block {name!r}")
@@ -342,7 +342,7 @@ class Reduction:
             mean = unpacked(error).clone()
             for work in self.replicas.mean(mean.view(-1)):
                 work.wait()
-            found[name] = placed(mean, error)
+            found[name] = from_local(mean, error)
         return found
 
     def load(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
@@ -352,8 +352,8 @@ class Reduction:
         count = 0
         for one in errors if self.reducer.errors() else ():
             for name, error in one.items():
-                sums[name] = placed(unpacked(sums[name]) + unpacked(error), error) if count else error
+                sums[name] = from_local(unpacked(sums[name]) + unpacked(error), error) if count else error
             count += 1
         if count > 1:
-            sums = {name: placed(unpacked(error) / count, error) for name, error in sums.items()}
+            sums = {name: from_local(unpacked(error) / count, error) for name, error in sums.items()}
         self.reducer.load({**tensors, **sums})

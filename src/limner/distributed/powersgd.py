@@ -52,7 +52,7 @@ from limner.distributed.gradient_reducers import Bucket, Replicas, Waiting, aver
 from limner.errors import UserError
 from limner.numerics.formats import E6M9, HALVES
 from limner.optim import grad_access
-from limner.optim.dtensor import like, local, placed, sharded
+from limner.optim.dtensor import from_local, is_dtensor, shard_like, to_local
 from limner.validation import Checked, Range
 
 EPS = 1e-6  # step 5
@@ -98,20 +98,20 @@ class Matrix:
     def taken(self) -> Float[Tensor, "h w"]:
         """The gradient, as the shard is stored, in fp32; the parameter has none any more."""
         grad = cast(Tensor, self.parameter.grad)
-        self.divisor, self.parameter.grad = grad_access.divisor(grad), None
-        return grad_access.read(grad).flatten(1)
+        self.divisor, self.parameter.grad = grad_access.pending_scale(grad), None
+        return grad_access.grad_values(grad).flatten(1)
 
     def give(self, gradient: Float[Tensor, "h w"]) -> None:
         """Let the parameter have that gradient."""
-        weight, by = local(self.parameter.detach()), self.divisor
+        weight, by = to_local(self.parameter.detach()), self.divisor
         if by is not None:
             gradient = gradient * by
         # In the parameter's own layout: fused optimisers go through memory without regard to strides.
         if (weight.stride(), weight.dtype) != (gradient.stride(), gradient.dtype):
             gradient = torch.empty_like(weight).copy_(gradient.view(weight.shape))
-        self.parameter.grad = placed(gradient, self.parameter)
+        self.parameter.grad = from_local(gradient, self.parameter)
         if by is not None:
-            grad_access.divide(self.parameter.grad, by)
+            grad_access.unscale(self.parameter.grad, by)
 
     def error(self) -> Float[Tensor, "h w"]:
         """E, as the shard is stored, in fp32."""
@@ -129,7 +129,7 @@ class Matrix:
 
     def rounded(self, gradient: Float[Tensor, "h w"]) -> Float[Tensor, "h w"]:
         """What comes of it in the parameter's format."""
-        return grad_access.rounded(gradient, self.parameter.dtype, self.divisor)
+        return grad_access.round_to_storage(gradient, self.parameter.dtype, self.divisor)
 
     def product(self, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> tuple[Tensor, Tensor]:
         """[h, r] and [r, w], whose product is P Q^T as the shard is stored."""
@@ -175,10 +175,10 @@ class PowerSGD:
 
     def _matrix(self, name: str, p: nn.Parameter) -> Matrix | None:
         """None where two factors would be no smaller than the matrix, or where shards differ in size."""
-        shards, along = _shards(p), cast(Any, p).placements[0].dim if sharded(p) else 0
+        shards, along = _shards(p), cast(Any, p).placements[0].dim if is_dtensor(p) else 0
         if p.ndim < 2 or p.shape[along] % shards:
             return None
-        shard = local(p.detach())
+        shard = to_local(p.detach())
         height, width = len(shard), shard[0].numel()
         m, n = sorted((height, width))
         r = max(1, min((self.config.rank or min(len(p), p[0].numel()) // 8) // shards, m))
@@ -252,7 +252,7 @@ class PowerSGD:
         these = set(parameters)
         for matrix in self._all():
             if matrix.parameter in these and matrix.parameter.grad is not None:
-                gradient = grad_access.read(matrix.parameter.grad).flatten(1)
+                gradient = grad_access.grad_values(matrix.parameter.grad).flatten(1)
                 if gradient.isfinite().all():
                     matrix.keep(matrix.error().add(gradient))
 
@@ -294,7 +294,7 @@ class PowerSGD:
         return {}
 
     def errors(self) -> dict[str, Tensor]:
-        return {matrix.name: placed(matrix.buffer, matrix.parameter) for matrix in self._all()}
+        return {matrix.name: from_local(matrix.buffer, matrix.parameter) for matrix in self._all()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for matrix in self._all():
@@ -304,7 +304,7 @@ class PowerSGD:
                         f"the error buffer of {matrix.name!r} has shape {list(error.shape)}, where the model has "
                         f"{list(matrix.parameter.shape)}"
                     )
-                matrix.keep(unpacked(like(error.to(matrix.buffer.device), matrix.parameter)))
+                matrix.keep(unpacked(shard_like(error.to(matrix.buffer.device), matrix.parameter)))
 
 
 def _root(n: int) -> float:
@@ -315,7 +315,7 @@ def _root(n: int) -> float:
 
 def _shards(p: Tensor) -> int:
     """In how many it is."""
-    return cast(Any, p).device_mesh.size() if sharded(p) else 1
+    return cast(Any, p).device_mesh.size() if is_dtensor(p) else 1
 
 
 def _finite(tensors: list[Tensor]) -> Tensor:

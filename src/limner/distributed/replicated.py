@@ -24,8 +24,8 @@ from limner.distributed.gradient_reducers import GradientReducer, Reduction, Rep
 from limner.distributed.sharded_checkpoint import Folder, Shards
 from limner.errors import UserError
 from limner.models.dvae import DVAE
-from limner.optim.dtensor import local
-from limner.optim.grad_access import divide_all
+from limner.optim.dtensor import to_local
+from limner.optim.grad_access import unscale_all
 
 Make = Callable[[], GradientReducer]
 
@@ -120,7 +120,7 @@ class Replicated:
         if self._reduction:
             self._reduction.complete()
         else:
-            divide_all(self._scales)
+            unscale_all(self._scales)
 
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallel`."""
@@ -133,7 +133,7 @@ class Replicated:
 
     def _check(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
         """Within a group whose processes must have the same weights."""
-        parts = [local(p.detach()) for p in parameters]
+        parts = [to_local(p.detach()) for p in parameters]
         hashes = [torch.hash_tensor(x) if x.numel() else x.new_zeros((), dtype=torch.uint64) for x in parts]
         own = torch.stack(hashes).view(torch.int64)
         found = [torch.empty_like(own) for _ in range(group.size())]

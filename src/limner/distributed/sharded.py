@@ -34,7 +34,7 @@ from limner.distributed.sharded_checkpoint import Folder, Shards
 from limner.distributed.sharded_init import cut_before, in_shards
 from limner.errors import UserError
 from limner.layers.half_linear import HalfLinear
-from limner.optim.dtensor import cut, local, sharded, whole
+from limner.optim.dtensor import full_tensor, is_dtensor, shard_dim, to_local
 
 _AHEAD = 2  # blocks gathered before it is their turn: with one, a link stands still until the next block begins
 
@@ -87,7 +87,7 @@ class Sharded(Replicated):
         self._modules, self._scales = [], {}
         layers = [x for x in trainable.modules() if isinstance(x, HalfLinear) and x.bias is not None]
         for layer in layers:  # FSDP's groups have one format, and these biases are a few thousandths of a layer
-            layer.bias = nn.Parameter(whole(layer.bias.detach()), layer.bias.requires_grad)
+            layer.bias = nn.Parameter(full_tensor(layer.bias.detach()), layer.bias.requires_grad)
         self._single = [layer.bias for layer in layers]
         self._single += [p for p in trainable.parameters() if p.ndim == 0]  # which cannot be sharded
         for p in self._single:
@@ -106,11 +106,11 @@ class Sharded(Replicated):
 
     def _begun(self, p: Tensor) -> Tensor:
         """What this process trains of a parameter: the first process's values, or those of the first replica."""
-        if not sharded(p):
+        if not is_dtensor(p):
             self._alike(p, distributed.group.WORLD)
             return self._shard(p)
         p = p.contiguous()
-        self._alike(local(p), self.mesh["replicate"].get_group())
+        self._alike(to_local(p), self.mesh["replicate"].get_group())
         return p
 
     def _divide(self, trainable: nn.Module, dtype: torch.dtype) -> None:
@@ -154,7 +154,7 @@ class Sharded(Replicated):
         return [own, *inner]
 
     def _cut(self, p: Tensor) -> Shard:
-        return Shard(cut(p.shape, self.mesh["shard"].size()))
+        return Shard(shard_dim(p.shape, self.mesh["shard"].size()))
 
     @contextmanager
     def part(self, last: bool) -> Iterator[None]:

@@ -33,7 +33,7 @@ from torch import Tensor, distributed, nn
 
 from limner.atomic_io import file_hash
 from limner.errors import UserError
-from limner.optim.dtensor import local, sharded
+from limner.optim.dtensor import is_dtensor, to_local
 
 T = TypeVar("T")
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -129,17 +129,17 @@ class Shards:
         for group, values in tensors.items():
             own = f"errors.{self._holders[True][1]}" if group == "errors" else ""
             for name, value in values.items():
-                totals = bytes_of[sharded(value)]
+                totals = bytes_of[is_dtensor(value)]
                 writer = totals.index(min(totals))
                 if not own:
                     totals[writer] += value.nbytes
-                    if writer != self._holders[sharded(value)][1]:
+                    if writer != self._holders[is_dtensor(value)][1]:
                         continue
                 key = f"{own or group}/{name}"
                 copy = kept.get(key)
                 if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
                     copy = torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
-                local(copy).copy_(local(value))
+                to_local(copy).copy_(to_local(value))
                 self._copies[key] = copy
 
     def _write(self, step: int, state: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from limner.optim.dtensor import like, sharded
+from limner.optim.dtensor import is_dtensor, shard_like
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def in_shards(shard: Callable[[Tensor], Tensor]) -> Iterator[None]:
     Single numbers stay whole, and so do buffers."""
 
     def cut(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter | None:
-        return nn.Parameter(shard(p.detach()), p.requires_grad) if p.ndim and not (sharded(p) or p.is_meta) else None
+        return nn.Parameter(shard(p.detach()), p.requires_grad) if p.ndim and not (is_dtensor(p) or p.is_meta) else None
 
     handle = register_module_parameter_registration_hook(cut)  # type: ignore[arg-type]
     try:
@@ -58,9 +58,9 @@ class _Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         fills = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
-        if not fills or not sharded(args[0]):
+        if not fills or not is_dtensor(args[0]):
             return func(*args, **(kwargs or {}))
         x = args[0]
         drawn = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
         func(drawn, *args[1:], **(kwargs or {}))
-        return x.copy_(like(drawn, x))
+        return x.copy_(shard_like(drawn, x))

@@ -33,7 +33,7 @@ from limner.distributed.gradient_reducers import Bucket, Plain, Replicas, Waitin
 from limner.errors import UserError
 from limner.numerics.formats import HALVES
 from limner.optim import grad_access
-from limner.optim.dtensor import sharded
+from limner.optim.dtensor import is_dtensor
 
 _UNCOMPRESSED = 2  # updates; the least that the hook takes
 _Q, _UPDATES = "/Q", "/updates"  # in checkpoints, where all else has the name of a parameter
@@ -73,7 +73,7 @@ class TorchPowerSGD(Plain):
         """Raises `UserError` if weights are in shards, or if no matrix would be smaller as two factors."""
         super().attach(buckets, replicas)
         trained = {n: p for bucket in buckets.values() for n, p in bucket.parameters.items() if p.requires_grad}
-        if any(map(sharded, trained.values())):
+        if any(map(is_dtensor, trained.values())):
             raise UserError(
                 "torch's PowerSGD is for processes that each hold all weights: leave --parallel out, or choose "
                 "--reduce powersgd"
@@ -115,7 +115,7 @@ class TorchPowerSGD(Plain):
         parts = list(self._split(values))
         for part, grad, skip in zip(parts, grads, bad, strict=True):
             if grad is not None and not skip:
-                part.copy_(grad_access.read(grad))
+                part.copy_(grad_access.grad_values(grad))
         self._state.rng.seed(self._state.iter)  # of Q, where it is drawn: so that its state need not be kept
         yield cast(Any, powerSGD_hook(self._state, cast(Any, _All(values, parts))))  # waited for as other work is
         for part, error, grad, skip in zip(parts, self._errors, grads, bad, strict=True):
@@ -126,10 +126,10 @@ class TorchPowerSGD(Plain):
                 error.add_(part)
             elif grad.dtype in HALVES:  # what it cannot have of it
                 error.add_(part)
-                part.copy_(grad_access.rounded(part, grad.dtype, grad_access.divisor(grad)))
+                part.copy_(grad_access.round_to_storage(part, grad.dtype, grad_access.pending_scale(grad)))
                 error.sub_(part)
             if grad is not None:
-                grad_access.write(grad, torch.full_like(part, torch.nan) if skip else part)
+                grad_access.set_grad_values(grad, torch.full_like(part, torch.nan) if skip else part)
 
     @property
     def _errors(self) -> list[Tensor]:
@@ -147,7 +147,7 @@ class TorchPowerSGD(Plain):
         these = set(parameters)
         for p, error in zip(self._matrices.values(), self._errors, strict=True):
             if p in these and p.grad is not None and p.grad.isfinite().all():
-                error.add_(grad_access.read(p.grad))
+                error.add_(grad_access.grad_values(p.grad))
 
     def tensors(self) -> dict[str, Tensor]:
         updates, q = torch.tensor(self._state.iter, device="cpu"), self._state.q_memory_dict.get(0)

@@ -277,6 +277,6 @@ def _judged(
         scores[part.start : part.stop], sampler = made.scores.numpy(), made.sampler
         if keep:
             keep(part.start, made)
-    how = {"model": pipe.name, "candidates": candidates, "seed": settings.seed, **sampler.facts()}
+    how = {"model": pipe.name, "candidates": candidates, "seed": settings.seed, **sampler.to_metadata()}
     ks = tuple(sorted({k for k in (*settings.best_of, candidates) if k <= candidates}))
     return Composition(texts, list(kinds), list(clusters), right, scores, ks, how)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from limner.config import to_dict
 from limner.data.stream import Stream
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.optim.schedules import Cosine
 from limner.progress import Progress
 from limner.training.checkpoint import latest, load_weights, step_of
@@ -193,7 +193,7 @@ def trained(
         load_weights(net, done)
     else:
         training = TrainConfig(
-            steps=config.steps, batch_size=config.batch_size, optimizer=AdamW(lr=config.lr), clip_norm=1.0,
+            steps=config.steps, batch_size=config.batch_size, optimizer=AdamWConfig(lr=config.lr), clip_norm=1.0,
             warmup_steps=config.steps // 20, schedule=Cosine(), keep=1,
         )  # fmt: skip
         record = {"judge": {**to_dict(config), "pictures": len(data)}}

@@ -16,7 +16,7 @@ import numpy as np
 
 from limner.errors import UserError
 from limner.evaluation.report import Points, chart, save_page, table
-from limner.metrics.spikes import AFTER, RMS, Foreseen, foreseen, loss_spikes
+from limner.metrics.spikes import FOLLOW_STEPS, RMS_SPIKE, SpikeMatch, loss_spikes, match_spikes
 from limner.training.metrics_log import read_metrics
 
 FILE = "stability.jsonl"  # in a stage's folder
@@ -33,17 +33,17 @@ class Foretold:
 
     loss: np.ndarray
     rms: dict[str, np.ndarray]
-    found: dict[str, Foreseen]
+    found: dict[str, SpikeMatch]
     features: Mapping[str, Points]
 
     def rows(self) -> list[tuple[str, ...]]:
         """Matrices whose spikes foretell most first."""
-        order = sorted(self.found, key=lambda name: (self.found[name].chance, -self.rms[name].max()))
+        order = sorted(self.found, key=lambda name: (self.found[name].p_value, -self.rms[name].max()))
         rows = []
         for name in order:
             found, highest = self.found[name], self.rms[name].max()
             counts = map(str, (len(found.rms), len(found.loss), len(found.following)))
-            rows.append((name, *counts, f"{found.chance:.2g}", f"{highest:.1f}"))
+            rows.append((name, *counts, f"{found.p_value:.2g}", f"{highest:.1f}"))
         return rows
 
     def save(self, path: Path, title: str) -> Path:
@@ -51,7 +51,7 @@ class Foretold:
         first = self.rows()[0][0] if self.found else ""
         charts = [chart("loss", {"loss": _points(self.loss)})]
         if first:
-            charts.append(chart(f"RMS of {first} ({RMS} is a spike)", {first: _points(self.rms[first])}))
+            charts.append(chart(f"RMS of {first} ({RMS_SPIKE} is a spike)", {first: _points(self.rms[first])}))
         if self.features:
             names = list(self.features)
             some = dict.fromkeys(names[i] for i in np.linspace(0, len(names) - 1, 4).round().astype(int))
@@ -62,7 +62,7 @@ class Foretold:
             near.append(chart(f"loss, spike at step {step}", {"loss": _points(self.loss[begin:end], begin)}))
             if first:
                 near.append(chart(f"RMS of {first}", {first: _points(self.rms[first][begin:end], begin)}))
-        said = f"A loss spike comes after an RMS spike if it follows by {AFTER[0]} to {AFTER[1]} steps."
+        said = f"A loss spike comes after an RMS spike if it follows by {FOLLOW_STEPS[0]} to {FOLLOW_STEPS[1]} steps."
         body = (
             f"<h1>{escape(title)}</h1><p>{said}</p>{table(self.rows(), HEADER)}"
             f'<h2>The run</h2><div class="charts">{"".join(charts)}</div>'
@@ -94,7 +94,7 @@ def foretold(folder: Path) -> Foretold:
         if isinstance(found := row.get("features"), dict):
             for name, value in found.items():
                 features.setdefault(name, []).append((row["step"], _number(value)))
-    return Foretold(loss, rms, {name: foreseen(loss, those) for name, those in rms.items()}, features)
+    return Foretold(loss, rms, {name: match_spikes(loss, those) for name, those in rms.items()}, features)
 
 
 def _number(value: Any) -> float:

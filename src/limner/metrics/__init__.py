@@ -1,1 +1,1 @@
-"""Measures as pure functions: of codes in use, of pictures, of spikes."""
+"""Metrics as pure functions: codebook usage, PSNR of pictures, spikes of training curves."""

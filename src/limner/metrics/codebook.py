@@ -1,4 +1,4 @@
-"""How much of a codebook is in use."""
+"""Codebook usage."""
 
 import torch
 from jaxtyping import Int64, Num
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def usage(tokens: Int64[Tensor, "..."], vocab: int) -> dict[str, Num[Tensor, ""]]:
-    """Codes that occur at least once, and the perplexity exp(entropy in nats) of their frequencies.
+    """Number of codes that occur, and the perplexity exp(entropy in nats) of their frequencies.
 
     Args:
         tokens: int64 of any shape, in [0, vocab).

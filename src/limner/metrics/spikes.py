@@ -1,10 +1,10 @@
-"""Spikes of a loss, and whether they were to be foreseen (Wortsman et al. 2023, Appendix E).
+"""Spikes of a loss, and whether RMS spikes precede them (Wortsman et al. 2023, Appendix E).
 
 AdamW divides a gradient by the root of a running mean of its squares, u_t. Where the gradients of a tensor grow, that
 mean is out of date: `RMS_t = sqrt(mean(g_t^2 / u_t))` rises far above 1, the update is too large by that factor, and a
 few steps later the loss spikes.
 
-Values are given one for each step, from step 1 on; spikes are numbers of steps.
+Arrays have one value for each step, starting with step 1. Spikes are step numbers.
 """
 
 from __future__ import annotations
@@ -15,66 +15,65 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-RMS = 2.3  # from which an RMS_t is a spike
-DEVIATIONS = 3.2  # running standard deviations above the running mean, from which a loss is too high
-IGNORED = 1_000  # first steps, with small learning rates; of a run of the paper's 20,000
-TOGETHER = 10  # steps within which spikes are one
-AFTER = (1, 8)  # steps after an RMS spike in which a loss spike follows it
-_PAPER = 20_000
-WINDOW = 100  # steps of the running mean; the paper does not say how many
+RMS_SPIKE = 2.3  # smallest RMS_t that is a spike
+LOSS_DEVIATIONS = 3.2  # a loss is high above the running mean plus this number of running standard deviations
+IGNORED_STEPS = 1_000  # first steps, with small learning rates, in a run of _PAPER_STEPS
+MERGE_STEPS = 10  # spikes within this number of steps count as one
+FOLLOW_STEPS = (1, 8)  # first and last step after an RMS spike in which a loss spike follows it
+_PAPER_STEPS = 20_000
+WINDOW = 100  # steps of the running mean; the paper does not give its number
 
 
 def rms_spikes(rms: Float[np.ndarray, " T"]) -> list[int]:
-    """The first of each group of steps with RMS_t at `RMS` or above, but for the run's beginning."""
-    return _first(1 + np.flatnonzero(rms >= RMS), len(rms))
+    """First step of each group of steps with RMS_t at `RMS_SPIKE` or above, except at the beginning of a run."""
+    return _merge(1 + np.flatnonzero(rms >= RMS_SPIKE), len(rms))
 
 
 def loss_spikes(loss: Float[np.ndarray, " T"], window: int = WINDOW) -> list[int]:
-    """The first of each group of two or more losses above the running mean by `DEVIATIONS`, but for the beginning.
+    """First step of each group of two or more high losses, except at the beginning of a run.
 
-    Mean and standard deviation are those of the `window` steps before, without those that were too high themselves,
-    unless all were: then they are a new level. In a run of a few hundred steps the loss falls by much within 100, which
-    a spike would have to exceed: a shorter window sees it.
-    A loss that is not finite is too high.
+    A loss is high if it is not finite, or above the running mean by `LOSS_DEVIATIONS` standard deviations. Both are
+    computed over the last `window` losses that were not high. After `window` high losses in a row, these are the new
+    level. In a run of a few hundred steps the loss falls too far within 100 steps to see spikes: shorten the window.
     """
-    high, calm, since = [], [], 0  # since: the last step that was not too high
+    high, normal, last_normal = [], [], 0
     for step, value in enumerate(loss.tolist(), 1):
-        if step - since > window:  # no spike, but a new level
-            calm, since = [v for v in loss[since : step - 1].tolist() if math.isfinite(v)], step
-        recent = calm[-window:]
-        if len(recent) >= TOGETHER and not value <= np.mean(recent) + DEVIATIONS * np.std(recent):
+        if step - last_normal > window:  # a new level
+            normal, last_normal = [v for v in loss[last_normal : step - 1].tolist() if math.isfinite(v)], step
+        recent = normal[-window:]
+        if len(recent) >= MERGE_STEPS and not value <= np.mean(recent) + LOSS_DEVIATIONS * np.std(recent):
             high.append(step)
         else:
-            calm.append(value)
-            since = step
+            normal.append(value)
+            last_normal = step
     steps = np.array(high, int)
-    several = [step for step in steps if ((steps >= step) & (steps < step + TOGETHER)).sum() > 1]
-    return _first(np.array(several, int), len(loss))
+    repeated = [step for step in steps if ((steps >= step) & (steps < step + MERGE_STEPS)).sum() > 1]
+    return _merge(np.array(repeated, int), len(loss))
 
 
-def _first(steps: np.ndarray, total: int) -> list[int]:
-    """The first of each group, after the steps that are ignored. A group is what lies within `TOGETHER` steps of its
-    first one ("multiple spikes over a short time interval of 10 iterations are only counted as one"), and what goes on
-    from there without a pause: one long spike."""
-    ignored = IGNORED * min(1.0, total / _PAPER)
-    found: list[int] = []
+def _merge(steps: np.ndarray, total: int) -> list[int]:
+    """First step of each group, after the ignored steps. A group is all spikes within `MERGE_STEPS` of its first one
+    ("multiple spikes over a short time interval of 10 iterations are only counted as one") and the uninterrupted
+    continuation of the last one."""
+    ignored = IGNORED_STEPS * min(1.0, total / _PAPER_STEPS)
+    groups: list[int] = []
     first = last = -math.inf
     for step in steps.tolist():
-        if step - first >= TOGETHER and step > last + 1:
+        if step - first >= MERGE_STEPS and step > last + 1:
             first = step
-            found.append(step)
+            groups.append(step)
         last = step
-    return [step for step in found if step > ignored]
+    return [step for step in groups if step > ignored]
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """Which loss spikes came after an RMS spike.
+class SpikeMatch:
+    """Loss spikes matched with RMS spikes.
 
     Attributes:
-        loss, rms: the spikes.
-        following: the loss spikes that follow an RMS spike by `AFTER` steps.
-        covered: the share of all steps that follow one so: the chance that a loss spike at any step would.
+        loss, rms: spikes of both.
+        following: loss spikes that follow an RMS spike by `FOLLOW_STEPS`.
+        covered: share of all steps that follow an RMS spike so, the probability that a random step does.
     """
 
     loss: list[int]
@@ -83,12 +82,12 @@ class Foreseen:
     covered: float
 
     @property
-    def chance(self) -> float:
-        """The probability that so many loss spikes or more follow, if they came at random steps."""
+    def p_value(self) -> float:
+        """Probability of at least this number of following spikes if loss spikes came at random steps."""
         n, k, p = len(self.loss), len(self.following), self.covered
         if p in (0, 1):
             return float(k == 0 or p)
-        # In logarithms: the coefficients of a thousand spikes leave floating point.
+        # Logarithms, since binomial coefficients of a thousand spikes overflow.
         terms = [
             math.lgamma(n + 1)
             - math.lgamma(i + 1)
@@ -100,9 +99,9 @@ class Foreseen:
         return min(1.0, math.fsum(map(math.exp, terms)))
 
 
-def foreseen(loss: Float[np.ndarray, " T"], rms: Float[np.ndarray, " T"], window: int = WINDOW) -> Foreseen:
-    """Compare the spikes of a loss, found with `window`, with those of one tensor's RMS_t."""
-    ours, theirs = loss_spikes(loss, window), rms_spikes(rms)
-    first, last = AFTER
-    after = {step + k for step in theirs for k in range(first, last + 1) if step + k <= len(loss)}
-    return Foreseen(ours, theirs, [step for step in ours if step in after], len(after) / max(len(loss), 1))
+def match_spikes(loss: Float[np.ndarray, " T"], rms: Float[np.ndarray, " T"], window: int = WINDOW) -> SpikeMatch:
+    """Match the spikes of a loss, with a running mean over `window` steps, with those of one tensor's RMS_t."""
+    of_loss, of_rms = loss_spikes(loss, window), rms_spikes(rms)
+    first, last = FOLLOW_STEPS
+    after = {step + k for step in of_rms for k in range(first, last + 1) if step + k <= len(loss)}
+    return SpikeMatch(of_loss, of_rms, [step for step in of_loss if step in after], len(after) / max(len(loss), 1))

@@ -1,4 +1,4 @@
-"""Optimisers, schedules and averages. The optimisers are torch's, to use with any model:
+"""Optimizers, schedules and weight averages. The optimizers are `torch.optim.Optimizer`s for any model:
 
 from limner.optim import StableAdamW
 

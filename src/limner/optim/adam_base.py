@@ -1,25 +1,24 @@
-"""What optimisers of Adam's family share: two moments for each tensor, in fp32 or in 16 bits, and a count of its steps.
+"""Base of optimizers of Adam's family: two moments and a step count for each tensor, in fp32 or in 16 bits.
 
-A tensor without gradient is left out of a step: its moments stay and its own count does not advance, so that the bias
-correction stays right for tensors whose updates are skipped (App. G of Wortsman et al. 2023 skips those with Inf or
-NaN).
+A step skips tensors without gradient: their moments and counts do not advance, so bias correction stays right for
+tensors whose updates are skipped (Wortsman et al. 2023, App. G, skip tensors with Inf or NaN).
 
-Moments in 16 bits (App. B.2 and D of Ramesh et al. 2021) are codes: 1-6-9 for the running mean, 0-6-10 for the running
-variance. A step unpacks those of a few tensors at a time, computes in fp32, and packs them again; `read` and `write`
-are all that knows of it. Which tensors: groups of parameters say `packed`, and of these the tensors with two dimensions
-or more, unless they are float64. "Store all gains, biases, embeddings, and unembeddings in 32-bit precision, [...] and
-32-bit Adam moments" (D.2): gains and biases have one dimension; embeddings and output layers belong into a group with
-`packed=False`.
+16-bit moments (Ramesh et al. 2021, App. B.2 and D) are integer codes: 1-6-9 for the running mean, 0-6-10 for the
+running variance. A step decodes the moments of a few tensors at a time, computes in fp32 and encodes them again; only
+`read_moment`, `write_moment` and the Triton kernel know the formats. Groups with `quantize_state` have 16-bit moments
+for tensors with two dimensions or more, except float64. "Store all gains, biases, embeddings, and unembeddings in
+32-bit precision, [...] and 32-bit Adam moments" (D.2): put embeddings and output layers into a group with
+`quantize_state=False`.
 
-Weights may be in 16 bits, too ("most parameters, Adam moments, and activations are stored in 16-bit precision", §2.4).
-Then their moments, if not packed, are fp32, and so is the whole update; the weight is rounded once, at its end, up or
-down at random, such that its mean is what was computed. The paper does not say how it rounds. To the nearest number,
-what is less than half a step would be lost, in every update:
-docs/log/2026-11-25.md, "Weights in 16 bits rounded at random" has what was measured. The random numbers
-follow from a tensor's count of steps and its place in the optimiser, so that processes which hold the same weights go
-on to hold the same, and a run that goes on draws those of one that was never stopped.
+Weights may take 16 bits as well ("most parameters, Adam moments, and activations are stored in 16-bit precision",
+§2.4). Then unquantized moments and the whole update are fp32, and the last operation rounds the weight stochastically,
+which preserves its expected value. Rounding to nearest would lose every update below half a step of the format; the
+paper does not state its rounding,
+docs/log/2026-11-25.md, "Weights in 16 bits rounded at random"
+has measurements. The random numbers depend only on the step count of a
+tensor and its index in the optimizer, so replicas stay equal and a resumed run equals an uninterrupted one.
 
-State of a parameter, under the names that torch's AdamW has for it: `step` (fp32, on the CPU), `exp_avg`, `exp_avg_sq`.
+State of a parameter, with the names of torch's AdamW: `step` (fp32, on the CPU), `exp_avg`, `exp_avg_sq`.
 """
 
 from __future__ import annotations
@@ -33,64 +32,64 @@ from torch import Tensor
 
 from limner.numerics.compile_elementwise import triton_launches
 from limner.numerics.formats import E6M9, HALVES, UE6M10
-from limner.optim.dtensor import local
-from limner.optim.grad_access import read as read_gradient
+from limner.optim.dtensor import to_local
+from limner.optim.grad_access import grad_values
 
-FORMATS = {"exp_avg": E6M9, "exp_avg_sq": UE6M10}
-SMALLEST = torch.finfo(torch.float32).tiny  # above zero, of full precision
+MOMENT_FORMATS = {"exp_avg": E6M9, "exp_avg_sq": UE6M10}
+SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 _SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "lr": ("lr is finite and 0 or more", lambda x: 0 <= x < inf),
     "betas": ("betas are in [0, 1)", lambda x: all(0 <= beta < 1 for beta in x)),
     "momentum": ("momentum is in [0, 1)", lambda x: 0 <= x < 1),
-    "eps": (f"eps is finite and at least {SMALLEST:.2g}, since 0 / 0 is no update", lambda x: SMALLEST <= x < inf),
+    "eps": (f"eps is finite and at least {SMALLEST_NORMAL:.2g}, to avoid 0 / 0", lambda x: SMALLEST_NORMAL <= x < inf),
     "weight_decay": ("weight_decay is finite and 0 or more", lambda x: 0 <= x < inf),
     "power": ("power is above 0", lambda x: x > 0),
-    "most": ("most is above 0", lambda x: x > 0),
+    "max_exp_avg_sq": ("max_exp_avg_sq is above 0", lambda x: x > 0),
 }
-_AT_ONCE = 1 << 17  # values of small tensors that are updated together, within a core's cache
-_GPU_AT_ONCE = 1 << 25  # on a GPU, where a call takes longer than a small tensor
-_ONE_KERNEL = 1 << 27  # where one kernel takes them, and nothing is copied
+_CPU_CHUNK_VALUES = 1 << 17  # fits the cache of a core
+_GPU_CHUNK_VALUES = 1 << 25  # many small tensors for each multi-tensor call
+_TRITON_CHUNK_VALUES = 1 << 27  # the Triton kernel allocates little
 
 
-def require(group: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if a setting of a group of parameters cannot be; NaN can nowhere."""
-    for name, (says, fits) in _SETTINGS.items():
+def check_settings(group: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if a setting of a parameter group is out of range. NaN always is."""
+    for name, (rule, fits) in _SETTINGS.items():
         if name in group and not fits(group[name]):
-            raise ValueError(f"{says}, not {group[name]}")
+            raise ValueError(f"{rule}, not {group[name]}")
 
 
-def refuse_halves(kind: str, parameters: Iterable[Tensor]) -> None:
-    """Raises `ValueError` if one of the parameters is in 16 bits, in which that optimiser would lose small updates."""
+def reject_half_weights(optimizer: str, parameters: Iterable[Tensor]) -> None:
+    """Raise `ValueError` if a parameter is in 16 bits. The named optimizer would round small updates away."""
     if any(p.dtype in HALVES for p in parameters):
-        raise ValueError(f"{kind} has no update for weights in 16 bits: keep them in fp32, or take AdamW16, say")
+        raise ValueError(f"{optimizer} cannot update weights in 16 bits: keep them in fp32, or use AdamW16")
 
 
-def read(state: Mapping[str, Tensor], moment: str) -> Tensor:
-    """A moment as a number: itself in fp32, or unpacked; of a shared one this process's shard."""
-    kept = local(state[moment])
-    return kept if kept.is_floating_point() else FORMATS[moment].unpack(kept)
+def read_moment(state: Mapping[str, Tensor], moment: str) -> Tensor:
+    """Local shard of a moment as numbers: the stored fp32 tensor, or a decoded copy."""
+    stored = to_local(state[moment])
+    return stored if stored.is_floating_point() else MOMENT_FORMATS[moment].unpack(stored)
 
 
-def write(state: Mapping[str, Tensor], moment: str, value: Tensor) -> None:
-    """Keep what `read` gave, after it has changed in place."""
-    kept = local(state[moment])
-    if not kept.is_floating_point():
-        FORMATS[moment].pack(value, out=kept)
+def write_moment(state: Mapping[str, Tensor], moment: str, value: Tensor) -> None:
+    """Store the result of `read_moment` after it was changed in place."""
+    stored = to_local(state[moment])
+    if not stored.is_floating_point():
+        MOMENT_FORMATS[moment].pack(value, out=stored)
 
 
 class StepTensors(NamedTuple):
-    """What a step is given of each tensor, in fp32 (or float64): this process's shards, or all; of weights in 16 bits
-    copies. `at_once`: one kernel takes them, to which moments may be codes."""
+    """Local shards that a step updates, in fp32 or float64; 16-bit weights are fp32 copies. If `use_triton`, one kernel
+    updates all tensors and decodes 16-bit moments itself."""
 
-    weights: list[Tensor]
-    gradients: list[Tensor]
-    means: list[Tensor]
-    variances: list[Tensor]
-    at_once: bool
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    use_triton: bool
 
 
 class MomentOptimizer(torch.optim.Optimizer):
-    """The step, but for what it does with gradients and moments: `_update` of a subclass."""
+    """Base class of optimizers with Adam's moments. Subclasses implement `_update`."""
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, ...], eps: float, weight_decay: float, **others: Any
@@ -98,95 +97,97 @@ class MomentOptimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **others})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Raises `ValueError` for settings that cannot be."""
-        require(self.defaults | param_group)
+        """Add a group, as in torch. Raises `ValueError` for settings out of range."""
+        check_settings(self.defaults | param_group)
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. A `closure` computes the loss anew, which is returned."""
+        """Update every parameter that has a gradient; return the loss of `closure`, which recomputes the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        places = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        indices = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         for group in self.param_groups:
-            packed = group.get("packed", False)
-            for parameters in together((p for p in group["params"] if p.grad is not None), packed):
-                self._step(group, parameters, [places[p] for p in parameters])
+            quantize = group.get("quantize_state", False)
+            for params in update_chunks((p for p in group["params"] if p.grad is not None), quantize):
+                self._step(group, params, [indices[p] for p in params])
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but that every tensor stays as it was saved: torch makes codes fp32. Settings that another
-        optimiser of this family has not saved, torch's AdamW say, stay as they are."""
+        """Load a state as torch does, but keep the dtype of every tensor: torch would convert codes to fp32. Settings
+        that the state lacks, for instance one of torch's AdamW, keep their values."""
         before = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for group, own in zip(self.param_groups, before, strict=True):
-            group |= own | group
-        numbers = (i for group in state_dict["param_groups"] for i in group["params"])
-        parameters = (p for group in self.param_groups for p in group["params"])
-        for i, p in zip(numbers, parameters, strict=True):
+        for group, previous in zip(self.param_groups, before, strict=True):
+            group |= previous | group
+        indices = (i for group in state_dict["param_groups"] for i in group["params"])
+        params = (p for group in self.param_groups for p in group["params"])
+        for i, p in zip(indices, params, strict=True):
             for key, value in state_dict["state"].get(i, {}).items():
                 device = "cpu" if key == "step" else p.device
                 self.state[p][key] = value.to(device, copy=True)
 
-    def _step(self, group: Mapping[str, Any], parameters: list[Tensor], places: list[int]) -> None:
-        states = [self._state(p, group.get("packed", False)) for p in parameters]
+    def _step(self, group: Mapping[str, Any], params: list[Tensor], indices: list[int]) -> None:
+        states = [self._state(p, group.get("quantize_state", False)) for p in params]
         torch._foreach_add_([state["step"] for state in states], 1)
-        gradients = [read_gradient(p.grad) for p in parameters if p.grad is not None]
-        weights = [local(p).float() if p.dtype in HALVES else local(p) for p in parameters]
-        means, variances = ([local(state[moment]) for state in states] for moment in FORMATS)
-        if not (at_once := one_kernel(weights, gradients, means, variances)):
-            means, variances = ([read(state, moment) for state in states] for moment in FORMATS)
+        grads = [grad_values(p.grad) for p in params if p.grad is not None]
+        weights = [to_local(p).float() if p.dtype in HALVES else to_local(p) for p in params]
+        exp_avgs, exp_avg_sqs = ([to_local(state[moment]) for state in states] for moment in MOMENT_FORMATS)
+        if not (use_triton := supports_triton(weights, grads, exp_avgs, exp_avg_sqs)):
+            exp_avgs, exp_avg_sqs = ([read_moment(state, moment) for state in states] for moment in MOMENT_FORMATS)
         counts = [int(state["step"]) for state in states]
-        self._update(group, parameters, StepTensors(weights, gradients, means, variances, at_once), counts)
-        for p, weight, count, place in zip(parameters, weights, counts, places, strict=True):
+        self._update(group, params, StepTensors(weights, grads, exp_avgs, exp_avg_sqs, use_triton), counts)
+        for p, weight, count, index in zip(params, weights, counts, indices, strict=True):
             if p.dtype in HALVES:
-                generator = torch.Generator(weight.device).manual_seed(_seed(count, place))
-                local(p).copy_(HALVES[p.dtype].rounded(weight, generator))
-        if not at_once:
-            for moment, values in zip(FORMATS, (means, variances), strict=True):
+                generator = torch.Generator(weight.device).manual_seed(_rounding_seed(count, index))
+                to_local(p).copy_(HALVES[p.dtype].rounded(weight, generator))
+        if not use_triton:
+            for moment, values in zip(MOMENT_FORMATS, (exp_avgs, exp_avg_sqs), strict=True):
                 for state, value in zip(states, values, strict=True):
-                    write(state, moment, value)
+                    write_moment(state, moment, value)
 
-    def _state(self, p: Tensor, packed: bool) -> dict[str, Tensor]:
+    def _state(self, p: Tensor, quantize: bool) -> dict[str, Tensor]:
         state = self.state[p]
-        packed = packed and packs(p)
+        quantize = quantize and supports_quantized_state(p)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            for moment, its_format in FORMATS.items():
-                plain = torch.float32 if p.dtype in HALVES else p.dtype
-                dtype = its_format.dtype if packed else plain  # code 0 is the number 0
+            for moment, moment_format in MOMENT_FORMATS.items():
+                unquantized = torch.float32 if p.dtype in HALVES else p.dtype
+                dtype = moment_format.dtype if quantize else unquantized  # code 0 is the number 0
                 state[moment] = torch.zeros_like(p, dtype=dtype)
         return state
 
-    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: StepTensors, counts: list[int]) -> None:
-        """Change weights and moments in place, of the `whole` parameters. `counts` are the steps of each tensor, this
-        one included."""
+    def _update(self, group: Mapping[str, Any], params: list[Tensor], inputs: StepTensors, counts: list[int]) -> None:
+        """Update weights and moments of `params` in place. `counts` are step counts, this step included."""
         raise NotImplementedError
 
 
-def packs(p: Tensor) -> bool:
-    """Whether moments of a tensor may be in 16 bits: not those of float64, whose updates are to be exact."""
+def supports_quantized_state(p: Tensor) -> bool:
+    """Return True if moments of a tensor may be in 16 bits. float64 weights keep float64 moments."""
     return p.ndim >= 2 and p.dtype != torch.float64
 
 
-def together(parameters: Iterable[Tensor], packed: bool = False) -> Iterator[list[Tensor]]:
-    """Parameters in lists that are updated at once: large ones alone, so that a step needs little memory beyond the
-    state, and small ones of one device and dtype together, so that it needs few calls; those whose moments are `packed`
-    apart from others, since one kernel may take them. Raises `RuntimeError` for a sparse gradient."""
-    parameters = list(parameters)
-    if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
-        raise RuntimeError("sparse gradients have no update here: give nn.Embedding sparse=False")
+def update_chunks(params: Iterable[Tensor], quantize: bool = False) -> Iterator[list[Tensor]]:
+    """Split parameters into lists, each updated by one sequence of multi-tensor operations.
+
+    A large tensor is alone in its list, which bounds temporary memory. Small tensors share a list with others of the
+    same device, dtype and format of moments, which reduces the number of calls. Raises `RuntimeError` for a sparse
+    gradient.
+    """
+    params = list(params)
+    if any(p.grad is not None and p.grad.layout != torch.strided for p in params):
+        raise RuntimeError("limner's optimizers cannot use sparse gradients: give nn.Embedding sparse=False")
     waiting: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
     sizes: dict[tuple[torch.device, torch.dtype, bool], int] = {}
-    for p in parameters:
-        kind, size = (p.device, p.dtype, packed and packs(p)), p.numel()
-        most = _most(p)
-        if size > most:
+    for p in params:
+        kind, size = (p.device, p.dtype, quantize and supports_quantized_state(p)), p.numel()
+        limit = _chunk_values(p)
+        if size > limit:
             yield [p]
             continue
-        if sizes.get(kind, 0) + size > most:
+        if sizes.get(kind, 0) + size > limit:
             yield waiting.pop(kind)
             sizes[kind] = 0
         waiting.setdefault(kind, []).append(p)
@@ -194,75 +195,78 @@ def together(parameters: Iterable[Tensor], packed: bool = False) -> Iterator[lis
     yield from waiting.values()
 
 
-def _most(p: Tensor) -> int:
-    """Values of a list of tensors like this one."""
+def _chunk_values(p: Tensor) -> int:
     if not p.is_cuda:
-        return _AT_ONCE
-    return _ONE_KERNEL if p.dtype == torch.float32 and triton_launches(p) else _GPU_AT_ONCE
+        return _CPU_CHUNK_VALUES
+    return _TRITON_CHUNK_VALUES if p.dtype == torch.float32 and triton_launches(p) else _GPU_CHUNK_VALUES
 
 
 def adamw_(
-    given: StepTensors,
+    inputs: StepTensors,
     *,
-    rates: list[float] | Tensor,
+    lrs: list[float] | Tensor,
     betas: tuple[float, list[float]],
     corrections: tuple[list[float], list[float]],
     eps: float,
     weight_decay: float,
-    most: float = inf,
+    max_exp_avg_sq: float = inf,
 ) -> None:
-    """AdamW of each tensor, in place, with a learning rate, a beta2 and bias corrections of its own:
+    """AdamW in place, with a learning rate, a beta2 and bias corrections c1, c2 for each tensor:
 
     m <- beta1 m + (1 - beta1) g
-    v <- min(beta2 v + (1 - beta2) g^2, most)
-    p <- p - rate (m / c1 / (sqrt(v / c2) + eps) + weight_decay p)
+    v <- min(beta2 v + (1 - beta2) g^2, max_exp_avg_sq)
+    p <- p - lr (m / c1 / (sqrt(v / c2) + eps) + weight_decay p)
     """
-    parameters, gradients, means, variances, at_once = given
+    params, grads, exp_avgs, exp_avg_sqs, use_triton = inputs
     (beta1, beta2), (c1, c2) = betas, corrections
-    if at_once:
+    if use_triton:
         from limner.optim import triton_adamw
 
         triton_adamw.adamw_(
-            parameters, gradients, means, variances, rates=rates, betas=betas, corrections=corrections, eps=eps,
-            weight_decay=weight_decay, most=most,
+            params, grads, exp_avgs, exp_avg_sqs, lrs=lrs, betas=betas, corrections=corrections, eps=eps,
+            weight_decay=weight_decay, max_exp_avg_sq=max_exp_avg_sq,
         )  # fmt: skip
         return
-    torch._foreach_lerp_(means, gradients, 1 - beta1)
-    torch._foreach_mul_(variances, beta2)
-    torch._foreach_addcmul_(variances, gradients, gradients, [1 - beta for beta in beta2])
-    if most < inf:
-        torch._foreach_clamp_max_(variances, most)
-    below = torch._foreach_div(variances, c2)
-    torch._foreach_sqrt_(below)
-    torch._foreach_add_(below, eps)
-    torch._foreach_mul_(below, c1)
-    updates = torch._foreach_div(means, below)
+    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, [1 - beta for beta in beta2])
+    if max_exp_avg_sq < inf:
+        torch._foreach_clamp_max_(exp_avg_sqs, max_exp_avg_sq)
+    denominators = torch._foreach_div(exp_avg_sqs, c2)
+    torch._foreach_sqrt_(denominators)
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_mul_(denominators, c1)
+    updates = torch._foreach_div(exp_avgs, denominators)
     if weight_decay:
-        torch._foreach_add_(updates, parameters, alpha=weight_decay)
-    torch._foreach_mul_(updates, list(rates.unbind()) if isinstance(rates, Tensor) else rates)
-    torch._foreach_sub_(parameters, updates)
+        torch._foreach_add_(updates, params, alpha=weight_decay)
+    torch._foreach_mul_(updates, list(lrs.unbind()) if isinstance(lrs, Tensor) else lrs)
+    torch._foreach_sub_(params, updates)
 
 
-def one_kernel(*lists: list[Tensor]) -> bool:
-    """Whether `triton_adamw.py` takes these: weights and gradients in fp32 and moments of one kind, on a GPU with
-    Triton, each tensor in memory as its weight is and without gaps."""
-    parameters, gradients, *moments = lists
-    if not triton_launches(parameters[0]):
+def supports_triton(*lists: list[Tensor]) -> bool:
+    """Return True if `triton_adamw.py` can update these tensors: weights, gradients and moments, on a GPU with Triton.
+
+    Weights and gradients are fp32, moments of one dtype, all without gaps and with the strides of the weight.
+    """
+    params, grads, *moments = lists
+    if not triton_launches(params[0]):
         return False
     return (
-        {x.dtype for x in (*parameters, *gradients)} == {torch.float32}
-        and len({x.dtype for some in moments for x in some}) == 1
+        {x.dtype for x in (*params, *grads)} == {torch.float32}
+        and len({x.dtype for tensors in moments for x in tensors}) == 1
         and all(x.stride() == p.stride() for p, *others in zip(*lists, strict=True) for x in others)
-        and all(p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last) for p in parameters)
+        and all(p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last) for p in params)
     )
 
 
-def corrections(beta: float, counts: list[int]) -> list[float]:
-    """1 - beta^t of each tensor (Kingma & Ba 2015, §3)."""
+def bias_corrections(beta: float, counts: list[int]) -> list[float]:
+    """1 - beta^t for the step count t of each tensor (Kingma & Ba 2015, §3)."""
     return [1 - beta**count for count in counts]
 
 
-def _seed(count: int, place: int) -> int:
-    """The seed of the rounding of the tensor at `place` in its step `count`: 32 bits, all that a generator on the CPU
-    reads. Seeds of a tensor repeat after 2^32 steps; those of two tensors are alike only steps far apart."""
-    return (count * 2_654_435_769 + place) % 2**32
+def _rounding_seed(count: int, index: int) -> int:
+    """Seed for rounding the tensor at `index` in its step `count`. CPU generators read only 32 bits of a seed.
+
+    Seeds of a tensor repeat after 2^32 steps; those of two tensors coincide only at steps far apart.
+    """
+    return (count * 2_654_435_769 + index) % 2**32

@@ -1,8 +1,8 @@
-"""AdamW with its moments in 16 bits, as Ramesh et al. 2021 trained the prior (App. B.2 and D).
+"""AdamW with moments in 16 bits, as Ramesh et al. 2021 trained the prior (App. B.2 and D).
 
-The formats are in `numerics/formats.py`, how moments are kept in `optim/adam_base.py`. "We clip the estimate for
-running variance by value to 5 before it is used to update the parameters or moments" (B.2): the running variance
-itself, before its bias is corrected.
+`numerics/formats.py` defines the formats, `optim/adam_base.py` stores moments in them. "We clip the estimate for
+running variance by value to 5 before it is used to update the parameters or moments" (B.2): the clip acts on the
+running variance before bias correction.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from limner.optim.adam_base import MomentOptimizer, StepTensors, adamw_, corrections
+from limner.optim.adam_base import MomentOptimizer, StepTensors, adamw_, bias_corrections
 
 
 class AdamW16(MomentOptimizer):
-    """A torch optimiser with half of AdamW's state.
+    """AdamW with half the state, as a torch optimizer.
 
     Args:
-        params: tensors or groups. Moments of tensors with two dimensions or more take 16 bits, but for groups with
-            `packed=False`, into which embeddings and output layers belong (D.2). All others stay in fp32.
-        lr, betas, eps, weight_decay: as torch's AdamW has them; the defaults are the paper's.
-        most: the largest running variance.
+        params: tensors or groups. Moments of tensors with two dimensions or more take 16 bits, except in groups with
+            `quantize_state=False`; put embeddings and output layers there (D.2). All other moments are fp32.
+        lr, betas, eps, weight_decay: as in torch's AdamW; the defaults are the paper's.
+        max_exp_avg_sq: upper bound of the running variance.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class AdamW16(MomentOptimizer):
         betas: tuple[float, float] = (0.9, 0.96),
         eps: float = 1e-8,
         weight_decay: float = 4.5e-2,
-        most: float = 5.0,
+        max_exp_avg_sq: float = 5.0,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, most=most, packed=True)
+        super().__init__(params, lr, betas, eps, weight_decay, max_exp_avg_sq=max_exp_avg_sq, quantize_state=True)
 
-    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: StepTensors, counts: list[int]) -> None:
+    def _update(self, group: Mapping[str, Any], params: list[Tensor], inputs: StepTensors, counts: list[int]) -> None:
         n, (beta1, beta2) = len(counts), group["betas"]
         adamw_(
-            given, rates=[group["lr"]] * n, betas=(beta1, [beta2] * n),
-            corrections=(corrections(beta1, counts), corrections(beta2, counts)), eps=group["eps"],
-            weight_decay=group["weight_decay"], most=group["most"],
+            inputs, lrs=[group["lr"]] * n, betas=(beta1, [beta2] * n),
+            corrections=(bias_corrections(beta1, counts), bias_corrections(beta2, counts)), eps=group["eps"],
+            weight_decay=group["weight_decay"], max_exp_avg_sq=group["max_exp_avg_sq"],
         )  # fmt: skip

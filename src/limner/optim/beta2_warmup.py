@@ -1,8 +1,8 @@
-"""AdamW whose beta2 is 1 - t^-lambda at step t, as AdaFactor and PaLM have it.
+"""AdamW with beta2 = 1 - t^-lambda at step t, the schedule of AdaFactor and PaLM.
 
-It is here to be compared (Wortsman et al. 2023, Figure 14, where it does not improve accuracy). The first step forgets
-all (beta2 = 0), so that the running variance is an average of squares from then on and needs no correction of its bias
-(Shazeer & Stern 2018, §7.2).
+limner has it for comparison; it does not improve accuracy in Wortsman et al. 2023 (Figure 14). The first step has
+beta2 = 0, so the running variance is a weighted average of squares from then on, without bias to correct (Shazeer &
+Stern 2018, §7.2).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from limner.optim.adam_base import MomentOptimizer, StepTensors, adamw_, corrections
+from limner.optim.adam_base import MomentOptimizer, StepTensors, adamw_, bias_corrections
 
 
 class Beta2WarmupAdamW(MomentOptimizer):
-    """A torch optimiser. `power` is lambda: the paper tries 0.45, 0.5 and 0.65, AdaFactor has 0.8."""
+    """AdamW with a beta2 schedule. `power` is lambda: 0.45, 0.5 and 0.65 in the paper, 0.8 in AdaFactor."""
 
     def __init__(
         self,
@@ -29,10 +29,11 @@ class Beta2WarmupAdamW(MomentOptimizer):
     ) -> None:
         super().__init__(params, lr, (beta1,), eps, weight_decay, power=power)
 
-    def _update(self, group: Mapping[str, Any], whole: list[Tensor], given: StepTensors, counts: list[int]) -> None:
-        n, (beta1, *_) = len(counts), group["betas"]  # of which AdamW has saved two
+    def _update(self, group: Mapping[str, Any], params: list[Tensor], inputs: StepTensors, counts: list[int]) -> None:
+        n, (beta1, *_) = len(counts), group["betas"]  # a state loaded from AdamW has two betas
         adamw_(
-            given, rates=[group["lr"]] * n,
+            inputs, lrs=[group["lr"]] * n,
             betas=(beta1, [1 - count ** -group["power"] for count in counts]),
-            corrections=(corrections(beta1, counts), [1.0] * n), eps=group["eps"], weight_decay=group["weight_decay"],
+            corrections=(bias_corrections(beta1, counts), [1.0] * n), eps=group["eps"],
+            weight_decay=group["weight_decay"],
         )  # fmt: skip

@@ -1,6 +1,7 @@
-"""Tensors of which each process holds a shard (torch's `DTensor`), for code that also takes ordinary ones.
+"""Operations on tensors that may be sharded over processes (torch's `DTensor`). Ordinary tensors pass unchanged.
 
-Shapes: those of the whole tensor, whoever holds what.
+Shapes are those of the full tensor. `DTensor` is imported only where one is created, since the import takes time that a
+single process does not need to spend.
 """
 
 from __future__ import annotations
@@ -12,75 +13,74 @@ import torch
 from torch import Tensor
 
 
-def sharded(x: Tensor) -> bool:
-    """Whether processes share it. Asked of every tensor, so without importing what a run alone never needs."""
+def is_dtensor(x: Tensor) -> bool:
+    """Return True for a `DTensor`, without importing `torch.distributed.tensor`."""
     return hasattr(x, "full_tensor")
 
 
-def whole(x: Tensor) -> Tensor:
-    """All of it, on every process; itself if it is not shared. All processes must ask together."""
-    shared: Any = x
-    return shared.full_tensor() if sharded(x) else x
+def full_tensor(x: Tensor) -> Tensor:
+    """All values of a tensor, gathered on every process. Collective: all processes must call it."""
+    sharded: Any = x
+    return sharded.full_tensor() if is_dtensor(x) else x
 
 
-def local(x: Tensor) -> Tensor:
-    """This process's shard, which may be empty; itself if it is not shared."""
-    shared: Any = x
-    return shared.to_local() if sharded(x) else x
+def to_local(x: Tensor) -> Tensor:
+    """Shard of a tensor on this process, possibly empty."""
+    sharded: Any = x
+    return sharded.to_local() if is_dtensor(x) else x
 
 
-def like(x: Tensor, of: Tensor) -> Tensor:
-    """A whole tensor, the same on every process, shared as `of` is; itself if that is not shared, or if it is shared
-    already."""
-    if not sharded(of) or sharded(x):
+def shard_like(x: Tensor, reference: Tensor) -> Tensor:
+    """Shard a full tensor, equal on every process, as `reference` is sharded. A `DTensor` passes unchanged."""
+    if not is_dtensor(reference) or is_dtensor(x):
         return x
     from torch.distributed.tensor import distribute_tensor
 
-    shared: Any = of
-    return distribute_tensor(x, shared.device_mesh, shared.placements, src_data_rank=None)
+    sharded: Any = reference
+    return distribute_tensor(x, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
-def placed(x: Tensor, of: Tensor) -> Tensor:
-    """This process's shard of a tensor that is shaped and shared as `of`: the inverse of `local`."""
-    if not sharded(of):
+def from_local(x: Tensor, reference: Tensor) -> Tensor:
+    """Build a tensor with the shape and sharding of `reference` from its local shard: the inverse of `to_local`."""
+    if not is_dtensor(reference):
         return x
     from torch.distributed.tensor import DTensor
 
-    shared: Any = of
+    sharded: Any = reference
     return DTensor.from_local(
-        x, shared.device_mesh, shared.placements, run_check=False, shape=shared.shape, stride=shared.stride()
+        x, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
 
 
-def cut(shape: Sequence[int], shards: int) -> int:
-    """The dimension along which a parameter is cut: the longer side of a matrix, where shards of one size come of it,
-    else the first. What PowerSGD sends of a shard are its two sides, so they must not be a whole long one and a small
-    part of the short one (Ramesh et al. 2021, App. E.1)."""
+def shard_dim(shape: Sequence[int], shards: int) -> int:
+    """Dimension along which a parameter is sharded: the longer side of a matrix if that divides evenly, else the first.
+
+    PowerSGD sends factors as long as the two sides of each shard (Ramesh et al. 2021, App. E.1). Cutting the longer
+    side keeps the sum of both sides small.
+    """
     return int(len(shape) == 2 and shape[1] > shape[0] and shape[1] % shards == 0)
 
 
-def total(parts: Sequence[Tensor], of: list[Tensor]) -> Tensor:
-    """The sum over all shards of each tensor: [n] from this process's sums, [] each, of n tensors that are shared as
-    `of`."""
+def sum_over_shards(parts: Sequence[Tensor], tensors: list[Tensor]) -> Tensor:
+    """Sum local results, [] for each of n tensors, over the shards of these tensors: [n]."""
     sums = torch.stack(list(parts))
-    if of and sharded(of[0]):
+    if tensors and is_dtensor(tensors[0]):
         from torch import distributed
 
-        shared: Any = of[0]
-        for dimension, placement in enumerate(shared.placements):
+        sharded: Any = tensors[0]
+        for dimension, placement in enumerate(sharded.placements):
             if placement.is_shard():
-                distributed.all_reduce(sums, group=shared.device_mesh.get_group(dimension))
+                distributed.all_reduce(sums, group=sharded.device_mesh.get_group(dimension))
     return sums
 
 
-def mean(parts: list[Tensor], of: list[Tensor]) -> Tensor:
-    """The mean over all shards of each tensor: [n] from the sums over this process's shards of n tensors shaped and
-    shared as `of`."""
-    return total(torch._foreach_div(parts, [float(x.numel()) for x in of]), of)  # numbers that no device waits for
+def mean_over_shards(parts: list[Tensor], tensors: list[Tensor]) -> Tensor:
+    """Mean over all values of each of n tensors, [n], from local sums, [] each."""
+    return sum_over_shards(torch._foreach_div(parts, [float(x.numel()) for x in tensors]), tensors)
 
 
-def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those that are shared and those that are not, which no operation takes in one list."""
+def split_by_placement(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Split tensors into ordinary ones and `DTensor`s, which torch's multi-tensor operations cannot mix."""
     tensors = list(tensors)
-    kinds = [[x for x in tensors if sharded(x) == shared] for shared in (False, True)]
+    kinds = [[x for x in tensors if is_dtensor(x) == sharded] for sharded in (False, True)]
     return [kind for kind in kinds if kind] or [[]]

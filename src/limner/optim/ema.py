@@ -1,13 +1,12 @@
-"""Exponential averages of a model's parameters, which evaluate better than the last ones.
+"""Exponential moving averages of a model's parameters, which evaluate better than the latest parameters.
 
     ema <- d * ema + (1 - d) * parameters          every `every` updates
 
-The paper uses d = 0.999 for the dVAE (A.2) and, to save time, d = 0.99 once in 25 updates for the
-prior (B.2). Early on the averages are mostly initialisation; with `warmup` the coefficient is min(d, (1
-+ n) / (10 + n)) at the n-th averaging, which forgets it quickly. Only parameters are averaged
-(buffers stay the model's own), in fp32, or in fp64 if they are.
+The paper uses d = 0.999 for the dVAE (A.2) and, to save time, d = 0.99 once in 25 updates for the prior (B.2). With
+`warmup` the coefficient of the n-th averaging is min(d, (1 + n) / (10 + n)), so that the average forgets the
+initialization quickly. Parameters are averaged in fp32, or in fp64 if they are fp64. Buffers are not averaged.
 
-`Ema` is where the model is. `EmaOnCpu` takes no memory of a GPU and no time of a step but that of a copy, as in B.2.
+`Ema` averages on the model's device. `EmaOnCpu` takes no GPU memory and adds only a copy to a step, as in B.2.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,17 +18,17 @@ from torch import Tensor, nn
 
 from limner.errors import UserError
 from limner.numerics.precision import widened
-from limner.optim.dtensor import like
+from limner.optim.dtensor import shard_like
 
 
 class Ema:
-    """The averaged parameters of one model, by name.
+    """Averaged parameters of one model, by name.
 
     Args:
         model: its current parameters are the initial average.
         decay: coefficient d, in [0, 1).
         every: updates between two averagings.
-        warmup: raise the coefficient from 0.1 to `decay` over the first averagings.
+        warmup: raise the coefficient from 2/11 to `decay` over the first averagings.
     """
 
     def __init__(self, model: nn.Module, decay: float, every: int = 1, warmup: bool = True) -> None:
@@ -44,12 +43,12 @@ class Ema:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """The averages."""
+        """Averages, in fp32 or fp64."""
         return self._averages
 
     @torch.no_grad()
     def update(self, model: nn.Module, updates: int) -> None:
-        """Call after update number `updates` = 1, 2, ...; averages at the multiples of `every`."""
+        """Average if `updates`, the number of updates so far (1, 2, ...), is a multiple of `every`."""
         if updates % self.every:
             return
         n = updates // self.every
@@ -62,37 +61,39 @@ class Ema:
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
-        """Overwrite the model's parameters with the averaged ones."""
+        """Overwrite the model's parameters with the averages."""
         for name, p in model.named_parameters():
             p.copy_(self.parameters[name])
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
-        """Within the context the model holds the averaged parameters; then its own again."""
-        own = {name: p.detach().clone() for name, p in model.named_parameters()}
+        """Put the averages into the model within the context, and restore its parameters afterwards."""
+        original = {name: p.detach().clone() for name, p in model.named_parameters()}
         self.copy_to(model)
         try:
             yield
         finally:
             with torch.no_grad():
                 for name, p in model.named_parameters():
-                    p.copy_(own[name])
+                    p.copy_(original[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averaged parameters, by name: loads into the model as they are."""
+        """Averages by name, as the model's `load_state_dict` takes them."""
         return dict(self.parameters)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises `UserError` where names or shapes are not the model's."""
+        """Load averages. Raises `UserError` if names or shapes differ from the model's."""
         for name, average in self.parameters.items():
             if name not in state or state[name].shape != average.shape:
                 raise UserError(f"the averaged weights lack {name!r} or have it in another shape")
-            average.copy_(like(state[name], average))
+            average.copy_(shard_like(state[name], average))
 
 
 class EmaOnCpu(Ema):
-    """The same averages in the CPU's memory. The parameters are copied there, by a GPU without waiting for it; a thread
-    averages them while training goes on, and whoever reads the averages waits for that."""
+    """Averages in CPU memory. A GPU copies parameters there asynchronously, and a thread averages them during training.
+
+    Reading the averages waits for the thread.
+    """
 
     def __init__(self, model: nn.Module, decay: float, every: int = 1, warmup: bool = True) -> None:
         super().__init__(model, decay, every, warmup)
@@ -104,7 +105,7 @@ class EmaOnCpu(Ema):
     @staticmethod
     def _copies(model: nn.Module) -> dict[str, Tensor]:
         copies = Ema._copies(model).items()
-        return {name: x if x.is_meta else x.cpu() for name, x in copies}  # those of a recipe that is only checked
+        return {name: x if x.is_meta else x.cpu() for name, x in copies}  # a dry run has meta tensors
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -115,15 +116,15 @@ class EmaOnCpu(Ema):
 
     def _average(self, current: Mapping[str, Tensor], decay: float) -> None:
         copied = None
-        for name, average in self.parameters.items():  # which waits for what is under way
+        for name, average in self.parameters.items():  # waits for the pending average, which reads `_latest`
             self._latest[name].copy_(current[name], non_blocking=average.device != current[name].device)
         if any(x.is_cuda for x in current.values()):
             copied = torch.cuda.Event()
             copied.record()
-        self._pending = self._thread.submit(self._catch_up, decay, copied)
+        self._pending = self._thread.submit(self._average_latest, decay, copied)
 
     @torch.no_grad()
-    def _catch_up(self, decay: float, copied: torch.cuda.Event | None) -> None:
+    def _average_latest(self, decay: float, copied: torch.cuda.Event | None) -> None:
         if copied is not None:
             copied.synchronize()
         super()._average(self._latest, decay)

@@ -1,10 +1,10 @@
-"""Gradients as numbers, in whatever format they are kept.
+"""Storage-independent access to gradients. fp32 gradients are used unchanged.
 
-A gradient in fp32 is what it says. One in 16 bits stays multiplied by the scale of its resblock until an update reads
-it: divided in its own format it would underflow, which the scale is there to prevent. So it carries what it is still to
-be divided by, which goes when the gradient goes (set to None, not to zero), and whoever needs its values calls `read`.
-(Ramesh et al. 2021 put the quotient into 1-6-9 instead, where "the larger exponent range ensures that this division
-does not result in underflow", App. E.2, step 2; that costs a pass over memory, and a bit of the significand.)
+A gradient in 16 bits stays multiplied by the gradient scale of its resblock until an update reads it, because division
+in its own format would underflow. The scale is stored as an attribute of the gradient tensor and vanishes with it when
+the gradient is set to None. `grad_values` returns the true values in fp32. (Ramesh et al. 2021 divide into 1-6-9
+instead, where "the larger exponent range ensures that this division does not result in underflow", App. E.2, step 2.
+That costs a pass over memory and one bit of the significand.)
 """
 
 from __future__ import annotations
@@ -16,76 +16,77 @@ import torch
 from torch import Tensor, nn
 
 from limner.numerics.formats import HALVES
-from limner.optim.dtensor import by_kind, local, total, whole
+from limner.optim.dtensor import full_tensor, split_by_placement, sum_over_shards, to_local
 
 
-def divisor(grad: Tensor) -> Tensor | None:
-    """What the values of a gradient are still to be divided by, []; None if by nothing."""
-    return getattr(grad, "divisor", None)
+def pending_scale(grad: Tensor) -> Tensor | None:
+    """Scale, [], by which the stored values of a gradient are still multiplied; None without a scale."""
+    return getattr(grad, "pending_scale", None)
 
 
-def divide(grad: Tensor, by: Tensor) -> None:
-    """Divide a gradient by a number, []. One in 16 bits stays as it is and takes note."""
+def unscale(grad: Tensor, scale: Tensor) -> None:
+    """Divide a gradient by a scale, []. A gradient in 16 bits records the scale and keeps its stored values."""
     if grad.dtype in HALVES:
-        noted: Any = grad
-        noted.divisor = by.clone() if (before := divisor(grad)) is None else before * by
+        recording: Any = grad
+        recording.pending_scale = scale.clone() if (before := pending_scale(grad)) is None else before * scale
     else:
-        local(grad).div_(by)
+        to_local(grad).div_(scale)
 
 
-def divide_all(scales: Mapping[Tensor, Tensor | None]) -> None:
-    """Divide the gradient of each parameter by its scale, [], if it has both."""
+def unscale_all(scales: Mapping[Tensor, Tensor | None]) -> None:
+    """Divide the gradient of each parameter by its scale, []. Skip parameters that lack either."""
     for p, scale in scales.items():
         if p.grad is not None and scale is not None:
-            divide(p.grad, scale)
+            unscale(p.grad, scale)
 
 
-def read(grad: Tensor) -> Tensor:
-    """The values of a gradient, of a shared one this process's shard: itself, or a copy in fp32 if it has 16 bits."""
-    own, by = local(grad), divisor(grad)
+def grad_values(grad: Tensor) -> Tensor:
+    """Values of the local shard of a gradient: the stored tensor, or an unscaled fp32 copy of one in 16 bits."""
+    stored, scale = to_local(grad), pending_scale(grad)
     if grad.dtype not in HALVES:
-        return own
-    return own.float() if by is None else own.float().div_(by)
+        return stored
+    return stored.float() if scale is None else stored.float().div_(scale)
 
 
-def write(grad: Tensor, values: Tensor) -> None:
-    """Keep values, of a shared gradient this process's shard, as what `read` will give."""
-    by = divisor(grad)
-    local(grad).copy_(values if by is None else values * by)
+def set_grad_values(grad: Tensor, values: Tensor) -> None:
+    """Store values into the local shard of a gradient, such that `grad_values` returns them."""
+    scale = pending_scale(grad)
+    to_local(grad).copy_(values if scale is None else values * scale)
 
 
-def rounded(values: Tensor, dtype: torch.dtype, by: Tensor | None) -> Tensor:
-    """What `read` will give of values that are kept in that format, to be divided by that number: in 16 bits those that
-    leave fp16 become its largest."""
+def round_to_storage(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """Round fp32 values as storing them in a gradient of this format and scale would. 16-bit formats saturate."""
     if dtype not in HALVES:
         return values
     end = torch.finfo(dtype).max
-    kept = (values if by is None else values * by).clamp(-end, end).to(dtype).float()
-    return kept if by is None else kept.div_(by)
+    stored = (values if scale is None else values * scale).clamp(-end, end).to(dtype).float()
+    return stored if scale is None else stored.div_(scale)
 
 
-def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The Euclidean length of all of them together, [], the same on every process."""
-    wide, halves = _apart(gradients)
-    lengths = [whole(nn.utils.get_total_norm(some)) for some in by_kind(wide)] if wide or not halves else []
-    for some in by_kind(halves):
-        if some:  # in fp32: sums of squares leave fp16
-            own = [torch.linalg.vector_norm(local(grad), dtype=torch.float32) for grad in some]
-            own = [x if (by := divisor(grad)) is None else x / by for x, grad in zip(own, some, strict=True)]
-            lengths.append(total(torch._foreach_mul(own, own), some).sum().sqrt())
-    return lengths[0] if len(lengths) == 1 else nn.utils.get_total_norm(lengths)
+def total_norm(grads: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm of all gradients together, [], equal on every process."""
+    wide, halves = _split_by_width(grads)
+    parts = split_by_placement(wide) if wide or not halves else []
+    norms = [full_tensor(nn.utils.get_total_norm(part)) for part in parts]
+    for part in split_by_placement(halves):
+        if part:  # fp32, since sums of squares overflow fp16
+            shards = [torch.linalg.vector_norm(to_local(grad), dtype=torch.float32) for grad in part]
+            scales = map(pending_scale, part)
+            shards = [x if scale is None else x / scale for x, scale in zip(shards, scales, strict=True)]
+            norms.append(sum_over_shards(torch._foreach_mul(shards, shards), part).sum().sqrt())
+    return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
 
 
-def clip(parameters: Iterable[nn.Parameter], longest: float, norm: Tensor) -> None:
-    """Shorten their gradients, whose `total_norm` is `norm`, to a length of at most `longest`."""
+def clip_grads_with_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients, whose `total_norm` is `norm`, to a norm of at most `max_norm`."""
     parameters = [p for p in parameters if p.grad is not None]
-    for some in by_kind(p for p in parameters if p.dtype not in HALVES):
-        nn.utils.clip_grads_with_norm_(some, longest, norm)
-    for grad in _apart(p.grad for p in parameters if p.grad is not None)[1]:
-        divide(grad, ((norm + 1e-6) / longest).clamp_min(1))  # as torch has it
+    for part in split_by_placement(p for p in parameters if p.dtype not in HALVES):
+        nn.utils.clip_grads_with_norm_(part, max_norm, norm)
+    for grad in _split_by_width(p.grad for p in parameters if p.grad is not None)[1]:
+        unscale(grad, ((norm + 1e-6) / max_norm).clamp_min(1))  # 1e-6 as in torch
 
 
-def _apart(gradients: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Those in 32 bits or more, and those in 16."""
-    gradients = list(gradients)
-    return [g for g in gradients if g.dtype not in HALVES], [g for g in gradients if g.dtype in HALVES]
+def _split_by_width(grads: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients in 32 bits or more, and gradients in 16 bits."""
+    grads = list(grads)
+    return [g for g in grads if g.dtype not in HALVES], [g for g in grads if g.dtype in HALVES]

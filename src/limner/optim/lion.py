@@ -1,7 +1,7 @@
-"""Lion (Chen et al. 2023): every parameter moves by the learning rate, in the direction of a momentum's sign.
+"""Lion (Chen et al. 2023): the update of every parameter is the sign of a momentum, times the learning rate.
 
-It is here to be compared: "immune to the stuck-in-the-past scenario", as it divides by no running variance (Wortsman et
-al. 2023, App. F.1).
+limner has Lion for comparison: it divides by no running variance, so it is "immune to the stuck-in-the-past scenario"
+that precedes loss spikes of AdamW (Wortsman et al. 2023, App. F.1).
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from limner.optim.adam_base import refuse_halves, require, together
+from limner.optim.adam_base import check_settings, reject_half_weights, update_chunks
 
 
 class Lion(torch.optim.Optimizer):
-    """A torch optimiser.
+    """Lion as a torch optimizer.
 
         p <- p - lr (sign(beta1 m + (1 - beta1) g) + weight_decay p)
         m <- beta2 m + (1 - beta2) g
 
-    Its learning rate is 3 to 10 times smaller than AdamW's, its decay as much larger (their §5).
+    Lion needs a learning rate 3 to 10 times smaller than AdamW's, with a weight decay larger by the same factor (§5).
     """
 
     def __init__(
@@ -33,28 +33,28 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Raises `ValueError` for settings that cannot be."""
-        require(self.defaults | param_group)
+        """Add a group, as in torch. Raises `ValueError` for settings out of range and for weights in 16 bits."""
+        check_settings(self.defaults | param_group)
         super().add_param_group(param_group)
-        refuse_halves("Lion", param_group["params"])
+        reject_half_weights("Lion", param_group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient. A `closure` computes the loss anew, which is returned."""
+        """Update every parameter that has a gradient; return the loss of `closure`, which recomputes the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            for some in together(p for p in group["params"] if p.grad is not None):
-                gradients = [p.grad for p in some if p.grad is not None]
-                for p in some:
+            for params in update_chunks(p for p in group["params"] if p.grad is not None):
+                grads = [p.grad for p in params if p.grad is not None]
+                for p in params:
                     self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                momenta = [self.state[p]["exp_avg"] for p in some]
-                updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
+                exp_avgs = [self.state[p]["exp_avg"] for p in params]
+                updates = torch._foreach_lerp(exp_avgs, grads, 1 - beta1)
                 torch._foreach_sign_(updates)
-                torch._foreach_add_(updates, some, alpha=group["weight_decay"])
-                torch._foreach_add_(some, updates, alpha=-group["lr"])
-                torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+                torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+                torch._foreach_add_(params, updates, alpha=-group["lr"])
+                torch._foreach_lerp_(exp_avgs, grads, 1 - beta2)
         return loss

@@ -1,7 +1,7 @@
-"""Which optimiser, as a configuration that builds it. One more is another class here, and a member of `Optimizer`.
+"""Optimizer configs. To add an optimizer, add a config class here and to the union `OptimizerConfig`.
 
-`build` gives a list of torch optimisers that together hold each trainable parameter once. Every
-group keeps its own learning rate under `initial_lr`, as torch's schedulers do; a schedule multiplies it.
+`build` returns a list of torch optimizers that together hold each trainable parameter once. Every group keeps its base
+learning rate under `initial_lr`, as torch's schedulers do. A schedule multiplies the base learning rate.
 """
 
 from __future__ import annotations
@@ -15,138 +15,140 @@ from torch import nn
 
 from limner.numerics.formats import HALVES
 from limner.optim import adamw16, beta2_warmup, lion, muon, stable_adamw
-from limner.optim.param_groups import Decayed, block_matrices, parameter_groups
+from limner.optim.param_groups import DecayScope, block_matrices, parameter_groups
 from limner.validation import Checked, Range
 
 
 class _Settings(Checked):
-    """What settings mean that several optimisers have.
+    """Settings that several optimizers share.
 
     Args:
-        lr: learning rate, which the schedule multiplies.
-        betas: decays per step of the running means of gradients and of their squares.
-        eps: added to the root of the running mean of squares.
-        weight_decay: what weights lose per step, times the learning rate.
-        decayed: what weight decay acts on.
+        lr: base learning rate, which the schedule multiplies.
+        betas: decay per step of the running means of gradients and of their squares.
+        eps: term added to the root of the running mean of squares.
+        weight_decay: fraction of a weight subtracted per step, times the learning rate.
+        decay_scope: parameters that decay: matrices except embeddings, or all.
 
-    `for_blocks`: it is for the matrices of a model's blocks, and needs some. `whole`: its update of a matrix needs all
-    of it, so that shards gather it.
+    `needs_blocks`: the optimizer treats the matrices of a model's blocks specially, and requires some.
+    `gathers_matrices`: an update needs the full matrix, so shards are gathered.
     """
 
-    for_blocks: ClassVar[bool] = False
-    whole: ClassVar[bool] = False
+    needs_blocks: ClassVar[bool] = False
+    gathers_matrices: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW(_Settings):
-    """Loshchilov & Hutter 2019."""
+class AdamWConfig(_Settings):
+    """AdamW (Loshchilov & Hutter 2019)."""
 
     lr: Annotated[float, Range(above=0)] = 3e-4
     betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.96)
     eps: Annotated[float, Range(above=0, most=1)] = 1e-8
     weight_decay: Annotated[float, Range(0)] = 4.5e-2
-    decayed: Decayed = "matrices"
+    decay_scope: DecayScope = "matrices"
 
     def build(self, model: nn.Module, exclude: frozenset[nn.Parameter] = frozenset()) -> list[torch.optim.Optimizer]:
-        groups = parameter_groups(model, self.weight_decay, self.decayed, exclude)
+        groups = parameter_groups(model, self.weight_decay, self.decay_scope, exclude)
         for group in groups:
             group["initial_lr"] = self.lr
-        if any(p.dtype in HALVES for group in groups for p in group["params"]):  # torch's keeps moments in 16 bits then
-            groups = [{**group, "packed": False} for group in groups]
-            return [adamw16.AdamW16(groups, lr=self.lr, betas=self.betas, eps=self.eps, most=inf)]
+        if any(
+            p.dtype in HALVES for group in groups for p in group["params"]
+        ):  # torch's AdamW would keep moments in 16 bits
+            groups = [{**group, "quantize_state": False} for group in groups]
+            return [adamw16.AdamW16(groups, lr=self.lr, betas=self.betas, eps=self.eps, max_exp_avg_sq=inf)]
         device = next(model.parameters()).device.type
         fused = device in ("cpu", "cuda")
         return [torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Muon(_Settings):
-    """Orthogonalised momentum for the matrices of a model's blocks, AdamW for all `others`.
+class MuonConfig(_Settings):
+    """Muon (Jordan et al. 2024) for the matrices of a model's blocks, AdamW for all other parameters.
 
-    (Jordan et al. 2024.) An update is the momentum with its singular values brought near 1, times
-    `lr * sqrt(max(1, rows / columns))`. Small priors learn more from each sample with it than with
-    AdamW: see docs/log/2026-11-21.md, "Small batches and Muon for the prior".
+    An update is the momentum with its singular values brought near 1, times `lr * sqrt(max(1, rows / columns))`. Small
+    priors need fewer samples with Muon than with AdamW
+    (docs/log/2026-11-21.md, "Small batches and Muon for the prior").
 
     Args:
-        momentum: decay per step of the running sum of gradients.
-        others: of what is no matrix of a block.
+        momentum: decay per step of the running mean of gradients.
+        fallback_adamw: settings for parameters outside the matrices of blocks.
     """
 
-    for_blocks = whole = True
+    needs_blocks = gathers_matrices = True
     lr: Annotated[float, Range(above=0)] = 0.02
     momentum: Annotated[float, Range(0, below=1)] = 0.95
     weight_decay: Annotated[float, Range(0)] = 0.01
-    others: AdamW = field(default_factory=AdamW)
+    fallback_adamw: AdamWConfig = field(default_factory=AdamWConfig)
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         matrices = block_matrices(model)
         if not matrices:
-            raise ValueError("Muon needs a model with blocks: this one has no matrix within an nn.ModuleList")
+            raise ValueError("Muon needs a model with blocks: this model lacks matrices within an nn.ModuleList")
         group = {"params": matrices, "initial_lr": self.lr}
         return [
             muon.Muon([group], lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay),
-            *self.others.build(model, frozenset(matrices)),
+            *self.fallback_adamw.build(model, frozenset(matrices)),
         ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW16(_Settings):
-    """AdamW whose moments take 16 bits for the matrices of a model's blocks, and fp32 for all else: gains, biases,
-    embeddings and output layers (Ramesh et al. 2021, App. D.2).
+class AdamW16Config(_Settings):
+    """AdamW with 16-bit moments for the matrices of a model's blocks, and fp32 moments for gains, biases, embeddings
+    and output layers (Ramesh et al. 2021, App. D.2).
 
     Args:
-        most: largest running mean of squares (B.2).
+        max_exp_avg_sq: upper bound of the running mean of squares (B.2).
     """
 
-    for_blocks = True
+    needs_blocks = True
     lr: Annotated[float, Range(above=0)] = 3e-4
     betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.96)
     eps: Annotated[float, Range(above=0, most=1)] = 1e-8
     weight_decay: Annotated[float, Range(0)] = 4.5e-2
-    decayed: Decayed = "matrices"
-    most: Annotated[float, Range(above=0)] = 5.0
+    decay_scope: DecayScope = "matrices"
+    max_exp_avg_sq: Annotated[float, Range(above=0)] = 5.0
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         matrices = frozenset(block_matrices(model))
         if not matrices:
-            raise ValueError("AdamW16 needs a model with blocks: this one has no matrix within an nn.ModuleList")
+            raise ValueError("AdamW16 needs a model with blocks: this model lacks matrices within an nn.ModuleList")
         others = frozenset(model.parameters()) - matrices
         groups = [
-            {**group, "packed": packed, "initial_lr": self.lr}
-            for packed, excluded in ((True, others), (False, matrices))
-            for group in parameter_groups(model, self.weight_decay, self.decayed, excluded)
+            {**group, "quantize_state": quantize, "initial_lr": self.lr}
+            for quantize, excluded in ((True, others), (False, matrices))
+            for group in parameter_groups(model, self.weight_decay, self.decay_scope, excluded)
         ]
-        return [adamw16.AdamW16(groups, lr=self.lr, betas=self.betas, eps=self.eps, most=self.most)]
+        return [adamw16.AdamW16(groups, self.lr, self.betas, self.eps, max_exp_avg_sq=self.max_exp_avg_sq)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StableAdamW(_Settings):
-    """AdamW that divides the learning rate of each tensor by RMS_t where that is above 1 (Wortsman et al. 2023,
-    Algorithm 2). Needs no `clip_norm`.
+class StableAdamWConfig(_Settings):
+    """AdamW that divides the learning rate of a tensor by RMS_t where RMS_t is above 1 (Wortsman et al. 2023,
+    Algorithm 2). Replaces clipping by `clip_norm`.
 
     Args:
-        clip_decay: divide what weights lose by RMS_t, too (`optim/stable_adamw.py`).
+        clip_decay: divide weight decay by RMS_t, too (`optim/stable_adamw.py`).
     """
 
     lr: Annotated[float, Range(above=0)] = 3e-4
     betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.99)
     eps: Annotated[float, Range(above=0, most=1)] = 1e-6
     weight_decay: Annotated[float, Range(0)] = 4.5e-2
-    decayed: Decayed = "matrices"
+    decay_scope: DecayScope = "matrices"
     clip_decay: bool = True
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        groups = _groups(model, self.lr, self.weight_decay, self.decayed)
+        groups = _groups(model, self.lr, self.weight_decay, self.decay_scope)
         return [stable_adamw.StableAdamW(groups, self.lr, self.betas, self.eps, clip_decay=self.clip_decay)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beta2WarmupAdamW(_Settings):
-    """AdamW whose beta2 is 1 - t^-power at step t (Wortsman et al. 2023, Figure 14).
+class Beta2WarmupAdamWConfig(_Settings):
+    """AdamW with beta2 = 1 - t^-power at step t (Wortsman et al. 2023, Figure 14).
 
     Args:
         beta1: decay per step of the running mean of gradients.
-        power: of the step.
+        power: exponent of the beta2 schedule.
     """
 
     lr: Annotated[float, Range(above=0)] = 3e-4
@@ -154,29 +156,29 @@ class Beta2WarmupAdamW(_Settings):
     power: Annotated[float, Range(above=0)] = 0.5
     eps: Annotated[float, Range(above=0, most=1)] = 1e-8
     weight_decay: Annotated[float, Range(0)] = 4.5e-2
-    decayed: Decayed = "matrices"
+    decay_scope: DecayScope = "matrices"
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        groups = _groups(model, self.lr, self.weight_decay, self.decayed)
+        groups = _groups(model, self.lr, self.weight_decay, self.decay_scope)
         return [beta2_warmup.Beta2WarmupAdamW(groups, self.lr, self.beta1, self.power, self.eps)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lion(_Settings):
-    """Chen et al. 2023: the sign of a momentum. Learning rates are 3 to 10 times smaller than AdamW's, decay larger."""
+class LionConfig(_Settings):
+    """Lion (Chen et al. 2023). Needs a learning rate 3 to 10 times smaller than AdamW's, and a larger weight decay."""
 
     lr: Annotated[float, Range(above=0)] = 6e-5
     betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.99)
     weight_decay: Annotated[float, Range(0)] = 0.2
-    decayed: Decayed = "matrices"
+    decay_scope: DecayScope = "matrices"
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        return [lion.Lion(_groups(model, self.lr, self.weight_decay, self.decayed), self.lr, self.betas)]
+        return [lion.Lion(_groups(model, self.lr, self.weight_decay, self.decay_scope), self.lr, self.betas)]
 
 
-Optimizer = AdamW | Muon | AdamW16 | StableAdamW | Beta2WarmupAdamW | Lion
+OptimizerConfig = AdamWConfig | MuonConfig | AdamW16Config | StableAdamWConfig | Beta2WarmupAdamWConfig | LionConfig
 
 
-def _groups(model: nn.Module, lr: float, weight_decay: float, decayed: Decayed) -> list[dict[str, Any]]:
-    """All trainable parameters, with the learning rate that a schedule multiplies."""
-    return [{**group, "initial_lr": lr} for group in parameter_groups(model, weight_decay, decayed)]
+def _groups(model: nn.Module, lr: float, weight_decay: float, decay_scope: DecayScope) -> list[dict[str, Any]]:
+    """Groups of all trainable parameters, with `initial_lr`."""
+    return [{**group, "initial_lr": lr} for group in parameter_groups(model, weight_decay, decay_scope)]

@@ -1,16 +1,14 @@
-"""How the learning rate, and any other annealed quantity, depends on the step.
+"""Learning-rate schedules and other annealed quantities.
 
-Two kinds, kept apart because only one of them has memory:
+Two kinds, separate because only one has state:
 
-- pure functions of the step: `warmup`, `cooldown`, `cosine`, and `Anneal`, a cosine with its end points as a
-  config. The paper anneals the KL weight β, the relaxation temperature τ and the learning rate of the
-  dVAE this way (appendix A.2);
-- learning-rate schedules, `Constant | Cosine | Plateau`: configs whose `build(steps)` gives a
-  `Schedule`, a factor on the base learning rate. `Plateau` watches the training loss and halves, as the
-  paper did five times for the prior (B.2); what it has seen is part of the checkpoint.
+- Pure functions of the step: `warmup`, `cooldown`, `cosine`, and `Anneal`, a cosine as a config. The paper anneals the
+  KL weight β, the relaxation temperature τ and the learning rate of the dVAE with it (A.2).
+- Configs `Constant | Cosine | Plateau`. Their `build(steps)` returns a `Schedule`, a factor on the base learning rate.
+  `Plateau` halves the factor when the training loss stops falling, as the paper did five times for the prior (B.2).
+  Checkpoints contain its state.
 
-Steps count from 0. The training loop multiplies `warmup * cooldown * schedule.factor(step)` with
-the base learning rate.
+Steps count from 0. The training loop multiplies the base learning rate by `warmup * cooldown * schedule.factor(step)`.
 """
 
 import math
@@ -27,24 +25,24 @@ def warmup(step: int, steps: int) -> float:
 
 
 def cooldown(step: int, steps: int, last: int) -> float:
-    """Linear descent over the `last` ones of `steps` updates, to `1/last` at the last one; constant 1 before, and if
-    `last` is 0. With it a run may be ended at any time and loses little (Hägele et al. 2024)."""
+    """Linear descent from 1 over the last `last` of `steps` updates, to `1/last` at the final one. Constant 1 if `last`
+    is 0. A run that ends early with a cooldown loses little (Hägele et al. 2024)."""
     return min(1.0, max(0, steps - step) / last) if last > 0 else 1.0
 
 
 def cosine(step: int, start: float, end: float, steps: int) -> float:
-    """Half a cosine from `start` at step 0 to `end` at step `steps`, and `end` ever after."""
+    """Half a cosine from `start` at step 0 to `end` at step `steps`, then constant."""
     progress = min(1.0, max(0, step) / steps) if steps > 0 else 1.0
     return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Anneal(Checked):
-    """A quantity that moves along a cosine: `Anneal(start=1, end=1/16, steps=n)`.
+    """A quantity annealed along a cosine: `Anneal(start=1, end=1/16, steps=n)`.
 
     Args:
-        start, end: its first and its last value.
-        steps: updates from the first to the last.
+        start, end: first and last value.
+        steps: updates from the first to the last value.
     """
 
     start: Annotated[float, Range(-(10**6), 10**6)]
@@ -56,12 +54,12 @@ class Anneal(Checked):
 
 
 class Schedule(Protocol):
-    """A factor on the learning rate, which may react to the losses that it is shown."""
+    """A factor on the learning rate, which may depend on training losses."""
 
     def factor(self, step: int) -> float: ...
 
     def observe(self, loss: float) -> None:
-        """Called once after every update with its training loss."""
+        """Record a training loss; called once after every update."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -71,44 +69,43 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """The base learning rate throughout."""
+    """Constant learning rate."""
 
     def build(self, steps: int) -> Schedule:
-        return _Memoryless(Anneal(start=1.0, end=1.0, steps=steps))
+        return _Stateless(Anneal(start=1.0, end=1.0, steps=steps))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Checked):
-    """From the base learning rate to `end` times it, over `steps` updates or the whole run.
+    """Cosine from the base learning rate to `end` times it, over `steps` updates or the whole run.
 
-    The dVAE of the paper goes from 1e-4 to 1.25e-6, `end=1/80`, over 1,200,000 updates (A.2).
+    The paper's dVAE anneals from 1e-4 to 1.25e-6 over 1,200,000 updates (A.2): `end=1/80`.
 
     Args:
-        end: factor on the learning rate at the end.
-        steps: updates until then; None is the whole run.
+        end: factor on the learning rate after `steps` updates.
+        steps: updates until the factor is `end`; None for the whole run.
     """
 
     end: Annotated[float, Range(0, 10**6)] = 0.0
     steps: Annotated[int | None, Range(1, 10**9)] = None
 
     def build(self, steps: int) -> Schedule:
-        return _Memoryless(Anneal(start=1.0, end=self.end, steps=steps if self.steps is None else self.steps))
+        return _Stateless(Anneal(start=1.0, end=self.end, steps=steps if self.steps is None else self.steps))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plateau(Checked):
     """Halve the learning rate whenever the training loss stops falling.
 
-    The mean loss of each `window` updates is compared with the best such mean so far. After
-    `patience` windows in a row that fail to improve on it by the relative margin `threshold`, the
-    factor halves and the count starts again; `halvings` times at most (five in the paper: 32 times
-    smaller).
+    The schedule compares the mean loss of each `window` updates with the best mean so far. After `patience` windows in
+    a row that do not improve on it by the relative margin `threshold`, the factor halves and counting restarts, at most
+    `halvings` times (five in the paper: 32 times smaller).
 
     Args:
         window: updates whose losses are averaged.
-        patience: windows without improvement after which the factor halves.
-        threshold: relative improvement that counts as one.
-        halvings: at most.
+        patience: windows without improvement before the factor halves.
+        threshold: smallest relative improvement that counts.
+        halvings: maximal number of halvings.
     """
 
     window: Annotated[int, Range(1, 10**9)] = 500
@@ -120,7 +117,7 @@ class Plateau(Checked):
         return HalveOnPlateau(self)
 
 
-class _Memoryless:
+class _Stateless:
     def __init__(self, anneal: Anneal) -> None:
         self.factor = anneal.__call__
 
@@ -135,13 +132,13 @@ class _Memoryless:
 
 
 class HalveOnPlateau:
-    """The running `Plateau` schedule; all it remembers is six numbers."""
+    """State of a `Plateau` schedule."""
 
     def __init__(self, config: Plateau) -> None:
         self.config = config
-        self.total, self.count = 0.0, 0  # of the window under way
+        self.total, self.count = 0.0, 0  # sum and number of losses in the current window
         self.best: float | None = None
-        self.stale = 0  # windows in a row without improvement
+        self.stale = 0  # successive windows without improvement
         self.halved = 0
 
     def factor(self, step: int) -> float:

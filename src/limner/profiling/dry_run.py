@@ -26,7 +26,7 @@ from limner.distributed.sharded import KINDS
 from limner.layers.sparse import SparseAttention
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.dtensor import local
+from limner.optim.dtensor import to_local
 from limner.profiling.launch import Launch
 from limner.profiling.memory_tracker import Watcher, storage_bytes
 from limner.training.hooks import Hook
@@ -89,7 +89,7 @@ def try_out(launch: Launch) -> Trial:
             batch = {"text": (rows, launch.config.text_len), "image": (rows, h * w)}
             update(run, {name: torch.zeros(shape, dtype=torch.int64) for name, shape in batch.items()}, [measure])
             return Trial(
-                shards={name: (wholes[name], tuple(local(p).shape)) for name, p in model.named_parameters()},
+                shards={name: (wholes[name], tuple(to_local(p).shape)) for name, p in model.named_parameters()},
                 state=measure.state,
                 activations=measure.activations,
                 peak=watch.peak,

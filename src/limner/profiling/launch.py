@@ -34,8 +34,8 @@ from limner.layers.cross_entropy import LOGITS
 from limner.layers.precisions import Bf16Weights, Fp16Weights
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto, Bf16, Fp16
-from limner.optim.dtensor import cut
-from limner.optim.optimizers import Optimizer
+from limner.optim.dtensor import shard_dim
+from limner.optim.optimizers import OptimizerConfig
 from limner.profiling.cost import Cost
 from limner.training.config import TrainConfig
 
@@ -56,7 +56,7 @@ Kind = Literal["sharded", "zero2"]  # of `--parallel`
 
 
 @lru_cache(maxsize=16)
-def moment_bytes(optimizer: Optimizer) -> tuple[float, float, float]:
+def moment_bytes(optimizer: OptimizerConfig) -> tuple[float, float, float]:
     """Bytes of state that an optimiser keeps for a value of a matrix of a block, of another tensor of a block, and of
     what is outside: those of a very small model after a step."""
     config = TransformerConfig(text_vocab=8, image_vocab=8, text_len=2, grid=(2, 2), width=16, depth=1, heads=1)
@@ -143,7 +143,7 @@ class Launch:
 
     def _shard(self, shape: Shape) -> Shape:
         """Of a parameter, with padding."""
-        along = cut(shape, self.shards)
+        along = shard_dim(shape, self.shards)
         return *shape[:along], ceil(shape[along] / self.shards), *shape[along + 1 :]
 
     @property
@@ -151,7 +151,7 @@ class Launch:
         """Parameters that the shards do not divide: these are padded."""
         block, rest = shapes(self.config)
         shared = {name: shape for name, shape in {**block, **rest}.items() if not self.is_whole(name)}
-        return [name for name, shape in shared.items() if shape[cut(shape, self.shards)] % self.shards]
+        return [name for name, shape in shared.items() if shape[shard_dim(shape, self.shards)] % self.shards]
 
     @cached_property
     def values(self) -> tuple[int, int, int]:
@@ -305,7 +305,7 @@ class Launch:
     @property
     def _gathers(self) -> bool:
         """Whether the optimiser gathers what it makes of each matrix."""
-        return self.training.optimizer.whole and self.shards > 1
+        return self.training.optimizer.gathers_matrices and self.shards > 1
 
     @property
     def calls(self) -> dict[str, int]:

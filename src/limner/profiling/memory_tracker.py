@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from limner.errors import UserError
-from limner.optim.dtensor import local
+from limner.optim.dtensor import to_local
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 # Names differ between torch's interfaces and versions: _allgather_base_, all_gather_into_tensor, reduce_scatter_tensor.
@@ -148,7 +148,7 @@ class _Shadows:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of this process's shards of them, each once."""
-    found = [local(t).untyped_storage() for t in tensors]
+    found = [to_local(t).untyped_storage() for t in tensors]
     return sum({id(storage): storage.nbytes() for storage in found}.values())
 
 

@@ -23,10 +23,10 @@ from limner.layers.inference_linear import prepacked
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.profiling.cost import Cost
-from limner.sampling.cuda_graph import decoder
-from limner.sampling.generate import choose
+from limner.sampling.cuda_graph import build_decoder
+from limner.sampling.generate import sample_token
 from limner.sampling.generation_config import Sampler
 from limner.training.config import TrainConfig
 from limner.training.step import update
@@ -107,7 +107,7 @@ def drawing(
     with torch.inference_mode(False), torch.random.fork_rng(devices=()), device:
         torch.manual_seed(0)  # with the same weights each time, compiled steps are found again
         model = config.build().to(device, Auto().dtype(device)).eval()
-    model = decoder(model if compiled else prepacked(model), compiled)
+    model = build_decoder(model if compiled else prepacked(model), compiled)
     sampler, uniform = Sampler(), torch.rand(candidates, device=device)
     text = torch.randint(0, config.text_vocab, (1, config.text_len), device=device)
     prefill = seconds(lambda: model.prefill(text), 1)
@@ -116,12 +116,12 @@ def drawing(
     prefix = sum(x.prefix_keys.nbytes + x.prefix_values.nbytes for x in cache.layers)
     if not shared:
         cache = _copied(cache, candidates)
-    token = choose(sampler, logits.expand(candidates, -1), uniform)
+    token = sample_token(sampler, logits.expand(candidates, -1), uniform)
 
     def step(position: int) -> None:
         nonlocal token
         cache.length = position
-        token = choose(sampler, model.step(cache, token), uniform)
+        token = sample_token(sampler, model.step(cache, token), uniform)
 
     each = cache.bytes_per_candidate
     return DrawingTime(
@@ -150,7 +150,7 @@ def trained(
     model: nn.Module, objective: Objective, batch: Batch, device: torch.device, *, checkpointing: bool = False
 ) -> float:
     """Seconds of a training step of any model."""
-    config = TrainConfig(steps=1, optimizer=AdamW(lr=1e-4), clip_norm=None, checkpoint_activations=checkpointing)
+    config = TrainConfig(steps=1, optimizer=AdamWConfig(lr=1e-4), clip_norm=None, checkpoint_activations=checkpointing)
     run = Run(model.train(), objective, config, device)
     on_device = {name: tensor.to(device) for name, tensor in batch.items()}
     return seconds(lambda: update(run, on_device), 3)

@@ -1,8 +1,8 @@
-"""What a recipe is: everything that decides a trained bundle, as one frozen configuration.
+"""Recipe: one frozen configuration of everything that determines a trained bundle.
 
-A recipe names three stages (dVAE, prior, contrastive model) and how captions become tokens. Numbers
-that follow from the data or from an earlier stage (vocabulary sizes, the token grid) are filled in when
-the stage runs, so that a recipe cannot contradict itself.
+A recipe describes three stages (dVAE, prior, contrastive model) and the tokenization of captions. Settings that follow
+from the data or an earlier stage (vocabulary sizes, the token grid) are resolved when the stage runs, so a recipe
+cannot contradict itself.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from limner.validation import Checked, OutOfRange, Range
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(Checked):
-    """How captions become tokens.
+    """Tokenization of captions.
 
     Args:
-        vocab: BPE tokens at most.
-        length: tokens of a caption, which is cut there.
-        dropout: share of the merges that are left out at random in training (BPE dropout).
+        vocab: maximal number of BPE tokens.
+        length: tokens per caption; longer captions are cut.
+        dropout: probability of skipping a merge in training (BPE dropout).
     """
 
     vocab: Annotated[int, Range(256, 2**24)] = 16_384
@@ -41,26 +41,26 @@ class TextConfig(Checked):
 
 def _check_activations(training: TrainConfig) -> None:
     if training.checkpoint_activations:
-        raise OutOfRange("training.checkpoint_activations", "must be false: only the prior can do it")
+        raise OutOfRange("training.checkpoint_activations", "must be false: only the prior supports it")
 
 
 def _check_dvae(training: TrainConfig) -> None:
-    if training.optimizer.for_blocks:
-        kind = type(training.optimizer).__name__
+    if training.optimizer.needs_blocks:
+        kind = type(training.optimizer).__name__.removesuffix("Config")
         raise OutOfRange("training.optimizer", f"must be AdamW: {kind} is for the matrices of transformers")
     if training.precision.converts:
         raise OutOfRange(
-            "training.precision", "must be auto, bf16, fp16 or fp32: others change the blocks of transformers"
+            "training.precision", "must be auto, bf16, fp16 or fp32: all others convert transformer blocks"
         )
     _check_activations(training)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DVAEStage:
-    """A dVAE.
+    """Training of a convolutional dVAE.
 
     Args:
-        augment: crop and flip pictures at random (Listing 1); otherwise the central square is taken.
+        augment: crop and flip pictures at random (Listing 1) instead of taking the central square.
     """
 
     model: DVAEConfig = field(default_factory=DVAEConfig)
@@ -74,10 +74,10 @@ class DVAEStage:
 
 @dataclass(frozen=True, kw_only=True)
 class PatchStage:
-    """A dVAE of patches: k-means of the training pictures' patches, then training of the decoder.
+    """Training of a patch dVAE: k-means of patches of the training pictures, then training of the decoder.
 
     Args:
-        augment: crop and flip pictures at random (Listing 1); otherwise the central square is taken.
+        augment: crop and flip pictures at random (Listing 1) instead of taking the central square.
     """
 
     model: PatchDVAEConfig = field(default_factory=PatchDVAEConfig)
@@ -90,22 +90,21 @@ class PatchStage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bundled:
-    """No dVAE is trained; the run takes another one."""
+class PretrainedDVAE:
+    """A trained dVAE to use instead of training one."""
 
     bundle: str = "scenes"
-    """The bundle (a name or a folder) whose dVAE it is, or what `limner convert` wrote."""
+    """Bundle (name or folder) that contains the dVAE, or output folder of `limner convert`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PriorStage(Checked):
-    """The transformer over text and image tokens.
+    """Training of the prior, a transformer over text and image tokens.
 
     Args:
-        augment: crop pictures at random (Listing 2) and encode them on the fly; otherwise once, and cached.
-        caption_dropout: share of captions left empty in training, which guidance needs (0.1, say).
-        temperature, guidance: of drawings by the trained model, unless they are asked for otherwise; a guidance of 1 is
-            none.
+        augment: crop pictures at random (Listing 2) and encode them on the fly, instead of once into a cache.
+        caption_dropout: share of empty captions in training, required by guidance (typically 0.1).
+        temperature, guidance: defaults for sampling from the trained model. Guidance 1 is off.
     """
 
     model: TransformerConfig = field(default_factory=TransformerConfig)
@@ -119,13 +118,13 @@ class PriorStage(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ContrastiveStage(Checked):
-    """The reranker.
+    """Training of the contrastive model, which reranks candidates.
 
     Args:
         augment: crop pictures at random (Listing 2).
-        distractors: wrong captions that come with each picture.
-        likelihood: weight of a drawing's log-probability under the prior, in nats per token, in its score; 0, as in the
-            paper, ranks by the contrastive model alone.
+        distractors: wrong captions for each picture, as hard negatives.
+        prior_score_weight: weight of the log-probability under the prior (nats per token) in the score of a candidate;
+            0, as in the paper, ranks by the contrastive model alone.
     """
 
     model: ContrastiveConfig = field(default_factory=ContrastiveConfig)
@@ -133,7 +132,7 @@ class ContrastiveStage(Checked):
     training: TrainConfig
     augment: bool = True
     distractors: Annotated[int, Range(0, 1_000)] = 0
-    likelihood: Annotated[float, Range(0, 100)] = 0.0
+    prior_score_weight: Annotated[float, Range(0, 100)] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,38 +144,39 @@ AnyStage = DVAEStage | PatchStage | PriorStage | ContrastiveStage
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole plan. `limner train DATA --recipe NAME` runs it, with any field overridden.
+    """Configuration of all stages. `limner train DATA --recipe NAME` runs it; options override its settings.
 
     Args:
-        start: a bundle (a name or a folder) to continue from. It gives the tokenizer, the initial weights of each
-            stage, whose settings must be the same, and the models that are not trained. None begins with random
-            weights.
+        start: bundle (name or folder) to continue from. It provides the tokenizer, initial weights for the trained
+            stages, whose model settings must be equal, and the other models. None starts with random weights.
     """
 
     start: str | None = None
     text: TextConfig = field(default_factory=TextConfig)
-    dvae: DVAEStage | PatchStage | Bundled
+    dvae: DVAEStage | PatchStage | PretrainedDVAE
     prior: PriorStage
     contrastive: ContrastiveStage
 
 
-#: The stages, in order, as people call them.
-TITLES = {"dvae": "dVAE", "prior": "prior", "contrastive": "contrastive model"}
+#: Stages in order, with their titles in progress lines.
+STAGE_TITLES = {"dvae": "dVAE", "prior": "prior", "contrastive": "contrastive model"}
 
 
-def dvae_config(recipe: Recipe) -> AnyDVAEConfig:
-    """Of the dVAE that the recipe trains, or of the one that it borrows. Raises `UserError` if that is not there."""
+def resolve_dvae_config(recipe: Recipe) -> AnyDVAEConfig:
+    """Config of the dVAE that the recipe trains or loads. Raises `UserError` if the bundle to load from is missing."""
     dvae = recipe.dvae
-    return load_model(dvae.bundle, "dvae").config if isinstance(dvae, Bundled) else dvae.model
+    return load_model(dvae.bundle, "dvae").config if isinstance(dvae, PretrainedDVAE) else dvae.model
 
 
-def fitted_prior(stage: PriorStage, text: TextConfig, text_vocab: int, dvae: AnyDVAEConfig) -> TransformerConfig:
-    """The prior's sizes that follow from the tokenizer and the dVAE."""
+def resolve_prior_config(
+    stage: PriorStage, text: TextConfig, text_vocab: int, dvae: AnyDVAEConfig
+) -> TransformerConfig:
+    """Config of the prior, with sizes taken from the tokenizer and the dVAE."""
     return replace(stage.model, text_vocab=text_vocab, text_len=text.length, image_vocab=dvae.vocab, grid=dvae.grid)
 
 
-def fitted_contrastive(
+def resolve_contrastive_config(
     stage: ContrastiveStage, text: TextConfig, text_vocab: int, dvae: AnyDVAEConfig
 ) -> ContrastiveConfig:
-    """The contrastive model's sizes that follow from the tokenizer and the dVAE."""
+    """Config of the contrastive model, with sizes taken from the tokenizer and the dVAE."""
     return replace(stage.model, text_vocab=text_vocab, text_len=text.length, size=dvae.size)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from limner.distributed.gradient_reducers import Plain
 from limner.distributed.powersgd import Matrix, PowerSGD, PowerSGDConfig
-from limner.optim.optimizers import AdamW, Muon
+from limner.optim.optimizers import AdamWConfig, MuonConfig
 from limner.optim.param_groups import block_matrices
 from limner.reproduce.report import Finding
 from limner.reproduce.sweep import Result, Trials
@@ -58,7 +58,7 @@ class AsGiven:
     """Matrices of blocks take their gradients as updates, all else takes AdamW's."""
 
     lr: float
-    others: AdamW
+    others: AdamWConfig
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         matrices = block_matrices(model)
@@ -88,11 +88,15 @@ def trial(of: Training) -> Result:
     """The losses, and bytes sent per step."""
     from limner.reproduce import replicas
 
-    others = AdamW(lr=of.others, betas=(0.9, 0.98))
+    others = AdamWConfig(lr=of.others, betas=(0.9, 0.98))
     if of.kind == "Dion":
         optimizer: Any = AsGiven(lr=of.lr, others=others)
     else:
-        optimizer = Muon(lr=of.lr, others=others) if "Muon" in of.kind else AdamW(lr=of.lr, betas=(0.9, 0.98))
+        optimizer = (
+            MuonConfig(lr=of.lr, fallback_adamw=others)
+            if "Muon" in of.kind
+            else AdamWConfig(lr=of.lr, betas=(0.9, 0.98))
+        )
     config = PowerSGDConfig(rank=of.rank or None)
     trained = replicas.train(
         lambda: Plain() if not of.rank else Dion(config) if of.kind == "Dion" else PowerSGD(config),

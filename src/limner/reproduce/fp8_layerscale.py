@@ -18,7 +18,7 @@ import torch
 from limner.layers.precisions import Fp8TensorWise
 from limner.models.contrastive import Contrastive
 from limner.numerics.precision import Fp32
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.reproduce import tiny_clip
 from limner.reproduce.report import Finding
 from limner.reproduce.sweep import Result, Trials
@@ -58,7 +58,7 @@ def trial(of: Training) -> Result:
     model = replace(tiny_clip.MODEL, depth=of.depth, qk_norm=of.qk_norm, layer_scale=of.layer_scale)
     trained = tiny_clip.train(
         of.steps, model=model, seed=of.seed, batch=of.batch, precision=Fp8TensorWise() if of.fp8 else Fp32(),
-        optimizer=AdamW(lr=of.lr, betas=(0.9, 0.98)), clip_norm=of.clip,
+        optimizer=AdamWConfig(lr=of.lr, betas=(0.9, 0.98)), clip_norm=of.clip,
     )  # fmt: skip
     built = trained.run.model
     assert isinstance(built, Contrastive)

@@ -77,7 +77,7 @@ def trial(of: Training) -> Result:
     end."""
     from limner.layers.precisions import Narrow
     from limner.numerics.precision import Fp32
-    from limner.optim.optimizers import AdamW
+    from limner.optim.optimizers import AdamWConfig
     from limner.reproduce import tiny_prior
 
     made: list[Hook] = []
@@ -89,8 +89,8 @@ def trial(of: Training) -> Result:
     trained = tiny_prior.train(
         of.steps, model=replace(tiny_prior.MODEL, depth=of.depth), seed=of.seed, batch=of.batch, clip_norm=1.0,
         hooks=make,
-        optimizer=AdamW(lr=of.lr, betas=(0.9, 0.98)), precision=Fp32() if of.kind == "fp32" else Narrow(form=FORM),
-        max_bad_steps=of.steps,
+        optimizer=AdamWConfig(lr=of.lr, betas=(0.9, 0.98)), precision=Fp32() if of.kind == "fp32" else
+        Narrow(form=FORM), max_bad_steps=of.steps,
     )  # fmt: skip
     return {
         "loss": trained.loss.tolist(),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from limner.distributed.gradient_reducers import Codec, GradientReducer, Replicas, Waiting, buckets
 from limner.models.transformer import TransformerConfig
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.reproduce import tiny_prior
 from limner.reproduce.tiny_train import Trained
 from limner.training.parallel import Single
@@ -138,6 +138,6 @@ def train(
     model: TransformerConfig = replace(tiny_prior.MODEL, width=width, depth=4, heads=max(2, width // 48))
     return tiny_prior.train(
         steps, model=model, seed=seed, batch=32, accumulate=replicas, clip_norm=clip_norm,
-        optimizer=optimizer or AdamW(lr=2e-3, betas=(0.9, 0.98)),
+        optimizer=optimizer or AdamWConfig(lr=2e-3, betas=(0.9, 0.98)),
         parallel=SimulatedReplicas(make, replicas),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from limner.metrics.spikes import Foreseen, foreseen
+from limner.metrics.spikes import SpikeMatch, match_spikes
 from limner.reproduce.report import Finding
 from limner.reproduce.spike_sweep import MIDDLE, PATCHES, QUICK, SEEDS, WINDOW, Setting, points, trial
 from limner.reproduce.sweep import Result, Trials
@@ -49,7 +49,7 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
                 found = pooled([_foreseen(results[run], tensor) for run in these])
                 highest = max(max(results[run]["rms"][tensor][run.steps // 2 :], default=1.0) for run in these)
                 rows.append((name, beta, tensor, len(found.loss), len(found.rms), len(found.following),
-                             f"{found.covered:.1%}", f"{found.chance:.2g}", f"{highest:.1f}"))  # fmt: skip
+                             f"{found.covered:.1%}", f"{found.p_value:.2g}", f"{highest:.1f}"))  # fmt: skip
         curves |= _shown(name, results[some[-1]])
     return Finding(
         name="rms-predicts",
@@ -71,9 +71,9 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
     )  # fmt: skip
 
 
-def pooled(found: Sequence[Foreseen]) -> Foreseen:
+def pooled(found: Sequence[SpikeMatch]) -> SpikeMatch:
     """Of all runs as one; they are of the same length."""
-    return Foreseen(
+    return SpikeMatch(
         [step for one in found for step in one.loss],
         [step for one in found for step in one.rms],
         [step for one in found for step in one.following],
@@ -81,7 +81,7 @@ def pooled(found: Sequence[Foreseen]) -> Foreseen:
     )
 
 
-def judge(patches: Foreseen, middle: Foreseen) -> bool | None:
+def judge(patches: SpikeMatch, middle: SpikeMatch) -> bool | None:
     """Whether most loss spikes follow one of the patch embedding, beyond chance, and not so for a middle layer; None
     with fewer than `_FEW` loss spikes."""
     if len(patches.loss) < _FEW:
@@ -89,18 +89,18 @@ def judge(patches: Foreseen, middle: Foreseen) -> bool | None:
     return _predicts(patches) and not _predicts(middle)
 
 
-def _predicts(found: Foreseen) -> bool:
-    return len(found.following) > len(found.loss) / 2 and found.chance < _CHANCE
+def _predicts(found: SpikeMatch) -> bool:
+    return len(found.following) > len(found.loss) / 2 and found.p_value < _CHANCE
 
 
-def _foreseen(result: Result, tensor: str) -> Foreseen:
-    return foreseen(np.array(result["loss"]), np.array(result["rms"][tensor])[: len(result["loss"])], WINDOW)
+def _foreseen(result: Result, tensor: str) -> SpikeMatch:
+    return match_spikes(np.array(result["loss"]), np.array(result["rms"][tensor])[: len(result["loss"])], WINDOW)
 
 
-def _said(found: Foreseen) -> str:
+def _said(found: SpikeMatch) -> str:
     return (
         f"{len(found.following)} of {len(found.loss)} loss spikes follow one of {len(found.rms)} RMS spikes (so many "
-        f"or more by chance: {found.chance:.2g})"
+        f"or more by chance: {found.p_value:.2g})"
     )
 
 

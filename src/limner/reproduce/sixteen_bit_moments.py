@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from limner.optim.optimizers import AdamW, AdamW16
+from limner.optim.optimizers import AdamW16Config, AdamWConfig
 from limner.reproduce.report import Finding
 from limner.reproduce.sweep import Result, Trials
 
@@ -39,7 +39,11 @@ def trial(of: Training) -> Result:
     """The losses, and the bytes of the moments: all, and those packed."""
     from limner.reproduce import tiny_prior
 
-    kind: Any = AdamW16(lr=of.lr, betas=(0.9, 0.96), most=5.0) if of.bits == 16 else AdamW(lr=of.lr, betas=(0.9, 0.96))
+    kind: Any = (
+        AdamW16Config(lr=of.lr, betas=(0.9, 0.96), max_exp_avg_sq=5.0)
+        if of.bits == 16
+        else AdamWConfig(lr=of.lr, betas=(0.9, 0.96))
+    )
     model = replace(tiny_prior.MODEL, width=of.width)
     trained = tiny_prior.train(of.steps, model=model, seed=of.seed, optimizer=kind, batch=of.batch)
     states = [state for optimizer in trained.run.optimizers for state in optimizer.state.values()]

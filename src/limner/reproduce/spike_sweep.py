@@ -25,7 +25,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from limner.models.contrastive import Contrastive
-from limner.optim.optimizers import AdamW, StableAdamW
+from limner.optim.optimizers import AdamWConfig, StableAdamWConfig
 from limner.optim.schedules import Constant
 from limner.reproduce import tiny_clip, tiny_train
 from limner.reproduce.sweep import Result
@@ -64,7 +64,7 @@ def trial(of: Setting) -> Result:
         tiny_clip.MODEL, width=of.width, depth=2, embedding=of.width, patch=PATCH if injected else 4, patch_dropout=0.0,
         patch_norm=False,
     )  # fmt: skip
-    kind = StableAdamW if of.method == "StableAdamW" else AdamW
+    kind = StableAdamWConfig if of.method == "StableAdamW" else AdamWConfig
     found = tiny_clip.train(
         of.steps,
         model=model,

@@ -20,7 +20,7 @@ from limner.layers.convert import convert
 from limner.layers.precisions import LLMInt8, SwitchBack, in_blocks
 from limner.numerics.precision import Bf16, Fp32
 from limner.objectives.hard_negatives import HardContrastiveLoss
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.reproduce import tiny_clip
 from limner.reproduce.report import Finding
 from limner.reproduce.sweep import Result, Trials
@@ -50,7 +50,7 @@ def trial(of: Training) -> Result:
     model = replace(tiny_clip.MODEL, patch_dropout=0.0)  # so that all positions count
     trained = tiny_clip.train(
         of.steps, model=model, seed=of.seed, batch=of.batch, precision=KINDS[of.kind],
-        optimizer=AdamW(lr=of.lr, betas=(0.9, 0.98)),
+        optimizer=AdamWConfig(lr=of.lr, betas=(0.9, 0.98)),
     )  # fmt: skip
     found = {"loss": trained.loss.tolist(), "accuracy": tiny_clip.accuracy(trained.run.model)}  # pyright: ignore[reportArgumentType]
     return found | {"errors": [errors(trained.run.model, n) for n in of.batches]}

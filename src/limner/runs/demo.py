@@ -37,7 +37,7 @@ from limner.evaluation.scene_sheet import sheet, shown
 from limner.json_files import read_json, read_mapping, write_json
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import progress
-from limner.recipes.recipe import Bundled, ContrastiveStage, PriorStage, Recipe
+from limner.recipes.recipe import ContrastiveStage, PretrainedDVAE, PriorStage, Recipe
 from limner.runs.demo_options import Demo
 from limner.runs.demo_report import page
 from limner.runs.time_estimate import COMPANY, seconds_per_step, trial
@@ -59,7 +59,7 @@ def run(demo: Demo) -> composition.Composition:
 def _run(demo: Demo) -> composition.Composition:
     recipe, out = demo.recipe(), demo.out
     _claim(out, {"scenes": demo.scenes, "recipe": to_dict(recipe)})
-    if not isinstance(recipe.dvae, Bundled) and not (out / "run" / "bundle").exists():
+    if not isinstance(recipe.dvae, PretrainedDVAE) and not (out / "run" / "bundle").exists():
         minutes = seconds_per_step(*trial(recipe, "dvae"), _ROOM) * recipe.dvae.training.steps / 60
         _say(f"the dVAE alone takes about {max(1, round(minutes))} minutes on this machine")
     with _timed(out, "writing scenes"):

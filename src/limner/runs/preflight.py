@@ -10,7 +10,13 @@ import torch
 from limner.data.stream import share_of
 from limner.errors import UserError
 from limner.json_files import read_mapping
-from limner.recipes.recipe import AnyStage, Bundled, dvae_config, fitted_contrastive, fitted_prior
+from limner.recipes.recipe import (
+    AnyStage,
+    PretrainedDVAE,
+    resolve_contrastive_config,
+    resolve_dvae_config,
+    resolve_prior_config,
+)
 from limner.runs.run_data import Material
 from limner.training.checkpoint import completed, step_of
 from limner.training.config import refuse_changes
@@ -24,13 +30,13 @@ def check(material: Material, stages: Sequence[str]) -> None:
     recipe, out = material.recipe, material.out
     found: dict[str, tuple[AnyStage, Any]] = {}
     try:
-        pictures = dvae_config(recipe)
-        if not isinstance(recipe.dvae, Bundled):
+        pictures = resolve_dvae_config(recipe)
+        if not isinstance(recipe.dvae, PretrainedDVAE):
             found["dvae"] = recipe.dvae, pictures
         known = material.known_tokenizer()
         vocab = known.vocab_size if known else recipe.text.vocab
-        found["prior"] = recipe.prior, fitted_prior(recipe.prior, recipe.text, vocab, pictures)
-        fitted = fitted_contrastive(recipe.contrastive, recipe.text, vocab, pictures)
+        found["prior"] = recipe.prior, resolve_prior_config(recipe.prior, recipe.text, vocab, pictures)
+        fitted = resolve_contrastive_config(recipe.contrastive, recipe.text, vocab, pictures)
         found["contrastive"] = recipe.contrastive, fitted
         with torch.device("meta"):
             for stage, config in found.values():
@@ -45,7 +51,7 @@ def check(material: Material, stages: Sequence[str]) -> None:
             ours = {"training": stage.training, "model": config, "objective": stage.objective}
             before = read_mapping(saved)
             refuse_changes(out / name, before, {**before, **ours})
-    if "dvae" in stages and not isinstance(recipe.dvae, Bundled) and completed(out / "prior"):
+    if "dvae" in stages and not isinstance(recipe.dvae, PretrainedDVAE) and completed(out / "prior"):
         done = completed(out / "dvae")
         if not done or step_of(done[-1]) < recipe.dvae.training.steps:
             raise UserError(

@@ -26,7 +26,7 @@ from limner.errors import UserError
 from limner.json_files import read_json, write_json
 from limner.models.patch_dvae import AnyDVAE
 from limner.progress import progress
-from limner.recipes.recipe import Bundled, DVAEStage, PatchStage, Recipe
+from limner.recipes.recipe import DVAEStage, PatchStage, PretrainedDVAE, Recipe
 from limner.tasks.caption_truth import falsehood
 from limner.text.bpe import Tokenizer
 from limner.training.parallel import Parallel, Single
@@ -63,7 +63,7 @@ class Material:
         """Whose pictures the run's models learn from (`data/attribution.py`): those of this data, of what earlier
         calls trained on, and of the bundles that the recipe begins with."""
         path, begun = self.out / "attribution.json", [self.recipe.start]
-        if isinstance(self.recipe.dvae, Bundled):
+        if isinstance(self.recipe.dvae, PretrainedDVAE):
             begun.append(self.recipe.dvae.bundle)
         earlier = [bundles.read_info(name).get("attribution") for name in begun if name]
         known = read_json(path) if path.exists() else []

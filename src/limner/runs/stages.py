@@ -26,18 +26,18 @@ from limner.models.dvae import DVAE
 from limner.models.patch_dvae import ROUNDS, AnyDVAE, AnyDVAEConfig, PatchDVAE
 from limner.models.transformer import Transformer
 from limner.objectives.codebook_elbo import BalancedELB
-from limner.optim.dtensor import like, sharded, whole
+from limner.optim.dtensor import full_tensor, is_dtensor, shard_like
 from limner.pipeline import load
 from limner.progress import progress
 from limner.recipes.recipe import (
-    TITLES,
+    STAGE_TITLES,
     AnyStage,
-    Bundled,
     PatchStage,
+    PretrainedDVAE,
     Recipe,
-    dvae_config,
-    fitted_contrastive,
-    fitted_prior,
+    resolve_contrastive_config,
+    resolve_dvae_config,
+    resolve_prior_config,
 )
 from limner.runs.codebook_monitor import CollapseWarning
 from limner.runs.run_data import Material
@@ -66,7 +66,7 @@ class Stages:
 
     def has_dvae(self) -> bool:
         """Whether there is one that need not be trained."""
-        there = isinstance(self.recipe.dvae, Bundled) or self.recipe.start is not None
+        there = isinstance(self.recipe.dvae, PretrainedDVAE) or self.recipe.start is not None
         return there or bool(completed(self.out / "dvae"))
 
     def dvae(self, train: bool = True) -> AnyDVAE:
@@ -75,7 +75,7 @@ class Stages:
         Its weights are rounded as the bundle will store them, so that the prior learns the tokens of the bundle.
         """
         stage, material = self.recipe.dvae, self.material
-        if isinstance(stage, Bundled):
+        if isinstance(stage, PretrainedDVAE):
             return bundles.load_model(stage.bundle, "dvae").to(self.device)
         if not train and self.recipe.start and not completed(self.out / "dvae"):  # whatever its settings
             return bundles.load_model(self.recipe.start, "dvae").to(self.device)
@@ -112,7 +112,7 @@ class Stages:
     ) -> Transformer | None:
         """Stage two (§2.2): the transformer over text and image tokens. Only the first process gets it."""
         stage, material = self.recipe.prior, self.material
-        config = fitted_prior(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
+        config = resolve_prior_config(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
         if not train:
             return self._earlier("prior", config)
         model = self._build(config, stage.training.seed)
@@ -131,7 +131,7 @@ class Stages:
     def contrastive(self, tokenizer: Tokenizer, dvae: AnyDVAEConfig, train: bool = True) -> Contrastive | None:
         """The reranker (§2.6), of pictures of the dVAE's size. Only the first process gets it."""
         stage, material = self.recipe.contrastive, self.material
-        config = fitted_contrastive(stage, self.recipe.text, tokenizer.vocab_size, dvae)
+        config = resolve_contrastive_config(stage, self.recipe.text, tokenizer.vocab_size, dvae)
         if not train:
             return self._earlier("contrastive", config)
         model = self._build(config, stage.training.seed)
@@ -147,7 +147,7 @@ class Stages:
     def trained(self, name: Stage) -> tuple[Run, Dataset]:
         """A stage as its newest checkpoint has it, in training mode, and its data. Raises `UserError` without one."""
         stage, material = getattr(self.recipe, name), self.material
-        if isinstance(stage, Bundled) or not completed(self.out / name):
+        if isinstance(stage, PretrainedDVAE) or not completed(self.out / name):
             raise UserError(f"there is no checkpoint in {self.out / name}: train the stage {name!r} first")
         if name == "dvae":
             model, data = stage.model.build(), material.images(stage)
@@ -155,11 +155,11 @@ class Stages:
             tokenizer = material.tokenizer()
             if name == "prior":
                 dvae = self.dvae(train=False)
-                config = fitted_prior(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
+                config = resolve_prior_config(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
                 data = material.tokens(material.train, tokenizer, dvae)
             else:
-                dvae = self.dvae(train=False).config if self.has_dvae() else dvae_config(self.recipe)
-                config = fitted_contrastive(stage, self.recipe.text, tokenizer.vocab_size, dvae)
+                dvae = self.dvae(train=False).config if self.has_dvae() else resolve_dvae_config(self.recipe)
+                config = resolve_contrastive_config(stage, self.recipe.text, tokenizer.vocab_size, dvae)
                 data = material.captioned(material.train, tokenizer, config.size)
             model = config.build()
         load_weights(model, self.out / name)
@@ -177,7 +177,7 @@ class Stages:
         start = self.recipe.start
         if start is None:
             return False
-        with self.material.parallel.building() if any(map(sharded, model.parameters())) else nullcontext():
+        with self.material.parallel.building() if any(map(is_dtensor, model.parameters())) else nullcontext():
             begun = bundles.load_model(start, name)
         if wrong := differences(to_dict(begun.config), to_dict(model.config)):
             what = f"the {name} of {start} has other settings than the recipe ({', '.join(wrong)})"
@@ -216,7 +216,7 @@ class Stages:
         if self._begin(name, model):
             record = {**record, "start": self.recipe.start}
         stream = Stream(data, config.batch_size, config.seed, prefetch=2)
-        with progress(f"training the {TITLES[name]}", config.steps, shown=self.material.parallel.is_main) as bar:
+        with progress(f"training the {STAGE_TITLES[name]}", config.steps, shown=self.material.parallel.is_main) as bar:
             trained = train(
                 model,
                 stage.objective,
@@ -235,7 +235,7 @@ class Stages:
 
     def _whole(self, model: M, checkpoint: Path) -> M:
         """The model, or where its weights are spread over processes one like it with all of them."""
-        if any(map(sharded, model.parameters())):
+        if any(map(is_dtensor, model.parameters())):
             model = model.config.build()  # type: ignore[assignment]
             load_weights(model, checkpoint)  # which all processes have written
             model.to(self.device)
@@ -251,9 +251,9 @@ def relate(prior: Transformer, codes: Float[Tensor, "V D"]) -> None:
     """
     alike = codes.cpu() - codes.cpu().mean(0)
     for weight in (prior.embed.image.weight, prior.head.image.weight):
-        drawn, projected = whole(weight).cpu(), alike @ torch.randn(alike.shape[1], weight.shape[1])
+        drawn, projected = full_tensor(weight).cpu(), alike @ torch.randn(alike.shape[1], weight.shape[1])
         mixed = (drawn + projected * (drawn.std() / projected.std())) * 0.5**0.5
-        weight.copy_(like(mixed, weight))
+        weight.copy_(shard_like(mixed, weight))
 
 
 def reranker(name_or_folder: str | Path) -> tuple[Contrastive, Tokenizer, str]:
@@ -263,7 +263,9 @@ def reranker(name_or_folder: str | Path) -> tuple[Contrastive, Tokenizer, str]:
         pipe = load(name_or_folder)
         return pipe.contrastive, pipe.tokenizer, pipe.name
     recipe, tokenizer = load_json(Recipe, run / "recipe.json"), Tokenizer.load(run / "tokenizer.json")
-    model = fitted_contrastive(recipe.contrastive, recipe.text, tokenizer.vocab_size, dvae_config(recipe)).build()
+    model = resolve_contrastive_config(
+        recipe.contrastive, recipe.text, tokenizer.vocab_size, resolve_dvae_config(recipe)
+    ).build()
     load_weights(model, run / "contrastive")
     return model.to(_device()).eval(), tokenizer, run.name
 

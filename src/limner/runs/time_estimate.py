@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from limner.models.patch_dvae import AnyDVAEConfig
 from limner.recipes.recipe import (
-    TITLES,
+    STAGE_TITLES,
     AnyStage,
-    Bundled,
+    PretrainedDVAE,
     PriorStage,
     Recipe,
-    dvae_config,
-    fitted_contrastive,
-    fitted_prior,
+    resolve_contrastive_config,
+    resolve_dvae_config,
+    resolve_prior_config,
 )
 from limner.runs.parallel_stage import trained_together
 from limner.training.checkpoint import completed, step_of
@@ -56,11 +56,11 @@ def _lines(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     beside = {"prior", "contrastive"} if trained_together(stages, device) else set()
     threads = torch.get_num_threads()
-    said, took, untried = {}, dict.fromkeys(TITLES, 0.0), False
+    said, took, untried = {}, dict.fromkeys(STAGE_TITLES, 0.0), False
     freed = 1.0  # the prior's time for a step when the contrastive model is done, as a share of that beside it
-    for name, title in TITLES.items():
+    for name, title in STAGE_TITLES.items():
         stage = getattr(recipe, name)
-        if name not in stages or isinstance(stage, Bundled):
+        if name not in stages or isinstance(stage, PretrainedDVAE):
             continue
         done = completed(out / name)
         steps = stage.training.steps - (step_of(done[-1]) if done else 0)
@@ -112,14 +112,14 @@ def _model(recipe: Recipe, name: str, dvae: AnyDVAEConfig) -> nn.Module:
     """The model of a stage, with initial weights."""
     if name == "dvae":
         return dvae.build()
-    fitted = fitted_prior if name == "prior" else fitted_contrastive
+    fitted = resolve_prior_config if name == "prior" else resolve_contrastive_config
     return fitted(getattr(recipe, name), recipe.text, recipe.text.vocab, dvae).build()
 
 
 def _work(recipe: Recipe, name: str) -> float:
     """FLOPs of a training step with one sample, roughly: 6 for each parameter at each position. All groups of a dVAE
     take as many as the innermost one, which has most of the parameters and the positions of the grid."""
-    dvae = dvae_config(recipe)
+    dvae = resolve_dvae_config(recipe)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in _model(recipe, name, dvae).parameters())
     places = prod(dvae.grid)
@@ -130,7 +130,7 @@ def _work(recipe: Recipe, name: str) -> float:
 
 def trial(recipe: Recipe, name: str) -> tuple[nn.Module, AnyStage, Batches]:
     """The model of a stage, the stage, and what makes random batches of any size for it."""
-    stage, text, dvae = getattr(recipe, name), recipe.text, dvae_config(recipe)
+    stage, text, dvae = getattr(recipe, name), recipe.text, resolve_dvae_config(recipe)
     encoder = dvae.build() if isinstance(stage, PriorStage) and stage.augment else None
 
     def batches(n: int) -> dict[str, Tensor]:

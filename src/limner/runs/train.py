@@ -18,7 +18,7 @@ from limner.atomic_io import locked
 from limner.config import save_json, to_dict
 from limner.errors import UserError
 from limner.pipeline import TextToImage
-from limner.recipes.recipe import TITLES, Recipe, dvae_config
+from limner.recipes.recipe import STAGE_TITLES, Recipe, resolve_dvae_config
 from limner.runs.parallel_stage import contrastive_beside, trained_together
 from limner.runs.preflight import check
 from limner.runs.run_data import Material
@@ -57,7 +57,7 @@ def train_all(
                 before(wanted)
         tokenizer = material.tokenizer() if {"prior", "contrastive"} & set(wanted) else None
         if tokenizer and set(wanted) == {"contrastive"} and not run.has_dvae():  # which it can do without
-            run.contrastive(tokenizer, dvae_config(recipe))
+            run.contrastive(tokenizer, resolve_dvae_config(recipe))
             return None
         dvae = run.dvae(train="dvae" in wanted)
         if tokenizer is None:
@@ -75,7 +75,7 @@ def train_all(
             "recipe": to_dict(recipe),
             "temperature": recipe.prior.temperature,
             "guidance": recipe.prior.guidance,
-            "likelihood": recipe.contrastive.likelihood,
+            "likelihood": recipe.contrastive.prior_score_weight,
         } | ({"attribution": credited} if credited else {})
         bundle = TextToImage(dvae, prior, contrastive, tokenizer, info)
         if parallel.is_main:
@@ -88,7 +88,7 @@ def _mostly_updated(out: Path, stages: Sequence[Stage], parallel: Parallel) -> I
     """Raise `UserError` on the first process after the block if a stage skipped most of its updates in it."""
     yield
     counts = {name: skipped_updates(out / name) for name in stages} if parallel.is_main else {}
-    if bad := [f"{n:,} of {m:,} updates of the {TITLES[name]}" for name, (n, m) in counts.items() if n > m / 2]:
+    if bad := [f"{n:,} of {m:,} updates of the {STAGE_TITLES[name]}" for name, (n, m) in counts.items() if n > m / 2]:
         raise UserError(
             f"{' and '.join(bad)} {SKIPPED}: the run in {out} is saved but has hardly learned; lower the learning "
             "rate or lengthen the warm-up, and train in another folder"

@@ -1,1 +1,1 @@
-"""Image tokens drawn from a prior, and the order that a contrastive model gives to candidates."""
+"""Sampling of image tokens from a prior, and reranking of candidates by a contrastive model."""

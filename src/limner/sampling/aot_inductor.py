@@ -1,9 +1,8 @@
-"""Decoding steps compiled ahead of time by AOTInductor, and kept on disk for the next process.
+"""Decoding steps compiled ahead of time by AOTInductor, cached on disk for later processes.
 
 Compiling takes half a minute or more; loading a compiled step takes almost no time. The file holds machine code and
-the weights, laid out as they are multiplied. Its name is therefore a hash of all that it was made from, and its folder
-must be one that nobody else may write to: whoever can write there could run code here. Damaged files are compiled
-again.
+the weights in the layout of its products, so its name is a hash of code, weights, shapes and machine. Loading it runs
+code: the cache folder must be writable by its user only. Damaged files are compiled again.
 """
 
 from __future__ import annotations
@@ -27,85 +26,88 @@ from limner.layers.inference_linear import DotLinear
 from limner.models.transformer import Transformer
 from limner.version import __version__
 
-Step = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
+CompiledStep = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
 
-# Weights are constants, and a value that is broadcast is computed once, not for each element.
-_HOW = {"freezing": True, "realize_opcount_threshold": 1}
-_KEPT = 16  # files in the folder; the least recently used is removed first
+# Freezing makes weights constants. The low threshold computes a broadcast value once, not for each element.
+_INDUCTOR_CONFIG = {"freezing": True, "realize_opcount_threshold": 1}
+_MAX_CACHED_STEPS = 16  # the least recently used file is deleted first
 
 
-def compiled(model: Transformer, layers: Sequence[LayerCache], token: Tensor, position: Tensor) -> Step:
-    """A step over caches like `layers`: (token [M], position [1], the caches' memory, which it changes) -> logits
-    [M, V]. The weights are constants: changed later, they have no effect. On a CPU, this needs a C++ compiler."""
+def load_or_compile(model: Transformer, layers: Sequence[LayerCache], token: Tensor, position: Tensor) -> CompiledStep:
+    """Compile a step for caches shaped like `layers`, or load it from the folder.
+
+    The step maps token [M], position [1] and the memory of the caches, which it updates, to logits [M, V]. Later
+    changes of the model's weights have no effect on it. On a CPU, compiling needs a C++ compiler.
+    """
     memory = Cache(layers).memory
     path = _folder() / f"{_name(model, memory)}.pt2"
     digest = path.with_suffix(".sha256")
     if not (path.is_file() and digest.is_file() and digest.read_bytes() == file_hash(path).encode()):
-        made = _compile(_Step(_for_rows(model, len(token)), layers), (token, position, memory))
-        atomic_write_bytes(path, made)
-        atomic_write_text(digest, hashlib.sha256(made).hexdigest())
+        code = _compile(_Step(_for_rows(model, len(token)), layers), (token, position, memory))
+        atomic_write_bytes(path, code)
+        atomic_write_text(digest, hashlib.sha256(code).hexdigest())
     os.utime(path)
-    for old in sorted(path.parent.glob("*.pt2"), key=lambda file: file.stat().st_mtime)[:-_KEPT]:
+    for old in sorted(path.parent.glob("*.pt2"), key=lambda file: file.stat().st_mtime)[:-_MAX_CACHED_STEPS]:
         old.unlink(missing_ok=True)
         old.with_suffix(".sha256").unlink(missing_ok=True)
-    package = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)  # as CUDA graphs need it
-    run = package.loader.run  # calling the package itself parses what its arguments are, each time
+    package = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)  # for CUDA graphs
+    run = package.loader.run  # faster than calling the package, which parses its arguments
     return lambda token, position, memory: run([token, position, *memory])[0]
 
 
 def _compile(step: nn.Module, args: tuple[Tensor, Tensor, list[Tensor]]) -> bytes:
-    from torch._inductor.utils import fresh_cache  # a second to import, so only now
+    from torch._inductor.utils import fresh_cache  # the import takes a second
 
     with tempfile.TemporaryDirectory() as scratch, fresh_cache(dir=scratch):
         path = Path(scratch) / "step.pt2"
-        whole = torch.export.export(step, args, strict=False)
-        torch._inductor.aoti_compile_and_package(whole, package_path=str(path), inductor_configs=_HOW)
+        program = torch.export.export(step, args, strict=False)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=_INDUCTOR_CONFIG)
         return path.read_bytes()
 
 
 def _for_rows(model: Transformer, rows: int) -> Transformer:
-    """The model as it is compiled for this many rows, with the same weights. For one row its products are loops over
-    the weights, which take a CPU no longer than reading them."""
-    plain = any(type(layer) is nn.Linear for layer in model.modules())
-    if rows > 1 or not plain or model.head.image.weight.device.type != "cpu":
+    """Variant of the model to compile for this number of rows, sharing its weights. For one row on a CPU, products are
+    loops over the weights, bound by memory bandwidth."""
+    has_linear = any(type(layer) is nn.Linear for layer in model.modules())
+    if rows > 1 or not has_linear or model.head.image.weight.device.type != "cpu":
         return model
     return convert(copy.deepcopy(model, {id(p): p for p in model.parameters()}), DotLinear)
 
 
 class _Step(nn.Module):
-    """A step as a function of all that changes."""
+    """A step as a function of token, position and cache memory."""
 
     def __init__(self, model: Transformer, layers: Sequence[LayerCache]) -> None:
         super().__init__()
         self.model, self.layers = model, layers
 
     def forward(self, token: Tensor, position: Tensor, memory: Sequence[Tensor]) -> Tensor:
-        left = iter(memory)
-        layers = [layer.at(left) for layer in self.layers]
+        buffers = iter(memory)
+        layers = [layer.at(buffers) for layer in self.layers]
         return self.model.step(Cache(layers, position.clone()), token)
 
 
 def _name(model: Transformer, memory: Sequence[Tensor]) -> str:
-    """A hash of what the machine code was made from: this program, torch, the processor, weights and shapes."""
-    found = hashlib.sha256()
+    """Hash of everything that determines the machine code: limner, torch, processor, weights and shapes."""
+    digest = hashlib.sha256()
     package = Path(__file__).parent.parent
     for file in sorted((*package.glob("layers/*.py"), *package.glob("models/*.py"), Path(__file__))):
-        found.update(file.read_bytes())
+        digest.update(file.read_bytes())
     device = memory[0].device
     if device.type == "cuda":
         machine: object = torch.cuda.get_device_properties(device)
     else:
         machine = torch.get_num_threads(), _processor()
-    found.update(repr((__version__, torch.__version__, machine, model.config)).encode())
+    digest.update(repr((__version__, torch.__version__, machine, model.config)).encode())
     for key, value in (*model.state_dict().items(), *((str(i), x) for i, x in enumerate(memory))):
-        found.update(repr((key, value.shape, value.dtype)).encode())
+        digest.update(repr((key, value.shape, value.dtype)).encode())
     for value in model.state_dict().values():
-        found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return found.hexdigest()
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _processor() -> str:
-    """The processor's features as the system lists them; code for another processor may not run."""
+    """Processor model and features, since code compiled for one processor may not run on another."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -114,21 +116,21 @@ def _processor() -> str:
 
 
 def _folder() -> Path:
-    """Where compiled steps are kept. Raises `UserError` if it is not the user's alone."""
+    """Folder of compiled steps. Raises `UserError` if other users can write to it."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     path = (base if base.is_absolute() else Path.home() / ".cache") / "limner" / "steps"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"{path} cannot be made to keep compiled steps in: {error.strerror}; name another folder in "
-            "XDG_CACHE_HOME, or draw without compiling"
+            f"{path}, the cache of compiled steps, cannot be created: {error.strerror}; set XDG_CACHE_HOME to another "
+            "folder, or draw without compiling"
         ) from None
     status = path.lstat()
-    others = stat.S_IMODE(status.st_mode) & 0o022
-    if hasattr(os, "getuid") and (stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or others):
+    shared = stat.S_ISLNK(status.st_mode) or stat.S_IMODE(status.st_mode) & 0o022
+    if hasattr(os, "getuid") and (shared or status.st_uid != os.getuid()):
         raise UserError(
-            f"{path} holds machine code that drawing runs, and others may write to it: delete it, or name another "
-            "folder in XDG_CACHE_HOME"
+            f"{path} holds machine code that limner runs, and others may write to it: delete it, or set "
+            "XDG_CACHE_HOME to another folder"
         )
     return path

@@ -1,9 +1,9 @@
-"""Decoding steps that are recorded once and replayed.
+"""Decoding steps captured once as a CUDA graph and replayed.
 
-A step of a small model is hundreds of kernels of a few microseconds each, and launching them one by one takes
-longer than running them on a GPU. Recorded as a CUDA graph, they are launched at once. A recording
-reads and writes fixed memory. So the token and the position lie in tensors that are filled before each replay,
-each step does the same whatever its position (`layers/cache.py`), and a cache is copied into the recording's memory.
+A step of a small model consists of hundreds of kernels of a few microseconds each. On a GPU, launching them one by one
+takes longer than running them; a CUDA graph launches all in one call. A graph reads and writes fixed memory. So the
+token and the position are tensors that are filled before each replay, a step does the same work at every position
+(`layers/cache.py`), and a cache is copied into the graph's memory.
 
 Shapes: B captions, M rows, T text positions, V image vocabulary.
 """
@@ -21,14 +21,15 @@ from torch import Tensor
 from limner.layers.cache import Cache, Store, Together
 from limner.models.transformer import Transformer, TransformerConfig
 
-Task = Callable[[], object]
+Thunk = Callable[[], object]
+Capture = Callable[[Thunk], Thunk]
 
-_SHAPES = 2  # recordings kept, each with the memory of its cache: one for full batches, one for a smaller last batch
+_MAX_GRAPHS = 2  # each holds the memory of a cache: one for full batches, one for a smaller last batch
 
 
 @runtime_checkable
 class TokenDecoder(Protocol):
-    """What `generate` draws with: a `Transformer`, or one whose steps are `Recorded`."""
+    """Interface of a model for `generate`: a `Transformer` or a `GraphedDecoder`."""
 
     @property
     def config(self) -> TransformerConfig: ...
@@ -38,22 +39,25 @@ class TokenDecoder(Protocol):
     def step(self, cache: Cache | Together, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]: ...
 
 
-def decoder(model: Transformer, compile: bool = False) -> TokenDecoder:
-    """The model in the form that draws fastest on its device. Compiled steps are faster still, but the first use of
-    each number of candidates takes half a minute or more (`aot_inductor.py`)."""
+def build_decoder(model: Transformer, compile: bool = False) -> TokenDecoder:
+    """Wrap the model for the fastest decoding on its device.
+
+    Compiled steps are faster, but the first use of each number of candidates takes half a minute or more
+    (`aot_inductor.py`).
+    """
     on_gpu = model.head.image.weight.device.type == "cuda"
     if not (compile or on_gpu):
         return model
-    return Recorded(model, cuda_graph if on_gpu else as_it_is, compile)
+    return GraphedDecoder(model, cuda_graph if on_gpu else eager, compile)
 
 
-def as_it_is(run: Task) -> Task:
-    """`run` unrecorded: launched anew each time."""
+def eager(run: Thunk) -> Thunk:
+    """Return `run` itself, launched again by each call."""
     return run
 
 
-def cuda_graph(run: Task) -> Task:
-    """`run`, which must take and leave everything in fixed memory, as a CUDA graph; it runs twice to warm up."""
+def cuda_graph(run: Thunk) -> Thunk:
+    """Capture `run`, which must read and write fixed memory, as a CUDA graph, after two calls to warm up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -66,20 +70,20 @@ def cuda_graph(run: Task) -> Task:
     return graph.replay
 
 
-class Recorded:
-    """A model whose decoding steps are recorded with the first cache of a shape, and replayed for all others.
+class GraphedDecoder:
+    """A model whose decoding step is captured with the first cache of a shape, and replayed for later caches.
 
-    The logits that `step` returns are overwritten by the next step. Rows that are at several positions go through
-    the model itself, since their shape changes whenever a row joins or leaves.
+    The next step overwrites the logits that `step` returned. Rows at several positions use the model directly, since
+    their shapes change whenever a row joins or leaves.
 
     Args:
-        record: turns a function without arguments into one that does the same to the same memory.
-        compile: before they are recorded, steps are compiled.
+        capture: turns a function without arguments into one with the same effect on the same memory.
+        compile: compile steps before capturing them.
     """
 
-    def __init__(self, model: Transformer, record: Callable[[Task], Task] = cuda_graph, compile: bool = False) -> None:
-        self.model, self.record, self.compile = model, record, compile
-        self._steps: list[_Steps] = []  # the most recently used last
+    def __init__(self, model: Transformer, capture: Capture = cuda_graph, compile: bool = False) -> None:
+        self.model, self.capture, self.compile = model, capture, compile
+        self._steps: list[GraphedStep] = []  # least recently used first
 
     @property
     def config(self) -> TransformerConfig:
@@ -91,57 +95,59 @@ class Recorded:
     def step(self, cache: Cache | Together, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]:
         if isinstance(cache, Together):
             return self.model.step(cache, token)
-        with torch.inference_mode(False), torch.no_grad():  # the compiler is for ordinary tensors
-            return self._steps_of(cache, token)(cache, token)
+        with torch.inference_mode(False), torch.no_grad():  # torch.compile cannot use inference tensors
+            return self._step_of(cache, token)(cache, token)
 
-    def _steps_of(self, cache: Cache, token: Tensor) -> _Steps:
-        if (here := next((one for one in self._steps if one.layers is cache.layers), None)) is not None:
-            return here
-        steps = next((one for one in self._steps if one.fits(cache)), None)
-        if steps is None:
-            del self._steps[: 1 - _SHAPES]
-            steps = _Steps(self, cache, token)
+    def _step_of(self, cache: Cache, token: Tensor) -> GraphedStep:
+        loaded = next((step for step in self._steps if step.layers is cache.layers), None)
+        if loaded is not None:
+            return loaded
+        step = next((step for step in self._steps if step.fits(cache)), None)
+        if step is None:
+            del self._steps[: 1 - _MAX_GRAPHS]
+            step = GraphedStep(self, cache, token)
         else:
-            self._steps.remove(steps)
-        self._steps.append(steps)
-        steps.take(cache)
-        return steps
+            self._steps.remove(step)
+        self._steps.append(step)
+        step.load(cache)
+        return step
 
 
-class _Steps:
-    """The steps of caches of one shape, and the memory that they work on, which holds one cache at a time."""
+class GraphedStep:
+    """A captured step for caches of one shape, with its fixed memory, which holds one cache at a time."""
 
     logits: Tensor
 
-    def __init__(self, of: Recorded, cache: Cache, token: Tensor) -> None:
+    def __init__(self, decoder: GraphedDecoder, cache: Cache, token: Tensor) -> None:
         self.layers, self.token = cache.copy().layers, token.clone()
         self.position = torch.full((1,), int(cache.length), device=token.device)
         self.owner: Callable[[], Cache | None] = lambda: None
 
-        if of.compile:
-            from limner.sampling.aot_inductor import compiled
+        if decoder.compile:
+            from limner.sampling.aot_inductor import load_or_compile
 
-            step, memory = compiled(of.model, self.layers, self.token, self.position), Cache(self.layers).memory
+            step = load_or_compile(decoder.model, self.layers, self.token, self.position)
+            memory = Cache(self.layers).memory
 
             def run() -> None:
                 self.logits = step(self.token, self.position, memory)
         else:
 
             def run() -> None:
-                self.logits = of.model.step(Cache(self.layers, self.position.clone()), self.token)
+                self.logits = decoder.model.step(Cache(self.layers, self.position.clone()), self.token)
 
-        self.replay = of.record(run)
+        self.replay = decoder.capture(run)
 
     def fits(self, cache: Cache) -> bool:
-        mine, its = ([(x.shape, x.dtype) for x in Cache(layers).memory] for layers in (self.layers, cache.layers))
-        return mine == its
+        ours, theirs = ([(x.shape, x.dtype) for x in Cache(layers).memory] for layers in (self.layers, cache.layers))
+        return ours == theirs
 
-    def take(self, cache: Cache) -> None:
-        """Copy the cache into this memory; a cache that is still in it moves to memory of its own."""
+    def load(self, cache: Cache) -> None:
+        """Copy the cache into the fixed memory. The cache that was there moves to new memory."""
         if (before := self.owner()) is not None and before.layers is self.layers:
             before.layers = before.copy().layers
-        for mine, its in zip(Cache(self.layers).memory, cache.memory, strict=True):
-            mine.copy_(its)
+        for ours, theirs in zip(Cache(self.layers).memory, cache.memory, strict=True):
+            ours.copy_(theirs)
         cache.layers, self.owner = self.layers, ref(cache)
 
     def __call__(self, cache: Cache, token: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
-"""Drawing tokens from the prior, one position after the other (Ramesh et al. 2021, §2.6; t = 1).
+"""Sampling of image tokens from the prior, one position after the other (Ramesh et al. 2021, §2.6; t = 1).
 
-Token-only: a function gives logits, this file turns them into choices. Each candidate has one uniform
-number for each position, drawn from its own seed, and a token is the inverse of the distribution
-function at that number. So candidate i of a caption is the same whatever the batch around it. Guidance
-and given tokens change the logits or replace choices; the numbers stay. What the logits say of each token is
-added up on the way: how likely the finished picture is.
+The module handles tokens only: a model returns logits, `sample_token` turns them into tokens. Each candidate has one
+uniform number for each position, generated from its own seed, and a token is the inverse of the cumulative
+distribution at that number. So candidate i of a caption does not depend on its batch. Guidance changes logits and
+prompt tokens replace samples, with the same uniform numbers. Sampling also sums the log-probability of the tokens.
 
 Shapes: B captions, N candidates of each, M = B * N rows (twice that with guidance), T text positions, S image
 positions, V image vocabulary.
@@ -26,51 +25,53 @@ from limner.sampling.cuda_graph import TokenDecoder
 from limner.sampling.generation_config import Sampler
 from limner.text import PAD
 
-FREE = -1  # marks a position to draw
+UNSET = -1  # marks a position to sample
 
 
-def choose(sampler: Sampler, logits: Float[Tensor, "M V"], uniform: Float32[Tensor, " M"]) -> Int64[Tensor, " M"]:
-    """fp32 [M, V] and numbers in [0, 1) [M] -> tokens [M]."""
+def sample_token(sampler: Sampler, logits: Float[Tensor, "M V"], uniform: Float32[Tensor, " M"]) -> Int64[Tensor, " M"]:
+    """Sample tokens [M] from fp32 logits [M, V], with uniform numbers in [0, 1), [M]."""
     if sampler.temperature == 0:
         return logits.argmax(-1)
     if sampler.temperature not in (1, None):
         logits = logits / sampler.temperature
     p = logits.softmax(-1)
     if sampler.top_k is not None or sampler.top_p is not None:
-        p = _filtered(p, sampler.top_k, sampler.top_p)
+        p = _truncated(p, sampler.top_k, sampler.top_p)
     cdf = p.cumsum_(-1)
     mass = cdf[:, -1:]
-    at = (uniform[:, None] * mass).minimum(mass.nextafter(torch.zeros_like(mass)))  # rounding must not reach 1
-    token = torch.searchsorted(cdf, at, right=True).squeeze(1)
-    return token.clamp(max=cdf.shape[1] - 1)  # of logits that are no numbers, it lies beyond the last one
+    target = (uniform[:, None] * mass).minimum(mass.nextafter(torch.zeros_like(mass)))  # below 1 despite rounding
+    token = torch.searchsorted(cdf, target, right=True).squeeze(1)
+    return token.clamp(max=cdf.shape[1] - 1)  # NaN logits give an index beyond the vocabulary
 
 
-def _filtered(p: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """Probabilities [M, V] that need not sum to 1, with the unlikely ones set to 0. The `top_k` likeliest are kept, and
-    of these the smallest set, likeliest first, whose mass reaches the share `top_p`."""
+def _truncated(p: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """Set unlikely tokens of p [M, V] to 0, without renormalizing.
+
+    Keeps the `top_k` likeliest tokens, and of these the smallest set, likeliest first, with at least the share `top_p`.
+    """
     falling, tokens = p.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         falling[:, top_k:] = 0
-    if top_p is not None:  # a token stays if the mass before it has not reached p, and the likeliest does
-        stays = falling.cumsum(-1) - falling < top_p * falling.sum(-1, keepdim=True)
-        falling[:, 1:] *= stays[:, 1:]
+    if top_p is not None:  # keep the likeliest token, and others if the mass before them is below top_p
+        kept = falling.cumsum(-1) - falling < top_p * falling.sum(-1, keepdim=True)
+        falling[:, 1:] *= kept[:, 1:]
     return torch.zeros_like(p).scatter_(1, tokens, falling)
 
 
-def uniforms(seed: int, candidates: range, length: int) -> Float32[Tensor, "N {length}"]:
-    """One row of `length` numbers in [0, 1) for each candidate, fixed by (seed, candidate)."""
+def candidate_noise(seed: int, candidates: range, length: int) -> Float32[Tensor, "N {length}"]:
+    """Uniform numbers in [0, 1), one row of `length` for each candidate, determined by (seed, candidate)."""
     rows = []
-    for i in candidates:  # of its seed the generator reads 32 bits, into which those above are mixed here
+    for i in candidates:  # generators read only 32 bits of a seed, so its upper bits are mixed in
         generator = torch.Generator().manual_seed((seed * 1_000_003 + (seed >> 32) * 2_654_435_769 + i) % 2**32)
         rows.append(torch.rand(length, generator=generator))
     return torch.stack(rows)
 
 
-class Rows:
-    """Candidates of captions that joined a generation together, and so are at one position.
+class GenerationGroup:
+    """Candidates of captions that joined a scheduler together, and so are at one position.
 
-    They share work: each caption is read once, given tokens before the first one to draw are read once for each
-    caption, and a step reads the keys and values of a caption once for all its candidates.
+    The group shares work. Each caption is read once. Prompt tokens before the first position to sample are read once
+    for each caption. A step reads keys and values of a caption once for all its candidates.
     """
 
     def __init__(
@@ -80,118 +81,119 @@ class Rows:
         candidates: range,
         sampler: Sampler,
         seed: int,
-        given: Int64[Tensor, "B S"] | None,
+        prompt_tokens: Int64[Tensor, "B S"] | None,
         store: type[Store],
     ) -> None:
         b, n, length = len(text), len(candidates), prod(model.config.grid)
         self.sampler, self.guidance = sampler, 1.0 if sampler.guidance is None else sampler.guidance
         self.guided = self.guidance != 1
         self.captions, self.n = b, n
-        given = torch.full((b, length), FREE, device=text.device) if given is None else given
-        self.position, self.primed = 0, int((given != FREE).all(0).long().cumprod(0).sum())
-        self._tokens = given.repeat_interleave(n, 0)  # [B * N, S]
-        self._uniform = uniforms(seed, candidates, length).repeat(b, 1).to(text.device)  # [B * N, S]
-        both = torch.cat([text, torch.full_like(text, PAD)]) if self.guided else text
-        self.cache, self.logits = model.prefill(both, store)
-        self._surprise = torch.zeros(b, device=text.device)  # fp32 [B], or [B * N] once candidates differ
-        self.finite = torch.ones((), dtype=torch.bool, device=text.device)  # of all logits; reading it makes a GPU wait
+        prompt = torch.full((b, length), UNSET, device=text.device) if prompt_tokens is None else prompt_tokens
+        self.position, self.prompt_length = 0, int((prompt != UNSET).all(0).long().cumprod(0).sum())
+        self._tokens = prompt.repeat_interleave(n, 0)  # [B * N, S]
+        self._uniform = candidate_noise(seed, candidates, length).repeat(b, 1).to(text.device)  # [B * N, S]
+        prefixes = torch.cat([text, torch.full_like(text, PAD)]) if self.guided else text
+        self.cache, self.logits = model.prefill(prefixes, store)
+        self._nll = torch.zeros(b, device=text.device)  # fp32 [B], [B * N] after the prompt
+        self.finite = torch.ones((), dtype=torch.bool, device=text.device)  # of all logits; reading synchronizes a GPU
 
     @property
     def tokens(self) -> Int64[Tensor, "B N S"]:
-        """What is drawn so far, int64 [B, N, S]; `FREE` where nothing is."""
+        """Tokens sampled so far, int64 [B, N, S], `UNSET` elsewhere."""
         return self._tokens.unflatten(0, (self.captions, -1))
 
     @property
-    def likelihood(self) -> Float32[Tensor, "B N"]:
-        """Log-probability of the tokens so far given the caption, in nats per token, fp32 [B, N]. It is that of the
-        model itself: a sampler's temperature and guidance are not in it."""
-        rows = self.captions * self.n // len(self._surprise)
-        return -self._surprise.repeat_interleave(rows).unflatten(0, (self.captions, -1)) / max(1, self.position)
+    def log_likelihood(self) -> Float32[Tensor, "B N"]:
+        """Log-probability of the tokens so far given the caption, in nats per token, fp32 [B, N], under the model
+        itself: without temperature and guidance."""
+        rows = self.captions * self.n // len(self._nll)
+        return -self._nll.repeat_interleave(rows).unflatten(0, (self.captions, -1)) / max(1, self.position)
 
     @property
-    def done(self) -> bool:
+    def finished(self) -> bool:
         return self.position == self._tokens.shape[1]
 
-    def draw(self) -> Int64[Tensor, " M"]:
-        """Each row's token at the next position, int64 [M], as the model is to read them."""
-        now = self._tokens[:, self.position]
-        if self.position == self.primed:  # until here, candidates were alike
+    def sample_next(self) -> Int64[Tensor, " M"]:
+        """Sample the token of each row at the next position: int64 [M], the input of the model's next step."""
+        token = self._tokens[:, self.position]
+        if self.position == self.prompt_length:  # candidates differ from here on
             self.cache, self.logits = self.cache.expand(self.n), self.logits.repeat_interleave(self.n, 0)
-            self._surprise = self._surprise.repeat_interleave(self.n)
+            self._nll = self._nll.repeat_interleave(self.n)
         caption, empty = self.logits.chunk(2) if self.guided else (self.logits, None)
-        if self.position < self.primed:
-            now = now[:: self.n]
+        if self.position < self.prompt_length:
+            token = token[:: self.n]
         else:
             logits = caption if empty is None else empty + self.guidance * (caption - empty)
             self.finite = self.finite & logits.isfinite().all()
-            drawn = choose(self.sampler, logits, self._uniform[:, self.position])
-            self._tokens[:, self.position] = now = torch.where(now == FREE, drawn, now)
-        self._surprise += F.cross_entropy(caption, now, reduction="none")
+            sampled = sample_token(self.sampler, logits, self._uniform[:, self.position])
+            self._tokens[:, self.position] = token = torch.where(token == UNSET, sampled, token)
+        self._nll += F.cross_entropy(caption, token, reduction="none")
         self.position += 1
-        return now.repeat(2) if self.guided else now
+        return token.repeat(2) if self.guided else token
 
-    def keep(self, which: Sequence[int]) -> None:
-        """Keep only some candidates of each caption, by their place among the present ones."""
-        stay = (self.n * torch.arange(self.captions)[:, None] + torch.tensor(which)).flatten().to(self._tokens.device)
-        if self.position > self.primed:
-            both = torch.cat([stay, stay + len(self._tokens)]) if self.guided else stay
-            self.cache, self.logits, self._surprise = self.cache.keep(both), self.logits[both], self._surprise[stay]
-        self._tokens, self._uniform, self.n = self._tokens[stay], self._uniform[stay], len(which)
+    def select(self, candidates: Sequence[int]) -> None:
+        """Drop all but some candidates of each caption, given by their index among the present ones."""
+        offsets = self.n * torch.arange(self.captions)[:, None]
+        rows = (offsets + torch.tensor(candidates)).flatten().to(self._tokens.device)
+        if self.position > self.prompt_length:
+            both = torch.cat([rows, rows + len(self._tokens)]) if self.guided else rows
+            self.cache, self.logits, self._nll = self.cache.keep(both), self.logits[both], self._nll[rows]
+        self._tokens, self._uniform, self.n = self._tokens[rows], self._uniform[rows], len(candidates)
 
 
-class Generation:
-    """Drawings under way. Rows join and leave between tokens, and no row's tokens depend on its company.
+class Scheduler:
+    """Continuous batching: groups join and leave between tokens, and no group's tokens depend on other groups.
 
-    A step reads the model's weights once for all rows, wherever each of them is in its picture. Only attention is
-    computed separately for rows that joined at different times (selective batching: Yu et al. 2022, Orca, §3.2).
+    A step reads the model's weights once for all rows, at any position. Only attention is computed separately
+    for groups that joined at different times (selective batching: Yu et al. 2022, Orca, §3.2).
     """
 
     def __init__(self, model: TokenDecoder, store: type[Store] = Store) -> None:
         self.model, self.store = model, store
-        self.rows: list[Rows] = []
+        self.groups: list[GenerationGroup] = []
 
     @torch.inference_mode()
-    def join(
+    def add(
         self,
         text: Int64[Tensor, "B T"],
         candidates: range,
         sampler: Sampler,
         *,
         seed: int = 0,
-        given: Int64[Tensor, "B S"] | None = None,
-    ) -> Rows:
-        """Begin with the given candidates of every caption.
+        prompt_tokens: Int64[Tensor, "B S"] | None = None,
+    ) -> GenerationGroup:
+        """Add candidates of captions as a group.
 
         Args:
             text: int64 [B, T].
-            candidates: their numbers; `range(32, 64)` continues where `range(32)` ended.
+            candidates: candidate numbers; `range(32, 64)` continues where `range(32)` ended.
             sampler: its guidance is classifier-free (Ho & Salimans 2022): the logits are
-                `empty + guidance * (caption - empty)`. 1 or None is no guidance. Other values need a model that was
-                trained with captions dropped.
-            given: int64 [B, S], image tokens that are fixed, `FREE` where to draw. Top rows prime the
-                model (§2.6, Figure 14); fixed tokens anywhere, drawn around in raster order, inpaint.
+                `empty + guidance * (caption - empty)`. 1 or None turns guidance off. Other values need a model trained
+                with caption dropout.
+            prompt_tokens: int64 [B, S], fixed image tokens, `UNSET` where to sample. Top rows prime the model (§2.6,
+                Figure 14). With fixed tokens elsewhere, sampling in raster order inpaints.
         """
-        rows = Rows(self.model, text, candidates, sampler, seed, given, self.store)
-        self.rows.append(rows)
-        return rows
+        group = GenerationGroup(self.model, text, candidates, sampler, seed, prompt_tokens, self.store)
+        self.groups.append(group)
+        return group
 
-    def leave(self, rows: Rows) -> None:
-        """Draw no more of these."""
-        self.rows.remove(rows)
+    def remove(self, group: GenerationGroup) -> None:
+        """Stop generating a group."""
+        self.groups.remove(group)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Draw one token of each row. Rows that are done leave."""
-        tokens = {rows: rows.draw() for rows in self.rows}
-        self.rows = [rows for rows in self.rows if not rows.done]
-        if len(self.rows) == 1:
-            (rows,) = self.rows
-            rows.logits = self.model.step(rows.cache, tokens[rows])
-        elif self.rows:
-            parts = [tokens[rows] for rows in self.rows]
-            logits = self.model.step(Together([rows.cache for rows in self.rows]), torch.cat(parts))
-            for rows, part in zip(self.rows, logits.split([len(part) for part in parts]), strict=True):
-                rows.logits = part
+        """Sample one token of each row, and remove finished groups."""
+        tokens = {group: group.sample_next() for group in self.groups}
+        self.groups = [group for group in self.groups if not group.finished]
+        if len(self.groups) == 1:
+            (group,) = self.groups
+            group.logits = self.model.step(group.cache, tokens[group])
+        elif self.groups:
+            parts = [tokens[group] for group in self.groups]
+            logits = self.model.step(Together([group.cache for group in self.groups]), torch.cat(parts))
+            for group, part in zip(self.groups, logits.split([len(part) for part in parts]), strict=True):
+                group.logits = part
 
 
 def generate(
@@ -201,31 +203,32 @@ def generate(
     sampler: Sampler,
     *,
     seed: int = 0,
-    given: Int64[Tensor, "B S"] | None = None,
+    prompt_tokens: Int64[Tensor, "B S"] | None = None,
     store: type[Store] = Store,
     progress: Callable[[int], object] | None = None,
-    watch: Callable[[Tensor, int], None] | None = None,
-) -> Rows:
-    """Draw the given candidates of every caption, which are then `done`: their `tokens` and `likelihood`.
-    `Generation.join` explains the arguments but these:
+    on_preview: Callable[[Tensor, int], None] | None = None,
+) -> GenerationGroup:
+    """Generate candidates of captions; the finished group has their `tokens` and `log_likelihood`.
+
+    `Scheduler.add` explains the other arguments.
 
     Args:
-        store: how keys and values are kept; `Int8Store` takes half the memory of bf16.
+        store: storage of keys and values; `Int8Store` takes half the memory of bf16.
         progress: called with 1 after each position.
-        watch: called with the tokens so far [B, N, S] and the number of rows of the grid done, after each.
+        on_preview: called with the tokens so far [B, N, S] and the number of finished grid rows, after each row.
 
     Raises `UserError` if a logit is not finite.
     """
-    w, generation = model.config.grid[1], Generation(model, store)
-    rows = generation.join(text, candidates, sampler, seed=seed, given=given)
-    while not rows.done:
-        generation.step()
+    w, scheduler = model.config.grid[1], Scheduler(model, store)
+    group = scheduler.add(text, candidates, sampler, seed=seed, prompt_tokens=prompt_tokens)
+    while not group.finished:
+        scheduler.step()
         if progress:
             progress(1)
-        if watch and rows.position % w == 0:
-            watch(rows.tokens, rows.position // w)
-    if not rows.finite:
+        if on_preview and group.position % w == 0:
+            on_preview(group.tokens, group.position // w)
+    if not group.finite:
         raise UserError(
-            "the logits of the prior are not finite, so its weights are damaged or have diverged: take another copy"
+            "the logits of the prior are not finite, so its weights are damaged or have diverged: use another copy"
         )
-    return rows
+    return group

@@ -1,4 +1,4 @@
-"""The options of a drawing. They need no torch, so that a command line is read before torch is loaded."""
+"""Settings of generation. The module does not import torch, so that a command line is parsed before torch is loaded."""
 
 from __future__ import annotations
 
@@ -7,43 +7,44 @@ from typing import Annotated, Any
 
 from limner.validation import SEEDS, Checked, OutOfRange, Range
 
-CANDIDATES = Range(1, 2**16)  # how many drawings of a caption there may be to choose from
+CANDIDATES = Range(1, 2**16)  # candidates of a caption
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler(Checked):
-    """How a token is chosen from image logits."""
+    """Settings that turn image logits into tokens. None stands for the model's default."""
 
     temperature: Annotated[float | None, Range(0, 100)] = None
-    """1 samples what was learned, lower is safer and less varied, 0 takes the likeliest; by default the model's own."""
+    """1 samples the learned distribution, lower values give less variety, 0 takes the likeliest token (greedy); the
+    model's own temperature by default."""
     top_k: Annotated[int | None, Range(1, 2**24)] = None
-    """Sample among the k likeliest tokens only."""
+    """Sample only among the k likeliest tokens."""
     top_p: Annotated[float | None, Range(above=0, most=1)] = None
-    """Sample among the likeliest tokens that make up this much probability."""
+    """Sample only among the likeliest tokens that together have this probability (nucleus sampling)."""
     guidance: Annotated[float | None, Range(0, 100)] = None
-    """Above 1 follows the caption more closely (for a prior trained with captions dropped), 1 is none; by default
-    the model's own."""
+    """Scale of classifier-free guidance: 1 turns it off, above 1 follows the caption more closely (for a prior trained
+    with caption dropout); the model's own scale by default."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.temperature is not None and 0 < self.temperature < 0.01:
-            raise OutOfRange("temperature", f"must be 0 (the likeliest) or at least 0.01, not {self.temperature}")
+            raise OutOfRange("temperature", f"must be 0 (greedy) or at least 0.01, not {self.temperature}")
 
-    def over(self, own: Sampler) -> Sampler:
-        """These settings, and those of `own` where there is none."""
+    def with_defaults(self, defaults: Sampler) -> Sampler:
+        """Fill in unset settings from `defaults`."""
         missing = {setting.name for setting in fields(Sampler) if getattr(self, setting.name) is None}
-        return replace(self, **{name: getattr(own, name) for name in missing})
+        return replace(self, **{name: getattr(defaults, name) for name in missing})
 
-    def facts(self) -> dict[str, Any]:
-        """The settings as the files of drawings and evaluations state them."""
+    def to_metadata(self) -> dict[str, Any]:
+        """Settings as pictures and results of evaluations record them."""
         return {setting.name: getattr(self, setting.name) for setting in fields(Sampler)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Sampler):
-    """How a caption is drawn: (model, caption, options, candidate) fix a picture."""
+class GenerationConfig(Sampler):
+    """Settings of generation. Model, caption, settings and candidate number determine a picture."""
 
     candidates: Annotated[int, CANDIDATES] = 64
-    """How many to draw and choose from."""
+    """Number of candidates to generate and rank."""
     seed: Annotated[int, SEEDS] = 0
-    """Another seed gives other drawings."""
+    """Seed of the random numbers; other seeds give other pictures."""

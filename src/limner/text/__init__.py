@@ -1,3 +1,3 @@
-"""Captions as tokens."""
+"""Tokenization of captions."""
 
-PAD = -1  # marks a text position that holds no token; the prior has a learned padding token for each (§2.2)
+PAD = -1  # marks a text position without token, where the prior has a learned padding token (§2.2)

@@ -1,17 +1,16 @@
-"""Captions to tokens: byte-level byte-pair encoding with seeded dropout.
+"""Byte-level byte-pair encoding (BPE) of captions, with seeded dropout.
 
-A caption is lowercased (section 2 of the paper), brought to Unicode NFC, its white space collapsed,
-and split into words that keep their leading space. Each word is then a sequence of bytes, so that
-any text encodes and there is no unknown token; the bytes are merged pair by pair, the pair learned
-earliest first, until no learned pair is left. Training and inference use the `tokenizers` library.
+A caption is lowercased (§2 of the paper), normalized to Unicode NFC, its white space is collapsed, and it is split into
+words that keep their leading space. A word is a sequence of bytes, so every text can be encoded without an unknown
+token. Encoding merges pairs, in the order in which training learned them, until no learned pair remains. Training and
+inference use the `tokenizers` library.
 
-**Dropout.** While a prior trains, every merge that could happen is skipped with probability p = 0.1
-(Provilkov et al. 2019, "BPE-Dropout"), so that the model sees a word cut in many ways. The
-library's own dropout cannot be seeded, which would break resuming. `_merge` below is therefore the
-library's procedure with an explicit source of randomness. Instead of flipping a coin for each merge
-we draw the *number of merges until the next skip*, a geometric variable, and carry it from word to
-word. The distribution is the same, and a word with fewer merges than that gap is known at once to
-be untouched and comes from a cache: about half of all words at p = 0.1.
+**Dropout.** While a prior trains, each possible merge is skipped with probability p = 0.1 (BPE-Dropout, Provilkov et
+al. 2019), so that the model sees a word split in many ways. The library's dropout cannot be seeded, which would make
+resumed runs differ. So `_merge` is the library's procedure with an explicit source of randomness. It draws the *number
+of merges until the next skip*, a geometric variable, instead of a coin for each merge, and carries it from word to
+word. The distribution is the same. A word with fewer merges than that number is unaffected and comes from a cache:
+about half of all words at p = 0.1.
 """
 
 import hashlib
@@ -44,8 +43,8 @@ from limner.text import PAD
 VOCAB_SIZE = 16_384
 LENGTH = 256
 
-MAX_BYTES = 64 << 20  # of a tokenizer file
-MAX_TOKENS = 1 << 18  # of a vocabulary, or merges
+MAX_FILE_BYTES = 64 << 20
+MAX_TOKENS = 1 << 18  # also the limit of merges
 MAX_CACHED_WORDS = 1 << 16
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # a printable character for each byte
 
@@ -53,14 +52,14 @@ Merges = dict[tuple[int, int], tuple[int, int]]  # (left id, right id) -> (rank,
 
 
 class Tokenizer:
-    """A trained vocabulary. Make one with `Tokenizer.train` or `Tokenizer.load`.
+    """A trained BPE vocabulary. `Tokenizer.train` and `Tokenizer.load` create one.
 
     Args:
         vocab: token -> id, ids 0 ... n-1, with the 256 byte characters among the tokens.
         merges: the learned pairs, earliest first.
 
     Raises:
-        UserError: the two do not make a complete byte-level vocabulary.
+        UserError: `vocab` and `merges` are not a complete byte-level vocabulary.
     """
 
     def __init__(self, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:
@@ -76,11 +75,10 @@ class Tokenizer:
     def train(cls, captions: Iterable[str], vocab_size: int = VOCAB_SIZE, min_frequency: int = 2) -> "Tokenizer":
         """Learn a vocabulary of at most `vocab_size` tokens; a small corpus gives fewer.
 
-        Pairs seen fewer than `min_frequency` times are not merged. The same captions give the same
-        vocabulary.
+        Pairs seen fewer than `min_frequency` times are not merged. Training is deterministic.
         """
         if vocab_size < len(BYTES):
-            raise UserError(f"a vocabulary has one token for each byte: 256 or more, not {vocab_size}")
+            raise UserError(f"the vocabulary needs 256 tokens or more, one for each byte, not {vocab_size}")
         library = _pipeline(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
@@ -93,22 +91,20 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read `tokenizer.json` as `save` or the library wrote it. Only vocabulary and merges are
-        taken from it.
+        """Read vocabulary and merges from a `tokenizer.json` written by `save` or the library.
 
-        Raises `UserError` for a file that is no byte-level BPE tokenizer with lowercasing, whatever
-        is wrong with it.
+        Raises `UserError` for any file but a byte-level BPE tokenizer with lowercasing.
         """
         try:
-            data = read_json(path, MAX_BYTES)
+            data = read_json(path, MAX_FILE_BYTES)
             kinds = [part["type"] for part in (*data["normalizer"]["normalizers"], data["pre_tokenizer"])]
-            if kinds != _KINDS or data["added_tokens"]:
-                raise UserError("it splits text in another way than limner does")
+            if kinds != _PIPELINE_TYPES or data["added_tokens"]:
+                raise UserError("its normalizer or pre-tokenizer differs from limner's")
             return cls._from_model(data["model"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{path} is not a tokenizer of limner: {type(error).__name__} {error}") from None
+            raise UserError(f"{path} is not a limner tokenizer: {type(error).__name__} {error}") from None
         except UserError as error:
-            raise UserError(f"{path} is not a tokenizer of limner: {error}") from None
+            raise UserError(f"{path} is not a limner tokenizer: {error}") from None
 
     @classmethod
     def _from_model(cls, model: Mapping) -> "Tokenizer":
@@ -117,17 +113,17 @@ class Tokenizer:
         return cls(model["vocab"], [(a, b) for a, b in model["merges"]])
 
     def save(self, path: str | Path) -> None:
-        """Write the library's JSON format, without dropout."""
+        """Write the JSON format of the `tokenizers` library, without dropout."""
         atomic_write_text(Path(path), self._library.to_str(pretty=True))
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens: the size for embedding tables."""
+        """Number of tokens, the rows of an embedding table."""
         return len(self.vocab)
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of vocabulary and merges, for keys of caches."""
+        """SHA-256 of vocabulary and merges, for cache keys."""
         content = json.dumps([sorted(self.vocab.items()), self.merges], ensure_ascii=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -138,22 +134,21 @@ class Tokenizer:
         dropout: float = 0.0,
         rng: np.random.Generator | Sequence[np.random.Generator] | None = None,
     ) -> Tensor:
-        """Captions as a long tensor [B, length], `PAD` in unused positions.
+        """Encode captions as int64 [B, length], `PAD` in unused positions.
 
         Args:
-            captions: B texts. What does not fit is cut at a token boundary, with a warning.
+            captions: B texts. Longer ones are cut at a token boundary, with a warning.
             length: T, token positions.
             dropout: probability in [0, 1] of skipping a merge: 0.1 in training, 0 otherwise.
-            rng: randomness of the dropout, for the batch or one for each caption. All of the result
-                depends on it.
+            rng: random generator of the dropout, one for the batch or one for each caption.
 
         Raises:
-            UserError: a caption is empty, or no valid Unicode.
+            UserError: a caption is empty or not valid Unicode.
         """
-        texts = [self._normalise(caption) for caption in captions]
+        texts = [self._normalize(caption) for caption in captions]
         if "" in texts:
             where = f"caption {texts.index('') + 1} of {len(texts)}"
-            raise UserError(f"{where} is empty; write what the picture shows")
+            raise UserError(f"{where} is empty: write what the picture shows")
         if dropout == 0:
             rows = [encoding.ids for encoding in self._library.encode_batch(texts)]
         elif rng is None:
@@ -161,7 +156,7 @@ class Tokenizer:
         else:
             rngs = [rng] * len(texts) if isinstance(rng, np.random.Generator) else rng
             skips = {id(r): _Skips(dropout, r) for r in rngs}
-            rows = [self._drop(text, skips[id(r)]) for text, r in zip(texts, rngs, strict=True)]
+            rows = [self._encode_with_dropout(text, skips[id(r)]) for text, r in zip(texts, rngs, strict=True)]
         tokens = np.full((len(rows), length), PAD, dtype=np.int64)
         for row, ids, text in zip(tokens, rows, texts, strict=True):
             if len(ids) > length:
@@ -173,22 +168,22 @@ class Tokenizer:
         return torch.from_numpy(tokens)
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
-        """The normalised text of token ids; `PAD` is passed over."""
+        """Decode token ids to normalized text, ignoring `PAD`."""
         values = ids.tolist() if isinstance(ids, Tensor) else ids
         return self._library.decode([i for i in values if i != PAD]).removeprefix(" ")
 
-    def _normalise(self, caption: str) -> str:
+    def _normalize(self, caption: str) -> str:
         try:
             return self._library.normalizer.normalize_str(caption)
-        except UnicodeEncodeError:  # half of a surrogate pair, from bytes that were not UTF-8
+        except UnicodeEncodeError:  # a lone surrogate, from bytes that were not UTF-8
             raise UserError(f"the caption {caption[:60]!r} is not valid Unicode") from None
 
-    def _drop(self, text: str, skips: "_Skips") -> list[int]:
-        """The tokens of a normalised text, with merges skipped where `skips` says so."""
+    def _encode_with_dropout(self, text: str, skips: "_Skips") -> list[int]:
+        """Encode a normalized text with dropout."""
         tokens: list[int] = []
         for word, _ in self._library.pre_tokenizer.pre_tokenize_str(text):
-            symbols, whole = self._words.get(word) or self._remember(word)
-            merges = len(symbols) - len(whole)  # each merge takes one symbol away
+            symbols, whole = self._words.get(word) or self._cache_word(word)
+            merges = len(symbols) - len(whole)  # each merge removes one symbol
             if skips.gap > merges:
                 skips.gap -= merges
                 tokens += whole
@@ -196,7 +191,7 @@ class Tokenizer:
                 tokens += _merge(symbols, self._table, skips)
         return tokens
 
-    def _remember(self, word: str) -> tuple[list[int], list[int]]:
+    def _cache_word(self, word: str) -> tuple[list[int], list[int]]:
         if len(self._words) >= MAX_CACHED_WORDS:
             self._words.clear()
         symbols = [self.vocab[byte] for byte in word]
@@ -205,11 +200,11 @@ class Tokenizer:
 
 
 class _Skips:
-    """A coin that says "skip" with probability p, as gaps: the `gap`-th merge from here is skipped."""
+    """Bernoulli(p) decisions to skip a merge, stored as the gap to the next skip: the `gap`-th merge is skipped."""
 
     def __init__(self, p: float, rng: np.random.Generator) -> None:
         if not 0 < p <= 1:
-            raise ValueError(f"dropout is a probability in [0, 1], not {p}")
+            raise ValueError(f"dropout must be a probability in [0, 1], not {p}")
         self._p, self._rng = p, rng
         self.gap = int(rng.geometric(p))
 
@@ -226,14 +221,13 @@ def _never() -> bool:
 
 
 def _merge(symbols: Sequence[int], table: Merges, skip=_never) -> list[int]:
-    """Merge a word's symbols, lowest rank first and then leftmost, passing over one if `skip()`.
+    """Merge a word's symbols, lowest rank first and then leftmost, except where `skip()` is True.
 
-    A heap holds the possible merges, a linked list the symbols: O(n log n). A skipped merge becomes
-    possible again as soon as another one has happened, as in the library; at the end all that are
-    left have just been skipped.
+    A heap holds the possible merges, a linked list the symbols: O(n log n). As in the library, a skipped merge becomes
+    possible again after the next merge, and the word is done when all possible merges were skipped in a row.
     """
-    ids = list(symbols)  # -1: merged into its left neighbour
-    after = list(range(1, len(ids) + 1))  # position of the right neighbour
+    ids = list(symbols)  # -1: merged into the symbol on the left
+    after = list(range(1, len(ids) + 1))  # position of the next symbol
     before = list(range(-1, len(ids) - 1))
     heap = [(*merge, i, pair) for i, pair in enumerate(pairwise(symbols)) if (merge := table.get(pair))]
     heapq.heapify(heap)
@@ -243,7 +237,7 @@ def _merge(symbols: Sequence[int], table: Merges, skip=_never) -> list[int]:
         _, merged, i, pair = entry
         j = after[i]
         if j == len(ids) or (ids[i], ids[j]) != pair:
-            continue  # one of the two has been merged otherwise
+            continue  # outdated: another merge used one of the two symbols
         if skip():
             skipped.append(entry)
             continue
@@ -276,12 +270,12 @@ def _pipeline(model: models.BPE) -> Library:
     return library
 
 
-_KINDS = ["Lowercase", "NFC", "Replace", "Strip", "ByteLevel"]
+_PIPELINE_TYPES = ["Lowercase", "NFC", "Replace", "Strip", "ByteLevel"]
 
 
 def _check(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:
     if max(len(vocab), len(merges)) > MAX_TOKENS:
-        raise UserError(f"it has {len(vocab)} tokens and {len(merges)} merges: more than {MAX_TOKENS}")
+        raise UserError(f"it has {len(vocab)} tokens and {len(merges)} merges, more than {MAX_TOKENS}")
     ids = list(vocab.values())
     if any(type(i) is not int for i in ids) or sorted(ids) != list(range(len(ids))):
         raise UserError("the ids of its vocabulary are not 0 ... n-1")

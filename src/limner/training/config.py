@@ -10,7 +10,7 @@ from limner.config import differences, from_dict, to_dict
 from limner.errors import UserError
 from limner.layers.precisions import TrainingPrecision
 from limner.numerics.precision import Auto
-from limner.optim.optimizers import AdamW, Optimizer
+from limner.optim.optimizers import AdamWConfig, OptimizerConfig
 from limner.optim.schedules import Constant, Cosine, Plateau
 from limner.validation import SEEDS, Checked, OutOfRange, Range
 
@@ -53,7 +53,7 @@ class TrainConfig(Checked):
     steps: Annotated[int, Range(1, 10**9)]
     batch_size: Annotated[int, Range(1, 2**20)] = 64
     accumulate: Annotated[int, Range(1, 2**20)] = 1
-    optimizer: Optimizer = field(default_factory=AdamW)
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     clip_norm: Annotated[float | None, Range(above=0)] = 4.0
     warmup_steps: Annotated[int, Range(0, 10**9)] = 0
     cooldown_steps: Annotated[int, Range(0, 10**9)] = 0

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from limner.errors import UserError
-from limner.optim.dtensor import sharded
+from limner.optim.dtensor import is_dtensor
 
 _REPLICA = re.compile(r"errors\.\d{1,9}")  # a group that one replica alone has written
 _ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
@@ -49,7 +49,7 @@ def read(
             continue
         p = parameters.get(_parameter(group, name))
         with _readable(checkpoint):  # a shape may be one that no tensor has
-            if p is not None and sharded(p) and p.shape == shape:
+            if p is not None and is_dtensor(p) and p.shape == shape:
                 tensors[key] = torch.zeros_like(p.detach(), dtype=dtype, device="cpu")
             else:
                 tensors[key] = torch.zeros(shape, dtype=dtype)

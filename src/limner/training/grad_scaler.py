@@ -37,7 +37,7 @@ from limner.layers.simulated_gradients import narrowed
 from limner.models.transformer import Resblock
 from limner.numerics.formats import HALVES, FloatFormat
 from limner.numerics.precision import widened
-from limner.optim.dtensor import by_kind, local, total
+from limner.optim.dtensor import split_by_placement, sum_over_shards, to_local
 from limner.training.hooks import Hook
 from limner.training.train_state import Run
 
@@ -189,9 +189,9 @@ def _sizes(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
     grads = [p.grad for p in parameters if p.grad is not None]
     format = torch.float32 if any(grad.dtype in HALVES for grad in grads) else None  # sums leave fp16
     found: dict[int, Tensor] = {}
-    for some in by_kind(grads):
+    for some in split_by_placement(grads):
         if some:
-            sums = total(torch._foreach_norm([local(grad) for grad in some], 1, format), some)
+            sums = sum_over_shards(torch._foreach_norm([to_local(grad) for grad in some], 1, format), some)
             found |= zip(map(id, some), sums, strict=True)
     return torch.stack([found[id(grad)] for grad in grads]) if grads else like.new_zeros(0)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from limner.data.stream import hash64
-from limner.optim.grad_access import divide_all
+from limner.optim.grad_access import unscale_all
 from limner.training.checkpoint import Checkpointer, Files
 from limner.training.train_module import Trainable
 
@@ -165,7 +165,7 @@ class Single:
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Its gradients are the mean."""
-        divide_all(self._scales)
+        unscale_all(self._scales)
 
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
         """Its gradients are of one step."""

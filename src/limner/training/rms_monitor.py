@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from limner.metrics.spikes import RMS, TOGETHER
+from limner.metrics.spikes import MERGE_STEPS, RMS_SPIKE
 from limner.models.transformer import Block
 from limner.numerics.precision import widened
 from limner.optim import grad_access
-from limner.optim.adam_base import SMALLEST, read
-from limner.optim.dtensor import by_kind, mean
+from limner.optim.adam_base import SMALLEST_NORMAL, read_moment
+from limner.optim.dtensor import mean_over_shards, split_by_placement
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
 from limner.training.train_state import Run
@@ -45,8 +45,8 @@ class Stability(Hook):
     """Writes `out/stability.jsonl`, a line for each step, with RMS_t of all matrices that an Adam of any kind updates.
 
     Its g_t and u_t are those of the optimiser: of clipped gradients. An update that is skipped has none. Warns
-    where RMS_t of a matrix reaches `RMS` in two steps in a row, after the warm-up; again for the same matrix only after
-    `_QUIET` steps. Lines reach the file with each report and each checkpoint.
+    where RMS_t of a matrix reaches `RMS_SPIKE` in two steps in a row, after the warm-up; again for the same matrix only
+    after `_QUIET` steps. Lines reach the file with each report and each checkpoint.
     """
 
     _QUIET = 1_000
@@ -85,12 +85,12 @@ class Stability(Hook):
             row["features"] = {name: float(f"{x:.3g}") for name, x in zip(self.features, values, strict=True)}
             self.features = None
         self.rows.append(row)
-        if run.step <= max(run.config.warmup_steps, TOGETHER):
+        if run.step <= max(run.config.warmup_steps, MERGE_STEPS):
             return
         high = {
             name: value
             for name, value in self.rms.items()
-            if min(value, self.before.get(name, 0.0)) >= RMS
+            if min(value, self.before.get(name, 0.0)) >= RMS_SPIKE
             and run.step - self.warned.get(name, -self._QUIET) >= self._QUIET
         }
         if high:
@@ -147,11 +147,11 @@ def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tenso
                 warms = "power" in group  # a warming beta2 begins at 0: no bias
                 step = state["step"].double() + 1  # where it is: the host waits for no device
                 beta = 1 - step ** -group["power"] if warms else torch.full_like(step, group["betas"][1])
-                square = widened(grad_access.read(p.grad)).square()
-                v = beta * widened(read(state, "exp_avg_sq")) + (1 - beta) * square
+                square = widened(grad_access.grad_values(p.grad)).square()
+                v = beta * widened(read_moment(state, "exp_avg_sq")) + (1 - beta) * square
                 v = v.clamp_max(group.get("most", inf))
-                u = (v if warms else v / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST))
+                u = (v if warms else v / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST_NORMAL))
                 found[p] = (square / u).sum()
-    for some in by_kind(found):
+    for some in split_by_placement(found):
         if some:
-            yield from zip(some, mean([found[p] for p in some], some).sqrt(), strict=True)
+            yield from zip(some, mean_over_shards([found[p] for p in some], some).sqrt(), strict=True)

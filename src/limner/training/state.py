@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from limner.errors import UserError
-from limner.optim.dtensor import local
+from limner.optim.dtensor import to_local
 from limner.training.checkpoint import Checkpointer, Tensors
 from limner.training.config import refuse_changes
 from limner.training.dcp_reader import replica_groups
@@ -65,7 +65,7 @@ def save(
     }
     for name, state in states.items():
         tensors[f"hook.{name}"] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    numbers = (local(t) for group in tensors.values() for t in group.values() if t.is_floating_point())
+    numbers = (to_local(t) for group in tensors.values() for t in group.values() if t.is_floating_point())
     if run.parallel.any(not all(x.isfinite().all() for x in numbers)):
         raise run.diverged()
     state = {

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from limner.errors import UserError
-from limner.optim.dtensor import like
+from limner.optim.dtensor import shard_like
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -24,7 +24,7 @@ def fill_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> N
     own = model_tensors(model)
     check_shapes(own, {name: tensor.shape for name, tensor in tensors.items()}, where)
     for name, tensor in own.items():
-        tensor.copy_(like(tensors[name], tensor))
+        tensor.copy_(shard_like(tensors[name], tensor))
 
 
 def check_shapes(own: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], where: str) -> None:
@@ -64,7 +64,7 @@ def load_optimizers(
             raise UserError(f"{where} holds optimiser state {entry!r} that does not fit the model")
         optimizer, i = owner[p]
         if tensor.ndim:  # in the parameter's own layout: fused kernels go through memory without regard to strides
-            tensor = torch.empty_like(p, dtype=tensor.dtype).copy_(like(tensor, p))
+            tensor = torch.empty_like(p, dtype=tensor.dtype).copy_(shard_like(tensor, p))
         states[optimizer].setdefault(i, {})[key] = tensor
     for optimizer, state in states.items():
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from limner.numerics.precision import widened
-from limner.optim.grad_access import clip, total_norm
+from limner.optim.grad_access import clip_grads_with_norm, total_norm
 from limner.optim.schedules import cooldown, warmup
 from limner.training.hooks import Hook
 from limner.training.train_module import Batch
@@ -42,7 +42,7 @@ def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tens
     finite = math.isfinite(run.loss) and math.isfinite(run.norm)
     if finite:
         if config.clip_norm is not None:
-            clip(run.parameters, config.clip_norm, norm)
+            clip_grads_with_norm(run.parameters, config.clip_norm, norm)
         for hook in hooks:
             hook.before_update(run)
         for optimizer in run.optimizers:

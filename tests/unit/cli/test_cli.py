@@ -24,7 +24,7 @@ from limner.errors import UserError, printable
 from limner.layers.precisions import Fp16Weights
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.progress import PlainProgress
-from limner.sampling.generation_config import Options
+from limner.sampling.generation_config import GenerationConfig
 from limner.training.loop import Interrupted
 from tiny import tiny_pipe
 
@@ -346,7 +346,7 @@ def test_outputs_are_named_after_the_caption(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def named(caption, seed=0, **settings):
-        return output_path(Draw(caption=caption, options=Options(seed=seed), **settings), caption)
+        return output_path(Draw(caption=caption, options=GenerationConfig(seed=seed), **settings), caption)
 
     assert named("A red circle, & more!") == Path("a-red-circle-more.png")
     assert named("a", seed=4) == Path("a-seed-4.png")

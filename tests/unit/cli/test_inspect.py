@@ -11,7 +11,7 @@ from torch import nn
 from limner.cli import main
 from limner.layers.precisions import Fp8SwitchBack, Fp16Weights, SwitchBack
 from limner.numerics.precision import Bf16
-from limner.optim.optimizers import AdamW16
+from limner.optim.optimizers import AdamW16Config
 from limner.pipeline import load
 from limner.runs.train import train_all
 from limner.tasks.build_scenes import write_scenes
@@ -62,7 +62,7 @@ def test_each_layer_is_listed_with_its_kernels(run, capsys):
 def test_weights_in_16_bits_are_listed_and_their_bundle_draws(run, capsys, tmp_path):
     recipe = tiny_recipe()
     training = replace(
-        recipe.prior.training, steps=5, precision=Fp16Weights(), scaling="resblocks", optimizer=AdamW16(lr=1e-3)
+        recipe.prior.training, steps=5, precision=Fp16Weights(), scaling="resblocks", optimizer=AdamW16Config(lr=1e-3)
     )
     recipe = replace(recipe, prior=replace(recipe.prior, training=training))
     train_all(recipe, run.parent / "scenes", tmp_path / "run")

@@ -14,9 +14,9 @@ from limner.errors import UserError
 from limner.models.dvae import DVAEConfig
 from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.elbo import RelaxedELB
-from limner.optim.optimizers import Lion, StableAdamW
+from limner.optim.optimizers import LionConfig, StableAdamWConfig
 from limner.optim.schedules import Plateau
-from limner.recipes.recipe import Bundled, DVAEStage, Recipe
+from limner.recipes.recipe import DVAEStage, PretrainedDVAE, Recipe
 from limner.validation import Checked, ranges
 
 COMMANDS = {
@@ -178,8 +178,8 @@ def test_an_optimiser_is_chosen_by_name(trained, capsys):
     """Its settings are then the options; those of the recipe's are unknown."""
     stable = ["--prior.training.optimizer", "StableAdamW", "--prior.training.optimizer.betas", "0.8", "0.95"]
     _, found = trained(*stable, "--contrastive.training.optimizer=Lion")
-    assert found.prior.training.optimizer == StableAdamW(betas=(0.8, 0.95))
-    assert found.contrastive.training.optimizer == Lion()
+    assert found.prior.training.optimizer == StableAdamWConfig(betas=(0.8, 0.95))
+    assert found.contrastive.training.optimizer == LionConfig()
     assert trained("--prior.training.optimizer", "Muon") == (0, recipes.get("scenes"))  # it is: its settings stay
     for wrong, says in (
         (["--prior.training.optimizer", "StableAdam"], "optimizer cannot be 'StableAdam': choose 'AdamW', 'Muon', "),
@@ -207,13 +207,13 @@ def test_any_kind_is_chosen_by_name(trained, capsys):
     assert found.dvae == DVAEStage(
         model=replace(DVAEConfig(), size=48), objective=BalancedELB(), training=laptop.dvae.training
     )
-    _, found = trained("--dvae", "Bundled", "--dvae.bundle", "icons")
-    assert found.dvae == Bundled(bundle="icons")
+    _, found = trained("--dvae", "PretrainedDVAE", "--dvae.bundle", "icons")
+    assert found.dvae == PretrainedDVAE(bundle="icons")
     for wrong, says in (
         (["--dvae.objective", "ELB", "--dvae", "DVAEStage"], "cannot be 'ELB': choose 'RelaxedELB', 'BalancedELB'"),
         (["--prior.training.scheduel", "Plateau"], "did you mean --prior.training.schedule?"),
         (["--dvae.bundle", "icons", "--dvae", "PatchStage"], "--dvae is for a dVAE that is trained, --dvae.bundle for"),
-        (["--dvae", "Patches"], "--dvae cannot be 'Patches': choose 'DVAEStage', 'PatchStage', 'Bundled'"),
+        (["--dvae", "Patches"], "--dvae cannot be 'Patches': choose 'DVAEStage', 'PatchStage', 'PretrainedDVAE'"),
         (["--dvae", "DVAEStage", "--dvae.training.optimizer", "Muon"], "dvae.training.optimizer must be AdamW"),
         (["--prior.training.scaling", "block"], "scaling cannot be 'block': choose 'none', 'resblocks', 'loss'"),
     ):

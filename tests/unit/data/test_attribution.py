@@ -14,7 +14,7 @@ from limner.data.attribution import attribution, united
 from limner.data.open_source import open_source
 from limner.data.shard_writer import ShardWriter
 from limner.pipeline import load
-from limner.recipes.recipe import Bundled
+from limner.recipes.recipe import PretrainedDVAE
 from limner.runs.train import train_all
 from tiny import tiny_recipe
 
@@ -65,7 +65,7 @@ def test_a_run_keeps_whose_pictures_it_learned_from_and_its_card_says_it(tmp_pat
     unsaid = shards(tmp_path / "unsaid", [{}] * 8)
     again = train_all(replace(two_steps(), start=str(tmp_path / "packed")), unsaid, tmp_path / "started")
     assert again is not None and again.info["attribution"] == rows
-    borrowed = replace(two_steps(), dvae=Bundled(bundle=str(tmp_path / "packed")))
+    borrowed = replace(two_steps(), dvae=PretrainedDVAE(bundle=str(tmp_path / "packed")))
     assert (train_all(borrowed, unsaid, tmp_path / "borrowed") or pipe).info["attribution"] == rows
 
 

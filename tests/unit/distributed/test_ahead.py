@@ -10,7 +10,7 @@ from limner.distributed.sharded import Sharded, Zero2
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.profiling.memory_tracker import Watcher
 from limner.training.config import TrainConfig
 from limner.training.step import update
@@ -25,7 +25,7 @@ PRIOR = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3),
 def begun(kind: type[Sharded]) -> tuple[list[int], int]:
     """How many groups had been sent when each block began to compute, and how many after the update."""
     torch.manual_seed(0)
-    config = TrainConfig(steps=1, batch_size=4, precision=Fp32(), optimizer=AdamW(lr=1e-3))
+    config = TrainConfig(steps=1, batch_size=4, precision=Fp32(), optimizer=AdamWConfig(lr=1e-3))
     run = Run(PRIOR.build(), Autoregressive(), config, parallel=kind())
     counts: list[int] = []
     blocks: Any = run.model.blocks

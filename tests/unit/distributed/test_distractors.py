@@ -14,7 +14,7 @@ from limner.errors import UserError
 from limner.models.contrastive import ContrastiveConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.hard_negatives import HardContrastiveLoss
-from limner.optim.dtensor import whole
+from limner.optim.dtensor import full_tensor
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.parallel import Parallel, Single
@@ -65,7 +65,9 @@ class Kept(Hook):
     gradients: dict[str, Tensor]
 
     def after_backward(self, run: Run) -> None:
-        self.gradients = {name: whole(p.grad).clone() for name, p in run.model.named_parameters() if p.grad is not None}
+        self.gradients = {
+            name: full_tensor(p.grad).clone() for name, p in run.model.named_parameters() if p.grad is not None
+        }
 
 
 def gradients(parallel: Parallel) -> dict[str, Tensor]:

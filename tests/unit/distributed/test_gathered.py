@@ -10,8 +10,8 @@ from limner.distributed.sharded import Sharded, Zero2
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Bf16
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.dtensor import sharded
-from limner.optim.optimizers import AdamW
+from limner.optim.dtensor import is_dtensor
+from limner.optim.optimizers import AdamWConfig
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single
 from limner.training.step import update
@@ -27,7 +27,7 @@ WAYS: dict[str, Any] = {"sharded": Sharded, "zero2": Zero2}
 def learn(parallel: Parallel, evaluates: bool) -> tuple[list[float], list[float], int]:
     """Losses, metrics of evaluations of averaged weights between, and in how many blocks weights were whole at once."""
     torch.manual_seed(0)
-    config = TrainConfig(steps=3, batch_size=8, precision=Bf16(), optimizer=AdamW(lr=0.01), ema_decay=0.5)
+    config = TrainConfig(steps=3, batch_size=8, precision=Bf16(), optimizer=AdamWConfig(lr=0.01), ema_decay=0.5)
     run = Run(PRIOR.build(), Autoregressive(), config, parallel=parallel)
     g = torch.Generator().manual_seed(0)
     batch = {"text": torch.randint(0, 20, (8, 8), generator=g), "image": torch.randint(0, 8, (8, 9), generator=g)}
@@ -37,7 +37,7 @@ def learn(parallel: Parallel, evaluates: bool) -> tuple[list[float], list[float]
     blocks: Any = run.model.blocks
 
     def look(*_: Any) -> None:
-        whole.append(sum(not all(map(sharded, block.parameters())) for block in blocks))
+        whole.append(sum(not all(map(is_dtensor, block.parameters())) for block in blocks))
 
     def evaluate(model: Any, step: int) -> Mapping[str, float]:
         handles = [block.register_forward_hook(look, prepend=True) for block in blocks]

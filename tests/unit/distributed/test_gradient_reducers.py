@@ -17,7 +17,7 @@ from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
 from limner.numerics.formats import E6M9
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.dtensor import whole
+from limner.optim.dtensor import full_tensor
 from limner.training.parallel import Parallel, Single
 from limner.training.train_module import Trainable
 from ranks import left_out, on_ranks
@@ -53,7 +53,7 @@ def gradients(
                 part = {name: x.chunk(accumulate)[i] for name, x in share.items()}
                 (compute(part, step, torch.Generator())[0] / accumulate).backward()
         parallel.reduce(model.parameters())
-        found.append({name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.append({name: full_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None})
     kept = left_out(parallel)
     parallel.check(model.parameters())
     return found, kept

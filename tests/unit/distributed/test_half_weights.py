@@ -21,8 +21,8 @@ from limner.layers.precisions import Fp16Weights
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim import grad_access
-from limner.optim.dtensor import local, whole
-from limner.optim.optimizers import AdamW16
+from limner.optim.dtensor import full_tensor, to_local
+from limner.optim.optimizers import AdamW16Config
 from limner.training.checkpoint import Files
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
@@ -36,8 +36,8 @@ from shard_ranks import Tokens
 
 PRIOR = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=2, heads=2, kernel=3)
 CONFIG = TrainConfig(
-    steps=4, batch_size=8, precision=Fp16Weights(), scaling="resblocks", optimizer=AdamW16(lr=1e-3), clip_norm=0.5,
-    log_every=1, checkpoint_every=2, ema_decay=0.9,
+    steps=4, batch_size=8, precision=Fp16Weights(), scaling="resblocks", optimizer=AdamW16Config(lr=1e-3),
+    clip_norm=0.5, log_every=1, checkpoint_every=2, ema_decay=0.9,
 )  # fmt: skip
 WAYS = {
     "replicated": Replicated,
@@ -63,9 +63,11 @@ def learn(ours: Parallel, config: TrainConfig = CONFIG) -> dict[str, Any]:
     ours.check(run.parameters)
     return {
         "losses": losses,
-        "bytes": sum(local(p).nbytes for p in run.parameters),
+        "bytes": sum(to_local(p).nbytes for p in run.parameters),
         "dtypes": {name: p.dtype for name, p in run.model.named_parameters()},
-        "biases": [whole(p.detach()).clone() for name, p in run.model.named_parameters() if name.endswith("bias")],
+        "biases": [
+            full_tensor(p.detach()).clone() for name, p in run.model.named_parameters() if name.endswith("bias")
+        ],
     }
 
 
@@ -129,7 +131,7 @@ def all_compressed() -> dict[tuple[str, torch.dtype, float], tuple[Tensor, ...]]
             (weight * gradient).sum().backward()  # type: ignore[operator]
             reduction.complete()
             assert weight.grad is not None
-            given += grad_access.read(weight.grad)  # type: ignore[arg-type]
+            given += grad_access.grad_values(weight.grad)  # type: ignore[arg-type]
             had += gradient.float() / scale
         found[name, dtype, size] = given, reduction.mean_errors()["blocks.0.weight"], had
     return found

@@ -14,8 +14,8 @@ from limner.distributed.sharded import Sharded
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.dtensor import whole
-from limner.optim.optimizers import AdamW
+from limner.optim.dtensor import full_tensor
+from limner.optim.optimizers import AdamWConfig
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook
@@ -61,7 +61,7 @@ class Gradients(Hook):
 
     def after_backward(self, run: Run) -> None:
         names = run.model.named_parameters()
-        self.steps.append({name: whole(p.grad).clone() for name, p in names if p.grad is not None})
+        self.steps.append({name: full_tensor(p.grad).clone() for name, p in names if p.grad is not None})
 
     def after_update(self, run: Run) -> None:
         if not torch.tensor(run.norm).isfinite():
@@ -72,7 +72,7 @@ def learn(parallel: Parallel, kind: Any) -> tuple[list[dict[str, Tensor]], dict[
     """What was applied in each step, and what is kept at the end; weights stay nearly as they are."""
     torch.manual_seed(0)
     config = TrainConfig(
-        steps=STEPS, batch_size=8, precision=Fp32(), optimizer=AdamW(lr=1e-12), clip_norm=None, scaling=kind
+        steps=STEPS, batch_size=8, precision=Fp32(), optimizer=AdamWConfig(lr=1e-12), clip_norm=None, scaling=kind
     )
     run = Run(PRIOR.build(), Autoregressive(), config, parallel=parallel)
     hooks = [*scaling(run), applied := Gradients()]

@@ -21,8 +21,8 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Bf16, Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.elbo import RelaxedELB
-from limner.optim.dtensor import sharded, whole
-from limner.optim.optimizers import AdamW
+from limner.optim.dtensor import full_tensor, is_dtensor
+from limner.optim.optimizers import AdamWConfig
 from limner.profiling.memory_tracker import Watcher, storage_bytes
 from limner.runs.stages import relate
 from limner.training.config import TrainConfig
@@ -73,7 +73,8 @@ def build(kind: str) -> nn.Module:
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     return {
-        name: whole(x.detach()).clone(memory_format=torch.preserve_format) for name, x in model.state_dict().items()
+        name: full_tensor(x.detach()).clone(memory_format=torch.preserve_format)
+        for name, x in model.state_dict().items()
     }
 
 
@@ -89,7 +90,7 @@ def begun(kind: str, replicas: int, seed: bool) -> tuple[Any, ...]:
         relate(model, CODES)
         found = values(model) | {f"before.{name}": x for name, x in found[0].items()}, torch.get_rng_state()
     ties = kind == "odd" and model.one.weight is model.other.weight
-    return *found, ties, [name for name, p in model.named_parameters() if not sharded(p)]
+    return *found, ties, [name for name, p in model.named_parameters() if not is_dtensor(p)]
 
 
 def all_begun(kinds: list[str], replicas: int, seed: bool) -> dict[str, Any]:
@@ -122,12 +123,12 @@ def learn(parallel: Parallel, kind: str, precision: Any, whole_first: bool) -> t
     else:
         text, image = torch.arange(4 * 8).view(4, 8) % 20, torch.arange(4 * 9).view(4, 9) % 7
         batch, objective = {"text": text, "image": image}, Autoregressive()
-    config = TrainConfig(steps=3, batch_size=4, precision=precision, optimizer=AdamW(lr=0.01), ema_decay=0.5)
+    config = TrainConfig(steps=3, batch_size=4, precision=precision, optimizer=AdamWConfig(lr=0.01), ema_decay=0.5)
     run = Run(model, objective, config, parallel=parallel)  # type: ignore[arg-type]
     share = {name: x.chunk(parallel.world)[parallel.rank] for name, x in batch.items()}
     losses = [run.loss for _ in range(3) if update(run, share)]
     assert run.ema
-    averages = {f"ema.{name}": whole(x) for name, x in run.ema.state_dict().items()}
+    averages = {f"ema.{name}": full_tensor(x) for name, x in run.ema.state_dict().items()}
     return losses, values(run.model) | averages
 
 

@@ -10,8 +10,8 @@ from limner.distributed.sharded import Sharded
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Bf16, Fp32, Precision
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.dtensor import whole
-from limner.optim.optimizers import AdamW
+from limner.optim.dtensor import full_tensor
+from limner.optim.optimizers import AdamWConfig
 from limner.profiling.memory_tracker import Watcher
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
@@ -25,14 +25,16 @@ PRIOR = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3),
 
 class Gradients(Hook):
     def after_backward(self, run: Run) -> None:
-        self.found = {name: whole(p.grad).clone() for name, p in run.model.named_parameters() if p.grad is not None}
+        self.found = {
+            name: full_tensor(p.grad).clone() for name, p in run.model.named_parameters() if p.grad is not None
+        }
 
 
 def learn(strategy: Parallel, precision: Precision, checkpointed: bool = False, accumulate: int = 1) -> dict[str, Any]:
     """Two updates: losses, the last gradients, formats in which layers saw their weights, bytes sent in the second."""
     torch.manual_seed(0)
     config = TrainConfig(
-        steps=2, batch_size=8, accumulate=accumulate, precision=precision, optimizer=AdamW(lr=1e-3),
+        steps=2, batch_size=8, accumulate=accumulate, precision=precision, optimizer=AdamWConfig(lr=1e-3),
         checkpoint_activations=checkpointed, clip_norm=1.0,
     )  # fmt: skip
     run = Run(PRIOR.build(), Autoregressive(), config, parallel=strategy)

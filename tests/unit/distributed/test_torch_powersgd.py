@@ -20,7 +20,7 @@ from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
@@ -159,7 +159,12 @@ PRIOR = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3),
 def learn(out: Path, steps: int, kind: str) -> list[tuple[float, float]]:
     make = {"torch": partial(TorchPowerSGD, 4), "ours": partial(PowerSGD, PowerSGDConfig(narrow=False)), "none": None}
     config = TrainConfig(
-        steps=steps, batch_size=8, optimizer=AdamW(lr=0.01, eps=1e-2), precision=Fp32(), log_every=1, checkpoint_every=5
+        steps=steps,
+        batch_size=8,
+        optimizer=AdamWConfig(lr=0.01, eps=1e-2),
+        precision=Fp32(),
+        log_every=1,
+        checkpoint_every=5,
     )
     torch.manual_seed(0)
     stream = Stream(Tokens(), 8, seed=3)

@@ -11,8 +11,8 @@ from limner.distributed.sharded import Sharded, Zero2
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.dtensor import sharded
-from limner.optim.optimizers import AdamW
+from limner.optim.dtensor import is_dtensor
+from limner.optim.optimizers import AdamWConfig
 from limner.training.config import TrainConfig
 from limner.training.step import update
 from limner.training.train_state import Run
@@ -35,7 +35,7 @@ def written() -> int:
 def sent(kind: type[Sharded]) -> tuple[int, int, bool]:
     """Bytes of the second update, bytes of the blocks' weights, and whether moments are in shards."""
     torch.manual_seed(0)
-    config = TrainConfig(steps=2, batch_size=4, precision=Fp32(), optimizer=AdamW(lr=1e-3))
+    config = TrainConfig(steps=2, batch_size=4, precision=Fp32(), optimizer=AdamWConfig(lr=1e-3))
     run = Run(PRIOR.build(), Autoregressive(), config, parallel=kind())
     blocks = sum(p.numel() * p.element_size() for p in run.model.blocks.parameters())
     batch = {"text": torch.randint(0, 20, (2, 8)), "image": torch.randint(0, 8, (2, 16))}
@@ -45,7 +45,7 @@ def sent(kind: type[Sharded]) -> tuple[int, int, bool]:
     update(run, batch)
     distributed.barrier()
     moments = [state["exp_avg"] for optimizer in run.optimizers for state in optimizer.state.values()]
-    return written() - before, blocks, all(map(sharded, moments))
+    return written() - before, blocks, all(map(is_dtensor, moments))
 
 
 def test_weights_of_blocks_are_gathered_once_and_moments_stay_in_shards():

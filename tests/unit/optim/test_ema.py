@@ -44,21 +44,21 @@ def test_every_and_warmup() -> None:
     assert ema.state_dict()["weight"].item() == pytest.approx(1 - 2 / 11)
 
 
-def test_swapped_gives_the_average_and_restores_even_after_an_error() -> None:
+def test_swapped_restores_parameters_after_an_error() -> None:
     model = nn.Linear(3, 2)
     ema = Ema(model, decay=0.5)
     with torch.no_grad():
         model.weight.add_(1)
-    own, parameter = model.weight.detach().clone(), model.weight
+    original, parameter = model.weight.detach().clone(), model.weight
     with contextlib.suppress(ZeroDivisionError), ema.swapped(model):
         assert torch.equal(model.weight, ema.state_dict()["weight"])
         raise ZeroDivisionError
-    assert torch.equal(model.weight, own) and model.weight is parameter
+    assert torch.equal(model.weight, original) and model.weight is parameter
     ema.copy_to(model)
-    torch.testing.assert_close(model.weight.detach(), own - 1)
+    torch.testing.assert_close(model.weight.detach(), original - 1)
 
 
-def test_state_of_another_model_is_refused() -> None:
+def test_a_state_of_another_model_is_rejected() -> None:
     with pytest.raises(UserError, match="weight"):
         Ema(nn.Linear(3, 2), 0.9).load_state_dict(Ema(nn.Linear(2, 2), 0.9).state_dict())
 
@@ -67,19 +67,19 @@ def test_state_of_another_model_is_refused() -> None:
 def test_averages_on_the_cpu_are_the_same_whenever_they_are_read(device: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(200, 300), nn.Linear(300, 200)).to(device)
-    here, there = (kind(model, decay=0.9, every=2) for kind in (Ema, EmaOnCpu))
+    on_device, on_cpu = (kind(model, decay=0.9, every=2) for kind in (Ema, EmaOnCpu))
     for update in range(1, 12):
         with torch.no_grad():
             for p in model.parameters():
                 p.normal_()
-        here.update(model, update)
-        there.update(model, update)
+        on_device.update(model, update)
+        on_cpu.update(model, update)
         if update in (4, 5, 11):
-            for name, average in there.state_dict().items():
+            for name, average in on_cpu.state_dict().items():
                 assert average.device.type == "cpu"
-                torch.testing.assert_close(average, here.state_dict()[name].cpu(), rtol=0, atol=1e-7)
-    again = EmaOnCpu(model, decay=0.9, every=2)
-    again.update(model, 2)
-    again.load_state_dict(there.state_dict())
-    again.copy_to(model)
-    torch.testing.assert_close(model[0].weight.cpu(), there.state_dict()["0.weight"], rtol=0, atol=0)
+                torch.testing.assert_close(average, on_device.state_dict()[name].cpu(), rtol=0, atol=1e-7)
+    loaded = EmaOnCpu(model, decay=0.9, every=2)
+    loaded.update(model, 2)
+    loaded.load_state_dict(on_cpu.state_dict())
+    loaded.copy_to(model)
+    torch.testing.assert_close(model[0].weight.cpu(), on_cpu.state_dict()["0.weight"], rtol=0, atol=0)

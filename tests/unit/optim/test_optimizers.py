@@ -1,4 +1,4 @@
-"""Each optimiser takes every trainable parameter once and follows the schedule group by group."""
+"""Each optimizer takes every trainable parameter once and follows the schedule group by group."""
 
 import json
 from typing import get_args
@@ -10,7 +10,15 @@ from torch import nn
 from limner.config import from_dict, to_dict
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
-from limner.optim.optimizers import AdamW, AdamW16, Beta2WarmupAdamW, Lion, Muon, Optimizer, StableAdamW
+from limner.optim.optimizers import (
+    AdamW16Config,
+    AdamWConfig,
+    Beta2WarmupAdamWConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    StableAdamWConfig,
+)
 from limner.training.config import TrainConfig
 
 
@@ -19,11 +27,11 @@ def prior() -> nn.Module:
     return TransformerConfig(text_vocab=9, image_vocab=8, text_len=3, grid=(2, 2), width=8, depth=2, heads=2).build()
 
 
-CONFIGS: list[Optimizer] = [kind() for kind in get_args(Optimizer)]
+CONFIGS: list[OptimizerConfig] = [kind() for kind in get_args(OptimizerConfig)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
-def test_every_parameter_has_one_owner(config: Optimizer) -> None:
+def test_every_parameter_has_one_owner(config: OptimizerConfig) -> None:
     model = prior()
     model.embed.row.weight.requires_grad_(False)
     owned = [p for o in config.build(model) for group in o.param_groups for p in group["params"]]
@@ -33,7 +41,7 @@ def test_every_parameter_has_one_owner(config: Optimizer) -> None:
 
 def test_muon_takes_the_matrices_of_the_blocks_and_makes_orthogonal_updates() -> None:
     model = prior()
-    config = Muon(lr=0.1, weight_decay=0.0, others=AdamW(lr=0.3))
+    config = MuonConfig(lr=0.1, weight_decay=0.0, fallback_adamw=AdamWConfig(lr=0.3))
     muon, adam = config.build(model)
     names = {p: name for name, p in model.named_parameters()}
     assert {names[p] for p in muon.param_groups[0]["params"]} == {
@@ -52,24 +60,25 @@ def test_muon_takes_the_matrices_of_the_blocks_and_makes_orthogonal_updates() ->
     before, weight.grad = weight.detach().clone(), torch.randn_like(weight)
     muon.step()
     sizes = torch.linalg.svdvals((before - weight.detach()) / 0.1)
-    assert float(sizes.min()) > 0.5 and float(sizes.max()) < 1.5  # Newton-Schulz, not an exact factorisation
+    assert float(sizes.min()) > 0.5 and float(sizes.max()) < 1.5  # Newton-Schulz approximates the factorization
 
 
-@pytest.mark.parametrize("config", [Muon(), AdamW16()])
-def test_what_is_for_blocks_says_so(config: Muon | AdamW16) -> None:
+@pytest.mark.parametrize("config", [MuonConfig(), AdamW16Config()])
+def test_optimizers_of_blocks_reject_models_without_blocks(config: MuonConfig | AdamW16Config) -> None:
     with pytest.raises(ValueError, match="needs a model with blocks"):
         config.build(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
-def test_settings_arrive(config: Optimizer) -> None:
+def test_settings_reach_the_parameter_groups(config: OptimizerConfig) -> None:
     for optimizer in config.build(prior()):
         for group in optimizer.param_groups:
-            given = config.others if isinstance(config, Muon) and "betas" in group else config
-            assert group["lr"] == group["initial_lr"] == given.lr and group["weight_decay"] in (0.0, given.weight_decay)
-            for name in ("betas", "eps", "most", "power", "clip_decay"):
-                assert group.get(name) == getattr(given, name, group.get(name))
-    if isinstance(config, Beta2WarmupAdamW):
+            expected = config.fallback_adamw if isinstance(config, MuonConfig) and "betas" in group else config
+            assert group["lr"] == group["initial_lr"] == expected.lr
+            assert group["weight_decay"] in (0.0, expected.weight_decay)
+            for name in ("betas", "eps", "max_exp_avg_sq", "power", "clip_decay"):
+                assert group.get(name) == getattr(expected, name, group.get(name))
+    if isinstance(config, Beta2WarmupAdamWConfig):
         assert config.build(prior())[0].param_groups[0]["betas"] == (config.beta1,)
 
 
@@ -78,19 +87,21 @@ def test_only_matrices_of_blocks_have_moments_in_16_bits() -> None:
     model = prior()
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    (optimizer,) = AdamW16(decayed="all").build(model)
+    (optimizer,) = AdamW16Config(decay_scope="all").build(model)
     optimizer.step()
-    packed = {n for n, p in model.named_parameters() if optimizer.state[p]["exp_avg"].dtype == torch.int16}
+    quantized = {n for n, p in model.named_parameters() if optimizer.state[p]["exp_avg"].dtype == torch.int16}
     ends = ("qkv.weight", "out.weight", "up.weight", "down.weight")
-    assert packed == {n for n, p in model.named_parameters() if n.startswith("blocks.") and n.endswith(ends)}
-    assert all(group["weight_decay"] == AdamW16().weight_decay for group in optimizer.param_groups)
+    assert quantized == {n for n, p in model.named_parameters() if n.startswith("blocks.") and n.endswith(ends)}
+    assert all(group["weight_decay"] == AdamW16Config().weight_decay for group in optimizer.param_groups)
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, StableAdamW(clip_decay=False, lr=1e-3), Lion(betas=(0.95, 0.98))])
-def test_json_says_which_one_it_is(config: Optimizer) -> None:
+@pytest.mark.parametrize(
+    "config", [*CONFIGS, StableAdamWConfig(clip_decay=False, lr=1e-3), LionConfig(betas=(0.95, 0.98))]
+)
+def test_json_names_the_optimizer(config: OptimizerConfig) -> None:
     training = TrainConfig(steps=1, optimizer=config)
     data = json.loads(json.dumps(to_dict(training)))
-    assert data["optimizer"]["type"] == type(config).__name__
+    assert data["optimizer"]["type"] == type(config).__name__.removesuffix("Config")
     assert from_dict(TrainConfig, data) == training
     data["optimizer"]["type"] = "Adagrad"
     with pytest.raises(UserError, match=r"optimizer.type cannot be 'Adagrad': choose 'AdamW', 'Muon', .*'Lion'"):

@@ -22,12 +22,12 @@ class Net(nn.Module):
 
 def test_only_matrices_decay_and_every_parameter_is_in_one_group() -> None:
     model = Net()
-    decayed, rest = parameter_groups(model, 0.1)
+    decayed, exempt = parameter_groups(model, 0.1)
     assert [p.shape for p in decayed["params"]] == [(4, 4), (2, 1, 3, 3)]
-    assert decayed["weight_decay"] == 0.1 and rest["weight_decay"] == 0
-    together = {id(p) for p in (*decayed["params"], *rest["params"])}
-    assert together == {id(p) for p in model.parameters() if p.requires_grad}
-    assert len(together) == len(decayed["params"]) + len(rest["params"])
+    assert decayed["weight_decay"] == 0.1 and exempt["weight_decay"] == 0
+    grouped = {id(p) for p in (*decayed["params"], *exempt["params"])}
+    assert grouped == {id(p) for p in model.parameters() if p.requires_grad}
+    assert len(grouped) == len(decayed["params"]) + len(exempt["params"])
 
 
 def test_all_decays_everything() -> None:
@@ -36,10 +36,10 @@ def test_all_decays_everything() -> None:
     assert len(group["params"]) == sum(p.requires_grad for p in model.parameters())
 
 
-def test_learned_positions_of_patches_are_not_decayed_unless_all_is() -> None:
+def test_learned_positions_of_patches_decay_only_in_scope_all() -> None:
     model = ContrastiveConfig(text_vocab=9, text_len=4, size=8, patch=4, width=8, depth=1, heads=2, embedding=4).build()
-    decayed, rest = parameter_groups(model, 0.1)
-    inside = [any(p is model.image_position for p in group["params"]) for group in (decayed, rest)]
-    assert inside == [False, True]
-    (everything,) = parameter_groups(model, 0.1, "all")
-    assert any(p is model.image_position for p in everything["params"])
+    decayed, exempt = parameter_groups(model, 0.1)
+    in_group = [any(p is model.image_position for p in group["params"]) for group in (decayed, exempt)]
+    assert in_group == [False, True]
+    (group,) = parameter_groups(model, 0.1, "all")
+    assert any(p is model.image_position for p in group["params"])

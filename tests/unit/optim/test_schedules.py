@@ -6,18 +6,18 @@ import pytest
 from limner.optim.schedules import Anneal, Constant, Cosine, Plateau, cooldown, cosine, warmup
 
 
-def test_warmup_is_a_line_from_the_first_step() -> None:
+def test_warmup_is_linear_from_the_first_step() -> None:
     assert [warmup(step, 4) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
     assert warmup(0, 0) == 1
 
 
-def test_cooldown_is_a_line_to_the_last_step() -> None:
+def test_cooldown_is_linear_to_the_last_step() -> None:
     assert [cooldown(step, 10, 4) for step in range(4, 10)] == [1, 1, 1, 0.75, 0.5, 0.25]
     assert cooldown(10, 10, 4) == 0 and cooldown(9, 10, 0) == 1
 
 
 @pytest.mark.parametrize(("start", "end"), [(0.0, 6.6), (1.0, 1 / 16), (1e-4, 1.25e-6)])
-def test_cosine_meets_its_ends_and_never_turns_back(start: float, end: float) -> None:
+def test_cosine_meets_its_ends_and_is_monotone(start: float, end: float) -> None:
     values = [cosine(step, start, end, 100) for step in range(130)]
     assert values[0] == pytest.approx(start) and values[50] == pytest.approx((start + end) / 2)
     assert all(v == pytest.approx(end) for v in values[100:])
@@ -26,7 +26,7 @@ def test_cosine_meets_its_ends_and_never_turns_back(start: float, end: float) ->
     assert Anneal(start=start, end=end, steps=100)(37) == values[37]
 
 
-def test_step_size_schedules_are_factors() -> None:
+def test_schedules_are_factors() -> None:
     assert Constant().build(10).factor(7) == 1
     assert Cosine(end=1 / 80).build(10).factor(0) == 1
     assert Cosine(end=1 / 80).build(10).factor(10) == pytest.approx(1 / 80)
@@ -48,7 +48,7 @@ def test_plateau_halves_when_the_loss_stops_falling_and_only_then() -> None:
     assert flat.factor(0) == 1 / 32  # five times, as in B.2
 
 
-def test_plateau_goes_on_from_its_state() -> None:
+def test_plateau_resumes_from_its_state() -> None:
     losses = [1 + math.sin(i) / (1 + i / 30) for i in range(400)]
     whole = Plateau(window=7).build(0)
     factors = []
@@ -57,7 +57,7 @@ def test_plateau_goes_on_from_its_state() -> None:
         factors.append(whole.factor(0))
     parts = Plateau(window=7).build(0)
     for i, loss in enumerate(losses):
-        if i % 13 == 0:  # through JSON, into a fresh one
+        if i % 13 == 0:  # through JSON into a new schedule
             state = json.loads(json.dumps(parts.state_dict()))
             parts = Plateau(window=7).build(0)
             parts.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Our optimisers within torch's ways: groups, states, closures, schedulers; what they refuse."""
+"""limner's optimizers as torch optimizers: groups, states, closures, schedulers, rejected inputs."""
 
 import copy
 import io
@@ -14,7 +14,7 @@ from limner.optim import AdamW16, Beta2WarmupAdamW, Lion, Muon, StableAdamW
 from limner.training.rms_monitor import rms
 
 Make = Callable[..., torch.optim.Optimizer]
-MAKES = [AdamW16, Beta2WarmupAdamW, Lion, StableAdamW, lambda ps: StableAdamW(ps, packed=True)]
+MAKES = [AdamW16, Beta2WarmupAdamW, Lion, StableAdamW, lambda ps: StableAdamW(ps, quantize_state=True)]
 
 
 def model() -> nn.Module:
@@ -33,7 +33,7 @@ def steps(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: in
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_a_saved_state_goes_on_bit_for_bit(make: Make) -> None:
+def test_training_resumes_from_a_saved_state_bit_for_bit(make: Make) -> None:
     whole, part = model(), model()
     steps(whole, make(whole.parameters()), 0, 6)
     before = make(part.parameters())
@@ -73,16 +73,16 @@ def test_loss_falls_with_closures_schedulers_and_groups(make: Make) -> None:
         losses.append(optimizer.step(closure).item())
         scheduler.step()
     assert losses[-1] < 0.95 * losses[0] and optimizer.param_groups[0]["lr"] < 0.02
-    assert torch.equal(net.bias, bias)  # whose learning rate is zero
+    assert torch.equal(net.bias, bias)  # its learning rate is zero
 
 
 def test_the_state_is_that_of_torchs_adamw() -> None:
-    """A run that began with torch's goes on with ours."""
+    """A run that started with torch's AdamW continues with AdamW16."""
     a = model()
     theirs = torch.optim.AdamW(a.parameters(), weight_decay=0.0)
     steps(a, theirs, 0, 3)
     b = copy.deepcopy(a)
-    ours = AdamW16([{"params": list(b.parameters()), "packed": False}])
+    ours = AdamW16([{"params": list(b.parameters()), "quantize_state": False}])
     ours.load_state_dict({**ours.state_dict(), "state": theirs.state_dict()["state"]})
     ours.param_groups[0].update(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
     steps(a, theirs, 3, 6)
@@ -91,19 +91,19 @@ def test_the_state_is_that_of_torchs_adamw() -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
-def test_half_of_the_state_is_gone() -> None:
+def test_quantized_state_takes_half_the_memory() -> None:
     p, embedding = nn.Parameter(torch.zeros(30, 20)), nn.Parameter(torch.zeros(30, 20))
-    optimizer = AdamW16([{"params": [p]}, {"params": [embedding], "packed": False}])
+    optimizer = AdamW16([{"params": [p]}, {"params": [embedding], "quantize_state": False}])
     p.grad, embedding.grad = torch.ones_like(p), torch.ones_like(p)
     optimizer.step()
 
-    def size(of: nn.Parameter) -> int:
-        return sum(state.nbytes for name, state in optimizer.state[of].items() if name != "step")
+    def size(parameter: nn.Parameter) -> int:
+        return sum(state.nbytes for name, state in optimizer.state[parameter].items() if name != "step")
 
     assert size(p) == 600 * 4 and size(embedding) == 600 * 8
 
 
-def test_what_is_left_out_keeps_its_moments_and_its_count() -> None:
+def test_tensors_without_gradient_keep_their_step_count() -> None:
     a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = StableAdamW([a, b])
     for i in range(3):
@@ -124,7 +124,7 @@ def test_what_is_left_out_keeps_its_moments_and_its_count() -> None:
         *(("momentum", value) for value in (1.0, math.nan)),
     ],
 )
-def test_settings_that_cannot_be_are_refused_of_a_group_too(make: Make, name: str, wrong: object) -> None:
+def test_invalid_settings_are_rejected_also_of_a_group(make: Make, name: str, wrong: object) -> None:
     p, q = (nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
     optimizer = make([p])
     if name not in optimizer.defaults:
@@ -137,9 +137,11 @@ def test_settings_that_cannot_be_are_refused_of_a_group_too(make: Make, name: st
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("make", [AdamW16, Beta2WarmupAdamW, StableAdamW, lambda ps: StableAdamW(ps, packed=True)])
+@pytest.mark.parametrize(
+    "make", [AdamW16, Beta2WarmupAdamW, StableAdamW, lambda ps: StableAdamW(ps, quantize_state=True)]
+)
 def test_weights_in_16_bits_follow_those_in_fp32(make: Make, dtype: torch.dtype) -> None:
-    """Ten updates, each a thousandth of what a step of bfloat16 is there: none of them is lost, on average."""
+    """Ten updates, each a thousandth of a bfloat16 step, arrive on average."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.full((400, 400), 0.75))  # halfway between two powers of two
     q = nn.Parameter(p.detach().to(dtype))
@@ -153,22 +155,24 @@ def test_weights_in_16_bits_follow_those_in_fp32(make: Make, dtype: torch.dtype)
         half.step()
     moved = p.detach()[0, 0].item() - 0.75
     assert moved == pytest.approx(-4e-5, rel=0.01)
-    step = 2**-11 if dtype == torch.float16 else 2**-8  # between neighbours in 1/2 .. 1
-    deviation = (10 * abs(moved / 10) * step / p.numel()) ** 0.5  # of the mean of that many that go one step or none
+    step = 2**-11 if dtype == torch.float16 else 2**-8  # spacing of numbers in 1/2 .. 1
+    deviation = (10 * abs(moved / 10) * step / p.numel()) ** 0.5  # of the mean of stochastically rounded values
     assert q.detach().float().mean().item() - 0.75 == pytest.approx(moved, abs=5 * deviation + 1e-7)
     moments = [value for name, value in half.state[q].items() if name != "step"]
     assert all(value.dtype in (torch.float32, torch.int16) for value in moments)
 
 
 @pytest.mark.parametrize("make", [Lion, Muon])
-def test_optimizers_without_fp32_updates_refuse_weights_in_16_bits(make: Make) -> None:
-    with pytest.raises(ValueError, match=r"has no update for weights in 16 bits: keep them in fp32, or take AdamW16"):
+def test_optimizers_without_fp32_updates_reject_weights_in_16_bits(make: Make) -> None:
+    with pytest.raises(ValueError, match=r"cannot update weights in 16 bits: keep them in fp32, or use AdamW16"):
         make([nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))])
 
 
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-def test_a_copy_goes_on_bit_for_bit(make: Make, twin: Callable[..., tuple[nn.Module, torch.optim.Optimizer]]) -> None:
+def test_a_copy_trains_like_the_original_bit_for_bit(
+    make: Make, twin: Callable[..., tuple[nn.Module, torch.optim.Optimizer]]
+) -> None:
     net = model()
     optimizer = make(net.parameters())
     steps(net, optimizer, 0, 3)
@@ -183,15 +187,21 @@ def test_a_copy_goes_on_bit_for_bit(make: Make, twin: Callable[..., tuple[nn.Mod
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_a_state_of_torchs_adamw_is_gone_on_from(make: Make) -> None:
+def test_training_continues_from_a_state_of_torchs_adamw(make: Make) -> None:
     net = model()
     before = torch.optim.AdamW(net.parameters(), lr=3e-4, betas=(0.8, 0.9))
     steps(net, before, 0, 3)
     after = make(net.parameters())
-    own = {name: value for name, value in after.param_groups[0].items() if name not in before.param_groups[0]}
+    before_loading = {
+        name: value for name, value in after.param_groups[0].items() if name not in before.param_groups[0]
+    }
     after.load_state_dict(before.state_dict())
     (group,) = after.param_groups
-    assert group["lr"] == 3e-4 and group["betas"] == (0.8, 0.9) and {name: group[name] for name in own} == own
+    assert (
+        group["lr"] == 3e-4
+        and group["betas"] == (0.8, 0.9)
+        and {name: group[name] for name in before_loading} == before_loading
+    )
     steps(net, after, 3, 6)
     assert all(p.isfinite().all() for p in net.parameters())
     if not isinstance(after, Lion):  # pyright: ignore
@@ -201,7 +211,7 @@ def test_a_state_of_torchs_adamw_is_gone_on_from(make: Make) -> None:
 @pytest.mark.parametrize("make", [AdamW16, Beta2WarmupAdamW, StableAdamW])
 @pytest.mark.parametrize("eps", [1e-23, 1.2e-38])
 @pytest.mark.parametrize("size", [3, 400])
-def test_no_gradient_and_a_tiny_eps_are_no_nan(make: Make, eps: float, size: int) -> None:
+def test_zero_gradients_and_a_tiny_eps_give_no_nan(make: Make, eps: float, size: int) -> None:
     p = nn.Parameter(torch.ones(size, size))
     optimizer = make([p], eps=eps, weight_decay=0.0)
     for scale in (0.0, 1e-30, 1.0):
@@ -216,11 +226,11 @@ def test_no_gradient_and_a_tiny_eps_are_no_nan(make: Make, eps: float, size: int
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_sparse_gradients_are_refused_before_anything_is_counted(make: Make) -> None:
+def test_sparse_gradients_are_rejected_before_the_state_changes(make: Make) -> None:
     table = nn.Embedding(5, 3, sparse=True)
     optimizer = make(table.parameters())
     table(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(RuntimeError, match="sparse gradients have no update here: give nn.Embedding sparse=False"):
+    with pytest.raises(RuntimeError, match="cannot use sparse gradients: give nn.Embedding sparse=False"):
         optimizer.step()
     assert not optimizer.state[table.weight]
 

@@ -13,7 +13,7 @@ from limner.layers.attention import visible
 from limner.layers.inference_linear import packs
 from limner.layers.patterns import PATTERNS
 from limner.models.transformer import SIZES, TransformerConfig
-from limner.optim.optimizers import AdamW, AdamW16
+from limner.optim.optimizers import AdamW16Config, AdamWConfig
 from limner.profiling import cost
 from limner.profiling.compression import compression_rate, default_rank, table1, table2
 from limner.profiling.cost import Cost
@@ -93,7 +93,7 @@ def test_compression_saves_what_it_says_between_machines():
     assert replace(bare, gpus=1).within == 0
 
 
-@pytest.mark.parametrize("optimizer", [AdamW(), AdamW16()])
+@pytest.mark.parametrize("optimizer", [AdamWConfig(), AdamW16Config()])
 def test_moments_take_what_is_planned(optimizer):
     config = TransformerConfig(text_vocab=9, image_vocab=8, text_len=3, grid=(4, 4), width=16, depth=2, heads=2)
     model = config.build()
@@ -102,9 +102,9 @@ def test_moments_take_what_is_planned(optimizer):
     (built,) = optimizer.build(model)
     built.step()
     kept = [value for state in built.state.values() for key, value in state.items() if key != "step"]
-    planned = Cost(config=config, gpus=1, packed=isinstance(optimizer, AdamW16)).state(half=False)
+    planned = Cost(config=config, gpus=1, packed=isinstance(optimizer, AdamW16Config)).state(half=False)
     assert sum(value.nbytes for value in kept) == planned["moments"]
-    if isinstance(optimizer, AdamW16):
+    if isinstance(optimizer, AdamW16Config):
         assert planned["moments"] == Cost(config=config, gpus=1).state(half=True)["moments"]
 
 
@@ -113,7 +113,7 @@ import resource, sys, torch
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.ema import Ema
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 
 def peak():
     return int(next(x for x in open('/proc/self/status') if x.startswith('VmHWM')).split()[1]) * 1024
@@ -133,12 +133,12 @@ def step(model, optimizers):
 full, rows = config, 1  # whatever torch loads on its first step is not the model's
 config = TransformerConfig(text_vocab=8, image_vocab=8, text_len=3, grid=(32, 32), width=16, heads=2, depth=4)
 model = config.build()
-step(model, AdamW().build(model))
+step(model, AdamWConfig().build(model))
 del model
 before, config, rows = peak(), full, batch
 model = config.build()
 model.set_checkpointing(sys.argv[3] == 'True')
-optimizers, average = AdamW().build(model), Ema(model, 0.9)
+optimizers, average = AdamWConfig().build(model), Ema(model, 0.9)
 for _ in range(2):
     step(model, optimizers)
 print(peak() - before)

@@ -16,7 +16,7 @@ from limner import errors, recipes
 from limner.errors import UserError
 from limner.layers.precisions import Fp16Weights
 from limner.models.transformer import SIZES, TransformerConfig
-from limner.optim.optimizers import AdamW, AdamW16, Muon
+from limner.optim.optimizers import AdamW16Config, AdamWConfig, MuonConfig
 from limner.profiling.dry_run import try_out
 from limner.profiling.launch import Launch, moment_bytes, shapes
 from limner.profiling.launch_search import Cluster, choices, command
@@ -26,7 +26,7 @@ from limner.training.config import TrainConfig
 SMALL = TransformerConfig(
     text_vocab=512, image_vocab=256, text_len=15, grid=(32, 32), width=128, depth=4, heads=2
 )  # fmt: skip
-TRAINING = TrainConfig(steps=1, batch_size=16, optimizer=AdamW16(), ema_decay=0.9, checkpoint_activations=True)
+TRAINING = TrainConfig(steps=1, batch_size=16, optimizer=AdamW16Config(), ema_decay=0.9, checkpoint_activations=True)
 PAPER = Launch(
     config=SIZES["dalle-12b"], training=recipes.get("dalle-12b").prior.training, gpus=1_024, replicas=128, rank=896
 )
@@ -36,11 +36,15 @@ PAPER = Launch(
     ("gpus", "replicas", "changes"),
     [
         (8, 2, {}),
-        (8, 1, {"optimizer": Muon(), "accumulate": 2, "batch_size": 32}),
-        (12, 1, {"optimizer": AdamW(), "checkpoint_activations": False, "batch_size": 12}),  # 12 divides few shapes
+        (8, 1, {"optimizer": MuonConfig(), "accumulate": 2, "batch_size": 32}),
+        (
+            12,
+            1,
+            {"optimizer": AdamWConfig(), "checkpoint_activations": False, "batch_size": 12},
+        ),  # 12 divides few shapes
         (4, 4, {"ema_on_cpu": True}),
         (8, 2, {"precision": Fp16Weights()}),
-        (8, 1, {"precision": Fp16Weights(), "optimizer": AdamW(), "accumulate": 2, "batch_size": 32}),
+        (8, 1, {"precision": Fp16Weights(), "optimizer": AdamWConfig(), "accumulate": 2, "batch_size": 32}),
     ],
 )
 @pytest.mark.parametrize("kind", ["sharded", "zero2"])
@@ -110,9 +114,9 @@ def test_a_wrong_launch_is_refused_in_a_sentence(changes: dict, says: str) -> No
 
 
 def test_bytes_of_moments_are_those_of_the_optimisers() -> None:
-    assert moment_bytes(AdamW()) == (8, 8, 8)
-    assert moment_bytes(AdamW16()) == (4, 8, 8)
-    assert moment_bytes(Muon()) == (4, 8, 8)
+    assert moment_bytes(AdamWConfig()) == (8, 8, 8)
+    assert moment_bytes(AdamW16Config()) == (4, 8, 8)
+    assert moment_bytes(MuonConfig()) == (4, 8, 8)
 
 
 def test_the_quickest_launch_that_fits_is_chosen() -> None:

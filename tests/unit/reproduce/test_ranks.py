@@ -13,7 +13,7 @@ from limner.distributed.replicated import Replicated
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.reproduce import bandwidth, householder
 from limner.reproduce.compression_rank import smallest
 from limner.reproduce.replicas import SimulatedReplicas
@@ -29,7 +29,7 @@ def learn(strategy: Parallel, accumulate: int = 1) -> list[torch.Tensor]:
     config = TransformerConfig(text_vocab=16, image_vocab=16, text_len=4, grid=(4, 4), width=32, depth=2, heads=2)
     torch.manual_seed(0)
     settings = TrainConfig(
-        steps=3, batch_size=8, accumulate=accumulate, optimizer=AdamW(lr=1e-3), precision=Fp32(), seed=1
+        steps=3, batch_size=8, accumulate=accumulate, optimizer=AdamWConfig(lr=1e-3), precision=Fp32(), seed=1
     )
     run = Run(config.build(), Autoregressive(), settings, parallel=strategy)
     generator = torch.Generator().manual_seed(0)

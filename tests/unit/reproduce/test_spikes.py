@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from limner.metrics.spikes import Foreseen
+from limner.metrics.spikes import SpikeMatch
 from limner.reproduce import loss_spikes, rms_predicts, stable_adamw
 from limner.reproduce.spike_sweep import LIGHT, PATCH, NewSignal
 
@@ -21,7 +21,7 @@ def test_spikes_grow_only_where_they_never_fall(counts, grows):
 
 
 def spikes(loss, following, covered=0.05):
-    return Foreseen(list(range(loss)), [], list(range(following)), covered)
+    return SpikeMatch(list(range(loss)), [], list(range(following)), covered)
 
 
 @pytest.mark.parametrize(

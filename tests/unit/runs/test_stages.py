@@ -19,7 +19,7 @@ from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.hard_negatives import HardContrastiveLoss
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.pipeline import TextToImage, load
 from limner.recipes.recipe import PatchStage, Recipe
 from limner.runs.run_data import Material
@@ -164,7 +164,7 @@ def test_codes_of_patches_are_found_once_and_stay(data, tmp_path):
     assert read_metrics(tmp_path / "parts" / "dvae" / "metrics.jsonl")[-1]["eval/psnr"] > 15
     assert train_all(recipe, data, tmp_path / "all") is not None
     bundle = tmp_path / "all" / "bundle"
-    assert json.loads((bundle / "config.json").read_text())["dvae"]["type"] == "PatchDVAEConfig"
+    assert json.loads((bundle / "config.json").read_text())["dvae"]["type"] == "PatchDVAE"
     assert TextToImage.from_pretrained(bundle)("a red circle")[0].image.size == (24, 24)
 
 
@@ -195,7 +195,7 @@ def test_a_prior_begins_with_like_rows_for_like_patches():
 
 def test_a_run_that_skipped_most_updates_is_saved_and_an_error(data, tmp_path, capsys):
     """Also where the command is given again, and all is trained."""
-    far = with_steps(RECIPE, 15, warmup_steps=0, optimizer=AdamW(lr=1e30))
+    far = with_steps(RECIPE, 15, warmup_steps=0, optimizer=AdamWConfig(lr=1e30))
     recipes = {"prior": replace(RECIPE, prior=far.prior), "contrastive": replace(RECIPE, contrastive=far.contrastive)}
     said = "1[34] of 15 updates of the {} were skipped, since .* finite: the run in .* is saved but has hardly learned"
     for name, title in (("prior", "prior"), ("contrastive", "contrastive model")):

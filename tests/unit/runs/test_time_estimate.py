@@ -8,7 +8,7 @@ import torch
 from limner import recipes
 from limner.cli import main
 from limner.errors import UserError
-from limner.recipes.recipe import Bundled
+from limner.recipes.recipe import PretrainedDVAE
 from limner.runs import time_estimate
 from limner.runs.train import train_all
 from limner.tasks.build_scenes import write_scenes
@@ -70,7 +70,7 @@ def test_each_stage_has_a_line_and_what_trains_together_counts_once(monkeypatch,
 def test_more_than_a_day_names_the_smaller_recipe_and_tries_no_further(monkeypatch, two_threads, tmp_path):
     """16 seconds per step are what the dVAE of `photos` was measured to take on two cores."""
     photos = recipes.get("photos")
-    said, tried = told(monkeypatch, {"dvae": 16.0}, photos, tmp_path, smaller=recipes.smaller("photos"))
+    said, tried = told(monkeypatch, {"dvae": 16.0}, photos, tmp_path, smaller=recipes.fallback_recipe("photos"))
     assert said[-1] == "the dVAE alone takes about 222 hours: --recipe laptop is a smaller one"
     assert [name for name, _ in tried] == ["dvae"]
     said, _ = told(monkeypatch, {"dvae": 16.0}, photos, tmp_path, smaller=None)
@@ -83,13 +83,18 @@ def test_more_than_a_day_names_the_smaller_recipe_and_tries_no_further(monkeypat
 
 
 def test_only_what_takes_a_larger_machine_has_a_smaller_recipe():
-    assert {name for name in recipes.NAMES if recipes.smaller(name) is None} >= {"demo", "scenes", "emoji", "laptop"}
-    assert all(recipes.smaller(name) == "laptop" for name in ("photos", "tiny", "dalle-12b"))
-    assert recipes.smaller("my/recipe.json") is None
+    assert {name for name in recipes.SUMMARIES if recipes.fallback_recipe(name) is None} >= {
+        "demo",
+        "scenes",
+        "emoji",
+        "laptop",
+    }
+    assert all(recipes.fallback_recipe(name) == "laptop" for name in ("photos", "tiny", "dalle-12b"))
+    assert recipes.fallback_recipe("my/recipe.json") is None
 
 
 def test_the_largest_models_are_not_built(monkeypatch, two_threads, tmp_path):
-    recipe = replace(recipes.get("dalle-12b"), dvae=Bundled())
+    recipe = replace(recipes.get("dalle-12b"), dvae=PretrainedDVAE())
     said, tried = told(monkeypatch, {"contrastive": 0.01}, recipe, tmp_path)
     assert [name for name, _ in tried] == ["contrastive"]
     assert said[1] == "  prior: 430,000 steps of a model that is too large to be tried"

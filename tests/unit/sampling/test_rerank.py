@@ -16,12 +16,12 @@ def test_scores_are_cosines_of_each_pair():
     ).build().eval()  # fmt: skip
     text = torch.tensor([[1, 2, PAD, PAD], [3, 4, 5, PAD]])
     pictures = torch.randint(0, 256, (2, 3, 3, 16, 16), dtype=torch.uint8)
-    found = scores(model, text, pictures)
-    assert found.shape == (2, 3)
+    cosines = scores(model, text, pictures)
+    assert cosines.shape == (2, 3)
     for b in range(2):
         for n in range(3):
             image, caption = model.encode_image(pictures[b, n][None]), model.encode_text(text[b][None])
-            torch.testing.assert_close(found[b, n], torch.cosine_similarity(image, caption)[0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(cosines[b, n], torch.cosine_similarity(image, caption)[0], atol=1e-5, rtol=1e-5)
     with torch.no_grad():
         model.image_out.weight.fill_(torch.finfo(torch.float32).max)
     with pytest.raises(UserError, match="not finite"):
@@ -29,11 +29,11 @@ def test_scores_are_cosines_of_each_pair():
 
 
 def test_best_come_first_and_ties_keep_their_order():
-    found = best(torch.tensor([[0.1, 0.5, 0.5, 0.9], [0.0, 0.0, 0.0, 0.0]]), 3)
-    assert found.tolist() == [[3, 1, 2], [0, 1, 2]]
+    indices = best(torch.tensor([[0.1, 0.5, 0.5, 0.9], [0.0, 0.0, 0.0, 0.0]]), 3)
+    assert indices.tolist() == [[3, 1, 2], [0, 1, 2]]
 
 
-def test_what_repeats_a_better_drawing_comes_last():
+def test_repetitions_of_a_better_candidate_come_last():
     tokens = torch.tensor([[[1, 2], [3, 4], [1, 2], [3, 5], [3, 4]], [[7, 7]] * 5])
     order = torch.tensor([[2, 4, 0, 1, 3], [4, 3, 2, 1, 0]])
     assert distinct_first(order, tokens).tolist() == [[2, 4, 3, 0, 1], [4, 3, 2, 1, 0]]

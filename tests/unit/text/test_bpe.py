@@ -37,25 +37,25 @@ texts = st.text(min_size=1, max_size=60).filter(lambda s: s.encode(errors="ignor
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.one_of(texts, st.sampled_from(captions(50, seed=1))))
-def test_our_merges_are_the_librarys(tokenizer: Tokenizer, text: str) -> None:
+def test_merges_equal_those_of_the_library(tokenizer: Tokenizer, text: str) -> None:
     try:
         (expected,) = rows(tokenizer.encode([text], 512))
-    except UserError:  # nothing but white space
+    except UserError:  # only white space
         return
-    never = 1e-15  # dropout that does not happen: the word cache, filled by our own procedure
+    never = 1e-15  # dropout without effect: results of `_merge` through the word cache
     rng = np.random.default_rng(0)
     assert rows(tokenizer.encode([text], 512, dropout=never, rng=rng)) == [expected]
 
 
 @settings(max_examples=100, deadline=None)
 @given(text=texts, dropout=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
-def test_any_text_comes_back_normalised(tokenizer: Tokenizer, text: str, dropout: float) -> None:
-    normalised = tokenizer._library.normalizer.normalize_str(text)
-    if normalised:
+def test_any_text_decodes_to_its_normalized_form(tokenizer: Tokenizer, text: str, dropout: float) -> None:
+    normalized = tokenizer._library.normalizer.normalize_str(text)
+    if normalized:
         tokens = tokenizer.encode([text], 512, dropout, np.random.default_rng(0))
-        again = tokenizer.encode([normalised], 512, dropout, np.random.default_rng(0))
-        assert tokenizer.decode(tokens[0]) == normalised
-        assert torch.equal(tokens, again)
+        expected = tokenizer.encode([normalized], 512, dropout, np.random.default_rng(0))
+        assert tokenizer.decode(tokens[0]) == normalized
+        assert torch.equal(tokens, expected)
 
 
 def test_lowercase_unicode_form_and_white_space_do_not_matter(tokenizer: Tokenizer) -> None:
@@ -64,7 +64,7 @@ def test_lowercase_unicode_form_and_white_space_do_not_matter(tokenizer: Tokeniz
     assert all(torch.equal(row, tokens[0]) for row in tokens)
 
 
-def test_dropout_is_distributed_as_the_librarys(tokenizer: Tokenizer) -> None:
+def test_dropout_has_the_distribution_of_the_library(tokenizer: Tokenizer) -> None:
     word, p, n = "triangle background", 0.3, 20_000
     rng = np.random.default_rng(0)
     ours = Counter(map(tuple, rows(tokenizer.encode([word] * n, 32, p, rng))))
@@ -77,7 +77,7 @@ def test_dropout_is_distributed_as_the_librarys(tokenizer: Tokenizer) -> None:
     assert len(ours) > 50 and distance < 1.3 * expected
 
 
-def test_dropout_one_leaves_bytes(tokenizer: Tokenizer) -> None:
+def test_dropout_one_gives_bytes(tokenizer: Tokenizer) -> None:
     (ids,) = rows(tokenizer.encode(["a red circle"], 40, 1.0, np.random.default_rng(0)))
     assert len(ids) == len(" a red circle")
 
@@ -85,15 +85,15 @@ def test_dropout_one_leaves_bytes(tokenizer: Tokenizer) -> None:
 def test_dropout_depends_on_its_rng_alone(tokenizer: Tokenizer) -> None:
     texts = captions(40, seed=2)
 
-    def encode(seeds: range, some: list[str]) -> torch.Tensor:
-        return tokenizer.encode(some, 128, 0.1, [np.random.default_rng(s) for s in seeds])
+    def encode(seeds: range, texts: list[str]) -> torch.Tensor:
+        return tokenizer.encode(texts, 128, 0.1, [np.random.default_rng(s) for s in seeds])
 
     whole = encode(range(40), texts)
     assert torch.equal(whole, encode(range(40), texts))
-    assert torch.equal(whole[20:], encode(range(20, 40), texts[20:]))  # not on its neighbours
-    one = tokenizer.encode(texts, 128, 0.1, np.random.default_rng(3))
-    assert torch.equal(one, tokenizer.encode(texts, 128, 0.1, np.random.default_rng(3)))
-    assert not torch.equal(one, tokenizer.encode(texts, 128, 0.1, np.random.default_rng(4)))
+    assert torch.equal(whole[20:], encode(range(20, 40), texts[20:]))  # not on other captions
+    shared = tokenizer.encode(texts, 128, 0.1, np.random.default_rng(3))
+    assert torch.equal(shared, tokenizer.encode(texts, 128, 0.1, np.random.default_rng(3)))
+    assert not torch.equal(shared, tokenizer.encode(texts, 128, 0.1, np.random.default_rng(4)))
     with pytest.raises(ValueError, match="rng"):
         tokenizer.encode(texts, 128, 0.1)
 
@@ -125,8 +125,8 @@ def test_no_captions_are_no_rows(tokenizer: Tokenizer) -> None:
 
 
 def test_training_is_repeatable_and_bounded(tokenizer: Tokenizer) -> None:
-    again = Tokenizer.train(captions(500), vocab_size=350)
-    assert again.hash == tokenizer.hash and tokenizer.vocab_size == 350
+    repeated = Tokenizer.train(captions(500), vocab_size=350)
+    assert repeated.hash == tokenizer.hash and tokenizer.vocab_size == 350
     small = Tokenizer.train(["a red circle"] * 3)
     assert len(BYTES) < small.vocab_size < 300
     assert small.hash != tokenizer.hash
@@ -134,7 +134,7 @@ def test_training_is_repeatable_and_bounded(tokenizer: Tokenizer) -> None:
         Tokenizer.train(captions(5), vocab_size=100)
 
 
-def test_the_file_is_the_librarys_and_carries_no_dropout(tokenizer: Tokenizer, tmp_path: Path):
+def test_the_library_reads_the_file_without_dropout(tokenizer: Tokenizer, tmp_path: Path):
     path = tmp_path / "tokenizer.json"
     tokenizer.encode(["a circle"], 8, 0.5, np.random.default_rng(0))
     tokenizer.save(path)
@@ -179,25 +179,25 @@ def _break(**changes):
         _break(added_tokens=[{"id": 0, "content": "x"}]),
     ],
 )
-def test_a_file_that_is_something_else_is_a_user_error(tokenizer, tmp_path, breaking) -> None:
+def test_any_other_file_is_a_user_error(tokenizer, tmp_path, breaking) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(breaking(json.loads(tokenizer._library.to_str()))))
-    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer of limner"):
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a limner tokenizer"):
         Tokenizer.load(path)
 
 
-def test_a_word_whose_merges_all_happen_is_merged_once(tokenizer: Tokenizer, monkeypatch) -> None:
+def test_words_without_skipped_merges_come_from_the_cache(tokenizer: Tokenizer, monkeypatch) -> None:
     texts, merged = captions(400, seed=6), []
     tokenizer.encode(texts, 256, 0.05, np.random.default_rng(0))  # fill the cache
     monkeypatch.setattr(bpe, "_merge", lambda *a, work=bpe._merge: merged.append(a) or work(*a))
     tokenizer.encode(texts, 256, 0.05, np.random.default_rng(0))
     words = sum(len(t.split()) for t in texts)
     assert 0 < len(merged) < words / 3
-    assert all(len(arguments) == 3 for arguments in merged)  # each has a merge that is skipped
+    assert all(len(arguments) == 3 for arguments in merged)  # each call skips a merge
 
 
-def test_a_very_long_word_is_not_quadratic(tokenizer: Tokenizer, monkeypatch) -> None:
-    """Each symbol enters the heap a few times, however long the word is."""
+def test_a_very_long_word_takes_linear_heap_operations(tokenizer: Tokenizer, monkeypatch) -> None:
+    """The number of heap insertions is a small multiple of the number of symbols."""
     pushed = []
     monkeypatch.setattr(bpe.heapq, "heappush", lambda *a, push=bpe.heapq.heappush: pushed.append(1) or push(*a))
     with pytest.warns(UserWarning, match="cut"):

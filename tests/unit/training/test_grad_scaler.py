@@ -17,7 +17,7 @@ from limner.numerics.formats import FloatFormat
 from limner.numerics.precision import Fp16, Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.contrastive import ContrastiveLoss
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.text import PAD
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import ResblockScales, _Scaled, scaling
@@ -29,7 +29,8 @@ from limner.training.train_state import Run
 
 MODEL = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3), width=16, depth=2, heads=2)
 TRAIN = TrainConfig(
-    steps=6, batch_size=4, optimizer=AdamW(lr=1e-3), clip_norm=None, precision=Fp32(), log_every=1, checkpoint_every=2
+    steps=6, batch_size=4, optimizer=AdamWConfig(lr=1e-3), clip_norm=None, precision=Fp32(), log_every=1,
+    checkpoint_every=2
 )  # fmt: skip
 KINDS = ("resblocks", "loss", "tensors")
 

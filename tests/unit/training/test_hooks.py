@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from limner.data.stream import Stream
 from limner.numerics.precision import Fp32
 from limner.optim.grad_access import total_norm
-from limner.optim.optimizers import AdamW, Muon
+from limner.optim.optimizers import AdamWConfig, MuonConfig
 from limner.training.checkpoint import completed
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
 
-CONFIG = TrainConfig(steps=4, batch_size=4, accumulate=2, optimizer=AdamW(lr=1e-2), precision=Fp32(), log_every=2)
+CONFIG = TrainConfig(steps=4, batch_size=4, accumulate=2, optimizer=AdamWConfig(lr=1e-2), precision=Fp32(), log_every=2)
 
 
 class Points:
@@ -162,7 +162,7 @@ class Rates(Hook):
 def test_a_hook_logs_what_the_loop_does_not(tmp_path: Path) -> None:
     blocks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     blocks[0].blocks = nn.ModuleList([blocks[1]])
-    config = replace(CONFIG, optimizer=Muon(lr=0.04, others=AdamW(lr=1e-3)), warmup_steps=4)
+    config = replace(CONFIG, optimizer=MuonConfig(lr=0.04, fallback_adamw=AdamWConfig(lr=1e-3)), warmup_steps=4)
     go(tmp_path, Rates(), model=blocks, config=config)
     rows = [[row[f"lr/{i}"] for i in range(3)] for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert rows == [pytest.approx([0.04 * f, 1e-3 * f, 1e-3 * f]) for f in (0.5, 1.0)]

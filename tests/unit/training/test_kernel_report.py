@@ -13,7 +13,7 @@ from limner.layers.kernel_counter import from_rows
 from limner.layers.precisions import Fp8SwitchBack, Fp8TensorWise, LLMInt8, SwitchBack, SwitchBackM, SwitchBackQ
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.training.config import TrainConfig
 from limner.training.kernel_report import FILE, KernelCounts
 from limner.training.loop import train
@@ -21,7 +21,7 @@ from limner.training.metrics_log import read_metrics
 from tokens_in_turn import PRIOR, Tokens
 
 CONFIG = TrainConfig(
-    steps=20, batch_size=8, accumulate=2, optimizer=AdamW(lr=5e-3), ema_decay=0.9, log_every=1, checkpoint_every=7
+    steps=20, batch_size=8, accumulate=2, optimizer=AdamWConfig(lr=5e-3), ema_decay=0.9, log_every=1, checkpoint_every=7
 )
 PRECISIONS = [SwitchBack(), SwitchBackM(), SwitchBackQ(), LLMInt8(), Fp8SwitchBack(), Fp8TensorWise()]
 

@@ -21,7 +21,15 @@ from limner.errors import UserError
 from limner.models.dvae import DVAE, DVAEConfig
 from limner.numerics.precision import Auto, Bf16, Fp32
 from limner.objectives.codebook_elbo import BalancedELB
-from limner.optim.optimizers import AdamW, AdamW16, Beta2WarmupAdamW, Lion, Muon, Optimizer, StableAdamW
+from limner.optim.optimizers import (
+    AdamW16Config,
+    AdamWConfig,
+    Beta2WarmupAdamWConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    StableAdamWConfig,
+)
 from limner.optim.schedules import Constant, Cosine, Plateau
 from limner.progress import Progress
 from limner.training.checkpoint import completed, latest, load_weights
@@ -67,7 +75,7 @@ def losses(out: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
 
 
-CONFIG = TrainConfig(steps=12, batch_size=12, optimizer=AdamW(lr=1e-2), precision=Fp32(), log_every=1)
+CONFIG = TrainConfig(steps=12, batch_size=12, optimizer=AdamWConfig(lr=1e-2), precision=Fp32(), log_every=1)
 
 
 def test_it_is_the_textbook_loop(tmp_path: Path) -> None:
@@ -129,15 +137,17 @@ def blocks(dropout: float = 0.0) -> nn.Sequential:
     return layers
 
 
-OPTIMIZERS: list[Optimizer] = [
-    AdamW(lr=1e-2), Muon(others=AdamW(lr=1e-2)), AdamW16(lr=1e-2), StableAdamW(lr=1e-2), Beta2WarmupAdamW(lr=1e-2),
-    Lion(lr=1e-3),
+OPTIMIZERS: list[OptimizerConfig] = [
+    AdamWConfig(lr=1e-2), MuonConfig(fallback_adamw=AdamWConfig(lr=1e-2)), AdamW16Config(lr=1e-2),
+    StableAdamWConfig(lr=1e-2), Beta2WarmupAdamWConfig(lr=1e-2), LionConfig(lr=1e-3),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("stops", [[1], [5], [3, 4, 11]])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
-def test_a_run_in_parts_is_the_whole_run_bit_for_bit(optimizer: Optimizer, stops: list[int], tmp_path: Path) -> None:
+def test_a_run_in_parts_is_the_whole_run_bit_for_bit(
+    optimizer: OptimizerConfig, stops: list[int], tmp_path: Path
+) -> None:
     config, whole, parts = replace(FULL, optimizer=optimizer), blocks(0.2), blocks(0.2)
     train(whole, noisy, stream(), config, tmp_path / "whole")
     for steps in (*stops, 12):
@@ -157,7 +167,7 @@ def test_a_model_is_brought_back_within_its_bounds_after_each_update(tmp_path: P
 
     bounded = Bounded(4, 1)
     nn.init.constant_(bounded.bias, 0.25)
-    train(bounded, objective, stream(), replace(CONFIG, ema_decay=0.5, optimizer=AdamW(lr=0.5)), tmp_path)
+    train(bounded, objective, stream(), replace(CONFIG, ema_decay=0.5, optimizer=AdamWConfig(lr=0.5)), tmp_path)
     assert bounded.bias.item() == 0.25  # the average of what it was after each update
 
 
@@ -247,7 +257,7 @@ def test_a_loss_that_leaves_its_range_ends_the_run_and_is_not_saved(tmp_path: Pa
 
 def test_a_step_size_out_of_all_reason_is_an_error_and_no_result(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"diverged .* lower lr \(1e\+06\)"):
-        train(model(), objective, stream(), replace(CONFIG, optimizer=AdamW(lr=1e6)), tmp_path)
+        train(model(), objective, stream(), replace(CONFIG, optimizer=AdamWConfig(lr=1e6)), tmp_path)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
@@ -291,7 +301,7 @@ class Pictures:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("decayed", ["matrices", "all"])
 def test_a_dvae_in_parts_is_the_whole_one_bit_for_bit(decayed, device: str, tmp_path: Path) -> None:
-    config = replace(FULL, steps=6, batch_size=4, precision=Auto(), optimizer=AdamW(lr=3e-3, decayed=decayed))
+    config = replace(FULL, steps=6, batch_size=4, precision=Auto(), optimizer=AdamWConfig(lr=3e-3, decay_scope=decayed))
 
     def go(steps: int, out: str) -> DVAE:
         torch.manual_seed(0)
@@ -366,7 +376,7 @@ def test_another_config_is_refused_by_name(tmp_path: Path) -> None:
 
     go(replace(CONFIG, steps=5), record={"model": {"width": 8}})
     with pytest.raises(UserError, match=r"another training\.optimizer\.lr, model\.width;"):
-        go(replace(CONFIG, optimizer=AdamW(lr=1.0)), record={"model": {"width": 9}})
+        go(replace(CONFIG, optimizer=AdamWConfig(lr=1.0)), record={"model": {"width": 9}})
     with pytest.raises(UserError, match=r"lacks|too many|shape"):
         train(nn.Linear(4, 1), objective, stream(), CONFIG, tmp_path, record={"model": {"width": 8}})
     longer = replace(CONFIG, log_every=2, checkpoint_every=3, keep=5)

@@ -13,14 +13,14 @@ from checkpoints import read_tensors
 from limner.data.stream import Stream
 from limner.errors import UserError
 from limner.numerics.precision import Fp32
-from limner.optim.optimizers import AdamW
+from limner.optim.optimizers import AdamWConfig
 from limner.training.checkpoint import latest
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import Single, folded
 
-CONFIG = TrainConfig(steps=6, batch_size=8, optimizer=AdamW(lr=1e-2), precision=Fp32(), log_every=1)
+CONFIG = TrainConfig(steps=6, batch_size=8, optimizer=AdamWConfig(lr=1e-2), precision=Fp32(), log_every=1)
 
 
 class Points:
