@@ -29,9 +29,9 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Bf16
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW16Config, AdamWConfig, MuonConfig
-from limner.profiling.dry_run import Measure
+from limner.profiling.dry_run import MemoryHook
 from limner.profiling.launch import Launch
-from limner.profiling.memory_tracker import Watcher
+from limner.profiling.memory_tracker import MemoryTracker
 from limner.training.config import TrainConfig
 from limner.training.step import update
 from limner.training.train_state import Run
@@ -113,13 +113,13 @@ def work(launch: Launch, rank: int, meeting: str) -> dict[str, Any]:
     gathered = launch.gathered[1]
     try:
         torch.manual_seed(0)
-        with Watcher() as watch:
+        with MemoryTracker() as watch:
             before = resident()
             parallel = Sharded(launch.replicas)
             with parallel.building():
                 model = launch.config.build()
             run = Run(model, Autoregressive(), launch.training, "cpu", parallel)
-            measure = Measure(watch, gathered)
+            measure = MemoryHook(watch, gathered)
             run.compute.register_forward_hook(measure.after_forward)
             for _ in range(STEPS):
                 measure.restart()

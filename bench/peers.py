@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from limner.models.transformer import TransformerConfig
-from limner.profiling.throughput import PLACES, DrawingTime, mean_step, seconds, trained
+from limner.profiling.throughput import PLACES, GenerationTime, mean_step, seconds, trained
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ class LlamaGen:
         self.build = lambda: gpt.Transformer(self.arguments)
 
     @torch.inference_mode()
-    def drawing(self, n: int) -> DrawingTime:
+    def drawing(self, n: int) -> GenerationTime:
         model, text, length = self.build().eval().bfloat16(), self.config.text_len, prod(self.config.grid)
         model.setup_caches(n, text + length, torch.bfloat16)
         caption = torch.randn(n, text, self.arguments.caption_dim, dtype=torch.bfloat16)
@@ -57,7 +57,7 @@ class LlamaGen:
         took = seconds(prefill, 1)
         cache = model.layers[0].attention.kv_cache.k_cache
         each = 2 * len(model.layers) * cache[0].numel() * cache.element_size()
-        return DrawingTime(
+        return GenerationTime(
             candidates=n, step=mean_step(step, length, 2), prefill=took, positions=length, each=each, shared=0
         )
 
@@ -112,7 +112,7 @@ class DallePytorch:
         )  # fmt: skip
 
     @torch.inference_mode()
-    def drawing(self, n: int) -> DrawingTime:
+    def drawing(self, n: int) -> GenerationTime:
         model, c = self.build().eval().bfloat16(), self.config
         together = n if self.best else min(n, 8)
         length = prod(c.grid)
@@ -125,7 +125,9 @@ class DallePytorch:
         if not self.best:  # its mean is near the cost at the middle of the picture
             middle = image[:, : length // 2]
             whole = seconds(lambda: choose(model(text.expand(together, -1), middle)), 1)
-            return DrawingTime(candidates=n, step=whole * n / together, prefill=0.0, positions=length, each=0, shared=0)
+            return GenerationTime(
+                candidates=n, step=whole * n / together, prefill=0.0, positions=length, each=0, shared=0
+            )
 
         prefill = seconds(lambda: model(text, None, cache={}), 1)
         steps: list[float] = []
@@ -141,7 +143,7 @@ class DallePytorch:
                 seconds(lambda f=full, p=position, c=cache: choose(model(f, image[:, : p + 1], cache=dict(c))), 2)
             )
         mean = sum(steps) / len(steps)
-        return DrawingTime(candidates=n, step=mean, prefill=prefill, positions=length, each=each, shared=0)
+        return GenerationTime(candidates=n, step=mean, prefill=prefill, positions=length, each=each, shared=0)
 
     def training(self, batch: int) -> float:
         c = self.config

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from limner.models.transformer import TransformerConfig
 from limner.profiling import throughput
-from limner.profiling.throughput import DrawingTime, Machine
+from limner.profiling.throughput import GenerationTime, Machine
 
 CPU = torch.device("cpu")
 
@@ -47,11 +47,11 @@ class Ours:
     def __init__(self, config: TransformerConfig, dense: bool) -> None:
         self.config, self.dense = replace(config, pattern="dense" if dense else "paper"), dense
 
-    def drawing(self, n: int) -> DrawingTime:
-        return throughput.drawing(self.config, n, CPU, shared=not self.dense)
+    def drawing(self, n: int) -> GenerationTime:
+        return throughput.time_generation(self.config, n, CPU, shared=not self.dense)
 
     def training(self, batch: int) -> float:
-        return throughput.training(self.config, batch, CPU)
+        return throughput.time_training(self.config, batch, CPU)
 
     def memory(self, batch: int) -> float:
         """Peak bytes of one attention, forward and backward, over what was there before: row attention, computed
@@ -102,7 +102,7 @@ def work(side: str, options: argparse.Namespace) -> None:
         )
     for line in sys.stdin:
         command, value = line.split()
-        answer = throughput.machine(CPU) if command == "machine" else getattr(made, command)(int(value))
+        answer = throughput.measure_rates(CPU) if command == "machine" else getattr(made, command)(int(value))
         print(json.dumps(answer if isinstance(answer, int | float) else asdict(answer)), flush=True)
 
 
@@ -164,7 +164,7 @@ def main() -> None:
                     found[task][name] = rounds[0][task][name]
                     continue
                 answer = side.ask(command, value)
-                found[task][name] = DrawingTime(**answer) if command == "drawing" else answer
+                found[task][name] = GenerationTime(**answer) if command == "drawing" else answer
         rounds.append(found)
     show(options, rounds, list(sides), peaks)
 
@@ -187,14 +187,14 @@ def show(options: argparse.Namespace, rounds: list[dict[str, Any]], sides: list[
             ratio = median(lambda found, s=side, t=task: found[t][s].seconds / found[t]["sparse"].seconds)
             cache = rounds[0][task][side].each / 1e6
             print(f"  {side:<24} {step * 1e3:7.1f} ms {prefill:9.2f} s {pictures:11.4f} {ratio:9.1f}x {cache:17.2f}")
-        over = median(lambda f, n=n, t=task: f[t]["sparse"].step / throughput.floor(config, n, f["machine"]))
+        over = median(lambda f, n=n, t=task: f[t]["sparse"].step / throughput.min_step_seconds(config, n, f["machine"]))
         print(f"  step of the sparse side over its floor: {over:.2f}")
     print(f"\n{f'training, batch {options.batch}':26}       step  sparse is")
     for side in sides:
         step = median(lambda found, side=side: found["train"][side])
         ratio = median(lambda found, side=side: found["train"][side] / found["train"]["sparse"])
         print(f"  {side:<24} {step * 1e3:7.0f} ms {ratio:9.2f}x")
-    share = median(lambda f: throughput.useful(config, options.batch, f["train"]["sparse"], f["machine"]))
+    share = median(lambda f: throughput.utilization(config, options.batch, f["train"]["sparse"], f["machine"]))
     print(f"  useful arithmetic over the product's rate: {share:.0%}")
     sparse, dense = (peaks[name] / 1e6 for name in ("sparse", "dense"))
     print(f"  peak of one attention: sparse {sparse:.0f} MB, torch's kernel under a dense mask {dense:.0f} MB")

@@ -36,9 +36,9 @@ from torch import Tensor, nn
 from limner import recipes
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.open_source import open_source
-from limner.evaluation.confidence import PUBLISHED, Rate
-from limner.evaluation.generate_batches import drawn
-from limner.evaluation.icon_classifier import JudgeConfig, trained
+from limner.evaluation.confidence import TEST_SEEDS_FROM, Proportion
+from limner.evaluation.generate_batches import generate_batches
+from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
 from limner.evaluation.icon_pictures import Icons
 from limner.pipeline import TextToImage, load
 from limner.progress import progress
@@ -88,7 +88,7 @@ def ours(options: argparse.Namespace, folder: Path, captions: list[str]) -> Tens
     pipe = TextToImage(dvae, prior, unused.eval(), tokenizer, {"name": "ours", **own})
     made = []
     with progress("drawing", len(captions) * CANDIDATES, unit="drawing") as bar:
-        for _, part in drawn(pipe, captions, CANDIDATES, PUBLISHED, progress=bar.advance):
+        for _, part in generate_batches(pipe, captions, CANDIDATES, TEST_SEEDS_FROM, progress=bar.advance):
             made.append(part.pictures)
     return torch.cat(made)
 
@@ -227,16 +227,16 @@ def main() -> None:
         work(options)
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    icons = Icons.of(open_source(options.data), SIZE)
-    wanted = [i for split in _SPLITS for i in icons.gallery.choose(split, _CAPTIONS, PUBLISHED)]
+    icons = Icons.from_source(open_source(options.data), SIZE)
+    wanted = [i for split in _SPLITS for i in icons.gallery.choose(split, _CAPTIONS, TEST_SEEDS_FROM)]
     captions = [icons.gallery.captions[w] for w in wanted]
     (options.out / "captions.json").write_text(json.dumps(captions))
     for side in ("ours", "theirs"):
         if not (options.out / side / "drawings.safetensors").exists():
             subprocess.run([sys.executable, __file__, *sys.argv[1:], "--worker", side], check=True)
     folder = Path(options.data).resolve()
-    with progress("the judge", JudgeConfig().steps) as bar:
-        judge = trained(icons.labelled, folder.parent / f"{folder.name}-judge", bar=bar)
+    with progress("the judge", IconClassifierConfig().steps) as bar:
+        judge = train_classifier(icons.labeled, folder.parent / f"{folder.name}-judge", bar=bar)
     reranker = load(options.reranker)
     text = reranker.tokenizer.encode(captions, reranker.contrastive.config.text_len)
     subjects = [icons.gallery.families[w] for w in wanted]
@@ -258,7 +258,8 @@ def main() -> None:
         print(f"{'':10}{'best of 1':>28}{f'best of {CANDIDATES}':>28}")
         for side in ("ours", "theirs"):
             rates = [
-                Rate.of(verdicts[mine], [subjects[k] for k in mine]) for verdicts in (right[side].mean(1), chosen[side])
+                Proportion.from_values(verdicts[mine], [subjects[k] for k in mine])
+                for verdicts in (right[side].mean(1), chosen[side])
             ]
             print(f"{side:10}" + "".join(f"{rate!s:>28}" for rate in rates))
 

@@ -5,7 +5,7 @@
 
 For each width d and number of rows b (batch size times positions) an MLP's first layer, d -> 4 d:
 
-    parts       a SwitchBack layer's steps, one by one: quantise, product with its scales, weight gradient
+    parts       a SwitchBack layer's steps, one by one: quantize, product with its scales, weight gradient
     products    the rate of a product alone in each format
     layers      forward and backward of every layer, against `nn.Linear` in fp32 and in bf16 and `StandardLinear`
 
@@ -22,7 +22,15 @@ import statistics
 import torch
 
 from limner.cli.malloc_tuning import settle_allocator
-from limner.profiling.bench_linear import Times, layers, parts, processor, products, rounds, times_as_fast
+from limner.profiling.bench_linear import (
+    Times,
+    describe_device,
+    layer_steps,
+    matmuls,
+    median_speedup,
+    switchback_steps,
+    time_rounds,
+)
 
 
 def main() -> None:
@@ -36,7 +44,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    print(processor(device))
+    print(describe_device(device))
     print(f"layers of 8 bits are given {str(dtype).removeprefix('torch.')}; {options.rounds} rounds")
     for d in options.dims:
         for b in options.rows:
@@ -44,15 +52,15 @@ def main() -> None:
             x, g = (torch.randn(b, n, device=device, dtype=dtype) for n in (d, 4 * d))
             weight = torch.randn(4 * d, d, device=device)
             print(f"\n{b:,} rows, {d:,} -> {4 * d:,}")
-            _show_parts(rounds(parts(x, weight, g), options.rounds, device))
-            _show_products(rounds(products(x, weight), options.rounds, device), 2 * b * d * 4 * d)
-            _show_layers(rounds(layers(x, g, options.float8), options.rounds, device))
+            _show_parts(time_rounds(switchback_steps(x, weight, g), options.rounds, device))
+            _show_products(time_rounds(matmuls(x, weight), options.rounds, device), 2 * b * d * 4 * d)
+            _show_layers(time_rounds(layer_steps(x, g, options.float8), options.rounds, device))
 
 
 def _show_parts(found: Times) -> None:
     whole = sum(statistics.median(times) for times in found.values())
-    quantising = sum(statistics.median(times) for name, times in found.items() if name.startswith("quantise"))
-    print(f"  parts of SwitchBack: quantising takes {quantising / whole:.0%}")
+    quantizing = sum(statistics.median(times) for name, times in found.items() if name.startswith("quantize"))
+    print(f"  parts of SwitchBack: quantizing takes {quantizing / whole:.0%}")
     for name, times in found.items():
         print(f"    {name:20} {1e3 * statistics.median(times):9.3f} ms  {statistics.median(times) / whole:5.0%}")
 
@@ -61,7 +69,7 @@ def _show_products(found: Times, flop: int) -> None:
     print("  products                TOP/s  fp32 is 1")
     for name, times in found.items():
         print(
-            f"    {name:20} {flop / statistics.median(times) / 1e12:6.2f}  {times_as_fast(found['fp32'], times):9.2f}"
+            f"    {name:20} {flop / statistics.median(times) / 1e12:6.2f}  {median_speedup(found['fp32'], times):9.2f}"
         )
 
 
@@ -69,7 +77,7 @@ def _show_layers(found: Times) -> None:
     bases = ["nn.Linear fp32", "nn.Linear bf16", "StandardLinear"]
     print(f"  {'forward and backward':24} ms  times as fast as {', '.join(bases)}")
     for name, times in found.items():
-        ratios = "".join(f"{times_as_fast(found[base], times):16.2f}" for base in bases)
+        ratios = "".join(f"{median_speedup(found[base], times):16.2f}" for base in bases)
         print(f"    {name:20} {1e3 * statistics.median(times):8.2f}{ratios}")
 
 

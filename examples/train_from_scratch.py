@@ -16,7 +16,7 @@ from limner.data.datasets import ImageCaptionDataset, TokenDataset
 from limner.data.open_source import open_source
 from limner.data.stream import Stream
 from limner.data.token_cache import encode_tokens, weights_hash
-from limner.evaluation.composition import captions_for
+from limner.evaluation.composition import sample_captions
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
@@ -72,7 +72,7 @@ fit("clip", clip, HardContrastiveLoss(), images, 200, 128, MuonConfig(fallback_a
 
 # 4. Draw new captions, keep the best candidate of each, and let a program without learned parts check it.
 pipe = TextToImage(dvae, prior, clip, tokenizer, {"likelihood": 2.0})  # the prior's likelihood counts in the score
-asked = [caption for caption, _ in captions_for("train", counts=(1,), n=64)]
+asked = [caption for caption, _ in sample_captions("train", counts=(1,), n=64)]
 best = [drawings[0] for drawings in pipe.draw_many(asked, candidates=CANDIDATES)]
 right = sum(satisfies(np.asarray(drawing.image), drawing.caption) for drawing in best)
 best[0].save(OUT / "drawing.png")

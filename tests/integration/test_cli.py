@@ -257,7 +257,7 @@ def test_evaluate_reads_held_out_data_and_emoji(bundle, tmp_path):
     code, out, err = limner("evaluate", "reconstruction", bundle, "--data", "data", "-o", "scores.json", cwd=tmp_path)
     assert code == 0, err
     assert "2 unseen pictures" in out
-    assert json.loads((tmp_path / "scores.json").read_text())["read_alike"] is None  # no oracle reads such pictures
+    assert json.loads((tmp_path / "scores.json").read_text())["same_scene"] is None
     options = ["--candidates", 2, "--repeats", 2, "-o", "emoji.json", "--mosaic", "mosaic.png"]
     found = limner("evaluate", "zero-shot", bundle, "--data", "data", "-o", "classes.json", cwd=tmp_path)
     assert found[0] == 0, found[2]

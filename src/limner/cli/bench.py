@@ -69,7 +69,7 @@ def _measured(options: BenchOptions, config: Any, device: Any) -> dict[str, Any]
     from limner.profiling import throughput
 
     sides = {"sparse": config, "dense": replace(config, pattern="dense")}
-    here = throughput.machine(device)
+    here = throughput.measure_rates(device)
     h, w = config.grid
     print(
         f"\n{options.size}: width {config.width}, {config.depth} layers, {config.heads} heads; {config.text_len} text "
@@ -85,7 +85,7 @@ def _drawing(options: BenchOptions, sides: dict[str, Any], n: int, here: Any, de
     from limner.profiling import throughput
 
     def draw(name: str, config: Any) -> Any:
-        return throughput.drawing(config, n, device, shared=name == "sparse", compiled=options.compiled)
+        return throughput.time_generation(config, n, device, shared=name == "sparse", compiled=options.compiled)
 
     rounds = _rounds(options, sides, draw)
     ratio = median(found["dense"].seconds / found["sparse"].seconds if "dense" in found else nan for found in rounds)
@@ -95,8 +95,8 @@ def _drawing(options: BenchOptions, sides: dict[str, Any], n: int, here: Any, de
             print(f"{n:6,} {name:7} does not fit into memory")
             continue
         step = median(found[name].step for found in rounds)
-        line = f"{n:6,} {name:7} {step * 1e3:12.2f} {n / took[name]:11.3f} {rounds[0][name].each / 1e6:17.2f}"
-        over = f"{step / throughput.floor(sides[name], n, here):26.2f}"
+        line = f"{n:6,} {name:7} {step * 1e3:12.2f} {n / took[name]:11.3f} {rounds[0][name].cache_bytes / 1e6:17.2f}"
+        over = f"{step / throughput.min_step_seconds(sides[name], n, here):26.2f}"
         print(line + (over if name == "sparse" else f"{ratio:10.1f}x"), flush=True)
     return {name: took[name] / n if name in took else nan for name in sides}
 
@@ -124,11 +124,11 @@ def _training(options: BenchOptions, sides: dict[str, Any], here: Any, device: A
     from limner.profiling import throughput
 
     def train(name: str, config: Any) -> Any:
-        return throughput.training(config, options.batch, device, checkpointing=options.checkpointing)
+        return throughput.time_training(config, options.batch, device, checkpointing=options.checkpointing)
 
     rounds = _rounds(options, sides, train)
     took = {name: median(found.get(name, nan) for found in rounds) for name in sides}
-    share = median(throughput.useful(sides["sparse"], options.batch, found["sparse"], here) for found in rounds)
+    share = median(throughput.utilization(sides["sparse"], options.batch, found["sparse"], here) for found in rounds)
     ratio = median(found.get("dense", nan) / found["sparse"] for found in rounds)
     beside = f"{took['dense'] * 1e3:,.0f} ms, sparse is {ratio:.1f}x" if ratio == ratio else "does not fit into memory"
     print(

@@ -18,7 +18,7 @@ from limner.profiling.compression import compression_rate, table1, table2
 from limner.profiling.cost import GB, Cost
 from limner.profiling.gpus import GPUS
 from limner.profiling.launch import moment_bytes
-from limner.profiling.launch_search import Cluster, choices
+from limner.profiling.launch_search import Cluster, enumerate_launches
 from limner.text_table import figures
 from limner.validation import Checked, Range
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
         per_machine=options.per_machine,
         batch=batch,
         rank=options.rank,
-        packed=moment_bytes(training.optimizer)[0] < 8,
+        half_moments=moment_bytes(training.optimizer)[0] < 8,
     )
     cluster = Cluster(
         gpu=options.gpu,
@@ -85,13 +85,13 @@ def main(argv: Sequence[str]) -> None:
         link=None if options.link is None else options.link * 1e6 / 8,
     )
     settings = replace(training, batch_size=batch)
-    found = choices(made.config, settings, options.gpus, cluster, options.replicas, options.rank)
+    found = enumerate_launches(made.config, settings, options.gpus, cluster, options.replicas, options.rank)
     blocks = [*report(options.recipe, made, training.steps, options.candidates)]
     blocks += launches(found, options.recipe, training)
     if options.trial:
-        from limner.profiling.dry_run import try_out
+        from limner.profiling.dry_run import dry_run
 
-        blocks += tried(found[0], try_out(found[0].launch))
+        blocks += tried(found[0], dry_run(found[0].launch))
     print("\n\n".join([*blocks, RUNS]))
 
 
@@ -104,16 +104,16 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
         f"{h} x {w} image tokens\n{made.gpus:,} x {made.gpu}, {made.m} per machine, {made.samples} "
         f"sample{'s' * (made.samples > 1)} per GPU"
     )
-    counts = cost.parameters(c)
+    counts = cost.count_parameters(c)
     yield figures(
         ("parameters", ""),
         [(kind, f"{n:,}") for kind, n in counts.items()]
-        + [("all", f"{counts.total():,}"), ("effective, 12 n_layer d_model^2", f"{made.effective:,}")],
+        + [("all", f"{counts.total():,}"), ("effective, 12 n_layer d_model^2", f"{made.effective_parameters:,}")],
     )
 
     cases = [(half, saved) for half in (False, True) for saved in (False, True)]
     parts = [
-        {**made.state(half), **made.activations(saved, half), "one layer at work": made.working}
+        {**made.state(half), **made.activations(saved, half), "one layer at work": made.workspace}
         for half, saved in cases
     ]
     rows = [
@@ -127,8 +127,8 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
         [*rows, ("peak", *map(gb, peaks)), ("", *verdicts)],
     )
 
-    prefix, each = made.cache()
-    dense = made.cache(dense=True)[1]
+    prefix, each = made.kv_cache()
+    dense = made.kv_cache(dense=True)[1]
     yield figures(
         ("cache when sampling", "MB"),
         [
@@ -144,16 +144,16 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
         ("per step", "", "checkpointed"),
         [
             ("PFLOP, all GPUs", *(f"{made.flops(saved) / 1e15:,.3g}" for saved in (False, True))),
-            ("GB read and written per GPU", *(gb(made.traffic(True, saved)) for saved in (False, True))),
+            ("GB read and written per GPU", *(gb(made.memory_traffic(True, saved)) for saved in (False, True))),
         ],
     )
 
     yield figures(
         ("a GPU sends, GB per step", ""),
         [
-            ("within its machine", gb(made.within)),
-            ("between machines", gb(made.between(False))),
-            (f"the same, compressed to rank {made.r}", gb(made.between(True))),
+            ("within its machine", gb(made.sent_within)),
+            ("between machines", gb(made.sent_between(False))),
+            (f"the same, compressed to rank {made.r}", gb(made.sent_between(True))),
         ],
     )
     rate = compression_rate(c.width, made.r, made.m)
@@ -173,5 +173,5 @@ def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
     for other, kind in GPUS.items():
         took = [made.seconds(other, True, compressed) for compressed in (False, True)]
         days = (f"{t:,.2f} s, {t * steps / 86_400:,.3g} days" for t in took)
-        times.append((other, f"{kind.share:.0%} of {kind.rate / 1e12:,.0f} TFLOP/s", *days))
+        times.append((other, f"{kind.mfu:.0%} of {kind.peak_flops / 1e12:,.0f} TFLOP/s", *days))
     yield figures((f"{steps:,} steps, checkpointed", "assumed", "uncompressed", "compressed"), times)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from limner.profiling.cost import GB
 from limner.profiling.gpus import GPUS
-from limner.profiling.launch_search import Timed, command
+from limner.profiling.launch_search import LaunchEstimate, launch_command
 from limner.text_table import figures
 from limner.training.config import TrainConfig
 
 if TYPE_CHECKING:
-    from limner.profiling.dry_run import Trial
+    from limner.profiling.dry_run import DryRun
 
 _SHOWN = 5
 
@@ -22,7 +22,7 @@ def gb(value: float) -> str:
     return f"{value / GB:,.2f}"
 
 
-def launches(found: Sequence[Timed], recipe: str, before: TrainConfig) -> Iterable[str]:
+def launches(found: Sequence[LaunchEstimate], recipe: str, before: TrainConfig) -> Iterable[str]:
     """Blocks of text: the launches, the command for the first, or why none fits. `before` is the recipe's training."""
     best, cluster = found[0], found[0].cluster
     rows = [
@@ -32,7 +32,7 @@ def launches(found: Sequence[Timed], recipe: str, before: TrainConfig) -> Iterab
             "yes" if timed.launch.training.checkpoint_activations else "no",
             str(timed.launch.rank or "-"),
             gb(timed.launch.peak),
-            *(f"{t:,.3f}" for t in (timed.computing, timed.within, timed.between, timed.seconds)),
+            *(f"{t:,.3f}" for t in (timed.compute_seconds, timed.within_seconds, timed.between_seconds, timed.seconds)),
         )
         for timed in [timed for timed in found if timed.fits == best.fits][:_SHOWN]
     ]
@@ -41,10 +41,10 @@ def launches(found: Sequence[Timed], recipe: str, before: TrainConfig) -> Iterab
         *("computing, s", "within machines", "between", "per step"),
     )
     yield figures(head, rows) + (
-        f"\ncomputing hides what is sent within machines; a machine sends {cluster.between * 8 / 1e6:,.0f} Mbit/s"
+        f"\ncomputing hides what is sent within machines; a machine sends {cluster.bandwidth * 8 / 1e6:,.0f} Mbit/s"
     )
     if best.fits:
-        yield f"the quickest that fits:\n\n{command(best, recipe, before)}"
+        yield f"the quickest that fits:\n\n{launch_command(best, recipe, before)}"
         return
     launch, memory = best.launch, GPUS[cluster.gpu].memory
     yield (
@@ -53,7 +53,7 @@ def launches(found: Sequence[Timed], recipe: str, before: TrainConfig) -> Iterab
     )
 
 
-def tried(timed: Timed, trial: Trial) -> Iterable[str]:
+def tried(timed: LaunchEstimate, trial: DryRun) -> Iterable[str]:
     """Blocks of text: memory and traffic of the first rank, calculated and as the trial found them, and its shards."""
     launch = timed.launch.uncompressed
     calculated = {

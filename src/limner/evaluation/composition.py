@@ -1,18 +1,18 @@
-"""The share of drawings that show what their caption says, by the oracle of the scenes world.
+"""Share of drawings of scenes that show everything in their caption.
 
-Captions of scenes whose attribute combinations were held out of training (or of training scenes, for
-comparison) are drawn with many candidates each. A drawing is right if *everything* in the caption is:
-the number of things, and for each its size, fill, color and shape, their relation, the background.
+Captions whose attribute combinations were held out of training (or training captions, for comparison) are drawn with
+many candidates each. A scene parser without learned parts (`tasks/verify.py`) checks each candidate. A drawing is
+right if everything in the caption is: the number of objects, the size, fill, color and shape of each, their relation,
+the background.
 
-"Best of k" is what a user gets who asks for k candidates: the one of the first k with the highest score
-(`Drawing.score`). The *ceiling* is what a perfect reranker would get: any of the first k is right. Both come
-from one set of drawings. The gain of a larger k is computed caption by caption.
+*Best of k* is the result for a user who draws k candidates: the one of the first k with the highest score
+(`Drawing.score`). The *ceiling* is the result of a perfect reranker: any of the first k is right. Both come from one
+set of drawings. The gain of a larger k is a paired difference over captions.
 
-Held-out captions share the 30 combinations that are held out, so intervals are over combinations (see
-`confidence.py`).
+Held-out captions share 30 held-out combinations, so intervals are clustered by combination (`confidence.py`).
 
-Pairs are asked with the upper half given (Ramesh et al. 2021, Figure 14): a right drawing leaves it as it
-is and shows below what the caption says of it, upside down, say, with every thing in its place.
+Pairs are drawn with the upper half as a prompt (Ramesh et al. 2021, Figure 14). A drawing is right if it keeps the
+upper half and its lower half shows the transform that the caption names, for example upside down.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from PIL import Image
 from torch import Tensor
 
 from limner.errors import UserError
-from limner.evaluation.confidence import PUBLISHED, Gain, Rate, drawing_seed
-from limner.evaluation.generate_batches import Holds, combination, drawn, verdicts
+from limner.evaluation.confidence import TEST_SEEDS_FROM, PairedDifference, Proportion, drawing_seed
+from limner.evaluation.generate_batches import Predicate, attribute_key, generate_batches, verdicts
 from limner.json_files import read_json, write_json
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import Advance
@@ -43,50 +43,51 @@ from limner.tasks.verify import pair_holds, satisfies
 from limner.validation import SEEDS, Checked
 
 
-def captions_for(
-    split: Split = "held-out", counts: Sequence[int] = (1, 2), n: int = 1_024, seed: int = PUBLISHED
+def sample_captions(
+    split: Split = "held-out", counts: Sequence[int] = (1, 2), n: int = 1_024, seed: int = TEST_SEEDS_FROM
 ) -> list[tuple[str, Scene]]:
-    """`n` captions with a scene of each, the numbers of things taken in turn.
+    """Sample `n` captions, each with a matching scene; object counts cycle through `counts`.
 
-    Captions are full: they say all sizes and the background. Caption i depends on the seed and i alone.
+    Captions are full: they name all sizes and the background. Caption i depends only on the seed and i.
     """
-    found = []
+    captioned = []
     for i in range(n):
         rng = np.random.default_rng([seed, i])
         scene = scenes.sample_scene(rng, count=counts[i % len(counts)], split=split)
-        while not _full(caption := captions.describe(scene, rng)):
+        while not _is_full(caption := captions.describe(scene, rng)):
             pass
-        found.append((caption, scene))
-    return found
+        captioned.append((caption, scene))
+    return captioned
 
 
-def pairs_for(split: Split = "held-out", n: int = 1_024, seed: int = PUBLISHED) -> list[tuple[str, Pair]]:
-    """`n` pairs with a caption each. Pair i depends on the seed and i alone."""
-    found = []
+def sample_pairs(split: Split = "held-out", n: int = 1_024, seed: int = TEST_SEEDS_FROM) -> list[tuple[str, Pair]]:
+    """Sample `n` pairs with a caption each. Pair i depends only on the seed and i."""
+    captioned = []
     for i in range(n):
         rng = np.random.default_rng([seed, i])
         pair = scenes.sample_pair(rng, split=split)
-        found.append((captions.describe_pair(pair, rng), pair))
-    return found
+        captioned.append((captions.describe_pair(pair, rng), pair))
+    return captioned
 
 
-def _full(caption: str) -> bool:
+def _is_full(caption: str) -> bool:
     claims = captions.parse(caption)
     assert claims is not None, caption
     return claims.background is not None and all(None not in look for look in claims.looks)
 
 
 @dataclass(frozen=True)
-class Composition:
-    """The verdicts of one evaluation.
+class CompositionResult:
+    """Verdicts on N candidates of each of B captions.
 
     Attributes:
-        captions: B captions.
-        kinds: of each caption, "2 things" or "upside down", say.
-        clusters: of each caption, the combination that it counts for.
-        right: bool [B, N], the oracle's verdict on every candidate.
-        scores: float32 [B, N], by which the best is chosen.
-        settings: how it was drawn.
+        captions: [B].
+        kinds: group of each caption, such as "2 things" or "upside down", [B].
+        clusters: attribute combination of each caption, [B].
+        right: True if a candidate shows its caption, bool [B, N].
+        scores: ranking scores, float32 [B, N].
+        best_of: values of k in the table.
+        settings: of the generation.
     """
 
     captions: list[str]
@@ -98,25 +99,25 @@ class Composition:
     settings: dict[str, Any]
 
     def chosen(self, k: int) -> np.ndarray:
-        """Index of the candidate that best of k chooses, [B]."""
+        """Return the index of the highest score among the first k candidates, [B]."""
         return self.scores[:, :k].argmax(1)
 
-    def rate(self, k: int, kind: str | None = None) -> Rate:
-        """Best of k, over all captions or those of a kind."""
+    def rate(self, k: int, kind: str | None = None) -> Proportion:
+        """Return the share of captions whose best of k is right; `kind` restricts the captions."""
         return self._rate(self._best(k), kind)
 
-    def ceiling(self, k: int, kind: str | None = None) -> Rate:
-        """How often any of the first k is right."""
+    def ceiling(self, k: int, kind: str | None = None) -> Proportion:
+        """Return the share of captions for which any of the first k candidates is right."""
         return self._rate(np.any(self.right[:, :k], axis=1), kind)
 
-    def single(self, kind: str | None = None) -> Rate:
-        """The share of all candidates that are right: best of 1 with less noise."""
+    def single(self, kind: str | None = None) -> Proportion:
+        """Return the share of all candidates that are right: the expectation of best of 1, with less variance."""
         return self._rate(self.right.mean(1), kind)
 
-    def gain(self, k: int, more: int, kind: str | None = None) -> Gain:
-        """Best of `more` over best of k."""
-        mine = self._where(kind)
-        return Gain.of(self._best(more)[mine], self._best(k)[mine], self._clusters(mine))
+    def gain(self, k: int, more: int, kind: str | None = None) -> PairedDifference:
+        """Return the difference of best of `more` and best of k."""
+        rows = self._where(kind)
+        return PairedDifference.from_values(self._best(more)[rows], self._best(k)[rows], self._clusters(rows))
 
     def _best(self, k: int) -> np.ndarray:
         return np.take_along_axis(self.right, self.chosen(k)[:, None], 1)[:, 0]
@@ -124,24 +125,24 @@ class Composition:
     def _where(self, kind: str | None) -> np.ndarray:
         return np.flatnonzero([kind in (None, other) for other in self.kinds])
 
-    def _clusters(self, which: np.ndarray) -> list[str]:
-        return [self.clusters[i] for i in which]
+    def _clusters(self, rows: np.ndarray) -> list[str]:
+        return [self.clusters[i] for i in rows]
 
-    def _rate(self, verdicts: np.ndarray, kind: str | None) -> Rate:
-        mine = self._where(kind)
-        return Rate.of(verdicts[mine], self._clusters(mine))
+    def _rate(self, verdicts: np.ndarray, kind: str | None) -> Proportion:
+        rows = self._where(kind)
+        return Proportion.from_values(verdicts[rows], self._clusters(rows))
 
     def groups(self) -> dict[str, str | None]:
-        """Rows of the table: all captions, then each kind if there are several."""
+        """Return the groups of the table: all captions, then each kind if there are several."""
         kinds = sorted(set(self.kinds))
         return {"all": None, **{kind: kind for kind in kinds if len(kinds) > 1}}
 
     def table(self) -> str:
-        """For people, in lines of less than 80 columns."""
+        """Format the table in lines of less than 80 columns."""
         lines = []
         for name, kind in self.groups().items():
-            mine = self._where(kind)
-            lines.append(f"{name}, {len(mine):,} captions of {len(set(self._clusters(mine))):,} combinations")
+            rows = self._where(kind)
+            lines.append(f"{name}, {len(rows):,} captions of {len(set(self._clusters(rows))):,} combinations")
             lines.append(f"  any candidate {self.single(kind)}")
             for k in self.best_of:
                 lines.append(f"  best of {k:<6}{self.rate(k, kind)}, ceiling {self.ceiling(k, kind)}")
@@ -150,8 +151,7 @@ class Composition:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values: the table, the settings, and for each caption the seed it was drawn with, the scores and
-        which candidates are right."""
+        """Return JSON values: table, settings, and for each caption its seed, scores and right candidates."""
         table = {
             name: {
                 "any candidate": self.single(kind).to_dict(),
@@ -183,11 +183,12 @@ class Composition:
         return {"table": table, "settings": {**self.settings, "best_of": self.best_of}, "captions": rows}
 
     def save(self, path: str | Path) -> None:
+        """Write `to_dict` as JSON."""
         write_json(path, self.to_dict(), ensure_ascii=False)
 
     @staticmethod
-    def load(path: str | Path) -> Composition:
-        """What `save` wrote. Raises `UserError` for anything else."""
+    def load(path: str | Path) -> CompositionResult:
+        """Read a file that `save` wrote. Raises `UserError` for any other content."""
         data = read_json(path, 1 << 28)
         try:
             settings, rows = dict(data["settings"]), data["captions"]
@@ -201,19 +202,19 @@ class Composition:
             texts = all(isinstance(text, str) for text in (*captions, *kinds, *clusters))
             if not texts or any(type(n) is not int or n < 0 for n in numbers) or scores.shape != right.shape:
                 raise ValueError
-            return Composition(captions, kinds, clusters, right, scores, best_of, settings)
+            return CompositionResult(captions, kinds, clusters, right, scores, best_of, settings)
         except (ArithmeticError, LookupError, MemoryError, TypeError, ValueError):
-            raise UserError(f"{path} is not the result of an evaluation: delete it") from None
+            raise UserError(f"{path} is not a result of `limner evaluate composition`: delete it") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompositionSettings(Checked):
-    """How an evaluation draws.
+    """Settings of the generation.
 
     Args:
-        candidates: drawings of each caption.
-        best_of: values of k to report beside `candidates`; those above it are left out.
-        seed: caption i is drawn with `drawing_seed(seed, i)`, so that captions are independent.
+        candidates: drawings per caption.
+        best_of: values of k to report in addition to `candidates`; larger values are ignored.
+        seed: caption i uses `drawing_seed(seed, i)`, so that captions have independent noise.
     """
 
     candidates: Annotated[int, CANDIDATES] = 64
@@ -228,17 +229,17 @@ def score(
     settings: CompositionSettings,
     *,
     progress: Advance | None = None,
-    keep: Callable[[int, Candidates], object] | None = None,
-) -> Composition:
-    """Draw every caption and let the oracle judge every candidate.
+    on_candidates: Callable[[int, Candidates], object] | None = None,
+) -> CompositionResult:
+    """Draw every caption and check every candidate.
 
-    `keep` is called with (index of the first caption, their candidates) for each part.
+    `on_candidates` is called with (index of the first caption, candidates) for each batch.
     """
     counts = [len(scene.things) for _, scene in captions]
     kinds = [f"{count} thing{'s' if count > 1 else ''}" for count in counts]
-    asked = [(caption, partial(satisfies, caption=caption)) for caption, _ in captions]
-    clusters = [combination(scene) for _, scene in captions]
-    return _judged(pipe, asked, kinds, clusters, settings, progress, keep=keep)
+    checks = [(caption, partial(satisfies, caption=caption)) for caption, _ in captions]
+    clusters = [attribute_key(scene) for _, scene in captions]
+    return _score(pipe, checks, kinds, clusters, settings, progress, on_candidates)
 
 
 def score_pairs(
@@ -247,36 +248,36 @@ def score_pairs(
     settings: CompositionSettings,
     *,
     progress: Advance | None = None,
-) -> Composition:
-    """Draw the lower half of every pair, the upper one given. As `score` otherwise."""
+) -> CompositionResult:
+    """Draw the lower half of every pair with the real upper half as a prompt, and check every candidate."""
     size, rows = pipe.dvae.config.size, pipe.dvae.config.grid[0] // 2
     tops = [pipe.given(Image.fromarray(render_pair(pair, size)), keep=f"top:{rows}") for _, pair in pairs]
     kinds = [pair.transform for _, pair in pairs]
-    asked = [(caption, partial(pair_holds, pair)) for caption, pair in pairs]
-    clusters = [combination(*filter(None, (pair.top, pair.bottom))) for _, pair in pairs]
-    return _judged(pipe, asked, kinds, clusters, settings, progress, given=torch.cat(tops))
+    checks = [(caption, partial(pair_holds, pair)) for caption, pair in pairs]
+    clusters = [attribute_key(*filter(None, (pair.top, pair.bottom))) for _, pair in pairs]
+    return _score(pipe, checks, kinds, clusters, settings, progress, prompt_tokens=torch.cat(tops))
 
 
-def _judged(
+def _score(
     pipe: TextToImage,
-    asked: Sequence[tuple[str, Holds]],
+    checks: Sequence[tuple[str, Predicate]],
     kinds: Sequence[str],
     clusters: Sequence[str],
     settings: CompositionSettings,
     progress: Advance | None,
-    keep: Callable[[int, Candidates], object] | None = None,
-    given: Tensor | None = None,
-) -> Composition:
+    on_candidates: Callable[[int, Candidates], object] | None = None,
+    prompt_tokens: Tensor | None = None,
+) -> CompositionResult:
     candidates, sampler = settings.candidates, settings.sampler
-    right = np.zeros((len(asked), candidates), bool)
-    scores = np.zeros((len(asked), candidates), np.float32)
-    texts = [caption for caption, _ in asked]
-    for part, made in drawn(pipe, texts, candidates, settings.seed, sampler, given, progress):
-        for i, pictures in zip(part, made.pictures, strict=True):
-            right[i] = verdicts(pictures, asked[i][1])
-        scores[part.start : part.stop], sampler = made.scores.numpy(), made.sampler
-        if keep:
-            keep(part.start, made)
-    how = {"model": pipe.name, "candidates": candidates, "seed": settings.seed, **sampler.to_metadata()}
+    right = np.zeros((len(checks), candidates), bool)
+    scores = np.zeros((len(checks), candidates), np.float32)
+    texts = [caption for caption, _ in checks]
+    for part, batch in generate_batches(pipe, texts, candidates, settings.seed, sampler, prompt_tokens, progress):
+        for i, pictures in zip(part, batch.pictures, strict=True):
+            right[i] = verdicts(pictures, checks[i][1])
+        scores[part.start : part.stop], sampler = batch.scores.numpy(), batch.sampler
+        if on_candidates:
+            on_candidates(part.start, batch)
+    metadata = {"model": pipe.name, "candidates": candidates, "seed": settings.seed, **sampler.to_metadata()}
     ks = tuple(sorted({k for k in (*settings.best_of, candidates) if k <= candidates}))
-    return Composition(texts, list(kinds), list(clusters), right, scores, ks, how)
+    return CompositionResult(texts, list(kinds), list(clusters), right, scores, ks, metadata)

@@ -1,17 +1,19 @@
-"""Shares with 95% intervals, over clusters of cases that are alike.
+"""Proportions with 95% confidence intervals for clustered cases.
 
-1,024 held-out captions share 30 held-out combinations, and a model that cannot draw a combination fails on
-all of its captions. So they tell less than 1,024 unrelated captions would. Therefore the variance of a share is taken
-between clusters (Liang & Zeger 1986), turned into the number of unrelated cases that would vary as much
-(the effective sample size, never above the real one, and corrected for the few clusters by Student's t:
-Korn & Graubard 1998), and Wilson's interval is taken for that number, which is sensible also near 0 and 1.
-It covers other clusters of the kind, not only other cases of these clusters.
+1,024 held-out captions share 30 held-out attribute combinations, and a model that cannot draw a combination fails on
+all of its captions. Cases of one cluster are correlated, so an interval that treats captions as independent is too
+narrow. The method:
 
-If all verdicts are the same, the likeness within clusters cannot be estimated, and the cases count as unrelated.
+1. The variance of the mean is estimated between clusters (Liang & Zeger 1986).
+2. The effective sample size is the number of independent cases with that variance, at most the real number, corrected
+   for few clusters by Student's t (Korn & Graubard 1998).
+3. The interval is Wilson's score interval for that sample size, which stays inside [0, 1] and non-empty near 0 and 1.
 
-Captions that a choice was made on do not measure it. A bundle or a setting is chosen by scores on seeds below 1,000;
-published scores are on seeds from `PUBLISHED` on, and no choice is made on those. Different seeds draw their captions
-and drawings from numbers of their own.
+The interval covers other clusters of the same kind, not only other cases of these clusters. If all values are equal,
+the correlation cannot be estimated and cases count as independent.
+
+Captions used for model selection give biased scores. Seeds below `TEST_SEEDS_FROM` are for selection, seeds from it on
+are for published scores. Different seeds give different captions and different noise.
 """
 
 from __future__ import annotations
@@ -23,17 +25,17 @@ from typing import Any
 
 import numpy as np
 
-PUBLISHED = 1_000  # the first of the seeds that figures are published on
+TEST_SEEDS_FROM = 1_000  # first seed for published scores
 
-_Z = 1.96  # the 97.5th percentile of the normal distribution
-_ROUNDING = 1e-24  # variance below which clusters do not differ
+_Z_975 = 1.96  # the 97.5th percentile of the normal distribution
+_MIN_VARIANCE = 1e-24  # smaller variances are rounding errors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rate:
-    """`right` of `total` cases, with the 95% interval from `low` to `high`.
+class Proportion:
+    """A proportion, `right` of `total` cases, with the 95% interval from `low` to `high`.
 
-    `right` need not be whole: a case may be right in part, such as a caption by the share of its drawings.
+    `right` may be fractional: a caption can count by the share of its candidates that are right.
     """
 
     right: float
@@ -42,8 +44,8 @@ class Rate:
     high: float
 
     @staticmethod
-    def of(values: np.ndarray, clusters: Sequence[str]) -> Rate:
-        """The mean of `values` [n], each from 0 to 1, where cases of one cluster are alike; n is at least 1."""
+    def from_values(values: np.ndarray, clusters: Sequence[str]) -> Proportion:
+        """Return the mean of `values` [n] in 0 .. 1, n >= 1; `clusters` [n] names the cluster of each case."""
         values, n = np.asarray(values, float), len(values)
         variance, degrees = _clustered(values, clusters)
         p = float(values.mean())
@@ -51,9 +53,9 @@ class Rate:
         if degrees == 0:
             effective = 1
         elif variance > 0:
-            effective = min(n, p * (1 - p) / variance * (_Z / student(degrees)) ** 2)
+            effective = min(n, p * (1 - p) / variance * (_Z_975 / t_quantile(degrees)) ** 2)
         low, high = wilson(p, max(effective, 1))
-        return Rate(right=round(float(values.sum()), 6), total=n, low=low, high=high)
+        return Proportion(right=round(float(values.sum()), 6), total=n, low=low, high=high)
 
     @property
     def value(self) -> float:
@@ -67,49 +69,49 @@ class Rate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gain:
-    """By how much one share is above another of the same cases, in shares, with the 95% interval."""
+class PairedDifference:
+    """A difference of two proportions over the same cases, with the 95% interval from `low` to `high`."""
 
     value: float
     low: float
     high: float
 
     @staticmethod
-    def of(values: np.ndarray, others: np.ndarray, clusters: Sequence[str]) -> Gain:
-        """The mean of `values` [n] less `others` [n], case by case. If clusters do not differ in it, as where no case
-        does, the interval reaches as far as n equal cases do not rule out."""
-        differences = np.asarray(values, float) - np.asarray(others, float)
+    def from_values(values: np.ndarray, baseline: np.ndarray, clusters: Sequence[str]) -> PairedDifference:
+        """Return the mean of `values - baseline` [n]. If all clusters have the same difference, the half-width of the
+        interval is Wilson's upper bound for 0 of n cases."""
+        differences = np.asarray(values, float) - np.asarray(baseline, float)
         variance, degrees = _clustered(differences, clusters)
         mean = float(differences.mean())
         if degrees == 0:
-            reach = 1.0
-        elif variance > _ROUNDING:
-            reach = student(degrees) * math.sqrt(variance)
+            half_width = 1.0
+        elif variance > _MIN_VARIANCE:
+            half_width = t_quantile(degrees) * math.sqrt(variance)
         else:
-            reach = wilson(0.0, len(differences))[1]
-        return Gain(value=mean, low=max(-1.0, mean - reach), high=min(1.0, mean + reach))
+            half_width = wilson(0.0, len(differences))[1]
+        return PairedDifference(value=mean, low=max(-1.0, mean - half_width), high=min(1.0, mean + half_width))
 
     def __str__(self) -> str:
-        """In percentage points, and whether it differs from zero."""
+        """The difference in percentage points, its interval, and the verdict on its sign."""
         if self.low > 0:
             verdict = "better"
         elif self.high < 0:
             verdict = "worse"
         else:
-            verdict = "not told apart"
+            verdict = "not significant"
         return f"{100 * self.value:+.1f} points ({100 * self.low:+.1f} to {100 * self.high:+.1f}): {verdict}"
 
 
 def wilson(p: float, n: float) -> tuple[float, float]:
-    """The score interval of a share `p` of `n` unrelated cases (Wilson 1927), n above 0."""
-    middle, spread = p + _Z**2 / (2 * n), _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2))
-    scale = 1 + _Z**2 / n
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+    """Return the score interval of a proportion `p` of `n` > 0 independent cases (Wilson 1927)."""
+    center, half_width = p + _Z_975**2 / (2 * n), _Z_975 * math.sqrt(p * (1 - p) / n + _Z_975**2 / (4 * n**2))
+    scale = 1 + _Z_975**2 / n
+    return max(0.0, (center - half_width) / scale), min(1.0, (center + half_width) / scale)
 
 
-def student(degrees: int) -> float:
-    """The 97.5th percentile of Student's t, to 1% from 4 degrees of freedom on (Cornish-Fisher expansion)."""
-    z, d = _Z, degrees
+def t_quantile(degrees: int) -> float:
+    """Return the 97.5th percentile of Student's t by Cornish-Fisher expansion: within 1% for `degrees` >= 4."""
+    z, d = _Z_975, degrees
     return (
         z
         + (z**3 + z) / (4 * d)
@@ -119,11 +121,13 @@ def student(degrees: int) -> float:
 
 
 def _clustered(values: np.ndarray, clusters: Sequence[str]) -> tuple[float, int]:
-    """The variance of the mean of `values` [n] between clusters, and how many clusters there are beyond one."""
+    """Return the variance of the mean of `values` [n] between clusters, and its degrees of freedom."""
     if len(values) != len(clusters) or not len(values):
-        raise ValueError(f"{len(values)} values of {len(clusters)} cases: an interval needs one each, and a case")
-    _, which = np.unique(np.asarray(clusters), return_inverse=True)
-    sums = np.bincount(which, values - values.mean())
+        raise ValueError(
+            f"{len(values)} values and {len(clusters)} cluster names: give one name per value, and at least one value"
+        )
+    _, index = np.unique(np.asarray(clusters), return_inverse=True)
+    sums = np.bincount(index, values - values.mean())
     degrees = len(sums) - 1
     if degrees == 0:
         return 0.0, 0
@@ -131,8 +135,8 @@ def _clustered(values: np.ndarray, clusters: Sequence[str]) -> tuple[float, int]
 
 
 def drawing_seed(seed: int, i: int) -> int:
-    """The seed that caption i of an evaluation is drawn with, which `limner draw --seed` takes, too.
+    """Return the seed for caption i of an evaluation, valid for `limner draw --seed`.
 
-    No two (seed, i) share it, for i below a million and seeds below 9 million million.
+    It is unique for i below 10**6 and seeds below 9 * 10**12.
     """
     return (seed * 1_000_000 + i) % 2**63

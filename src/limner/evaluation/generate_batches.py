@@ -1,4 +1,4 @@
-"""What evaluations share: captions drawn part by part, verdicts on drawings, and what a caption counts for."""
+"""Parts shared by evaluations: batched generation, verdicts on pictures, and clusters of captions."""
 
 from __future__ import annotations
 
@@ -15,39 +15,41 @@ from limner.sampling.generation_config import Sampler
 from limner.tasks import scenes
 from limner.tasks.scenes import Scene
 
-_TOGETHER = 16  # captions drawn between two rounds of judging, so that memory stays small
+_CAPTIONS_PER_BATCH = 16  # bounds the memory for candidates that wait for a verdict
 
-Holds = Callable[[np.ndarray], bool]  # whether uint8 [H, W, 3] shows what was asked for
+Predicate = Callable[[np.ndarray], bool]  # True if the picture, uint8 [H, W, 3], shows what the caption says
 
 
-def drawn(
+def generate_batches(
     pipe: TextToImage,
     captions: Sequence[str],
     candidates: int,
     seed: int,
     sampler: Sampler = Sampler(),
-    given: Tensor | None = None,
+    prompt_tokens: Tensor | None = None,
     progress: Advance | None = None,
 ) -> Iterator[tuple[range, Candidates]]:
-    """The candidates of all captions, those of some captions at a time, with the numbers of these; caption i is drawn
-    with `drawing_seed(seed, i)`, below the tokens `given[i]`."""
-    for start in range(0, len(captions), _TOGETHER):
-        part = range(start, min(start + _TOGETHER, len(captions)))
+    """Generate the candidates of all captions; yield (range of caption indices, their candidates) for each batch.
+
+    Caption i uses `drawing_seed(seed, i)` and continues the image tokens `prompt_tokens[i]`, if there are any.
+    """
+    for start in range(0, len(captions), _CAPTIONS_PER_BATCH):
+        part = range(start, min(start + _CAPTIONS_PER_BATCH, len(captions)))
         yield part, pipe.candidates(
             [captions[i] for i in part], candidates, seed=[drawing_seed(seed, i) for i in part], sampler=sampler,
-            given=None if given is None else given[part.start : part.stop], progress=progress,
+            given=None if prompt_tokens is None else prompt_tokens[part.start : part.stop], progress=progress,
         )  # fmt: skip
 
 
-def verdicts(pictures: Tensor, holds: Holds) -> np.ndarray:
-    """The oracle's verdict on each of uint8 [N, 3, H, W], bool [N]; equal pictures are read once."""
-    flat, same = torch.unique(pictures.flatten(1), dim=0, return_inverse=True)
+def verdicts(pictures: Tensor, predicate: Predicate) -> np.ndarray:
+    """Apply a predicate to uint8 [N, 3, H, W], giving bool [N]; equal pictures are checked once."""
+    flat, inverse = torch.unique(pictures.flatten(1), dim=0, return_inverse=True)
     distinct = flat.unflatten(1, pictures.shape[1:]).permute(0, 2, 3, 1).numpy()
-    return np.array([holds(picture) for picture in distinct])[same.numpy()]
+    return np.array([predicate(picture) for picture in distinct])[inverse.numpy()]
 
 
-def combination(*panels: Scene) -> str:
-    """The combination that a caption counts for: the first held-out one in sorted order, else its first thing's."""
-    found = [(thing.look, panel.background) for panel in panels for thing in panel.things]
-    look, background = min((one for one in found if scenes.held_out(*one)), default=found[0])
+def attribute_key(*panels: Scene) -> str:
+    """Return the cluster of a caption: its first held-out attribute combination in sorted order, else its first one."""
+    combinations = [(thing.look, panel.background) for panel in panels for thing in panel.things]
+    look, background = min((pair for pair in combinations if scenes.held_out(*pair)), default=combinations[0])
     return f"{' '.join(look)} on {background}"

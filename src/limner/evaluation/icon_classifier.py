@@ -1,12 +1,12 @@
-"""A classifier of the subject and the style of icons, which judges drawings.
+"""Classifier of the subject and the style of icons, used to check drawings.
 
-A small residual network (He et al. 2016) with two heads. It is trained on all real pictures of a data set, the held-out
-ones too, and is used for nothing but reading drawings. Its accuracy on the real pictures is therefore an upper bound of
-what it can find right, not a measure of how it generalises. It is trained on pictures that are shifted, turned, scaled,
-blurred, recolored and noisy, because a drawing differs from a real picture in single pixels: the dVAE changes them.
+A small residual network (He et al. 2016) with two heads, trained on all real pictures of a data set, held-out ones
+included. It is a measuring instrument: its accuracy on the real pictures is an upper bound of the accuracy that an
+evaluation can report, not a measure of generalization. A dVAE changes single pixels of every drawing, so training
+pictures are augmented: shifted, rotated, scaled, blurred, recolored, with noise.
 
-A judge is a run of the training loop in a folder named by a hash of its pictures, labels and settings. The same call
-trains it, resumes its training, or loads it.
+A classifier is a run of the training loop in a folder named by a hash of its pictures, labels and settings. The same
+call trains it, resumes its training, or loads it.
 
 Shapes: B pictures of H x W pixels, K subjects, L styles.
 """
@@ -37,19 +37,19 @@ from limner.training.loop import train
 from limner.training.train_module import Batch
 from limner.validation import Checked, Range
 
-_READ = 256  # pictures read at a time
-_PLACES = 4  # rows and columns of the last features: subjects differ in where their parts are
-_GROUPS = 8  # of channels, which are normalised together
+_BATCH_SIZE = 256  # at inference
+_POOLED_SIDE = 4  # keeps coarse positions: some subjects differ only in where their parts are
+_GROUPS = 8  # of GroupNorm
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeConfig(Checked):
-    """The size of the network, and how it is trained.
+class IconClassifierConfig(Checked):
+    """Network size and training settings.
 
     Args:
-        width: channels at half the picture's side; each further halving doubles them.
-        steps: of training; each picture is augmented anew each time.
-        batch_size, lr: of AdamW, with a cosine schedule.
+        width: channels at half the resolution; each further halving doubles them.
+        steps: training steps.
+        batch_size, lr: of AdamW with a cosine schedule.
     """
 
     width: Annotated[int, Range(_GROUPS, 1_024)] = 24
@@ -58,8 +58,8 @@ class JudgeConfig(Checked):
     lr: Annotated[float, Range(above=0)] = 2e-3
 
 
-class Net(nn.Module):
-    """[B, 3, H, W] in 0 .. 1 -> logits of subjects [B, K] and of styles [B, L]."""
+class IconNet(nn.Module):
+    """Network from pictures [B, 3, H, W] in 0 .. 1 to logits of subjects [B, K] and of styles [B, L]."""
 
     def __init__(self, subjects: int, styles: int, width: int) -> None:
         super().__init__()
@@ -67,20 +67,20 @@ class Net(nn.Module):
         self.stem = nn.Conv2d(3, width, 5, 2, 2)
         self.stages = nn.ModuleList(_Stage(a, b) for a, b in pairwise(widths))
         self.norm = nn.GroupNorm(_GROUPS, widths[-1])
-        self.mix = nn.Linear(_PLACES**2 * widths[-1], 2 * widths[-1])
+        self.mix = nn.Linear(_POOLED_SIDE**2 * widths[-1], 2 * widths[-1])
         self.subject, self.style = nn.Linear(2 * widths[-1], subjects), nn.Linear(2 * widths[-1], styles)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.stem((2 * x - 1).contiguous(memory_format=torch.channels_last))
         for stage in self.stages:
             x = stage(x)
-        x = F.adaptive_avg_pool2d(F.relu(self.norm(x)), _PLACES)
+        x = F.adaptive_avg_pool2d(F.relu(self.norm(x)), _POOLED_SIDE)
         x = F.relu(self.mix(x.flatten(1)))
         return self.subject(x), self.style(x)
 
 
 class _Stage(nn.Module):
-    """[B, a, H, W] -> [B, b, H/2, W/2]: a convolution with stride, then a residual one."""
+    """A strided convolution and a residual one: [B, a, H, W] -> [B, b, H/2, W/2]."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__()
@@ -92,13 +92,13 @@ class _Stage(nn.Module):
         return x + self.convolutions[1](F.relu(self.norms[1](x)))
 
 
-def augmented(pixels: Tensor, generator: torch.Generator) -> Tensor:
-    """The augmentation: uint8 [B, 3, H, W] -> [B, 3, H, W] in 0 .. 1, random for each picture.
+def augment(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """Augment uint8 [B, 3, H, W] -> [B, 3, H, W] in 0 .. 1, independently for each picture.
 
-    Rotation by up to 11 degrees, a scale of 0.8 to 1.1, a shift by up to a twelfth of the side. Half of the pictures
-    are blurred, at most to half their resolution. Each color channel has a contrast of 0.85 to 1.15 and a brightness
-    changed by up to 0.05. Noise is added to single pixels and to squares of 4 pixels, as errors of a dVAE are. Nothing
-    is flipped: a hand that points left is another subject than one that points right.
+    Rotation by up to 11 degrees, sampling scale 0.8 to 1.1, shift by up to a twelfth of the side, blur of half the
+    pictures to at most half the resolution, contrast 0.85 to 1.15 and brightness by up to 0.05 per color channel, noise
+    on pixels and on 4 x 4 squares, which resembles dVAE errors. No flips: a hand that points left and one that points
+    right are two subjects.
     """
     b, _, h, w = pixels.shape
 
@@ -111,8 +111,8 @@ def augmented(pixels: Tensor, generator: torch.Generator) -> Tensor:
 
     angle, size, x, y = uniform(-0.2, 0.2), uniform(0.8, 1.1), uniform(-1 / 6, 1 / 6), uniform(-1 / 6, 1 / 6)
     cos, sin = angle.cos() / size, angle.sin() / size
-    places = torch.stack([torch.stack([cos, -sin, x], 1), torch.stack([sin, cos, y], 1)], 1)  # of outputs in the input
-    grid = F.affine_grid(places, [b, 3, h, w], align_corners=False)
+    theta = torch.stack([torch.stack([cos, -sin, x], 1), torch.stack([sin, cos, y], 1)], 1)  # output -> input
+    grid = F.affine_grid(theta, [b, 3, h, w], align_corners=False)
     pictures = F.grid_sample(pixels.float() / 255, grid, padding_mode="border", align_corners=False)
     blurred = F.interpolate(F.avg_pool2d(pictures, 2), (h, w), mode="bilinear")
     pictures = pictures.lerp(blurred, uniform(-1, 1, 1, 1, 1).clamp_min(0))
@@ -120,26 +120,26 @@ def augmented(pixels: Tensor, generator: torch.Generator) -> Tensor:
     return (pictures + noise(h, w) + noise(h // 4, w // 4)).clamp(0, 1)
 
 
-class _Both:
-    """The objective: cross-entropy of the subject plus that of the style, of augmented pictures."""
+class _SubjectAndStyle:
+    """Objective on augmented pictures: cross-entropy of the subject plus cross-entropy of the style."""
 
     def __call__(
-        self, model: Net, batch: Batch, step: int, generator: torch.Generator
+        self, model: IconNet, batch: Batch, step: int, generator: torch.Generator
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        logits = model(augmented(batch["pixels"], generator))
-        wanted = batch["subject"], batch["style"]
-        loss = sum((F.cross_entropy(a.float(), b) for a, b in zip(logits, wanted, strict=True)), torch.zeros(()))
-        right = [(a.argmax(1) == b).float().mean() for a, b in zip(logits, wanted, strict=True)]
-        return loss, {"subject": right[0], "style": right[1]}
+        logits = model(augment(batch["pixels"], generator))
+        labels = batch["subject"], batch["style"]
+        loss = sum((F.cross_entropy(a.float(), b) for a, b in zip(logits, labels, strict=True)), torch.zeros(()))
+        accuracy = [(a.argmax(1) == b).float().mean() for a, b in zip(logits, labels, strict=True)]
+        return loss, {"subject": accuracy[0], "style": accuracy[1]}
 
 
-class Labelled:
-    """Training data of a judge: pictures uint8 [M, 3, H, W], and the subject and the style of each."""
+class LabeledIcons:
+    """Training data of a classifier: pictures uint8 [M, 3, H, W], the subject and the style of each."""
 
     def __init__(self, pictures: Tensor, subjects: Sequence[str], styles: Sequence[str]) -> None:
         self.pictures, self.subjects, self.styles = pictures, sorted(set(subjects)), sorted(set(styles))
-        self._subject = _numbers(subjects, self.subjects)
-        self._style = _numbers(styles, self.styles)
+        self._subject = _class_indices(subjects, self.subjects)
+        self._style = _class_indices(styles, self.styles)
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -147,55 +147,56 @@ class Labelled:
     def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
         return {"pixels": self.pictures[indices], "subject": self._subject[indices], "style": self._style[indices]}
 
-    def digest(self, config: JudgeConfig) -> str:
-        """SHA-256 of the pictures, the labels and the settings."""
-        hashed = hashlib.sha256(
+    def digest(self, config: IconClassifierConfig) -> str:
+        """Return the SHA-256 of the pictures, the labels and the settings."""
+        sha = hashlib.sha256(
             json.dumps([to_dict(config), list(self.pictures.shape), self.subjects, self.styles]).encode()
         )
         for array in (self.pictures, self._subject, self._style):
-            hashed.update(array.contiguous().numpy().data)
-        return hashed.hexdigest()
+            sha.update(array.contiguous().numpy().data)
+        return sha.hexdigest()
 
 
-def _numbers(values: Sequence[str], names: Sequence[str]) -> Tensor:
-    """The index of each value among the names."""
-    places = {name: place for place, name in enumerate(names)}
-    return torch.tensor([places[value] for value in values])
+def _class_indices(values: Sequence[str], names: Sequence[str]) -> Tensor:
+    index = {name: i for i, name in enumerate(names)}
+    return torch.tensor([index[value] for value in values])
 
 
-class Judge:
+class IconClassifier:
     """A trained network with the names of its classes."""
 
-    def __init__(self, net: Net, subjects: Sequence[str], styles: Sequence[str]) -> None:
+    def __init__(self, net: IconNet, subjects: Sequence[str], styles: Sequence[str]) -> None:
         self.net, self.subjects, self.styles = net.eval(), list(subjects), list(styles)
 
     @torch.inference_mode()
-    def read(self, pictures: Tensor) -> tuple[list[str], list[str]]:
-        """The subject and the style of each of uint8 [B, 3, H, W]."""
+    def classify(self, pictures: Tensor) -> tuple[list[str], list[str]]:
+        """Return the subjects and the styles of uint8 [B, 3, H, W]."""
         subjects, styles = [], []
-        for part in pictures.split(_READ):
+        for part in pictures.split(_BATCH_SIZE):
             subject, style = self.net(part.float() / 255)
             subjects += [self.subjects[i] for i in subject.argmax(1).tolist()]
             styles += [self.styles[i] for i in style.argmax(1).tolist()]
         return subjects, styles
 
 
-def trained(
-    data: Labelled, folder: str | Path, config: JudgeConfig = JudgeConfig(), bar: Progress | None = None
-) -> Judge:
-    """The judge of these pictures: loaded if `folder` has it, else trained there, with the errors that
-    `training.loop.train` raises."""
+def train_classifier(
+    data: LabeledIcons,
+    folder: str | Path,
+    config: IconClassifierConfig = IconClassifierConfig(),
+    bar: Progress | None = None,
+) -> IconClassifier:
+    """Load the classifier of these pictures from `folder`, or train it there. Raises as `training.loop.train`."""
     out = Path(folder) / data.digest(config)[:16]
     torch.manual_seed(0)
-    net = Net(len(data.subjects), len(data.styles), config.width)
-    done = latest(out)
-    if done and step_of(done) == config.steps:
-        load_weights(net, done)
+    net = IconNet(len(data.subjects), len(data.styles), config.width)
+    checkpoint = latest(out)
+    if checkpoint and step_of(checkpoint) == config.steps:
+        load_weights(net, checkpoint)
     else:
         training = TrainConfig(
             steps=config.steps, batch_size=config.batch_size, optimizer=AdamWConfig(lr=config.lr), clip_norm=1.0,
             warmup_steps=config.steps // 20, schedule=Cosine(), keep=1,
         )  # fmt: skip
-        record = {"judge": {**to_dict(config), "pictures": len(data)}}
-        train(net, _Both(), Stream(data, config.batch_size), training, out, record=record, bar=bar)
-    return Judge(net, data.subjects, data.styles)
+        record = {"classifier": {**to_dict(config), "pictures": len(data)}}
+        train(net, _SubjectAndStyle(), Stream(data, config.batch_size), training, out, record=record, bar=bar)
+    return IconClassifier(net, data.subjects, data.styles)

@@ -1,6 +1,4 @@
-"""The pictures of a data set of icons, as their evaluation asks for them: single ones in splits, held-out pairs, and
-copies, which are the baseline of held-out combinations.
-"""
+"""Pictures of a data set of icons for its evaluation: splits, held-out pairs, and the copying baseline."""
 
 from __future__ import annotations
 
@@ -14,21 +12,21 @@ from torch import Tensor
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import Source
 from limner.errors import UserError
-from limner.evaluation.icon_classifier import Labelled
-from limner.evaluation.nearest_neighbor import Gallery
+from limner.evaluation.icon_classifier import LabeledIcons
+from limner.evaluation.nearest_neighbor import ReferenceSet
 
-#: Training, and why a drawing is held out, as metadata have it; and their titles in tables.
+#: Splits and their titles in tables: training pictures, and the two reasons to hold a picture out.
 SPLITS = {"combination": "held-out combinations", "subject": "held-out subjects", "train": "training captions"}
 
 
 @dataclass(frozen=True)
 class HeldOutPairs:
-    """The held-out pairs, P of them.
+    """P held-out pairs.
 
     Attributes:
         pictures: uint8 [P, 3, H, W].
-        captions: the first phrasing of each.
-        kinds: "style", "upside down", ...
+        captions: first caption of each pair.
+        kinds: transform of the lower half: "style", "upside down", ...
         subjects, styles: of the lower halves.
     """
 
@@ -41,87 +39,90 @@ class HeldOutPairs:
 
 @dataclass(frozen=True)
 class Icons:
-    """The pictures of a data set of icons.
+    """Pictures of a data set of icons.
 
     Attributes:
-        gallery: the M single pictures. A key is the subject, a family the subject without skin tones, a split one of
-            `SPLITS`.
+        references: the M single pictures. A key is the subject, a family the subject without its skin tone, a split one
+            of `SPLITS`.
         styles: of the single pictures, [M].
-        pairs: the held-out ones.
+        pairs: held-out pairs.
     """
 
-    gallery: Gallery
+    references: ReferenceSet
     styles: list[str]
     pairs: HeldOutPairs
 
     @staticmethod
-    def of(source: Source, size: int) -> Icons:
-        """Read a whole source at `size` pixels per side; samples that cannot be read are left out.
+    def from_source(source: Source, size: int) -> Icons:
+        """Read a whole source at `size` pixels per side, without the samples that cannot be read.
 
-        Raises `UserError` if none has a subject and a style.
+        Raises `UserError` if no sample has a subject and a style.
         """
-        found, pictures, captions, _ = ImageCaptionDataset(source, size).load(np.arange(len(source)))
-        facts = [source.meta(int(i)) for i in found]
-        drawings = [i for i, fact in enumerate(facts) if "subject" in fact and "style" in fact]
-        single = [i for i in drawings if "pair" not in facts[i]]
-        pairs = [i for i in drawings if isinstance(facts[i].get("pair"), dict) and facts[i].get("split") == "held-out"]
+        indices, pictures, captions, _ = ImageCaptionDataset(source, size).load(np.arange(len(source)))
+        meta = [source.meta(int(i)) for i in indices]
+        icons = [i for i, m in enumerate(meta) if "subject" in m and "style" in m]
+        single = [i for i in icons if "pair" not in meta[i]]
+        pairs = [i for i in icons if isinstance(meta[i].get("pair"), dict) and meta[i].get("split") == "held-out"]
         if not single:
-            raise UserError("no sample has a subject and a style in its metadata: give what `limner data icons` wrote")
+            raise UserError(
+                "no sample has a subject and a style in its metadata: name the output of `limner data icons`"
+            )
 
-        def says(which: Sequence[int], *keys: str) -> list[str]:
-            """For each sample the value of the first of these keys that it has."""
-            return [next(str(facts[i][key]) for key in keys if key in facts[i]) for i in which]
+        def first_value(samples: Sequence[int], *keys: str) -> list[str]:
+            """Return the value of the first key that a sample has."""
+            return [next(str(meta[i][key]) for key in keys if key in meta[i]) for i in samples]
 
         splits = [
-            str(facts[i].get("held_out", "combination")) if facts[i].get("split") == "held-out" else "train"
+            str(meta[i].get("held_out", "combination")) if meta[i].get("split") == "held-out" else "train"
             for i in single
         ]
         return Icons(
-            Gallery(
+            ReferenceSet(
                 pictures[single],
                 [captions[i][0] for i in single],
-                says(single, "subject"),
-                says(single, "base", "subject"),
+                first_value(single, "subject"),
+                first_value(single, "base", "subject"),
                 splits,
             ),
-            says(single, "style"),
+            first_value(single, "style"),
             HeldOutPairs(
                 pictures[pairs],
                 [captions[i][0] for i in pairs],
-                [str(facts[i]["pair"].get("kind")) for i in pairs],
-                says(pairs, "base", "subject"),
-                [str(facts[i]["pair"].get("style", facts[i]["style"])) for i in pairs],
+                [str(meta[i]["pair"].get("kind")) for i in pairs],
+                first_value(pairs, "base", "subject"),
+                [str(meta[i]["pair"].get("style", meta[i]["style"])) for i in pairs],
             ),
         )
 
     @property
-    def labelled(self) -> Labelled:
-        """Training data of a judge: all single pictures."""
-        return Labelled(self.gallery.pictures, self.gallery.families, self.styles)
+    def labeled(self) -> LabeledIcons:
+        """Training data of the classifier: all single pictures."""
+        return LabeledIcons(self.references.pictures, self.references.families, self.styles)
 
-    def distances(self) -> dict[tuple[str, str], float]:
-        """Mean squared error between the pictures of two styles, over the subjects that training has in both. Styles
-        without a common subject have no entry."""
-        gallery, of = self.gallery, dict[str, dict[str, int]]()
-        for i in gallery.choose("train"):
-            of.setdefault(self.styles[i], {}).setdefault(gallery.keys[i], i)
-        found = {}
-        for a, ours in of.items():
-            for b, theirs in of.items():
-                if a < b and (shared := sorted(ours.keys() & theirs.keys())):
-                    left, right = (gallery.pictures[[side[key] for key in shared]].float() for side in (ours, theirs))
-                    found[a, b] = found[b, a] = float(F.mse_loss(left, right))
-        return found
+    def style_distances(self) -> dict[tuple[str, str], float]:
+        """Return the mean squared error between two styles over their common training subjects, if there are any."""
+        references, by_style = self.references, dict[str, dict[str, int]]()
+        for i in references.split_indices("train"):
+            by_style.setdefault(self.styles[i], {}).setdefault(references.keys[i], i)
+        distances = {}
+        for a, in_a in by_style.items():
+            for b, in_b in by_style.items():
+                if a < b and (shared := sorted(in_a.keys() & in_b.keys())):
+                    left, right = (references.pictures[[side[key] for key in shared]].float() for side in (in_a, in_b))
+                    distances[a, b] = distances[b, a] = float(F.mse_loss(left, right))
+        return distances
 
-    def copies(self, wanted: Sequence[int]) -> list[int | None]:
-        """For each wanted picture the training picture of its subject in the nearest other style, with the same skin
-        tone if there is one; None if the subject is not in training."""
-        gallery, distances, of = self.gallery, self.distances(), dict[str, list[int]]()
-        for i in gallery.choose("train"):
-            of.setdefault(gallery.families[i], []).append(i)
+    def nearest_style_copies(self, targets: Sequence[int]) -> list[int | None]:
+        """Return for each target the training picture of its subject in the nearest other style, preferably with the
+        same skin tone; None if training does not have the subject."""
+        references, distances, by_family = self.references, self.style_distances(), dict[str, list[int]]()
+        for i in references.split_indices("train"):
+            by_family.setdefault(references.families[i], []).append(i)
 
-        def cost(w: int, i: int) -> tuple[float, bool]:
-            return distances.get((self.styles[w], self.styles[i]), np.inf), gallery.keys[i] != gallery.keys[w]
+        def cost(t: int, i: int) -> tuple[float, bool]:
+            return distances.get((self.styles[t], self.styles[i]), np.inf), references.keys[i] != references.keys[t]
 
-        others = ([i for i in of.get(gallery.families[w], []) if self.styles[i] != self.styles[w]] for w in wanted)
-        return [min(those, key=lambda i: cost(w, i), default=None) for w, those in zip(wanted, others, strict=True)]
+        pools = (
+            [i for i in by_family.get(references.families[t], []) if self.styles[i] != self.styles[t]] for t in targets
+        )
+        return [min(pool, key=lambda i: cost(t, i), default=None) for t, pool in zip(targets, pools, strict=True)]

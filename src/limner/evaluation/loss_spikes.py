@@ -1,6 +1,6 @@
-"""Which spikes of a run's loss its RMS_t foretold: a table and a page (Wortsman et al. 2023, Figure 4 and Appendix E).
+"""Report of a run's loss spikes and the RMS_t spikes that precede them (Wortsman et al. 2023, Figure 4, Appendix E).
 
-It reads the `stability.jsonl` that `training/rms_monitor.py` writes.
+The data is the `stability.jsonl` that `training/rms_monitor.py` writes.
 """
 
 from __future__ import annotations
@@ -19,82 +19,85 @@ from limner.evaluation.report import Points, chart, save_page, table
 from limner.metrics.spikes import FOLLOW_STEPS, RMS_SPIKE, SpikeMatch, loss_spikes, match_spikes
 from limner.training.metrics_log import read_metrics
 
-FILE = "stability.jsonl"  # in a stage's folder
+STABILITY_FILE = "stability.jsonl"  # in the folder of a stage
 HEADER = ("matrix", "RMS spikes", "loss spikes", "after an RMS spike", "by chance", "highest RMS")
-_AROUND = 40  # steps before and after a spike that the page shows
-_SHOWN = 6  # spikes with a chart of their own
-_MAX_STEP = 10_000_000  # of a row; those after it are left out
+_ZOOM_STEPS = 40  # steps before and after a spike in its chart
+_MAX_CHARTED_SPIKES = 6
+_MAX_STEP = 10_000_000  # rows of later steps are ignored
 
 
 @dataclass(frozen=True)
-class Foretold:
-    """A run's loss and RMS_t, a value for each step from 1 on; `found` compares their spikes, by matrix.
-    `features` are the mean magnitudes of what blocks give, at some steps."""
+class SpikeReport:
+    """Loss (NaN if not logged) and RMS_t (1 if not logged) of a run for each step from 1 on, RMS_t by matrix.
+
+    `matches` relates their spikes; `features` are mean magnitudes of block outputs at logged steps.
+    """
 
     loss: np.ndarray
     rms: dict[str, np.ndarray]
-    found: dict[str, SpikeMatch]
+    matches: dict[str, SpikeMatch]
     features: Mapping[str, Points]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Matrices whose spikes foretell most first."""
-        order = sorted(self.found, key=lambda name: (self.found[name].p_value, -self.rms[name].max()))
+        """Return the rows of the table, the most significant matrix first."""
+        order = sorted(self.matches, key=lambda name: (self.matches[name].p_value, -self.rms[name].max()))
         rows = []
         for name in order:
-            found, highest = self.found[name], self.rms[name].max()
-            counts = map(str, (len(found.rms), len(found.loss), len(found.following)))
-            rows.append((name, *counts, f"{found.p_value:.2g}", f"{highest:.1f}"))
+            match, highest = self.matches[name], self.rms[name].max()
+            counts = map(str, (len(match.rms), len(match.loss), len(match.following)))
+            rows.append((name, *counts, f"{match.p_value:.2g}", f"{highest:.1f}"))
         return rows
 
     def save(self, path: Path, title: str) -> Path:
-        """The page: all of the run, and its first spikes from near."""
-        first = self.rows()[0][0] if self.found else ""
+        """Write a page with the curves of the whole run and close-ups of its first spikes."""
+        first = self.rows()[0][0] if self.matches else ""
         charts = [chart("loss", {"loss": _points(self.loss)})]
         if first:
-            charts.append(chart(f"RMS of {first} ({RMS_SPIKE} is a spike)", {first: _points(self.rms[first])}))
+            charts.append(chart(f"RMS of {first} (spike: {RMS_SPIKE} or more)", {first: _points(self.rms[first])}))
         if self.features:
             names = list(self.features)
-            some = dict.fromkeys(names[i] for i in np.linspace(0, len(names) - 1, 4).round().astype(int))
-            charts.append(chart("mean magnitude of features", {name: self.features[name] for name in some}))
-        near = []
-        for step in loss_spikes(self.loss)[:_SHOWN]:
-            begin, end = max(0, step - _AROUND), step + _AROUND
-            near.append(chart(f"loss, spike at step {step}", {"loss": _points(self.loss[begin:end], begin)}))
+            charted = dict.fromkeys(names[i] for i in np.linspace(0, len(names) - 1, 4).round().astype(int))
+            charts.append(chart("mean magnitude of features", {name: self.features[name] for name in charted}))
+        close_ups = []
+        for step in loss_spikes(self.loss)[:_MAX_CHARTED_SPIKES]:
+            begin, end = max(0, step - _ZOOM_STEPS), step + _ZOOM_STEPS
+            close_ups.append(chart(f"loss, spike at step {step}", {"loss": _points(self.loss[begin:end], begin)}))
             if first:
-                near.append(chart(f"RMS of {first}", {first: _points(self.rms[first][begin:end], begin)}))
-        said = f"A loss spike comes after an RMS spike if it follows by {FOLLOW_STEPS[0]} to {FOLLOW_STEPS[1]} steps."
+                close_ups.append(chart(f"RMS of {first}", {first: _points(self.rms[first][begin:end], begin)}))
+        first_step, last_step = FOLLOW_STEPS
+        legend = f"A loss spike counts as preceded by an RMS spike that is {first_step} to {last_step} steps earlier."
         body = (
-            f"<h1>{escape(title)}</h1><p>{said}</p>{table(self.rows(), HEADER)}"
+            f"<h1>{escape(title)}</h1><p>{legend}</p>{table(self.rows(), HEADER)}"
             f'<h2>The run</h2><div class="charts">{"".join(charts)}</div>'
-            f'<h2>Loss spikes</h2><div class="charts">{"".join(near)}</div>'
+            f'<h2>Loss spikes</h2><div class="charts">{"".join(close_ups)}</div>'
         )
         return save_page(path, title, body)
 
 
-def foretold(folder: Path) -> Foretold:
-    """Of the stage in a folder. Raises `UserError` if it logged no steps."""
-    path = folder / FILE
+def spike_report(folder: Path) -> SpikeReport:
+    """Read the report of the stage in a folder. Raises `UserError` if the log is empty."""
+    path = folder / STABILITY_FILE
     rows = [row for row in read_metrics(path) if 0 < row["step"] <= _MAX_STEP and isinstance(row.get("rms"), dict)]
     if not rows:
-        raise UserError(f"{folder} has no steps in {FILE}: name a run of `limner train`, or a stage's folder in it")
+        raise UserError(f"no steps in {path}: name a run folder of `limner train`, or a stage folder in it")
     last = max(row["step"] for row in rows)
     names = {name for row in rows for name in row["rms"]}
 
-    def values(key: str, absent: float, of: str = "") -> np.ndarray:
-        found = np.full(last, absent)
+    def values(key: str, missing: float, group: str = "") -> np.ndarray:
+        series = np.full(last, missing)
         for row in rows:
-            if key in (part := row[of] if of else row):
-                found[row["step"] - 1] = _number(part[key])
-        return found
+            if key in (part := row[group] if group else row):
+                series[row["step"] - 1] = _number(part[key])
+        return series
 
     loss = values("loss", math.nan)
     rms = {name: values(name, 1.0, "rms") for name in sorted(names)}
     features: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(rows, key=lambda row: row["step"]):
-        if isinstance(found := row.get("features"), dict):
-            for name, value in found.items():
+        if isinstance(magnitudes := row.get("features"), dict):
+            for name, value in magnitudes.items():
                 features.setdefault(name, []).append((row["step"], _number(value)))
-    return Foretold(loss, rms, {name: match_spikes(loss, those) for name, those in rms.items()}, features)
+    return SpikeReport(loss, rms, {name: match_spikes(loss, series) for name, series in rms.items()}, features)
 
 
 def _number(value: Any) -> float:

@@ -1,8 +1,8 @@
-"""What a dVAE loses when pictures that it has not seen become tokens and pictures again.
+"""Reconstruction quality of a dVAE on unseen pictures.
 
-Hard reconstructions (argmax codes, as the prior sees them): PSNR, the codes in use and their perplexity
-over the whole set. For the scenes world also the share of reconstructions that the oracle reads as it
-reads the originals: same things, looks, background, and places to within half a unit.
+Hard reconstructions (argmax codes, the prior's input): PSNR, codes in use and their perplexity over the whole set. For
+scenes also the share of reconstructions that a scene parser reads as the same scene: equal attributes and background,
+positions within half a unit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limner.evaluation.confidence import PUBLISHED
+from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.json_files import write_json
 from limner.metrics.codebook import usage
 from limner.metrics.psnr import psnr
@@ -26,17 +26,18 @@ from limner.progress import Advance
 from limner.tasks import rendering, scene_reader, scenes, verify
 from limner.tasks.scenes import Split
 
-_BATCH = 64
+_BATCH_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruction:
-    """Measures over `pictures` pictures.
+    """Metrics over `pictures` pictures.
 
     Attributes:
         psnr: mean over pictures, in dB; `psnr_worst` is the first percentile.
-        codes: in use at least once, of `vocab`; `perplexity` is exp of their entropy in nats.
-        read_alike: share that the oracle reads as the originals; None for other pictures.
+        codes: number of codes used at least once, of `vocab`.
+        perplexity: exp of the entropy of the codes in nats.
+        same_scene: share of reconstructions that parse as the original scene; None for other pictures.
     """
 
     pictures: int
@@ -45,7 +46,7 @@ class Reconstruction:
     codes: int
     vocab: int
     perplexity: float
-    read_alike: float | None = None
+    same_scene: float | None = None
 
     def table(self) -> str:
         lines = [
@@ -54,31 +55,31 @@ class Reconstruction:
             f"  codes in use  {self.codes} of {self.vocab} ({self.codes / self.vocab:.0%}), "
             f"perplexity {self.perplexity:.0f}",
         ]
-        if self.read_alike is not None:
-            lines.append(f"  the oracle reads {self.read_alike:.1%} as it reads the originals")
+        if self.same_scene is not None:
+            lines.append(f"  same scene    {self.same_scene:.1%}")
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
         write_json(path, asdict(self), indent=2)
 
 
-def fresh_scenes(n: int, seed: int = PUBLISHED, split: Split | None = None, size: int = 48) -> Tensor:
-    """Pictures of the scenes world that no training set holds, uint8 [n, 3, size, size].
+def fresh_scenes(n: int, seed: int = TEST_SEEDS_FROM, split: Split | None = None, size: int = 48) -> Tensor:
+    """Render scenes that no training set has, uint8 [n, 3, size, size].
 
-    Without a split, held-out scenes and others take turns.
+    Without a split, scenes alternate between training and held-out combinations.
     """
     pictures = []
     for i in range(n):
-        which: Split = split or ("train", "held-out")[i % 2]  # type: ignore[assignment]
-        scene = scenes.sample_scene(np.random.default_rng([seed, i, 1]), split=which)
+        scene_split: Split = split or ("train", "held-out")[i % 2]  # type: ignore[assignment]
+        scene = scenes.sample_scene(np.random.default_rng([seed, i, 1]), split=scene_split)
         pictures.append(rendering.render(scene, size))
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
 
 
 def reconstructions(dvae: AnyDVAE, pictures: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Parts of uint8 [B, 3, H, W] on the dVAE's device, their tokens, and the pictures that these stand for."""
+    """Yield (pictures, tokens, reconstructions) for batches of uint8 [B, 3, H, W], on the dVAE's device."""
     device = next(dvae.parameters()).device
-    for part in (some.to(device) for some in pictures.split(_BATCH)):
+    for part in (batch.to(device) for batch in pictures.split(_BATCH_SIZE)):
         tokens = dvae.tokens(part)
         yield part, tokens, dvae.pictures(tokens)
 
@@ -87,19 +88,19 @@ def measure(
     dvae: AnyDVAE,
     pictures: Tensor,
     *,
-    read: bool = False,
+    check_scenes: bool = False,
     progress: Advance | None = None,
 ) -> Reconstruction:
-    """Reconstruct uint8 [B, 3, H, W]; `read` asks the oracle, for pictures of the scenes world."""
-    qualities, used, alike = [], [], 0
-    for part, tokens, again in reconstructions(dvae, pictures):
+    """Reconstruct uint8 [B, 3, H, W] and measure the result; `check_scenes` is for pictures of scenes."""
+    psnrs, used, same = [], [], 0
+    for part, tokens, decoded in reconstructions(dvae, pictures):
         used.append(tokens)
-        qualities.append(psnr(part, again))
-        if read:
-            alike += sum(map(_reads_alike, *(p.permute(0, 2, 3, 1).cpu().numpy() for p in (part, again))))
+        psnrs.append(psnr(part, decoded))
+        if check_scenes:
+            same += sum(map(_same_scene, *(p.permute(0, 2, 3, 1).cpu().numpy() for p in (part, decoded))))
         if progress:
             progress(len(part))
-    quality = torch.cat(qualities)
+    quality = torch.cat(psnrs)
     codes = usage(torch.cat(used), dvae.config.vocab)
     return Reconstruction(
         pictures=len(pictures),
@@ -108,27 +109,27 @@ def measure(
         codes=int(codes["codes"]),
         vocab=dvae.config.vocab,
         perplexity=float(codes["perplexity"]),
-        read_alike=alike / len(pictures) if read else None,
+        same_scene=same / len(pictures) if check_scenes else None,
     )
 
 
-def health(model: AnyDVAE, pixels: Tensor) -> dict[str, float]:
-    """What a run logs of uint8 [B, 3, H, W]: PSNR of hard reconstructions, codes in use, perplexity."""
-    found = measure(model, pixels)
-    return {"psnr": found.psnr, "codes": float(found.codes), "perplexity": found.perplexity}
+def codebook_metrics(model: AnyDVAE, pixels: Tensor) -> dict[str, float]:
+    """Return what a run logs of uint8 [B, 3, H, W]: PSNR of hard reconstructions, codes in use, perplexity."""
+    result = measure(model, pixels)
+    return {"psnr": result.psnr, "codes": float(result.codes), "perplexity": result.perplexity}
 
 
-def relaxation(model: DVAE, pixels: Tensor, tau: float, hard: float) -> dict[str, float]:
-    """PSNR of relaxed reconstructions of uint8 [B, 3, H, W] at temperature `tau`, and how far it is above `hard`."""
-    found = []
-    for part in pixels.split(_BATCH):
+def relaxation_gap(model: DVAE, pixels: Tensor, tau: float, hard: float) -> dict[str, float]:
+    """Return the PSNR of relaxed reconstructions of uint8 [B, 3, H, W] at temperature `tau`, and its gap to `hard`."""
+    psnrs = []
+    for part in pixels.split(_BATCH_SIZE):
         generator = torch.Generator(part.device).manual_seed(0)
         mu = model.decode(gumbel_softmax(model.encode(part), tau, generator))[0]
-        found.append(psnr(part, unmap_pixels(torch.sigmoid(mu))))
-    relaxed = float(torch.cat(found).mean())
+        psnrs.append(psnr(part, unmap_pixels(torch.sigmoid(mu))))
+    relaxed = float(torch.cat(psnrs).mean())
     return {"relaxed_psnr": relaxed, "gap": relaxed - hard}
 
 
-def _reads_alike(original: np.ndarray, again: np.ndarray) -> bool:
-    a, b = scene_reader.read(original).scene, scene_reader.read(again).scene
+def _same_scene(original: np.ndarray, decoded: np.ndarray) -> bool:
+    a, b = scene_reader.read(original).scene, scene_reader.read(decoded).scene
     return a is not None and b is not None and verify.alike(a, b)

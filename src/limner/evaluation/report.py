@@ -1,7 +1,7 @@
-"""Results for people: a contact sheet, and a web page that is one file and needs no network.
+"""Result pages: a contact sheet, and a web page in one file without network access.
 
-Pictures are embedded as data URIs, curves are inline SVG, the style follows the reader's light or dark
-scheme. Everything that comes from outside (captions, names) is escaped.
+Pictures are data URIs, curves are inline SVG, colors follow the reader's light or dark scheme. Captions and names are
+escaped.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of a contact sheet.
+class SheetRow:
+    """A caption of a contact sheet with its pictures.
 
     Attributes:
-        pictures: from left to right, each with the words below it.
-        right: whether the drawing keeps what the caption says; None if that is not known.
+        pictures: from left to right, each with its label.
+        right: verdict on the first picture; None if it is unknown.
     """
 
     caption: str
@@ -39,12 +39,12 @@ class Row:
 # ---------------------------------------------------------------------------- contact sheet
 
 
-def contact_sheet(rows: Sequence[Row], columns: int) -> Picture:
-    """All rows on one picture, `columns` of them side by side; pictures are enlarged to 144 pixels."""
+def contact_sheet(rows: Sequence[SheetRow], columns: int) -> Picture:
+    """Render all rows on one picture, in `columns` columns; pictures are enlarged to 144 pixels."""
     font, small = ImageFont.load_default(14), ImageFont.load_default(12)
-    side, gap, words = 144, 12, 66  # pixels of a picture, between things, and for the words of a row
+    side, gap, text_height = 144, 12, 66  # pixels
     width = max(len(row.pictures) for row in rows) * (side + gap) + gap
-    height = side + words + gap
+    height = side + text_height + gap
     columns = min(columns, len(rows))
     sheet = Image.new("RGB", (columns * width, math.ceil(len(rows) / columns) * height + gap), "white")
     draw = ImageDraw.Draw(sheet)
@@ -61,7 +61,7 @@ def contact_sheet(rows: Sequence[Row], columns: int) -> Picture:
 
 
 def wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
-    """Lines of at most `width` pixels, if no word is longer."""
+    """Wrap a text into lines of at most `width` pixels, except for longer words."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
@@ -73,7 +73,7 @@ def wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: i
 
 
 def save_png(picture: Picture, path: str | Path) -> Path:
-    """Write a picture, all or nothing."""
+    """Write a PNG file atomically."""
     path = Path(path)
     atomic_write_bytes(path, image_bytes(picture, optimize=True))
     return path
@@ -82,14 +82,14 @@ def save_png(picture: Picture, path: str | Path) -> Path:
 # ---------------------------------------------------------------------------- web page
 
 
-def image(picture: Picture, alt: str, side: int) -> str:
-    """An <img> of `side` CSS pixels whose pixels stay sharp."""
+def img_tag(picture: Picture, alt: str, side: int) -> str:
+    """Return an <img> of `side` CSS pixels with the picture as a data URI."""
     data = base64.b64encode(image_bytes(picture, optimize=True)).decode()
     return f'<img src="data:image/png;base64,{data}" alt="{escape(alt)}" width="{side}" height="{side}" loading="lazy">'
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> str:
-    """A <table>; cells are escaped."""
+    """Return a <table> with escaped cells."""
 
     def line(cells: Sequence[object], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
@@ -98,19 +98,19 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> str:
     return f"<table>{head}<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
 
 
-def chart(title: str, curves: Mapping[str, Points], over: str = "steps") -> str:
-    """Curves as inline SVG, with the extremes of both axes written at them; `over` says what x is."""
-    drawn = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in curves.items()}
-    drawn = {name: points for name, points in drawn.items() if len(points) > 1}
-    if not drawn:
+def chart(title: str, curves: Mapping[str, Points], x_label: str = "steps") -> str:
+    """Return curves as inline SVG with the limits of both axes; empty if no curve has two finite points."""
+    finite = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in curves.items()}
+    finite = {name: points for name, points in finite.items() if len(points) > 1}
+    if not finite:
         return ""
-    xs = [x for points in drawn.values() for x, _ in points]
-    ys = [y for points in drawn.values() for _, y in points]
+    xs = [x for points in finite.values() for x, _ in points]
+    ys = [y for points in finite.values() for _, y in points]
     width, height = 420, 200
     left, bottom, top = 52, height - 22, 26
     x0, x1, y0, y1 = min(xs), max(xs), min(ys), max(ys)
 
-    def at(x: float, y: float) -> str:
+    def to_pixels(x: float, y: float) -> str:
         px = left + (x - x0) / ((x1 - x0) or 1) * (width - left - 8)
         py = bottom - (y - y0) / ((y1 - y0) or 1) * (bottom - top)
         return f"{px:.1f},{py:.1f}"
@@ -120,22 +120,22 @@ def chart(title: str, curves: Mapping[str, Points], over: str = "steps") -> str:
         f'role="img" aria-label="{escape(title)}">',
         f'<text x="{left}" y="14" class="title">{escape(title)}</text>',
         f'<path class="axis" d="M{left},{top}V{bottom}H{width - 8}"/>',
-        f'<text x="{left - 6}" y="{top + 4}" text-anchor="end">{_short(y1)}</text>',
-        f'<text x="{left - 6}" y="{bottom}" text-anchor="end">{_short(y0)}</text>',
-        f'<text x="{left}" y="{height - 6}">{_short(x0)}</text>',
-        f'<text x="{width - 8}" y="{height - 6}" text-anchor="end">{escape(over)}: {_short(x1)}</text>',
+        f'<text x="{left - 6}" y="{top + 4}" text-anchor="end">{_format_number(y1)}</text>',
+        f'<text x="{left - 6}" y="{bottom}" text-anchor="end">{_format_number(y0)}</text>',
+        f'<text x="{left}" y="{height - 6}">{_format_number(x0)}</text>',
+        f'<text x="{width - 8}" y="{height - 6}" text-anchor="end">{escape(x_label)}: {_format_number(x1)}</text>',
     ]
-    for i, (name, points) in enumerate(drawn.items()):
-        some = [*points[: -1 : math.ceil(len(points) / 400)], points[-1]]  # a screen shows no more of a curve
-        line = " ".join(at(x, y) for x, y in some)
+    for i, (name, points) in enumerate(finite.items()):
+        shown = [*points[: -1 : math.ceil(len(points) / 400)], points[-1]]  # enough points for the width
+        line = " ".join(to_pixels(x, y) for x, y in shown)
         parts.append(f'<polyline class="c{i % 4}" points="{line}"><title>{escape(name)}</title></polyline>')
-        if len(drawn) > 1:
+        if len(finite) > 1:
             y = top + 4 + 15 * i
             parts.append(f'<text x="{width - 12}" y="{y}" text-anchor="end" class="c{i % 4}">{escape(name)}</text>')
     return "".join(parts) + "</svg>"
 
 
-def _short(number: float) -> str:
+def _format_number(number: float) -> str:
     return f"{number:,.0f}" if number == round(number) else f"{number:.3g}"
 
 
@@ -168,14 +168,14 @@ table { border-collapse: collapse; font-size: .92rem } td, th { text-align: left
 """
 
 
-def drawing(chart: str) -> str:
-    """A chart as the content of an .svg file, with its style."""
+def chart_svg(chart: str) -> str:
+    """Return a chart as the content of an .svg file, with its style sheet."""
     head, _, rest = chart.partition(">")
     return f"{head}><style>{_STYLE}</style>{rest}\n"
 
 
 def page(title: str, body: str) -> str:
-    """A whole HTML document."""
+    """Return an HTML document."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -184,6 +184,6 @@ def page(title: str, body: str) -> str:
 
 
 def save_page(path: str | Path, title: str, body: str) -> Path:
-    """Write the document, all or nothing."""
+    """Write an HTML document atomically."""
     atomic_write_text(path, page(title, body))
     return Path(path)

@@ -1,4 +1,4 @@
-"""Drawings of scenes to look at: the best of each caption beside a real scene, with the oracle's verdict."""
+"""Contact sheet of scenes: the best drawing of each caption next to a real scene, with its verdict."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from PIL import Image
 from torch import Tensor
 
 from limner.evaluation import report
-from limner.evaluation.composition import Composition
+from limner.evaluation.composition import CompositionResult
 from limner.tasks.rendering import render
 from limner.tasks.scenes import Scene
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A caption with the real scene and its candidates: uint8 [N, 3, H, W], scores [N], verdicts [N]."""
+class SceneSample:
+    """A caption with its real scene and its candidates: pictures uint8 [N, 3, H, W], scores [N], verdicts [N]."""
 
     caption: str
     scene: Scene
@@ -36,20 +36,20 @@ class Shown:
         return Image.fromarray(render(self.scene, self.pictures.shape[-1]))
 
 
-def shown(asked: Iterable[tuple[str, Scene]], pictures: Iterable[Tensor], result: Composition) -> list[Shown]:
-    """The first captions that were asked for, as many as there are pictures kept, each with its candidates'."""
-    return [
-        Shown(caption, scene, part, scores, right)
-        for (caption, scene), part, scores, right in zip(asked, pictures, result.scores, result.right, strict=False)
-    ]
+def scene_samples(
+    captions: Iterable[tuple[str, Scene]], pictures: Iterable[Tensor], result: CompositionResult
+) -> list[SceneSample]:
+    """Return the samples of the first captions, one for each entry of `pictures`."""
+    rows = zip(captions, pictures, result.scores, result.right, strict=False)
+    return [SceneSample(caption, scene, part, scores, right) for (caption, scene), part, scores, right in rows]
 
 
-def sheet(shown: Sequence[Shown]) -> Image.Image:
-    """The best drawing of each caption beside the real scene."""
+def render_samples(samples: Sequence[SceneSample]) -> Image.Image:
+    """Render the best drawing of each caption next to the real scene."""
     rows = []
-    for one in shown:
-        right = bool(one.right[one.best])
-        label = f"{'right' if right else 'wrong'}, score {float(one.scores[one.best]):.2f}"
-        pictures = [(one.picture(one.best), label), (one.real(), "a real scene")]
-        rows.append(report.Row(caption=one.caption, pictures=pictures, right=right))
+    for sample in samples:
+        right = bool(sample.right[sample.best])
+        label = f"{'right' if right else 'wrong'}, score {float(sample.scores[sample.best]):.2f}"
+        pictures = [(sample.picture(sample.best), label), (sample.real(), "a real scene")]
+        rows.append(report.SheetRow(caption=sample.caption, pictures=pictures, right=right))
     return report.contact_sheet(rows, columns=min(4, len(rows)))

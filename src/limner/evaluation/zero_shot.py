@@ -1,10 +1,11 @@
 """Zero-shot classification with the contrastive model (Radford et al. 2021, §3.1).
 
-A class is a name put into several prompts. The vectors of its prompts are averaged, and a picture belongs to the class
-whose average is nearest. The classes of scenes are the 40 colored shapes, of scenes with one thing of a held-out
-combination; the classes of a data set are the names of its pictures, as `limner data emoji` writes them.
+A class is a name put into several prompts. The class embedding is the mean of its prompt embeddings, normalized. A
+picture belongs to the class with the highest cosine similarity. The classes of scenes are the 40 colored shapes, tested
+on scenes with one object of a held-out combination. The classes of a data set are the names of its pictures, in the
+format of `limner data emoji`.
 
-Shapes: B pictures of H x W pixels, C classes, E embedding.
+Shapes: B pictures of H x W pixels, C classes, K prompts of T tokens per class.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from torch import Tensor
 
 from limner.data.sample import Source
 from limner.errors import UserError
-from limner.evaluation.confidence import PUBLISHED, Rate
-from limner.evaluation.generate_batches import combination
-from limner.evaluation.nearest_neighbor import Gallery
+from limner.evaluation.confidence import TEST_SEEDS_FROM, Proportion
+from limner.evaluation.generate_batches import attribute_key
+from limner.evaluation.nearest_neighbor import ReferenceSet
 from limner.json_files import write_json
 from limner.models.contrastive import Contrastive
 from limner.progress import Advance
@@ -32,26 +33,26 @@ from limner.tasks.rendering import render
 from limner.tasks.scenes import BACKGROUNDS, COLORS, SHAPES, SIZES, Split, sample_scene
 from limner.text.bpe import Tokenizer
 
-TOP = (1, 5)  # a picture is right if its class is among so many
+TOP_K = (1, 5)
 EMOJI_PROMPTS = ("{}", "{} emoji")
 SCENE_PROMPTS = (
     *(f"a {size} {{}} on a {background} background" for size, background in product(SIZES, BACKGROUNDS)),
     *(f"a {size} striped {{}} on a {background} background" for size, background in product(SIZES, BACKGROUNDS)),
     *(f"a {size} outlined {{}} on a {background} background" for size, background in product(SIZES, BACKGROUNDS)),
 )
-_READ = 256  # pictures or prompts encoded at a time
+_BATCH_SIZE = 256
 
 
 @dataclass(frozen=True)
-class Task:
+class ZeroShotTask:
     """Pictures to classify.
 
     Attributes:
         pictures: uint8 [B, 3, H, W].
-        labels: the index of each picture's class, [B].
-        clusters: pictures of one cluster are alike (see `confidence.py`), [B].
-        names: of the C classes.
-        prompts: texts with "{}" in the place of the name.
+        labels: class index of each picture, [B].
+        clusters: of the pictures, for intervals (`confidence.py`), [B].
+        names: of the classes, [C].
+        prompts: texts with "{}" for the name, [K].
     """
 
     pictures: Tensor
@@ -61,43 +62,40 @@ class Task:
     prompts: Sequence[str]
 
 
-def scenes(count: int, size: int, split: Split = "held-out", seed: int = PUBLISHED) -> Task:
-    """Fresh scenes of one thing, whose color and shape is asked for. Scene i depends on the seed and i alone."""
+def scene_task(count: int, size: int, split: Split = "held-out", seed: int = TEST_SEEDS_FROM) -> ZeroShotTask:
+    """Sample scenes with one object; its color and shape are the class. Scene i depends only on the seed and i."""
     names = [f"{color} {shape}" for color, shape in product(COLORS, SHAPES)]
     pictures, labels, clusters = [], [], []
     for i in range(count):
         scene = sample_scene(np.random.default_rng([seed, i]), count=1, split=split)
         pictures.append(torch.from_numpy(render(scene, size)).permute(2, 0, 1))
         labels.append(names.index(f"{scene.things[0].color} {scene.things[0].shape}"))
-        clusters.append(combination(scene))
-    return Task(torch.stack(pictures), labels, clusters, names, SCENE_PROMPTS)
+        clusters.append(attribute_key(scene))
+    return ZeroShotTask(torch.stack(pictures), labels, clusters, names, SCENE_PROMPTS)
 
 
-def pictures_of(source: Source, size: int, split: str, count: int, seed: int = PUBLISHED) -> Task:
-    """Pictures of a data set among all its names. Raises `UserError` if it has none of the split."""
-    gallery = Gallery.of(source, size)
-    chosen = gallery.choose(split, count, seed)
-    if not chosen:
-        raise UserError(f"the data has no picture in the split {split!r}")
-    names = list(dict.fromkeys(gallery.captions))
-    index = {name: i for i, name in enumerate(names)}
-    return Task(
-        gallery.pictures[chosen], [index[gallery.captions[i]] for i in chosen], [gallery.families[i] for i in chosen],
-        names, EMOJI_PROMPTS,
-    )  # fmt: skip
+def dataset_task(source: Source, size: int, split: str, count: int, seed: int = TEST_SEEDS_FROM) -> ZeroShotTask:
+    """Sample pictures of a split; all names of the data set are classes. Raises `UserError` for an empty split."""
+    data = ReferenceSet.from_source(source, size)
+    rows = data.split_indices(split, count, seed)
+    if not rows:
+        raise UserError(f"split {split!r} of the data is empty: choose another split")
+    names = list(dict.fromkeys(data.captions))
+    labels, families = [names.index(data.captions[i]) for i in rows], [data.families[i] for i in rows]
+    return ZeroShotTask(data.pictures[rows], labels, families, names, EMOJI_PROMPTS)
 
 
 @dataclass(frozen=True)
 class ZeroShotResult:
-    """Whether the class of each picture is among the first k: bool [B] by k."""
+    """Verdicts by k: True if the class of a picture is among the k most similar ones, bool [B]."""
 
     right: dict[int, np.ndarray]
     classes: int
     clusters: list[str]
-    prompts: int  # of each class
+    prompts: int  # per class
 
-    def rates(self) -> dict[int, Rate]:
-        return {k: Rate.of(values, self.clusters) for k, values in self.right.items()}
+    def rates(self) -> dict[int, Proportion]:
+        return {k: Proportion.from_values(values, self.clusters) for k, values in self.right.items()}
 
     def table(self) -> str:
         lines = [f"{len(self.clusters):,} pictures, {self.classes:,} classes, {self.prompts} prompts each"]
@@ -108,38 +106,40 @@ class ZeroShotResult:
         return "\n".join(lines)
 
     def save(self, path: str | Path, model: str) -> None:
-        """As JSON, with the name of the model."""
+        """Write the rates as JSON, with the name of the model."""
         settings = {"model": model, "prompts": self.prompts}
         rates = {f"top {k}": rate.to_dict() for k, rate in self.rates().items()}
         write_json(path, {"rates": rates, "classes": self.classes, "settings": settings}, indent=1)
 
 
-def evaluate(model: Contrastive, tokenizer: Tokenizer, task: Task, progress: Advance | None = None) -> ZeroShotResult:
-    """Classify the pictures. `progress` is advanced by prompts and pictures."""
+def evaluate(
+    model: Contrastive, tokenizer: Tokenizer, task: ZeroShotTask, progress: Advance | None = None
+) -> ZeroShotResult:
+    """Classify the pictures. `progress` advances by prompts and pictures."""
     length, device = model.config.text_len, next(model.parameters()).device
     text = [tokenizer.encode([prompt.format(name) for prompt in task.prompts], length) for name in task.names]
-    found = logits(model, torch.stack(text).to(device), task.pictures, progress)
-    ranks = found.argsort(dim=1, descending=True, stable=True)
+    similarity = cosine_similarity(model, torch.stack(text).to(device), task.pictures, progress)
+    ranks = similarity.argsort(dim=1, descending=True, stable=True)
     labels = torch.tensor(task.labels)[:, None]
-    right = {k: (ranks[:, :k] == labels).any(1).numpy() for k in TOP if k < len(task.names)}
+    right = {k: (ranks[:, :k] == labels).any(1).numpy() for k in TOP_K if k < len(task.names)}
     return ZeroShotResult(right, len(task.names), task.clusters, len(task.prompts))
 
 
 @torch.inference_mode()
-def logits(
+def cosine_similarity(
     model: Contrastive, prompts: Tensor, pictures: UInt8[Tensor, "B 3 H W"], progress: Advance | None = None
 ) -> Float[Tensor, "B C"]:
-    """Cosines of pictures and classes: prompts int64 [C, K, T], pictures uint8 [B, 3, H, W] -> [B, C]."""
+    """Return the cosine similarity of pictures uint8 [B, 3, H, W] and classes, prompts int64 [C, K, T] -> [B, C]."""
     device = next(model.parameters()).device
 
-    def parts(values: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
-        made = []
-        for part in values.split(_READ):
-            made.append(encode(part.to(device)))
+    def encode_batches(values: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
+        encoded = []
+        for batch in values.split(_BATCH_SIZE):
+            encoded.append(encode(batch.to(device)))
             if progress:
-                progress(len(part))
-        return torch.cat(made)
+                progress(len(batch))
+        return torch.cat(encoded)
 
-    texts = parts(prompts.flatten(0, 1), model.encode_text).unflatten(0, prompts.shape[:2])
+    texts = encode_batches(prompts.flatten(0, 1), model.encode_text).unflatten(0, prompts.shape[:2])
     classes = F.normalize(texts.mean(1), dim=-1)
-    return (parts(pictures, model.encode_image) @ classes.T).cpu()
+    return (encode_batches(pictures, model.encode_image) @ classes.T).cpu()

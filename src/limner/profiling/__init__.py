@@ -1,1 +1,1 @@
-"""What training and drawing cost: planned for other machines, measured on this one."""
+"""Cost of training and sampling: calculated for other machines, measured on this one."""

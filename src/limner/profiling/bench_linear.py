@@ -1,7 +1,7 @@
-"""What a linear layer costs in each number format, and where: its parts, its products, forward and backward.
+"""Time of a linear layer in each number format: its steps, its matrix products, forward and backward.
 
-For Appendix B of Wortsman et al. 2023. The sides of a comparison take turns, round after round, so that what slows the
-machine slows them all.
+For Appendix B of Wortsman et al. 2023. Alternatives are timed alternately in each round, so that slow phases of the
+machine affect all of them.
 
 Shapes: b rows, n inputs, m outputs.
 """
@@ -35,89 +35,91 @@ SIMULATED = [Fp8SwitchBackLinear, Fp8TensorWiseLinear]
 Times = Mapping[str, list[float]]
 
 
-def rounds(sides: Mapping[str, Callable[[], object]], times: int, device: torch.device) -> Times:
-    """Seconds of each side, in turn, `times` times, after a round that warms up."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
+def time_rounds(functions: Mapping[str, Callable[[], object]], times: int, device: torch.device) -> Times:
+    """Return the seconds of each function in `times` rounds, after a warm-up round."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(times + 1):
-        for name, act in sides.items():
-            _settle(device)
-            begun = time.perf_counter()
-            act()
-            _settle(device)
+        for name, function in functions.items():
+            _synchronize(device)
+            start = time.perf_counter()
+            function()
+            _synchronize(device)
             if number:
-                found[name].append(time.perf_counter() - begun)
-    return found
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
 
 
-def parts(
+def switchback_steps(
     x: Float[Tensor, "b n"], weight: Float[Tensor, "m n"], g: Float[Tensor, "b m"]
 ) -> dict[str, Callable[[], object]]:
-    """The steps of a SwitchBack layer."""
+    """Return the steps of a SwitchBack layer."""
     (q, scale_x), (w, scale_w) = row_wise(x), tensor_wise(weight)
     (h, scale_g), (t, scale_t) = row_wise(g), tensor_wise_transposed(weight)
-    nobody = torch.zeros((), dtype=torch.int64)  # counts these products
+    counter = torch.zeros((), dtype=torch.int64)  # counts products, ignored
     return {
-        "quantise x": lambda: row_wise(x),
-        "quantise w": lambda: tensor_wise(weight),
-        "quantise g": lambda: row_wise(g),
-        "quantise w^T": lambda: tensor_wise_transposed(weight),
+        "quantize x": lambda: row_wise(x),
+        "quantize w": lambda: tensor_wise(weight),
+        "quantize g": lambda: row_wise(g),
+        "quantize w^T": lambda: tensor_wise_transposed(weight),
         "forward": lambda: int8.product(q, w, scale_x, scale_w, None, x.dtype),
         "input gradient": lambda: int8.product(h, t, scale_g, scale_t, None, x.dtype),
-        "weight gradient": lambda: weight_gradient(g, x, weight.dtype, nobody),
+        "weight gradient": lambda: weight_gradient(g, x, weight.dtype, counter),
     }
 
 
-def products(x: Float[Tensor, "b n"], weight: Float[Tensor, "m n"]) -> dict[str, Callable[[], object]]:
-    """x w^T in each format, and the int8 sums alone without their scales."""
+def matmuls(x: Float[Tensor, "b n"], weight: Float[Tensor, "m n"]) -> dict[str, Callable[[], object]]:
+    """Return x w^T in each format, and the int8 product without scales."""
     (q, scale_x), (w, scale_w) = row_wise(x), tensor_wise(weight)
     x32, w32, x16, w16 = x.float(), weight.float(), x.bfloat16(), weight.bfloat16()
-    found: dict[str, Callable[[], object]] = {
+    functions: dict[str, Callable[[], object]] = {
         "fp32": lambda: x32 @ w32.mT,
         "bf16": lambda: x16 @ w16.mT,
         f"int8 ({int8.kernel(q, w)[0]})": lambda: int8.product(q, w, scale_x, scale_w, None, x.dtype),
     }
     if int8.kernel(q, w)[0] == "_int_mm":
-        found["int8, sums alone"] = lambda: int8.sums(q, w)
-    return found
+        functions["int8, sums alone"] = lambda: int8.sums(q, w)
+    return functions
 
 
-def step(layer: nn.Module, x: Tensor, g: Tensor) -> None:
-    """Forward and backward, with new gradients each time."""
+def _fwd_bwd(layer: nn.Module, x: Tensor, g: Tensor) -> None:
+    """Run forward and backward with cleared gradients."""
     x = x.detach().requires_grad_()
     layer.zero_grad(set_to_none=True)
     layer(x).backward(g)
 
 
-def layers(x: Float[Tensor, "b n"], g: Float[Tensor, "b m"], simulated: bool) -> dict[str, Callable[[], object]]:
-    """Forward and backward of all layers; those of 8 bits take the format of x."""
+def layer_steps(x: Float[Tensor, "b n"], g: Float[Tensor, "b m"], simulated: bool) -> dict[str, Callable[[], object]]:
+    """Return forward and backward of all layers; 8-bit layers take the format of x."""
     n, m = x.shape[1], g.shape[1]
-    ordinary = nn.Linear(n, m, device=x.device)
-    sides: dict[str, Callable[[], object]] = {
-        "nn.Linear fp32": partial(step, ordinary, x.float(), g.float()),
-        "nn.Linear bf16": partial(step, nn.Linear(n, m, device=x.device).bfloat16(), x.bfloat16(), g.bfloat16()),
+    linear = nn.Linear(n, m, device=x.device)
+    functions: dict[str, Callable[[], object]] = {
+        "nn.Linear fp32": partial(_fwd_bwd, linear, x.float(), g.float()),
+        "nn.Linear bf16": partial(_fwd_bwd, nn.Linear(n, m, device=x.device).bfloat16(), x.bfloat16(), g.bfloat16()),
     }
     for kind in (StandardLinear, *LAYERS, *(SIMULATED if simulated else ())):
-        sides[kind.__name__] = partial(step, kind.of(ordinary), x, g)
-    return sides
+        functions[kind.__name__] = partial(_fwd_bwd, kind.of(linear), x, g)
+    return functions
 
 
-def times_as_fast(base: list[float], other: list[float]) -> float:
-    """How many times as fast as the base a side is: the median over rounds."""
-    return statistics.median(one / two for one, two in zip(base, other, strict=True))
+def median_speedup(base: list[float], other: list[float]) -> float:
+    """Return the speedup over `base`, the median over rounds."""
+    return statistics.median(a / b for a, b in zip(base, other, strict=True))
 
 
-def processor(device: torch.device) -> str:
-    """The device, in words."""
+def describe_device(device: torch.device) -> str:
+    """Return the name of a GPU, or the low-precision units of a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name()
-    kinds = {
+    units = {
         "VNNI": torch.cpu._is_vnni_supported(),
         "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
         "AMX": torch.cpu._is_amx_tile_supported(),
     }
-    return f"a CPU with {' and '.join(name for name, there in kinds.items() if there) or 'no unit for 8 or 16 bits'}"
+    return (
+        f"a CPU with {' and '.join(name for name, present in units.items() if present) or 'no unit for 8 or 16 bits'}"
+    )
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()

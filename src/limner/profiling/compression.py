@@ -1,5 +1,4 @@
-"""What PowerSGD saves, by the paper's own calculation: Tables 1 and 2, and ranks and rates between their rows (§2.5,
-App. E.1)."""
+"""PowerSGD's savings as calculated in Ramesh et al. 2021 (Tables 1 and 2), for any width and rank (§2.5, App. E.1)."""
 
 from __future__ import annotations
 
@@ -7,22 +6,22 @@ from math import ceil
 
 
 def default_rank(width: int) -> int:
-    """The paper's choice at its three sizes (Table 1), between and beyond them in proportion."""
+    """Return the rank for a width: the paper's at its three widths (Table 1), proportional for other widths."""
     return max(128, 128 * ceil(0.225 * width / 128))
 
 
 def compression_rate(width: int, rank: int, m: int = 8) -> float:
-    """1 - r (m + 2) / (2 d m): the share of traffic saved, 1 - 5 r / 8 d at m = 8 (§2.5, App. E.1)."""
+    """Return the share of traffic saved, 1 - r (m + 2) / (2 d m), which is 1 - 5 r / 8 d for m = 8 (App. E.1)."""
     return 1 - rank * (m + 2) / (2 * width * m)
 
 
 def table1() -> list[tuple[int, int, int, float]]:
-    """Table 1: effective parameters, width, rank, compression rate, at 64 layers."""
+    """Return the rows of Table 1: effective parameters, width, rank, compression rate, for 64 layers."""
     return [(12 * 64 * d * d, d, r, compression_rate(d, r)) for d, r in ((1920, 512), (2688, 640), (3968, 896))]
 
 
 def table2(d: int, r: int, m: int) -> dict[str, tuple[float, float, float]]:
-    """Table 2: values of a layer's gradient shard, and of its factors P and Q, that one GPU sends."""
+    """Return Table 2: numbers of values of a layer's gradient shard and of its factors P and Q, sent by one GPU."""
     rows: dict[str, tuple[float, float, float]] = {
         "qkv and post-attention matrices": (4 * d * d / m, 4 * d * r / m, 4 * r / m * d / m),
         "first MLP matrix": (d * 4 * d / m, d * r / m, r / m * 4 * d / m),

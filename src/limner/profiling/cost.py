@@ -1,12 +1,10 @@
-"""What training a prior will cost, by calculation: parameters, memory, arithmetic, communication, time.
+"""Analytic cost of training a prior: parameters, memory, FLOPs, communication, time.
 
-Parameters are counted on the meta device. The rest is arithmetic over a `TransformerConfig`, each term
-named here; no GPU is touched. A test compares the memory with measured peaks. What is assumed rather
-than derived is in `gpus.py`.
+Parameters are counted on the meta device. The rest is arithmetic over a `TransformerConfig`, with one method per term
+and without a GPU. A test compares the memory with measured peaks. Assumptions that cannot be derived are in `gpus.py`.
 
-The layout is the paper's (§2.4, §2.5, Figure 5): each machine holds one copy of the parameters, sharded
-over its `m` GPUs; machines average gradients, PowerSGD-compressed to rank r or not; each GPU has samples
-of its own.
+The layout is the paper's (§2.4, §2.5, Figure 5): each machine has a copy of the parameters, sharded over `m` GPUs.
+Machines average gradients, optionally compressed by PowerSGD to rank r. Each GPU has its own samples.
 
 Shapes: B samples on a GPU, N = P + S positions, D width, L layers, H heads, V vocabulary.
 """
@@ -28,11 +26,9 @@ from limner.profiling.compression import default_rank, table2
 from limner.profiling.gpus import GPUS
 
 GB = 1e9
-_MASTER = 4  # bytes of an fp32 value
-_HALF = 2  # bytes of a 16-bit value
+_FP32, _HALF = 4, 2  # bytes per value
 
-
-_KINDS = {
+_PARAMETER_KINDS = {
     "attention.branch.qkv.weight": "queries, keys, values",
     "attention.branch.out.weight": "attention outputs",
     "mlp.branch.up.weight": "first MLP matrices",
@@ -47,30 +43,30 @@ _KINDS = {
     "head.text.weight": "text unembedding",
     "head.image.weight": "image unembedding",
 }
-MATRICES = tuple(_KINDS.values())[:4]  # what is sharded in 16 bits and compressed
+MATRICES = tuple(_PARAMETER_KINDS.values())[:4]  # sharded in 16 bits and compressed
 
 
-def parameters(config: TransformerConfig) -> Counter[str]:
-    """Numbers of parameters by kind, of a model built on the meta device."""
+def count_parameters(config: TransformerConfig) -> Counter[str]:
+    """Count parameters by kind, of a model built on the meta device."""
     with torch.device("meta"):
         model = config.build()
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for name, p in model.named_parameters():
         if name.startswith("blocks."):
             name = name.split(".", 2)[2]
-        found[_KINDS.get(name, "gains and biases")] += p.numel()
-    return found
+        counts[_PARAMETER_KINDS.get(name, "gains and biases")] += p.numel()
+    return counts
 
 
-def visible_pairs(config: TransformerConfig, pattern: Pattern) -> int:
-    """How many pairs (position, position that it sees) a sequence has in a layer of that pattern."""
+def attended_pairs(config: TransformerConfig, pattern: Pattern) -> int:
+    """Count the (query, key) pairs of a sequence that a pattern allows."""
     p, s = config.text_len + 1, config.grid[0] * config.grid[1]
     return p * (p + 1) // 2 + s * p + s * len(pattern.offsets) - sum(pattern.offsets)
 
 
 @lru_cache(maxsize=16)
-def _weights(config: TransformerConfig, pattern: Pattern, device: str = "cpu") -> tuple[bool, int, int, int]:
-    """How layers of a pattern attend: sparsely or not, weights and keys of one sequence, and sequences at once."""
+def _attention_size(config: TransformerConfig, pattern: Pattern, device: str = "cpu") -> tuple[bool, int, int, int]:
+    """Return the size of an attention: sparse or not, weights and keys of one sequence, sequences per kernel call."""
     path = training_core(pattern, config.text_len + 1)
     if isinstance(path, SparseAttention):
         return True, path.bias.numel(), path.bias.numel() // path.queries, path.at_once_on(device)
@@ -80,16 +76,16 @@ def _weights(config: TransformerConfig, pattern: Pattern, device: str = "cpu") -
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One prior on one kind of machine. Bytes are of one GPU, FLOPs and seconds of one step.
+    """Cost of one prior on one type of machine: bytes per GPU, FLOPs and seconds per step.
 
     Args:
         config: the model.
-        gpu, gpus: a name in `GPUS`, and how many.
-        per_machine: m, among which a machine's copy of the parameters is sharded.
-        batch: samples per step, over all GPUs.
-        rank: r of PowerSGD, over all shards together (Table 1); None takes `default_rank`.
-        packed: Adam's moments of the blocks' matrices are in 16 bits even where all else is fp32 (`AdamW16`).
-        device: the type of device whose parts attention works on: a GPU takes more sequences at once.
+        gpu, gpus: a name in `GPUS`, and the number of GPUs.
+        per_machine: GPUs of a machine, over which its copy of the parameters is sharded.
+        batch: samples per step over all GPUs.
+        rank: r of PowerSGD over all shards (Table 1); None means `default_rank`.
+        half_moments: store Adam's moments of the blocks' matrices in 16 bits (`AdamW16`).
+        device: device type, which sets the number of sequences per attention kernel call.
     """
 
     config: TransformerConfig
@@ -98,12 +94,12 @@ class Cost:
     per_machine: int = 8
     batch: int = 64
     rank: int | None = None
-    packed: bool = False
+    half_moments: bool = False
     device: str = "cpu"
 
     @property
-    def effective(self) -> int:
-        """12 n_layer d_model^2, the paper's count of parameters."""
+    def effective_parameters(self) -> int:
+        """The paper's parameter count, 12 n_layer d_model^2."""
         return 12 * self.config.depth * self.config.width**2
 
     @property
@@ -116,7 +112,7 @@ class Cost:
 
     @property
     def samples(self) -> int:
-        """B: on the fullest GPU."""
+        """B, the largest number of samples on a GPU."""
         return ceil(self.batch / self.gpus)
 
     @property
@@ -124,100 +120,99 @@ class Cost:
         return self.config.text_len + 1 + self.config.grid[0] * self.config.grid[1]
 
     @property
-    def _predicted(self) -> int:
-        """Logits of one sample: text_1 and on, then all of the image."""
+    def _logit_count(self) -> int:
+        """Logits of one sample: all text tokens but the first, all image tokens."""
         c = self.config
         return (c.text_len - 1) * c.text_vocab + c.grid[0] * c.grid[1] * c.image_vocab
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
-        """Parameters in the blocks' matrices, and all others."""
-        counts = parameters(self.config)
+        """Numbers of parameters in the blocks' matrices and elsewhere."""
+        counts = count_parameters(self.config)
         matrices = sum(counts[kind] for kind in MATRICES)
         return matrices, counts.total() - matrices
 
     # ------------------------------------------------------------------ memory
 
     def state(self, half: bool) -> dict[str, float]:
-        """Weights, gradients, moments and averages, sharded over the machine.
+        """Return the bytes of weights, gradients, moments and averages, sharded over the machine.
 
-        `half` is the paper's storage (App. B.2, D), which the precision `Fp16Weights` has with `AdamW16`: the blocks'
-        matrices, their gradients and both Adam moments in 16 bits, everything else in 32, the averaged weights in the
-        host's memory, and an error buffer for PowerSGD between machines. Else all is fp32, as one GPU trains here by
-        default, but for moments if `packed`.
+        `half` is the paper's storage (App. B.2, D), the precision `Fp16Weights` with `AdamW16`: the blocks' matrices,
+        their gradients and both Adam moments in 16 bits, the rest in 32, averaged weights in host memory, and an error
+        buffer for PowerSGD between machines. Otherwise everything is fp32, except for moments if `half_moments`.
         """
-        matrices, others = (n / self.m for n in self.sizes)
-        size = _HALF if half else _MASTER
-        values = matrices * size + others * _MASTER
-        moments = 2 * (matrices * (_HALF if half or self.packed else _MASTER) + others * _MASTER)
-        found = {"weights": values, "gradients": values, "moments": moments}
+        matrices, rest = (n / self.m for n in self.sizes)
+        size = _HALF if half else _FP32
+        values = matrices * size + rest * _FP32
+        moments = 2 * (matrices * (_HALF if half or self.half_moments else _FP32) + rest * _FP32)
+        state = {"weights": values, "gradients": values, "moments": moments}
         if half and self.machines > 1:
-            found["error buffers"] = matrices * _HALF
+            state["error buffers"] = matrices * _HALF
         elif not half:
-            found["averaged weights"] = values
-        if self.m > 1:  # the layer at work and the next, gathered (Figure 5)
-            found["gathered layers"] = 2 * matrices * self.m / self.config.depth * _HALF
-        return found
+            state["averaged weights"] = values
+        if self.m > 1:  # the current layer and the prefetched next one (Figure 5)
+            state["gathered layers"] = 2 * matrices * self.m / self.config.depth * _HALF
+        return state
 
     def activations(self, checkpointing: bool, half: bool = False) -> dict[str, float]:
-        """What is stored for the backward pass; matrix products in 16 bits, the identity path in 32. Matrices that are
-        in 16 bits anyway (`half`) need no copies there."""
+        """Return the bytes stored for the backward pass: matrix products in 16 bits, the identity path in 32. With
+        `half`, matrices are in 16 bits already and are not copied."""
         c, rows = self.config, self.samples * self.positions
         copies = 0 if half else 12 * c.width**2 * _HALF
         layers = [self._layer(pattern) + copies for pattern in c.patterns]
         if checkpointing:
-            inputs = rows * c.width * _MASTER * c.depth
-            return {"layers' inputs": inputs, "one layer again": max(layers), "logits": self._logits}
+            inputs = rows * c.width * _FP32 * c.depth
+            return {"layers' inputs": inputs, "one layer recomputed": max(layers), "logits": self._logits}
         return {"layers": sum(layers), "logits": self._logits}
 
     def _layer(self, pattern: Pattern) -> float:
-        """What a layer stores. In 32 bits: the inputs of its two LayerNorms. In 16 bits: their outputs, q, k, v, the
-        attention's output, and the MLP's hidden layer before and after GELU."""
+        """Bytes that a layer stores. In 32 bits: the inputs of its two LayerNorms. In 16 bits: their outputs, q, k, v,
+        the output of attention, and the MLP's hidden layer before and after GELU."""
         c, b = self.config, self.samples
         d, n, p = c.width, self.positions, c.text_len + 1
-        states = b * n * d * (2 * _MASTER + (2 + 3 + 1 + 8) * _HALF)
-        weights = b * c.heads * (p * p if _weights(c, pattern)[0] else n * n) * _HALF
+        states = b * n * d * (2 * _FP32 + (2 + 3 + 1 + 8) * _HALF)
+        weights = b * c.heads * (p * p if _attention_size(c, pattern)[0] else n * n) * _HALF
         return states + weights
 
     @property
     def _logits(self) -> float:
-        """At most `LOGITS` of them at a time with their log-probabilities, and the gradients of the head's inputs and
-        weights, all in 32 bits."""
+        """Bytes of a chunk of at most `LOGITS` logits and log-probabilities, and of the gradients of the head's inputs
+        and weights, all in 32 bits."""
         c = self.config
         vocab = max(c.text_vocab, c.image_vocab)
-        made = (self.samples * self.positions + 2 * vocab) * c.width * _MASTER
-        return 2 * _MASTER * min(LOGITS, self.samples * self.positions * vocab) + made
+        gradients = (self.samples * self.positions + 2 * vocab) * c.width * _FP32
+        return 2 * _FP32 * min(LOGITS, self.samples * self.positions * vocab) + gradients
 
     @property
-    def working(self) -> float:
-        """Held during one layer's backward pass, at most: by both resblocks."""
-        return self.mlp + self.attention
+    def workspace(self) -> float:
+        """Peak of temporary bytes in one layer's backward pass, over both resblocks."""
+        return self.mlp_workspace + self.attention_workspace
 
     @property
-    def mlp(self) -> float:
-        """Held during an MLP's backward pass: in 32 bits the gradient of the identity path twice, in 16 bits that of
-        the hidden layer twice."""
-        return self.samples * self.positions * self.config.width * (2 * _MASTER + 8 * _HALF)
+    def mlp_workspace(self) -> float:
+        """Temporary bytes of an MLP's backward pass: the gradient of the identity path twice in 32 bits, that of the
+        hidden layer twice in 16."""
+        return self.samples * self.positions * self.config.width * (2 * _FP32 + 8 * _HALF)
 
     @property
-    def attention(self) -> float:
-        """Held during attention's backward pass. In 32 bits: scores and their softmax, the keys of all blocks. In
-        16 bits: the weights, the keys of all blocks."""
-        c, found = self.config, []
+    def attention_workspace(self) -> float:
+        """Temporary bytes of attention's backward pass: scores, softmax and keys of all blocks in 32 bits, weights and
+        keys of all blocks in 16."""
+        c, sizes = self.config, []
         for pattern in set(c.patterns):
-            _, weights, keys, at_once = _weights(c, pattern, self.device)
-            each = weights * (2 * _MASTER + _HALF) + keys * (c.width // c.heads) * (_MASTER + _HALF)
-            found.append(min(self.samples * c.heads, at_once) * each)
-        return max(found)
+            _, weights, keys, at_once = _attention_size(c, pattern, self.device)
+            each = weights * (2 * _FP32 + _HALF) + keys * (c.width // c.heads) * (_FP32 + _HALF)
+            sizes.append(min(self.samples * c.heads, at_once) * each)
+        return max(sizes)
 
     def memory(self, half: bool, checkpointing: bool) -> float:
-        """The peak: gradients grow while activations are freed, so the larger of both counts."""
+        """Return the peak in bytes. Gradients grow while activations are freed, so the larger of the two counts."""
         state, activations = self.state(half), sum(self.activations(checkpointing, half).values())
         gradients = state.pop("gradients")
-        return sum(state.values()) + max(gradients, activations) + self.working
+        return sum(state.values()) + max(gradients, activations) + self.workspace
 
-    def cache(self, dense: bool = False) -> tuple[float, float]:
-        """Bytes that sampling stores in 16 bits: of a caption, and of each of its candidates."""
+    def kv_cache(self, dense: bool = False) -> tuple[float, float]:
+        """Return the bytes of the 16-bit KV cache: per caption, and per candidate."""
         c = self.config
         p, s = c.text_len + 1, c.grid[0] * c.grid[1]
         position = 2 * c.width * _HALF
@@ -228,25 +223,27 @@ class Cost:
     # ------------------------------------------------------------------ arithmetic
 
     def flops(self, checkpointing: bool = False) -> float:
-        """Of all GPUs: forward once, or twice with checkpointing, and backward, which costs two forwards."""
+        """Return the FLOPs of all GPUs: one forward pass, two with checkpointing, and backward, which costs two."""
         c = self.config
-        attention = sum(visible_pairs(c, pattern) for pattern in c.patterns)
-        forward = 2 * (self.effective * self.positions + c.width * self._predicted) + 4 * c.width * attention
+        attention = sum(attended_pairs(c, pattern) for pattern in c.patterns)
+        forward = (
+            2 * (self.effective_parameters * self.positions + c.width * self._logit_count) + 4 * c.width * attention
+        )
         return self.batch * forward * (4 if checkpointing else 3)
 
-    def drawing(self, candidates: int) -> tuple[float, float]:
-        """FLOPs, and bytes read in 16 bits, of one position of a caption's candidates, averaged over a picture:
-        weights and text once, and for each candidate what its pattern sees of the image."""
+    def decode_step(self, candidates: int) -> tuple[float, float]:
+        """Return the mean FLOPs and bytes read in 16 bits to sample one position of a caption's candidates. Weights and
+        text keys are read once, image keys once per candidate."""
         c = self.config
         p, s = c.text_len + 1, c.grid[0] * c.grid[1]
-        weights = self.effective + c.width * c.image_vocab
-        image = sum((visible_pairs(c, pattern) - p * (p + 1) // 2) / s - p for pattern in c.patterns)
+        weights = self.effective_parameters + c.width * c.image_vocab
+        image = sum((attended_pairs(c, pattern) - p * (p + 1) // 2) / s - p for pattern in c.patterns)
         flops = candidates * (2 * weights + 4 * c.width * (image + c.depth * p))
         return flops, _HALF * (weights + 2 * c.width * (candidates * image + c.depth * p))
 
-    def traffic(self, half: bool, checkpointing: bool) -> float:
-        """Memory that a GPU reads and writes at least: weights once per pass, state once per update,
-        activations out and back."""
+    def memory_traffic(self, half: bool, checkpointing: bool) -> float:
+        """Return a lower bound of the bytes that a GPU reads and writes: weights once per pass, state once per update,
+        activations written and read."""
         passes = 3 if checkpointing else 2
         gathered = sum(self.sizes) * _HALF * passes
         state = self.state(half)
@@ -260,19 +257,22 @@ class Cost:
         return default_rank(self.config.width) if self.rank is None else self.rank
 
     @property
-    def within(self) -> float:
-        """Bytes a GPU sends to others of its machine: two gathers of the weights, one scatter of gradients."""
+    def sent_within(self) -> float:
+        """Bytes that a GPU sends within its machine: two all-gathers of weights, one reduce-scatter of gradients."""
         return 3 * (self.m - 1) / self.m * sum(self.sizes) * _HALF
 
-    def between(self, compressed: bool) -> float:
-        """Bytes a GPU sends to other machines: a ring all-reduce of its shard's gradients (Table 2)."""
-        others = self.sizes[1] / self.m * _MASTER  # never compressed
+    def sent_between(self, compressed: bool) -> float:
+        """Return the bytes that a GPU sends to other machines: a ring all-reduce of its gradient shard (Table 2)."""
+        rest = self.sizes[1] / self.m * _FP32  # never compressed
         table = table2(self.config.width, self.r, self.m)["total size"]
         matrices = self.config.depth * (sum(table[1:]) if compressed else table[0]) * _HALF
-        return 2 * (self.machines - 1) / self.machines * (matrices + others)
+        return 2 * (self.machines - 1) / self.machines * (matrices + rest)
 
     def seconds(self, gpu: str, checkpointing: bool, compressed: bool) -> float:
-        """A step: arithmetic, which hides the traffic within a machine (Figure 5), then that between machines."""
+        """Return the time of a step. Computation overlaps traffic within a machine (Figure 5), not between machines."""
         kind = GPUS[gpu]
-        work = self.flops(checkpointing) / self.gpus / (kind.rate * kind.share)
-        return max(work, self.within / kind.within) + self.between(compressed) / kind.between
+        compute = self.flops(checkpointing) / self.gpus / (kind.peak_flops * kind.mfu)
+        return (
+            max(compute, self.sent_within / kind.intra_node_bandwidth)
+            + self.sent_between(compressed) / kind.inter_node_bandwidth
+        )

@@ -1,14 +1,14 @@
-"""A launch tried in one process: as the first of its ranks, on tensors that have shapes and no values.
+"""Dry run of a launch in one process, as its first rank, on tensors with shapes and without values.
 
-The process joins a `fake` group as large as the launch: its collectives return at once. Under `FakeTensorMode` nothing
-is stored or computed, and every operation is called as on a cluster: the loop's own `Run` and `update` build, convert,
-shard and train the model for a step, with the optimiser, clipping and averages of the recipe. `Watcher` counts what
-that takes. So a launch of a thousand GPUs fails here where it would fail there, if its shapes or settings are wrong.
+The process joins a `fake` group of the launch's size, whose collectives return immediately. Under `FakeTensorMode`
+nothing is stored or computed, but every operation is dispatched as on a cluster: `Run` and `update` build, convert,
+shard and train the model for a step, with the recipe's optimizer, clipping and averages. `MemoryTracker` counts bytes
+and collectives. Wrong shapes and settings of a launch on a thousand GPUs therefore raise the same errors here.
 
-Two things a step asks of values. Numbers that the host reads (a loss, a count of steps) are 1. Captions have no
-padding, so that every position is a target, which takes the most.
+A step reads two kinds of values. Scalars that the host reads (a loss, a step count) are 1. Captions are unpadded, so
+that every position is a target, which takes the most memory.
 
-PowerSGD is not tried: the trial reduces gradients uncompressed.
+PowerSGD is not covered: a dry run reduces uncompressed gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.dtensor import to_local
 from limner.profiling.launch import Launch
-from limner.profiling.memory_tracker import Watcher, storage_bytes
+from limner.profiling.memory_tracker import MemoryTracker, storage_bytes
 from limner.training.hooks import Hook
 from limner.training.step import update
 from limner.training.train_state import Run
@@ -37,15 +37,15 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """What the first rank of a launch had and did in a step. Bytes.
+class DryRun:
+    """Memory in bytes and collectives of the first rank of a launch in a step.
 
     Args:
-        shards: whole shape and shape of the rank's shard, by name.
-        state: weights, gradients, moments, averaged weights.
-        activations: kept by a forward pass, beyond gathered weights.
-        peak: most bytes alive in the step.
-        calls, sent: of collectives, as `Watcher` counts them.
+        shards: full shape and shard shape, by parameter name.
+        state: of weights, gradients, moments, averaged weights.
+        activations: stored by a forward pass, without gathered weights.
+        peak: maximum in the step.
+        calls, sent: number and bytes of collectives, as in `MemoryTracker`.
     """
 
     shards: dict[str, tuple[Shape, Shape]]
@@ -56,54 +56,54 @@ class Trial:
     sent: Counter[str]
 
 
-def try_out(launch: Launch) -> Trial:
-    """Run a step of the launch. Takes seconds for a small model and minutes for the largest.
+def dry_run(launch: Launch) -> DryRun:
+    """Run a step of the launch: seconds for a small model, minutes for the largest.
 
-    Raises `RuntimeError` if the process is in a process group already.
+    Raises `RuntimeError` if the process is already in a process group.
     """
     if distributed.is_initialized():
-        raise RuntimeError("a launch is tried in a process of its own: this one is in a process group")
+        raise RuntimeError("this process is already in a process group: start the dry run in a separate process")
     training = launch.training
-    if training.ema_on_cpu:  # which takes no memory of a GPU
+    if training.ema_on_cpu:  # outside GPU memory
         training = replace(training, ema_decay=None)
-    if type(training.precision) in (Auto, Fp16):  # this processor does not matter, and 16 bits are 16 bits
+    if type(training.precision) in (Auto, Fp16):  # independent of this processor; all 16-bit formats have one size
         training = replace(training, precision=Bf16())
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=launch.gpus)
     try:
-        parallel = KINDS[launch.kind](launch.replicas)  # its mesh of ranks has values
-        with torch.random.fork_rng([]), FakeTensorMode(), _Answers() as watch:
+        parallel = KINDS[launch.kind](launch.replicas)  # outside FakeTensorMode: the device mesh needs values
+        with torch.random.fork_rng([]), FakeTensorMode(), _FakeValueTracker() as tracker:
             model: Any = launch.config.build()
             for name, core in model.cores.items():
                 if isinstance(core, SparseAttention):
-                    model.cores[name] = _OnGPU(core.pattern, core.prefix)
-            wholes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+                    model.cores[name] = _GPUSparseAttention(core.pattern, core.prefix)
+            full_shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
             run = Run(model, Autoregressive(), training, "cpu", parallel)
-            for p in run.parameters:  # the first step's optimiser makes its moments, which later steps begin with
+            for p in run.parameters:  # allocate moments, as after the first step
                 p.grad = torch.zeros_like(p)
             for optimizer in run.optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            measure = Measure(watch, launch.held)
+            measure = MemoryHook(tracker, launch.retained_bytes)
             run.compute.register_forward_hook(measure.after_forward)
             rows, (h, w) = launch.samples * training.accumulate, launch.config.grid
             batch = {"text": (rows, launch.config.text_len), "image": (rows, h * w)}
             update(run, {name: torch.zeros(shape, dtype=torch.int64) for name, shape in batch.items()}, [measure])
-            return Trial(
-                shards={name: (wholes[name], tuple(to_local(p).shape)) for name, p in model.named_parameters()},
+            return DryRun(
+                shards={name: (full_shapes[name], tuple(to_local(p).shape)) for name, p in model.named_parameters()},
                 state=measure.state,
                 activations=measure.activations,
-                peak=watch.peak,
-                calls=Counter(watch.calls),
-                sent=Counter(watch.sent),
+                peak=tracker.peak,
+                calls=Counter(tracker.calls),
+                sent=Counter(tracker.sent),
             )
     finally:
         distributed.destroy_process_group()
 
 
-class _Answers(Watcher):
-    """Also answers what a fake tensor cannot: see the module."""
+class _FakeValueTracker(MemoryTracker):
+    """Tracker that returns values for operations that fake tensors do not support (see the module docstring)."""
 
-    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], FakeTensor):
             if func is torch.ops.aten._local_scalar_dense.default:
                 return 1
@@ -112,51 +112,50 @@ class _Answers(Watcher):
         return func(*args, **kwargs)
 
 
-class _OnGPU(SparseAttention):
-    """Takes as many sequences at once as on a GPU."""
+class _GPUSparseAttention(SparseAttention):
+    """Sparse attention with the chunk size of a GPU."""
 
     @property
     def at_once(self) -> int:
         return self.at_once_on("cuda")
 
 
-class Measure(Hook):
-    """Reads memory after the first forward pass and after all backward passes of a step.
+class MemoryHook(Hook):
+    """Hook that measures memory after the first forward pass and after all backward passes of a step.
 
     Args:
-        watch: within whose block the step runs.
+        tracker: active during the step.
         gathered: bytes of weights that stay gathered between the passes.
 
     Attributes:
-        activations: bytes that the forward pass leaves.
-        state: as `state_bytes` has it.
+        activations: bytes that the forward pass leaves, without these weights.
+        state: result of `state_bytes`.
     """
 
-    def __init__(self, watch: Watcher, gathered: int) -> None:
-        self._watch, self._gathered = watch, gathered
+    def __init__(self, tracker: MemoryTracker, gathered: int) -> None:
+        self._tracker, self._gathered = tracker, gathered
         self.state: dict[str, int] = {}
-        self.restart()
+        self.reset()
 
-    def restart(self) -> None:
-        """Before the step that is measured."""
-        self._watch.restart()
-        self._begun, self.activations = self._watch.now, 0
+    def reset(self) -> None:
+        """Start the measurement, before a step."""
+        self._tracker.reset()
+        self._before, self.activations = self._tracker.current, 0
 
     def after_forward(self, *_: Any) -> None:
-        """What is new, but for the weights that stay gathered."""
         if not self.activations:
-            self.activations = self._watch.read() - self._begun - self._gathered
+            self.activations = self._tracker.refresh() - self._before - self._gathered
 
     def after_backward(self, run: Run) -> None:
         self.state = state_bytes(run)
 
 
 def state_bytes(run: Run) -> dict[str, int]:
-    """Bytes of this process's weights, gradients, moments and averaged weights, each storage counted once."""
-    moments = [v for o in run.optimizers for kept in o.state.values() for v in kept.values() if isinstance(v, Tensor)]
-    found = {
+    """Return the bytes of this process's weights, gradients, moments and averaged weights, each storage once."""
+    moments = [v for o in run.optimizers for state in o.state.values() for v in state.values() if isinstance(v, Tensor)]
+    sizes = {
         "weights": storage_bytes(run.parameters),
         "gradients": storage_bytes(p.grad for p in run.parameters if p.grad is not None),
-        "moments": storage_bytes(v for v in moments if v.ndim),  # not the counts of steps
+        "moments": storage_bytes(v for v in moments if v.ndim),  # without step counts
     }
-    return found | ({"averaged weights": storage_bytes(run.ema.parameters.values())} if run.ema else {})
+    return sizes | ({"averaged weights": storage_bytes(run.ema.parameters.values())} if run.ema else {})

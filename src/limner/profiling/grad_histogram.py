@@ -1,8 +1,8 @@
-"""Which powers of two the gradients of a model have, and how many a number format would lose (App. D of Ramesh et al.).
+"""Histograms of gradient exponents, and the share that a number format flushes to zero (App. D of Ramesh et al. 2021).
 
-Underflow is silent: a gradient below a format's smallest number becomes zero, and a loss curve that is slightly worse
-is all that shows. So the exponents of all gradients are counted, for each resblock those that enter it (of activations)
-and those of its parameters, and for what is no resblock those of its parameters.
+Underflow is silent: a gradient below a format's smallest number becomes zero, and the only symptom is a slightly worse
+loss. The exponents of all gradients are counted, for each resblock those of the activations that enter its backward
+pass and of its parameters, for other modules those of their parameters.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from limner.training.grad_scaler import resblocks
 from limner.training.train_module import Batch
 from limner.training.train_state import Run
 
-LOWEST, HIGHEST = -149, 127  # exponents of fp32, subnormal numbers included
-SMALLEST = {"fp16": 2.0**-24, "bf16": 2.0**-133, "1-6-9": 2.0**-68, "e5m2": 2.0**-16, "e4m3": 2.0**-9}
+MIN_EXPONENT, MAX_EXPONENT = -149, 127  # fp32 with subnormal numbers
+SMALLEST_SUBNORMAL = {"fp16": 2.0**-24, "bf16": 2.0**-133, "1-6-9": 2.0**-68, "e5m2": 2.0**-16, "e4m3": 2.0**-9}
 
 
 @dataclass(frozen=True)
-class Exponents:
-    """How many numbers have each exponent, floor(log2|x|).
+class ExponentHistogram:
+    """Counts of values by exponent, floor(log2|x|).
 
     Attributes:
-        counts: of `LOWEST` ... `HIGHEST`.
-        zeros, nonfinite: numbers that have none.
+        counts: for `MIN_EXPONENT` ... `MAX_EXPONENT`.
+        zeros, nonfinite: counts of values without an exponent.
     """
 
     counts: Int64[Tensor, " 277"]
@@ -36,84 +36,83 @@ class Exponents:
     nonfinite: int
 
     @staticmethod
-    def of(values: Float[Tensor, "..."]) -> Exponents:
+    def from_values(values: Float[Tensor, "..."]) -> ExponentHistogram:
         values = values.detach().float().flatten()
         finite = values[values.isfinite()]
-        numbers = finite[finite != 0]
-        found = torch.frexp(numbers).exponent.long() - 1  # frexp's significands begin at 1/2
-        counts = torch.bincount(found - LOWEST, minlength=HIGHEST - LOWEST + 1)
-        return Exponents(counts.cpu(), len(finite) - len(numbers), len(values) - len(finite))
+        nonzero = finite[finite != 0]
+        exponents = torch.frexp(nonzero).exponent.long() - 1  # frexp's significands begin at 1/2
+        counts = torch.bincount(exponents - MIN_EXPONENT, minlength=MAX_EXPONENT - MIN_EXPONENT + 1)
+        return ExponentHistogram(counts.cpu(), len(finite) - len(nonzero), len(values) - len(finite))
 
-    def flushed(self, smallest: float, scale: float = 1.0) -> float:
-        """The share of numbers that are not zero, and would be in a format with this smallest number above zero (a
-        power of two) if they were multiplied by `scale` first. More than half of the smallest is rounded up; a number
-        that is half of it counts as kept."""
+    def underflow(self, smallest: float, scale: float = 1.0) -> float:
+        """Return the share of nonzero values that become zero in a format after multiplication by `scale`. `smallest`
+        is its smallest positive number, a power of two. Values above half of it round up; half of it counts as kept."""
         total = int(self.counts.sum())
-        first = math.ceil(math.log2(smallest / scale)) - 1 - LOWEST
+        first = math.ceil(math.log2(smallest / scale)) - 1 - MIN_EXPONENT
         return int(self.counts[: max(first, 0)].sum()) / total if total else 0.0
 
     def shares(self) -> list[tuple[float, float]]:
-        """(exponent, share of the numbers that are not zero), from the lowest to the highest that there is."""
-        there = self.counts.nonzero().flatten().tolist()
-        if not there:
+        """Return (exponent, share of the nonzero values) from the lowest to the highest exponent with a value."""
+        present = self.counts.nonzero().flatten().tolist()
+        if not present:
             return []
-        found = self.counts / self.counts.sum()
-        return [(i + LOWEST, found[i].item()) for i in range(there[0], there[-1] + 1)]
+        shares = self.counts / self.counts.sum()
+        return [(i + MIN_EXPONENT, shares[i].item()) for i in range(present[0], present[-1] + 1)]
 
-    def range(self, share: float = 0.98) -> tuple[int, int]:
-        """The exponents between which the middle `share` of the numbers lies; (0, 0) if there are none."""
+    def central_range(self, share: float = 0.98) -> tuple[int, int]:
+        """Return the exponent range of the central `share` of the values; (0, 0) without nonzero values."""
         total = int(self.counts.sum())
         if not total:
             return 0, 0
         below = self.counts.cumsum(0) / total
         tail = (1 - share) / 2
-        return int((below <= tail).sum()) + LOWEST, int((below < 1 - tail).sum()) + LOWEST
+        return int((below <= tail).sum()) + MIN_EXPONENT, int((below < 1 - tail).sum()) + MIN_EXPONENT
 
 
 @dataclass(frozen=True)
-class Part:
-    """The gradients of a part of a model, by `name`. `activations` are those that enter a resblock."""
+class GradientGroup:
+    """Exponents of a module's gradients; `activations` are the ones that enter a resblock's backward pass."""
 
     name: str
-    activations: Exponents | None
-    parameters: Exponents
+    activations: ExponentHistogram | None
+    parameters: ExponentHistogram
 
     def shares(self) -> dict[str, list[tuple[float, float]]]:
-        """The share of each exponent, of activations, if there are any, and of parameters."""
-        found = {"activations": self.activations, "parameters": self.parameters}
-        return {what: of.shares() for what, of in found.items() if of is not None}
+        """Return the shares by exponent, for activations (if any) and parameters."""
+        histograms = {"activations": self.activations, "parameters": self.parameters}
+        return {kind: histogram.shares() for kind, histogram in histograms.items() if histogram is not None}
 
 
-def exponents(run: Run, batch: Batch) -> list[Part]:
-    """Those of one batch, in the model's order, computed in fp32 whatever the run computes in: what its format has lost
-    could not be counted. The run's gradients are gone afterwards, nothing else is changed."""
+def gradient_exponents(run: Run, batch: Batch) -> list[GradientGroup]:
+    """Return the exponents of one batch's gradients, in the model's order. They are computed in fp32 in any precision
+    of the run, whose format could flush them. The run's gradients are cleared, the rest of its state stays."""
     model = run.model
     blocks: dict[str, nn.Module] = dict(resblocks(model))
     entering: dict[str, list[Tensor]] = {name: [] for name in blocks}
     handles = []
     for name, block in blocks.items():
 
-        def keep(_: nn.Module, args: object, out: Tensor, name: str = name) -> None:
+        def record(_: nn.Module, args: object, out: Tensor, name: str = name) -> None:
             out.register_hook(lambda grad: entering[name].append(grad.detach().float().flatten()))
 
-        handles.append(block.branch.register_forward_hook(keep))  # type: ignore[union-attr]
+        handles.append(block.branch.register_forward_hook(record))  # type: ignore[union-attr]
     try:
         loss, _ = run.trainable(batch, run.step, run.generator)
         loss.backward()
     finally:
         for handle in handles:
             handle.remove()
-    inside = {id(p): name for name, block in blocks.items() for p in block.parameters()}
+    block_of = {id(p): name for name, block in blocks.items() for p in block.parameters()}
     grads: dict[str, list[Tensor]] = {}
     for name, p in model.named_parameters():
         if p.grad is not None:
-            grads.setdefault(inside.get(id(p), name.rpartition(".")[0] or name), []).append(p.grad.flatten())
+            grads.setdefault(block_of.get(id(p), name.rpartition(".")[0] or name), []).append(p.grad.flatten())
             p.grad = None
     return [
-        Part(
+        GradientGroup(
             name,
-            Exponents.of(torch.cat(entering[name])) if entering.get(name) else None,
-            Exponents.of(torch.cat(those)),
+            ExponentHistogram.from_values(torch.cat(entering[name])) if entering.get(name) else None,
+            ExponentHistogram.from_values(torch.cat(parameters)),
         )
-        for name, those in grads.items()
+        for name, parameters in grads.items()
     ]

@@ -1,13 +1,12 @@
-"""Which launch to choose for a number of GPUs: shards, of weights or only of the rest (zero2), replicas, micro-batches,
-checkpointing and PowerSGD's rank.
+"""Search for the fastest launch on a number of GPUs: sharding (FSDP or zero2), replicas, micro-batches, checkpointing,
+PowerSGD's rank.
 
-Every way to divide the GPUs is calculated (`launch.py`), and the ones that fit into memory are ordered by the time of a
-step. As elsewhere in the plan, arithmetic and the traffic within machines go on together (Figure 5 of Ramesh et al.
-2021), and the traffic between machines comes on top.
+Every division of the GPUs is calculated (`launch.py`); the launches that fit into memory are sorted by step time.
+Computation overlaps the traffic within machines (Figure 5 of Ramesh et al. 2021) but not the traffic between machines.
 
-How bytes reach the wire, when ranks are numbered machine by machine: a ring of S ranks crosses the link of a machine
-once, if S ranks are more than a machine has. Between replicas each shard has a ring of its own, so a machine's link
-carries min(S, M) of them, for M GPUs in a machine.
+Traffic of a machine's link, if ranks are numbered machine by machine: a ring of S ranks crosses the link once if S
+exceeds the number M of GPUs in a machine. Each shard has a separate ring between replicas, so a link carries min(S, M)
+of these rings.
 """
 
 from __future__ import annotations
@@ -27,83 +26,83 @@ from limner.training.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Machines with `per_machine` GPUs of a kind in `GPUS` each. `link` is what a machine exchanges with the others, in
-    bytes/s; by default what is usual for the kind."""
+    """Machines with `per_machine` GPUs of a type in `GPUS`. `link` is the bandwidth of a machine in bytes/s, by default
+    the usual one for the GPU type."""
 
     gpu: str
     per_machine: int = 8
     link: float | None = None
 
     @property
-    def between(self) -> float:
-        """Bytes/s between a machine and the others."""
-        return GPUS[self.gpu].between * self.per_machine if self.link is None else self.link
+    def bandwidth(self) -> float:
+        """Bandwidth between a machine and the other machines in bytes/s."""
+        return GPUS[self.gpu].inter_node_bandwidth * self.per_machine if self.link is None else self.link
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
-    """A launch on a cluster. Seconds per step."""
+class LaunchEstimate:
+    """A launch on a cluster with its estimated time per step."""
 
     launch: Launch
     cluster: Cluster
 
     @property
     def fits(self) -> bool:
-        """Into nine tenths of the memory: the plan may be wrong by a tenth, and a GPU's drivers need some."""
+        """True if the peak is at most 90% of the memory: a margin for estimation error and GPU drivers."""
         return self.launch.peak <= 0.9 * GPUS[self.cluster.gpu].memory
 
     @property
-    def computing(self) -> float:
+    def compute_seconds(self) -> float:
         kind = GPUS[self.cluster.gpu]
-        return self.launch.flops / (kind.rate * kind.share)
+        return self.launch.flops / (kind.peak_flops * kind.mfu)
 
     @property
-    def within(self) -> float:
-        """Traffic within machines."""
-        return self._sent(across=False) / GPUS[self.cluster.gpu].within
+    def within_seconds(self) -> float:
+        """Time of the traffic within machines."""
+        return self._sent(across=False) / GPUS[self.cluster.gpu].intra_node_bandwidth
 
     @property
-    def between(self) -> float:
-        """Traffic between machines."""
-        return self._sent(across=True) / self.cluster.between
+    def between_seconds(self) -> float:
+        """Time of the traffic between machines."""
+        return self._sent(across=True) / self.cluster.bandwidth
 
     @property
     def seconds(self) -> float:
-        return max(self.computing, self.within) + self.between
+        return max(self.compute_seconds, self.within_seconds) + self.between_seconds
 
     def _sent(self, across: bool) -> float:
-        """Bytes: through the link of a machine, or of a GPU within its machine."""
+        """Return the bytes through a machine's link (`across`), or through a GPU's link within its machine."""
         launch, m = self.launch, min(self.cluster.per_machine, self.launch.gpus)
-        sharing = launch.sent["all-gather"] + launch.sent["reduce-scatter"]
-        reducing = launch.sent["all-reduce"]
-        crossed = launch.shards > m, launch.gpus > m  # by rings of shards, and of replicas
+        shards = launch.sent["all-gather"] + launch.sent["reduce-scatter"]
+        replicas = launch.sent["all-reduce"]
+        crosses = launch.shards > m, launch.gpus > m  # rings of shards, rings of replicas
         if across:
-            return sharing * crossed[0] + reducing * min(launch.shards, m) * crossed[1]
-        return sharing * (not crossed[0]) + reducing * (not crossed[1])
+            return shards * crosses[0] + replicas * min(launch.shards, m) * crosses[1]
+        return shards * (not crosses[0]) + replicas * (not crosses[1])
 
 
-def choices(
+def enumerate_launches(
     config: TransformerConfig,
     training: TrainConfig,
     gpus: int,
     cluster: Cluster,
     replicas: int | None = None,
     rank: int | None = None,
-) -> list[Timed]:
-    """All launches of a prior on so many GPUs, those that fit first, then the quickest first.
+) -> list[LaunchEstimate]:
+    """Return all launches of a prior on `gpus` GPUs, sorted by fitting into memory, then by step time.
 
-    On GPUs without bf16 products are in fp16, with the paper's scale for each resblock: bf16 would be slower than
-    fp32 there.
+    On GPUs without bf16, products are in fp16 with the paper's per-resblock gradient scales.
 
     Args:
-        replicas, rank: only with these; by default all numbers, and the paper's rank (Table 1) beside none.
+        replicas, rank: restrict the search; by default all numbers of replicas, without PowerSGD and with the paper's
+            rank (Table 1).
 
-    Raises `UserError` where no launch is possible, as the numbers do not divide.
+    Raises `UserError` if no launch is possible because the numbers are not divisible.
     """
     if not GPUS[cluster.gpu].bf16 and isinstance(training.precision, Auto | Bf16):
         stored = isinstance(training.precision, Bf16Weights)
         training = replace(training, precision=Fp16Weights() if stored else Fp16(), scaling="resblocks")
-    made = [
+    uncompressed = [
         Launch(
             config=config,
             training=replace(training, accumulate=parts, checkpoint_activations=saved),
@@ -112,33 +111,34 @@ def choices(
             kind=kind,
         )
         for count in ([replicas] if replicas else _replicas(gpus, config.width, cluster.per_machine))
-        for kind in get_args(Kind)[: 1 + (count < gpus)]  # without shards they are the same
+        for kind in get_args(Kind)[: 1 + (count < gpus)]  # equal for a single shard
         for parts in _divisors(max(1, training.batch_size // gpus))
         for saved in (False, True)
     ]
     if rank is None:
-        launches = [each for launch in made for each in (launch, *_compressed(launch))]
-    elif replicas or not (launches := [replace(launch, rank=rank) for launch in made if launch.refuses(rank) is None]):
-        launches = [replace(launch, rank=rank) for launch in made]
-    return sorted((Timed(launch=launch, cluster=cluster) for launch in launches), key=_order)
+        launches = [variant for launch in uncompressed for variant in (launch, *_compressed(launch))]
+    elif replicas or not (
+        launches := [replace(launch, rank=rank) for launch in uncompressed if launch.rank_problem(rank) is None]
+    ):
+        launches = [replace(launch, rank=rank) for launch in uncompressed]
+    return sorted((LaunchEstimate(launch=launch, cluster=cluster) for launch in launches), key=_sort_key)
 
 
-def _order(timed: Timed) -> tuple[bool, float, int, int, float]:
-    """Among launches that take as long: without PowerSGD, in few micro-batches, with less memory. Of those that do not
-    fit, what takes least."""
-    launch, fits = timed.launch, timed.fits
+def _sort_key(estimate: LaunchEstimate) -> tuple[bool, float, int, int, float]:
+    """Return the key: step time, or peak if the launch does not fit; ties by PowerSGD rank, micro-batches, peak."""
+    launch, fits = estimate.launch, estimate.fits
     parts = launch.training.accumulate
-    return not fits, timed.seconds if fits else launch.peak, launch.rank or 0, parts, launch.peak
+    return not fits, estimate.seconds if fits else launch.peak, launch.rank or 0, parts, launch.peak
 
 
 def _compressed(launch: Launch) -> list[Launch]:
-    """It with the paper's rank, where that is possible."""
-    usual = launch.shards * ceil(default_rank(launch.config.width) / launch.shards)
-    return [] if launch.refuses(usual) else [replace(launch, rank=usual)]
+    """Return the launch with the paper's rank, if that rank is possible."""
+    rank = launch.shards * ceil(default_rank(launch.config.width) / launch.shards)
+    return [] if launch.rank_problem(rank) else [replace(launch, rank=rank)]
 
 
 def _replicas(gpus: int, width: int, m: int) -> list[int]:
-    """Such that shards fill machines, or machines are filled with them, and no shard of a matrix is empty."""
+    """Return the replica counts whose shards divide or fill machines, without empty matrix shards."""
     counts = [count for count in _divisors(gpus) if gpus // count <= width]
     return [count for count in counts if (s := gpus // count) % m == 0 or m % s == 0 or s == gpus]
 
@@ -148,32 +148,32 @@ def _divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def command(timed: Timed, recipe: str, before: TrainConfig) -> str:
-    """How to start it, over lines; `before` is the recipe's own training."""
-    launch, m = timed.launch, timed.cluster.per_machine
+def launch_command(estimate: LaunchEstimate, recipe: str, defaults: TrainConfig) -> str:
+    """Return the multi-line shell command; options equal to `defaults`, the recipe's training, are omitted."""
+    launch, m = estimate.launch, estimate.cluster.per_machine
     training, machines = launch.training, ceil(launch.gpus / m)
     if launch.gpus == 1:
         words = [f"limner train DATA --recipe {recipe} --out RUN --stages prior"]
     else:
-        where = (
+        launcher = (
             f"torchrun --nproc-per-node {launch.gpus}"
             if machines == 1
             else f"torchrun --nnodes {machines} --nproc-per-node {m} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
         )
         words = [
-            f"{where} -m",
+            f"{launcher} -m",
             f"limner train DATA --recipe {recipe} --out RUN --stages prior",
             f"--parallel {launch.kind} --replicas {launch.replicas}"
             + (f" --reduce powersgd --reduce.rank {launch.rank}" if launch.rank else ""),
         ]
-    changed = [
+    overrides = [
         f"--prior.training.{name.replace('_', '-')} {value}"
         for name in ("batch_size", "accumulate")
-        if (value := getattr(training, name)) != getattr(before, name)
+        if (value := getattr(training, name)) != getattr(defaults, name)
     ]
-    if training.precision != before.precision:
-        word = type(training.precision).__name__.lower()
-        changed.append(f"--prior.training.precision {word} --prior.training.scaling {training.scaling}")
-    if training.checkpoint_activations != before.checkpoint_activations:
-        changed.append(f"--prior.training.{'' if training.checkpoint_activations else 'no-'}checkpoint-activations")
-    return " \\\n    ".join([*words, *([" ".join(changed)] if changed else [])])
+    if training.precision != defaults.precision:
+        precision = type(training.precision).__name__.lower()
+        overrides.append(f"--prior.training.precision {precision} --prior.training.scaling {training.scaling}")
+    if training.checkpoint_activations != defaults.checkpoint_activations:
+        overrides.append(f"--prior.training.{'' if training.checkpoint_activations else 'no-'}checkpoint-activations")
+    return " \\\n    ".join([*words, *([" ".join(overrides)] if overrides else [])])

@@ -10,7 +10,7 @@ from typing import Any
 
 from limner import text_table
 from limner.atomic_io import atomic_write_text
-from limner.evaluation.report import Points, chart, drawing, save_page, table
+from limner.evaluation.report import Points, chart, chart_svg, save_page, table
 from limner.json_files import write_json
 
 
@@ -55,7 +55,7 @@ class Finding:
         write_json(folder / f"{self.name}.json", facts, indent=1, ensure_ascii=False)
         charts = [_chart(title, curves) for title, curves in self.curves.items()]
         for i, one in enumerate(charts, 1):
-            atomic_write_text(folder / f"{self.name}-{i}.svg", drawing(one))
+            atomic_write_text(folder / f"{self.name}-{i}.svg", chart_svg(one))
         mark = {True: "good", False: "bad", None: "dim"}[self.holds]
         body = (
             f"<h1>{escape(self.name)}</h1><p class=lead>{escape(self.claim)} <small>{escape(self.source)}</small></p>"

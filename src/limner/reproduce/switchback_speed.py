@@ -12,7 +12,15 @@ import statistics
 
 import torch
 
-from limner.profiling.bench_linear import Times, layers, parts, processor, products, rounds, times_as_fast
+from limner.profiling.bench_linear import (
+    Times,
+    describe_device,
+    layer_steps,
+    matmuls,
+    median_speedup,
+    switchback_steps,
+    time_rounds,
+)
 from limner.progress import progress
 from limner.reproduce.report import Finding
 from limner.reproduce.sweep import Trials
@@ -38,12 +46,13 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
                 x, g = (torch.randn(b, n, device=device, dtype=dtype) for n in (d, 4 * d))
                 weight, times = torch.randn(4 * d, d, device=device), 1 if quick else _ROUNDS
                 quantise, dequantise, multiply = _shares(
-                    rounds(parts(x, weight, g), times, device), rounds(products(x, weight), times, device)
+                    time_rounds(switchback_steps(x, weight, g), times, device),
+                    time_rounds(matmuls(x, weight), times, device),
                 )
-                timed = rounds(layers(x, g, simulated=False), times, device)
+                timed = time_rounds(layer_steps(x, g, simulated=False), times, device)
                 ours = timed["SwitchBackLinear"]
-                fast = {base: times_as_fast(timed[base], ours) for base in ("nn.Linear fp32", "nn.Linear bf16")}
-                standard = times_as_fast(timed["StandardLinear"], ours)
+                fast = {base: median_speedup(timed[base], ours) for base in ("nn.Linear fp32", "nn.Linear bf16")}
+                standard = median_speedup(timed["StandardLinear"], ours)
                 shares.setdefault(b, []).append((d, 100 * (quantise + dequantise)))
                 speeds.setdefault(b, []).append((d, fast["nn.Linear bf16"]))
                 percent = (f"{share:.0%}" for share in (quantise, dequantise, multiply))
@@ -57,7 +66,7 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
         claim=CLAIM,
         source=SOURCE,
         holds=falls and min(widest) > 1,
-        verdict=f"On {processor(device)} with {torch.get_num_threads()} threads quantising and dequantising take "
+        verdict=f"On {describe_device(device)} with {torch.get_num_threads()} threads quantising and dequantising take "
         + " and ".join(f"{points[0][1]:.0f}% (width {points[0][0]}) to {points[-1][1]:.0f}% ({points[-1][0]:,}) with "
                        f"{b:,} rows" for b, points in shares.items())
         + f"; at the largest width SwitchBack is {min(widest):.2f} to {max(widest):.2f} times as fast as bf16.",
@@ -76,7 +85,7 @@ def _shares(of_parts: Times, of_products: Times) -> tuple[float, float, float]:
     """The shares of a SwitchBack layer's time that go into quantising, dequantising and products. Where the kernel that
     multiplies also dequantises, that is part of the product."""
     seconds = {name: statistics.median(times) for name, times in of_parts.items()}
-    quantise = sum(value for name, value in seconds.items() if name.startswith("quantise"))
+    quantise = sum(value for name, value in seconds.items() if name.startswith("quantize"))
     whole, both = sum(seconds.values()), seconds["forward"] + seconds["input gradient"]
     alone = of_products.get("int8, sums alone")
     dequantise = 0.0

@@ -33,7 +33,7 @@ from limner.config import to_dict
 from limner.data.shard_writer import is_complete
 from limner.errors import UserError
 from limner.evaluation import composition, report
-from limner.evaluation.scene_sheet import sheet, shown
+from limner.evaluation.scene_sheet import render_samples, scene_samples
 from limner.json_files import read_json, read_mapping, write_json
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import progress
@@ -50,13 +50,13 @@ _TRAINING = 540  # seconds; the rest takes a minute and a half; all should take 
 _ROOM = 5.0  # seconds that a batch may take that is tried here: all of it, on most machines
 
 
-def run(demo: Demo) -> composition.Composition:
+def run(demo: Demo) -> composition.CompositionResult:
     """Do what is not done yet, write the report, and return the verdicts."""
     with locked(demo.out):
         return _run(demo)
 
 
-def _run(demo: Demo) -> composition.Composition:
+def _run(demo: Demo) -> composition.CompositionResult:
     recipe, out = demo.recipe(), demo.out
     _claim(out, {"scenes": demo.scenes, "recipe": to_dict(recipe)})
     if not isinstance(recipe.dvae, PretrainedDVAE) and not (out / "run" / "bundle").exists():
@@ -67,11 +67,11 @@ def _run(demo: Demo) -> composition.Composition:
     with _timed(out, "training"):
         recipe = paced(recipe, out)
         pipe = _train(demo, recipe)
-    asked = composition.captions_for("held-out", (1, 2), max(demo.captions, demo.evaluated), demo.seed)
+    asked = composition.sample_captions("held-out", (1, 2), max(demo.captions, demo.evaluated), demo.seed)
     with _timed(out, "drawing"):
         result, pictures = _draw(demo, pipe, asked)
-    drawings = shown(asked, pictures, result)
-    report.save_png(sheet(drawings), out / "contact.png")
+    drawings = scene_samples(asked, pictures, result)
+    report.save_png(render_samples(drawings), out / "contact.png")
     took = _numbers(out / "timings.json")
     report.save_page(out / "report.html", "limner demo", page(demo, recipe, pipe, drawings, result, took))
     return result
@@ -152,7 +152,9 @@ def _train(demo: Demo, recipe: Recipe) -> TextToImage:
     return TextToImage.from_pretrained(folder)  # with the numbers as stored, which a later call draws with
 
 
-def _draw(demo: Demo, pipe: TextToImage, asked: Sequence[tuple[str, Scene]]) -> tuple[composition.Composition, Tensor]:
+def _draw(
+    demo: Demo, pipe: TextToImage, asked: Sequence[tuple[str, Scene]]
+) -> tuple[composition.CompositionResult, Tensor]:
     """The verdicts on all captions, and the pictures uint8 [B, N, 3, H, W] of those to show."""
     path, kept = demo.out / "composition.json", demo.out / "drawings.safetensors"
     if path.exists() and (found := _saved(demo, path, [caption for caption, _ in asked])):
@@ -167,16 +169,16 @@ def _draw(demo: Demo, pipe: TextToImage, asked: Sequence[tuple[str, Scene]]) -> 
 
     settings = composition.CompositionSettings(candidates=demo.candidates, best_of=(1,), seed=demo.seed)
     with progress("drawing", len(asked) * demo.candidates, unit="picture") as bar:
-        result = composition.score(pipe, asked, settings, progress=bar.advance, keep=keep)
+        result = composition.score(pipe, asked, settings, progress=bar.advance, on_candidates=keep)
     pictures = torch.stack(shown)
     atomic_write_bytes(kept, save({"pictures": pictures}))
     result.save(path)
     return result, pictures
 
 
-def _saved(demo: Demo, path: Path, captions: list[str]) -> composition.Composition | None:
+def _saved(demo: Demo, path: Path, captions: list[str]) -> composition.CompositionResult | None:
     with suppress(UserError):  # damaged: draw again
-        found = composition.Composition.load(path)
+        found = composition.CompositionResult.load(path)
         same = found.captions == captions and found.settings["candidates"] == demo.candidates
         return found if same and found.settings.get("seed") == demo.seed else None
     return None

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from limner.evaluation import composition, report
-from limner.evaluation.scene_sheet import Shown
+from limner.evaluation.scene_sheet import SceneSample
 from limner.pipeline import TextToImage
 from limner.progress import clock
 from limner.recipes.recipe import Recipe
@@ -27,8 +27,8 @@ def page(
     demo: Demo,
     recipe: Recipe,
     pipe: TextToImage,
-    shown: Sequence[Shown],
-    result: composition.Composition,
+    shown: Sequence[SceneSample],
+    result: composition.CompositionResult,
     took: Mapping[str, float],
 ) -> str:
     """The body of the web page. `recipe` is what was trained; `took` has seconds by phase."""
@@ -65,24 +65,24 @@ def page(
     return "\n".join(parts)
 
 
-def _cells(result: composition.Composition, k: int, kind: str | None) -> tuple[str, str, str]:
+def _cells(result: composition.CompositionResult, k: int, kind: str | None) -> tuple[str, str, str]:
     return str(result.rate(1, kind)), str(result.rate(k, kind)), str(result.ceiling(k, kind))
 
 
-def _article(one: Shown) -> str:
+def _article(one: SceneSample) -> str:
     right = bool(one.right[one.best])
     verdict = '<span class="good">right</span>' if right else '<span class="bad">not as the caption says</span>'
     strip = []
     for i in range(len(one.pictures)):
         kind = " ".join(name for name, on in (("chosen", i == one.best), ("right", one.right[i])) if on)
-        tag = report.image(one.picture(i), f"candidate {i + 1}", 48)
+        tag = report.img_tag(one.picture(i), f"candidate {i + 1}", 48)
         title = f"candidate {i + 1}, score {float(one.scores[i]):.3f}"
         strip.append(tag.replace("<img ", f'<img class="{kind}" title="{title}" ', 1))
     return (
         f"<article><h3>{escape(one.caption)}</h3>"
-        f'<div class="pair"><figure>{report.image(one.picture(one.best), "best drawing", 192)}'
+        f'<div class="pair"><figure>{report.img_tag(one.picture(one.best), "best drawing", 192)}'
         f"<figcaption>drawn: {verdict}, score {float(one.scores[one.best]):.3f}</figcaption></figure>"
-        f"<figure>{report.image(one.real(), 'real scene', 192)}<figcaption>a real scene</figcaption></figure></div>"
+        f"<figure>{report.img_tag(one.real(), 'real scene', 192)}<figcaption>a real scene</figcaption></figure></div>"
         f'<div class="strip">{"".join(strip)}</div><small>{int(one.right.sum())} of {len(one.right)} candidates '
         "are right</small></article>"
     )

@@ -19,7 +19,7 @@ from limner.config import differences, load_json, to_dict
 from limner.data.stream import Dataset, Stream
 from limner.data.token_cache import weights_hash
 from limner.errors import UserError
-from limner.evaluation.reconstruction import health, relaxation
+from limner.evaluation.reconstruction import codebook_metrics, relaxation_gap
 from limner.evaluation.validation import held_out_metrics
 from limner.models.contrastive import Contrastive
 from limner.models.dvae import DVAE
@@ -90,10 +90,10 @@ class Stages:
         checked = checked.to(self.device)
 
         def evaluate(model: Any, step: int) -> Mapping[str, float]:
-            found = health(model, checked)
+            found = codebook_metrics(model, checked)
             if isinstance(stage, PatchStage):
                 return found
-            return found | relaxation(model, checked, stage.objective.tau(step), found["psnr"])
+            return found | relaxation_gap(model, checked, stage.objective.tau(step), found["psnr"])
 
         record = {"model": stage.model, "objective": stage.objective}
         watching = []

@@ -286,7 +286,7 @@ def test_evaluations_of_data_without_a_readable_picture_say_so(capsys, tmp_path)
     for what, options, says in (
         ("reconstruction", ["--data", str(data)], "no held-out picture that can be read"),
         ("emoji", [str(data)], "no picture that can be read"),
-        ("zero-shot", ["--data", str(data)], "no picture in the split 'held-out'"),
+        ("zero-shot", ["--data", str(data)], "split 'held-out' of the data is empty"),
         ("icons", [str(data)], "no sample has a subject and a style"),
     ):
         assert main(["evaluate", what, bundle, *options]) == 2, what

@@ -23,7 +23,7 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.elbo import RelaxedELB
 from limner.optim.dtensor import full_tensor, is_dtensor
 from limner.optim.optimizers import AdamWConfig
-from limner.profiling.memory_tracker import Watcher, storage_bytes
+from limner.profiling.memory_tracker import MemoryTracker, storage_bytes
 from limner.runs.stages import relate
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single
@@ -177,7 +177,7 @@ def grown(replicas: int, whole_first: bool = False) -> tuple[int, int, int]:
     distributed.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is
     before = memory("VmRSS")
-    with Watcher() as watch:
+    with MemoryTracker() as watch:
         run = ready(LARGE)
     return watch.peak, memory("VmHWM") - before, storage_bytes(run.parameters)
 

@@ -1,4 +1,4 @@
-"""Captions are full and of the split asked for; rates count what they say."""
+"""Captions are full and from the requested split; rates match the verdicts."""
 
 import json
 from functools import partial
@@ -10,25 +10,25 @@ import torch
 
 from limner.errors import UserError
 from limner.evaluation.composition import (
-    Composition,
+    CompositionResult,
     CompositionSettings,
-    captions_for,
-    pairs_for,
+    sample_captions,
+    sample_pairs,
     score,
     score_pairs,
 )
-from limner.evaluation.confidence import PUBLISHED, drawing_seed
-from limner.evaluation.generate_batches import combination, verdicts
+from limner.evaluation.confidence import TEST_SEEDS_FROM, drawing_seed
+from limner.evaluation.generate_batches import attribute_key, verdicts
 from limner.pipeline import Candidates
 from limner.tasks import captions, rendering, scenes
 from limner.tasks.verify import satisfies
 
 
 @pytest.mark.parametrize("split", ["held-out", "train"])
-def test_captions_say_everything_and_keep_to_the_split(split):
-    asked = captions_for(split, (1, 2), 24, seed=3)
-    assert [len(scene.things) for _, scene in asked] == [1, 2] * 12
-    for caption, scene in asked:
+def test_captions_are_full_and_from_the_requested_split(split):
+    captioned = sample_captions(split, (1, 2), 24, seed=3)
+    assert [len(scene.things) for _, scene in captioned] == [1, 2] * 12
+    for caption, scene in captioned:
         claims = captions.parse(caption)
         assert claims is not None
         assert claims.background == scene.background
@@ -37,27 +37,29 @@ def test_captions_say_everything_and_keep_to_the_split(split):
         assert scene.split == split
 
 
-def test_caption_i_depends_on_the_seed_and_i_alone():
-    long, short = captions_for(n=10, seed=1), captions_for(n=4, seed=1)
+def test_caption_i_depends_only_on_the_seed_and_i():
+    long, short = sample_captions(n=10, seed=1), sample_captions(n=4, seed=1)
     assert long[:4] == short
-    assert captions_for(n=4, seed=2) != short
+    assert sample_captions(n=4, seed=2) != short
 
 
-def test_evaluations_share_no_drawings():
-    drawn = [{drawing_seed(seed, i) for i in range(5_000)} for seed in (0, 1, 2, 999, PUBLISHED, PUBLISHED + 1)]
-    assert len(set.union(*drawn)) == 6 * 5_000
-    assert 0 <= drawing_seed(2**63 - 1, 10**6 - 1) < 2**63  # still a seed of `limner draw`
+def test_evaluations_share_no_seeds():
+    seeds = [
+        {drawing_seed(seed, i) for i in range(5_000)} for seed in (0, 1, 2, 999, TEST_SEEDS_FROM, TEST_SEEDS_FROM + 1)
+    ]
+    assert len(set.union(*seeds)) == 6 * 5_000
+    assert 0 <= drawing_seed(2**63 - 1, 10**6 - 1) < 2**63  # valid for `limner draw`
 
 
-def test_a_caption_counts_for_its_held_out_combination():
+def test_the_cluster_of_a_caption_is_its_held_out_combination():
     for split, most in (("held-out", 30), ("train", 1_170)):
-        names = [combination(scene) for _, scene in captions_for(split, (1, 2, 3), 400, seed=2)]
+        names = [attribute_key(scene) for _, scene in sample_captions(split, (1, 2, 3), 400, seed=2)]
         held = [scenes.held_out(tuple(look.split()), ground) for look, ground in (n.split(" on ") for n in names)]
         assert all(held) if split == "held-out" else not any(held)
         assert len(set(names)) <= most
-    assert len(set(names)) > 300  # nearly unrelated
-    for _, pair in pairs_for(n=60, seed=2):
-        look, ground = combination(*filter(None, (pair.top, pair.bottom))).split(" on ")
+    assert len(set(names)) > 300  # nearly independent
+    for _, pair in sample_pairs(n=60, seed=2):
+        look, ground = attribute_key(*filter(None, (pair.top, pair.bottom))).split(" on ")
         assert scenes.held_out(tuple(look.split()), ground)
 
 
@@ -66,13 +68,13 @@ def as_tensor(pictures):
 
 
 class Painter:
-    """Stands in for a pipeline: some candidates are the real scene, others are empty."""
+    """Stub of a pipeline: some candidates are the real scene, the rest are empty."""
 
     name, guidance = "painter", 1.0
     dvae = SimpleNamespace(config=SimpleNamespace(grid=(2, 3)))
 
-    def __init__(self, asked, right, marks):
-        self.asked = {caption: (scene, r, m) for (caption, scene), r, m in zip(asked, right, marks, strict=True)}
+    def __init__(self, captioned, right, marks):
+        self.scenes = {caption: (scene, r, m) for (caption, scene), r, m in zip(captioned, right, marks, strict=True)}
         self.seeds = []
 
     def candidates(self, captions, count, *, seed, sampler, given, progress):
@@ -80,7 +82,7 @@ class Painter:
         self.seeds += seed
         pictures, marks = [], []
         for caption in captions:
-            scene, right, mark = self.asked[caption]
+            scene, right, mark = self.scenes[caption]
             real, empty = (rendering.render(s) for s in (scene, scenes.Scene(things=(), background=scene.background)))
             pictures.append(as_tensor([real if r else empty for r in right]))
             marks.append(torch.tensor(mark))
@@ -90,18 +92,18 @@ class Painter:
 
 
 def example():
-    asked = captions_for("held-out", (1, 2), 4, seed=0)
-    assert len({caption for caption, _ in asked}) == 4
+    captioned = sample_captions("held-out", (1, 2), 4, seed=0)
+    assert len({caption for caption, _ in captioned}) == 4
     right = [[0, 1, 0], [1, 0, 0], [0, 0, 0], [0, 0, 1]]
     marks = [[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.0, 0.5, 0.1], [0.1, 0.2, 0.9]]
-    return asked, right, marks
+    return captioned, right, marks
 
 
 def test_best_of_k_is_the_highest_score_among_the_first_k():
-    asked, right, marks = example()
-    painter, advanced = Painter(asked, right, marks), []
+    captioned, right, marks = example()
+    painter, advanced = Painter(captioned, right, marks), []
     result = score(
-        painter, asked, CompositionSettings(candidates=3, best_of=(1, 2, 3, 64), seed=5), progress=advanced.append
+        painter, captioned, CompositionSettings(candidates=3, best_of=(1, 2, 3, 64), seed=5), progress=advanced.append
     )
     assert result.right.tolist() == [[bool(r) for r in row] for row in right]
     assert result.best_of == (1, 2, 3)
@@ -110,7 +112,7 @@ def test_best_of_k_is_the_highest_score_among_the_first_k():
     assert [result.rate(3, kind).right for kind in ("1 thing", "2 things")] == [0, 2]
     assert result.single().value == pytest.approx(3 / 12)
     assert sum(advanced) == 12
-    assert painter.seeds == [5_000_000, 5_000_001, 5_000_002, 5_000_003]  # captions are independent
+    assert painter.seeds == [5_000_000, 5_000_001, 5_000_002, 5_000_003]  # one per caption
 
 
 WRONG_SETTINGS = (
@@ -123,17 +125,20 @@ WRONG_ROWS = (
 )  # fmt: skip
 
 
-def test_results_survive_the_disk_and_the_table_shows_all_groups(tmp_path):
-    asked, right, marks = example()
+def test_saved_results_load_unchanged_and_the_table_has_all_groups(tmp_path):
+    captioned, right, marks = example()
     result = score(
-        Painter(asked, right, marks), asked, CompositionSettings(candidates=3, best_of=(1, 3)), progress=lambda _: None
+        Painter(captioned, right, marks),
+        captioned,
+        CompositionSettings(candidates=3, best_of=(1, 3)),
+        progress=lambda _: None,
     )
     path = tmp_path / "result.json"
     result.save(path)
     table = json.loads(path.read_text())["table"]
     assert table["all"]["best of 3"]["rate"] == 0.5
     assert table["1 thing"]["best of 3"]["total"] == 2
-    loaded = Composition.load(path)
+    loaded = CompositionResult.load(path)
     assert loaded.table() == result.table()
     assert loaded.settings == result.settings
     for text in ("all, 4 captions", "1 thing, 2", "2 things, 2", "best of 3", "ceiling", "best of 3 over best of 1: "):
@@ -142,19 +147,19 @@ def test_results_survive_the_disk_and_the_table_shows_all_groups(tmp_path):
     assert loaded.to_dict() == result.to_dict()
     data = json.loads(path.read_text())
     assert data["captions"][2]["seed"] == 2
-    del data["captions"][2]["combination"]  # as files were before intervals were over combinations
+    del data["captions"][2]["combination"]
     good = json.loads(path.read_text())
     wrong = [{**good, "settings": {**good["settings"], key: value}} for key, value in WRONG_SETTINGS]
     wrong += [{**good, "captions": [{**row, key: value} for row in good["captions"]]} for key, value in WRONG_ROWS]
     for text in ("", "null", "[]", "{}", json.dumps(data), *map(json.dumps, wrong)):
         path.write_text(text)
-        with pytest.raises(UserError, match="not the result|not valid JSON"):
-            Composition.load(path)
+        with pytest.raises(UserError, match="not a result|not valid JSON"):
+            CompositionResult.load(path)
 
 
 def test_equal_pictures_get_equal_verdicts():
-    (caption, scene), *_ = captions_for(n=1, seed=4)
-    real, other = rendering.render(scene), rendering.render(captions_for(n=1, seed=6)[0][1])
+    (caption, scene), *_ = sample_captions(n=1, seed=4)
+    real, other = rendering.render(scene), rendering.render(sample_captions(n=1, seed=6)[0][1])
     assert satisfies(real, caption)
     assert not satisfies(other, caption)
     assert verdicts(as_tensor([other, real, other, real]), partial(satisfies, caption=caption)).tolist() == [
@@ -166,7 +171,7 @@ def test_equal_pictures_get_equal_verdicts():
 
 
 class Copier:
-    """Stands in for a pipeline that is given upper halves: candidate 0 is the real pair, 1 has its top below too."""
+    """Stub of a pipeline with prompts: candidate 0 is the real pair, candidate 1 repeats the upper half below."""
 
     name, guidance = "copier", 1.0
     dvae = SimpleNamespace(config=SimpleNamespace(grid=(12, 12), size=48))
@@ -181,10 +186,10 @@ class Copier:
         return Candidates(torch.stack([real, twice], 1), torch.zeros(len(captions), 2), torch.zeros(0), sampler)
 
 
-def test_a_pair_is_right_if_the_lower_half_is_what_the_caption_makes_of_the_upper_one():
-    asked = pairs_for(n=12, seed=1)
-    assert asked[:3] == pairs_for(n=3, seed=1)
-    result = score_pairs(Copier(), asked, CompositionSettings(candidates=2, best_of=(1, 2)))
-    assert set(result.kinds) == {pair.transform for _, pair in asked} >= {"sketch", "upside down", "grayscale"}
+def test_a_pair_is_right_if_its_lower_half_shows_the_transform_of_the_caption():
+    captioned = sample_pairs(n=12, seed=1)
+    assert captioned[:3] == sample_pairs(n=3, seed=1)
+    result = score_pairs(Copier(), captioned, CompositionSettings(candidates=2, best_of=(1, 2)))
+    assert set(result.kinds) == {pair.transform for _, pair in captioned} >= {"sketch", "upside down", "grayscale"}
     assert result.right[:, 0].all()
     assert not result.right[:, 1].any()

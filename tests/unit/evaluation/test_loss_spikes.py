@@ -1,4 +1,4 @@
-"""The report of a run's spikes: which matrix foretells them, from the file that a run writes."""
+"""The report of a run's loss spikes and the RMS spikes that precede them, from the log of a run."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 from limner.cli import main
 from limner.errors import UserError
-from limner.evaluation.loss_spikes import foretold
+from limner.evaluation.loss_spikes import spike_report
 
 
 def written(folder, steps=3_000):
@@ -28,43 +28,43 @@ def written(folder, steps=3_000):
     for row in rows[9::10]:
         row["features"] = {"blocks.0": 0.5, "blocks.1": row["step"] / 100}
     (folder / "stability.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 30')
-    return foretold(folder)
+    return spike_report(folder)
 
 
-def test_the_matrix_that_foretells_is_named_first_and_drawn(tmp_path):
-    found = written(tmp_path / "prior")
-    rows = found.rows()
+def test_the_matrix_that_precedes_loss_spikes_is_listed_first_and_charted(tmp_path):
+    report = written(tmp_path / "prior")
+    rows = report.rows()
     assert rows[0][:4] == ("patches", "2", "2", "2") and float(rows[0][4]) < 1e-3
     assert rows[1][:5] == ("<b>middle", "2", "2", "0", "1")
-    page = found.save(tmp_path / "spikes.html", "prior").read_text()
+    page = report.save(tmp_path / "spikes.html", "prior").read_text()
     assert "spike at step 1005" in page and "spike at step 2005" in page
-    assert found.features["blocks.1"][:2] == [(10, 0.1), (20, 0.2)] and "mean magnitude of features" in page
+    assert report.features["blocks.1"][:2] == [(10, 0.1), (20, 0.2)] and "mean magnitude of features" in page
     assert "<b>middle" not in page and "&lt;b&gt;middle" in page
 
 
-def test_what_is_no_run_is_said_in_a_sentence(tmp_path):
+def test_a_folder_without_a_log_raises(tmp_path):
     with pytest.raises(UserError, match="name a run"):
-        foretold(tmp_path)
+        spike_report(tmp_path)
 
 
-def test_spikes_are_told_where_no_rms_was_logged(tmp_path, capsys):
-    """As with Lion, which divides by no running mean."""
+def test_loss_spikes_are_reported_without_logged_rms(tmp_path, capsys):
+    """RMS_t is undefined for Lion, for example."""
     loss = 2 + 0.05 * np.random.default_rng(0).standard_normal(1_000)
     loss[599:603] += 1
     rows = [{"step": i, "loss": value, "rms": {}} for i, value in enumerate(loss, 1)]
     (tmp_path / "stability.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["inspect", "spikes", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "1 spike of the loss, at steps 600" in said and "no RMS_t was logged" in said
+    out = capsys.readouterr().out
+    assert "1 spike of the loss, at steps 600" in out and "no RMS_t was logged" in out
 
 
-def test_of_a_run_every_stage_is_told_and_a_page_is_of_one(tmp_path, capsys):
+def test_all_stages_of_a_run_are_reported_and_a_page_needs_one_stage(tmp_path, capsys):
     for name in ("prior", "contrastive"):
         written(tmp_path / name)
     capsys.readouterr()
     assert main(["inspect", "spikes", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert said.index("prior: ") < said.index("contrastive model: ") and said.count("<b>middle") == 2
+    out = capsys.readouterr().out
+    assert out.index("prior: ") < out.index("contrastive model: ") and out.count("<b>middle") == 2
     page = tmp_path / "spikes.html"
     assert main(["inspect", "spikes", str(tmp_path), "-o", str(page)]) == 2
     assert "name one, such as" in capsys.readouterr().err and not page.exists()
@@ -79,7 +79,7 @@ def test_lines_of_any_kind_are_left_out_and_null_is_infinite(tmp_path, capsys):
     wrong += ['{"step": 31, "rms": []}', '{"step": 31, "rms": null}']
     lines = wrong + [json.dumps(row) for row in good] + wrong
     (tmp_path / "stability.jsonl").write_text("\n".join(lines))
-    found = foretold(tmp_path)
+    found = spike_report(tmp_path)
     assert len(found.loss) == 30 and np.isinf(found.loss[19]) and np.isfinite(np.delete(found.loss, 19)).all()
     assert found.rms["a"][18:21].tolist() == [1, np.inf, 1] and found.rms["b"][18:21].tolist() == [1, np.inf, 1]
     assert found.features == {"c": [(20, np.inf)], "d": [(20, 1.0)]}
@@ -87,4 +87,4 @@ def test_lines_of_any_kind_are_left_out_and_null_is_infinite(tmp_path, capsys):
     assert "30 steps" in capsys.readouterr().out
     (tmp_path / "stability.jsonl").write_text("\n".join(wrong))
     assert main(["inspect", "spikes", str(tmp_path)]) == 2
-    assert "has no steps" in capsys.readouterr().err
+    assert "no steps in" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The nearest real picture is the one with the least squared error; variants share a family."""
+"""The nearest real picture has the least squared error; variants share a family."""
 
 import json
 
@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from limner.evaluation.nearest_neighbor import Gallery, evaluate, mosaic, save
+from limner.evaluation.nearest_neighbor import ReferenceSet, evaluate, mosaic, save
 from tiny import WORDS, tiny_pipe
 
 
 @pytest.fixture
-def gallery():
+def references():
     pictures = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (6, 3, 24, 24), dtype=np.uint8))
-    return Gallery(
+    return ReferenceSet(
         pictures,
         [WORDS[0], WORDS[1], "a", "b", "c", "d"],
         ["k0", "k1", "k2", "k3", "k4", "k5"],
@@ -22,42 +22,44 @@ def gallery():
     )
 
 
-def test_nearest_is_least_squared_error(gallery):
-    drawn = (gallery.pictures.int() + torch.randint(-60, 60, gallery.pictures.shape)).clamp(0, 255).to(torch.uint8)
-    error = (drawn[:, None].float() - gallery.pictures[None].float()).square().flatten(2).mean(2)
-    assert torch.equal(gallery.nearest(drawn), error.argmin(1))
-    assert torch.equal(gallery.nearest(gallery.pictures), torch.arange(6))
+def test_nearest_is_least_squared_error(references):
+    noisy = (
+        (references.pictures.int() + torch.randint(-60, 60, references.pictures.shape)).clamp(0, 255).to(torch.uint8)
+    )
+    error = (noisy[:, None].float() - references.pictures[None].float()).square().flatten(2).mean(2)
+    assert torch.equal(references.nearest(noisy), error.argmin(1))
+    assert torch.equal(references.nearest(references.pictures), torch.arange(6))
 
 
-def test_choosing_is_by_split_and_seed(gallery):
-    assert gallery.choose("held-out") == [1]
-    assert gallery.choose("train") == [0, 2, 3, 4, 5]
-    assert gallery.choose("train", 3, seed=1) == gallery.choose("train", 3, seed=1)
-    assert gallery.choose("nothing") == []
+def test_indices_depend_on_split_and_seed(references):
+    assert references.split_indices("held-out") == [1]
+    assert references.split_indices("train") == [0, 2, 3, 4, 5]
+    assert references.split_indices("train", 3, seed=1) == references.split_indices("train", 3, seed=1)
+    assert references.split_indices("nothing") == []
 
 
-def test_right_and_related_are_counted(gallery, tmp_path):
+def test_right_and_related_are_counted(references, tmp_path):
     pipe = tiny_pipe()
-    made = pipe(WORDS[0], candidates=3, seed=0)[0]
-    picture = torch.from_numpy(np.array(made.image)).permute(2, 0, 1)
-    gallery.pictures[2] = picture  # of the family of 0, but not 0
-    made = pipe(WORDS[1], candidates=3, seed=0)[0]
-    gallery.pictures[1] = torch.from_numpy(np.array(made.image)).permute(2, 0, 1)
-    trained = evaluate(pipe, gallery, "train", n=None, candidates=3, seed=0)
-    assert trained.found[0] == 2
+    drawing = pipe(WORDS[0], candidates=3, seed=0)[0]
+    picture = torch.from_numpy(np.array(drawing.image)).permute(2, 0, 1)
+    references.pictures[2] = picture  # same family as 0, another key
+    drawing = pipe(WORDS[1], candidates=3, seed=0)[0]
+    references.pictures[1] = torch.from_numpy(np.array(drawing.image)).permute(2, 0, 1)
+    trained = evaluate(pipe, references, "train", n=None, candidates=3, seed=0)
+    assert trained.nearest[0] == 2
     assert (bool(trained.right[0]), bool(trained.related[0])) == (False, True)
-    held_out = evaluate(pipe, gallery, "held-out", candidates=3, seed=0)
+    held_out = evaluate(pipe, references, "held-out", candidates=3, seed=0)
     exact, family = held_out.rates()
     assert (exact.right, exact.total, family.right) == (1, 1, 1)
-    save(tmp_path / "r.json", gallery, [trained, held_out])
+    save(tmp_path / "r.json", references, [trained, held_out])
     written = json.loads((tmp_path / "r.json").read_text())
     assert [part["split"] for part in written] == ["train", "held-out"]
     assert written[1]["right"]["rate"] == 1.0
     assert "best of 3" in trained.table()
-    again = evaluate(pipe, gallery, "held-out", candidates=3, repeats=5, seed=0)
+    again = evaluate(pipe, references, "held-out", candidates=3, repeats=5, seed=0)
     assert again.wanted == [1] * 5
     assert again.rates()[0].total == 5
-    assert not torch.equal(again.pictures[0], again.pictures[1])  # drawn anew
+    assert not torch.equal(again.pictures[0], again.pictures[1])  # independent noise
     assert "1 captions of 1 families, drawn 5 times" in again.table()
-    assert again.rates()[0].high - again.rates()[0].low > 0.5  # one family says little of others
-    assert mosaic(gallery, trained, n=5, columns=3).size == (3 * 56, 2 * 32)
+    assert again.rates()[0].high - again.rates()[0].low > 0.5  # a single cluster
+    assert mosaic(references, trained, n=5, columns=3).size == (3 * 56, 2 * 32)

@@ -1,4 +1,4 @@
-"""Measures of a dVAE, against stand-ins whose answers are known."""
+"""Metrics of a dVAE, against stubs with known values."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tiny import tiny_pipe
 
 
 class Lossless(nn.Module):
-    """Remembers the pictures; uses four codes, one of them as often as the others together."""
+    """Stub of a dVAE that returns its input; of its four codes one has half of the uses."""
 
     def __init__(self):
         super().__init__()
@@ -28,34 +28,34 @@ class Lossless(nn.Module):
         return pixels
 
 
-def test_lossless_pictures_are_read_alike():
-    result = measure(Lossless(), fresh_scenes(6), read=True)
-    assert result.read_alike == 1.0
+def test_lossless_reconstructions_have_the_same_scene():
+    result = measure(Lossless(), fresh_scenes(6), check_scenes=True)
+    assert result.same_scene == 1.0
     assert result.psnr > 60
     assert (result.codes, result.vocab) == (4, 10)
     p = np.array([0.5, 1 / 6, 1 / 6, 1 / 6])
     assert result.perplexity == pytest.approx(np.exp(-(p * np.log(p)).sum()), rel=1e-5)
 
 
-def test_a_picture_without_its_things_is_not(tmp_path):
+def test_reconstructions_without_objects_have_another_scene(tmp_path):
     dvae = Lossless()
     dvae.change = lambda pixels: pixels[:, :, :1, :1].expand_as(pixels).contiguous()
     advanced = []
-    result = measure(dvae, fresh_scenes(6), read=True, progress=advanced.append)
-    assert result.read_alike == 0.0
+    result = measure(dvae, fresh_scenes(6), check_scenes=True, progress=advanced.append)
+    assert result.same_scene == 0.0
     assert result.psnr_worst <= result.psnr < 30
     assert sum(advanced) == 6
     assert "dB" in result.table()
     result.save(tmp_path / "r.json")
-    assert '"read_alike": 0.0' in (tmp_path / "r.json").read_text()
+    assert '"same_scene": 0.0' in (tmp_path / "r.json").read_text()
 
 
 def test_a_real_dvae_is_measured():
     result = measure(tiny_pipe().dvae, fresh_scenes(3, size=24))
-    assert result.read_alike is None
+    assert result.same_scene is None
     assert 1 <= result.perplexity <= result.codes <= 32
 
 
-def test_fresh_scenes_are_fixed_by_their_seed():
+def test_fresh_scenes_depend_only_on_the_seed():
     assert torch.equal(fresh_scenes(5, seed=2)[:3], fresh_scenes(3, seed=2))
     assert not torch.equal(fresh_scenes(3, seed=2), fresh_scenes(3, seed=3))

@@ -1,4 +1,4 @@
-"""A report is one file that needs nothing else, whatever its captions say."""
+"""A report is one well-formed file without network access, for any caption."""
 
 import re
 from html.parser import HTMLParser
@@ -29,7 +29,7 @@ def test_a_page_is_well_formed_and_self_contained(tmp_path):
     picture = Image.new("RGB", (12, 12), "red")
     nasty = '<script>alert("x")</script> & "quotes"'
     body = (
-        report.image(picture, nasty, 96)
+        report.img_tag(picture, nasty, 96)
         + report.table([(nasty, 1.5)], ("what", "much"))
         + report.chart(nasty, {"a": [(0, 1.0), (10, 0.5), (20, float("nan"))], "b": [(0, 2.0), (5, 3.0)]})
     )
@@ -61,7 +61,7 @@ def test_a_chart_spans_its_points():
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_contact_sheet_holds_every_picture(rows, tmp_path):
     red, blue = (Image.new("RGB", (8, 8), color) for color in ("red", "blue"))
-    row = report.Row(caption="a word " * 20, pictures=[(red, "drawn"), (blue, "real")], right=True)
+    row = report.SheetRow(caption="a word " * 20, pictures=[(red, "drawn"), (blue, "real")], right=True)
     sheet = report.contact_sheet([row] * rows, columns=2)
     colors = {color: count for count, color in sheet.getcolors(1 << 20)}
     assert colors[255, 0, 0] == colors[0, 0, 255] == rows * 144 * 144

@@ -1,4 +1,4 @@
-"""Held-out metrics are means over samples, however these fall into batches."""
+"""Held-out metrics are means over samples for any batch size."""
 
 import pytest
 import torch
@@ -19,6 +19,6 @@ def mean(model, batch, step, generator):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 5, 9])
-def test_a_small_last_batch_counts_by_its_samples(batch_size):
+def test_batches_are_weighted_by_their_sizes(batch_size):
     evaluate = held_out_metrics(mean, Numbers(), batch_size, torch.device("cpu"))
     assert evaluate(torch.nn.Identity(), 0) == pytest.approx({"number": 4.0})

@@ -1,4 +1,4 @@
-"""The plan's figures against the paper's tables, closed forms, and what a process really takes."""
+"""The cost model against the paper's tables, closed forms, and a measured process."""
 
 import os
 import subprocess
@@ -22,9 +22,9 @@ from limner.profiling.gpus import GPUS
 PAPER = Cost(config=SIZES["dalle-12b"], gpus=1024, batch=1024)
 
 
-def test_the_papers_model_has_its_parameters():
+def test_the_parameter_counts_of_the_papers_model():
     d, layers, text, image = 3968, 64, 16_384, 8_192
-    counts = cost.parameters(SIZES["dalle-12b"])
+    counts = cost.count_parameters(SIZES["dalle-12b"])
     assert counts == {
         "queries, keys, values": 3 * layers * d * d,
         "attention outputs": layers * d * d,
@@ -41,8 +41,8 @@ def test_the_papers_model_has_its_parameters():
         "text unembedding": text * d,
         "image unembedding": image * d,
     }
-    assert sum(counts[kind] for kind in cost.MATRICES) == PAPER.effective == 12 * layers * d * d
-    assert f"{PAPER.effective / 1e9:.2f}" == "12.09"
+    assert sum(counts[kind] for kind in cost.MATRICES) == PAPER.effective_parameters == 12 * layers * d * d
+    assert f"{PAPER.effective_parameters / 1e9:.2f}" == "12.09"
 
 
 def test_tables_1_and_2():
@@ -60,50 +60,50 @@ def test_tables_1_and_2():
     assert compression_rate(3968, 896, 8) == 1 - 5 * 896 / (8 * 3968)
 
 
-def test_the_papers_model_fits_the_papers_gpu_only_as_the_paper_stored_it():
+def test_the_papers_model_fits_the_papers_gpu_only_in_the_papers_format():
     memory = GPUS["v100-16gb"].memory
     fits = {(half, saved): PAPER.memory(half, saved) <= memory for half in (False, True) for saved in (False, True)}
     assert fits == {(False, False): False, (False, True): False, (True, False): False, (True, True): True}
-    assert 24 < 2 * PAPER.effective / 1e9 < 24.5  # "about 24 GB of memory when stored in 16-bit precision"
+    assert 24 < 2 * PAPER.effective_parameters / 1e9 < 24.5  # "about 24 GB of memory when stored in 16-bit precision"
 
 
 @pytest.mark.parametrize("kind", sorted(PATTERNS))
-def test_pairs_that_see_each_other_are_those_of_the_mask(kind):
+def test_attended_pairs_match_the_attention_mask(kind):
     config = TransformerConfig(text_len=5, grid=(4, 6), kernel=3, width=16, heads=2, depth=1)
     pattern = PATTERNS[kind](config.grid, config.kernel)
-    assert cost.visible_pairs(config, pattern) == visible(pattern, 6).sum()
+    assert cost.attended_pairs(config, pattern) == visible(pattern, 6).sum()
 
 
-def test_positions_held_when_sampling_at_the_papers_size():
+def test_kv_cache_of_the_papers_model():
     config = SIZES["dalle-12b"]
     mean = sum(pattern.held for pattern in config.patterns) / config.depth
     assert round(mean) == 283
-    shared, each = PAPER.cache()
+    shared, each = PAPER.kv_cache()
     assert each == mean * config.depth * 2 * config.width * 2
-    assert PAPER.cache(dense=True)[1] / each == pytest.approx(1281 / mean)
+    assert PAPER.kv_cache(dense=True)[1] / each == pytest.approx(1281 / mean)
     assert shared == config.depth * 257 * 2 * config.width * 2
 
 
-def test_compression_saves_what_it_says_between_machines():
-    bare = replace(PAPER, gpus=16, batch=16)
-    others = 2 * (1 / 2) * bare.sizes[1] / 8 * 4
-    saved = 1 - (bare.between(True) - others) / (bare.between(False) - others)
+def test_traffic_between_machines_falls_by_the_compression_rate():
+    plan = replace(PAPER, gpus=16, batch=16)
+    rest = 2 * (1 / 2) * plan.sizes[1] / 8 * 4
+    saved = 1 - (plan.sent_between(True) - rest) / (plan.sent_between(False) - rest)
     assert saved == pytest.approx(compression_rate(3968, 896))
-    assert replace(bare, gpus=8).between(False) == replace(bare, gpus=8).between(True) == 0
-    assert replace(bare, gpus=1).within == 0
+    assert replace(plan, gpus=8).sent_between(False) == replace(plan, gpus=8).sent_between(True) == 0
+    assert replace(plan, gpus=1).sent_within == 0
 
 
 @pytest.mark.parametrize("optimizer", [AdamWConfig(), AdamW16Config()])
-def test_moments_take_what_is_planned(optimizer):
+def test_moments_match_the_plan(optimizer):
     config = TransformerConfig(text_vocab=9, image_vocab=8, text_len=3, grid=(4, 4), width=16, depth=2, heads=2)
     model = config.build()
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     (built,) = optimizer.build(model)
     built.step()
-    kept = [value for state in built.state.values() for key, value in state.items() if key != "step"]
-    planned = Cost(config=config, gpus=1, packed=isinstance(optimizer, AdamW16Config)).state(half=False)
-    assert sum(value.nbytes for value in kept) == planned["moments"]
+    moments = [value for state in built.state.values() for key, value in state.items() if key != "step"]
+    planned = Cost(config=config, gpus=1, half_moments=isinstance(optimizer, AdamW16Config)).state(half=False)
+    assert sum(value.nbytes for value in moments) == planned["moments"]
     if isinstance(optimizer, AdamW16Config):
         assert planned["moments"] == Cost(config=config, gpus=1).state(half=True)["moments"]
 
@@ -130,7 +130,7 @@ def step(model, optimizers):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-full, rows = config, 1  # whatever torch loads on its first step is not the model's
+full, rows = config, 1  # excludes what torch loads in its first step
 config = TransformerConfig(text_vocab=8, image_vocab=8, text_len=3, grid=(32, 32), width=16, heads=2, depth=4)
 model = config.build()
 step(model, AdamWConfig().build(model))
@@ -146,7 +146,7 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads the peak from /proc")
-@pytest.mark.skipif(not packs(), reason="planned are oneDNN's bf16 products; what stands in for them takes less")
+@pytest.mark.skipif(not packs(), reason="the plan assumes oneDNN's bf16 products; the fallback takes less memory")
 @pytest.mark.parametrize(
     ("config", "batch", "checkpointing"),
     [
@@ -156,7 +156,7 @@ print(peak() - before)
         ({"width": 64, "depth": 2, "heads": 2, "image_vocab": 8192, "text_len": 15}, 2, False),
     ],
 )
-def test_memory_is_what_a_training_process_takes(config, batch, checkpointing):
+def test_planned_memory_matches_a_training_process(config, batch, checkpointing):
     config = {**config, "text_vocab": 512, "grid": (32, 32)}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536"}
     ran = subprocess.run(
@@ -167,8 +167,8 @@ def test_memory_is_what_a_training_process_takes(config, batch, checkpointing):
     assert planned == pytest.approx(int(ran.stdout), rel=0.15)
 
 
-def test_every_size_is_a_recipe_and_sizes_have_the_parameters_they_are_known_for():
+def test_every_size_is_a_recipe_with_the_nominal_parameter_count():
     for name, config in SIZES.items():
         assert recipes.get(name).prior.model == config
-    effective = {name: Cost(config=config).effective for name, config in SIZES.items()}
+    effective = {name: Cost(config=config).effective_parameters for name, config in SIZES.items()}
     assert [round(n / 1e6) for n in effective.values()] == [5, 25, 113, 302, 1208, 2831, 5549, 12092]

@@ -12,7 +12,7 @@ from limner import recipes
 from limner.atomic_io import locked
 from limner.config import load_json, save_json
 from limner.errors import UserError
-from limner.evaluation.zero_shot import evaluate, scenes
+from limner.evaluation.zero_shot import evaluate, scene_task
 from limner.layers.patterns import PATTERNS
 from limner.models.contrastive import ContrastiveConfig
 from limner.models.dvae import DVAEConfig
@@ -77,7 +77,7 @@ def test_a_contrastive_model_needs_no_dvae(data, tmp_path):
     assert train_all(RECIPE, data, run, ["contrastive"]) is None
     assert not (run / "dvae").exists() and not (run / "bundle").exists()
     model, tokenizer, name = reranker(run)
-    task = scenes(4, model.config.size)
+    task = scene_task(4, model.config.size)
     found = evaluate(model, tokenizer, task)
     assert name == "run" and len(found.right[1]) == 4
     pipe = train_all(RECIPE, data, run, ["dvae", "prior"])

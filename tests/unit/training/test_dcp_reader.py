@@ -12,7 +12,7 @@ from torch.distributed import checkpoint as dcp
 
 from checkpoints import read_tensors
 from limner.errors import UserError
-from limner.profiling.memory_tracker import Watcher
+from limner.profiling.memory_tracker import MemoryTracker
 from limner.training import dcp_reader
 from limner.training.checkpoint import Files, completed, latest, load_weights
 
@@ -94,7 +94,7 @@ def test_weights_are_read_without_a_copy_of_the_model_beside_it(tmp_path: Path) 
             write(tmp_path, len(list(tmp_path.iterdir())) + 1, {f"{group}/{number}": (part, [0])})
     (tmp_path / "state.json").write_text("{}")
     model = nn.ParameterList(torch.zeros_like(part) for part in values)
-    with Watcher() as watch:
+    with MemoryTracker() as watch:
         load_weights(model, tmp_path)
     assert watch.peak <= values.nbytes + 2 * values[0].nbytes
     assert all(torch.equal(p, part) for p, part in zip(model, values, strict=True))

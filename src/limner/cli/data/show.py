@@ -39,12 +39,12 @@ def main(argv: Sequence[str]) -> None:
     from limner.data.image_decode import decoded
     from limner.data.open_source import open_source
     from limner.data.sample import Rejected
-    from limner.evaluation.report import Row, contact_sheet, save_png
+    from limner.evaluation.report import SheetRow, contact_sheet, save_png
 
     source = open_source(options.source)
     rejected, splits, kept = Counter[str](), Counter[str](), 0
     wanted = {i * len(source) // options.captions for i in range(options.captions)}
-    rows: list[Row] = []
+    rows: list[SheetRow] = []
     with progress("reading", len(source), unit="sample") as bar:
         for i in range(len(source)):
             try:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
                 kept += 1
                 splits[sample.meta.get("split", "no split")] += 1
                 if thumbnail:
-                    rows.append(Row(caption=sample.captions[0], pictures=[(thumbnail, size)]))
+                    rows.append(SheetRow(caption=sample.captions[0], pictures=[(thumbnail, size)]))
             bar.advance(1)
     tell(options.source, kept, rejected, splits)
     for row in rows:

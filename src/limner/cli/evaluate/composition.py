@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 from limner.cli.arguments import parse, place, place_png
 from limner.cli.evaluate.shared import Seed, keep, require_scenes
 from limner.errors import UserError, printable
-from limner.evaluation.confidence import PUBLISHED
+from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.progress import clock, progress
 from limner.sampling.generation_config import CANDIDATES, Sampler
 from limner.validation import Checked, Range
@@ -39,7 +39,7 @@ class ScoreComposition(Checked):
     """Numbers of things in a scene, taken in turn."""
     candidates: Annotated[int, CANDIDATES] = 64
     """How many are drawn of each, of which the one with the best score is chosen."""
-    seed: Seed = PUBLISHED
+    seed: Seed = TEST_SEEDS_FROM
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
@@ -58,12 +58,12 @@ def main(argv: Sequence[str]) -> None:
         raise UserError("things must be one number from 1 to 4 at least")
     from limner.evaluation import composition as evaluation
     from limner.evaluation.report import save_png
-    from limner.evaluation.scene_sheet import sheet, shown
+    from limner.evaluation.scene_sheet import render_samples, scene_samples
     from limner.pipeline import Candidates, load
 
     pipe = load(options.model)
     require_scenes(pipe.dvae.config.size, "name a model of scenes")
-    captions = evaluation.captions_for(options.split, options.things, options.captions, options.seed)
+    captions = evaluation.sample_captions(options.split, options.things, options.captions, options.seed)
     settings = evaluation.CompositionSettings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
     begun, pictures = time.monotonic(), []
 
@@ -71,9 +71,9 @@ def main(argv: Sequence[str]) -> None:
         pictures.extend(made.pictures[: max(0, _SHOWN - start)])
 
     with progress("drawing and judging", len(captions) * options.candidates, unit="drawing") as bar:
-        result = evaluation.score(pipe, captions, settings, progress=bar.advance, keep=keep_first)
+        result = evaluation.score(pipe, captions, settings, progress=bar.advance, on_candidates=keep_first)
     print(f"{printable(pipe.name)}, {options.split} combinations, {clock(time.monotonic() - begun)}\n{result.table()}")
     if options.mosaic:
-        path = save_png(sheet(shown(captions, pictures, result)), options.mosaic)
+        path = save_png(render_samples(scene_samples(captions, pictures, result)), options.mosaic)
         print(f"written: {printable(path)}")
     keep(result.save, options.output)

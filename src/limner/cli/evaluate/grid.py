@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from limner.cli.arguments import parse, place_png
 from limner.errors import printable
-from limner.evaluation.confidence import PUBLISHED
+from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.progress import progress
 from limner.sampling.generation_config import CANDIDATES
 from limner.validation import SEEDS, Checked
@@ -31,7 +31,7 @@ class DrawGrid(Checked):
     """Names of subjects; by default eight subjects with a held-out combination."""
     candidates: Annotated[int, CANDIDATES] = 16
     """How many are drawn of each, of which the one with the best score is chosen."""
-    seed: Annotated[int, SEEDS] = PUBLISHED
+    seed: Annotated[int, SEEDS] = TEST_SEEDS_FROM
     """Of the subjects and their drawings."""
     real: bool = False
     """Show the real picture beside each drawing."""
@@ -48,9 +48,9 @@ def main(argv: Sequence[str]) -> None:
     from limner.pipeline import load
 
     source, pipe = open_source(options.data), load(options.model)
-    data = Icons.of(source, pipe.dvae.config.size)
-    chosen = icon_grid.cells(data, options.subjects)
+    data = Icons.from_source(source, pipe.dvae.config.size)
+    chosen = icon_grid.grid_cells(data, options.subjects)
     with progress("drawing", len(chosen) * options.candidates, unit="drawing") as bar:
-        drawings = icon_grid.draw(pipe, data, chosen, options.candidates, options.seed, bar.advance)
-    path = save_png(icon_grid.sheet(data, chosen, drawings, options.real), options.output)
+        drawings = icon_grid.generate(pipe, data, chosen, options.candidates, options.seed, bar.advance)
+    path = save_png(icon_grid.render(data, chosen, drawings, options.real), options.output)
     print(f"written: {printable(path)}")

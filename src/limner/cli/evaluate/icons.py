@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 from limner.cli.arguments import parse, place
 from limner.cli.evaluate.shared import Seed, keep
 from limner.errors import printable
-from limner.evaluation.confidence import PUBLISHED
+from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.progress import progress
 from limner.sampling.generation_config import CANDIDATES
 from limner.validation import Checked, Range
@@ -39,7 +39,7 @@ class ScoreIcons(Checked):
     """How many are drawn of each; the contrastive model chooses among them, of pairs the prior by likelihood."""
     repeats: Annotated[int, Range(1, 1_000)] = 1
     """How many times each caption is drawn, each time with so many candidates."""
-    seed: Seed = PUBLISHED
+    seed: Seed = TEST_SEEDS_FROM
     judge: Path | None = None
     """The folder where judges are kept; by default DATA-judge."""
     judge_steps: Annotated[int, Range(1, 10**7)] = 6_000
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     kept = options.judge and place(options.judge, folder=True)
     from limner.data.open_source import open_source
     from limner.evaluation import icons as evaluation
-    from limner.evaluation.icon_classifier import JudgeConfig, trained
+    from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
     from limner.evaluation.icon_pictures import SPLITS, Icons
     from limner.evaluation.icon_result import save
     from limner.pipeline import load
@@ -64,10 +64,10 @@ def main(argv: Sequence[str]) -> None:
     source, pipe = open_source(options.data), load(options.model)
     there = Path(options.data).resolve()
     kept = kept or place(there.parent / f"{there.name}-judge", folder=True)
-    data = Icons.of(source, pipe.dvae.config.size)
-    labelled, config = data.labelled, JudgeConfig(steps=options.judge_steps)
+    data = Icons.from_source(source, pipe.dvae.config.size)
+    labelled, config = data.labeled, IconClassifierConfig(steps=options.judge_steps)
     with progress("the judge", config.steps) as bar:
-        judge = trained(labelled, kept, config, bar)
+        judge = train_classifier(labelled, kept, config, bar)
     accuracy = evaluation.accuracy(judge, data)
     told = ", ".join(f"{respect} of {share:.1%}" for respect, share in accuracy.items())
     print(f"the judge reads of the {len(labelled):,} real pictures, on which it was trained: {told}")
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
         captions=options.captions, candidates=options.candidates, repeats=options.repeats, seed=options.seed
     )
     results = []
-    asked = [(evaluation.evaluate, split, data.gallery.splits.count(split)) for split in SPLITS]
+    asked = [(evaluation.evaluate, split, data.references.splits.count(split)) for split in SPLITS]
     asked += [(evaluation.evaluate_pairs, kind, data.pairs.kinds.count(kind)) for kind in sorted(set(data.pairs.kinds))]
     for evaluate, what, count in asked:
         if total := min(count, settings.captions) * settings.repeats * settings.candidates:

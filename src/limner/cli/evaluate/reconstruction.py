@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 from limner.cli.arguments import parse, place
 from limner.cli.evaluate.shared import CHOOSE, keep, require_scenes
 from limner.errors import UserError, printable
-from limner.evaluation.confidence import PUBLISHED
+from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.progress import progress
 from limner.validation import SEEDS, Checked, Range
 
@@ -29,7 +29,7 @@ class ScoreReconstruction(Checked):
     """Fresh scenes with combinations kept out of training, of the training kind, or both in turn."""
     count: Annotated[int, Range(1, 10**6)] = 1024
     """Pictures at most."""
-    seed: Annotated[int, SEEDS, arg(help=f"Of the fresh scenes. {CHOOSE}")] = PUBLISHED
+    seed: Annotated[int, SEEDS, arg(help=f"Of the fresh scenes. {CHOOSE}")] = TEST_SEEDS_FROM
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write the result as JSON."""
 
@@ -61,6 +61,6 @@ def main(argv: Sequence[str]) -> None:
         if not len(pictures):
             raise UserError(f"{options.data} has no held-out picture that can be read: `limner data show` it")
     with progress("reconstructing", len(pictures), unit="picture") as bar:
-        result = evaluation.measure(pipe.dvae, pictures, read=options.data is None, progress=bar.advance)
+        result = evaluation.measure(pipe.dvae, pictures, check_scenes=options.data is None, progress=bar.advance)
     print(f"{printable(pipe.name)}\n{result.table()}")
     keep(result.save, options.output)

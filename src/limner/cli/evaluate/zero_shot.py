@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 from limner.cli.arguments import parse, place
 from limner.cli.evaluate.shared import CHOOSE, keep, require_scenes
 from limner.errors import printable
-from limner.evaluation.confidence import PUBLISHED
+from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.progress import progress
 from limner.validation import SEEDS, Checked, Range
 
@@ -29,7 +29,7 @@ class ScoreZeroShot(Checked):
     """Pictures of the training kind, or with combinations kept out of training."""
     count: Annotated[int, Range(1, 10**6)] = 1_024
     """Pictures at most."""
-    seed: Annotated[int, SEEDS, arg(help=f"Of the pictures. {CHOOSE}")] = PUBLISHED
+    seed: Annotated[int, SEEDS, arg(help=f"Of the pictures. {CHOOSE}")] = TEST_SEEDS_FROM
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write the result as JSON."""
 
@@ -47,9 +47,9 @@ def main(argv: Sequence[str]) -> None:
     size = model.config.size
     if options.data is None:
         require_scenes(size, "give --data")
-        task = evaluation.scenes(options.count, size, options.split, options.seed)
+        task = evaluation.scene_task(options.count, size, options.split, options.seed)
     else:
-        task = evaluation.pictures_of(open_source(options.data), size, options.split, options.count, options.seed)
+        task = evaluation.dataset_task(open_source(options.data), size, options.split, options.count, options.seed)
     total = len(task.names) * len(task.prompts) + len(task.labels)
     with progress("prompts and pictures", total, unit="text or picture") as bar:
         result = evaluation.evaluate(model, tokenizer, task, bar.advance)

@@ -16,7 +16,7 @@ from limner.text_table import table
 from limner.validation import Checked
 
 if TYPE_CHECKING:
-    from limner.evaluation.loss_spikes import Foretold
+    from limner.evaluation.loss_spikes import SpikeReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +35,20 @@ def main(argv: Sequence[str]) -> None:
     options = parse(SpikesOptions, argv, "limner inspect spikes")
     if options.output:
         place(options.output)
-    from limner.evaluation.loss_spikes import FILE, foretold
+    from limner.evaluation.loss_spikes import STABILITY_FILE, spike_report
 
     run = options.run
-    stages = {title: path.parent for title, path in records(run, FILE).items()} or {"": run}
+    stages = {title: path.parent for title, path in records(run, STABILITY_FILE).items()} or {"": run}
     if options.output and len(stages) > 1:
         raise UserError(f"{run} has several stages: for a page name one, such as {next(iter(stages.values()))}")
-    found = {folder: (title, foretold(folder)) for title, folder in stages.items()}
+    found = {folder: (title, spike_report(folder)) for title, folder in stages.items()}
     print("\n\n".join(_report(title, one) for title, one in found.values()))
     if options.output:
         ((folder, (_, one)),) = found.items()
         print(f"written: {printable(one.save(options.output, f'Spikes of {folder}'))}")
 
 
-def _report(title: str, found: Foretold) -> str:
+def _report(title: str, found: SpikeReport) -> str:
     """The lines on one stage."""
     from limner.evaluation.loss_spikes import HEADER
     from limner.metrics.spikes import loss_spikes
@@ -56,7 +56,7 @@ def _report(title: str, found: Foretold) -> str:
     rows = [row for row in found.rows() if row[1] != "0"]
     said = loss_spikes(found.loss)
     steps = f", at steps {', '.join(map(str, said[:8]))}{' ...' if len(said) > 8 else ''}" if said else ""
-    none = "RMS_t of no matrix has spiked" if found.found else "no RMS_t was logged: only Adam and its kin have one"
+    none = "RMS_t of no matrix has spiked" if found.matches else "no RMS_t was logged: only Adam and its kin have one"
     of = f"{title}: " if title else ""
     head = f"{of}{len(found.loss):,} steps, {len(said)} spike{'s' * (len(said) != 1)} of the loss{steps}"
     return f"{head}\n{table(HEADER, rows) if rows else none}"

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"{options.run} is no run: it has no recipe.json, as `limner train --out` writes it")
     from limner.data.stream import Stream
     from limner.layers.low_precision import plain
-    from limner.profiling.grad_histogram import SMALLEST, exponents
+    from limner.profiling.grad_histogram import SMALLEST_SUBNORMAL, gradient_exponents
     from limner.recipes.recipe import Recipe
     from limner.runs.run_data import Material
     from limner.runs.stages import Stages
@@ -53,24 +53,24 @@ def main(argv: Sequence[str]) -> None:
     run, data = Stages(Material.of(load_json(Recipe, recipe), options.data, options.run)).trained(options.stage)
     plain(run.model)
     stream = Stream(data, run.config.batch_size, options.seed)
-    parts = exponents(run, next(stream))
+    parts = gradient_exponents(run, next(stream))
     stream.close()
-    header = ("gradients of", "98% of exponents", "zeros", *(f"lost in {name}" for name in SMALLEST))
+    header = ("gradients of", "98% of exponents", "zeros", *(f"lost in {name}" for name in SMALLEST_SUBNORMAL))
     rows = []
     for part in parts:
         for what, found in (("activations", part.activations), ("parameters", part.parameters)):
             if found is None:
                 continue
-            low, high = found.range()
+            low, high = found.central_range()
             total = int(found.counts.sum()) + found.zeros
-            lost = (f"{found.flushed(smallest, options.scale):.1%}" for smallest in SMALLEST.values())
+            lost = (f"{found.underflow(smallest, options.scale):.1%}" for smallest in SMALLEST_SUBNORMAL.values())
             rows.append((f"{part.name}, {what}", f"{low} to {high}", f"{found.zeros / max(total, 1):.1%}", *lost))
     said = f"{len(parts)} parts, a batch of {run.config.batch_size}, gradients times {options.scale:g}"
     print(f"{said}\n{table(header, rows)}")
     if options.output:
         from limner.evaluation import report
 
-        charts = [report.chart(part.name, part.shares(), over="floor(log2|gradient|)") for part in parts]
+        charts = [report.chart(part.name, part.shares(), x_label="floor(log2|gradient|)") for part in parts]
         body = f'<p>{said}</p>{report.table(rows, header)}<div class="charts">{"".join(charts)}</div>'
         title = f"Exponents of the gradients of {options.run}"
         print(f"written: {printable(report.save_page(options.output, title, f'<h1>{escape(title)}</h1>{body}'))}")
