@@ -50,13 +50,13 @@ def test_help_flows(monkeypatch, capsys):
         main(["train", "--help"])
     shown = capsys.readouterr().out
     assert "or a part of them (sharded), or all weights and a part of" in shown
-    assert "the tokenizer, the initial weights of each stage, whose settings" in shown
+    assert "It provides the tokenizer, initial weights for the trained stages" in shown
 
 
 def test_the_recipes_and_kinds_are_listed(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help", "--recipe", "photos", "--prior.training.schedule", "Plateau"])
     shown = capsys.readouterr().out
-    assert "dalle-12b: the paper's own: 12 billion" in shown
+    assert "dalle-12b: the same with 12 billion, the paper's model" in shown
     assert "--prior.training.schedule Constant, Cosine, Plateau" in shown
     assert "--prior.training.schedule.halvings INT" in shown and "--prior.training.schedule.end" not in shown

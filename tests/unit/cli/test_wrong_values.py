@@ -38,7 +38,7 @@ COMMANDS = {
     "inspect underflow RUN DATA": inspect.underflow.UnderflowOptions,
     "bench": bench.BenchOptions,
     "plan": plan.PlanOptions,
-    "import openai-dvae ENCODER DECODER OUT": convert.OpenAIDVAE,
+    "convert openai-dvae ENCODER DECODER OUT": convert.OpenAIDVAE,
 }
 HUGE = "1" + "0" * 400
 
