@@ -21,11 +21,12 @@ OPENINGS = re.compile(
     r"|As(?! an?\b))\b"
 )
 WORDS = (
-    r"anew|alike|beside|whatever|whoever|by heart|told|tells|said|goes on|went on|go on|going on|no matter|at once"
-    r"|as it is|as it was|as they are|as it stands|of (?:its|their|one's|a model's) own|strays|rooms?|houses?|roads?"
+    r"anew|alike|beside|whatever|whoever|by heart|told|tells|said|goes on|went on|go on|going on"
+    r"|no matter|at once"
+    r"|as it is(?! \w+ed)|as it was|as they are|as it stands|of (?:its|their|one's|a model's) own|strays|rooms?|houses?|roads?"
     r"|seams?|oracle|judges?|judged|ghosts?|debris|usurp\w+|foretold|foretells?|lopsided|crowds?|neighbours?"
     r"|stands (?:for itself|in its|there|behind|beside|here)|lies (?:there|beside|in|on|behind|below|above)"
-    r"|besides|thereby|therein|hitherto|albeit|the latter|the former|be it|is none\b|are none\b|made of|in turn"
+    r"|besides|thereby|therein|hitherto|albeit|the latter|the former|be it|(?-i:is none|are none)|made of|in turn"
 )
 PATTERNS = {
     "private word": re.compile(rf"\b(?:{WORDS})\b", re.IGNORECASE),

@@ -1,7 +1,7 @@
-"""Our dVAE with OpenAI's parameters: against modules of the published form, and against files that mean harm.
+"""limner's dVAE with OpenAI's parameters, against modules of the published form, and hostile files.
 
-The outputs of their package are compared where it is installed: `pip install --no-deps DALL-E`, as .ci/run does (its
-requirements, torchvision among them, are for files of it that are not read here).
+Outputs are compared with the published package where it is installed: `pip install --no-deps DALL-E`, as .ci/run does.
+These tests do not import the files of the package that need its requirements, such as torchvision.
 """
 
 import importlib.util
@@ -68,7 +68,7 @@ class DecoderBlock(Block):
 
 
 class Half(nn.Module):
-    """4 groups of 2 blocks, as published; `between` is there after the first three."""
+    """4 groups of 2 blocks, as published, with a `between` layer after the first three."""
 
     def build(self, first, widths, block, kernels, between, last):
         parts = OrderedDict(input=first)
@@ -96,10 +96,10 @@ class Decoder(Half):
 
 @pytest.fixture
 def published(tmp_path, monkeypatch):
-    """Modules under the names of the published package, and `encoder.pkl` and `decoder.pkl` as torch pickles them."""
-    homes = {"encoder": [Encoder, EncoderBlock], "decoder": [Decoder, DecoderBlock], "utils": [Conv2d]}
+    """Modules with the names of the published package, pickled by torch as `encoder.pkl` and `decoder.pkl`."""
+    modules = {"encoder": [Encoder, EncoderBlock], "decoder": [Decoder, DecoderBlock], "utils": [Conv2d]}
     monkeypatch.setitem(sys.modules, "dall_e", types.ModuleType("dall_e"))
-    for name, classes in homes.items():
+    for name, classes in modules.items():
         module = types.ModuleType(f"dall_e.{name}")
         monkeypatch.setitem(sys.modules, module.__name__, module)
         for kind in classes:
@@ -118,14 +118,14 @@ def published(tmp_path, monkeypatch):
     return encoder, decoder
 
 
-def imported(*arguments):
+def convert(*arguments):
     return main(["convert", "openai-dvae", *map(str, arguments)])
 
 
-def test_the_published_files_are_read_without_their_package_and_without_loss(published, tmp_path, monkeypatch, capsys):
+def test_published_files_convert_exactly_without_their_package(published, tmp_path, monkeypatch, capsys):
     for name in ("dall_e", "dall_e.encoder", "dall_e.decoder", "dall_e.utils"):
-        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
-    assert imported("encoder.pkl", "decoder.pkl", "out", "--size", 64) == 0
+        monkeypatch.setitem(sys.modules, name, None)  # makes importing it fail
+    assert convert("encoder.pkl", "decoder.pkl", "out", "--size", 64) == 0
     assert "64 codes, 8x downsampling, width 16; no value was rounded" in capsys.readouterr().out
     ours, (encoder, decoder) = load_model(tmp_path / "out", "dvae"), published
     assert ours.config.grid == (8, 8)
@@ -142,19 +142,19 @@ def test_the_published_files_are_read_without_their_package_and_without_loss(pub
         torch.testing.assert_close(torch.cat(ours.decode(z), 1), decoder(z), atol=1e-5, rtol=1e-4)
 
 
-def test_state_dicts_of_torch_and_safetensors_will_do(published, tmp_path, capsys):
+def test_state_dicts_of_torch_and_safetensors_convert(published, tmp_path, capsys):
     encoder, decoder = published
     torch.save(encoder.half().state_dict(), "encoder.pt")
     save_file({k: v.contiguous() for k, v in decoder.state_dict().items()}, "decoder.safetensors")
-    assert imported("encoder.pt", "decoder.safetensors", "out", "--size", 64) == 0
+    assert convert("encoder.pt", "decoder.safetensors", "out", "--size", 64) == 0
     stored = load_file(tmp_path / "out" / "dvae.safetensors")
     assert {v.dtype for k, v in stored.items() if k.startswith("encoder")} == {torch.float16}
     assert stored["decoder.blocks.input.w"].dtype == torch.float32
     assert torch.equal(stored["encoder.blocks.input.w"], encoder.state_dict()["blocks.input.w"])
 
 
-class Runs:
-    """What its pickle calls."""
+class Calls:
+    """An object whose pickle calls a function."""
 
     def __init__(self, call, *arguments):
         self.reduced = (call, arguments)
@@ -163,8 +163,8 @@ class Runs:
         return self.reduced
 
 
-def rewritten(change, compress=zipfile.ZIP_STORED):
-    """encoder.pkl with another pickle in it."""
+def rewrite(change, compress=zipfile.ZIP_STORED):
+    """Write bad.pkl, a copy of encoder.pkl with a changed pickle."""
     with zipfile.ZipFile("encoder.pkl") as old:
         entries = {entry.filename: old.read(entry) for entry in old.infolist()}
     with zipfile.ZipFile("bad.pkl", "w", compress) as new:
@@ -178,7 +178,7 @@ def cyclic(encoder):
 
 
 def many_paths(encoder):
-    """2^60 of them from the root to the last module."""
+    """Nest modules with 2^60 paths from the root to the last one."""
     part = nn.Sequential()
     for _ in range(60):
         part = nn.Sequential(part, part)
@@ -212,14 +212,14 @@ def wider(key, *shape):
 
 
 HOSTILE = {
-    "code": lambda e: torch.save(Runs(os.system, "touch ran"), "bad.pkl"),
-    "code in a module": attribute("n_in", Runs(os.system, "touch ran")),
-    "code in a state dict": state("x", Runs(os.system, "touch ran")),
-    "a bare pickle": lambda e: Path("bad.pkl").write_bytes(pickle.dumps(Runs(os.system, "touch ran"))),
-    "the form of old": lambda e: torch.save(e.state_dict(), "bad.pkl", _use_new_zipfile_serialization=False),
-    "memory": state("x", Runs(bytearray, 1 << 40)),
-    "an importable name": lambda e: rewritten(lambda raw: raw.replace(b"torch\ndevice", b"torch.hub\nload")),
-    "newer opcodes": lambda e: rewritten(lambda raw: raw[:2] + b"\x8c\x02os\x8c\x06system\x93" + raw[2:]),
+    "code": lambda e: torch.save(Calls(os.system, "touch ran"), "bad.pkl"),
+    "code in a module": attribute("n_in", Calls(os.system, "touch ran")),
+    "code in a state dict": state("x", Calls(os.system, "touch ran")),
+    "a bare pickle": lambda e: Path("bad.pkl").write_bytes(pickle.dumps(Calls(os.system, "touch ran"))),
+    "the legacy format": lambda e: torch.save(e.state_dict(), "bad.pkl", _use_new_zipfile_serialization=False),
+    "memory": state("x", Calls(bytearray, 1 << 40)),
+    "an importable name": lambda e: rewrite(lambda raw: raw.replace(b"torch\ndevice", b"torch.hub\nload")),
+    "newer opcodes": lambda e: rewrite(lambda raw: raw[:2] + b"\x8c\x02os\x8c\x06system\x93" + raw[2:]),
     "a module in itself": cyclic,
     "modules in modules": many_paths,
     "a deep module": deep,
@@ -228,7 +228,7 @@ HOSTILE = {
     "numbers for names": attribute("_parameters", {1: torch.ones(1)}),
     "texts for tensors": attribute("_parameters", {"w": "text"}),
     "a list": lambda e: torch.save([1, 2], "bad.pkl"),
-    "compressed": lambda e: rewritten(lambda raw: raw, zipfile.ZIP_DEFLATED),
+    "compressed": lambda e: rewrite(lambda raw: raw, zipfile.ZIP_DEFLATED),
     "cut": lambda e: Path("bad.pkl").write_bytes(Path("encoder.pkl").read_bytes()[:-999]),
     "empty": lambda e: Path("bad.pkl").touch(),
     "missing": lambda e: None,
@@ -248,24 +248,24 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("spoil", HOSTILE)
-def test_a_file_that_means_harm_is_one_sentence_and_runs_nothing(published, spoil, capsys):
+def test_a_hostile_file_is_a_user_error_and_runs_nothing(published, spoil, capsys):
     HOSTILE[spoil](published[0])
-    assert imported("bad.pkl", "decoder.pkl", "out", "--size", 64) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("limner: ") and len(said) < 400, said
+    assert convert("bad.pkl", "decoder.pkl", "out", "--size", 64) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("limner: ") and len(error) < 400, error
     assert not Path("ran").exists() and not Path("out").exists()
 
 
-def test_a_half_of_something_else_is_refused(published, capsys):
+def test_parts_of_another_model_are_rejected(published, capsys):
     torch.save(small().encoder, "ours.pkl")
-    assert imported("ours.pkl", "decoder.pkl", "out") == 2
+    assert convert("ours.pkl", "decoder.pkl", "out") == 2
     assert "holds a 'limner.models.dvae" in capsys.readouterr().err
-    assert imported("encoder.pkl", "encoder.pkl", "out") == 2
-    assert imported("encoder.pkl", "decoder.pkl", "out", "--size", 520) == 2
+    assert convert("encoder.pkl", "encoder.pkl", "out") == 2
+    assert convert("encoder.pkl", "decoder.pkl", "out", "--size", 520) == 2
     assert "multiple of 8 up to 512" in capsys.readouterr().err
 
 
-def test_halves_that_do_not_fit_are_refused():
+def test_mismatched_encoder_and_decoder_are_rejected():
     encoder, decoder = small().encoder.state_dict(), small().decoder.state_dict()
     with pytest.raises(UserError, match="decoder"):
         from_openai(encoder, {**decoder, "extra": torch.ones(1)}, 32)
@@ -275,7 +275,7 @@ def test_halves_that_do_not_fit_are_refused():
         from_openai({}, decoder, 32)
 
 
-def test_weights_lie_in_memory_as_in_a_model_that_is_trained(published):
+def test_weights_have_the_strides_of_a_newly_built_model(published):
     ours = from_openai(read(Path("encoder.pkl")), read(Path("decoder.pkl")), 64)
     built = ours.config.build().state_dict()
     assert all(value.stride() == built[key].stride() for key, value in ours.state_dict().items())
@@ -283,12 +283,12 @@ def test_weights_lie_in_memory_as_in_a_model_that_is_trained(published):
 
 @pytest.fixture
 def dall_e(monkeypatch):
-    """The published package without its `__init__.py`, which imports what downloads."""
-    found = importlib.util.find_spec("dall_e")
-    if found is None:
+    """The published package without its `__init__.py`, which imports `requests`."""
+    spec = importlib.util.find_spec("dall_e")
+    if spec is None:
         pytest.skip("needs pip install --no-deps DALL-E")
     package = types.ModuleType("dall_e")
-    package.__path__ = found.submodule_search_locations
+    package.__path__ = spec.submodule_search_locations
     monkeypatch.setitem(sys.modules, "dall_e", package)
     for name in ("encoder", "decoder", "utils"):
         monkeypatch.delitem(sys.modules, f"dall_e.{name}", raising=False)

@@ -1,5 +1,5 @@
-"""Triton's kernel of decoding against torch's operations: on a GPU or, with TRITON_INTERPRET=1 set before Triton is
-imported, under its interpreter. Run by `test_triton.py` in a process of its own."""
+"""Triton's decoding kernel against torch's operations: on a GPU or, with TRITON_INTERPRET=1 set before Triton is
+imported, in its interpreter. `test_triton.py` runs this file in a new process."""
 
 import pytest
 import torch
@@ -10,13 +10,15 @@ from limner.layers.cache import LayerCache
 from more_patterns import ALL
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
-DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3} | ({} if DEVICE == "cpu" else {torch.bfloat16: 2e-2})  # it has none
+DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3} | (
+    {} if DEVICE == "cpu" else {torch.bfloat16: 2e-2}
+)  # not interpreted
 
 
 @pytest.mark.parametrize("kind", sorted(ALL))
 @pytest.mark.parametrize(("captions", "candidates"), [(1, 1), (2, 1), (2, 3), (1, 18)])
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items())
-def test_a_picture_is_decoded_as_without_it(kind, captions, candidates, dtype, tolerance, monkeypatch):
+def test_decoding_equals_torch(kind, captions, candidates, dtype, tolerance, monkeypatch):
     torch.manual_seed(0)
     grid, heads, c, rows = (5, 4), 2, 16, captions * candidates
     pattern = ALL[kind](grid, 3)
@@ -25,20 +27,20 @@ def test_a_picture_is_decoded_as_without_it(kind, captions, candidates, dtype, t
     calls = []
     attend = triton_decode.attend
     monkeypatch.setattr(triton_decode, "attend", lambda *args: calls.append(1) or attend(*args))
-    for at in range(grid[0] * grid[1]):
-        states = torch.randn(rows, 1, 3 * heads * c).to(DEVICE, dtype)  # as a layer gives them
+    for step in range(grid[0] * grid[1]):
+        states = torch.randn(rows, 1, 3 * heads * c).to(DEVICE, dtype)  # in the layout of an attention layer
         q, k, v = (y.view(rows, 1, heads, c).transpose(1, 2) for y in states.chunk(3, -1))
-        position = torch.full((1,), at, device=DEVICE)
+        position = torch.full((1,), step, device=DEVICE)
         monkeypatch.setattr(cache, "triton_launches", lambda x: True)
-        found = ours.append(position, q, k, v)
+        output = ours.append(position, q, k, v)
         monkeypatch.setattr(cache, "triton_launches", lambda x: False)
         expected = theirs.append(position, q, k, v)
-        assert len(calls) == at + 1 and found.shape == expected.shape and found.dtype == dtype
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        assert len(calls) == step + 1 and output.shape == expected.shape and output.dtype == dtype
+        torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
         assert all(torch.equal(x, y) for x, y in zip(ours.memory, theirs.memory, strict=True))
 
 
-def test_what_it_cannot_read_is_left_to_torch():
+def test_unsupported_layouts_use_torch():
     x = torch.randn(2, 3, 1, 16)
     assert triton_decode.takes(x, x.transpose(0, 1))
     assert not triton_decode.takes(x, x.double()) and not triton_decode.takes(x, x.mT)

@@ -1,5 +1,5 @@
-"""Triton's kernels against torch's: on a GPU or, with TRITON_INTERPRET=1 set before Triton is imported, under its
-interpreter. Run by `test_triton.py` in a process of its own."""
+"""Triton's int8 kernels against torch's operations: on a GPU or, with TRITON_INTERPRET=1 set before Triton is imported,
+in its interpreter. `test_triton.py` runs this file in a new process."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 SHAPES = [(1, 1, 1), (3, 5, 7), (65, 33, 130), (64, 64, 64), (100, 70, 16)]  # m, n, k
 
 
-def hard(m, n, seed=0):
-    """Random numbers with a row of zeros, one of tiny and one of huge numbers, and ties."""
+def edge_cases(m, n, seed=0):
+    """Random numbers, with a row of zeros, one of tiny numbers, one of huge numbers, and one of ties."""
     torch.manual_seed(seed)
     x = torch.randn(m, n) * torch.logspace(-3, 3, m)[:, None]
     x[0] = 0
@@ -26,34 +26,34 @@ def hard(m, n, seed=0):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [shape[:2] for shape in SHAPES])
-def test_integers_and_scales_are_those_of_torch(shape, dtype):
-    x = hard(*shape).to(dtype)
+def test_integers_and_scales_equal_those_of_torch(shape, dtype):
+    x = edge_cases(*shape).to(dtype)
     for y in (x, x.mT):
-        for found, expected in zip(triton_int8.row_wise(y.to(DEVICE)), quantize.row_wise(y), strict=True):
-            assert torch.equal(found.cpu(), expected)
+        for result, expected in zip(triton_int8.row_wise(y.to(DEVICE)), quantize.row_wise(y), strict=True):
+            assert torch.equal(result.cpu(), expected)
     whole, _ = quantize.tensor_wise(x)
     inverse = scales(x.abs().amax(), INT8)[1].to(DEVICE)
     assert torch.equal(triton_int8.scaled(x.to(DEVICE), inverse).cpu(), whole)
-    turned = triton_int8.scaled(x.to(DEVICE), inverse, transposed=True)
-    assert turned.is_contiguous() and torch.equal(turned.cpu(), whole.mT)
-    assert torch.equal(quantize.tensor_wise_transposed(x)[0], turned.cpu())
+    transposed = triton_int8.scaled(x.to(DEVICE), inverse, transposed=True)
+    assert transposed.is_contiguous() and torch.equal(transposed.cpu(), whole.mT)
+    assert torch.equal(quantize.tensor_wise_transposed(x)[0], transposed.cpu())
 
 
-def test_what_is_not_finite_makes_its_row_so():
+def test_a_value_that_is_not_finite_makes_its_row_not_finite():
     for wrong in (torch.inf, -torch.inf, torch.nan):
         x = torch.randn(4, 40, device=DEVICE)
         x[2, 17] = wrong
         values, scale = triton_int8.row_wise(x)
         assert scale.isfinite().tolist() == [True, True, False, True]
-        one = torch.ones(3, 40, dtype=torch.int8, device=DEVICE)
-        y = triton_int8.product(values, one, scale, torch.ones((), device=DEVICE), None, torch.float32)
+        ones = torch.ones(3, 40, dtype=torch.int8, device=DEVICE)
+        y = triton_int8.product(values, ones, scale, torch.ones((), device=DEVICE), None, torch.float32)
         assert y.isfinite().all(1).tolist()[:2] == [True, True] and not y[2].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("by_row", "by_column", "bias"), [(1, 0, 0), (1, 1, 1), (0, 0, 1)])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_a_product_is_the_reference(m, n, k, by_row, by_column, bias, dtype):
+def test_products_equal_the_reference(m, n, k, by_row, by_column, bias, dtype):
     torch.manual_seed(m)
     a, b = (torch.randint(-127, 128, (rows, k), dtype=torch.int8) for rows in (m, n))
     scale_a, scale_b = torch.rand(m if by_row else ()), torch.rand(n if by_column else ())
@@ -63,5 +63,5 @@ def test_a_product_is_the_reference(m, n, k, by_row, by_column, bias, dtype):
     a, b, scale_a, scale_b = (x.to(DEVICE) for x in (a, b, scale_a, scale_b))
     offset = None if offset is None else offset.to(DEVICE)
     for right in (b, b.mT.contiguous().mT):
-        found = triton_int8.product(a, right, scale_a, scale_b, offset, dtype)
-        torch.testing.assert_close(found.cpu(), expected, **tolerance)
+        result = triton_int8.product(a, right, scale_a, scale_b, offset, dtype)
+        torch.testing.assert_close(result.cpu(), expected, **tolerance)

@@ -1,5 +1,5 @@
-"""Triton's kernel of optimisers against torch's: on a GPU or, with TRITON_INTERPRET=1 set before Triton is imported,
-under its interpreter. Run by `test_triton.py` in a process of its own."""
+"""Triton's optimizer kernels against torch's operations: on a GPU or, with TRITON_INTERPRET=1 set before Triton is
+imported, in its interpreter. `test_triton.py` runs this file in a new process."""
 
 from functools import partial
 
@@ -15,26 +15,26 @@ DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 SHAPES = [(5, 7), (3,), (), (0, 4), (4, 3, 2, 2), (40_000,), (190, 180)]  # the last two are several pieces
 KINDS = {
     "AdamW16": AdamW16,
-    "AdamW16, no limit": lambda ps: AdamW16(ps, max_exp_avg_sq=float("inf")),
+    "AdamW16, unbounded": lambda ps: AdamW16(ps, max_exp_avg_sq=float("inf")),
     "StableAdamW": StableAdamW,
-    "StableAdamW, packed": lambda ps: StableAdamW(ps, quantize_state=True),
+    "StableAdamW, 16 bits": lambda ps: StableAdamW(ps, quantize_state=True),
     "StableAdamW, lr decay": lambda ps: StableAdamW(ps, clip_decay=False),
     "Beta2WarmupAdamW": Beta2WarmupAdamW,
 }
 
 
 @pytest.fixture(autouse=True)
-def taken(monkeypatch):
-    """Both kinds of moments are given to the kernel, also where there is no GPU; what took them is noted."""
+def calls(monkeypatch):
+    """Use the kernels also without a GPU; collect (kernel, dtype of the moments)."""
     seen = set()
     monkeypatch.setattr(adam_base, "triton_launches", lambda x: True)
     for name in ("adamw_", "sums_of_ratios"):
 
-        def noted(which, whole, *args, **settings):
-            seen.add((which, args[-1][0].dtype if which == "adamw_" else args[1][0].dtype))
-            return whole(*args, **settings)
+        def recording(kernel, function, *args, **settings):
+            seen.add((kernel, args[-1][0].dtype if kernel == "adamw_" else args[1][0].dtype))
+            return function(*args, **settings)
 
-        monkeypatch.setattr(triton_adamw, name, partial(noted, name, getattr(triton_adamw, name)))
+        monkeypatch.setattr(triton_adamw, name, partial(recording, name, getattr(triton_adamw, name)))
     return seen
 
 
@@ -59,24 +59,24 @@ def trained(build, steps=6):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_optimiser_is_the_one_of_many_calls(kind, monkeypatch, taken):
+def test_kernels_equal_multi_tensor_operations(kind, monkeypatch, calls):
     ours, optimizer = trained(KINDS[kind])
-    assert ("adamw_", torch.float32) in taken
-    packed = any(state["exp_avg"].dtype == torch.int16 for state in optimizer.state.values())
-    assert (("adamw_", torch.int16) in taken) == packed
-    assert (("sums_of_ratios", torch.int16) in taken) == (packed and kind.startswith("Stable"))
+    assert ("adamw_", torch.float32) in calls
+    quantized = any(state["exp_avg"].dtype == torch.int16 for state in optimizer.state.values())
+    assert (("adamw_", torch.int16) in calls) == quantized
+    assert (("sums_of_ratios", torch.int16) in calls) == (quantized and kind.startswith("Stable"))
     monkeypatch.setattr(adam_base, "triton_launches", lambda x: False)
-    theirs, other = trained(KINDS[kind])
+    theirs, reference = trained(KINDS[kind])
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-        for moment in adam_base.FORMATS:
-            a, b = (adam_base.read(o.state[x], moment) for o, x in ((optimizer, p), (other, q)))
+        for moment in adam_base.MOMENT_FORMATS:
+            a, b = (adam_base.read_moment(o.state[x], moment) for o, x in ((optimizer, p), (reference, q)))
             step = 2.0**-9 if optimizer.state[p][moment].dtype == torch.int16 else 1e-5
             torch.testing.assert_close(a, b, rtol=step, atol=float(b.abs().max()) * 1e-6 if b.numel() else 0.0)
 
 
-def hard(n):
-    """Normal numbers over all of fp32's range, ties, ends of the formats, and what is not finite."""
+def edge_cases(n):
+    """Normal numbers over the whole range of fp32, ties, ends of the formats, infinities and NaN."""
     torch.manual_seed(1)
     x = torch.randn(n) * torch.exp2(150 * torch.rand(n) - 100)
     x[:8] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 16.0, 3.4e38])
@@ -86,32 +86,32 @@ def hard(n):
     return x
 
 
-def test_codes_are_those_of_the_formats():
-    """A step that leaves the means and variances as they are, and one that makes them of the gradients."""
-    x = hard(1 << 14)
+def test_codes_equal_those_of_the_formats():
+    """For a step that keeps means and variances, and for one that replaces them by those of the gradients."""
+    x = edge_cases(1 << 14)
     for beta1, beta2 in ((1.0, 1.0), (0.0, 0.0)):
         means, variances = E6M9.pack(x.flip(0)), UE6M10.pack(x.flip(0).abs())
         before = means.clone(), variances.clone()
         p, g, m, v = (y.clone().to(DEVICE) for y in (torch.zeros_like(x), x, means, variances))
-        rates = torch.zeros(1, device=DEVICE)
+        lrs = torch.zeros(1, device=DEVICE)
         triton_adamw.adamw_(
-            [p], [g], [m], [v], rates=rates, betas=(beta1, [beta2]), corrections=([1.0], [1.0]), eps=1e-8,
+            [p], [g], [m], [v], lrs=lrs, betas=(beta1, [beta2]), corrections=([1.0], [1.0]), eps=1e-8,
             weight_decay=0.0,
         )  # fmt: skip
-        there = x.abs() < 1e18  # whose squares are finite: 0 times infinity is nothing
-        wanted = before if beta1 else (E6M9.pack(x), UE6M10.pack(x * x))
-        for form, codes, expected in zip((E6M9, UE6M10), (m, v), wanted, strict=True):
-            assert torch.equal(form.unpack(codes.cpu())[there], form.unpack(expected)[there])  # 0 is -0
+        finite = x.abs() < 1e18  # with finite squares: 0 times infinity is NaN
+        expected_codes = before if beta1 else (E6M9.pack(x), UE6M10.pack(x * x))
+        for form, codes, expected in zip((E6M9, UE6M10), (m, v), expected_codes, strict=True):
+            assert torch.equal(form.unpack(codes.cpu())[finite], form.unpack(expected)[finite])  # 0 equals -0
 
 
-def test_a_gradient_that_is_not_finite_shows():
+def test_gradients_that_are_not_finite_propagate():
     for wrong in (torch.nan, torch.inf):
         p, g, m, v = (torch.ones(50, device=DEVICE) for _ in range(4))
         g[17] = wrong
         sums = triton_adamw.sums_of_ratios([g, g[:9]], [v, v[:9]], 0.9, [1e-8, 1e-8])
         assert sums.isfinite().tolist() == [False, True]
         triton_adamw.adamw_(
-            [p], [g], [m], [v], rates=torch.ones(1, device=DEVICE), betas=(0.9, [0.9]), corrections=([1.0], [1.0]),
+            [p], [g], [m], [v], lrs=torch.ones(1, device=DEVICE), betas=(0.9, [0.9]), corrections=([1.0], [1.0]),
             eps=1e-8, weight_decay=0.0,
         )  # fmt: skip
         assert p.isnan().sum() == 1 and p[17].isnan()

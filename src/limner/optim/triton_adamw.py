@@ -213,8 +213,8 @@ def adamw_kernel(
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
             _update(p, g, m, v, offsets, size, True, lr, w1, beta2, w2, c1, c2, eps, decay, v_max, QUANTIZED)
     else:
-        for block in range(tl.cdiv(size - start, BLOCK)):
-            offsets = start + block * BLOCK + tl.arange(0, BLOCK)
+        for tail in range(tl.cdiv(size - start, BLOCK)):  # not `block`: Triton merges types of one name over branches
+            offsets = start + tail * BLOCK + tl.arange(0, BLOCK)
             _update(p, g, m, v, offsets, size, False, lr, w1, beta2, w2, c1, c2, eps, decay, v_max, QUANTIZED)
 
 
@@ -250,7 +250,7 @@ def ratios_kernel(
             offsets = start + block * BLOCK + tl.arange(0, BLOCK)
             sums += _ratios(g, v, offsets, size, True, floor, beta2, w2, QUANTIZED)
     else:
-        for block in range(tl.cdiv(size - start, BLOCK)):
-            offsets = start + block * BLOCK + tl.arange(0, BLOCK)
+        for tail in range(tl.cdiv(size - start, BLOCK)):
+            offsets = start + tail * BLOCK + tl.arange(0, BLOCK)
             sums += _ratios(g, v, offsets, size, False, floor, beta2, w2, QUANTIZED)
     tl.store(parts + program, tl.sum(sums, 0))
