@@ -23,7 +23,8 @@ OPENINGS = re.compile(
 WORDS = (
     r"anew|alike|beside|whatever|whoever|by heart|told|tells|said|goes on|went on|go on|going on"
     r"|no matter|at once"
-    r"|as it is(?! \w+ed)|as it was|as they are|as it stands|of (?:its|their|one's|a model's) own|strays|rooms?|houses?|roads?"
+    r"|as it is(?! \w+ed)|as it was|as they are|as it stands|of (?:its|their|one's|a model's) own"
+    r"|strays|rooms?|houses?|roads?"
     r"|seams?|oracle|judges?|judged|ghosts?|debris|usurp\w+|foretold|foretells?|lopsided|crowds?|neighbours?"
     r"|stands (?:for itself|in its|there|behind|beside|here)|lies (?:there|beside|in|on|behind|below|above)"
     r"|besides|thereby|therein|hitherto|albeit|the latter|the former|be it|(?-i:is none|are none)|made of|in turn"
@@ -39,7 +40,7 @@ PATTERNS = {
     ),
     "British spelling": re.compile(
         r"\b\w*(?:olours?|aviours?|avours?|isation|isations|ising|ised|entred?|entres|icences?|elled|elling|metres)\b"
-        r"|\bgrey\w*|\bartefacts?\b|\boptimis\w+|\bnormalis\w+|\binitialis\w+|\bparallelis\w+|\bquantis\w+|\brecognis\w+"
+        r"|\bgrey\w*|\bartefacts?\b|\boptimis(?!t|m)\w+|\bnormalis\w+|\binitialis\w+|\bparallelis(?!m)\w+|\bquantis\w+|\brecognis\w+"
     ),
 }
 ALLOWED = re.compile(
