@@ -1,13 +1,13 @@
-"""How long training waits for a checkpoint, of a model whose weights processes share.
+"""Time that training waits for a checkpoint of a model sharded over processes.
 
     torchrun --nproc-per-node 2 bench/checkpoints.py --size small --folder DISK
 
-    gathered    every tensor is made whole on all processes, and the first one writes the files while all wait
-    shards      each process copies its shards and goes on (`distributed/sharded_checkpoint.py`)
+    gathered    all processes gather every tensor; the first one writes the files while all wait
+    shards      each process copies its shards and continues (`distributed/sharded_checkpoint.py`)
 
-A state is weights, their average and AdamW's moments, in fp32. The two sides take turns. Printed are medians over the
-rounds, of the slowest process each: how long it waits, how long until the checkpoint has its name on the disk, and how
-long a training step takes, alone and while shards are being written.
+The state is weights, their average and AdamW's moments, in fp32. The two methods alternate. The output has medians over
+rounds of the slowest process: the wait, the time until the checkpoint has its final name on disk, and the time of a
+training step, alone and while shards are written.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ Tensors = dict[str, dict[str, Tensor]]
 
 
 def main() -> None:
-    """Time both sides in each of the processes; the first one prints."""
-    parser = argparse.ArgumentParser(description="how long training waits for a checkpoint")
+    """Time both methods in all processes; the first process prints."""
+    parser = argparse.ArgumentParser(description="time that training waits for a checkpoint")
     parser.add_argument("--size", choices=list(SIZES), default="small")
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured; a temporary one by default")
+    parser.add_argument("--folder", type=Path, help="on the measured disk; a temporary folder by default")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    with joined("sharded") as parallel, tempfile.TemporaryDirectory(dir=options.folder) as own:
+    with joined("sharded") as parallel, tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         assert isinstance(parallel, Sharded)
-        measure(parallel, options.size, options.rounds, Path(shared(own)))
+        measure(parallel, options.size, options.rounds, Path(broadcast(temporary)))
 
 
-def shared(text: str) -> str:
-    """What the first process says."""
-    said = [text]
-    distributed.broadcast_object_list(said)
-    return said[0] or ""
+def broadcast(text: str) -> str:
+    """Return the text of the first process."""
+    texts = [text]
+    distributed.broadcast_object_list(texts)
+    return texts[0] or ""
 
 
 def measure(parallel: Sharded, size: str, rounds: int, folder: Path) -> None:
-    """Time a checkpoint of a model of that size after a step, both sides in turn; the first process prints medians."""
+    """Time a checkpoint after a step with both methods alternately; the first process prints medians."""
     torch.manual_seed(0)
     config = SIZES[size]
     model = config.build()
@@ -68,7 +68,7 @@ def measure(parallel: Sharded, size: str, rounds: int, folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    step()  # which makes the moments
+    step()  # allocates the moments
     state = {"model": {name: p.detach() for name, p in model.named_parameters()}, "ema": average, "optimizer": {}}
     names = {p: name for name, p in model.named_parameters()}
     for p, entries in optimizer.state.items():
@@ -77,45 +77,45 @@ def measure(parallel: Sharded, size: str, rounds: int, folder: Path) -> None:
 
     files, shards = Files(folder / "gathered", 1), parallel.checkpointer(Files(folder / "shards", 1))
     shards.begin()
-    found: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
         times = {"a step": timed(step)}
         times["gathered: training waits"] = timed(lambda at=turn: gathered(files, at, state))
-        begun = time.perf_counter()
+        start = time.perf_counter()
         times["shards: training waits"] = timed(lambda at=turn: shards.save(at, state, {}))
         times["a step while shards are written"] = timed(step)
         shards.wait()
-        times["shards: on the disk after"] = time.perf_counter() - begun
+        times["shards: on the disk after"] = time.perf_counter() - start
         for name, seconds in times.items():
             slowest = torch.tensor(seconds, device=parallel.device)
             distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
-            if turn:  # the first turn makes the buffers
-                found.setdefault(name, []).append(slowest.item())
+            if turn:  # the first turn allocates the buffers
+                samples.setdefault(name, []).append(slowest.item())
     if parallel.is_main:
         count = sum(p.numel() for p in model.parameters())
         print(f"Python {platform.python_version()}, torch {torch.__version__}, {parallel.world} processes")
         print(f"{size}: {count:,} parameters, {size_in_mb:,.0f} MB of state\n")
-        for name, seconds in found.items():
+        for name, seconds in samples.items():
             print(f"{name:34} {statistics.median(seconds) * 1e3:10,.0f} ms")
-        waits = zip(found["gathered: training waits"], found["shards: training waits"], strict=True)
+        waits = zip(samples["gathered: training waits"], samples["shards: training waits"], strict=True)
         print(f"{'gathered over shards, waiting':34} {statistics.median(a / b for a, b in waits):10.1f} times")
 
 
 def gathered(files: Files, step: int, state: Tensors) -> None:
-    """The whole state on all processes; the first one writes."""
+    """Gather the state on all processes and write it in the first one."""
     tensors = {name: {key: full_tensor(x) for key, x in group.items()} for name, group in state.items()}
     if distributed.get_rank() == 0:
         files.save(step, tensors, {})
 
 
-def timed(do: Callable[[], object]) -> float:
-    """Seconds of this process, from a common start."""
+def timed(function: Callable[[], object]) -> float:
+    """Return the seconds of this process from a common start."""
     distributed.barrier()
-    begun = time.perf_counter()
-    do()
-    own = time.perf_counter() - begun
+    start = time.perf_counter()
+    function()
+    seconds = time.perf_counter() - start
     distributed.barrier()
-    return own
+    return seconds
 
 
 if __name__ == "__main__":

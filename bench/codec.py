@@ -1,9 +1,9 @@
-"""How fast 16-bit formats are packed and unpacked, in values per second.
+"""Packing and unpacking rates of the 16-bit formats, in values per second.
 
     python bench/codec.py
 
-Times 1-6-9 and 0-6-10 on tensors of normal numbers spread over the formats' range, in turn with torch's own conversion
-to fp16 and back, which one instruction of the processor does. Prints medians over the rounds.
+Times 1-6-9 and 0-6-10 on tensors of normal numbers spread over the formats' range, alternating with torch's conversion
+to fp16 and back, which is a single instruction. Prints medians over rounds.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from limner.cli.malloc_tuning import settle_allocator
 from limner.numerics.formats import E6M9, UE6M10, FloatFormat
 
 
-def sides(size: int) -> dict[str, Callable[[], Tensor]]:
-    """What is timed, by name."""
+def operations(size: int) -> dict[str, Callable[[], Tensor]]:
+    """Return the timed operations by name."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(size, generator=generator) * torch.exp2(-30 * torch.rand(size, generator=generator))
 
@@ -40,26 +40,26 @@ def sides(size: int) -> dict[str, Callable[[], Tensor]]:
 
 
 def main() -> None:
-    """Time both formats at each size and print the rates."""
+    """Time all operations at each size and print the rates."""
     parser = argparse.ArgumentParser(description="values per second packed and unpacked")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 16, 1 << 24])
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    settle_allocator()  # as `limner train` does; else new tensors cost more than what is computed
+    settle_allocator()  # as in `limner train`; otherwise allocation dominates
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     for size in options.sizes:
-        functions, times = sides(size), max(1, (1 << 22) // size)
+        functions, times = operations(size), max(1, (1 << 22) // size)
         rates: dict[str, list[float]] = {name: [] for name in functions}
         for turn in range(options.rounds + 1):
             for name, function in functions.items():
-                began = time.perf_counter()
+                start = time.perf_counter()
                 for _ in range(times):
                     function()
                 if turn:  # the first turn compiles and warms up
-                    rates[name].append(times * size / (time.perf_counter() - began))
+                    rates[name].append(times * size / (time.perf_counter() - start))
         print(f"\n{size:,} values: millions per second (median of {options.rounds})")
-        for name, found in rates.items():
-            print(f"{name:24} {statistics.median(found) / 1e6:8.0f}")
+        for name, samples in rates.items():
+            print(f"{name:24} {statistics.median(samples) / 1e6:8.0f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The loss after 500 updates with gradients compressed by PowerSGD between two replicas, against uncompressed ones.
+"""Loss after 500 updates with PowerSGD-compressed gradients between two replicas, compared with uncompressed ones.
 
     python bench/compressed_loss.py
 
 The same small prior, batches and seeds, with and without compression. By default the rank is a twelfth of the width,
-as in `bench/slow_links.py`. A seed's loss is the mean of its last 50 updates. Trials that are done are kept in
+as in `bench/slow_links.py`. The loss of a seed is the mean of its last 50 updates. Finished trials are cached in
 `--folder`.
 """
 
@@ -18,14 +18,14 @@ import torch
 from limner.reproduce.compression_rank import Training, trial
 from limner.reproduce.sweep import Trials
 
-LAST = 50
+LAST_UPDATES = 50
 
 
 def main() -> None:
     """Train with and without compression, once for each seed, and print the losses."""
     parser = argparse.ArgumentParser(description="the loss with compressed gradients")
     parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--rank", type=int, help="of PowerSGD's factors")
+    parser.add_argument("--rank", type=int, help="rank of PowerSGD")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("compressed"))
@@ -35,10 +35,10 @@ def main() -> None:
         Training(width=options.width, rank=r, seed=seed, steps=options.steps) for r in (0, rank) for seed in seeds
     ]
     results = Trials(options.folder).run(trial, settings, "training priors")
-    losses = [statistics.fmean(result["loss"][-LAST:]) for result in results]
+    losses = [statistics.fmean(result["loss"][-LAST_UPDATES:]) for result in results]
     plain, compressed = losses[: options.seeds], losses[options.seeds :]
     print(f"torch {torch.__version__}; width {options.width}, rank {rank}, {options.steps} updates")
-    print(f"{'seed':8}{'uncompressed':>14}{'compressed':>12}{'more':>9}")
+    print(f"{'seed':8}{'uncompressed':>14}{'compressed':>12}{'change':>9}")
     for seed, a, b in zip(seeds, plain, compressed, strict=True):
         print(f"{seed:<8}{a:14.4f}{b:12.4f}{b - a:+9.4f}")
     gaps = [b - a for a, b in zip(plain, compressed, strict=True)]
@@ -46,7 +46,7 @@ def main() -> None:
         f"{'mean':8}{statistics.fmean(plain):14.4f}{statistics.fmean(compressed):12.4f}{statistics.fmean(gaps):+9.4f}"
     )
     if options.seeds > 1:
-        print(f"seeds alone make a standard deviation of {statistics.stdev(plain):.4f}")
+        print(f"standard deviation over seeds, uncompressed: {statistics.stdev(plain):.4f}")
 
 
 if __name__ == "__main__":

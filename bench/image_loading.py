@@ -1,21 +1,21 @@
-"""Loading speed: augmented pictures from shards against Pillow's decode alone.
+"""Loading speed: augmented pictures from shards compared with Pillow's decoding alone.
 
     python bench/image_loading.py
 
-Writes 512 pictures to a temporary folder as img2dataset does (tar shards, JPEG at quality 95) and
-each to a file of its own, then times, in turn and with the same number of threads,
+Writes 512 pictures to a temporary folder, both in the format of img2dataset (tar shards, JPEG at quality 95) and as
+single files, then times alternately and with the same number of threads:
 
     pillow   np.asarray(Image.open(path)): from a file to pixels in memory
-    decode   Image.open(bytes).load(): the same without reading the file or handing out the pixels
+    decode   Image.open(bytes).load(): without reading the file and without copying the pixels
     limner   ImageCaptionDataset.batch: read from the shard, parse caption and metadata, decode,
              Listing 2's crop and exact area resize to 256, into one uint8 tensor [B, 3, 256, 256]
 
-and prints the medians and the ratios of limner to the other two. The first should reach 70%.
+and prints the medians and the ratios of limner to the other two.
 
-The pictures are synthetic, with the statistics that decide how long a JPEG takes to decode: a
-falling amplitude spectrum as photographs have, a few hard edges, sensor noise. About 512 x 512 and
-0.55 bytes per pixel, as the photographs of COCO have (train2017: 118,287 of about 640 x 480 in 18 GB);
-`--quality 85` gives files of half the size, on which Pillow has less to do and the ratio is lower.
+The pictures are synthetic, with the statistics that determine the decoding time of a JPEG: a falling amplitude
+spectrum as in photographs, a few hard edges, sensor noise. They have about 512 x 512 pixels and 0.55 bytes per pixel,
+as COCO (train2017: 118,287 pictures of about 640 x 480 in 18 GB). `--quality 85` gives files of half the size, which
+Pillow decodes faster, so the ratio is lower.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def picture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     field = np.fft.irfft2(amplitude * phases, (height, width))
     luma, chroma = field[0] / field[0].std(), field[1:] / field[1:].std()
     y, x = np.mgrid[:height, :width]
-    for _ in range(6):  # hard edges: half planes of another brightness
+    for _ in range(6):  # hard edges: half planes of different brightness
         angle, shift = rng.uniform(0, 2 * np.pi), rng.uniform(-0.5, 0.5)
         side = np.cos(angle) * (x / width - 0.5) + np.sin(angle) * (y / height - 0.5) > shift
         luma = luma + 0.4 * rng.normal() * side
@@ -59,7 +59,7 @@ def picture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
 
 
 def write(folder: str, count: int, quality: int) -> list[bytes]:
-    """Shards of `count` JPEGs in `folder`; the bytes of the JPEGs."""
+    """Write shards of `count` JPEGs to `folder` and return the JPEGs."""
     rng = np.random.default_rng(0)
     pictures = []
     with ShardWriter(folder, per_shard=count // 4) as writer:
@@ -73,7 +73,7 @@ def write(folder: str, count: int, quality: int) -> list[bytes]:
 
 
 def main() -> None:
-    """Write the pictures, time both sides in turn and print the rates."""
+    """Write the pictures, time the three functions alternately and print the rates."""
     parser = argparse.ArgumentParser(description="augmented pictures from shards against Pillow")
     parser.add_argument("--count", type=int, default=512)
     parser.add_argument("--quality", type=int, default=95)
@@ -104,10 +104,10 @@ def main() -> None:
         rates: dict[str, list[float]] = {"pillow": [], "decode": [], "limner": []}
         for turn in range(options.rounds + 1):
             for function in (pillow, decode, limner):
-                began = time.perf_counter()
+                start = time.perf_counter()
                 function()
                 if turn:  # the first turn warms up
-                    rate = options.count / (time.perf_counter() - began)
+                    rate = options.count / (time.perf_counter() - start)
                     rates[function.__name__].append(rate)
 
     packages = " ".join(f"{name} {version(name)}" for name in ("pillow", "numpy", "simplejpeg"))

@@ -1,12 +1,12 @@
-"""Memory of each rank of a sharded prior, measured, beside the plan's estimate.
+"""Measured memory of each rank of a sharded prior, compared with the plan.
 
     python bench/memory_per_rank.py                      # 2 and 4 processes, this size
     python bench/memory_per_rank.py --ranks 4 --replicas 2 --width 256 --depth 8
 
-Processes that talk by gloo train for a few steps as `limner train --parallel sharded` does. Each adds up the storages
-of its shards of weights, gradients, moments and averages. Its peak is the most bytes that tensors had in the last step
-(`limner.profiling.memory_tracker`): on a CPU the size of a process also holds what torch loads for its first step and
-what the allocator keeps, which no plan knows. How much the process grew, from before the model, is printed beside it.
+Gloo processes train for a few steps as `limner train --parallel sharded` does. Each adds up the storages of its shards
+of weights, gradients, moments and averages. Its peak is the maximum of live tensor bytes in the last step
+(`limner.profiling.memory_tracker`). The process size also has what torch loads for its first step and the allocator's
+cache, which the plan does not cover. The output has the growth of the process, from before the model, as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STEPS = 3
 
 
 def main() -> None:
-    """Start the processes of each number of ranks and print what they measured beside the plan."""
+    """Start the processes for each number of ranks, and print measurements and plan."""
     parser = argparse.ArgumentParser(description="memory of each rank against the plan")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--replicas", type=int, default=1)
@@ -54,27 +54,27 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="AdamW16")
     parser.add_argument("--checkpointed", action="store_true")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--meeting", help=argparse.SUPPRESS)
+    parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        print(json.dumps(work(planned(options, options.ranks[0]), options.rank, options.meeting)))
+        print(json.dumps(work(planned(options, options.ranks[0]), options.rank, options.rendezvous)))
         return
     for ranks in options.ranks:
         launch = planned(options, ranks)
-        found = start(ranks)
+        results = start(ranks)
         print(f"{ranks} ranks, {launch.shards} shards x {launch.replicas}; MB")
         print(f"  {'':28} {'planned':>10} {'measured, by rank':>20}")
         expected = {**launch.state, "activations": sum(launch.activations.values()), "peak": launch.peak}
         for name, value in expected.items():
-            measured = [rank[name] for rank in found]
-            off = max((m - value for m in measured), key=abs) / value
-            print(f"  {name:28} {value / 1e6:10.2f} {' '.join(f'{m / 1e6:8.2f}' for m in measured)} {off:+8.1%}")
-        grown = " ".join(f"{rank['grown'] / 1e6:8.2f}" for rank in found)
-        print(f"  {'the process grew by':39} {grown}")
+            measured = [rank[name] for rank in results]
+            error = max((m - value for m in measured), key=abs) / value
+            print(f"  {name:28} {value / 1e6:10.2f} {' '.join(f'{m / 1e6:8.2f}' for m in measured)} {error:+8.1%}")
+        growth = " ".join(f"{rank['growth'] / 1e6:8.2f}" for rank in results)
+        print(f"  {'growth of the process':39} {growth}")
 
 
 def planned(options: argparse.Namespace, ranks: int) -> Launch:
-    """What the options describe, on so many ranks."""
+    """Return the launch that the options describe, on a number of ranks."""
     config = TransformerConfig(
         text_vocab=options.vocab, image_vocab=options.vocab, text_len=32, grid=(options.grid, options.grid),
         width=options.width, depth=options.depth, heads=max(1, options.width // 64),
@@ -87,45 +87,45 @@ def planned(options: argparse.Namespace, ranks: int) -> Launch:
 
 
 def start(ranks: int) -> list[dict[str, Any]]:
-    """This file as so many processes; what each has measured."""
+    """Run this file as one process per rank, and return their measurements."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, *sys.argv[1:], "--meeting", str(Path(folder) / "meeting"), "--ranks"]
+        command = [sys.executable, __file__, *sys.argv[1:], "--rendezvous", str(Path(folder) / "rendezvous"), "--ranks"]
         started = [
             subprocess.Popen([*command, str(ranks), "--rank", str(rank)], env=environment, stdout=subprocess.PIPE)
             for rank in range(ranks)
         ]
         try:
-            said = [process.communicate()[0] for process in started]
+            outputs = [process.communicate()[0] for process in started]
         finally:
             for process in started:
                 process.kill()
     if any(process.returncode for process in started):
-        raise SystemExit("a process has failed")
-    return [json.loads(text.splitlines()[-1]) for text in said]
+        raise SystemExit("a process failed: see its error above")
+    return [json.loads(text.splitlines()[-1]) for text in outputs]
 
 
-def work(launch: Launch, rank: int, meeting: str) -> dict[str, Any]:
-    """Train as a rank of the launch; bytes."""
+def work(launch: Launch, rank: int, rendezvous: str) -> dict[str, Any]:
+    """Train as a rank of the launch, and return its measurements in bytes."""
     distributed.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=launch.gpus, timeout=timedelta(minutes=2)
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=launch.gpus, timeout=timedelta(minutes=2)
     )
-    gathered = launch.gathered[1]
+    gathered = launch.gathered_bytes[1]
     try:
         torch.manual_seed(0)
-        with MemoryTracker() as watch:
+        with MemoryTracker() as tracker:
             before = resident()
             parallel = Sharded(launch.replicas)
             with parallel.building():
                 model = launch.config.build()
             run = Run(model, Autoregressive(), launch.training, "cpu", parallel)
-            measure = MemoryHook(watch, gathered)
-            run.compute.register_forward_hook(measure.after_forward)
+            hook = MemoryHook(tracker, gathered)
+            run.compute.register_forward_hook(hook.after_forward)
             for _ in range(STEPS):
-                measure.restart()
-                update(run, batch(launch), [measure])
-            grown = resident() - before
-            return {**measure.state, "activations": measure.activations, "peak": watch.peak, "grown": grown}
+                hook.reset()
+                update(run, batch(launch), [hook])
+            growth = resident() - before
+            return {**hook.state, "activations": hook.activations, "peak": tracker.peak, "growth": growth}
     finally:
         distributed.destroy_process_group()
 
@@ -140,7 +140,7 @@ def batch(launch: Launch) -> dict[str, torch.Tensor]:
 
 
 def resident() -> int:
-    """The most memory that the process has had, in bytes."""
+    """Return the peak resident memory of the process in bytes."""
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 

@@ -1,9 +1,9 @@
-"""A step of our optimisers beside those of torch, on the tensors of a transformer.
+"""Step time of limner's optimizers compared with torch's, on the tensors of a transformer.
 
     python bench/optimizers.py --size small
 
-Each side has parameters, gradients and state of its own and takes a few steps in turn, round after round. Printed are
-medians of a step, and medians of the ratios to torch's fused AdamW within each round.
+Each optimizer has separate parameters, gradients and state. Optimizers alternate in rounds of a few steps. The output
+has median step times, and median ratios to torch's fused AdamW within a round.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from limner.cli.malloc_tuning import settle_allocator
 from limner.models.transformer import SIZES
 from limner.optim import AdamW16, Beta2WarmupAdamW, Lion, StableAdamW
 
-Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 BASE = "torch AdamW, fused"
 
 
-def sides() -> dict[str, Make]:
-    """What is timed, by name."""
+def factories() -> dict[str, OptimizerFactory]:
+    """Return the timed optimizers by name."""
     return {
         BASE: lambda ps: torch.optim.AdamW(ps, fused=True),
         "torch AdamW, foreach": lambda ps: torch.optim.AdamW(ps, foreach=True),
@@ -41,11 +41,11 @@ def sides() -> dict[str, Make]:
 
 
 def main() -> None:
-    """Time the steps of all sides in turn and print medians and ratios."""
-    parser = argparse.ArgumentParser(description="time of an optimiser's step")
+    """Time the steps of all optimizers alternately, and print medians and ratios."""
+    parser = argparse.ArgumentParser(description="step time of optimizers")
     parser.add_argument("--size", choices=list(SIZES), default="small")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=3, help="of each side, in a round")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each optimizer in a round")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     settle_allocator()
@@ -56,31 +56,31 @@ def main() -> None:
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {options.device}, {threads} threads")
     print(f"{options.size}: {len(shapes)} tensors, {count:,} values, the largest {max(s.numel() for s in shapes):,}\n")
     times: dict[str, list[float]] = {}
-    made = {name: _stepping(make, shapes, options.device) for name, make in sides().items()}
+    steps = {name: _step(factory, shapes, options.device) for name, factory in factories().items()}
     for turn in range(options.rounds + 1):
-        for name, step in made.items():
-            _settle(options.device)
-            began = time.perf_counter()
+        for name, step in steps.items():
+            _synchronize(options.device)
+            start = time.perf_counter()
             for _ in range(options.steps):
                 step()
-            _settle(options.device)
-            if turn:  # the first turn makes the state, compiles and warms up
-                times.setdefault(name, []).append((time.perf_counter() - began) / options.steps)
-    for name, found in times.items():
-        ratio = statistics.median(a / b for a, b in zip(found, times[BASE], strict=True))
-        print(f"{name:22} {statistics.median(found) * 1e3:9.2f} ms per step, {ratio:5.2f} times {BASE}")
+            _synchronize(options.device)
+            if turn:  # the first turn allocates the state, compiles and warms up
+                times.setdefault(name, []).append((time.perf_counter() - start) / options.steps)
+    for name, samples in times.items():
+        ratio = statistics.median(a / b for a, b in zip(samples, times[BASE], strict=True))
+        print(f"{name:22} {statistics.median(samples) * 1e3:9.2f} ms per step, {ratio:5.2f} times {BASE}")
 
 
-def _stepping(make: Make, shapes: list[torch.Size], device: str) -> Callable[[], Any]:
-    """The step of an optimiser over tensors of these shapes, whose gradients stay the same."""
+def _step(factory: OptimizerFactory, shapes: list[torch.Size], device: str) -> Callable[[], Any]:
+    """Return the step of an optimizer on tensors of these shapes with constant gradients."""
     generator = torch.Generator(device).manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(s, generator=generator, device=device)) for s in shapes]
     for p in parameters:
         p.grad = torch.randn(p.shape, generator=generator, device=device) * 1e-3
-    return make(parameters).step
+    return factory(parameters).step
 
 
-def _settle(device: str) -> None:
+def _synchronize(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
 

@@ -1,8 +1,7 @@
-"""Public priors as `prior.py` times them: the same width, depth and heads, 256 text and 1,024 image tokens.
+"""Public priors for `prior.py`: the same width, depth and heads, 256 text and 1,024 image tokens.
 
-Each is imported from a folder that the command line names. What their modules import and none of this
-needs (torchvision, VQGAN's code, download helpers) is replaced by empty stand-ins, so that nothing of it
-has to be installed.
+Each is imported from a folder named on the command line. Modules that they import but do not use here (torchvision,
+VQGAN, download helpers) are replaced by mocks, so that they need not be installed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from limner.models.transformer import TransformerConfig
-from limner.profiling.throughput import PLACES, GenerationTime, mean_step, seconds, trained
+from limner.profiling.throughput import TIMED_POSITIONS, GenerationTime, mean_step, median_seconds, time_train_step
 
 CPU = torch.device("cpu")
 
@@ -54,29 +53,34 @@ class LlamaGen:
             at = torch.tensor([text + position])
             token = self.code.decode_one_token(model, token.view(-1, 1), at, 1.0, True, temperature=1.0)[0]
 
-        took = seconds(prefill, 1)
+        prefill_seconds = median_seconds(prefill, 1)
         cache = model.layers[0].attention.kv_cache.k_cache
-        each = 2 * len(model.layers) * cache[0].numel() * cache.element_size()
+        cache_bytes = 2 * len(model.layers) * cache[0].numel() * cache.element_size()
         return GenerationTime(
-            candidates=n, step=mean_step(step, length, 2), prefill=took, positions=length, each=each, shared=0
+            candidates=n,
+            step=mean_step(step, length, 2),
+            prefill=prefill_seconds,
+            positions=length,
+            cache_bytes=cache_bytes,
+            shared_bytes=0,
         )
 
     def training(self, batch: int) -> float:
         text, length = self.config.text_len, prod(self.config.grid)
-        model, places = self.build().train(), torch.arange(text + length - 1)
+        model, positions = self.build().train(), torch.arange(text + length - 1)
         caption = torch.randn(batch, text, self.arguments.caption_dim)
         image = torch.randint(0, self.config.image_vocab, (batch, length))
 
         def objective(
             model: Any, batch: Any, step: int, generator: torch.Generator
         ) -> tuple[Tensor, dict[str, Tensor]]:
-            return model(batch["image"][:, :-1], batch["caption"], places, targets=batch["image"])[1], {}
+            return model(batch["image"][:, :-1], batch["caption"], positions, targets=batch["image"])[1], {}
 
-        return trained(model, objective, {"image": image, "caption": caption}, CPU)
+        return time_train_step(model, objective, {"image": image, "caption": caption}, CPU)
 
 
 def dalle_pytorch(path: str) -> Any:
-    """The module of `dalle-pytorch` 1.6.6 that has its models."""
+    """Import the models of `dalle-pytorch` 1.6.6."""
     sys.path.insert(0, path)
     for name in ("torchvision", "taming", "omegaconf", "pkg_resources", "requests", "regex", "ftfy"):
         sys.modules.setdefault(name, MagicMock())
@@ -88,10 +92,9 @@ def dalle_pytorch(path: str) -> Any:
 class DallePytorch:
     """`dalle-pytorch` 1.6.6.
 
-    As shipped, `generate_images` passes no cache on and computes the whole sequence for every token; drawn in
-    batches of at most 8, since its work is in proportion. At its best (`optimize_for_inference`, the cache
-    passed on) rows and columns are masked attention with a cache; its convolution has none, so the last layer
-    is full there.
+    Unchanged, `generate_images` does not pass its cache on and recomputes the whole sequence for every token; batches
+    have at most 8 candidates, since the time is proportional. At its fastest (`optimize_for_inference`, cache passed
+    on) rows and columns are masked attention with a cache. Its convolution has no cache, so the last layer is full.
     """
 
     def __init__(self, path: str, config: TransformerConfig, best: bool) -> None:
@@ -114,36 +117,40 @@ class DallePytorch:
     @torch.inference_mode()
     def drawing(self, n: int) -> GenerationTime:
         model, c = self.build().eval().bfloat16(), self.config
-        together = n if self.best else min(n, 8)
+        batch_size = n if self.best else min(n, 8)
         length = prod(c.grid)
         text = torch.randint(1, c.text_vocab, (1, c.text_len))
-        image = torch.randint(0, c.image_vocab, (together, length))
+        image = torch.randint(0, c.image_vocab, (batch_size, length))
 
         def choose(logits: Tensor) -> Tensor:
             return self.code.gumbel_sample(self.code.top_k(logits[:, -1], thres=0.5), temperature=1.0, dim=-1)
 
-        if not self.best:  # its mean is near the cost at the middle of the picture
+        if not self.best:  # the mean is close to the cost at the middle of the picture
             middle = image[:, : length // 2]
-            whole = seconds(lambda: choose(model(text.expand(together, -1), middle)), 1)
+            whole = median_seconds(lambda: choose(model(text.expand(batch_size, -1), middle)), 1)
             return GenerationTime(
-                candidates=n, step=whole * n / together, prefill=0.0, positions=length, each=0, shared=0
+                candidates=n, step=whole * n / batch_size, prefill=0.0, positions=length, cache_bytes=0, shared_bytes=0
             )
 
-        prefill = seconds(lambda: model(text, None, cache={}), 1)
+        prefill = median_seconds(lambda: model(text, None, cache={}), 1)
         steps: list[float] = []
-        each = 0
-        for place in PLACES:
-            position = min(max(1, int(place * length)), length - 2)  # the last token is never read
+        cache_bytes = 0
+        for fraction in TIMED_POSITIONS:
+            position = min(max(1, int(fraction * length)), length - 2)  # the last token is not an input
             cache: dict[str, Any] = {}
             model(text, image[:1, :position], cache=cache)
             cache = {name: _repeat(value, n) for name, value in cache.items()}
-            each = max(each, sum(_bytes(value) for value in cache.values()) // n)
+            cache_bytes = max(cache_bytes, sum(_bytes(value) for value in cache.values()) // n)
             full = text.expand(n, -1)
             steps.append(
-                seconds(lambda f=full, p=position, c=cache: choose(model(f, image[:, : p + 1], cache=dict(c))), 2)
+                median_seconds(
+                    lambda f=full, p=position, c=cache: choose(model(f, image[:, : p + 1], cache=dict(c))), 2
+                )
             )
         mean = sum(steps) / len(steps)
-        return GenerationTime(candidates=n, step=mean, prefill=prefill, positions=length, each=each, shared=0)
+        return GenerationTime(
+            candidates=n, step=mean, prefill=prefill, positions=length, cache_bytes=cache_bytes, shared_bytes=0
+        )
 
     def training(self, batch: int) -> float:
         c = self.config
@@ -156,11 +163,11 @@ class DallePytorch:
         ) -> tuple[Tensor, dict[str, Tensor]]:
             return model(batch["text"], batch["image"], return_loss=True), {}
 
-        return trained(model, objective, {"text": text, "image": image}, CPU)
+        return time_train_step(model, objective, {"text": text, "image": image}, CPU)
 
 
 def _repeat(value: Any, n: int) -> Any:
-    """A cached value of one candidate for `n` of them."""
+    """Repeat a cached value for `n` candidates."""
     if isinstance(value, Tensor):
         return value.repeat_interleave(n, 0)
     if isinstance(value, int):

@@ -1,20 +1,20 @@
-"""The prior's speed in drawing and training, beside its peers and against what the machine allows.
+"""Speed of the prior in generation and training, compared with peers and with the hardware's limits.
 
-    python bench/prior.py                          # the paper's pattern against our own dense decoder
+    python bench/prior.py                          # the paper's pattern against our dense decoder
     python bench/prior.py --llamagen PATH          # and against LlamaGen, from a checkout of its source
     python bench/prior.py --dalle-pytorch PATH     # and against dalle-pytorch, from a folder filled by
         pip install --no-deps --target PATH dalle-pytorch==1.6.6 einops rotary-embedding-torch \
             axial-positional-embedding
 
-Every side is a process of its own with the same width, depth and heads, 256 text and 1,024 image tokens,
-8,192 image codes, random weights, bf16. The processes take turns, round after round; what is printed are
-medians over the rounds and of the ratios within each. `limner bench` measures our two sides alone.
+Every model runs in a separate process with the same width, depth and heads, 256 text and 1,024 image tokens, 8,192
+image codes, random weights, bf16. The processes are timed alternately in rounds. The output has medians over rounds,
+and medians of the ratios within a round. `limner bench` measures the first two alone.
 
-    sparse     TransformerConfig(pattern="paper"): caches of what is visible, the text shared by candidates
-    dense      the same model with pattern="dense" and, as usual, the text's cache copied for each candidate
+    sparse     TransformerConfig(pattern="paper"): caches of visible positions, the text shared by candidates
+    dense      the same model with pattern="dense" and, as usual, a copy of the text's cache per candidate
     llamagen   its GPT with a static cache
-    dalle      dalle-pytorch at its best: masks in the place of its sparse layers, the cache passed on
-    shipped    dalle-pytorch as it is: no cache, its own sparse layers
+    dalle      dalle-pytorch at its fastest: masks instead of its sparse layers, cache passed on
+    shipped    dalle-pytorch unchanged: no cache, its own sparse layers
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from torch import Tensor
 
 from limner.models.transformer import TransformerConfig
 from limner.profiling import throughput
-from limner.profiling.throughput import GenerationTime, Machine
+from limner.profiling.throughput import DeviceRates, GenerationTime
 
 CPU = torch.device("cpu")
 
 
-class Ours:
-    """Our transformer, `pattern` "paper" or "dense"."""
+class Limner:
+    """limner's transformer with `pattern` "paper" or "dense"."""
 
     def __init__(self, config: TransformerConfig, dense: bool) -> None:
         self.config, self.dense = replace(config, pattern="dense" if dense else "paper"), dense
@@ -54,8 +54,8 @@ class Ours:
         return throughput.time_training(self.config, batch, CPU)
 
     def memory(self, batch: int) -> float:
-        """Peak bytes of one attention, forward and backward, over what was there before: row attention, computed
-        sparsely or by torch's kernel under the dense mask."""
+        """Return the increase of peak bytes by one row attention, forward and backward, computed sparsely or by torch's
+        kernel with a dense mask."""
         from torch.nn.functional import scaled_dot_product_attention
 
         from limner.layers.attention import visible
@@ -71,7 +71,7 @@ class Ours:
 
         n = prefix + c.grid[0] * c.grid[1]
         before = 0
-        for rows in (1, batch):  # the first call takes what libraries keep
+        for rows in (1, batch):  # the first call includes permanent allocations of libraries
             q, k, v = (
                 torch.randn(rows, c.heads, n, c.width // c.heads, dtype=torch.bfloat16, requires_grad=True)
                 for _ in range(3)
@@ -86,24 +86,24 @@ def _peak() -> int:
 
 
 def work(side: str, options: argparse.Namespace) -> None:
-    """Answer commands on stdin with one line of JSON each."""
+    """Reply to each command on stdin with one line of JSON."""
     torch.manual_seed(0)
     config = _config(options)
-    made: Any
+    model: Any
     if side in ("sparse", "dense"):
-        made = Ours(config, side == "dense")
+        model = Limner(config, side == "dense")
     else:
         import peers
 
-        made = (
+        model = (
             peers.LlamaGen(options.llamagen, config)
             if side == "llamagen"
             else peers.DallePytorch(options.dalle_pytorch, config, best=side == "dalle")
         )
     for line in sys.stdin:
         command, value = line.split()
-        answer = throughput.measure_rates(CPU) if command == "machine" else getattr(made, command)(int(value))
-        print(json.dumps(answer if isinstance(answer, int | float) else asdict(answer)), flush=True)
+        reply = throughput.measure_rates(CPU) if command == "machine" else getattr(model, command)(int(value))
+        print(json.dumps(reply if isinstance(reply, int | float) else asdict(reply)), flush=True)
 
 
 class Side:
@@ -119,13 +119,13 @@ class Side:
         print(command, value, file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit("a worker stopped: its error is above")
+            raise SystemExit("a worker stopped: see its error above")
         return json.loads(line)
 
 
 def main() -> None:
-    """Start a worker for each side, ask them in turn, and show what they say."""
-    parser = argparse.ArgumentParser(description="the prior beside its peers")
+    """Start a worker per model, time them alternately, and print the tables."""
+    parser = argparse.ArgumentParser(description="speed of the prior and its peers")
     parser.add_argument("--llamagen", help="a checkout of FoundationVision/LlamaGen")
     parser.add_argument("--dalle-pytorch", help="a folder with dalle_pytorch and its three dependencies")
     parser.add_argument("--width", type=int, default=512)
@@ -148,7 +148,7 @@ def main() -> None:
         if path and (Path(path) / file).exists():
             names += peer
         else:
-            print(f"{peer[0]}: skipped, there is no {file} in {path or 'a folder given for it'}")
+            print(f"{peer[0]}: skipped, {file} not found in {path or 'a folder given for it'}")
     sides = {name: Side(name) for name in names}
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads, bf16")
     print(f"width {options.width}, {options.depth} layers, {options.heads} heads, 256 text and 32 x 32 image tokens")
@@ -156,21 +156,21 @@ def main() -> None:
     tasks = [("many", "drawing", options.candidates), ("one", "drawing", 1), ("train", "training", options.batch)]
     rounds: list[dict[str, Any]] = []
     for number in range(options.rounds):
-        found: dict[str, Any] = {"machine": Machine(**sides["sparse"].ask("machine"))}
+        times: dict[str, Any] = {"machine": DeviceRates(**sides["sparse"].ask("machine"))}
         for task, command, value in tasks:
-            found[task] = {}
+            times[task] = {}
             for name, side in sides.items():
-                if name == "shipped" and number and command == "drawing":  # minutes, and far from any margin
-                    found[task][name] = rounds[0][task][name]
+                if name == "shipped" and number and command == "drawing":  # takes minutes, and is slower by far
+                    times[task][name] = rounds[0][task][name]
                     continue
-                answer = side.ask(command, value)
-                found[task][name] = GenerationTime(**answer) if command == "drawing" else answer
-        rounds.append(found)
+                reply = side.ask(command, value)
+                times[task][name] = GenerationTime(**reply) if command == "drawing" else reply
+        rounds.append(times)
     show(options, rounds, list(sides), peaks)
 
 
 def show(options: argparse.Namespace, rounds: list[dict[str, Any]], sides: list[str], peaks: dict[str, float]) -> None:
-    """Print the medians of all rounds as tables, beside what the machine allows."""
+    """Print tables of medians over rounds, with the rates of the machine."""
 
     def median(value: Callable[[dict[str, Any]], float]) -> float:
         return statistics.median(value(found) for found in rounds)
@@ -183,19 +183,19 @@ def show(options: argparse.Namespace, rounds: list[dict[str, Any]], sides: list[
         for side in sides:
             step = median(lambda found, s=side, t=task: found[t][s].step)
             prefill = median(lambda found, s=side, t=task: found[t][s].prefill)
-            pictures = median(lambda found, s=side, t=task: found[t][s].pictures)
+            pictures = median(lambda found, s=side, t=task: found[t][s].pictures_per_second)
             ratio = median(lambda found, s=side, t=task: found[t][s].seconds / found[t]["sparse"].seconds)
-            cache = rounds[0][task][side].each / 1e6
+            cache = rounds[0][task][side].cache_bytes / 1e6
             print(f"  {side:<24} {step * 1e3:7.1f} ms {prefill:9.2f} s {pictures:11.4f} {ratio:9.1f}x {cache:17.2f}")
         over = median(lambda f, n=n, t=task: f[t]["sparse"].step / throughput.min_step_seconds(config, n, f["machine"]))
-        print(f"  step of the sparse side over its floor: {over:.2f}")
+        print(f"  step of the sparse side over its lower bound: {over:.2f}")
     print(f"\n{f'training, batch {options.batch}':26}       step  sparse is")
     for side in sides:
         step = median(lambda found, side=side: found["train"][side])
         ratio = median(lambda found, side=side: found["train"][side] / found["train"]["sparse"])
         print(f"  {side:<24} {step * 1e3:7.0f} ms {ratio:9.2f}x")
     share = median(lambda f: throughput.utilization(config, options.batch, f["train"]["sparse"], f["machine"]))
-    print(f"  useful arithmetic over the product's rate: {share:.0%}")
+    print(f"  utilization: {share:.0%} of the product's rate")
     sparse, dense = (peaks[name] / 1e6 for name in ("sparse", "dense"))
     print(f"  peak of one attention: sparse {sparse:.0f} MB, torch's kernel under a dense mask {dense:.0f} MB")
 

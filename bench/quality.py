@@ -1,18 +1,19 @@
-"""Quality for an hour of training: `dalle-pytorch` beside ours, on the same pictures and captions of icons.
+"""Quality after an hour of training: limner and `dalle-pytorch` on the same pictures and captions of icons.
 
     python bench/quality.py DATA --dalle-pytorch PATH --reranker MODEL     # two hours with the default --minutes 60
 
-DATA is what `limner data icons` wrote, PATH a folder as `bench/prior.py` describes it, MODEL a bundle whose contrastive
-model chooses among the candidates of both sides. Each side is a process of its own: it trains a dVAE and a transformer
-from random weights for so many minutes, then draws each held-out combination of subject and style, and captions that it
-was trained on. The judge of `limner evaluate icons` reads the drawings; what is printed are the shares that are right,
-with 95% intervals.
+DATA is the output of `limner data icons`, PATH a folder as described in `bench/prior.py`, MODEL a bundle whose
+contrastive model reranks the candidates of both. Each side runs in a separate process: it trains a dVAE and a
+transformer from random weights for `--minutes`, then draws held-out combinations of subject and style, and training
+captions. The classifier of `limner evaluate icons` reads the drawings. The output has the shares of right drawings with
+95% intervals.
 
-    ours       the recipe `icons` with 8 x 8 tokens instead of 16 x 16, for which an hour is too short, and as many
-               steps of its prior as the time allows; drawn with its defaults
+    ours       the recipe `icons` with 8 x 8 tokens instead of 16 x 16, which need more than an hour, and as many prior
+               steps as the time allows; drawn with its defaults
     theirs     DiscreteVAE and DALLE of dalle-pytorch 1.6.6 with the defaults of its `train_vae.py`, `train_dalle.py`
-               and `generate.py`, but for what helps it: pictures of 64 pixels, our tokenizer of 2,048 words instead of
-               one of 49,408, 40 text positions instead of 256. Its dVAE has a third of the time, or 20 epochs
+               and `generate.py`, except for changes in its favor: pictures of 64 pixels, our tokenizer of 2,048 words
+               instead of one of 49,408, 40 text positions instead of 256. Its dVAE has a third of the time, or 20
+               epochs
 """
 
 from __future__ import annotations
@@ -50,51 +51,51 @@ from limner.sampling.rerank import best, scores
 from limner.text.bpe import Tokenizer
 
 SIZE, CANDIDATES, TEXT = 64, 16, 40
-_SPLITS = {"combination": "held-out combinations", "train": "captions of training"}
-_CAPTIONS = 128  # of each split, if it has so many
-_DRAWN = 64  # candidates that dalle-pytorch draws at a time
-_DVAE = 1 / 3  # of dalle-pytorch's time
+_SPLITS = {"combination": "held-out combinations", "train": "training captions"}
+_CAPTIONS_PER_SPLIT = 128  # at most
+_PEER_BATCH = 64  # candidates per batch of dalle-pytorch
+_PEER_DVAE_SHARE = 1 / 3  # of dalle-pytorch's training time
 
 
 class Clock:
-    """Minutes of training: what is prepared before, and evaluations that a trainer does not need, are not in it."""
+    """Clock of the training time, without data preparation and without optional evaluations."""
 
     def __init__(self, minutes: float) -> None:
-        self.begun, self.seconds = time.monotonic(), 60 * minutes
+        self.start, self.seconds = time.monotonic(), 60 * minutes
 
     def share(self) -> float:
-        """How much of the time is gone, from 0 to 1 and more."""
-        return (time.monotonic() - self.begun) / self.seconds
+        """Return the elapsed share of the time, which can exceed 1."""
+        return (time.monotonic() - self.start) / self.seconds
 
 
 def ours(options: argparse.Namespace, folder: Path, captions: list[str]) -> Tensor:
-    """Train the recipe; draw."""
+    """Train the recipe and draw the captions."""
     recipe, clock = _coarse(recipes.get("icons")), Clock(options.minutes)
     assert isinstance(recipe.dvae, PatchStage)
     steps = max(1, round(recipe.dvae.training.steps * min(1.0, options.minutes / 240)))
     recipe = _with_steps(recipe, dvae=steps)
     dvae = Stages(Material.of(recipe, options.data, folder / "run")).dvae()
-    left = (1 - clock.share()) * clock.seconds
-    affordable = int(0.95 * left / seconds_per_step(*trial(recipe, "prior"), room=10.0))  # the rest prepares the data
+    remaining = (1 - clock.share()) * clock.seconds
+    affordable = int(0.95 * remaining / seconds_per_step(*trial(recipe, "prior"), room=10.0))  # 5% for data preparation
     recipe = _with_steps(recipe, prior=max(1, min(recipe.prior.training.steps, affordable)))
     material = Material.of(recipe, options.data, folder / "run")
     tokenizer = material.tokenizer()
     prior = Stages(material).prior(tokenizer, dvae)
-    took = clock.share() * options.minutes
-    print(f"ours: {steps:,} and {recipe.prior.training.steps:,} steps in {took:.1f} minutes", file=sys.stderr)
+    minutes = clock.share() * options.minutes
+    print(f"ours: {steps:,} and {recipe.prior.training.steps:,} steps in {minutes:.1f} minutes", file=sys.stderr)
     assert prior is not None
     unused = resolve_contrastive_config(recipe.contrastive, recipe.text, tokenizer.vocab_size, dvae.config).build()
-    own = {"temperature": recipe.prior.temperature, "guidance": recipe.prior.guidance}
-    pipe = TextToImage(dvae, prior, unused.eval(), tokenizer, {"name": "ours", **own})
-    made = []
+    defaults = {"temperature": recipe.prior.temperature, "guidance": recipe.prior.guidance}
+    pipe = TextToImage(dvae, prior, unused.eval(), tokenizer, {"name": "ours", **defaults})
+    pictures = []
     with progress("drawing", len(captions) * CANDIDATES, unit="drawing") as bar:
         for _, part in generate_batches(pipe, captions, CANDIDATES, TEST_SEEDS_FROM, progress=bar.advance):
-            made.append(part.pictures)
-    return torch.cat(made)
+            pictures.append(part.pictures)
+    return torch.cat(pictures)
 
 
 def _coarse(recipe: Recipe) -> Recipe:
-    """The recipe with 8 x 8 tokens: a wider decoder, and with a quarter of the tokens twice the batch."""
+    """Return the recipe with 8 x 8 tokens: a wider decoder, and twice the batch size."""
     assert isinstance(recipe.dvae, PatchStage)
     model = replace(recipe.dvae.model, patch=8, width=256, refinements=3)
     return replace(
@@ -107,34 +108,34 @@ def _coarse(recipe: Recipe) -> Recipe:
 
 
 def _with_steps(recipe: Recipe, **steps: int) -> Recipe:
-    """The recipe with other numbers of steps, and without evaluations on the way."""
-    changed = {}
+    """Return the recipe with other numbers of steps and without evaluations during training."""
+    stages = {}
     for name, count in steps.items():
         stage = getattr(recipe, name)
         training = replace(
             stage.training, steps=count, warmup_steps=min(stage.training.warmup_steps, count // 10), eval_every=10**6
         )
-        changed[name] = replace(stage, training=training)
-    return replace(recipe, **changed)
+        stages[name] = replace(stage, training=training)
+    return replace(recipe, **stages)
 
 
 def theirs(options: argparse.Namespace, folder: Path, captions: list[str]) -> Tensor:
-    """Train as the scripts of dalle-pytorch do; draw."""
+    """Train as the scripts of dalle-pytorch do and draw the captions."""
     code = dalle_pytorch(options.dalle_pytorch)
     torch.manual_seed(0)
     source = open_source(options.data)
-    seen = [i for i in range(len(source)) if source.meta(i).get("split") == "train"]
-    _, pixels, texts, _ = ImageCaptionDataset(source, SIZE).load(np.array(seen))
-    tokenizer = Tokenizer.train((caption for those in texts for caption in those), 2_048)
+    train = [i for i in range(len(source)) if source.meta(i).get("split") == "train"]
+    _, pixels, texts, _ = ImageCaptionDataset(source, SIZE).load(np.array(train))
+    tokenizer = Tokenizer.train((caption for captions in texts for caption in captions), 2_048)
 
-    def words(those: list[str]) -> Tensor:
-        return tokenizer.encode(those, TEXT).clamp_min(-1) + 1  # 0 is padding there
+    def encode(captions: list[str]) -> Tensor:
+        return tokenizer.encode(captions, TEXT).clamp_min(-1) + 1  # 0 is its padding
 
     rng, clock = np.random.default_rng(0), Clock(options.minutes)
     vae = code.DiscreteVAE(
         image_size=SIZE, num_layers=3, num_tokens=8_192, codebook_dim=512, hidden_dim=256, num_resnet_blocks=2
     )
-    dvae_steps = _their_dvae(vae, pixels, clock, rng)
+    dvae_steps = _train_their_dvae(vae, pixels, clock, rng)
     dalle = code.DALLE(
         dim=512, vae=vae, num_text_tokens=tokenizer.vocab_size + 1, text_seq_len=TEXT, depth=2, heads=8, dim_head=64,
         attn_types=("full",), loss_img_weight=7, shift_tokens=False, rotary_emb=False,
@@ -144,8 +145,8 @@ def theirs(options: argparse.Namespace, folder: Path, captions: list[str]) -> Te
         for rows in _epoch(len(pixels), 4, rng):
             if clock.share() >= 1:
                 break
-            said = [texts[i][rng.integers(len(texts[i]))] for i in rows]
-            loss = dalle(words(said), _cropped(pixels[rows], rng), return_loss=True)
+            captions_of_rows = [texts[i][rng.integers(len(texts[i]))] for i in rows]
+            loss = dalle(encode(captions_of_rows), _cropped(pixels[rows], rng), return_loss=True)
             loss.backward()
             nn.utils.clip_grad_norm_(dalle.parameters(), 0.5)
             optimizer.step()
@@ -156,26 +157,28 @@ def theirs(options: argparse.Namespace, folder: Path, captions: list[str]) -> Te
     print(
         f"theirs: {dvae_steps:,} and {steps:,} steps in {clock.share() * options.minutes:.1f} minutes", file=sys.stderr
     )
-    # As shipped, this drops the cache that it is given and computes all positions again; the tokens are the same.
+    # The original drops the given cache and recomputes all positions; the tokens are equal.
     dalle.forward_with_cond_scale = lambda text, image, cond_scale, cache: dalle(text, image, cache=cache)
-    made, together = [], _DRAWN // CANDIDATES
+    pictures, batch = [], _PEER_BATCH // CANDIDATES
     with progress("drawing", len(captions) * CANDIDATES, unit="drawing") as bar:
-        for start in range(0, len(captions), together):
-            text = words(captions[start : start + together]).repeat_interleave(CANDIDATES, 0)
+        for start in range(0, len(captions), batch):
+            text = encode(captions[start : start + batch]).repeat_interleave(CANDIDATES, 0)
             images = dalle.generate_images(text, filter_thres=0.9, use_cache=True)
-            made.append(((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).unflatten(0, (-1, CANDIDATES)))
+            pictures.append(
+                ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).unflatten(0, (-1, CANDIDATES))
+            )
             bar.advance(len(text))
-    return torch.cat(made)
+    return torch.cat(pictures)
 
 
-def _their_dvae(vae: Any, pixels: Tensor, clock: Clock, rng: np.random.Generator) -> int:
-    """`train_vae.py`: Adam, a learning rate and a temperature that fall every hundredth step of an epoch."""
+def _train_their_dvae(vae: Any, pixels: Tensor, clock: Clock, rng: np.random.Generator) -> int:
+    """Train as `train_vae.py`: Adam, with learning rate and temperature decayed every 100 steps of an epoch."""
     optimizer = torch.optim.Adam(vae.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.98)
     steps, temperature = 0, 1.0
     for _ in range(20):
         for i, rows in enumerate(_epoch(len(pixels), 8, rng)):
-            if clock.share() >= _DVAE:
+            if clock.share() >= _PEER_DVAE_SHARE:
                 return steps
             loss = vae(pixels[rows].float() / 255, return_loss=True, return_recons=True, temp=temperature)[0]
             optimizer.zero_grad()
@@ -194,32 +197,32 @@ def _epoch(samples: int, batch: int, rng: np.random.Generator) -> list[np.ndarra
 
 
 def _cropped(pixels: Tensor, rng: np.random.Generator) -> Tensor:
-    """torchvision's RandomResizedCrop with square crops of 75 to 100% of the area, as `train_dalle.py` has it."""
-    made = []
+    """Apply torchvision's RandomResizedCrop with square crops of 75 to 100% of the area, as in `train_dalle.py`."""
+    crops = []
     for picture in pixels.float() / 255:
         side = round(SIZE * float(np.sqrt(rng.uniform(0.75, 1.0))))
         y, x = rng.integers(0, SIZE - side + 1, 2)
         crop = picture[None, :, y : y + side, x : x + side]
-        made.append(F.interpolate(crop, (SIZE, SIZE), mode="bilinear", antialias=True)[0])
-    return torch.stack(made)
+        crops.append(F.interpolate(crop, (SIZE, SIZE), mode="bilinear", antialias=True)[0])
+    return torch.stack(crops)
 
 
 def work(options: argparse.Namespace) -> None:
-    """One side: train, draw, and keep the drawings, uint8 [C, 16, 3, 64, 64]."""
+    """Run one side: train, draw, and save the drawings, uint8 [C, 16, 3, 64, 64]."""
     folder = options.out / options.worker
     folder.mkdir(parents=True, exist_ok=True)
     captions = json.loads((options.out / "captions.json").read_text())
-    made = {"ours": ours, "theirs": theirs}[options.worker](options, folder, captions)
-    save_file({"pictures": made.contiguous()}, folder / "drawings.safetensors")
+    pictures = {"ours": ours, "theirs": theirs}[options.worker](options, folder, captions)
+    save_file({"pictures": pictures.contiguous()}, folder / "drawings.safetensors")
 
 
 def main() -> None:
-    """Train both sides, one after the other, let them draw, and print which drawings are right."""
-    parser = argparse.ArgumentParser(description="an hour of training, ours and dalle-pytorch's")
-    parser.add_argument("data", help="what `limner data icons` wrote")
+    """Train and draw with both sides, one after the other, and print the shares of right drawings."""
+    parser = argparse.ArgumentParser(description="quality after an hour of training, limner and dalle-pytorch")
+    parser.add_argument("data", help="output of `limner data icons`")
     parser.add_argument("--dalle-pytorch", required=True, help="a folder with dalle_pytorch and its three dependencies")
-    parser.add_argument("--reranker", required=True, help="a bundle whose contrastive model chooses for both")
-    parser.add_argument("--minutes", type=float, default=60.0, help="of training, for each side")
+    parser.add_argument("--reranker", required=True, help="a bundle whose contrastive model reranks for both")
+    parser.add_argument("--minutes", type=float, default=60.0, help="training time of each side")
     parser.add_argument("--out", type=Path, default=Path("runs/quality"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -228,40 +231,42 @@ def main() -> None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
     icons = Icons.from_source(open_source(options.data), SIZE)
-    wanted = [i for split in _SPLITS for i in icons.gallery.choose(split, _CAPTIONS, TEST_SEEDS_FROM)]
-    captions = [icons.gallery.captions[w] for w in wanted]
+    wanted = [
+        i for split in _SPLITS for i in icons.references.split_indices(split, _CAPTIONS_PER_SPLIT, TEST_SEEDS_FROM)
+    ]
+    captions = [icons.references.captions[w] for w in wanted]
     (options.out / "captions.json").write_text(json.dumps(captions))
     for side in ("ours", "theirs"):
         if not (options.out / side / "drawings.safetensors").exists():
             subprocess.run([sys.executable, __file__, *sys.argv[1:], "--worker", side], check=True)
     folder = Path(options.data).resolve()
-    with progress("the judge", IconClassifierConfig().steps) as bar:
-        judge = train_classifier(icons.labeled, folder.parent / f"{folder.name}-judge", bar=bar)
+    with progress("training the classifier", IconClassifierConfig().steps) as bar:
+        classifier = train_classifier(icons.labeled, folder.parent / f"{folder.name}-judge", bar=bar)
     reranker = load(options.reranker)
     text = reranker.tokenizer.encode(captions, reranker.contrastive.config.text_len)
-    subjects = [icons.gallery.families[w] for w in wanted]
-    right, chosen = {}, {}
+    subjects = [icons.references.families[w] for w in wanted]
+    right, best_right = {}, {}
     for side in ("ours", "theirs"):
         pictures = load_file(options.out / side / "drawings.safetensors")["pictures"]
-        subject, style = judge.read(pictures.flatten(0, 1))
+        subject, style = classifier.classify(pictures.flatten(0, 1))
         right[side] = np.array(
             [
                 (subject[k], style[k]) == (subjects[k // CANDIDATES], icons.styles[wanted[k // CANDIDATES]])
                 for k in range(len(subject))
             ]
         ).reshape(-1, CANDIDATES)
-        picked = best(scores(reranker.contrastive, text, pictures), 1).numpy()
-        chosen[side] = np.take_along_axis(right[side], picked, 1)[:, 0]
+        top = best(scores(reranker.contrastive, text, pictures), 1).numpy()
+        best_right[side] = np.take_along_axis(right[side], top, 1)[:, 0]
     for split, name in _SPLITS.items():
-        mine = [k for k, w in enumerate(wanted) if icons.gallery.splits[w] == split]
-        print(f"{len(mine)} {name}; drawings of the right subject in the right style")
+        rows = [k for k, w in enumerate(wanted) if icons.references.splits[w] == split]
+        print(f"{len(rows)} {name}; drawings of the right subject in the right style")
         print(f"{'':10}{'best of 1':>28}{f'best of {CANDIDATES}':>28}")
         for side in ("ours", "theirs"):
-            rates = [
-                Proportion.from_values(verdicts[mine], [subjects[k] for k in mine])
-                for verdicts in (right[side].mean(1), chosen[side])
+            proportions = [
+                Proportion.from_values(verdicts[rows], [subjects[k] for k in rows])
+                for verdicts in (right[side].mean(1), best_right[side])
             ]
-            print(f"{side:10}" + "".join(f"{rate!s:>28}" for rate in rates))
+            print(f"{side:10}" + "".join(f"{rate!s:>28}" for rate in proportions))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""What a linear layer that trains in 8 bits costs, and where (Wortsman et al. 2023, Appendix B, Figures 6 and 7).
+"""Time of a linear layer that trains in 8 bits, by step (Wortsman et al. 2023, Appendix B, Figures 6 and 7).
 
-    python bench/switchback.py                             # the device at hand
+    python bench/switchback.py                             # the current device
     python bench/switchback.py --dims 1280 --rows 65536    # the layers of a CLIP ViT-Huge, on a GPU
 
 For each width d and number of rows b (batch size times positions) an MLP's first layer, d -> 4 d:
 
-    parts       a SwitchBack layer's steps, one by one: quantize, product with its scales, weight gradient
-    products    the rate of a product alone in each format
-    layers      forward and backward of every layer, against `nn.Linear` in fp32 and in bf16 and `StandardLinear`
+    steps       of a SwitchBack layer: quantization, product with its scales, weight gradient
+    products    rate of a matrix product in each format
+    layers      forward and backward of every layer, compared with `nn.Linear` in fp32 and in bf16 and `StandardLinear`
 
-What is printed are medians over rounds, and of the ratios within each. Started as `limner train` starts, with memory
-kept by the allocator (`limner.cli.malloc_tuning`).
+The output has medians over rounds, and medians of the ratios within a round. The allocator is tuned as in
+`limner train` (`limner.cli.malloc_tuning`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from limner.profiling.bench_linear import (
 
 
 def main() -> None:
-    """Time the parts and the layers at each width and number of rows."""
-    parser = argparse.ArgumentParser(description="linear layers in 8 bits: their parts, and their speed")
+    """Time the steps, products and layers at each width and number of rows."""
+    parser = argparse.ArgumentParser(description="speed of 8-bit linear layers and of their steps")
     parser.add_argument("--dims", type=int, nargs="+", default=[256, 512, 1_024])
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 2_048])
     parser.add_argument("--rounds", type=int, default=5)
@@ -45,39 +45,38 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     print(describe_device(device))
-    print(f"layers of 8 bits are given {str(dtype).removeprefix('torch.')}; {options.rounds} rounds")
+    print(f"input of 8-bit layers: {str(dtype).removeprefix('torch.')}; {options.rounds} rounds")
     for d in options.dims:
         for b in options.rows:
             torch.manual_seed(0)
             x, g = (torch.randn(b, n, device=device, dtype=dtype) for n in (d, 4 * d))
             weight = torch.randn(4 * d, d, device=device)
             print(f"\n{b:,} rows, {d:,} -> {4 * d:,}")
-            _show_parts(time_rounds(switchback_steps(x, weight, g), options.rounds, device))
-            _show_products(time_rounds(matmuls(x, weight), options.rounds, device), 2 * b * d * 4 * d)
-            _show_layers(time_rounds(layer_steps(x, g, options.float8), options.rounds, device))
+            _print_steps(time_rounds(switchback_steps(x, weight, g), options.rounds, device))
+            _print_products(time_rounds(matmuls(x, weight), options.rounds, device), 2 * b * d * 4 * d)
+            _print_layers(time_rounds(layer_steps(x, g, options.float8), options.rounds, device))
 
 
-def _show_parts(found: Times) -> None:
-    whole = sum(statistics.median(times) for times in found.values())
-    quantizing = sum(statistics.median(times) for name, times in found.items() if name.startswith("quantize"))
-    print(f"  parts of SwitchBack: quantizing takes {quantizing / whole:.0%}")
-    for name, times in found.items():
-        print(f"    {name:20} {1e3 * statistics.median(times):9.3f} ms  {statistics.median(times) / whole:5.0%}")
+def _print_steps(seconds: Times) -> None:
+    total = sum(statistics.median(times) for times in seconds.values())
+    quantization = sum(statistics.median(times) for name, times in seconds.items() if name.startswith("quantize"))
+    print(f"  steps of SwitchBack: quantization takes {quantization / total:.0%}")
+    for name, times in seconds.items():
+        print(f"    {name:20} {1e3 * statistics.median(times):9.3f} ms  {statistics.median(times) / total:5.0%}")
 
 
-def _show_products(found: Times, flop: int) -> None:
+def _print_products(seconds: Times, flop: int) -> None:
     print("  products                TOP/s  fp32 is 1")
-    for name, times in found.items():
-        print(
-            f"    {name:20} {flop / statistics.median(times) / 1e12:6.2f}  {median_speedup(found['fp32'], times):9.2f}"
-        )
+    for name, times in seconds.items():
+        rate = flop / statistics.median(times) / 1e12
+        print(f"    {name:20} {rate:6.2f}  {median_speedup(seconds['fp32'], times):9.2f}")
 
 
-def _show_layers(found: Times) -> None:
+def _print_layers(seconds: Times) -> None:
     bases = ["nn.Linear fp32", "nn.Linear bf16", "StandardLinear"]
     print(f"  {'forward and backward':24} ms  times as fast as {', '.join(bases)}")
-    for name, times in found.items():
-        ratios = "".join(f"{median_speedup(found[base], times):16.2f}" for base in bases)
+    for name, times in seconds.items():
+        ratios = "".join(f"{median_speedup(seconds[base], times):16.2f}" for base in bases)
         print(f"    {name:20} {1e3 * statistics.median(times):8.2f}{ratios}")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from limner.optim.dtensor import whole
+from limner.optim.dtensor import full_tensor
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -37,7 +37,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, seconds:
 def left_out(parallel: Any) -> dict[str, Tensor]:
     """What compression has left out of gradients, the mean over replicas, whole; {} of one process."""
     reduction = getattr(parallel, "_reduction", None)
-    return {name: whole(x) for name, x in reduction.mean_errors().items()} if reduction else {}
+    return {name: full_tensor(x) for name, x in reduction.mean_errors().items()} if reduction else {}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from limner.errors import UserError
 from limner.models.transformer import Block
 from limner.numerics.formats import UE6M10
 from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW, grad_access, optimizers
-from limner.optim.adam_base import read
+from limner.optim.adam_base import read_moment
 from limner.optim.optimizers import AdamWConfig, MuonConfig
 from limner.training.checkpoint import Files, read_state
 from limner.training.config import TrainConfig
@@ -97,7 +97,7 @@ def of_the_step(optimizer, p, before):
     packed = not state["exp_avg_sq"].is_floating_point()
     tolerance = {"rtol": 1e-3 if packed else 1e-5, "atol": 2**-60 if packed else 0}
     end = UE6M10.maximum if packed else math.inf
-    torch.testing.assert_close(read(state, "exp_avg_sq").double(), v.clamp_max(end), **tolerance)
+    torch.testing.assert_close(read_moment(state, "exp_avg_sq").double(), v.clamp_max(end), **tolerance)
     u = (v / (1 if warms else 1 - beta**t)).clamp_min(group["eps"] ** 2)
     return (g**2 / u).mean().sqrt().item()
 
@@ -114,7 +114,7 @@ def test_it_is_that_of_the_step_that_follows(name, dtype):
     for t, size in enumerate((1, 1e-3, 1, 50, 1e4, 1, 3, 1e-9, 1e-9, 1)):
         p.grad = (size * torch.randn(16, 8)).to(dtype)
         found = [value.item() for _, value in rms([optimizer])]
-        before = read(optimizer.state[p], "exp_avg_sq").double().clone() if t else torch.zeros(16, 8).double()
+        before = read_moment(optimizer.state[p], "exp_avg_sq").double().clone() if t else torch.zeros(16, 8).double()
         optimizer.step()
         expected = of_the_step(optimizer, p, before)
         assert found == ([pytest.approx(expected, rel=1e-5)] if t else [])
