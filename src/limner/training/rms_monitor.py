@@ -149,7 +149,7 @@ def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tenso
                 beta = 1 - step ** -group["power"] if warms else torch.full_like(step, group["betas"][1])
                 square = widened(grad_access.grad_values(p.grad)).square()
                 v = beta * widened(read_moment(state, "exp_avg_sq")) + (1 - beta) * square
-                v = v.clamp_max(group.get("most", inf))
+                v = v.clamp_max(group.get("max_exp_avg_sq", inf))
                 u = (v if warms else v / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST_NORMAL))
                 found[p] = (square / u).sum()
     for some in split_by_placement(found):

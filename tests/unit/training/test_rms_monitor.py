@@ -67,7 +67,7 @@ def test_it_is_that_of_algorithm_2():
 def test_it_is_what_stable_adamw_clips_by(packed):
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(8, 8))
-    optimizer = StableAdamW([p], lr=1e-3, betas=(0.9, 0.99), packed=packed)
+    optimizer = StableAdamW([p], lr=1e-3, betas=(0.9, 0.99), quantize_state=packed)
     for t in range(6):
         p.grad = torch.randn(8, 8) * (50 if t == 4 else 1)
         expected = [value.item() for _, value in rms([optimizer])]
@@ -79,11 +79,11 @@ def test_it_is_what_stable_adamw_clips_by(packed):
 SUPPORTED = {
     "AdamW": lambda p: torch.optim.AdamW([p], lr=1e-3, betas=(0.9, 0.96), fused=True),
     "StableAdamW": lambda p: StableAdamW([p], lr=1e-3, betas=(0.9, 0.96)),
-    "StableAdamW, packed": lambda p: StableAdamW([p], lr=1e-3, betas=(0.9, 0.96), packed=True),
+    "StableAdamW, packed": lambda p: StableAdamW([p], lr=1e-3, betas=(0.9, 0.96), quantize_state=True),
     "Beta2WarmupAdamW": lambda p: Beta2WarmupAdamW([p], lr=1e-3),
     "AdamW16": lambda p: AdamW16([p], lr=1e-3),
     "AdamW16, fp32": lambda p: AdamW16([{"params": [p], "quantize_state": False}], lr=1e-3),
-    "AdamW16, unbounded": lambda p: AdamW16([p], lr=1e-3, most=math.inf),
+    "AdamW16, unbounded": lambda p: AdamW16([p], lr=1e-3, max_exp_avg_sq=math.inf),
 }
 
 
@@ -93,7 +93,7 @@ def of_the_step(optimizer, p, before):
     t, g = int(state["step"]), grad_access.grad_values(p.grad).double()
     warms = "power" in group
     beta = 1 - t ** -group["power"] if warms else group["betas"][1]
-    v = (beta * before + (1 - beta) * g**2).clamp_max(group.get("most", math.inf))
+    v = (beta * before + (1 - beta) * g**2).clamp_max(group.get("max_exp_avg_sq", math.inf))
     packed = not state["exp_avg_sq"].is_floating_point()
     tolerance = {"rtol": 1e-3 if packed else 1e-5, "atol": 2**-60 if packed else 0}
     end = UE6M10.maximum if packed else math.inf
