@@ -1,16 +1,16 @@
-"""Gradients averaged between replicas, bucket by bucket, while the backward pass goes on.
+"""Gradient reduction between replicas, bucket by bucket, overlapped with the backward pass.
 
-A replica is a process, or a group of processes that share a set of weights; processes with the same part of the weights
-meet here. A bucket holds the parameters of a resblock, of the embeddings, of the head. As soon as all its gradients are
-there, a `GradientReducer` begins with it. What it does is a generator: it computes, sends, and yields the communication
-that it waits for, so that the backward pass of the next two buckets runs meanwhile:
+A replica is a process, or a group of processes that shards a set of weights. The processes that hold the same shard in
+each replica reduce its gradients together. A bucket holds the parameters of a resblock, of the embeddings, or of the
+head. When all its gradients are computed, a `GradientReducer` starts a generator for it. The generator computes, sends,
+and yields each communication it must wait for; meanwhile the backward pass of the next two buckets runs:
 
     backward of bucket   k          k-1          k-2          k-3
     reduction            k sends    k-1 sends    k-2 sends    ...
-                                                 k goes on    k-1 goes on
+                                                 k resumes    k-1 resumes
 
-All processes start and resume the same generators in the same order, which is what collectives need; none asks whether
-communication is through already. What is left when the backward pass has ended goes on in the same order.
+Collectives must be issued in the same order on all processes. Generators therefore start and resume in a fixed order,
+independent of when a communication finishes. After the backward pass the remaining ones resume in the same order.
 
 Shapes: n values of a process, R replicas.
 """
@@ -32,14 +32,14 @@ from limner.numerics.formats import E6M9
 from limner.optim import grad_access
 from limner.optim.dtensor import from_local, to_local
 
-_ERROR_BYTES = 16  # of a checkpoint, per weight, for error buffers: as many as for weight, average and moments in fp32
+_ERROR_BYTES = 16  # most bytes of error buffers in a checkpoint, per weight: fp32 weight, average and two moments
 
-Waiting = Iterator[distributed.Work]  # ends when all is done
+Waiting = Iterator[distributed.Work]  # yields each communication to wait for; ends when the reduction is complete
 
 
 @runtime_checkable
 class Codec(Protocol):
-    """How values are sent; `numerics.formats.FloatFormat` is one."""
+    """A format for sending values, for example `numerics.formats.FloatFormat`."""
 
     def pack(self, x: Tensor, /) -> Tensor: ...
 
@@ -47,7 +47,7 @@ class Codec(Protocol):
 
 
 class Bf16Codec:
-    """The upper half of fp32."""
+    """Send values as bfloat16, the upper half of fp32."""
 
     def pack(self, x: Tensor) -> Tensor:
         return x.bfloat16()
@@ -62,7 +62,7 @@ class Replicas:
 
     Attributes:
         group: their process group.
-        sent: bytes that this process has sent, by the collectives' formulas.
+        sent: bytes sent by this process, from the collectives' cost formulas.
     """
 
     group: distributed.ProcessGroup
@@ -73,17 +73,17 @@ class Replicas:
         return self.group.size()
 
     def mean(self, values: Float[Tensor, " n"]) -> Waiting:
-        """Replace values by their mean over the replicas, in fp32. A ring sends each value twice, but for 1/R."""
+        """Replace values by their mean over the replicas, in fp32. A ring sends each value 2 (R - 1) / R times."""
         if self.count > 1:
             self.sent += 2 * values.numel() * values.element_size() * (self.count - 1) // self.count
             yield _started(distributed.all_reduce(values, group=self.group, async_op=True))
             values /= self.count
 
     def coded_mean(self, values: Float[Tensor, " n"], codec: Codec) -> Waiting:
-        """Replace values by their mean over the replicas as `codec` sends it, summed in fp32.
+        """Replace values by their mean over the replicas, sent in the format of `codec` and summed in fp32.
 
-        Each replica sums a part of the values of all and sends the sum to all. Codes travel as bytes: gloo carries no
-        integers of 16 bits.
+        Each replica averages one part of the values (all-to-all) and sends the mean to all (all-gather). Codes are
+        sent as bytes, because gloo does not support 16-bit integers.
         """
         padding = -values.numel() % self.count
         codes = codec.pack(F.pad(values, (0, padding)))
@@ -104,11 +104,11 @@ def _started(work: distributed.Work | None) -> distributed.Work:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose gradients travel together.
+    """Parameters whose gradients are reduced together.
 
     Attributes:
         parameters: by name.
-        repeated: whether they are those of a block, whose matrices may be compressed.
+        repeated: True for the parameters of a block, whose matrices may be compressed.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -116,8 +116,8 @@ class Bucket:
 
 
 def buckets(model: nn.Module) -> dict[str, Bucket]:
-    """The parameters of a model by bucket. A bucket is a resblock, or an entry of a module list without resblocks; of
-    the rest, what each child of the model has; "" is what the model itself has."""
+    """Return the buckets of a model by name. A bucket is a resblock, or an entry of a module list without resblocks.
+    The remaining parameters form one bucket for each child of the model, and "" for the model's direct parameters."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     entries = {f"{name}.{i}" for name, entries in lists.items() for i in range(len(entries))}
     repeated = entries | {name for name, module in model.named_modules() if isinstance(module, Resblock)}
@@ -132,48 +132,48 @@ def buckets(model: nn.Module) -> dict[str, Bucket]:
 
 @runtime_checkable
 class GradientReducer(Protocol):
-    """Averages gradients over replicas. It is given all buckets before the first step."""
+    """A method of averaging gradients over replicas. `attach` is called once, before the first step."""
 
     def attach(self, buckets: Mapping[str, Bucket], replicas: Replicas) -> None:
-        """Learn the buckets by name. Raises `UserError` if it can do nothing with them."""
+        """Set the buckets by name. Raises `UserError` if the method cannot be applied to them."""
         ...
 
     def describe(self) -> str:
-        """What it does with them, in a sentence; "" if nobody need be told."""
+        """Return a sentence for the log on how gradients are reduced; "" to log nothing."""
         ...
 
     def reduce(self, bucket: str) -> Waiting:
-        """Begin with a bucket whose gradients are there."""
+        """Start reducing a bucket whose gradients are complete."""
         ...
 
     def finish(self) -> Waiting:
-        """All buckets are through; afterwards each `grad` is the mean. A gradient that is not finite on one replica is
-        so on all."""
+        """Complete the reduction after `reduce` has ended for all buckets: each `grad` becomes the mean. A gradient
+        that is not finite on one replica is not finite on any."""
         ...
 
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The gradients that it has handed over for these will not be applied."""
+        """Take back the reduced gradients of these parameters, which will not be applied."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold, the same on all replicas."""
+        """Return the state for a checkpoint that is the same on all replicas."""
         ...
 
     def errors(self) -> dict[str, Tensor]:
-        """What this replica has left out of gradients so far, by parameter, as it is kept: integers are codes in 1-6-9.
-        Of all replicas only the mean counts, but for the last bits of what follows."""
+        """Return this replica's error buffers (residuals of compression) by parameter, in their storage format:
+        integers are codes in 1-6-9. Up to rounding, only the mean of the buffers over replicas matters."""
         ...
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `tensors` and `errors` together. Raises `UserError` if they do not fit."""
+        """Load the entries of `tensors` and `errors` together. Raises `UserError` if a shape differs."""
         ...
 
 
 class Plain:
-    """All values in fp32. Whoever sends them otherwise gives another `mean`.
+    """Averages gradients in fp32. Subclasses override `mean` to send values in another format.
 
     Attributes:
-        buckets, replicas: what it is attached to.
+        buckets, replicas: arguments of `attach`.
     """
 
     buckets: Mapping[str, Bucket]
@@ -186,7 +186,7 @@ class Plain:
         return ""
 
     def mean(self, values: Float[Tensor, " n"]) -> Waiting:
-        """Replace values, all gradients of a bucket one behind another, by their mean over the replicas."""
+        """Replace values, the concatenated gradients of a bucket, by their mean over the replicas."""
         return self.replicas.mean(values)
 
     def reduce(self, bucket: str) -> Waiting:
@@ -196,7 +196,7 @@ class Plain:
         yield from ()
 
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """An update that is left out is lost, as in one process."""
+        """Do nothing: there is no error buffer, so a skipped update is lost, as in one process."""
 
     def tensors(self) -> dict[str, Tensor]:
         return {}
@@ -209,7 +209,7 @@ class Plain:
 
 
 def averaged(parameters: Iterable[nn.Parameter], mean: Callable[[Float[Tensor, " n"]], Waiting]) -> Waiting:
-    """Their gradients, one behind another, become what `mean` makes of them."""
+    """Concatenate the gradients of the parameters, apply `mean`, and write the result back to them."""
     grads = [p.grad for p in parameters if p.grad is not None]
     parts = [grad_access.grad_values(grad) for grad in grads]
     if sum(part.numel() for part in parts):
@@ -220,20 +220,20 @@ def averaged(parameters: Iterable[nn.Parameter], mean: Callable[[Float[Tensor, "
 
 
 class Bf16Reducer(Plain):
-    """All values in bfloat16, summed in fp32."""
+    """Averages gradients sent in bfloat16 and summed in fp32."""
 
     def mean(self, values: Float[Tensor, " n"]) -> Waiting:
         return self.replicas.coded_mean(values, Bf16Codec())
 
 
 def unpacked(error: Tensor) -> Tensor:
-    """The numbers of an error buffer, of a shared one this process's shard."""
+    """Return the values of an error buffer, or of this process's shard if the buffer is sharded."""
     own = to_local(error)
     return own if own.is_floating_point() else E6M9.unpack(own)
 
 
 def twice(block: str) -> UserError:
-    """What is said where gradients of a block arrive again after they were sent."""
+    """Return the error for gradients of a block that arrive again after they were sent."""
     return UserError(
         f"{block} was called twice for one loss, so that its gradients would be averaged before they are complete: "
         "let the objective call it once, with all rows in one tensor"
@@ -241,20 +241,20 @@ def twice(block: str) -> UserError:
 
 
 class Reduction:
-    """Runs a reducer beside the backward pass of a model.
+    """Overlaps a reducer with the backward pass of a model.
 
     Args:
-        buckets: of all parameters, by name.
-        scales: for parameters whose gradients are scaled, the factor, which may change from step to step. Gradients
-            are divided by it before they are reduced, since what a reducer leaves out comes with a later step.
+        buckets: all parameters, by name of the bucket.
+        scales: gradient scale by parameter; it may change from step to step. Gradients are divided by it before they
+            are reduced, because error buffers carry values over to steps with another scale.
 
     Attributes:
-        last: whether the next backward pass completes the gradients.
+        last: True if the next backward pass completes the gradients.
 
-    The backward pass raises `UserError` if shards of a block's gradients arrive twice.
+    The backward pass raises `UserError` if a gradient arrives after its bucket was sent.
     """
 
-    _LAG = 2  # buckets that begin before a communication is waited for
+    _LAG = 2  # buckets that start before the reduction waits for a communication
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class Reduction:
         }
         self._waits = dict(self._waits_for)
         self._begun: list[str] = []
-        self._going: list[tuple[Waiting, distributed.Work, int]] = []  # and how many had begun when it was sent
+        self._going: list[tuple[Waiting, distributed.Work, int]] = []  # and the number of buckets started by then
         reducer.attach(buckets, replicas)
         for name, bucket in buckets.items():
             for p in bucket.parameters.values():
@@ -299,7 +299,7 @@ class Reduction:
             self._going.append((task, work, len(self._begun)))
 
     def _advance(self, begun: int) -> None:
-        """One step of each task that was sent when no more than so many buckets had begun, the oldest first."""
+        """Resume, oldest first, each task whose communication was sent when at most `begun` buckets had started."""
         tasks, self._going = self._going, []
         for task, work, when in tasks:
             if when <= begun:
@@ -314,8 +314,8 @@ class Reduction:
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Wait until every gradient is the mean."""
-        for name in self._waits:  # buckets with parameters that had no gradient
+        """Finish the reduction: afterwards each gradient is the mean over replicas."""
+        for name in self._waits:  # buckets with a parameter without gradient
             if name not in self._begun:
                 self._begin(name)
         self._drain()
@@ -325,18 +325,18 @@ class Reduction:
         self._waits = dict(self._waits_for)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold, the same on all replicas, which must all ask."""
+        """Return the state for a checkpoint that is the same on all replicas. All replicas must call this method."""
         return self.reducer.tensors() | ({} if self.errors() else self.mean_errors())
 
     def errors(self) -> dict[str, Tensor]:
-        """What it must hold of each replica, with which as many go on bit for bit; {} where that of all replicas would
-        be larger than everything else: then `tensors` has the mean."""
+        """Return this replica's error buffers, from which the same number of replicas resumes bit for bit. Returns {}
+        if the buffers of all replicas exceed `_ERROR_BYTES` per weight; then `tensors` holds their mean."""
         found = self.reducer.errors()
         size = self.replicas.count * sum(error.nbytes for error in found.values())
         return found if size <= _ERROR_BYTES * sum(error.numel() for error in found.values()) else {}
 
     def mean_errors(self) -> dict[str, Tensor]:
-        """The mean of what replicas have left out, in fp32. They must all ask."""
+        """Return the mean of the error buffers over replicas, in fp32. All replicas must call this method."""
         found = {}
         for name, error in self.reducer.errors().items():
             mean = unpacked(error).clone()
@@ -346,8 +346,8 @@ class Reduction:
         return found
 
     def load(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
-        """The inverse; `errors` are those of this replica, or of several: then it goes on from their mean. Raises
-        `UserError` if they do not fit."""
+        """Load `tensors` and error buffers: those of this replica, or of several replicas, which are averaged. Raises
+        `UserError` if a shape differs."""
         sums: dict[str, Tensor] = {}
         count = 0
         for one in errors if self.reducer.errors() else ():

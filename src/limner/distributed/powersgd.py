@@ -1,37 +1,37 @@
 """PowerSGD: gradients sent between replicas as two thin factors (Vogels et al. 2019; Ramesh et al. 2021, App. E.2).
 
-For each matrix a replica keeps an error buffer E [m, n], m <= n (transposed, if need be): all that its gradients have
-said and that no update has had yet. An update takes the part of it that lies in r directions. In E.2's steps:
+For each matrix a replica keeps an error buffer E [m, n] with m <= n (transposed if necessary): the sum of its gradients
+minus the updates applied so far. Each update is the projection of E onto r directions. In E.2's steps:
 
-    2   E += G, unless G is not finite on one replica: then nothing is added on any
-    3   P = E Q_0                 [m, r]; Q_0 [n, r] stays what it was drawn as from a seed
+    2   E += G, unless G is not finite on a replica: then no replica adds G
+    3   P = E Q_0                 [m, r]; Q_0 [n, r] is drawn once from a seed and stays fixed
     4   P = mean over replicas    one collective for all matrices of a block
-    5   P = orthonormal columns of P + eps I, by Householder's reflections; eps is in lengths of P's longest column
+    5   P = orthonormal columns of P + eps I, by Householder reflections; eps is in lengths of P's longest column
     6   Q = E^T P                 [n, r]
     7   Q = mean over replicas    one collective for all matrices of a block
-    8   what is no matrix of a block is averaged in fp32: of all blocks in one collective, what is outside as it comes
-    11  the gradient is P Q^T     all replicas have the same
-    12  E -= P Q^T                where P and Q are finite; a buffer that is not finite begins anew
+    8   other parameters are averaged in fp32: those of all blocks in one collective, those outside blocks per bucket
+    11  the gradient is P Q^T     the same on all replicas
+    12  E -= P Q^T                if P and Q are finite; a buffer that is not finite is reset to zero
 
-Step 12 comes right after step 7, so that a buffer is unpacked and packed once per update.
+Step 12 directly follows step 7, so that each buffer is unpacked and packed once per update.
 
-So r (m + n) numbers travel where m n did, and what is left out comes later: over all steps, the mean of the buffers
-plus the gradients handed over is the sum of the mean gradients. Numbers travel in 1-6-9, twice as thin again; what that
-rounds off stays in the buffers, too, because step 12 subtracts what the replicas really had. So does what is rounded
-off, or cut off, where a parameter in 16 bits takes the gradient in its format.
+A replica thus sends r (m + n) numbers instead of m n. Error feedback keeps the sum exact: over all steps, the mean of
+the buffers plus the applied gradients is the sum of the mean gradients. Numbers are sent in 1-6-9, half the size of
+fp32. Rounding errors stay in the buffers, because step 12 subtracts the product of the rounded factors. If a parameter
+is stored in 16 bits, the error of rounding or clamping the gradient to its format stays in the buffer as well.
 
 With shards, each process factors its own shard, with r / shards directions, "independently of its neighboring GPUs"
-(§2.5). Since all steps are linear in E, only the mean of the buffers over replicas matters, but for rounding. A
-checkpoint holds the buffers of each replica, from which as many go on bit for bit, or, where there are too many for
-that (`gradient_reducers.py`), their mean. Any other number goes on from the mean. (The paper's gradients are divided by
-the whole batch, so that its checkpoints hold the sum; ours are the mean over a replica's samples.)
+(§2.5). Since all steps are linear in E, only the mean of the buffers over replicas matters, up to rounding. A
+checkpoint holds the buffers of each replica, or their mean if they are too large (`gradient_reducers.py`). The same
+number of replicas resumes bit for bit from its own buffers; another number resumes from their mean. (The paper divides
+gradients by the whole batch, so its checkpoints hold the sum; here gradients are means over a replica's samples.)
 
-Where an update is skipped, or some tensors are left out of it, P Q^T goes back into their buffers (`put_back`): the
-value that is not finite need not be in their block, and E.2 has lost then what came from earlier steps.
+If an update is skipped, or leaves out some tensors, `put_back` adds P Q^T to their buffers again. The value that is not
+finite may be in another block, and E.2 would lose the contribution of earlier steps.
 
-Two things differ from E.2. With P and with Q travels whether they and the gradients are finite, so that all replicas
-leave out the same blocks; with Q also whether P still is after step 5. And the loop measures the gradient's length on
-P Q^T itself: the length of Q is the same (in step 9) only as far as P's columns are orthonormal after rounding.
+Two details differ from E.2. Flags are sent with P and Q: whether the gradients, P and Q are finite and, with Q, whether
+P is finite after step 5. All replicas therefore leave out the same blocks. And the loop measures the gradient norm on
+P Q^T itself: the norm of Q (step 9) equals it only as far as P's columns are orthonormal after rounding.
 
 Shapes: m x n a matrix's shard with m <= n, r directions of a shard, k matrices of one m in a block.
 """
@@ -59,9 +59,9 @@ EPS = 1e-6  # step 5
 
 
 def orthonormal(p: Float[Tensor, "k m r"], eps: float = EPS) -> Float[Tensor, "k m r"]:
-    """Orthonormal columns that span those of `p` + eps I, by Householder's reflections, which stay exact where
-    Gram-Schmidt's columns do not: [k, m, r] -> [k, m, r], r <= m. `eps` is in lengths of the longest column, so that
-    small gradients get the directions of large ones."""
+    """Return orthonormal columns with the span of `p` + eps I: [k, m, r] -> [k, m, r], r <= m. Householder reflections
+    stay orthonormal where Gram-Schmidt loses precision. `eps` is in lengths of the longest column, so that the
+    result does not depend on the scale of the gradient."""
     p = p / p.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
     longest = p.norm(dim=-2).amax(-1, keepdim=True).clamp_min(1)
     p.diagonal(dim1=-2, dim2=-1).add_(eps * longest)
@@ -70,13 +70,13 @@ def orthonormal(p: Float[Tensor, "k m r"], eps: float = EPS) -> Float[Tensor, "k
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDConfig(Checked):
-    """Settings.
+    """Settings of PowerSGD.
 
     Attributes:
-        rank: directions of a matrix, over all its shards, at most as many as the smaller side of a shard has in each;
-            None takes an eighth of the matrix's smaller side.
-        narrow: whether factors travel and buffers are kept in 1-6-9, else in fp32.
-        seed: of Q_0.
+        rank: directions of a matrix, divided evenly among its shards; each shard has at most as many as its smaller
+            side. None takes an eighth of the matrix's smaller side.
+        narrow: send factors and keep buffers in 1-6-9 instead of fp32.
+        seed: seed of Q_0.
     """
 
     rank: Annotated[int | None, Range(1, 2**16)] = None
@@ -86,27 +86,27 @@ class PowerSGDConfig(Checked):
 
 @dataclass
 class Matrix:
-    """A matrix of a block, or the shard of it that this process has."""
+    """A matrix of a block, or this process's shard of it."""
 
     name: str
     parameter: nn.Parameter
     buffer: Tensor  # E in the shape of the shard, in fp32 or as codes
-    turned: bool  # whether the shard is higher than wide
+    turned: bool  # True if the shard has more rows than columns
     start: Float[Tensor, "n r"]  # Q_0
-    divisor: Tensor | None = None  # of the gradient, if that is in 16 bits (`optim/grad_access.py`)
+    divisor: Tensor | None = None  # pending scale of a gradient in 16 bits (`optim/grad_access.py`)
 
     def taken(self) -> Float[Tensor, "h w"]:
-        """The gradient, as the shard is stored, in fp32; the parameter has none any more."""
+        """Take the gradient from the parameter: return it in fp32, shaped as the shard, and set `grad` to None."""
         grad = cast(Tensor, self.parameter.grad)
         self.divisor, self.parameter.grad = grad_access.pending_scale(grad), None
         return grad_access.grad_values(grad).flatten(1)
 
     def give(self, gradient: Float[Tensor, "h w"]) -> None:
-        """Let the parameter have that gradient."""
+        """Set the gradient of the parameter."""
         weight, by = to_local(self.parameter.detach()), self.divisor
         if by is not None:
             gradient = gradient * by
-        # In the parameter's own layout: fused optimisers go through memory without regard to strides.
+        # In the parameter's own layout: fused optimizers ignore strides.
         if (weight.stride(), weight.dtype) != (gradient.stride(), gradient.dtype):
             gradient = torch.empty_like(weight).copy_(gradient.view(weight.shape))
         self.parameter.grad = from_local(gradient, self.parameter)
@@ -114,7 +114,7 @@ class Matrix:
             grad_access.unscale(self.parameter.grad, by)
 
     def error(self) -> Float[Tensor, "h w"]:
-        """E, as the shard is stored, in fp32."""
+        """Return E in fp32, shaped as the shard."""
         return (self.buffer if self.buffer.is_floating_point() else E6M9.unpack(self.buffer)).flatten(1)
 
     def keep(self, error: Float[Tensor, "h w"]) -> None:
@@ -128,16 +128,16 @@ class Matrix:
         return error.T if self.turned else error
 
     def rounded(self, gradient: Float[Tensor, "h w"]) -> Float[Tensor, "h w"]:
-        """What comes of it in the parameter's format."""
+        """Return the gradient rounded to the parameter's format."""
         return grad_access.round_to_storage(gradient, self.parameter.dtype, self.divisor)
 
     def product(self, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> tuple[Tensor, Tensor]:
-        """[h, r] and [r, w], whose product is P Q^T as the shard is stored."""
+        """Return factors [h, r] and [r, w] of P Q^T, shaped as the shard."""
         return (q, p.T) if self.turned else (p, q.T)
 
 
 class PowerSGD:
-    """See the module; a `GradientReducer`."""
+    """A `GradientReducer` by PowerSGD; the module docstring gives the steps."""
 
     def __init__(self, config: PowerSGDConfig | None = None) -> None:
         self.config = config or PowerSGDConfig()
@@ -145,7 +145,7 @@ class PowerSGD:
         self._outside: dict[str, list[nn.Parameter]] = {}
         self._rest: list[nn.Parameter] = []  # of blocks
         self._given = 0  # matrices of blocks
-        self.factors: list[tuple[Matrix, Tensor, Tensor]] = []  # P and Q of what has gradients
+        self.factors: list[tuple[Matrix, Tensor, Tensor]] = []  # P and Q of matrices with gradients
 
     def attach(self, buckets: Mapping[str, Bucket], replicas: Replicas) -> None:
         self._replicas = replicas
@@ -174,7 +174,7 @@ class PowerSGD:
         return f"gradients of {len(self._all())} of {self._given} matrices are compressed to rank {rank}{over}"
 
     def _matrix(self, name: str, p: nn.Parameter) -> Matrix | None:
-        """None where two factors would be no smaller than the matrix, or where shards differ in size."""
+        """Return None if two factors would not be smaller than the matrix, or if its shards differ in size."""
         shards, along = _shards(p), cast(Any, p).placements[0].dim if is_dtensor(p) else 0
         if p.ndim < 2 or p.shape[along] % shards:
             return None
@@ -184,13 +184,13 @@ class PowerSGD:
         r = max(1, min((self.config.rank or min(len(p), p[0].numel()) // 8) // shards, m))
         if r * (m + n) >= m * n:
             return None
-        seed = int(hash64(self.config.seed, *name.encode())) >> 1  # the same on all replicas, another one for each name
+        seed = int(hash64(self.config.seed, *name.encode())) >> 1  # the same on all replicas; differs between names
         start = torch.randn(n, r, generator=torch.Generator().manual_seed(seed)).to(shard.device)
         buffer = torch.zeros(shard.shape, dtype=torch.float32, device=shard.device)
         return Matrix(name, p, E6M9.pack(buffer) if self.config.narrow else buffer, height > width, start)
 
     def reduce(self, bucket: str) -> Waiting:
-        """Steps 2 to 7 and 12 for a block, 8 for what is outside."""
+        """Run steps 2 to 7 and 12 for a block, step 8 for a bucket outside the blocks."""
         if bucket in self._outside:
             yield from averaged(self._outside[bucket], self._replicas.mean)
             return
@@ -199,11 +199,11 @@ class PowerSGD:
             return
         grads = [matrix.taken() for matrix in matrices]
         finite = _finite(grads)
-        # In place: a gradient's memory holds E + G until that is packed again.
+        # In place: the memory of the gradient holds E + G until `keep` packs it.
         errors = [grad.add_(matrix.error()) for matrix, grad in zip(matrices, grads, strict=True)]
         del grads
-        # The "predetermined constants" of step 3, with which factors of numbers that 1-6-9 holds hardly ever reach its
-        # end, Q never. Those of P cancel in step 5.
+        # `_root` is the "predetermined constants" of step 3. With them P rarely and Q never overflows 1-6-9. The
+        # constants of P cancel in step 5.
         p = [
             matrix.oriented(error) @ self.start(matrix) * _root(len(matrix.start))
             for matrix, error in zip(matrices, errors, strict=True)
@@ -211,7 +211,7 @@ class PowerSGD:
         all_finite, all_good = yield from self._averaged(p, finite, _finite(p))
         if all_finite and all_good:
             p = self._orthonormal(p)
-            sound = _finite(p)  # NaN has no code in 1-6-9: it would become the largest number
+            sound = _finite(p)  # 1-6-9 has only finite codes: NaN would become the largest
             if self.config.narrow:
                 p = [E6M9.rounded(x) for x in p]
             q = [
@@ -225,13 +225,13 @@ class PowerSGD:
                     self.take(matrix, error, left, right)
                 return
         for matrix, error in zip(matrices, errors, strict=True):
-            if all_finite:  # or else nothing is added
+            if all_finite:  # otherwise no replica adds G
                 matrix.keep(error if error.isfinite().all() else torch.zeros_like(error))
             matrix.give(torch.full_like(error, torch.nan))
 
     def _averaged(self, factors: list[Tensor], *good: Tensor) -> Generator[distributed.Work, None, list[bool]]:
-        """Each becomes its mean over replicas, all in one collective; with them travels whether each of `good` is true
-        on all replicas, which is given back."""
+        """Replace each factor by its mean over replicas, in one collective. Return for each flag of `good` whether it
+        is true on all replicas."""
         flat = torch.cat([x.flatten() for x in factors] + [(~flag).float().view(1) for flag in good])
         yield from self._replicas.coded_mean(flat, E6M9) if self.config.narrow else self._replicas.mean(flat)
         *values, wrong = flat.split([*(x.numel() for x in factors), len(good)])
@@ -239,7 +239,7 @@ class PowerSGD:
         return [not flag for flag in wrong.tolist()]
 
     def finish(self) -> Waiting:
-        """Steps 8, for vectors of the blocks, and 11."""
+        """Run step 8 for the uncompressed parameters of all blocks, and step 11."""
         yield from averaged(self._rest, self._replicas.mean)
         for matrix, p, q in self.factors:
             left, right = matrix.product(p, q)
@@ -248,7 +248,7 @@ class PowerSGD:
 
     @torch.no_grad()
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """P Q^T is in the buffer again, if it was finite: else step 12 has left the buffer as it was."""
+        """Add P Q^T to the buffer again if it is finite; if not, step 12 has not subtracted it."""
         these = set(parameters)
         for matrix in self._all():
             if matrix.parameter in these and matrix.parameter.grad is not None:
@@ -257,17 +257,17 @@ class PowerSGD:
                     matrix.keep(matrix.error().add(gradient))
 
     def start(self, matrix: Matrix) -> Float[Tensor, "n r"]:
-        """What a step's Q begins from. §2.5 fixes it "at the start of training"; others begin from the last Q."""
+        """Return the Q that step 3 uses. §2.5 fixes it "at the start of training"; Vogels et al. take the last Q."""
         return matrix.start
 
     def orthonormal(self, p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
-        """Step 5, of matrices of one shape."""
+        """Run step 5 for matrices of one shape."""
         return orthonormal(p)
 
     def take(
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
     ) -> None:
-        """Step 12, which may write over `error`; P Q^T will be the gradient."""
+        """Run step 12, which may overwrite `error`, and keep P and Q for step 11."""
         left, right = matrix.product(p, q)
         if matrix.parameter.dtype in HALVES:
             error.sub_(matrix.rounded(left @ right))
@@ -277,7 +277,7 @@ class PowerSGD:
         self.factors.append((matrix, p, q))
 
     def _orthonormal(self, factors: list[Float[Tensor, "m r"]]) -> list[Float[Tensor, "m r"]]:
-        """Those of one shape together."""
+        """Run step 5 for all factors, batched by shape."""
         shapes: dict[torch.Size, list[int]] = {}
         for i, p in enumerate(factors):
             shapes.setdefault(p.shape, []).append(i)
@@ -308,16 +308,16 @@ class PowerSGD:
 
 
 def _root(n: int) -> float:
-    """About 1 / sqrt(n), as a power of two, which rounds nothing: E^T p of a column p of length 1 is at most sqrt(m)
-    times the largest number of E."""
+    """Return about 1 / sqrt(n) as a power of two, so that scaling is exact. E^T p with a column p of length 1 is at
+    most sqrt(m) times the largest number of E."""
     return 2.0 ** -ceil(log2(n) / 2)
 
 
 def _shards(p: Tensor) -> int:
-    """In how many it is."""
+    """Return the number of shards of a parameter."""
     return cast(Any, p).device_mesh.size() if is_dtensor(p) else 1
 
 
 def _finite(tensors: list[Tensor]) -> Tensor:
-    """Whether all values are finite: [], by their sums, which are not if one of them is not."""
+    """Return True, as a tensor [], if all values are finite. A sum is not finite if one of its terms is not."""
     return torch.stack([x.sum() for x in tensors]).isfinite().all()

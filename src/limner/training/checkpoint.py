@@ -1,18 +1,17 @@
 """Checkpoints: folders of safetensors and JSON that appear complete or not at all.
 
     RUN/checkpoints/step-00001200/
-        model.safetensors       and other groups of tensors: `state.py` says what they hold
+        model.safetensors       one file for each group of tensors; `state.py` lists the groups
         state.json              everything else
-        SHA256SUMS              of all these, as `sha256sum -c` reads them
+        SHA256SUMS              checksums of these files, in the format of `sha256sum -c`
 
-Where several processes train one model, each has written a file of shards instead of these groups: `dcp_reader.py`
-reads them, and everything here takes either kind.
+If several processes train one model, each writes a file of shards instead. `dcp_reader.py` reads these files, and all
+functions of this module accept both kinds.
 
-A folder is written under a temporary name, flushed to the disk, and renamed: a crash at any moment
-leaves either the old state or the new one. Older checkpoints are removed only after the new one has its
-name. A file that was changed later no longer has its checksum, and a file of tensors that was added has none: then the
-newest undamaged checkpoint is used, with a warning. Nothing is pickled, so a checkpoint from a stranger can be wrong
-but cannot run code; names and shapes are checked against the model that it is loaded into.
+A folder is written under a temporary name, flushed to the disk, and renamed: a crash at any moment leaves either the
+old state or the new one. Older checkpoints are removed only after the new one has its name. If a file does not match
+its checksum, or a file of tensors lacks a checksum, the newest undamaged checkpoint is used, with a warning. Nothing is
+pickled, so an untrusted checkpoint can be wrong but cannot run code. Names and shapes are checked against the model.
 """
 
 import json
@@ -45,54 +44,54 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 class Checkpointer(Protocol):
-    """Where states are kept: by `Files` in the run's folder. All ranks call the same methods in the same order."""
+    """A store of training states; `Files` is one in the run's folder. All ranks call its methods in the same order."""
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
-        """Keep tensors, by group and name, and JSON values, all or nothing; returns where. It may be written while
-        training goes on. Raises `UserError` if this or the state before cannot be written; earlier ones are untouched.
+        """Save tensors, by group and name, and JSON values atomically; return the path. Writing may continue in the
+        background. Raises `UserError` if this state or the one before cannot be written; earlier ones are untouched.
         """
         ...
 
     def wait(self) -> None:
-        """Until what was saved is written. Raises `UserError` if it cannot be."""
+        """Wait until the last save is written. Raises `UserError` if writing fails."""
         ...
 
     def latest(self) -> Path | None:
-        """Where the newest undamaged state is; None before the first."""
+        """Return the path of the newest undamaged state; None if there is no state."""
         ...
 
     def load(self, where: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
-        """What was saved, for this model, but for what each replica has of its own; tensors on the CPU. Raises
-        `UserError` if it is damaged."""
+        """Return the tensors of a state, on the CPU and without the error buffers of replicas, and its JSON values.
+        Raises `UserError` if the state is damaged."""
         ...
 
     def errors(self, where: Path, model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
-        """The group "errors" of this replica, if as many have saved theirs, else of one replica after another."""
+        """Yield the group "errors" of this replica if the number of replicas is unchanged, else of all replicas."""
         ...
 
     def begin(self) -> None:
-        """Take the run over: what killed processes left is removed, and those that still live, on another machine that
-        sees neither the lock nor us, save no more. The run's lock must be held."""
+        """Take the run over: remove what killed processes left, and end saving by processes that still run on another
+        machine, which the run's lock does not reach. The caller must hold the lock."""
         ...
 
 
 class Files:
-    """Keeps the states of the run `run` as checkpoints, the last `keep` of them. One process writes.
+    """A `Checkpointer` that one process writes with. It keeps the last `keep` checkpoints of the run `run`.
 
-    Each start of a run takes the next number, a file `start-00000003`; a checkpoint gets its name only while its
-    start's number is the newest. So of two groups of machines that lost each other, the older one ends.
+    Each start of a run takes the next number, a file `start-00000003`. A checkpoint gets its name only while the number
+    of its start is the newest. If a network failure separates two groups of machines, the older start ends.
     """
 
     def __init__(self, run: Path, keep: int) -> None:
         self.run, self.keep, self.folder = run, keep, run / FOLDER
-        self._number: int | None = None  # of this start
+        self._number: int | None = None  # number of this start
 
     def path(self, step: int) -> Path:
-        """The checkpoint of `step`."""
+        """Return the path of the checkpoint of `step`."""
         return self.folder / f"step-{step:08d}"
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
-        """See `Checkpointer`: a file for each group."""
+        """See `Checkpointer`. Writes a file for each group."""
         with self.writing(step, state, {}) as fresh:
             for name, group in tensors.items():
                 on_cpu = {k: t.detach().cpu().contiguous() for k, t in group.items()}
@@ -101,21 +100,21 @@ class Files:
 
     @contextmanager
     def writing(self, step: int, state: Mapping[str, Any], sums: Mapping[str, str]) -> Iterator[Path]:
-        """A folder to fill with tensors, which gets the state and becomes the checkpoint of `step` when the block ends.
-        All but the last `keep` checkpoints are removed then.
+        """Provide a folder for tensor files. At the end of the block it gets the state and becomes the checkpoint of
+        `step`, and all but the last `keep` checkpoints are removed.
 
         Args:
             state: everything but tensors, as JSON values.
-            sums: checksums by file name, as the block finds them out; of other files they are computed.
+            sums: checksums by file name, which the block may fill; missing ones are computed.
 
         Raises:
-            UserError: it cannot be written (a full disk, say); earlier checkpoints are untouched.
+            UserError: writing fails (for example, the disk is full); earlier checkpoints are untouched.
         """
         final = self.path(step)
         try:
             with atomic_folder(final, self._check) as fresh:
                 yield fresh
-                text = json.dumps(state, indent=1)  # as exact as Python reads it, NaN and infinities included
+                text = json.dumps(state, indent=1)  # Python reads it back exactly, including NaN and infinities
                 (fresh / STATE).write_text(text, encoding="utf-8")
                 names = sorted({*sums, *(path.name for path in fresh.iterdir())})
                 lines = [f"{sums.get(name) or file_hash(fresh / name)}  {name}\n" for name in names]
@@ -123,18 +122,18 @@ class Files:
         except (OSError, SafetensorError) as error:
             raise UserError(f"the checkpoint {final} cannot be written: {error}; earlier ones are intact") from None
         for old in completed(self.run)[: -self.keep]:
-            doomed = old.rename(old.with_suffix(".tmp"))  # first, so that a half-removed folder has no good name
+            doomed = old.rename(old.with_suffix(".tmp"))  # first: a partly removed folder must not keep its name
             shutil.rmtree(doomed, ignore_errors=True)
 
     def wait(self) -> None:
-        """`save` has written it."""
+        """Do nothing: `save` returns after writing."""
 
     def latest(self) -> Path | None:
-        """See `latest` below."""
+        """See the function `latest`."""
         return latest(self.run)
 
     def load(self, where: Path, model: nn.Module) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """See `Checkpointer`. Of tensors that this process shares with others it reads its shards, where it can."""
+        """See `Checkpointer`. Reads only this process's shard of a parameter that is sharded here and in the file."""
         return read_groups(where, parameters=dict(model.named_parameters())), read_state(where)
 
     def errors(self, where: Path, model: nn.Module, replicas: int = 1, replica: int = 0) -> Iterator[dict[str, Tensor]]:
@@ -150,7 +149,7 @@ class Files:
             self._number = self._newest() + 1
             try:
                 own = self.folder / f"start-{self._number:08d}"
-                own.touch(exist_ok=False)  # of several that try only one succeeds
+                own.touch(exist_ok=False)  # only one of several processes succeeds
                 break
             except FileExistsError:
                 continue
@@ -160,7 +159,7 @@ class Files:
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
 
     def _newest(self) -> int:
-        """The number of the newest start; 0 before the first."""
+        """Return the number of the newest start; 0 before the first."""
         starts = (_START.fullmatch(path.name) for path in self.folder.glob("start-*"))
         return max((int(found[1]) for found in starts if found), default=0)
 
@@ -173,18 +172,18 @@ class Files:
 
 
 def completed(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first, whole or damaged."""
+    """Return the checkpoints of a run, oldest first, including damaged ones."""
     folders = [p for p in (run / FOLDER).glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()]
     return sorted(folders, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """How many updates had been done."""
+    """Return the number of updates done at a checkpoint, from its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def latest(run: Path) -> Path | None:
-    """The newest checkpoint that is whole, with a warning if a newer one is damaged; None if there is none at all.
+    """Return the newest undamaged checkpoint; None if there is no checkpoint. Warns if a newer one is damaged.
 
     Raises `UserError` if all are damaged.
     """
@@ -201,7 +200,7 @@ def latest(run: Path) -> Path | None:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """What is damaged in a checkpoint; None if it is whole."""
+    """Return a description of the damage to a checkpoint; None if it is undamaged."""
     try:
         files = sorted(checkpoint.iterdir())
         if odd := [path.name for path in files if not path.is_file()]:  # a pipe would never end
@@ -221,12 +220,12 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What `state.json` holds."""
+    """Return the contents of `state.json`."""
     return read_mapping(checkpoint / STATE, max_bytes=64 << 20)
 
 
 def skipped_updates(run: Path) -> tuple[int, int]:
-    """How many updates a run has skipped, of how many, by its newest checkpoint; zeros before the first."""
+    """Return the numbers of skipped updates and of all updates at the newest checkpoint; zeros without one."""
     if not (checkpoints := completed(run)):
         return 0, 0
     state = read_state(checkpoints[-1])
@@ -236,11 +235,11 @@ def skipped_updates(run: Path) -> tuple[int, int]:
 def read_groups(
     checkpoint: Path, wanted: Collection[str] | None = None, parameters: Mapping[str, Tensor] | None = None
 ) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a checkpoint by group and name, on the CPU; the `wanted` groups that it has, or all but those of
-    single replicas.
+    """Return the tensors of a checkpoint by group and name, on the CPU: the `wanted` groups that exist, or all but the
+    groups of single replicas.
 
-    `parameters` are those that it is read for: where one is a shard, so is what is read for it, if that is stored in
-    shards. Raises `UserError` if a file is damaged.
+    If the checkpoint is sharded, tensors of a sharded parameter in `parameters` are read as this process's shards.
+    Raises `UserError` if a file is damaged.
     """
     if dcp_reader.found(checkpoint):
         return dcp_reader.read(checkpoint, wanted, parameters or {})
@@ -255,18 +254,17 @@ def read_groups(
 
 
 def load_weights(model: nn.Module, folder: str | Path, averaged: bool = True) -> Path:
-    """Load the newest weights of a run (or those of one checkpoint folder) into `model`; returns
-    the checkpoint.
+    """Load the newest weights of a run, or those of one checkpoint folder, into `model`; return the checkpoint.
 
-    `averaged` takes the exponentially averaged parameters where the run kept them. Raises
-    `UserError` if there is no checkpoint or it belongs to another model.
+    `averaged` takes the exponentially averaged parameters if the run kept them. Raises `UserError` if there is no
+    checkpoint or it belongs to another model.
     """
     folder = Path(folder)
     checkpoint = folder if (folder / STATE).is_file() else latest(folder)
     if checkpoint is None:
         raise UserError(f"{folder} holds no checkpoint; name the folder of a training run")
     wanted = ("model", "ema") if averaged else ("model",)
-    if dcp_reader.found(checkpoint):  # read into the model: there may be no room for a whole copy beside it
+    if dcp_reader.found(checkpoint):  # read into the model: memory may not suffice for a second copy
         own, stored = model_tensors(model), dcp_reader.stored(checkpoint)
         keys: dict[str, str] = {}
         for group in wanted:

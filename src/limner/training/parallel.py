@@ -1,16 +1,16 @@
-"""What processes that train one model do together, and the strategy of a process that trains alone.
+"""The interface of strategies for parallel training, and the strategy of a single process.
 
 Each of `world` ranks runs the same loop on its share of each batch. The seed alone fixes the order of samples; ranks
-only divide it. Then
+only divide it. Consequences:
 
-- losses, gradients and weights are those of one process on the whole batch, up to the order of sums, if the objective
-  is a mean over samples, or says what shares must know of the whole (`shared`), or joins what they compute (`across`:
-  the contrastive loss takes its negatives from all ranks, and `BalancedELB` balances the codes of all);
-- dropout and gumbel noise differ between ranks, since ranks hold different samples. With them a run on two ranks is
-  equivalent to a run on one, but not equal. A run resumed on as many ranks as before is equal.
+- Losses, gradients and weights equal those of one process on the whole batch, up to the order of sums. The objective
+  must be a mean over samples, or provide values of the whole batch (`shared`), or join the ranks' results (`across`:
+  the contrastive loss takes negatives from all ranks, and `BalancedELB` balances the codes of all ranks).
+- Dropout and gumbel noise differ between ranks, because ranks hold different samples. With such noise a run on two
+  ranks is equivalent to a run on one, but not equal. A run resumed on the same number of ranks is equal.
 
-Every rank evaluates, on the same weights; the first one writes files, all ranks read them. Checkpoints are written by
-all ranks together.
+Every rank evaluates, on the same weights. The first rank writes files, and all ranks read them. All ranks write
+checkpoints together.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,11 +27,11 @@ from limner.training.train_module import Trainable
 
 
 class Parallel(Protocol):
-    """A strategy. All ranks call the same methods in the same order.
+    """A strategy for training on several processes. All ranks call the same methods in the same order.
 
     Attributes:
-        rank: of this process, from 0.
-        world: how many processes there are.
+        rank: rank of this process, from 0.
+        world: number of processes.
     """
 
     rank: int
@@ -39,96 +39,96 @@ class Parallel(Protocol):
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files: one of them does."""
+        """True on the one rank that writes files."""
         ...
 
     def first(self) -> AbstractContextManager[object]:
-        """A block for the rank that writes files; the others run it when that one is through."""
+        """Return a context manager whose block the writing rank runs first, the other ranks after it has finished."""
         ...
 
     def checkpointer(self, files: Files) -> Checkpointer:
-        """What keeps the states of all ranks as checkpoints among these files."""
+        """Return a checkpointer that keeps the states of all ranks in `files`."""
         ...
 
     def divide(self, stream: Any) -> None:
-        """Let the stream yield this rank's share of each batch."""
+        """Make the stream yield this rank's share of each batch."""
         ...
 
     def building(self) -> AbstractContextManager[object]:
-        """A block in which all ranks build a model for `prepare`. Its weights may be in shards from the start, with the
-        values that one process would draw; whoever reads or changes them goes by `optim/dtensor.py`."""
+        """Return a context manager in which all ranks build a model for `prepare`. Its weights may be sharded, with the
+        values that one process would draw; use `optim/dtensor.py` to read or change them."""
         ...
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """Move it to the device, sharded or wrapped as the strategy needs it; the device need not have room for all
-        weights. Returns the module to call instead. `dtype` is what autocast will compute its products in."""
+        """Move the module to the device, and shard or wrap it; return the module to call instead. The device may be
+        smaller than all weights. `dtype` is the format of matrix products under autocast."""
         ...
 
     def describe(self) -> str:
-        """What it does with the gradients of what it has prepared, in a sentence; "" if nobody need be told."""
+        """Return a sentence for the log on how gradients are reduced; "" to log nothing."""
         ...
 
     def part(self, last: bool) -> AbstractContextManager[object]:
-        """Around forward and backward of a micro-batch, the last of an update or an earlier one."""
+        """Return a context manager for forward and backward of a micro-batch; `last` marks the last of an update."""
         ...
 
     def gathered(self) -> AbstractContextManager[object]:
-        """A block in which the model's own methods may be called, by all ranks together. Outside of it the weights may
+        """Return a context manager in which all ranks together may call the model's methods. Outside of it weights may
         be sharded, and only a call of the module that `prepare` returned gathers them."""
         ...
 
     def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
-        """Have `reduce` divide the gradients of these parameters by `scale` from now on, a tensor [] that the backward
-        pass multiplies them with, and whose value may change between steps. None ends that."""
+        """Make `reduce` divide the gradients of these parameters by `scale`, the factor [] of the backward pass, whose
+        value may change between steps. None ends the division."""
         ...
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average each gradient over ranks, unless the module that `prepare` returned has done so."""
+        """Average each gradient over ranks, unless the backward pass has done so."""
         ...
 
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The gradients of these, which `reduce` has averaged, will not be applied: what came in them of earlier steps
-        must not be lost."""
+        """Return the averaged gradients of these parameters, which will not be applied, to their error buffers: they
+        may contain residuals of earlier steps."""
         ...
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raises `UserError` if ranks whose weights must be the same have others: a reduction has been forgotten, say,
-        and they drift apart."""
+        """Raise `UserError` if weights differ between ranks that must hold the same ones (for example, after a missing
+        reduction)."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold of it, by name, the same on all ranks or in shards."""
+        """Return the strategy's state for a checkpoint by name, the same on all ranks or sharded."""
         ...
 
     def errors(self) -> dict[str, Tensor]:
-        """What it must hold of each replica: error buffers of compressed gradients, by parameter."""
+        """Return this replica's error buffers of compressed gradients for a checkpoint, by parameter."""
         ...
 
     def load(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
-        """The inverse; tensors are on the CPU, whole or in shards. `errors` are those of this replica or, where there
-        was another number, of each that there was. Raises `UserError` if they do not fit."""
+        """Load the state from CPU tensors, whole or sharded. `errors` holds the buffers of this replica or, if the
+        number of replicas has changed, of each saved replica. Raises `UserError` if a shape differs."""
         ...
 
     def mean(self, values: Tensor) -> Tensor:
-        """Elementwise mean over ranks."""
+        """Return the elementwise mean over ranks."""
         ...
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on one rank at least."""
+        """Return True if any rank passes True."""
         ...
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """The tensor of each rank, all of one shape."""
+        """Return the tensors of all ranks, which have one shape, by rank."""
         ...
 
     def join(self, values: Tensor) -> Tensor:
-        """The rows of all ranks, in their order. A gradient flows back to the rank that a row is from, as a sum over
-        the ranks' losses."""
+        """Concatenate the rows of all ranks, by rank. The gradient of a row, summed over the ranks' losses, flows back
+        to the rank of the row."""
         ...
 
 
 class Single:
-    """One process."""
+    """The strategy of a single process."""
 
     rank, world, is_main = 0, 1, True
 
@@ -142,7 +142,7 @@ class Single:
         return files
 
     def divide(self, stream: Any) -> None:
-        """The whole batch is its share."""
+        """Do nothing: this process takes the whole batch."""
 
     def building(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -164,14 +164,14 @@ class Single:
         self._scales |= dict.fromkeys(parameters, scale)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Its gradients are the mean."""
+        """Divide the gradients by their scales; there is nothing to average."""
         unscale_all(self._scales)
 
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Its gradients are of one step."""
+        """Do nothing: there are no error buffers."""
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
-        """It agrees with itself."""
+        """Do nothing: there are no other weights to compare."""
 
     def tensors(self) -> dict[str, Tensor]:
         return {}
@@ -180,7 +180,7 @@ class Single:
         return {}
 
     def load(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
-        """It keeps nothing."""
+        """Do nothing: there is no state."""
 
     def mean(self, values: Tensor) -> Tensor:
         return values
@@ -196,6 +196,6 @@ class Single:
 
 
 def folded(seed: int, rank: int = 0, step: int = 0) -> int:
-    """The seed of a rank's random numbers that begin at a step; the first rank has from the start that of a process
-    which trains alone. All 63 bits of `seed` count, where a generator on the CPU reads the lower 32."""
+    """Return the seed of a rank for random numbers drawn from a step on. Rank 0 at step 0 has the seed of a single
+    process. All 63 bits of `seed` enter the hash, because a CPU generator reads only the lower 32."""
     return int(hash64(seed, rank, step)) >> 1 if rank or step or seed >= 2**32 else seed
