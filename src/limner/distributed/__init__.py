@@ -1,1 +1,1 @@
-"""Many processes that train one model: strategies for `training.parallel.Parallel` on torch.distributed."""
+"""Training on several processes: strategies for `training.parallel.Parallel` on torch.distributed."""

@@ -1,9 +1,9 @@
-"""What processes of gloo send each other whole, in both directions of a link at once.
+"""All-to-all and all-gather on gloo from point-to-point messages that use both directions of a link simultaneously.
 
-gloo sends something large only when the other end has asked for it, and asks on the connection on which it sends. Its
-own collectives begin to send before they ask: where two processes do not begin at the same moment, the question waits
-behind all that is being sent, and the link carries one direction after the other, for twice the time. Here all is asked
-for before anything is sent.
+gloo sends a large message only after the receiver has requested it, and the request uses the same connection as data.
+gloo's collectives start to send before they request. If two processes do not start at the same moment, the request of
+one waits behind its data, the link carries one direction after the other, and the collective takes twice as long. Here
+each process posts all receives before it sends.
 
 Shapes: W processes of a group.
 """
@@ -18,15 +18,15 @@ from torch import Tensor, distributed
 
 
 def exchange(given: Tensor, got: Tensor, group: Any) -> distributed.Work:
-    """Row i of `given` [W, n] becomes, at process i, the row of `got` [W, n] that belongs to this process."""
+    """Send row i of `given` [W, n] to process i, and receive the row from process i as row i of `got` [W, n]."""
     got[group.rank()] = given[group.rank()]
     return _swap(list(given), got, group)
 
 
 def gather(own: Tensor, everyone: Tensor, group: Any) -> distributed.Work:
-    """`own` [n] becomes this process's row of `everyone` [W, n] on all. It may be a view of that row.
+    """Write `own` [n] to this process's row of `everyone` [W, n] on all processes. `own` may be a view of that row.
 
-    Each sends to all: among more than two, gloo's ring sends less over a link that several of them share.
+    Each process sends to all others. With more than two, gloo's ring sends less over a link shared by several.
     """
     if everyone[group.rank()].data_ptr() != own.data_ptr():
         everyone[group.rank()] = own
@@ -40,11 +40,11 @@ def _swap(given: Sequence[Tensor], got: Tensor, group: Any) -> distributed.Work:
 
 
 class _Together(distributed.Work):
-    """Through when all of them are."""
+    """A `Work` that completes when all its parts have completed."""
 
     def __init__(self, works: Sequence[distributed.Work | None]) -> None:
         super().__init__()
         self._works = works
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # by default that of the group
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # 0 takes the timeout of the group
         return all(work.wait(timeout) for work in self._works if work is not None)

@@ -1,9 +1,9 @@
-"""The processes that `torchrun` starts, and how they meet.
+"""Set-up of the process group for processes that `torchrun` starts.
 
     torchrun --nproc-per-node 2 -m limner train DATA --recipe laptop --out RUN
 
-`torchrun` says in environment variables which of them this one is. On GPUs each has one of its own and they talk by
-NCCL, elsewhere by gloo. Without `torchrun` there is one process and nothing to meet.
+`torchrun` sets the rank of each process in environment variables. On GPUs each process uses one GPU, and they
+communicate by NCCL; on CPUs they use gloo. Without `torchrun` a run is a single process without a process group.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from limner.errors import UserError
 Kind = Literal["replicated", "sharded", "zero2"]
 Machines = Literal["machines"]
 
-#: How gradients travel between replicas, by name; None leaves them in fp32.
+#: Gradient reducers by the names of `--reduce`; None averages in fp32.
 REDUCERS: dict[str, Make | None] = {
     "plain": None, "bf16": Bf16Reducer, "powersgd": PowerSGD, "torch-powersgd": TorchPowerSGD,
 }  # fmt: skip
 
-_WAIT = timedelta(minutes=30)  # for the slowest
-_MEETING = 180.0  # seconds until all are there; where one was lost, those that wait must begin anew
+_WAIT = timedelta(minutes=30)  # timeout of a collective
+_MEETING = 180.0  # seconds to wait for all processes; if one was lost, the waiting ones must restart
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-# How gloo and NCCL say that another process has ended, or does not answer.
+# Messages of gloo and NCCL when another process has ended, or does not answer.
 _ENDED = re.compile("Connection (closed|reset)|Broken pipe|remote process exited|communicator was aborted")
 _SILENT = re.compile("timed? ?out", re.IGNORECASE)
 
 
 def rank() -> int:
-    """Of this process; 0 where there is one."""
+    """Rank of this process; 0 without torchrun."""
     return int(os.environ.get("RANK") or 0)
 
 
@@ -52,16 +52,16 @@ def rank() -> int:
 def joined(
     kind: Kind = "replicated", replicas: int | Machines = 1, make: Make | None = None
 ) -> Iterator[Replicated | None]:
-    """Within the block the processes of a run can talk to each other; None where there is one. The first one warns of
-    what all see.
+    """Join the process group within the block and yield the strategy; yield None in a single process. Only the first
+    rank shows warnings.
 
     Args:
-        kind: whether each holds all weights, or a part.
-        replicas: of sharded weights; "machines" makes one of each machine, however many there are at this start.
-        make: a reducer of gradients for each model that is trained; None averages them in fp32.
+        kind: "replicated" if each process holds all weights, else the kind of sharding.
+        replicas: number of replicas of sharded weights; "machines" takes the number of machines at this start.
+        make: constructor of a gradient reducer for each trained model; None averages gradients in fp32.
 
-    Raises `UserError` where they cannot meet, where another one has ended or does not answer, or where the numbers do
-    not fit.
+    Raises `UserError` if the processes cannot connect, if another process has ended or does not answer, or if `kind`,
+    `replicas` and the number of processes do not match.
     """
     if not os.environ.get("RANK"):
         if kind != "replicated" or replicas != 1 or make:
@@ -96,7 +96,7 @@ def joined(
         if kind == "replicated":
             strategy: Replicated = Replicated(make)
         else:
-            from limner.distributed.sharded import KINDS  # half a second to import, so only now
+            from limner.distributed.sharded import KINDS  # imported here because it takes half a second
 
             count = _machines() if replicas == "machines" else replicas
             strategy = KINDS[kind](count, make)
@@ -109,14 +109,14 @@ def joined(
         elif _SILENT.search(str(error)):
             why = f"process {rank()} gets no answer of another one, which hangs or is cut off: start the run again"
         else:
-            raise  # the reason is this process's own
+            raise  # the error originates in this process
         raise UserError(f"{why} ({reason})") from None
     finally:
         distributed.destroy_process_group()
 
 
 def _machines() -> int:
-    """How many there are. Raises `UserError` if some have more processes than others, as far as this one can tell."""
+    """Return the number of machines. Raises `UserError` if this machine's process count does not divide the total."""
     world, here = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if not here or world % here:
         raise UserError(
@@ -127,7 +127,7 @@ def _machines() -> int:
 
 
 def _meet(backend: str) -> None:
-    """Join the process group, under a name of this start's own in the store."""
+    """Join the process group under a name in the store that is unique to this start."""
     number, world = rank(), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts = number == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -1,16 +1,16 @@
-"""How the processes of one start of a run find each other in a store that has seen other starts.
+"""Rendezvous of the processes of one start of a run, in a store that earlier starts have used.
 
-`torchrun` starts processes anew when one has died, when a machine is lost or when one joins. They get the store of
-those before, with the addresses of the dead (pytorch#135712). The number of restarts that each is told tells starts
-apart only while there is one agent: one that joins counts from zero. So they agree on a name themselves:
+`torchrun` restarts the processes when one has died, or when a machine is lost or joins. The new processes get the old
+store, with the addresses of dead ones (pytorch#135712). The restart count of `torchrun` cannot distinguish starts,
+because an agent that joins counts from zero. The processes therefore agree on a name by these entries of the store:
 
-    each        hello/RANK  = a number of its own, drawn anew
-    the first   call        = its own number, and those that it has found
-    each        here/CALL   that the call has the right number of it
-    the first   go/CALL     when all have said so
+    each rank   hello/RANK      a random number, drawn at each start
+    rank 0      call            the numbers of all ranks
+    each rank   here/CALL/RANK  set if the call contains the rank's number
+    rank 0      go/CALL         set when all ranks have answered
 
-What an earlier start has left is no answer to a number that was just drawn; the first process calls again when a
-hello changes, and the others answer the latest call.
+Entries of earlier starts do not match the new numbers. Rank 0 renews the call when a hello changes, and the other ranks
+answer the latest call.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hashlib import sha256
 
 from torch import distributed
 
-_OFTEN = 0.02  # seconds between looks into the store
+_OFTEN = 0.02  # seconds between polls of the store
 
 
 def agreed(store: distributed.Store, rank: int, world: int, seconds: float) -> str:
-    """A name that these processes have in common and no others ever had. Raises `TimeoutError` if they do not meet."""
+    """Return a name shared by these processes and unique to this start. Raises `TimeoutError` after `seconds`."""
     own, deadline = secrets.token_hex(8), time.monotonic() + seconds
     store.set(f"hello/{rank}", own)
     called, answered = "", ""

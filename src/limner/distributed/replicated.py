@@ -1,10 +1,10 @@
-"""Every process holds all weights: gradients are averaged while the backward pass goes on (Li et al. 2020).
+"""Data-parallel training: every process holds all weights; gradients are averaged during backward (Li et al. 2020).
 
-The simplest way for models that fit on one device. DistributedDataParallel broadcasts the first process's weights,
-gathers gradients in buckets and averages each bucket as soon as it is full. With a `GradientReducer` that takes its
-place, gradients are compressed (`gradient_reducers.py`).
+This is the simplest strategy for models that fit on one device. DistributedDataParallel broadcasts the first process's
+weights, collects gradients in buckets and averages each bucket when it is full. A `GradientReducer` replaces it
+to compress gradients (`gradient_reducers.py`).
 
-Shapes: n rows of a process, N those of all processes.
+Shapes: n rows of a process, N rows of all processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Replicated:
     """The strategy of a process of the default process group; see `Parallel`.
 
     Args:
-        make: a reducer for each model that is trained; None leaves gradients to torch.
+        make: constructor of a gradient reducer for each trained model; None takes DistributedDataParallel.
     """
 
     def __init__(self, make: Make | None = None) -> None:
@@ -49,7 +49,7 @@ class Replicated:
     @contextmanager
     def first(self) -> Iterator[None]:
         """See `Parallel`."""
-        group = self._patient  # which all make together
+        group = self._patient  # `new_group` must be called by all ranks
         if not self.is_main:
             distributed.barrier(group)
         yield
@@ -58,8 +58,8 @@ class Replicated:
 
     @cached_property
     def _patient(self) -> Any:
-        """All processes, in a group that waits as long as it takes, to encode a large data set, say; that another one
-        has ended it notices at once."""
+        """A group of all processes with a timeout of a year, for long tasks such as encoding a large data set. It still
+        fails immediately if another process has ended."""
         return distributed.new_group(backend="gloo", timeout=timedelta(days=365))
 
     def checkpointer(self, files: Folder) -> Shards:
@@ -82,18 +82,18 @@ class Replicated:
             for p in trainable.parameters():
                 self._alike(p.detach(), distributed.group.WORLD)
             return self._reduced(trainable, distributed.group.WORLD, self._make)
-        freezes = isinstance(trainable.model, DVAE)  # its encoder, at the end: then that has no gradients to wait for
+        freezes = isinstance(trainable.model, DVAE)  # its encoder may be frozen, and then gets no gradients
         self._wrapped = DistributedDataParallel(trainable, find_unused_parameters=freezes)
         return self._wrapped
 
     def _alike(self, values: Tensor, group: Any) -> None:
-        """Give all processes of a group the values of its first one."""
+        """Broadcast the values of a group's first process, in place."""
         there = values.to(self.device)
         distributed.broadcast(there, group=group, group_src=0)
         values.copy_(there)
 
     def _reduced(self, trainable: nn.Module, group: Any, make: Make) -> nn.Module:
-        """Let a reducer average the gradients over a group."""
+        """Average the gradients over a group by a reducer."""
         self._reduction = Reduction(make(), buckets(trainable.model), Replicas(group), self._scales)  # type: ignore[arg-type]
         return trainable
 
@@ -116,7 +116,7 @@ class Replicated:
         self._scales |= dict.fromkeys(parameters, scale)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The backward pass has done it, but for the last of what a reducer does."""
+        """See `Parallel`. The backward pass has reduced the gradients, except for the last steps of a reducer."""
         if self._reduction:
             self._reduction.complete()
         else:
@@ -132,7 +132,7 @@ class Replicated:
         self._check(parameters, distributed.group.WORLD)
 
     def _check(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
-        """Within a group whose processes must have the same weights."""
+        """Run `check` within a group whose processes must have the same weights, by comparing hashes."""
         parts = [to_local(p.detach()) for p in parameters]
         hashes = [torch.hash_tensor(x) if x.numel() else x.new_zeros((), dtype=torch.uint64) for x in parts]
         own = torch.stack(hashes).view(torch.int64)
@@ -168,7 +168,7 @@ class Replicated:
         return self.sum(values) / self.world
 
     def sum(self, values: Tensor) -> Tensor:
-        """Elementwise sum over ranks. NCCL carries what is on a GPU, and values may be on the CPU."""
+        """Return the elementwise sum over ranks. Values may be on the CPU; for NCCL they are copied to the GPU."""
         there = values.to(self.device, copy=True, memory_format=torch.contiguous_format)
         distributed.all_reduce(there)
         return there.to(values.device)
@@ -188,7 +188,7 @@ class Replicated:
 
 
 class _Joined(torch.autograd.Function):
-    """The rows of all processes; a row's gradient is the sum of those that the processes have for it."""
+    """Concatenate the rows of all processes; the gradient of a row is summed over processes."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, ranks: Replicated) -> Tensor:

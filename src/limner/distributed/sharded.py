@@ -1,16 +1,15 @@
-"""Every process holds a part of each weight: parameters are sharded (Ramesh et al. 2021, §2.5; FSDP2).
+"""Parameter sharding: every process holds a shard of each weight (Ramesh et al. 2021, §2.5; FSDP2).
 
-Each block's weights are gathered while its neighbours compute, in the forward pass the two blocks before it and in the
-backward pass the one after it, and dropped at once after use; the last block, which the backward pass begins with,
-keeps its weights until then. Full gradients are reduced to shards as soon as a block's are there (Figure 5). Linear
-layers that compute in 16 bits are gathered in 16 bits; gradients are summed in fp32. What is outside the blocks
-(embeddings, heads, norms) is one more group, which stays gathered from the forward to the backward pass. Single
-numbers, such as a temperature, each process holds itself. So weights, gradients, averages and optimiser state take 1/W
-of their memory on each of W processes.
+A block's weights are gathered while neighboring blocks compute: the two blocks before it in the forward pass, the one
+after it in the backward pass. They are freed after use, except those of the last block, with which the backward pass
+starts. A block's gradients are reduced to shards once they are complete (Figure 5). Linear layers that compute in
+16 bits are gathered in 16 bits; gradients are summed in fp32. Parameters outside the blocks (embeddings, heads, norms)
+are one more group, which stays gathered from the forward to the backward pass. Scalars, such as a temperature, are not
+sharded. Weights, gradients, averages and optimizer state thus take 1/W of their memory on each of W processes.
 
-With `replicas`, groups of processes hold the same shards: W / replicas processes share a set of weights, and gradients
-are reduced within a group first, by FSDP, then between groups, by a `GradientReducer`. (FSDP could do both, but never
-with compression, and on CPUs it waits for the second.)
+With `replicas`, W / replicas processes share a set of weights. Gradients are first reduced within such a group by FSDP,
+then between groups by a `GradientReducer`. (FSDP can do both, but without compression, and on CPUs it blocks during the
+second reduction.)
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ from limner.errors import UserError
 from limner.layers.half_linear import HalfLinear
 from limner.optim.dtensor import full_tensor, is_dtensor, shard_dim, to_local
 
-_AHEAD = 2  # blocks gathered before it is their turn: with one, a link stands still until the next block begins
+_AHEAD = 2  # blocks gathered in advance: with one, the link is idle until the next block begins
 
 
 class Sharded(Replicated):
     """The strategy of a process of the default process group; see `Parallel`.
 
     Args:
-        replicas: groups of processes, each of which holds all weights together.
-        make: a reducer for each model that is trained; by default gradients travel between replicas in fp32.
+        replicas: number of groups of processes that each hold a complete set of weights.
+        make: constructor of a gradient reducer for each trained model; None averages replicas in fp32.
 
-    Raises `UserError` if `replicas` does not divide the processes.
+    Raises `UserError` if `replicas` does not divide the number of processes.
     """
 
-    drops = True  # a block's weights after its forward pass, if others follow: the backward pass gathers them again
+    drops = True  # free a block's weights after its forward pass, except the last block's: backward gathers them again
 
     def __init__(self, replicas: int = 1, make: Make | None = None) -> None:
         super().__init__(make)
@@ -70,7 +69,7 @@ class Sharded(Replicated):
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """See `Parallel`. All draw the numbers that the first process would."""
+        """See `Parallel`. All processes draw the random numbers of the first one."""
         state = torch.get_rng_state()
         self._alike(state, distributed.group.WORLD)
         torch.set_rng_state(state)
@@ -78,18 +77,18 @@ class Sharded(Replicated):
             yield
 
     def _shard(self, p: Tensor) -> Tensor:
-        """This process's part of a whole parameter. (Kernels of convolutions, channels-last, FSDP could not cut.)"""
+        """Return this process's shard of a parameter, made contiguous: FSDP cannot shard channels-last kernels."""
         mesh = self.mesh["shard"]
         return distribute_tensor(p.contiguous(), mesh, [self._cut(p)], src_data_rank=None)
 
     def prepare(self, trainable: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """See `Parallel`. A model that was built otherwise than in `building` is whole on each process before."""
+        """See `Parallel`. A model that was not built in `building` must be complete on each process."""
         self._modules, self._scales = [], {}
         layers = [x for x in trainable.modules() if isinstance(x, HalfLinear) and x.bias is not None]
-        for layer in layers:  # FSDP's groups have one format, and these biases are a few thousandths of a layer
+        for layer in layers:  # an FSDP group has one dtype; these biases are small enough not to shard
             layer.bias = nn.Parameter(full_tensor(layer.bias.detach()), layer.bias.requires_grad)
         self._single = [layer.bias for layer in layers]
-        self._single += [p for p in trainable.parameters() if p.ndim == 0]  # which cannot be sharded
+        self._single += [p for p in trainable.parameters() if p.ndim == 0]  # scalars cannot be sharded
         for p in self._single:
             p.data = p.data.to(device)
             self._alike(p.detach(), distributed.group.WORLD)
@@ -97,7 +96,7 @@ class Sharded(Replicated):
             self._divide(trainable, dtype)
         if self._make or self.mesh["replicate"].size() > 1:
             self._reduced(trainable, self.mesh["replicate"].get_group(), self._make or Plain)
-        elif distributed.get_backend() == "gloo":  # a reducer would read gradients as soon as FSDP has scattered them
+        elif distributed.get_backend() == "gloo":  # only here: a reducer reads gradients directly after FSDP's scatter
             own = [module for module in self._modules if not isinstance(module, HalfLinear)]
             self._scatter = _Scatter(len(own))
             for module in own:
@@ -105,7 +104,7 @@ class Sharded(Replicated):
         return trainable
 
     def _begun(self, p: Tensor) -> Tensor:
-        """What this process trains of a parameter: the first process's values, or those of the first replica."""
+        """Return this process's shard of a parameter, with the values of the first process or replica."""
         if not is_dtensor(p):
             self._alike(p, distributed.group.WORLD)
             return self._shard(p)
@@ -114,7 +113,7 @@ class Sharded(Replicated):
         return p
 
     def _divide(self, trainable: nn.Module, dtype: torch.dtype) -> None:
-        """Let FSDP gather and scatter in groups: a block of a module list is one, the rest is another one."""
+        """Apply FSDP in groups: one for each block of a module list, one for the other parameters."""
         lists = [module for module in trainable.modules() if isinstance(module, nn.ModuleList)]
         first: list[FSDPModule] = []
         for blocks in lists:
@@ -130,19 +129,19 @@ class Sharded(Replicated):
         rest.set_modules_to_forward_prefetch(first)
         self._modules.append(rest)
         if self.device.type == "cpu" and (overlap := getattr(rest, "_set_unshard_async_op", None)):
-            overlap(True)  # GPUs gather in a stream of their own; without it gloo gathers when it is waited for
-        if distributed.get_backend() == "gloo" and self.mesh["shard"].size() == 2:  # why two, `gather` says
+            overlap(True)  # GPUs gather in a separate stream; gloo overlaps only with this option
+        if distributed.get_backend() == "gloo" and self.mesh["shard"].size() == 2:  # `gather` explains the limit to two
             for module in self._modules:
                 module.set_custom_all_gather(_Gather())  # pyright: ignore[reportArgumentType]
 
     def _groups(self, block: nn.Module, dtype: torch.dtype, drops: bool) -> list[FSDPModule]:
-        """A block's, its own first. Linear layers in 16 bits are gathered in 16 bits, which is how autocast would round
-        them afterwards. Gains stay fp32, and gradients are summed in fp32."""
+        """Apply FSDP to a block and return its groups, the block's main group first. Linear layers are gathered in the
+        16-bit format to which autocast would round them. Gains stay fp32, and gradients are summed in fp32."""
         halves = [module for module in block.modules() if isinstance(module, HalfLinear)]
         linear = halves or [module for module in block.modules() if type(module) is nn.Linear]
         inner: list[FSDPModule] = []
         if dtype != torch.float32 and linear:
-            # Nothing changes a linear layer's output in place.
+            # The warning is about in-place changes of a linear layer's output; no code makes them.
             warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP(Half)?Linear.* returned a view tensor")
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
             fully_shard(
@@ -158,7 +157,7 @@ class Sharded(Replicated):
 
     @contextmanager
     def part(self, last: bool) -> Iterator[None]:
-        """See `Parallel`. Gradients of earlier micro-batches stay whole, on the process that has them."""
+        """See `Parallel`. Gradients of earlier micro-batches stay unsharded on their process."""
         self._modules[-1].set_requires_gradient_sync(last)
         with super().part(last):
             yield
@@ -169,13 +168,13 @@ class Sharded(Replicated):
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
-        self._modules[-1].unshard()  # what is outside the blocks; these are gathered where they are called, one by one
+        self._modules[-1].unshard()  # parameters outside the blocks; a call of a block gathers the block
         yield
         for module in self._modules:
-            module.reshard()  # the next forward pass has other weights
+            module.reshard()  # weights may change before the next forward pass
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The backward pass has done it, but for single numbers and the last of what it sent."""
+        """See `Parallel`. Waits for the last gradients that the backward pass sent, and averages those of scalars."""
         self._scatter.finish()
         super().reduce(parameters)
         grads = [p.grad for p in self._single if p.grad is not None]
@@ -190,7 +189,7 @@ class Sharded(Replicated):
 
 
 class _Gather:
-    """Gathers weights of groups for two processes, in both directions of their link at once."""
+    """All-gather of FSDP for two processes on gloo, in both directions of their link (`p2p_collectives.py`)."""
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -206,14 +205,14 @@ class _Gather:
 
 
 class _Scatter:
-    """Scatters gradients of groups by gloo while the backward pass goes on, as FSDP does on GPUs in a stream of its
-    own. On CPUs FSDP waits for each group where it is sent; and gloo sums whole gradients on all processes and then
-    takes a part, which sends twice as much. FSDP gives views of `output_tensor` to parameters: they are filled later,
-    so that it must not add to them meanwhile: each of the `groups` comes once before `finish`, or else the backward
-    pass raises `UserError`.
+    """Reduce-scatter of FSDP on gloo, overlapped with the backward pass.
+
+    On CPUs FSDP waits for each group when it sends it, and gloo's reduce-scatter is an all-reduce, which sends twice as
+    much. Gradients of parameters are views of `output_tensor`, which is filled later; FSDP must not add to them before.
+    Each of the `groups` must therefore arrive once before `finish`; otherwise the backward pass raises `UserError`.
     """
 
-    _LAG = 1  # groups on their way while another one begins: each holds its gradients twice
+    _LAG = 1  # groups in flight when another one starts: each holds its gradients twice
 
     def __init__(self, groups: int) -> None:
         self._groups, self._begun = groups, 0
@@ -226,7 +225,7 @@ class _Scatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: distributed.ProcessGroup, op: object,
         async_op: bool = False,
     ) -> None:  # fmt: skip
-        """`op` is the mean: nothing asks FSDP for another one."""
+        """Start the exchange of a group. `op` is always the mean, FSDP's default."""
         if self._begun == self._groups:
             raise twice("a block")
         self._begun += 1
@@ -240,7 +239,7 @@ class _Scatter:
         self._begun = 0
 
     def _wait(self, but: int) -> None:
-        """For all `but` so many that were begun last."""
+        """Wait for all groups except the `but` latest ones."""
         while len(self._going) > but:
             work, _, got, output = self._going.popleft()
             work.wait()
@@ -248,13 +247,13 @@ class _Scatter:
 
 
 class Zero2(Sharded):
-    """As `Sharded`, but weights stay whole from the forward pass to the end of the backward pass (Rajbhandari et al.
-    2020, stage 2): gathered once per update and not twice, so that nearly a third less is sent. Gradients, averages and
-    optimiser state are in shards still.
+    """ZeRO stage 2 (Rajbhandari et al. 2020): `Sharded`, but weights stay gathered from the forward pass to the end of
+    the backward pass. Gathering once instead of twice per update sends nearly a third less. Gradients, averages and
+    optimizer state are sharded.
     """
 
     drops = False
 
 
-#: By the words of `--parallel`.
+#: Strategies by the values of `--parallel`.
 KINDS: dict[str, type[Sharded]] = {"sharded": Sharded, "zero2": Zero2}

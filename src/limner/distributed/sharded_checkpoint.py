@@ -1,20 +1,20 @@
-"""Checkpoints that all processes of a run write together, while training goes on.
+"""Checkpoints that all processes of a run write together, in the background.
 
-What one process holds it writes itself, to a file of its own; nothing is gathered. What several hold alike (weights of
-replicas, say) they divide, tensor by tensor, so that each writes about as much. Of the group "errors" each replica has
-tensors of its own: those of replica 2 become the group "errors.2". Torch's Distributed Checkpoint writes the files;
+Each process writes its shards to a separate file; no tensor is gathered. Processes that hold the same tensors (for
+example, weights of replicas) divide them so that each writes about the same number of bytes. The group "errors" differs
+between replicas: the tensors of replica 2 become the group "errors.2". torch's Distributed Checkpoint writes the files;
 `training/dcp_reader.py` describes and reads them.
 
     training    step  step  copy  step  step  step  step  copy  ...
-                              └────────┐                    └─ waits for the thread, if that is not through
+                              └────────┐                    └─ waits for the thread, if it is still busy
     thread                             files · checksums · name
 
-Training waits while a process copies what it writes to the CPU's memory, in buffers that are kept; the library puts the
-file together in as much again. A thread writes the copies. The first process makes the folder and gives it its name
-when the files of all are on the disk. So a crash at any moment leaves the old state or the new one, and an error of one
-process is one of all: they raise it at the next save, or when they wait for the last one.
+Training waits while a process copies its tensors to buffers in CPU memory, which are reused. A thread writes the
+copies; the library assembles the file in the same amount of memory again. The first process creates the folder, and
+renames it when the files of all processes are on the disk. A crash at any moment therefore leaves the old state or the
+new one. If one process fails, all raise its error at the next save, or when they wait for the last one.
 
-The threads talk by a gloo group of their own, as the processes go on using theirs meanwhile.
+The threads communicate in a separate gloo group, because training uses the default group at the same time.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from limner.optim.dtensor import is_dtensor, to_local
 
 T = TypeVar("T")
 Tensors = Mapping[str, Mapping[str, Tensor]]
-_PATIENCE = 60.0  # seconds until caches of a network file system have caught up
+_PATIENCE = 60.0  # seconds for the caches of a network file system to show a new file
 
 
 @runtime_checkable
 class Folder(Protocol):
-    """The checkpoints of a run, as one process sees them: `training.checkpoint.Files`, which describes the methods."""
+    """The checkpoints of a run; `training.checkpoint.Files` implements and describes the methods."""
 
     folder: Path
 
@@ -60,11 +60,11 @@ class Folder(Protocol):
 
 
 class Shards:
-    """Keeps states in files of all processes of the default group. For the methods see `training.Checkpointer`.
+    """A `Checkpointer` (`training/checkpoint.py`) in which each process of the default group writes a file.
 
     Args:
-        files: the run's.
-        replicas: how many processes hold the same shards, of which this one is number `replica`.
+        files: the checkpoints of the run.
+        replicas: number of processes that hold the same shards; this process has index `replica`.
     """
 
     def __init__(self, files: Folder, replicas: int = 1, replica: int = 0) -> None:
@@ -76,34 +76,34 @@ class Shards:
         self._written: Future[None] | None = None
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
-        """Copy the state and write the copy while training goes on; returns where it will be."""
+        """Copy the state, write the copy in the background, and return the path of the checkpoint."""
         self.wait()
         self._copy(tensors)
-        self._written = self._thread.submit(self._write, step, deepcopy(state))  # of which training changes parts
+        self._written = self._thread.submit(self._write, step, deepcopy(state))  # because training changes parts of it
         return self.files.path(step)
 
     def wait(self) -> None:
-        """Until all processes have written what was saved. Raises `UserError` if one cannot."""
+        """Wait until all processes have written the last save. Raises `UserError` if one fails."""
         written, self._written = self._written, None
         if written is not None:
             written.result()
 
     def latest(self) -> Path | None:
-        """Where the newest undamaged state is, when what was saved is written; the first process looks."""
+        """Wait for the last save and return the newest undamaged checkpoint, which the first process finds."""
         self.wait()
         found = self._all(lambda: self.files.latest() if self.rank == 0 else None)[0]
         return self.files.folder / found.name if found else None
 
     def load(self, where: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
-        """What was saved, by however many processes; this process reads its shards."""
+        """See `Checkpointer`. Any number of processes may have saved; this process reads its shards."""
         return self.files.load(where, model)
 
     def errors(self, where: Path, model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
-        """See `training.Checkpointer`."""
+        """See `Checkpointer`."""
         return self.files.errors(where, model, *self._holders[True])
 
     def begin(self) -> None:
-        """Take the run over. Raises `UserError` if processes do not see each other's files."""
+        """See `Checkpointer`. Raises `UserError` if processes do not see each other's files."""
         with ExitStack() as stack:
 
             def mark() -> str:
@@ -122,8 +122,8 @@ class Shards:
 
     @torch.no_grad()
     def _copy(self, tensors: Tensors) -> None:
-        """What this process writes, on the CPU. All processes have the same names in the same order, so that each knows
-        which of them writes what: a tensor goes to the one of its holders that has the fewest bytes so far."""
+        """Copy the tensors that this process writes to the CPU. A tensor goes to its holder with the fewest bytes.
+        All processes have the same names in the same order, so all compute the same assignment."""
         kept, self._copies = self._copies, {}
         bytes_of = {shared: [0] * count for shared, (count, _) in self._holders.items()}
         for group, values in tensors.items():
@@ -143,11 +143,11 @@ class Shards:
                 self._copies[key] = copy
 
     def _write(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write the copies, in the thread. Each step is one of all processes, so that none waits for one that failed.
+        """Write the copies, in the thread. Processes synchronize after each step, so that none waits for a failed one.
 
-        The block of `writing` is that of the first process; leaving it names the checkpoint, or removes what is there.
+        The first process enters the block of `writing`; leaving it renames the folder, or removes it after an error.
         """
-        from torch.distributed import checkpoint as dcp  # slow to import, and no process alone needs it
+        from torch.distributed import checkpoint as dcp  # slow to import, and unused by a single process
         from torch.distributed.checkpoint.api import CheckpointException
 
         sums: dict[str, str] = {}
@@ -173,7 +173,7 @@ class Shards:
         return UserError(f"the checkpoint {self.files.path(step)} cannot be written: {why}; earlier ones are intact")
 
     def _all(self, do: Callable[[], T]) -> list[T]:
-        """What it gives on each process. If it fails on one, all raise its error."""
+        """Call `do` on all processes and return the results by rank. If it fails on one, all raise its error."""
         found: tuple[T | None, Exception | None]
         try:
             found = do(), None
@@ -188,12 +188,12 @@ class Shards:
 
 
 def _hashes(folder: Path, rank: int) -> dict[str, str]:
-    """Checksums of the files that a process has written, by name."""
+    """Return the checksums of the files that a process has written, by name."""
     return {path.name: file_hash(path) for path in folder.glob(f"shard-{rank + 1:05d}-*")}
 
 
 def _appears(path: Path) -> bool:
-    """Whether it can be seen from here before long."""
+    """Return True if the path becomes visible to this process within `_PATIENCE` seconds."""
     deadline = time.monotonic() + _PATIENCE
     while not path.exists():
         if time.monotonic() > deadline:

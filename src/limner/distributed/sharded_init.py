@@ -1,11 +1,11 @@
-"""Models built in shards: no process ever holds all of one (Ramesh et al. 2021, §2.5: 24 GB of weights in 16 bits).
+"""Sharded construction: no process ever holds a whole model (Ramesh et al. 2021, §2.5: 24 GB of weights in 16 bits).
 
-A constructor makes a parameter, gives it to its module, and draws its values, some of them twice. Here a parameter
-becomes its shard as soon as a module is given it, so that what is drawn for it is drawn for a tensor of the whole size,
-of which the shard is kept. All is drawn, in the order and on the device of one process, so that the values are those of
-one process, bit for bit, and so is the state of the generator afterwards. At most one whole tensor is there at a time.
+A constructor creates a parameter, registers it in its module, and draws its values, sometimes twice. Here a parameter
+is replaced by its shard on registration. Later draws fill a temporary tensor of the full size, of which each process
+keeps its shard. Every process draws all values in the same order and on the CPU, so that values and the final state of
+the generator equal those of one process, bit for bit. At most one full tensor exists at a time.
 
-Models know nothing of it, and torch's modules neither.
+Neither models nor torch's modules need changes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from limner.optim.dtensor import is_dtensor, shard_like
 
 @contextmanager
 def in_shards(shard: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """A block in which every parameter that a module is given becomes `shard(parameter)`, which processes share.
-    Single numbers stay whole, and so do buffers."""
+    """Replace every parameter that a module registers within the block by `shard(parameter)`. Scalars and buffers are
+    not sharded."""
 
     def cut(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter | None:
         return nn.Parameter(shard(p.detach()), p.requires_grad) if p.ndim and not (is_dtensor(p) or p.is_meta) else None
@@ -40,13 +40,13 @@ def in_shards(shard: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 @contextmanager
 def cut_before(module: nn.Module, held: Callable[[Tensor], Tensor], whole: Iterable[Tensor]) -> Iterator[None]:
-    """A block in which FSDP, which cuts parameters itself, is given some without memory. After it the module has what
-    `held` gives of each: this process's shard, cut as FSDP has cut. Those that stay `whole` are left out."""
+    """Let FSDP shard parameters on the meta device within the block, without memory. Afterwards the module has the
+    shard `held(parameter)` of each, which must be cut as FSDP cuts. Parameters in `whole` are unchanged."""
     these = set(module.parameters()) - set(whole)
     shards = {p: nn.Parameter(held(p.detach()), p.requires_grad) for p in module.parameters() if p in these}
     these.clear()
     of = {name: shards[p] for name, p in module.named_parameters(remove_duplicate=False) if p in shards}
-    shards.clear()  # of what was whole
+    shards.clear()  # frees the full tensors
     empty = {p: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad) for p in of.values()}
     module.load_state_dict({name: empty[p] for name, p in of.items()}, strict=False, assign=True)
     yield
@@ -54,7 +54,7 @@ def cut_before(module: nn.Module, held: Callable[[Tensor], Tensor], whole: Itera
 
 
 class _Draws(TorchDispatchMode):
-    """Random numbers that fill a tensor in shards are drawn for all of it."""
+    """Draw random numbers that fill a sharded tensor for the full tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         fills = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable

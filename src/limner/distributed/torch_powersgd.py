@@ -1,18 +1,18 @@
-"""torch's own PowerSGD, made for DistributedDataParallel, as a way to reduce gradients (Vogels et al. 2019).
+"""torch's PowerSGD hook for DistributedDataParallel, as a gradient reducer (Vogels et al. 2019).
 
-It is what `powersgd.py` is compared with, for processes that each hold all weights. What it does otherwise:
+It is the baseline for `powersgd.py`, for processes that each hold all weights. Differences:
 
-- all matrices are compressed, embeddings and output layers too, to one rank;
-- Q begins as the last step's Q, not as what was drawn at first; factors travel in fp32;
-- nothing is compressed in the first two updates;
-- it begins when all gradients are there. The hook goes on from one collective to the next in threads of the backend, so
-  that with several buckets their order is not the same on all processes.
+- All matrices, including embeddings and output layers, are compressed to one rank.
+- Q starts from the last step's Q instead of a fixed random Q; factors are sent in fp32.
+- Nothing is compressed in the first two updates.
+- It starts when all gradients are complete, in a single bucket. The hook chains collectives in threads of the backend,
+  so with several buckets their order would differ between processes.
 
-The hook knows nothing of values that are not finite, and would keep them in its error buffers for good. So a matrix
-with such a gradient on one process gets none on any, as in E.2 of Ramesh et al. 2021, and what the hook then hands over
-for it goes back into the buffer.
+The hook does not check for values that are not finite, which would stay in its error buffers. Therefore a matrix with
+such a gradient on one process enters as zero on all, as in E.2 of Ramesh et al. 2021, and the hook's result for it is
+added to the buffer.
 
-A checkpoint holds Q, the count of updates and, as that of `powersgd.py`, the error buffers.
+A checkpoint holds Q, the count of updates and, as for `powersgd.py`, the error buffers.
 
 Shapes: n values of all matrices, k matrices.
 """
@@ -35,13 +35,13 @@ from limner.numerics.formats import HALVES
 from limner.optim import grad_access
 from limner.optim.dtensor import is_dtensor
 
-_UNCOMPRESSED = 2  # updates; the least that the hook takes
-_Q, _UPDATES = "/Q", "/updates"  # in checkpoints, where all else has the name of a parameter
+_UNCOMPRESSED = 2  # updates; the minimum that the hook accepts
+_Q, _UPDATES = "/Q", "/updates"  # keys in checkpoints; the other keys are names of parameters
 
 
 @dataclass(frozen=True)
 class _All:
-    """As much of DDP's bucket as the hook asks for. There is one, with the gradients of all matrices."""
+    """The part of DDP's `GradBucket` that the hook uses: one bucket with the gradients of all matrices."""
 
     values: Float[Tensor, " n"]
     parts: list[Tensor]
@@ -60,17 +60,17 @@ class _All:
 
 
 class TorchPowerSGD(Plain):
-    """See the module; a `GradientReducer`.
+    """A `GradientReducer` by torch's PowerSGD hook; the module docstring gives the differences to `PowerSGD`.
 
     Args:
-        rank: of the two factors of each matrix.
+        rank: rank of the two factors of each matrix.
     """
 
     def __init__(self, rank: int = 32) -> None:
         self.rank = rank
 
     def attach(self, buckets: Mapping[str, Bucket], replicas: Replicas) -> None:
-        """Raises `UserError` if weights are in shards, or if no matrix would be smaller as two factors."""
+        """See `GradientReducer`. Raises `UserError` if weights are sharded, or if factors shrink no matrix."""
         super().attach(buckets, replicas)
         trained = {n: p for bucket in buckets.values() for n, p in bucket.parameters.items() if p.requires_grad}
         if any(map(is_dtensor, trained.values())):
@@ -93,7 +93,7 @@ class TorchPowerSGD(Plain):
         self._state.error_dict[0] = torch.zeros(count, dtype=torch.float32, device=like.device)
 
     def _smaller(self, p: Tensor) -> bool:
-        """Whether two factors are smaller than the matrix."""
+        """Return True if two factors are smaller than the matrix."""
         height, width = len(p), p[0].numel()
         return min(height, width, self.rank) * (height + width) < height * width
 
@@ -102,7 +102,7 @@ class TorchPowerSGD(Plain):
         return f"gradients of {which} are compressed to rank {self.rank} by torch's PowerSGD, from the third update on"
 
     def reduce(self, bucket: str) -> Waiting:
-        """What is not compressed, in fp32."""
+        """Average the uncompressed gradients of a bucket in fp32."""
         others = [p for name, p in self.buckets[bucket].parameters.items() if name not in self._matrices]
         return averaged(others, self.mean)
 
@@ -110,21 +110,21 @@ class TorchPowerSGD(Plain):
         grads = [p.grad for p in self._matrices.values()]
         values = torch.zeros_like(self._state.error_dict[0])
         finite = torch.stack([values.new_ones(()) if g is None else g.isfinite().all().to(values) for g in grads])
-        yield from self.replicas.mean(finite)  # below one: not on all
+        yield from self.replicas.mean(finite)  # the mean is below 1 if any process has 0
         bad = [flag < 1 for flag in finite.tolist()]
         parts = list(self._split(values))
         for part, grad, skip in zip(parts, grads, bad, strict=True):
             if grad is not None and not skip:
                 part.copy_(grad_access.grad_values(grad))
-        self._state.rng.seed(self._state.iter)  # of Q, where it is drawn: so that its state need not be kept
-        yield cast(Any, powerSGD_hook(self._state, cast(Any, _All(values, parts))))  # waited for as other work is
+        self._state.rng.seed(self._state.iter)  # seeds the draws of Q: a checkpoint need not store the generator
+        yield cast(Any, powerSGD_hook(self._state, cast(Any, _All(values, parts))))  # a future, awaited like `Work`
         for part, error, grad, skip in zip(parts, self._errors, grads, bad, strict=True):
-            if not part.isfinite().all():  # too large to be multiplied
+            if not part.isfinite().all():  # products have overflowed
                 error.zero_()
-                self._state.p_memory_dict.clear()  # so that Q is drawn anew
+                self._state.p_memory_dict.clear()  # makes the hook draw a new Q
             elif grad is None or skip:
                 error.add_(part)
-            elif grad.dtype in HALVES:  # what it cannot have of it
+            elif grad.dtype in HALVES:  # the buffer keeps the rounding error
                 error.add_(part)
                 part.copy_(grad_access.round_to_storage(part, grad.dtype, grad_access.pending_scale(grad)))
                 error.sub_(part)
@@ -133,7 +133,7 @@ class TorchPowerSGD(Plain):
 
     @property
     def _errors(self) -> list[Tensor]:
-        """The error buffers, shaped as the matrices."""
+        """Views of the error buffers, shaped as the matrices."""
         return list(self._split(self._state.error_dict[0]))
 
     def _split(self, values: Float[Tensor, " n"]) -> Iterator[Tensor]:
@@ -143,7 +143,7 @@ class TorchPowerSGD(Plain):
 
     @torch.no_grad()
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """What was handed over is in the buffers again, where it is finite."""
+        """Add the reduced gradients of these parameters to the buffers again, if they are finite."""
         these = set(parameters)
         for p, error in zip(self._matrices.values(), self._errors, strict=True):
             if p in these and p.grad is not None and p.grad.isfinite().all():
@@ -157,7 +157,7 @@ class TorchPowerSGD(Plain):
         return dict(zip(self._matrices, self._errors, strict=True))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Q of another rank is left out: it is drawn anew then."""
+        """See `GradientReducer`. Ignores a saved Q of another rank; the hook then draws a new one."""
         for (name, p), error in zip(self._matrices.items(), self._errors, strict=True):
             if (kept := tensors.get(name)) is not None:
                 if kept.shape != p.shape:

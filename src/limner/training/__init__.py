@@ -1,1 +1,1 @@
-"""The one training loop, and its checkpoints."""
+"""The training loop and its checkpoints."""

@@ -1,4 +1,4 @@
-"""How to train, as a configuration, and which settings may change when a run is continued."""
+"""The training configuration, and the settings that may change when a run is resumed."""
 
 import json
 from collections.abc import Mapping
@@ -17,37 +17,36 @@ from limner.validation import SEEDS, Checked, OutOfRange, Range
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Checked):
-    """How to train; what to train is the model's, the data's and the objective's config.
+    """Settings of the training loop. Model, data and objective have separate configs.
 
     Attributes:
-        steps: updates in all.
+        steps: total number of updates.
         batch_size: samples per update, over all micro-batches.
         accumulate: micro-batches per update, to save memory. The gradient is that of the whole batch,
             except for two losses: the contrastive loss takes its negatives from the micro-batch, and
             `BalancedELB` balances the codes of the micro-batch.
-        optimizer: which one (`optim/optimizers.py`), with its learning rate and decay.
-        clip_norm: longest gradient; None clips nothing.
+        optimizer: optimizer (`optim/optimizers.py`) with its learning rate and decay.
+        clip_norm: largest norm of the gradient; None disables clipping.
         warmup_steps: linear ramp of the learning rate, on top of `schedule`.
-        cooldown_steps: linear descent of the learning rate over the last updates, on top of `schedule`: a run that must
-            end early gets most of what the rest would have brought.
+        cooldown_steps: linear decay of the learning rate over the last updates, on top of `schedule`: a run that must
+            end early gets most of the improvement that the remaining steps would bring.
         schedule: factor on the learning rate.
-        ema_decay, ema_every: averaged weights, which evaluation then uses; None keeps none.
-        ema_on_cpu: keep that average in the CPU's memory, and compute it beside the training.
-        ema_warmup: give the first parameters less weight in the average (`Ema`); not in the paper.
-        precision: converts the model and sets the format of products; by default bf16 where that is faster. Those of
-            `layers/precisions.py` train the blocks of transformers in 8 bits, or store
-            their matrices in 16.
-        scaling: of gradients, for backward passes in fp16 (`grad_scaler.py`): a scale for each resblock, outside of
-            which all is fp32, as in the paper; one for the loss that follows the gradients; or one that stays, without
-            tensors that overflow.
-        checkpoint_activations: recompute activations in the backward pass (models offer
+        ema_decay, ema_every: decay and interval of averaged weights, which evaluation uses; None disables averaging.
+        ema_on_cpu: keep the average in CPU memory, and update it in parallel with training.
+        ema_warmup: reduce the weight of the first parameters in the average (`Ema`); not in the paper.
+        precision: format of weights and matrix products; by default bf16 where it is faster. The formats of
+            `layers/precisions.py` train the blocks of transformers in 8 bits, or store their matrices in 16.
+        scaling: gradient scaling for backward passes in fp16 (`grad_scaler.py`): "resblocks", one scale for each
+            resblock, with fp32 outside, as in the paper; "loss", one dynamic scale for the loss; "tensors", one
+            constant scale, skipping tensors that overflow.
+        checkpoint_activations: recompute activations in the backward pass (the model needs
             `set_checkpointing`).
-        checkpoint_every, keep: steps between checkpoints, and how many stay.
+        checkpoint_every, keep: steps between checkpoints, and the number of checkpoints kept.
         eval_every: steps between evaluations; None evaluates at the end only.
         log_every: steps between lines of `metrics.jsonl`.
-        max_bad_steps: bad updates in a row after which the run gives up. An update is bad if its loss or
-            gradient is not finite (it is then skipped), or if its loss is far above the first one's.
-        seed: of all randomness in the loop.
+        max_bad_steps: consecutive bad updates after which the run stops with an error. An update is bad if its loss or
+            gradient is not finite (it is then skipped), or if its loss is far above the first loss.
+        seed: seed of all random numbers in the loop.
     """
 
     steps: Annotated[int, Range(1, 10**9)]
@@ -78,7 +77,7 @@ class TrainConfig(Checked):
             raise OutOfRange("accumulate", f"must be at most batch_size, {self.batch_size}, not {self.accumulate}")
 
 
-# What may differ between the run that wrote a checkpoint and the one that goes on from it.
+# Settings that may differ between a checkpoint and the run that resumes from it.
 FREE_TO_CHANGE = {
     "training.steps",
     "training.cooldown_steps",
@@ -93,13 +92,13 @@ FREE_TO_CHANGE = {
 
 
 def description(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Configs and JSON values by name, as `config.json` and checkpoints hold them."""
+    """Return configs and JSON values by name in the form of `config.json` and of checkpoints."""
     return json.loads(json.dumps(parts, default=to_dict))
 
 
 def refuse_changes(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises `UserError` if what a run is now, configs and JSON values by name, differs from its description in a
-    setting that a continued run may not change. Settings that are newer than the description had their defaults."""
+    """Raise `UserError` if `now`, configs and JSON values by name, differs from the description `before` in a setting
+    that a resumed run may not change. Settings missing from the description count as defaults."""
     known = {name: _read_as(now.get(name), value) for name, value in before.items()}
     changed = differences(description(known), description(now))
     if changed := [path for path in changed if path not in FREE_TO_CHANGE]:
@@ -110,8 +109,8 @@ def refuse_changes(out: Path, before: Mapping[str, Any], now: Mapping[str, Any])
 
 
 def _read_as(config: Any, before: Any) -> Any:
-    """`before` as a config of the same class, so that settings that it lacks have their defaults; as it is where it is
-    none, since it then differs in what else it has."""
+    """Return `before` as a config of the same class, with defaults for missing settings. If it is not a valid config
+    of that class, return it unchanged; it then counts as different."""
     try:
         return from_dict(type(config), before) if is_dataclass(config) else before
     except UserError:

@@ -1,12 +1,12 @@
-"""Reads checkpoints that several processes wrote, each a file with its shards (`distributed/sharded_checkpoint.py`).
+"""Reader of sharded checkpoints, in which each process wrote a file (`distributed/sharded_checkpoint.py`).
 
-    shard-00003-model-00001-of-00001.safetensors    of the third: "GROUP/NAME" -> a part of the tensor
-    "DCP_SHARDING_INFO" in its header, as JSON      "GROUP/NAME" -> where in the tensor that part begins
+    shard-00003-model-00001-of-00001.safetensors    of the third process: "GROUP/NAME" -> a part of the tensor
+    "DCP_SHARDING_INFO" in its header, as JSON      "GROUP/NAME" -> offset of that part in the tensor
 
-Format and file names are those of torch's Distributed Checkpoint (`HuggingFaceStorageWriter`), which has no further
-index: the headers of all files together say of which parts a tensor consists. It reads them by these positions, so that
-the number of processes that wrote does not matter, and so that a process which holds a shard reads no more than that.
-Reading takes no process group and unpickles nothing.
+Format and file names are those of torch's Distributed Checkpoint (`HuggingFaceStorageWriter`) without an index file:
+the headers of all files together list the parts of each tensor. Parts are read by offset, so the number of writing
+processes does not matter, and each process reads only its shard. Reading works without a process group and
+without unpickling.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from torch import Tensor
 from limner.errors import UserError
 from limner.optim.dtensor import is_dtensor
 
-_REPLICA = re.compile(r"errors\.\d{1,9}")  # a group that one replica alone has written
+_REPLICA = re.compile(r"errors\.\d{1,9}")  # a group written by a single replica
 _ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def found(checkpoint: Path) -> bool:
-    """Whether it is in shards."""
+    """Return True if the checkpoint is sharded."""
     return any(checkpoint.glob("shard-*.safetensors"))
 
 
 def read(
     checkpoint: Path, wanted: Collection[str] | None, parameters: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    """Tensors by group and name, on the CPU; the `wanted` groups that are there, or all but those of single replicas.
+    """Return CPU tensors by group and name: the `wanted` groups that exist, or all but those of single replicas.
 
-    Weights, averages and optimiser state of a parameter that processes share are shared in the same way, all others
-    are whole. Raises `UserError` if a file is damaged or a part is missing.
+    Weights, averages and optimizer state of a sharded parameter are sharded like the parameter; other tensors are
+    whole. Raises `UserError` if a file is damaged or a part is missing.
     """
     groups: dict[str, dict[str, Tensor]] = {}
     tensors: dict[str, Tensor] = {}
@@ -48,7 +48,7 @@ def read(
         if group not in wanted if wanted is not None else _REPLICA.fullmatch(group):
             continue
         p = parameters.get(_parameter(group, name))
-        with _readable(checkpoint):  # a shape may be one that no tensor has
+        with _readable(checkpoint):  # a damaged header may hold an invalid shape
             if p is not None and is_dtensor(p) and p.shape == shape:
                 tensors[key] = torch.zeros_like(p.detach(), dtype=dtype, device="cpu")
             else:
@@ -59,7 +59,7 @@ def read(
 
 
 def replica_groups(checkpoint: Path) -> dict[str, list[str]]:
-    """The names in each group of a single replica, in the order of replicas."""
+    """Return the names in each group of a single replica, in the order of replicas."""
     groups: dict[str, list[str]] = {}
     for key in stored(checkpoint) if found(checkpoint) else ():
         group, _, name = key.partition("/")
@@ -69,15 +69,15 @@ def replica_groups(checkpoint: Path) -> dict[str, list[str]]:
 
 
 def stored(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and format of each tensor, by "GROUP/NAME". Raises `UserError` if a file is damaged or a part missing."""
-    from torch.distributed import checkpoint as dcp  # slow to import, and few need it
+    """Return shape and dtype of each tensor by "GROUP/NAME". Raises `UserError` if a file is damaged or missing."""
+    from torch.distributed import checkpoint as dcp  # slow to import, and rarely needed
 
     found = {}
     with _readable(checkpoint):
         metadata = dcp.HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
         for key, tensor in sorted(metadata.items()):
             assert isinstance(tensor, dcp.TensorStorageMetadata)
-            # Torch would leave what is there in the place of a part that is missing, without a word.
+            # torch would silently keep the old values in place of a missing part.
             if sum(part.sizes.numel() for part in tensor.chunks) != tensor.size.numel():
                 name = key.partition("/")[2]
                 raise UserError(f"{checkpoint} lacks a part of {name!r}: a file of shards is missing")
@@ -86,18 +86,18 @@ def stored(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def fill(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read into tensors of the shapes that are `stored`, by their keys. Raises `UserError` if a file is damaged."""
+    """Read into tensors by key, with the shapes that `stored` returns. Raises `UserError` if a file is damaged."""
     from torch.distributed import checkpoint as dcp
 
     reader = dcp.HuggingFaceStorageReader(str(checkpoint))
     with _readable(checkpoint), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is not asked
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is intended
         dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
 
 
 @contextmanager
 def _readable(checkpoint: Path) -> Iterator[None]:
-    """Around what reads it: errors are sentences."""
+    """Convert errors while reading the checkpoint to `UserError`."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -110,7 +110,7 @@ def _readable(checkpoint: Path) -> Iterator[None]:
 
 
 def _parameter(group: str, name: str) -> str:
-    """The name of the parameter that a tensor belongs to; "" if it belongs to none. See `state.py` for the names."""
+    """Return the name of the parameter that a tensor belongs to, or "". `state.py` describes the names."""
     if group == "optimizer":
         return name.partition(".")[2]
     return name if group in ("model", "ema", "parallel") or _REPLICA.fullmatch(group) else ""

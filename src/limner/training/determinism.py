@@ -1,7 +1,8 @@
-"""Runs that give the same bits again.
+"""Bitwise reproducible runs.
 
-On a CPU they do: the same command with as many threads and processes gives the same weights. On GPUs some kernels add
-in whatever order their threads arrive. Torch can do without most of them, more slowly, and refuses the others.
+On a CPU, the same command with the same numbers of threads and processes gives the same weights. On GPUs the order of
+additions in some kernels depends on thread timing. torch replaces most of these kernels by slower deterministic ones,
+and raises an error for the others.
 """
 
 import os
@@ -18,13 +19,13 @@ _REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
 
 @contextmanager
 def deterministic(wanted: bool = True) -> Iterator[None]:
-    """A block in which torch takes no kernel whose result depends on the order of threads.
+    """Use only deterministic kernels of torch within the block, if `wanted`.
 
-    Raises `UserError` for an operation that has no other kernel.
+    Raises `UserError` if an operation lacks a deterministic kernel.
     """
     before = torch.are_deterministic_algorithms_enabled()
     if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's products begin
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at initialization
         torch.use_deterministic_algorithms(True)
     try:
         yield

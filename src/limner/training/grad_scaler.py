@@ -1,23 +1,23 @@
 """Gradient scales for backward passes in 16 bits: one for each resblock, or one for the loss.
 
-Gradients of deep transformers span more powers of two than a 16-bit format has exponents: what one scale for the whole
-loss lifts out of underflow in one block, it makes overflow in another (Ramesh et al. 2021, §2.4). Each kind of scaling
-here is a hook of the training loop, so that its state is part of each checkpoint, and leaves the model as it is.
+Gradients of deep transformers span more powers of two than a 16-bit format has exponents: one scale for the whole loss
+that avoids underflow in one block causes overflow in another (Ramesh et al. 2021, §2.4). Each kind of scaling is a hook
+of the training loop: its state is part of each checkpoint, and the model is unchanged.
 
-`ResblockScaling` is Figure 4: x is a resblock's input and also its identity path, in fp32,
+`ResblockScales` is Figure 4; x is a resblock's input and also its identity path, in fp32:
 
     forward      x ────────────────┬──────────────────────────────▶ + ─▶ x + branch(norm(x))
                                    └─▶ norm ─▶ branch (16 bits) ──▶ ┘
     backward     g ◀─ + ◀──────────┬──────────────────────────────── g
                       └ unscale ◀─ filter ◀─ 16 bits ◀─ filter ◀─ scale, cast to 16 bits ┘
 
-where the filter sets Inf and NaN to zero. Without it an overflow in one block would reach the identity path and make
-the scales of all earlier blocks fall. The gradients of the parameters in between, of norm and branch, are divided by
-the scale where processes average them (`Parallel.unscale`), before they are clipped and applied. A block whose
-gradients are not all finite is left out of the update, alone.
+The filter sets Inf and NaN to zero. Without it an overflow in one block would reach the identity path and lower the
+scales of all earlier blocks. Parameter gradients of norm and branch are divided by the scale as part of gradient
+averaging (`Parallel.unscale`), before clipping. If a block's gradients are not all finite, only this block is left
+out of the update.
 
-No scale reaches what lies outside the resblocks. It is computed in fp32: embeddings, output layers, the objective
-("Only use 16-bit precision where it is really necessary", D.2).
+Operations outside the resblocks are not scaled and computed in fp32: embeddings, output layers, the objective ("Only
+use 16-bit precision where it is really necessary", D.2).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from limner.training.train_state import Run
 
 
 class _Scaled(torch.autograd.Function):
-    """From 16 bits to fp32; the gradient is multiplied by `scale`, cast to `form` or else the format that the values
-    had, and filtered.
+    """Cast from 16 bits to fp32. The gradient is multiplied by `scale`, cast to `form` or else the format of the input,
+    and filtered.
 
-    What comes back is fp32 only because what went on is: autograd gives a gradient the format of its tensor.
+    The output must be fp32 for its gradient to be fp32: autograd casts gradients to the format of their tensor.
     """
 
     @staticmethod
@@ -66,7 +66,7 @@ class _Scaled(torch.autograd.Function):
 
 
 class _Unscaled(torch.autograd.Function):
-    """Identity; its gradient is filtered and divided by `scale`, in fp32."""
+    """Identity; the gradient is filtered and divided by `scale`, in fp32."""
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor) -> Tensor:
@@ -82,12 +82,12 @@ class _Unscaled(torch.autograd.Function):
 
 
 def filtered(x: Tensor) -> Tensor:
-    """Inf and NaN become zero."""
+    """Replace Inf and NaN by zero."""
     return torch.where(x.isfinite(), x, 0)
 
 
 def resblocks(model: nn.Module) -> dict[str, Resblock]:
-    """The resblocks of a model by name. Raises `UserError` if it has none."""
+    """Return the resblocks of a model by name. Raises `UserError` without resblocks."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Resblock)}
     if not found:
         raise UserError(f"a {type(model).__name__} has no resblocks: give it another scaling than resblocks")
@@ -97,33 +97,33 @@ def resblocks(model: nn.Module) -> dict[str, Resblock]:
 class ResblockScales(Hook):
     """One scale for each resblock (Figure 4, App. D.1), on the device of the model.
 
-    With M processes the paper's scales are M times as large, to make up for a loss that is divided by the samples of
-    all (D.3). Ours is the mean over a process's own: the backward pass sees the same without that factor.
+    With M processes the paper's scales are M times as large, because its loss is divided by the samples of all
+    processes (D.3). Here the loss is the mean over one process's samples, which makes the factor unnecessary.
 
     Args:
-        form: in which a block computes gradients, where that is simulated in fp32 (`layers/simulated_gradients.py`).
+        form: simulated format of gradients in a block computed in fp32 (`layers/simulated_gradients.py`).
 
     Attributes:
-        names: of the R resblocks.
+        names: names of the R resblocks.
         scales: fp32 [R].
-        skipped: updates that left a block out, int64 [R].
+        skipped: number of updates that left out each block, int64 [R].
     """
 
     FIRST, LOWEST, HIGHEST = 2.0**13, 2.0**7, 2.0**24
-    GROWTH, FALL = 2 ** (1 / 1_000), 2**0.5  # factors, after an update with finite gradients and after another
-    WINDOW = 125  # updates after a fall in which a scale does not fall again
+    GROWTH, FALL = 2 ** (1 / 1_000), 2**0.5  # multiplies after finite gradients; divides after others
+    WINDOW = 125  # least number of updates between two falls of a scale
 
     def __init__(self, run: Run, form: FloatFormat | None = None) -> None:
         blocks = resblocks(run.model)
         self.names = list(blocks)
         self.scales = torch.full((len(blocks),), self.FIRST, dtype=torch.float32, device=run.device)
-        self.fell = torch.full((len(blocks),), -self.WINDOW, device="cpu")  # when it last fell
+        self.fell = torch.full((len(blocks),), -self.WINDOW, device="cpu")  # step of the last fall
         self.skipped = torch.zeros(len(blocks), dtype=torch.int64, device="cpu")
         self.parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
         self.ends = ExitStack()
         handles = _around(run.trainable, partial(torch.autocast, run.device.type, enabled=False))
         for i, block in enumerate(blocks.values()):
-            scaled = [*block.norm.parameters(), *block.branch.parameters()]  # a layer scale's gain lies beyond them
+            scaled = [*block.norm.parameters(), *block.branch.parameters()]  # a layer scale's gain is outside
             run.parallel.unscale(scaled, self.scales[i])
             self.ends.callback(run.parallel.unscale, scaled, None)
             handles += [
@@ -168,7 +168,7 @@ class ResblockScales(Hook):
 
 
 def _around(module: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> list[RemovableHandle]:
-    """Let each forward pass of a module run within a context, until the handles are removed."""
+    """Run each forward pass of a module within a context, until the handles are removed."""
     entered: list[AbstractContextManager[object]] = []
 
     def enter(*_: Any) -> None:
@@ -180,14 +180,14 @@ def _around(module: nn.Module, context: Callable[[], AbstractContextManager[obje
 
     return [
         module.register_forward_pre_hook(enter, prepend=True),
-        module.register_forward_hook(leave, always_call=True),  # also when it raises, as recomputing does at its end
+        module.register_forward_hook(leave, always_call=True),  # also on errors: recomputation ends by raising one
     ]
 
 
 def _sizes(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The sum of magnitudes of each gradient that is there, [n] on `like`'s device: finite if all its numbers are."""
+    """Return the L1 norm of each gradient, [n] on the device of `like`; it is finite if all values are."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    format = torch.float32 if any(grad.dtype in HALVES for grad in grads) else None  # sums leave fp16
+    format = torch.float32 if any(grad.dtype in HALVES for grad in grads) else None  # sums overflow fp16
     found: dict[int, Tensor] = {}
     for some in split_by_placement(grads):
         if some:
@@ -197,7 +197,7 @@ def _sizes(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 class _OfLoss(Hook):
-    """Multiplies the loss by a scale in the backward pass, and has all gradients divided by it."""
+    """Multiplies the loss by a scale in the backward pass, and registers the division of all gradients by it."""
 
     FIRST = 2.0**16
 
@@ -217,18 +217,18 @@ class _OfLoss(Hook):
 class LossScale(_OfLoss):
     """One scale for the whole loss, which grows until gradients overflow (Micikevicius et al. 2018).
 
-    An update with a gradient that is not finite is skipped, all of it, and halves the scale.
+    If any gradient is not finite, the whole update is skipped and the scale is halved.
     """
 
-    EVERY = 2_000  # finite updates in a row after which it doubles
-    good = 0  # finite updates in a row
+    EVERY = 2_000  # consecutive finite updates after which it doubles
+    good = 0  # consecutive finite updates
 
     def after_backward(self, run: Run) -> None:
         if math.isfinite(_sizes(self.parameters, self.scale).sum().item()):
             self.good += 1
             if self.good % self.EVERY == 0:
-                self.scale.mul_(2).clamp_(max=2.0**127)  # infinite it would stay so, where gradients never overflow
-        else:  # the loop finds the same and skips the update
+                self.scale.mul_(2).clamp_(max=2.0**127)  # Inf would never decrease if gradients are always finite
+        else:  # the loop skips the update
             self.good, self.skipped = 0, self.skipped + 1
             self.scale.div_(2)
 
@@ -244,10 +244,10 @@ class LossScale(_OfLoss):
 
 
 class TensorScale(_OfLoss):
-    """A scale of the loss that stays as it is (Wortsman et al. 2023, App. G).
+    """A constant scale of the loss (Wortsman et al. 2023, App. G).
 
-    A tensor whose gradient is not finite is left out of the update, alone: a few spikes in one layer, most often the
-    first one, neither stop the others nor lower the scale for good.
+    Only tensors whose gradient is not finite are left out of the update. Spikes in one layer, most often the first,
+    thus neither stop other layers nor lower the scale permanently.
     """
 
     def after_backward(self, run: Run) -> None:
@@ -270,6 +270,6 @@ class TensorScale(_OfLoss):
 
 
 def scaling(run: Run) -> list[Hook]:
-    """The hooks that `config.scaling` asks for."""
+    """Return the hooks for `config.scaling`."""
     kinds = {"resblocks": ResblockScales, "loss": LossScale, "tensors": TensorScale}
     return [kinds[run.config.scaling](run)] if run.config.scaling in kinds else []

@@ -1,4 +1,4 @@
-"""Hooks: what a run does beyond its training steps."""
+"""Hooks called during a run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +7,10 @@ from limner.training.train_state import Run
 
 
 class Hook:
-    """Does nothing; override what is needed. Every method is given the run.
+    """Base class of hooks, whose methods do nothing. Subclasses override the methods they need.
 
-    `name` tells the hooks of a run apart; a checkpoint holds their states under it. A hook that a checkpoint does not
-    know begins anew.
+    `name` is unique among the hooks of a run, and is the key of the hook's state in checkpoints. If a checkpoint lacks
+    the key, the hook keeps its initial state.
     """
 
     @property
@@ -18,32 +18,32 @@ class Hook:
         return type(self).__name__
 
     def before_step(self, run: Run) -> None:
-        """Before anything is computed; `run.step` counts the updates done."""
+        """Called before the forward pass; `run.step` counts the updates done."""
 
     def after_backward(self, run: Run) -> None:
-        """The gradients of the whole batch are there, not yet measured or clipped."""
+        """Called with the averaged gradients of the whole batch, before their norm is computed."""
 
     def before_update(self, run: Run) -> None:
-        """The gradients are those that the optimisers get, clipped. Left out if the update is skipped."""
+        """Called with the clipped gradients before the optimizer step. Not called if the update is skipped."""
 
     def after_update(self, run: Run) -> None:
-        """`run.step` counts the update, which was skipped if `run.loss` or `run.norm` is not finite."""
+        """Called after `run.step` increases. The update was skipped if `run.loss` or `run.norm` is not finite."""
 
     def on_report(self, run: Run, row: dict[str, Any]) -> None:
-        """Before a row of metrics is logged, to which it may add."""
+        """Called before a row of metrics is logged. May add entries to `row`."""
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """After each evaluation."""
+        """Called after each evaluation."""
 
     def on_save(self, run: Run) -> None:
-        """Before the states for a checkpoint are taken."""
+        """Called before the states for a checkpoint are collected."""
 
     def close(self) -> None:
-        """When training ends, or fails: take from the model what was put there."""
+        """Called when training ends, also on error. Remove hooks installed on the model."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold, by name: tensors, which are stored as such, and JSON values."""
+        """Return the state for a checkpoint by name: tensors and JSON values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse; tensors are on the CPU."""
+        """Restore the state that `state_dict` returned; tensors are on the CPU."""

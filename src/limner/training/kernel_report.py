@@ -1,10 +1,10 @@
-"""The proof that a run is stored and computed as its precision says: formats and counts of kernels, kept with the run.
+"""A report of the weight formats and kernels that a run used, as evidence that its precision setting took effect.
 
-    RUN/STAGE/precision.json    for each linear layer: its kind, the format of its weight, and for one of low precision
-                                its products, their kernels, and how often each ran
+    RUN/STAGE/precision.json    for each linear layer: its kind and the format of its weight; for low-precision layers
+                                also their matrix products, the kernels, and the number of calls of each
 
-`limner inspect precision RUN` shows it. The file is as old as the newest checkpoint, which holds the counts as well: so
-a run that is killed and goes on counts each of its updates once.
+`limner inspect precision RUN` shows it. The file is written with each checkpoint, which also holds the counts.
+Therefore a run that was killed and resumed counts each update once.
 """
 
 from collections import Counter
@@ -24,11 +24,11 @@ FILE = "precision.json"
 
 
 class KernelCounts(Hook):
-    """Writes the counts to the folder `out` whenever the run is saved; the first process writes its own."""
+    """Writes the report to the folder `out` at each checkpoint, with the counts of the first process."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self._before: dict[str, Counts] = {}  # what earlier processes of the run have counted
+        self._before: dict[str, Counts] = {}  # counts before the resume
         self._now: dict[str, Counts] = {}
 
     def on_save(self, run: Run) -> None:

@@ -1,20 +1,18 @@
-"""The one training loop: the models differ in their objective and their data, not here.
+"""The training loop of all models, which differ only in objective and data.
 
     train(model, objective, stream, config, out)
 
-An *objective* maps (model, batch, step, generator) to a scalar loss and detached metrics; a model whose
-parameters must stay within bounds has a method `constrain()`, called after each update. A
-*stream* yields batches endlessly and can say and restore its position. Everything else that a run
-depends on is the loop's: optimiser, averaged weights, schedule, random generators,
-precision, checkpoints. All of it goes into each checkpoint, so that a run which is killed and
-started again in the same folder has, on a CPU, the losses of one that was never interrupted, bit
-for bit. Randomness comes from `generator`, from torch's global generator (dropout layers) and from
-the stream; objectives use no other.
+An *objective* maps (model, batch, step, generator) to a scalar loss and detached metrics. A model with bounded
+parameters has a method `constrain()`, called after each update. A *stream* yields batches endlessly, and saves and
+restores its position. The loop owns all other state: optimizer, averaged weights, schedule, random generators. Each
+checkpoint holds all of it: on a CPU, a run that is killed and restarted in the same folder has the same losses, bit for
+bit, as an uninterrupted run. Randomness comes only from `generator`, torch's global generator (dropout layers) and the
+stream.
 
-Everything beyond the steps is passed in: hooks (`hooks.Hook`), what the processes of a run do together
-(`parallel.Parallel`) and where states are kept (`checkpoint.Checkpointer`).
+Other behavior is passed in: hooks (`hooks.Hook`), the parallel strategy (`parallel.Parallel`) and the store of
+checkpoints (`checkpoint.Checkpointer`).
 
-Order within a step: update (`step.update`), log and evaluate, checkpoint, stop if asked to. In logs, checkpoints and
+Order within a step: update (`step.update`), log and evaluate, checkpoint, stop on request. In logs, checkpoints and
 evaluations `step` is the number of updates done.
 """
 
@@ -46,13 +44,13 @@ from limner.training.train_state import SKIPPED, Diverged, Evaluate, Run
 
 
 class Batches(Stateful, Protocol):
-    """An endless iterator over batches. Its state is its position."""
+    """An endless iterator over batches, whose state is its position."""
 
     def __next__(self) -> Batch: ...
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM: the current step was finished and saved; the same call continues the run."""
+    """Raised on Ctrl-C or SIGTERM after finishing and saving the current step; the same call resumes the run."""
 
     def __init__(self, step: int, checkpoint: Path) -> None:
         super().__init__(f"stopped after step {step}, saved in {checkpoint}; the same command goes on from there")
@@ -61,11 +59,12 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What a finished run leaves.
+    """The result of a finished run.
 
     Attributes:
-        step: updates done, of which `skipped` changed nothing (their gradient was not finite).
-        checkpoint: the last one.
+        step: number of updates, including skipped ones.
+        skipped: number of updates skipped because their loss or gradient was not finite.
+        checkpoint: path of the last checkpoint.
         metrics: the last line of `metrics.jsonl`.
     """
 
@@ -90,28 +89,26 @@ def train(
     checkpointer: Checkpointer | None = None,
     bar: Progress | None = None,
 ) -> TrainResult:
-    """Train `model` in the folder `out`, going on from its newest checkpoint if there is one.
+    """Train `model` in the folder `out`, resuming from its newest checkpoint if it has one.
 
-    Afterwards the model holds the averaged weights if the run averages, else its last ones, on
-    `device`; layers of low precision are ordinary linear layers again.
+    Afterwards the model is on `device` with the averaged weights if the run averages, else with the last ones.
+    Low-precision layers are converted back to ordinary linear layers.
 
     Args:
-        evaluate: (model, step) -> metrics; called with averaged weights, in eval mode, without
-            gradients, under the run's precision. Random numbers that it draws do not disturb
-            training.
-        hooks: called in this order; their names differ.
+        evaluate: (model, step) -> metrics; called with averaged weights, in eval mode, without gradients, under the
+            run's precision. Drawing random numbers in it does not affect training.
+        hooks: called in this order; their names must differ.
         record: configs and JSON values that describe the rest of the run (model, objective, data). Saved in
-            `config.json`, and a checkpoint that was made with another record is refused.
-        parallel: what the processes of the run do together; by default there is one.
-        checkpointer: keeps states; by default as files in `out/checkpoints`, as `parallel` writes them.
-        bar: advanced by one per step; says at the end how many updates were skipped.
+            `config.json`; resuming with another record raises `UserError`.
+        parallel: strategy for several processes; by default a single process.
+        checkpointer: store of states; by default files in `out/checkpoints`, as `parallel` writes them.
+        bar: advanced by one per step; shows the number of skipped updates at the end.
 
     Raises:
-        Interrupted: Ctrl-C or SIGTERM, after saving. A second signal raises `KeyboardInterrupt` at
-            once.
+        Interrupted: Ctrl-C or SIGTERM, after saving. A second signal raises `KeyboardInterrupt` immediately.
         UserError: another process trains in the folder, its run has another config, a checkpoint cannot be
-            written, or the run diverges: what is not finite or out of range is never saved.
-        ValueError: two hooks have one name.
+            written, or the run diverges. Values that are not finite are never saved.
+        ValueError: two hooks have the same name.
     """
     out, parallel, bar = Path(out), parallel or Single(), bar or Progress("training")
     if len({hook.name for hook in hooks}) < len(hooks):
@@ -168,9 +165,9 @@ def train(
             saved = checkpointer.latest()
             good = f"the last good state is {saved}" if saved else "there is no checkpoint yet"
             raise UserError(f"{error}; {good}") from None
-        assert saved is not None  # config.steps >= 1, so that the loop has run now or before
+        assert saved is not None  # config.steps >= 1: the loop has run now or before
         plain(run.model)
-        if run.ema:  # whole, where weights were in 16 bits
+        if run.ema:  # in fp32, also if weights were in 16 bits
             run.ema.copy_to(run.model)
         if run.skipped:
             bar.note(f"{run.skipped:,} of {run.step:,} updates {SKIPPED}")

@@ -1,8 +1,8 @@
-"""`metrics.jsonl`: a JSON object on a line for each logged step, to be read while the run goes on.
+"""`metrics.jsonl`: one JSON object per line for each logged step, readable during the run.
 
-A run that is killed has usually logged steps past its last checkpoint. The resumed run repeats these
-steps, so `MetricsLog` first removes their lines (atomically), and a line that the kill cut
-short: every step is in the file once. NaN and infinities are written as null.
+A run that is killed has usually logged steps past its last checkpoint. The resumed run repeats these steps, so
+`MetricsLog` first removes their lines, and a truncated last line, atomically: every step is in the file once. NaN and
+infinities are written as null.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,7 @@ from limner.json_files import read_lines, to_json
 
 
 class MetricsLog:
-    """Appends to a metrics file, beginning after `step`, or at its end if that is None; each line is flushed as it is
-    written.
+    """Appends to a metrics file after removing the rows past `step`; None removes none. Each line is flushed.
 
     If several processes train one model, only one of them `writes`.
     """
@@ -31,7 +30,7 @@ class MetricsLog:
         self._path, self._file = path, path.open("a", encoding="utf-8") if writes else None
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one line; `row` has "step" among its keys."""
+        """Append one line; `row` must have the key "step"."""
         if self._file:
             with naming(self._path):
                 self._file.write(to_json(row) + "\n")
@@ -40,11 +39,11 @@ class MetricsLog:
 
     def close(self) -> None:
         if self._file:
-            with suppress(OSError):  # all lines are flushed but one that could not be
+            with suppress(OSError):  # `write` has flushed, or raised an error
                 self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, which may be absent, in use, or cut short in its last line. Each has a whole "step";
-    other lines are left out."""
+    """Return the rows of a metrics file, which may be missing, in use, or truncated in its last line. Lines without
+    an integer "step" are left out."""
     return [row for row in read_lines(path) if type(row.get("step")) is int] if path.exists() else []

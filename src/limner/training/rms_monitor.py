@@ -1,17 +1,16 @@
-"""Signs that training becomes unstable, written beside the loss (Wortsman et al. 2023, §2.3 and §3.4).
+"""Monitor of training stability: RMS_t of matrices and feature magnitudes (Wortsman et al. 2023, §2.3 and §3.4).
 
-They are RMS_t of each matrix in each step, with a warning before the loss moves, and now and then the size of each
-block's features.
+RMS_t is logged in each step, with a warning before the loss spikes; feature magnitudes every `log_every` steps.
 
 AdamW divides gradients g_t by the root of u_t, a running mean of their squares. `RMS_t = sqrt(mean(g_t^2 / u_t))` of a
-tensor is 1 where u_t is up to date. It rises far above 1 where gradients have grown all of a sudden: then the update is
-too large, and one to eight steps later the loss spikes.
+tensor is about 1 if u_t is up to date, and rises far above 1 after a sudden growth of gradients. The update is then too
+large, and one to eight steps later the loss spikes.
 
     RUN/STAGE/stability.jsonl: {"step": 120, "loss": 2.1, "rms": {"patches.weight": 1.02, ...},
                                 "features": {"image_blocks.0": 0.81, ...}}
 
-Features are the mean magnitude of what a block gives, E[abs(x_k)]: where it grows with the depth, formats with few bits
-fail first (Figure 2). They are in one line in `log_every`.
+"features" is the mean magnitude of each block's output, E[abs(x_k)]. Low-precision formats fail first in models where
+it grows with depth (Figure 2).
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
 from limner.training.train_state import Run
 
-_WORDS = 3  # tensors that a warning names
+_WORDS = 3  # most tensors named in a warning
 
 
 class Stability(Hook):
-    """Writes `out/stability.jsonl`, a line for each step, with RMS_t of all matrices that an Adam of any kind updates.
+    """Writes `out/stability.jsonl`, a line for each step, with RMS_t of all matrices updated by a variant of Adam.
 
-    Its g_t and u_t are those of the optimiser: of clipped gradients. An update that is skipped has none. Warns
-    where RMS_t of a matrix reaches `RMS_SPIKE` in two steps in a row, after the warm-up; again for the same matrix only
-    after `_QUIET` steps. Lines reach the file with each report and each checkpoint.
+    g_t is the clipped gradient, as in the optimizer; skipped updates are logged without RMS_t. Warns after the warm-up
+    if RMS_t of a matrix reaches `RMS_SPIKE` in two consecutive steps, and again for the same matrix only after `_QUIET`
+    steps. Lines are written to the file with each report and each checkpoint.
     """
 
     _QUIET = 1_000
@@ -54,10 +53,10 @@ class Stability(Hook):
     def __init__(self, out: Path) -> None:
         self.path = out / "stability.jsonl"
         self.rms: dict[str, float] = {}
-        self.before: dict[str, float] = {}  # of the step before
+        self.before: dict[str, float] = {}  # `rms` of the previous step
         self.rows: list[dict[str, Any]] = []
         self.warned: dict[str, int] = {}
-        self.features: dict[str, Tensor] | None = None  # of this step, if it is one in `log_every`
+        self.features: dict[str, Tensor] | None = None  # of this step; None unless `log_every` divides it
         self.begun = False
         self.handles: list[RemovableHandle] = []
 
@@ -69,7 +68,7 @@ class Stability(Hook):
         self.features = {} if (run.step + 1) % run.config.log_every == 0 else None
 
     def _look(self, name: str, block: nn.Module, inputs: Any, x: Tensor) -> None:
-        if self.features is not None and x.requires_grad:  # not in an evaluation
+        if self.features is not None and x.requires_grad:  # excludes evaluation
             self.features[name] = x.detach().abs().mean()
 
     def before_update(self, run: Run) -> None:
@@ -115,7 +114,7 @@ class Stability(Hook):
         self.handles = []
 
     def _flush(self, run: Run) -> None:
-        """Append the lines, the first time to a file without those of steps that are repeated."""
+        """Append the lines. The first call removes lines of steps that a resumed run repeats."""
         if self.rows and run.parallel.is_main:
             with closing(MetricsLog(self.path, None if self.begun else self.rows[0]["step"] - 1)) as log:
                 for row in self.rows:
@@ -132,10 +131,10 @@ class Stability(Hook):
 
 
 def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
-    """RMS_t of each tensor that has a gradient and a running mean of squares, [], as the coming step will have it.
+    """Yield tensors with a gradient and a running mean of squares, each with its RMS_t [] of the coming step.
 
-    u_t = v_t / (1 - beta2^t), at least eps^2, of v_t = beta2 v_{t-1} + (1 - beta2) g_t^2, which AdamW16 bounds (B.2 of
-    Ramesh et al. 2021). Sums over shards travel together.
+    u_t = max(v_t / (1 - beta2^t), eps^2) with v_t = beta2 v_{t-1} + (1 - beta2) g_t^2, which AdamW16 bounds (B.2 of
+    Ramesh et al. 2021). Sums over shards share one collective.
     """
     found: dict[Tensor, Tensor] = {}
     for optimizer in optimizers:
@@ -144,8 +143,8 @@ def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tenso
                 state = optimizer.state.get(p, {})
                 if p.grad is None or "exp_avg_sq" not in state:
                     continue
-                warms = "power" in group  # a warming beta2 begins at 0: no bias
-                step = state["step"].double() + 1  # where it is: the host waits for no device
+                warms = "power" in group  # beta2 with warm-up begins at 0: no bias correction
+                step = state["step"].double() + 1  # stays on its device: avoids a synchronization
                 beta = 1 - step ** -group["power"] if warms else torch.full_like(step, group["betas"][1])
                 square = widened(grad_access.grad_values(p.grad)).square()
                 v = beta * widened(read_moment(state, "exp_avg_sq")) + (1 - beta) * square

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a request to stop after the step."""
+"""Signal handlers that request a stop after the current step."""
 
 import os
 import signal
@@ -8,10 +8,11 @@ from typing import Self
 
 
 class Signals:
-    """Within the block a first signal sets `received`; a second one of its kind stops at once.
+    """Within the block the first SIGINT or SIGTERM sets `received`; a second one of the same kind raises
+    `KeyboardInterrupt`.
 
     On Ctrl-C the terminal sends SIGINT to all processes that `torchrun` has started, and `torchrun` sends them SIGTERM.
-    `torchrun` kills what has not ended after 30 s, or after its --shutdown-timeout (torch 2.12).
+    `torchrun` kills processes that still run after 30 s, or after its --shutdown-timeout (torch 2.12).
     """
 
     received = False
@@ -30,7 +31,7 @@ class Signals:
         if self.received:
             return
         self.received = True
-        # `print` is not safe within a signal handler.
+        # `print` is unsafe within a signal handler.
         os.write(2, b"\nfinishing this step, then saving; once more to stop at once\n")
 
     def __exit__(self, *_: object) -> None:

@@ -1,16 +1,16 @@
-"""What a checkpoint holds of a run, and how it is restored.
+"""The contents of a checkpoint: saving and restoring the state of a run.
 
 Tensors in groups:
 
     model       parameters and persistent buffers, by name
     ema         averaged parameters, if the run averages
     optimizer   "exp_avg.NAME", "exp_avg_sq.NAME", "step.NAME" for each parameter (AdamW)
-    rng         states of the random generators as bytes; those of rank 2, say, end in ".2"
-    parallel    what the strategy of the processes keeps, the same on all: the mean of many replicas' errors, say
-    errors.N    what compression has left out of the gradients of replica N, by parameter (few replicas)
-    hook.NAME   of the hook of that name, where its state has tensors
+    rng         states of the random generators as bytes; names for rank 2 end in ".2"
+    parallel    state of the parallel strategy, the same on all ranks, for example the mean of many error buffers
+    errors.N    error buffers of gradient compression of replica N, by parameter (few replicas)
+    hook.NAME   tensors in the state of the hook of that name
 
-and the rest as JSON values: step, data position, schedule, counters, hooks, config, versions.
+Other values are JSON: step, data position, schedule, counters, hooks, config, versions.
 """
 
 import time
@@ -35,7 +35,7 @@ from limner.version import __version__
 
 
 class Stateful(Protocol):
-    """An object with a position or memory. Its state is JSON values."""
+    """An object whose state consists of JSON values."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -45,11 +45,11 @@ class Stateful(Protocol):
 def save(
     run: Run, stream: Stateful, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
 ) -> Path:
-    """Keep everything of a run; returns where. A tensor that ranks share goes to the checkpointer as it is, each rank
-    with its shard.
+    """Save the complete state of a run; return the path. Each rank passes its shards of sharded tensors to the
+    checkpointer.
 
-    Raises `Diverged` if any of it is not finite on any rank, `UserError` if processes have other weights than they must
-    have.
+    Raises `Diverged` if a tensor is not finite on any rank, `UserError` if weights differ between ranks that must hold
+    the same ones.
     """
     run.parallel.check(run.parameters)
     for hook in hooks:
@@ -85,8 +85,8 @@ def save(
 def restore(
     run: Run, stream: Stateful, hooks: Sequence[Hook], parts: Mapping[str, Any], checkpointer: Checkpointer
 ) -> Path | None:
-    """Restore the newest state; returns where it was, or None if there is none. `parts` are what describes the run:
-    configs and JSON values by name."""
+    """Restore the newest state; return its path, or None before the first. `parts` describes the run: configs and JSON
+    values by name. Raises `UserError` if the state does not fit the run."""
     checkpointer.begin()
     found = checkpointer.latest()
     if found is None:
@@ -134,7 +134,7 @@ def _load_parallel(run: Run, kept: Mapping[str, Tensor], checkpointer: Checkpoin
 
 
 def _generators(run: Run) -> dict[str, Tensor]:
-    """The states of the generators of all ranks."""
+    """Return the states of the generators of all ranks."""
     own = {"torch": torch.get_rng_state(), "objective": run.generator.get_state()}
     if run.device.type == "cuda":
         own["cuda"] = torch.cuda.get_rng_state(run.device)
@@ -143,8 +143,8 @@ def _generators(run: Run) -> dict[str, Tensor]:
 
 
 def _load_generators(run: Run, rng: Mapping[str, Tensor], step: int, same_device: bool) -> None:
-    """Those of this rank. What the checkpoint does not know, of a rank that has joined or of another device, begins
-    anew at this step: the numbers of the first steps are not drawn again."""
+    """Restore the generators of this rank. A generator without a saved state (of a new rank or another device) is
+    seeded for this step, so that it does not repeat the numbers of the first steps."""
     rank = run.parallel.rank
     seed = folded(run.config.seed, rank, step)
     torch.manual_seed(seed)
@@ -152,7 +152,7 @@ def _load_generators(run: Run, rng: Mapping[str, Tensor], step: int, same_device
     if rank and _of("torch", rank) not in rng:
         return
     torch.set_rng_state(rng[_of("torch", rank)])
-    if same_device:  # else they are of another kind
+    if same_device:  # generator states of other devices differ in format
         run.generator.set_state(rng[_of("objective", rank)])
         if run.device.type == "cuda":
             torch.cuda.set_rng_state(rng[_of("cuda", rank)], run.device)
@@ -163,7 +163,7 @@ def _of(name: str, rank: int) -> str:
 
 
 def _made_with(run: Run) -> dict[str, str]:
-    """What may change the last bits of a result without being a setting."""
+    """Return properties that may change the last bits of a result but are not settings."""
     ranks = {"ranks": f"{run.parallel.world} ranks"} if run.parallel.world > 1 else {}
     reduced = {"reduced": told} if (told := run.parallel.describe()) else {}
     return {

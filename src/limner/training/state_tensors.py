@@ -1,4 +1,4 @@
-"""The state of a model and of its optimisers as tensors by name, and back."""
+"""Conversion of model and optimizer state to tensors by name, and back."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from limner.optim.dtensor import shard_like
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; a tied tensor goes under its first name."""
+    """Return parameters and persistent buffers by name; a tied tensor has its first name."""
     unique: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
@@ -20,7 +20,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def fill_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Copy tensors into the model after checking that names and shapes are exactly its own."""
+    """Copy tensors into the model. Raises `UserError` unless names and shapes match exactly."""
     own = model_tensors(model)
     check_shapes(own, {name: tensor.shape for name, tensor in tensors.items()}, where)
     for name, tensor in own.items():
@@ -28,7 +28,7 @@ def fill_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> N
 
 
 def check_shapes(own: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], where: str) -> None:
-    """Raises `UserError` if names and shapes that are found there are not exactly those of a model's tensors."""
+    """Raise `UserError` if `shapes`, found in `where`, do not match names and shapes of a model's tensors exactly."""
     for name in dict.fromkeys([*own, *shapes]):
         if name not in shapes:
             raise UserError(f"{where} lacks {name!r}: it is of a model with another config")
@@ -40,7 +40,7 @@ def check_shapes(own: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], wh
 
 
 def optimizer_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """The optimisers' state as "KEY.PARAMETER" -> tensor."""
+    """Return the state of the optimizers as "KEY.PARAMETER" -> tensor."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     states = (entry for optimizer in optimizers for entry in optimizer.state.items())
     return {f"{key}.{names[p]}": value for p, state in states for key, value in state.items()}
@@ -49,7 +49,7 @@ def optimizer_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
 def load_optimizers(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor], where: str
 ) -> None:
-    """The inverse of `optimizer_tensors`; learning rates and decay stay those that the optimisers were built with."""
+    """Load the result of `optimizer_tensors`, except learning rates and decay. Raises `UserError` on a mismatch."""
     parameters = dict(model.named_parameters())
     owner = {
         p: (optimizer, i)
@@ -63,7 +63,7 @@ def load_optimizers(
         if p is None or p not in owner or (tensor.ndim and tensor.shape != p.shape):
             raise UserError(f"{where} holds optimiser state {entry!r} that does not fit the model")
         optimizer, i = owner[p]
-        if tensor.ndim:  # in the parameter's own layout: fused kernels go through memory without regard to strides
+        if tensor.ndim:  # in the parameter's own layout: fused kernels ignore strides
             tensor = torch.empty_like(p, dtype=tensor.dtype).copy_(shard_like(tensor, p))
         states[optimizer].setdefault(i, {})[key] = tensor
     for optimizer, state in states.items():

@@ -1,6 +1,6 @@
 """One step of training: forward and backward in micro-batches, clipping, the update.
 
-The loop and everything that times training call `update`. Objectives and schedules are given steps that count from 0;
+The loop and all timing of training call `update`. Objectives and schedules receive steps counted from 0;
 after the update `run.step` is the number of updates done.
 """
 
@@ -20,10 +20,10 @@ from limner.training.train_state import Run
 
 
 def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tensor]:
-    """One optimiser step; the metrics of this process's batch, "loss" first.
+    """Run one optimizer step; return the metrics of this process's batch, "loss" first.
 
     An update whose loss or gradient is not finite is skipped and counted. Raises `Diverged` after
-    `config.max_bad_steps` such updates, or losses out of range, in a row.
+    `config.max_bad_steps` consecutive updates that are skipped or have a loss out of range.
     """
     config, parallel = run.config, run.parallel
     for hook in hooks:
@@ -37,7 +37,7 @@ def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tens
     for hook in hooks:
         hook.after_backward(run)
     norm = total_norm(p.grad for p in run.parameters if p.grad is not None)
-    # The only wait for the device in a step.
+    # The only synchronization with the device in a step.
     run.loss, run.norm = torch.stack([parallel.mean(metrics["loss"]), norm]).tolist()
     finite = math.isfinite(run.loss) and math.isfinite(run.norm)
     if finite:
@@ -71,7 +71,7 @@ def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tens
 
 
 def _gradients(run: Run, batch: Batch, rows: int) -> dict[str, Tensor]:
-    """Forward and backward of all micro-batches; their metrics, weighted by their samples."""
+    """Run forward and backward of all micro-batches; return their metrics, weighted by samples."""
     config, parallel = run.config, run.parallel
     if config.accumulate * parallel.world > 1 and (shared := getattr(run.trainable.objective, "shared", None)):
         batch = {**batch, **{name: parallel.mean(value) for name, value in shared(batch).items()}}
@@ -90,7 +90,7 @@ def _gradients(run: Run, batch: Batch, rows: int) -> dict[str, Tensor]:
 
 
 def _split(batch: Batch, rows: int, parts: int) -> Iterator[Batch]:
-    """`parts` micro-batches of sizes that differ by one at most."""
+    """Yield `parts` micro-batches, whose sizes differ by at most one."""
     edges = [rows * i // parts for i in range(parts + 1)]
     for start, end in pairwise(edges):
         if end > start:
@@ -98,6 +98,6 @@ def _split(batch: Batch, rows: int, parts: int) -> Iterator[Batch]:
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device; from pinned memory and without waiting where that exists."""
+    """Copy the tensor to the device; for CUDA from pinned memory and asynchronously."""
     pinned = device.type == "cuda" and tensor.device.type == "cpu"
     return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)

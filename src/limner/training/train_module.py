@@ -1,7 +1,7 @@
 """Model and objective as one module whose forward is the loss.
 
-This module is what is sharded, compiled and wrapped. So a wrapper acts before and after the whole computation of the
-loss, whichever of the model's methods the objective calls. Checkpoints hold the model's own names.
+Strategies shard and wrap this module. A wrapper thus acts before and after the whole computation of the loss, for any
+method of the model that the objective calls. Checkpoints hold the model's own parameter names.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ Batch = Mapping[str, Tensor]
 class Objective(Protocol):
     """A scalar loss (mean over the batch) and detached scalars to log.
 
-    An objective that is no mean over samples may have a method `shared(batch)`. It gives, by name, what parts of a
-    batch (micro-batches, shares of processes) must know of the whole: a row per sample, such that the mean over equal
-    shares is the value of the whole batch.
+    An objective that is not a mean over samples may have a method `shared(batch)`. It returns, by name, statistics of
+    the whole batch that its parts (micro-batches, shares of processes) need: a row per sample, such that the mean over
+    equal shares is the value of the whole batch.
 
-    One that compares samples with each other may have a method `across(join)`, which gives the objective of a process
-    among several. `join` puts the rows of all processes together (`Parallel.join`).
+    An objective that compares samples may have a method `across(join)`, which returns the objective for one of several
+    processes. `join` concatenates the rows of all processes (`Parallel.join`).
     """
 
     def __call__(
@@ -30,7 +30,7 @@ class Objective(Protocol):
 
 
 class Trainable(nn.Module):
-    """`forward(batch, step, generator)` is the objective's loss of the model and its metrics."""
+    """A module whose `forward(batch, step, generator)` returns the objective's loss and metrics."""
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run: all that changes while a model is trained, and how it is made ready."""
+"""The state of a run, and its set-up."""
 
 import math
 import time
@@ -17,16 +17,16 @@ from limner.training.train_module import Objective, Trainable
 
 Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
 
-SKIPPED = "were skipped, since their loss or gradient was not finite"  # what messages say of updates
-_RANGE = 10.0  # a loss that is this much (or this many times) above the first has left its range
+SKIPPED = "were skipped, since their loss or gradient was not finite"  # part of messages about updates
+_RANGE = 10.0  # a loss is out of range above first + _RANGE * max(1, abs(first))
 
 
 class Diverged(UserError):
-    """Training has diverged."""
+    """Raised if training diverges."""
 
 
 class Prepared(NamedTuple):
-    """What `set_up` makes; see `Run` for the names."""
+    """The result of `set_up`; `Run` describes the attributes."""
 
     model: nn.Module
     trainable: Trainable
@@ -38,10 +38,10 @@ class Prepared(NamedTuple):
 def set_up(
     model: nn.Module, objective: Objective, config: TrainConfig, device: torch.device, parallel: Parallel
 ) -> Prepared:
-    """Make a built model ready to train: convert it, prepare it, build its optimiser, then its average.
-    Each needs the one before.
+    """Set up training of a model: convert precision, prepare for the device, build optimizers, build the average.
+    Each stage needs the one before.
 
-    Raises `UserError` or `ValueError` if it cannot be trained so.
+    Raises `UserError` or `ValueError` if the model does not support the config.
     """
     model = config.precision.apply(model)
     if config.checkpoint_activations:
@@ -61,24 +61,24 @@ def set_up(
 
 
 class Run:
-    """All that changes while a run goes on.
+    """The state of a run.
 
     Attributes:
-        step: updates done, of which `skipped` changed nothing. `bad` counts the latest ones in a row that were
+        step: number of updates done, including `skipped` ones. `bad` counts the latest consecutive updates that were
             skipped or had a loss out of range.
-        config: how to train.
-        device: where.
-        parallel: what its processes do together.
-        model: what is trained; its names are those in checkpoints.
-        trainable: model and objective as one module; `compute` is what is called: the same, or wrapped.
-        optimizers: together they hold each trainable parameter once; `parameters` are these.
+        config: training configuration.
+        device: device of the model.
+        parallel: strategy for several processes.
+        model: trained model; checkpoints use its parameter names.
+        trainable: model and objective as one module. `compute` is the module to call: the same, or wrapped.
+        optimizers: together they hold each trainable parameter once; `parameters` lists these.
         ema: averaged parameters, or None.
         schedule: factor on the learning rate.
-        generator: of the objective's random numbers.
-        loss, norm, lr: of the last update: the loss and the length of the gradient before clipping over all processes,
-            the learning rate of the config's optimiser.
-        first: loss of the model that the run began with, None before the first update.
-        seconds: spent by earlier processes.
+        generator: generator of the objective's random numbers.
+        loss, norm, lr: loss and gradient norm before clipping of the last update, over all processes, and the
+            learning rate of the config's optimizer.
+        first: loss of the initial model; None before the first update.
+        seconds: training time before the last resume.
     """
 
     def __init__(
@@ -102,15 +102,15 @@ class Run:
         self.first: float | None = None
         self.loss = self.norm = self.lr = math.nan
         self.seconds, self.started = 0.0, time.monotonic()
-        self.samples, self.samples_since = 0, self.started  # trained on since the last report, and from when on
+        self.samples, self.samples_since = 0, self.started  # samples since the last report, and its time
 
     @property
     def strays(self) -> bool:
-        """Whether the last update's loss is far above that of the model that the run began with."""
+        """True if the loss of the last update is far above the first loss."""
         return self.first is not None and self.loss > self.first + _RANGE * max(1.0, abs(self.first))
 
     def report(self, metrics: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The row for the log, of the metrics of an update."""
+        """Return the row for the log from the metrics of an update."""
         now = time.monotonic()
         values = self.parallel.mean(torch.stack([v.to(self.device) for v in metrics.values()])).tolist()
         row = {
@@ -126,7 +126,7 @@ class Run:
         return row
 
     def evaluate(self, evaluate: Evaluate) -> dict[str, float]:
-        """Metrics of the averaged weights; model and generators are as before afterwards."""
+        """Return the metrics of the averaged weights; the state of model and generators is restored."""
         begun = time.monotonic()
         devices = [self.device] if self.device.type == "cuda" else []
         with (
@@ -142,7 +142,7 @@ class Run:
         return {name: float(value) for name, value in found.items()}
 
     def diverged(self) -> Diverged:
-        """The error that says why the run gives up."""
+        """Return the error with the cause of the divergence."""
         if self.strays:
             why = f"the loss is {self.loss:.4g} and was {self.first:.4g} at first"
         elif self.bad:
