@@ -1,16 +1,16 @@
 """Gradient reduction between replicas, bucket by bucket, overlapped with the backward pass.
 
-A replica is a process, or a group of processes that shards a set of weights. The processes that hold the same shard in
-each replica reduce its gradients together. A bucket holds the parameters of a resblock, of the embeddings, or of the
-head. When all its gradients are computed, a `GradientReducer` starts a generator for it. The generator computes, sends,
-and yields each communication it must wait for; meanwhile the backward pass of the next two buckets runs:
+A replica is a process, or a group of processes that shards a set of weights. Processes that hold the same shard reduce
+its gradients together. A bucket holds the parameters of a resblock, of the embeddings, or of the head. When its
+gradients are complete, a `GradientReducer` starts a generator, which computes, sends, and yields each communication it
+must wait for. Meanwhile the backward pass of the next two buckets runs:
 
     backward of bucket   k          k-1          k-2          k-3
     reduction            k sends    k-1 sends    k-2 sends    ...
                                                  k resumes    k-1 resumes
 
 Collectives must be issued in the same order on all processes. Generators therefore start and resume in a fixed order,
-independent of when a communication finishes. After the backward pass the remaining ones resume in the same order.
+regardless of when communication finishes.
 
 Shapes: n values of a process, R replicas.
 """
@@ -32,9 +32,9 @@ from limner.numerics.formats import E6M9
 from limner.optim import grad_access
 from limner.optim.dtensor import from_local, to_local
 
-_ERROR_BYTES = 16  # most bytes of error buffers in a checkpoint, per weight: fp32 weight, average and two moments
+_ERROR_BYTES = 16  # limit per weight for error buffers in checkpoints: fp32 weight, average, two moments
 
-Waiting = Iterator[distributed.Work]  # yields each communication to wait for; ends when the reduction is complete
+Waiting = Iterator[distributed.Work]  # yields communication to wait for; ends when all is done
 
 
 @runtime_checkable
@@ -47,7 +47,7 @@ class Codec(Protocol):
 
 
 class Bf16Codec:
-    """Send values as bfloat16, the upper half of fp32."""
+    """bfloat16, the upper half of fp32."""
 
     def pack(self, x: Tensor) -> Tensor:
         return x.bfloat16()
@@ -108,7 +108,7 @@ class Bucket:
 
     Attributes:
         parameters: by name.
-        repeated: True for the parameters of a block, whose matrices may be compressed.
+        repeated: True for a block, whose matrices may be compressed.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -117,7 +117,7 @@ class Bucket:
 
 def buckets(model: nn.Module) -> dict[str, Bucket]:
     """Return the buckets of a model by name. A bucket is a resblock, or an entry of a module list without resblocks.
-    The remaining parameters form one bucket for each child of the model, and "" for the model's direct parameters."""
+    Other parameters form one bucket for each child of the model, and "" for its direct parameters."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     entries = {f"{name}.{i}" for name, entries in lists.items() for i in range(len(entries))}
     repeated = entries | {name for name, module in model.named_modules() if isinstance(module, Resblock)}
@@ -139,7 +139,7 @@ class GradientReducer(Protocol):
         ...
 
     def describe(self) -> str:
-        """Return a sentence for the log on how gradients are reduced; "" to log nothing."""
+        """Return a sentence for the log on the reduction, or ""."""
         ...
 
     def reduce(self, bucket: str) -> Waiting:
@@ -148,11 +148,11 @@ class GradientReducer(Protocol):
 
     def finish(self) -> Waiting:
         """Complete the reduction after `reduce` has ended for all buckets: each `grad` becomes the mean. A gradient
-        that is not finite on one replica is not finite on any."""
+        not finite on one replica is so on all."""
         ...
 
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take back the reduced gradients of these parameters, which will not be applied."""
+        """Take back reduced gradients that will not be applied."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
@@ -160,8 +160,8 @@ class GradientReducer(Protocol):
         ...
 
     def errors(self) -> dict[str, Tensor]:
-        """Return this replica's error buffers (residuals of compression) by parameter, in their storage format:
-        integers are codes in 1-6-9. Up to rounding, only the mean of the buffers over replicas matters."""
+        """Return this replica's error buffers by parameter, as stored: integers are codes in 1-6-9. Up to rounding,
+        only the mean over replicas matters."""
         ...
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -196,7 +196,7 @@ class Plain:
         yield from ()
 
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Do nothing: there is no error buffer, so a skipped update is lost, as in one process."""
+        """Do nothing: a skipped update is lost, as in one process."""
 
     def tensors(self) -> dict[str, Tensor]:
         return {}
@@ -245,8 +245,8 @@ class Reduction:
 
     Args:
         buckets: all parameters, by name of the bucket.
-        scales: gradient scale by parameter; it may change from step to step. Gradients are divided by it before they
-            are reduced, because error buffers carry values over to steps with another scale.
+        scales: gradient scale by parameter; it may change from step to step. Gradients are divided by it before
+            reduction, because error buffers outlive the scale.
 
     Attributes:
         last: True if the next backward pass completes the gradients.
@@ -254,7 +254,7 @@ class Reduction:
     The backward pass raises `UserError` if a gradient arrives after its bucket was sent.
     """
 
-    _LAG = 2  # buckets that start before the reduction waits for a communication
+    _LAG = 2  # buckets that start before a task resumes
 
     def __init__(
         self,
@@ -299,7 +299,7 @@ class Reduction:
             self._going.append((task, work, len(self._begun)))
 
     def _advance(self, begun: int) -> None:
-        """Resume, oldest first, each task whose communication was sent when at most `begun` buckets had started."""
+        """Resume, oldest first, the tasks that sent when at most `begun` buckets had started."""
         tasks, self._going = self._going, []
         for task, work, when in tasks:
             if when <= begun:
@@ -314,7 +314,7 @@ class Reduction:
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Finish the reduction: afterwards each gradient is the mean over replicas."""
+        """Finish the reduction: each gradient becomes the mean."""
         for name in self._waits:  # buckets with a parameter without gradient
             if name not in self._begun:
                 self._begin(name)
@@ -325,7 +325,7 @@ class Reduction:
         self._waits = dict(self._waits_for)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state for a checkpoint that is the same on all replicas. All replicas must call this method."""
+        """Return the state for a checkpoint that is the same on all replicas. All replicas must call it."""
         return self.reducer.tensors() | ({} if self.errors() else self.mean_errors())
 
     def errors(self) -> dict[str, Tensor]:
@@ -336,7 +336,7 @@ class Reduction:
         return found if size <= _ERROR_BYTES * sum(error.numel() for error in found.values()) else {}
 
     def mean_errors(self) -> dict[str, Tensor]:
-        """Return the mean of the error buffers over replicas, in fp32. All replicas must call this method."""
+        """Return the mean of the error buffers over replicas, in fp32. All replicas must call it."""
         found = {}
         for name, error in self.reducer.errors().items():
             mean = unpacked(error).clone()

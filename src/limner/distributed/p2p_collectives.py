@@ -1,9 +1,9 @@
 """All-to-all and all-gather on gloo from point-to-point messages that use both directions of a link simultaneously.
 
 gloo sends a large message only after the receiver has requested it, and the request uses the same connection as data.
-gloo's collectives start to send before they request. If two processes do not start at the same moment, the request of
-one waits behind its data, the link carries one direction after the other, and the collective takes twice as long. Here
-each process posts all receives before it sends.
+gloo's collectives start to send before they request. If two processes start at different times, a request waits
+behind data, the link carries one direction after the other, and the collective takes twice as long. Here each process
+posts all receives before it sends.
 
 Shapes: W processes of a group.
 """

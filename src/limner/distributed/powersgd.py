@@ -17,14 +17,14 @@ Step 12 directly follows step 7, so that each buffer is unpacked and packed once
 
 A replica thus sends r (m + n) numbers instead of m n. Error feedback keeps the sum exact: over all steps, the mean of
 the buffers plus the applied gradients is the sum of the mean gradients. Numbers are sent in 1-6-9, half the size of
-fp32. Rounding errors stay in the buffers, because step 12 subtracts the product of the rounded factors. If a parameter
-is stored in 16 bits, the error of rounding or clamping the gradient to its format stays in the buffer as well.
+fp32. Rounding errors stay in the buffers: step 12 subtracts the product of the rounded factors. For a parameter in 16
+bits, the error of rounding or clamping the gradient to its format stays there, too.
 
 With shards, each process factors its own shard, with r / shards directions, "independently of its neighboring GPUs"
 (§2.5). Since all steps are linear in E, only the mean of the buffers over replicas matters, up to rounding. A
 checkpoint holds the buffers of each replica, or their mean if they are too large (`gradient_reducers.py`). The same
-number of replicas resumes bit for bit from its own buffers; another number resumes from their mean. (The paper divides
-gradients by the whole batch, so its checkpoints hold the sum; here gradients are means over a replica's samples.)
+number of replicas resumes bit for bit, another number from the mean. (The paper divides gradients by the whole batch,
+so its checkpoints hold the sum; here gradients are means over a replica's samples.)
 
 If an update is skipped, or leaves out some tensors, `put_back` adds P Q^T to their buffers again. The value that is not
 finite may be in another block, and E.2 would lose the contribution of earlier steps.
@@ -137,7 +137,7 @@ class Matrix:
 
 
 class PowerSGD:
-    """A `GradientReducer` by PowerSGD; the module docstring gives the steps."""
+    """A `GradientReducer` with the steps of the module docstring."""
 
     def __init__(self, config: PowerSGDConfig | None = None) -> None:
         self.config = config or PowerSGDConfig()
@@ -257,7 +257,7 @@ class PowerSGD:
                     matrix.keep(matrix.error().add(gradient))
 
     def start(self, matrix: Matrix) -> Float[Tensor, "n r"]:
-        """Return the Q that step 3 uses. §2.5 fixes it "at the start of training"; Vogels et al. take the last Q."""
+        """Return the Q of step 3. §2.5 fixes it "at the start of training"; Vogels et al. take the last Q."""
         return matrix.start
 
     def orthonormal(self, p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:

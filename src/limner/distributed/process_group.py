@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m limner train DATA --recipe laptop --out RUN
 
-`torchrun` sets the rank of each process in environment variables. On GPUs each process uses one GPU, and they
-communicate by NCCL; on CPUs they use gloo. Without `torchrun` a run is a single process without a process group.
+`torchrun` sets the rank of each process in environment variables. On GPUs each process has one GPU and uses
+NCCL; on CPUs processes use gloo. Without `torchrun` a run is a single process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REDUCERS: dict[str, Make | None] = {
 }  # fmt: skip
 
 _WAIT = timedelta(minutes=30)  # timeout of a collective
-_MEETING = 180.0  # seconds to wait for all processes; if one was lost, the waiting ones must restart
+_MEETING = 180.0  # seconds to wait for all processes; then the waiting ones must restart
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # Messages of gloo and NCCL when another process has ended, or does not answer.
@@ -58,7 +58,7 @@ def joined(
     Args:
         kind: "replicated" if each process holds all weights, else the kind of sharding.
         replicas: number of replicas of sharded weights; "machines" takes the number of machines at this start.
-        make: constructor of a gradient reducer for each trained model; None averages gradients in fp32.
+        make: constructor of a gradient reducer for each trained model; None averages in fp32.
 
     Raises `UserError` if the processes cannot connect, if another process has ended or does not answer, or if `kind`,
     `replicas` and the number of processes do not match.
@@ -116,7 +116,7 @@ def joined(
 
 
 def _machines() -> int:
-    """Return the number of machines. Raises `UserError` if this machine's process count does not divide the total."""
+    """Return the number of machines. Raises `UserError` if the local process count does not divide the total."""
     world, here = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if not here or world % here:
         raise UserError(

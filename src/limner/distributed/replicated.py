@@ -58,8 +58,8 @@ class Replicated:
 
     @cached_property
     def _patient(self) -> Any:
-        """A group of all processes with a timeout of a year, for long tasks such as encoding a large data set. It still
-        fails immediately if another process has ended."""
+        """A group of all processes with a timeout of a year, for tasks such as encoding a data set. It still fails
+        immediately if another process has ended."""
         return distributed.new_group(backend="gloo", timeout=timedelta(days=365))
 
     def checkpointer(self, files: Folder) -> Shards:
@@ -116,7 +116,7 @@ class Replicated:
         self._scales |= dict.fromkeys(parameters, scale)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """See `Parallel`. The backward pass has reduced the gradients, except for the last steps of a reducer."""
+        """Finish the reduction, which the backward pass has begun."""
         if self._reduction:
             self._reduction.complete()
         else:
@@ -168,7 +168,7 @@ class Replicated:
         return self.sum(values) / self.world
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the elementwise sum over ranks. Values may be on the CPU; for NCCL they are copied to the GPU."""
+        """Return the elementwise sum over ranks. For NCCL values on the CPU are copied to the GPU."""
         there = values.to(self.device, copy=True, memory_format=torch.contiguous_format)
         distributed.all_reduce(there)
         return there.to(values.device)

@@ -14,7 +14,7 @@ copies; the library assembles the file in the same amount of memory again. The f
 renames it when the files of all processes are on the disk. A crash at any moment therefore leaves the old state or the
 new one. If one process fails, all raise its error at the next save, or when they wait for the last one.
 
-The threads communicate in a separate gloo group, because training uses the default group at the same time.
+The threads use a separate gloo group, because training uses the default group meanwhile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from limner.optim.dtensor import is_dtensor, to_local
 
 T = TypeVar("T")
 Tensors = Mapping[str, Mapping[str, Tensor]]
-_PATIENCE = 60.0  # seconds for the caches of a network file system to show a new file
+_PATIENCE = 60.0  # seconds for a network file system to show a new file
 
 
 @runtime_checkable
@@ -76,7 +76,7 @@ class Shards:
         self._written: Future[None] | None = None
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
-        """Copy the state, write the copy in the background, and return the path of the checkpoint."""
+        """Copy the state, write it in the background, and return the path."""
         self.wait()
         self._copy(tensors)
         self._written = self._thread.submit(self._write, step, deepcopy(state))  # because training changes parts of it
@@ -89,7 +89,7 @@ class Shards:
             written.result()
 
     def latest(self) -> Path | None:
-        """Wait for the last save and return the newest undamaged checkpoint, which the first process finds."""
+        """Wait for the last save; return the newest undamaged checkpoint, found by rank 0."""
         self.wait()
         found = self._all(lambda: self.files.latest() if self.rank == 0 else None)[0]
         return self.files.folder / found.name if found else None
@@ -123,7 +123,7 @@ class Shards:
     @torch.no_grad()
     def _copy(self, tensors: Tensors) -> None:
         """Copy the tensors that this process writes to the CPU. A tensor goes to its holder with the fewest bytes.
-        All processes have the same names in the same order, so all compute the same assignment."""
+        All processes see the same names in the same order and compute the same assignment."""
         kept, self._copies = self._copies, {}
         bytes_of = {shared: [0] * count for shared, (count, _) in self._holders.items()}
         for group, values in tensors.items():

@@ -41,7 +41,7 @@ _Q, _UPDATES = "/Q", "/updates"  # keys in checkpoints; the other keys are names
 
 @dataclass(frozen=True)
 class _All:
-    """The part of DDP's `GradBucket` that the hook uses: one bucket with the gradients of all matrices."""
+    """The interface of DDP's `GradBucket` that the hook uses; one bucket holds all matrices."""
 
     values: Float[Tensor, " n"]
     parts: list[Tensor]
@@ -60,7 +60,7 @@ class _All:
 
 
 class TorchPowerSGD(Plain):
-    """A `GradientReducer` by torch's PowerSGD hook; the module docstring gives the differences to `PowerSGD`.
+    """A `GradientReducer` by torch's PowerSGD hook.
 
     Args:
         rank: rank of the two factors of each matrix.
@@ -70,7 +70,7 @@ class TorchPowerSGD(Plain):
         self.rank = rank
 
     def attach(self, buckets: Mapping[str, Bucket], replicas: Replicas) -> None:
-        """See `GradientReducer`. Raises `UserError` if weights are sharded, or if factors shrink no matrix."""
+        """Raises `UserError` if weights are sharded, or if factors shrink no matrix."""
         super().attach(buckets, replicas)
         trained = {n: p for bucket in buckets.values() for n, p in bucket.parameters.items() if p.requires_grad}
         if any(map(is_dtensor, trained.values())):
@@ -116,7 +116,7 @@ class TorchPowerSGD(Plain):
         for part, grad, skip in zip(parts, grads, bad, strict=True):
             if grad is not None and not skip:
                 part.copy_(grad_access.grad_values(grad))
-        self._state.rng.seed(self._state.iter)  # seeds the draws of Q: a checkpoint need not store the generator
+        self._state.rng.seed(self._state.iter)  # for draws of Q, without saving a generator
         yield cast(Any, powerSGD_hook(self._state, cast(Any, _All(values, parts))))  # a future, awaited like `Work`
         for part, error, grad, skip in zip(parts, self._errors, grads, bad, strict=True):
             if not part.isfinite().all():  # products have overflowed
@@ -143,7 +143,7 @@ class TorchPowerSGD(Plain):
 
     @torch.no_grad()
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add the reduced gradients of these parameters to the buffers again, if they are finite."""
+        """Add finite reduced gradients to the buffers again."""
         these = set(parameters)
         for p, error in zip(self._matrices.values(), self._errors, strict=True):
             if p in these and p.grad is not None and p.grad.isfinite().all():
@@ -157,7 +157,7 @@ class TorchPowerSGD(Plain):
         return dict(zip(self._matrices, self._errors, strict=True))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `GradientReducer`. Ignores a saved Q of another rank; the hook then draws a new one."""
+        """Load the state, except a Q of another rank; the hook then draws a new one."""
         for (name, p), error in zip(self._matrices.items(), self._errors, strict=True):
             if (kept := tensors.get(name)) is not None:
                 if kept.shape != p.shape:

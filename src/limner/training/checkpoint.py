@@ -53,11 +53,11 @@ class Checkpointer(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait until the last save is written. Raises `UserError` if writing fails."""
+        """Wait for the last save. Raises `UserError` if writing fails."""
         ...
 
     def latest(self) -> Path | None:
-        """Return the path of the newest undamaged state; None if there is no state."""
+        """Return the newest undamaged state; None before the first."""
         ...
 
     def load(self, where: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
@@ -70,8 +70,8 @@ class Checkpointer(Protocol):
         ...
 
     def begin(self) -> None:
-        """Take the run over: remove what killed processes left, and end saving by processes that still run on another
-        machine, which the run's lock does not reach. The caller must hold the lock."""
+        """Take the run over: remove leftovers of killed processes, and end saving by processes on machines that the
+        run's lock does not reach. The caller must hold the lock."""
         ...
 
 
@@ -200,7 +200,7 @@ def latest(run: Path) -> Path | None:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Return a description of the damage to a checkpoint; None if it is undamaged."""
+    """Return the damage to a checkpoint; None if it is intact."""
     try:
         files = sorted(checkpoint.iterdir())
         if odd := [path.name for path in files if not path.is_file()]:  # a pipe would never end

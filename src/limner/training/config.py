@@ -29,7 +29,7 @@ class TrainConfig(Checked):
         clip_norm: largest norm of the gradient; None disables clipping.
         warmup_steps: linear ramp of the learning rate, on top of `schedule`.
         cooldown_steps: linear decay of the learning rate over the last updates, on top of `schedule`: a run that must
-            end early gets most of the improvement that the remaining steps would bring.
+            end early gets most of the remaining improvement.
         schedule: factor on the learning rate.
         ema_decay, ema_every: decay and interval of averaged weights, which evaluation uses; None disables averaging.
         ema_on_cpu: keep the average in CPU memory, and update it in parallel with training.

@@ -1,8 +1,7 @@
 """Bitwise reproducible runs.
 
 On a CPU, the same command with the same numbers of threads and processes gives the same weights. On GPUs the order of
-additions in some kernels depends on thread timing. torch replaces most of these kernels by slower deterministic ones,
-and raises an error for the others.
+additions in some kernels depends on timing. torch replaces most of them by slower ones and raises errors for others.
 """
 
 import os

@@ -9,8 +9,7 @@ from limner.training.train_state import Run
 class Hook:
     """Base class of hooks, whose methods do nothing. Subclasses override the methods they need.
 
-    `name` is unique among the hooks of a run, and is the key of the hook's state in checkpoints. If a checkpoint lacks
-    the key, the hook keeps its initial state.
+    `name`, unique in a run, is the key of the hook's state in checkpoints. Without it the hook keeps its initial state.
     """
 
     @property
@@ -27,7 +26,7 @@ class Hook:
         """Called with the clipped gradients before the optimizer step. Not called if the update is skipped."""
 
     def after_update(self, run: Run) -> None:
-        """Called after `run.step` increases. The update was skipped if `run.loss` or `run.norm` is not finite."""
+        """Called after `run.step` increases; the update was skipped if `run.loss` or `run.norm` is not finite."""
 
     def on_report(self, run: Run, row: dict[str, Any]) -> None:
         """Called before a row of metrics is logged. May add entries to `row`."""

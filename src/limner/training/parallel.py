@@ -39,11 +39,11 @@ class Parallel(Protocol):
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that writes files."""
+        """True on the rank that writes files."""
         ...
 
     def first(self) -> AbstractContextManager[object]:
-        """Return a context manager whose block the writing rank runs first, the other ranks after it has finished."""
+        """Return a context manager whose block the writing rank runs first, the others after it."""
         ...
 
     def checkpointer(self, files: Files) -> Checkpointer:
@@ -60,16 +60,16 @@ class Parallel(Protocol):
         ...
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """Move the module to the device, and shard or wrap it; return the module to call instead. The device may be
-        smaller than all weights. `dtype` is the format of matrix products under autocast."""
+        """Move the module to the device, and shard or wrap it; return the module to call instead. The device need
+        not hold all weights. `dtype` is the format of matrix products under autocast."""
         ...
 
     def describe(self) -> str:
-        """Return a sentence for the log on how gradients are reduced; "" to log nothing."""
+        """Return a sentence for the log on the reduction of gradients, or ""."""
         ...
 
     def part(self, last: bool) -> AbstractContextManager[object]:
-        """Return a context manager for forward and backward of a micro-batch; `last` marks the last of an update."""
+        """Return a context manager for a micro-batch; `last` marks the last of an update."""
         ...
 
     def gathered(self) -> AbstractContextManager[object]:
@@ -87,13 +87,11 @@ class Parallel(Protocol):
         ...
 
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Return the averaged gradients of these parameters, which will not be applied, to their error buffers: they
-        may contain residuals of earlier steps."""
+        """Add averaged gradients that the update leaves out to the error buffers: they contain earlier residuals."""
         ...
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raise `UserError` if weights differ between ranks that must hold the same ones (for example, after a missing
-        reduction)."""
+        """Raise `UserError` if weights differ between ranks that must hold the same ones."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
@@ -118,7 +116,7 @@ class Parallel(Protocol):
         ...
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, which have one shape, by rank."""
+        """Return the tensors of all ranks, of equal shape, by rank."""
         ...
 
     def join(self, values: Tensor) -> Tensor:
@@ -164,14 +162,14 @@ class Single:
         self._scales |= dict.fromkeys(parameters, scale)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Divide the gradients by their scales; there is nothing to average."""
+        """Divide the gradients by their scales."""
         unscale_all(self._scales)
 
     def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do nothing: there are no error buffers."""
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Do nothing: there are no other weights to compare."""
+        """Do nothing: there is one copy."""
 
     def tensors(self) -> dict[str, Tensor]:
         return {}

@@ -8,7 +8,7 @@ from typing import Self
 
 
 class Signals:
-    """Within the block the first SIGINT or SIGTERM sets `received`; a second one of the same kind raises
+    """Within the block the first SIGINT or SIGTERM sets `received`; a second of the same kind raises
     `KeyboardInterrupt`.
 
     On Ctrl-C the terminal sends SIGINT to all processes that `torchrun` has started, and `torchrun` sends them SIGTERM.

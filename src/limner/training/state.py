@@ -6,7 +6,7 @@ Tensors in groups:
     ema         averaged parameters, if the run averages
     optimizer   "exp_avg.NAME", "exp_avg_sq.NAME", "step.NAME" for each parameter (AdamW)
     rng         states of the random generators as bytes; names for rank 2 end in ".2"
-    parallel    state of the parallel strategy, the same on all ranks, for example the mean of many error buffers
+    parallel    state of the parallel strategy, the same on all ranks, e.g. the mean of error buffers
     errors.N    error buffers of gradient compression of replica N, by parameter (few replicas)
     hook.NAME   tensors in the state of the hook of that name
 
@@ -152,7 +152,7 @@ def _load_generators(run: Run, rng: Mapping[str, Tensor], step: int, same_device
     if rank and _of("torch", rank) not in rng:
         return
     torch.set_rng_state(rng[_of("torch", rank)])
-    if same_device:  # generator states of other devices differ in format
+    if same_device:  # formats differ between devices
         run.generator.set_state(rng[_of("objective", rank)])
         if run.device.type == "cuda":
             torch.cuda.set_rng_state(rng[_of("cuda", rank)], run.device)
