@@ -1,7 +1,7 @@
-"""The contrastive model that reranks drawings: CLIP's form (Radford et al. 2021; Ramesh et al. §2.6).
+"""Contrastive model that reranks drawings, in CLIP's form (Radford et al. 2021; Ramesh et al. §2.6).
 
-A vision transformer reads the picture, a causal text transformer the caption; each gives one vector of
-unit length, and `exp(log_scale)` times their product is the logit of "these two belong together".
+A vision transformer encodes the picture, a causal text transformer the caption, each as one vector of unit length.
+The logit of a pair is `exp(log_scale)` times their inner product.
 
 Shapes: B batch, H x W pixels, T text positions, D width, E embedding.
 """
@@ -33,14 +33,14 @@ class ContrastiveConfig(Checked):
     """Sizes of the two towers.
 
     Args:
-        text_vocab, text_len: of the captions' tokens.
+        text_vocab, text_len: vocabulary and number of the captions' tokens.
         size, patch: sides of the picture and of a ViT patch in pixels.
-        width, depth, heads: of both towers, or of the picture's.
-        text_tower: width, depth and heads of the caption's tower; None has the picture's.
+        width, depth, heads: sizes of the picture's tower, and of the caption's if `text_tower` is None.
+        text_tower: width, depth and heads of the caption's tower.
         embedding: E.
-        patch_dropout: share of patches that training leaves out (Li et al. 2022), at random for each picture.
-        patch_norm: a LayerNorm after the embedding of patches, which has the largest gradients (Wortsman et al. 2023).
-        layer_scale, qk_norm: as the transformer's.
+        patch_dropout: share of patches that training drops at random for each picture (Li et al. 2022).
+        patch_norm: add a LayerNorm after the patch embedding, which has the largest gradients (Wortsman et al. 2023).
+        layer_scale, qk_norm: see `TransformerConfig`.
     """
 
     text_vocab: Annotated[int, Range(2, 2**24)] = 16_384
@@ -65,11 +65,11 @@ class ContrastiveConfig(Checked):
 
     @property
     def tower(self) -> tuple[int, int, int]:
-        """Width, depth and heads."""
+        """Width, depth and heads of the picture's tower."""
         return self.width, self.depth, self.heads
 
     def build(self) -> Contrastive:
-        """Raises `UserError` where patches do not fill the picture, whose size another model may have decided."""
+        """Build the model. Raises `UserError` if the patch does not divide the picture, whose size the dVAE may set."""
         if self.size % self.patch:
             raise UserError(
                 f"the contrastive model's patch must divide the picture's {self.size} pixels, not {self.patch}"
@@ -77,7 +77,7 @@ class ContrastiveConfig(Checked):
         return Contrastive(self)
 
 
-#: Sizes of ViT-B/32, L/14 and H/14 as OpenCLIP trains them, and one for two cores; all with what keeps them stable.
+#: Sizes of ViT-B/32, L/14 and H/14 as OpenCLIP trains them, and one for two cores, with patch dropout and patch norm.
 SIZES = {
     name: ContrastiveConfig(
         size=size, patch=patch, width=width, depth=depth, heads=heads, text_tower=text, embedding=embedding,
@@ -93,7 +93,7 @@ SIZES = {
 
 
 class Contrastive(nn.Module):
-    """`encode_image` and `encode_text` give unit vectors; `scale()` is the inverse temperature."""
+    """Two encoders, `encode_image` and `encode_text`, and a learned inverse temperature, `scale`."""
 
     causal: Tensor
     waves: Tensor
@@ -145,7 +145,7 @@ class Contrastive(nn.Module):
     def encode_text(self, text: Int64[Tensor, "B T"]) -> Float[Tensor, "B E"]:
         """int64 [B, T] with PAD -> float32 (or float64) [B, E] of unit length, read at the last token."""
         last = (text != PAD).sum(1).sub(1).clamp_min(0)
-        n = int(last.max()) + 1  # causal: what follows the longest caption changes nothing
+        n = int(last.max()) + 1  # causal attention: positions after the longest caption have no effect
         x = self.text(text[:, :n].clamp_min(0)) + self.text_position.weight[:n]
         causal = MaskedAttention(self.causal[:n, :n])
         for block in self.text_blocks:
@@ -154,10 +154,10 @@ class Contrastive(nn.Module):
         return F.normalize(widened(self.text_out(self.text_norm(x))), dim=-1)
 
     def scale(self) -> Float[Tensor, ""]:
-        """The inverse of the learned temperature; `constrain` keeps it at 100 or below."""
+        """Return the inverse of the learned temperature, which `constrain` bounds by 100."""
         return self.log_scale.exp()
 
     @torch.no_grad()
     def constrain(self) -> None:
-        """Clip the temperature after an update, not in the forward pass, where its gradient would be 0 from then on."""
+        """Clip the temperature after an update; clipped in the forward pass, its gradient would stay 0."""
         self.log_scale.clamp_(max=MAX_LOG_SCALE)

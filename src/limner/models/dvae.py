@@ -3,7 +3,7 @@
 The encoder and decoder are convolutional ResNets with bottleneck blocks. The encoder max-pools
 between its groups and ends in a 1x1 convolution to one logit for each of the `vocab` codes at every
 grid position; the decoder begins with a 1x1 convolution, which for a one-hot input *is* the codebook,
-and upsamples by nearest neighbour. The paper's model is the default: 4 groups, so 8x downsampling,
+and upsamples by nearest-neighbor interpolation. The paper's model is the default: 4 groups, so 8x downsampling,
 256 x 256 -> 32 x 32 tokens, width 256, 8192 codes. Parameters carry the names of the released code.
 
     encoder  conv 7x7 -> [2 blocks, pool] x (groups - 1) -> 2 blocks -> relu -> conv 1x1 -> logits
@@ -59,7 +59,7 @@ class ConvBlock(nn.Module):
 
     Args:
         kernels: of the four convolutions, as a rule (3, 3, 3, 1) in the encoder and (1, 3, 3, 3) in the decoder.
-        gain: the small constant that keeps deep stacks stable at initialisation (§2.1).
+        gain: the small constant that keeps deep stacks stable at initialization (§2.1).
         init_gain: of the weights; sqrt(2) keeps the variance through a ReLU.
     """
 
@@ -169,7 +169,7 @@ class DVAEConfig(Checked):
 
     @property
     def branch_gain(self) -> float:
-        """What the residual branches are multiplied with (§2.1)."""
+        """Factor of the residual branches (§2.1)."""
         return self.gain or 1 / (self.groups * self.blocks) ** 2
 
     @property

@@ -1,11 +1,11 @@
-"""The dVAE that OpenAI published with DALL-E, from its parameters alone.
+"""Conversion of the dVAE that OpenAI published with DALL-E, from its parameters alone.
 
-Its encoder and decoder are ours at another size: names, shapes and arithmetic agree, so the sizes can be
-read off the tensors. See https://github.com/openai/DALL-E (`dall_e/encoder.py`, `decoder.py`).
+Its encoder and decoder equal ours at another size: names, shapes and arithmetic agree, so the tensors determine the
+config. See https://github.com/openai/DALL-E (`dall_e/encoder.py`, `decoder.py`).
 
 They were published as `encoder.pkl` and `decoder.pkl`, whole modules pickled by torch. A pickle names functions to
-call, so none of its names is looked up here: torch's reader for weights makes tensors, and for each class of such a
-dVAE a `_Part`, which keeps what was pickled. A file with any other name in it is refused before it is read.
+call. This reader looks none of them up: torch's reader for weights makes the tensors, and a `_Part` replaces each class
+of the dVAE and keeps its pickled attributes. A file with any other name raises `UserError` before it is read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from limner.models.dvae import DVAE, DVAEConfig
 
 _BLOCK = re.compile(r"blocks\.group_(\d)\.block_(\d{1,2})\.")
 _STORED = (torch.float32, torch.float16, torch.bfloat16)
-_GRID = 64  # the longest side of a grid of tokens
-_PICKLE_BYTES = 1 << 20  # beside the tensors; the published files have some 20 kB
+_GRID = 64  # longest side of a grid of tokens
+_PICKLE_BYTES = 1 << 20  # without the tensors; the published files have about 20 kB
 
 _CLASSES = (
     "dall_e.encoder.Encoder",
@@ -58,16 +58,16 @@ _VALUES = (  # what torch makes of tensors, devices, sets and dictionaries
 
 
 class _Part:
-    """A module of the file: its attributes, and no behaviour."""
+    """Attributes of a module in the file, without its methods."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a published half by name: from a pickled module, or from a state dict of torch or safetensors.
+    """Read the tensors of a published encoder or decoder: a pickled module, or a state dict of torch or safetensors.
 
-    No code of the file is run. Raises `UserError` for a file that is something else, whatever is wrong with it.
+    Runs no code of the file. Raises `UserError` for any other file.
     """
     require_file(path)
     try:
@@ -113,7 +113,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
 
 
 def _names(raw: bytes) -> set[str]:
-    """The names that a pickle would have looked up."""
+    """Return the names that unpickling would look up."""
     found = set()
     for opcode, value, _ in pickletools.genops(raw):
         if opcode.name in ("GLOBAL", "INST"):
@@ -124,7 +124,7 @@ def _names(raw: bytes) -> set[str]:
 
 
 def _tensors(module: _Part) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as `state_dict` would give them. A malformed module may raise any exception."""
+    """Yield names and tensors as in `state_dict`. A malformed module may raise any exception."""
     todo, met = [("", module)], set()
     while todo:
         prefix, part = todo.pop()
@@ -146,13 +146,13 @@ def _joined(prefix: str, name: object) -> str:
 
 
 def from_openai(encoder: Mapping[str, Tensor], decoder: Mapping[str, Tensor], size: int = 256) -> DVAE:
-    """Our dVAE with the parameters of two published state dicts, not rounded.
+    """Build a `DVAE` with the exact parameters of two published state dicts.
 
     Args:
-        size: of the pictures it is used for; it works on any multiple of the stride.
+        size: side of the pictures that it is used for; any multiple of the stride works.
 
     Raises:
-        UserError: they are not the two halves of such a dVAE.
+        UserError: the state dicts are not the encoder and decoder of such a dVAE.
     """
     try:
         groups, blocks = (max(int(m[i]) for key in encoder if (m := _BLOCK.match(key))) for i in (1, 2))

@@ -1,11 +1,11 @@
-"""A discrete VAE of patches: a code is the nearest of V patches, and a decoder makes one picture of them.
+"""Discrete VAE of patches: tokens are the nearest of V patch codes, and a decoder joins them.
 
 For small, flat pictures and few processors; not in the paper
-(docs/log/2026-11-23.md, "dVAE of patches for icons" compares). The codes are the centres of a
-k-means clustering, found in minutes and all in use from the first step on, where the paper's encoder learns them by a
-relaxation. A code says what is at its place and nothing of what is around it, which a prior learns fastest from. The
-decoder pastes the patches and corrects them by their neighbours, with residual blocks at the grid's resolution. Where
-patches are large, their seams show, and blocks at the picture's resolution mend them:
+(docs/log/2026-11-23.md, "dVAE of patches for icons" compares). The codes are the centers of a
+k-means clustering, which takes minutes and uses all codes from the first step on; the paper's encoder learns codes by a
+relaxation. A code depends on its own patch alone, which a prior learns fastest. The decoder pastes the patches and
+corrects them from adjacent patches, by residual blocks at the grid's resolution. Large patches leave visible borders,
+which blocks at the picture's resolution remove:
 
     tokens = nearest of `codes` to each patch;   joined = pasted codes + conv 1x1(blocks(conv 1x1(pasted codes)))
     pictures = joined + conv 3x3(refinements(conv 3x3(joined)))
@@ -28,10 +28,10 @@ from limner.numerics.precision import widened
 from limner.progress import Advance
 from limner.validation import Checked, OutOfRange, Range
 
-ROUNDS = 15  # of Lloyd's algorithm
+ROUNDS = 15  # iterations of Lloyd's algorithm
 _FLAT = 0.01  # largest difference within a channel of a patch that is of one color: three levels of 255
 _FINE = 32  # width of the refinements: each pixel costs what a position of the grid costs elsewhere
-_ROWS = 1_024  # patches compared with all codes at once: their distances stay in the processor's cache
+_ROWS = 1_024  # patches per product with all codes: the distances fit into the processor's cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class PatchDVAEConfig(Checked):
         size: side of the square picture in pixels, a multiple of `patch`.
         patch: side of a patch in pixels.
         vocab: codes (V).
-        width, blocks: of the decoder, at the grid's resolution.
-        refinements: residual blocks at the picture's resolution; with 0, what the others make is the picture.
+        width, blocks: width and number of the decoder's residual blocks at the grid's resolution.
+        refinements: number of residual blocks at the picture's resolution.
     """
 
     size: Annotated[int, Range(1, 4_096)] = 64
@@ -60,7 +60,7 @@ class PatchDVAEConfig(Checked):
 
     @property
     def groups(self) -> int:
-        """All blocks work at one resolution."""
+        """Number of resolutions of the blocks: 1."""
         return 1
 
     @property
@@ -72,9 +72,9 @@ class PatchDVAEConfig(Checked):
 
 
 class PatchDVAE(nn.Module):
-    """Codes and decoder. Both work on any size that is a multiple of the patch.
+    """Codes and decoder, for any size that is a multiple of the patch.
 
-    `codes` [V, D] are patches as `map_pixels` gives them, black until `fit` has found them. Training leaves them.
+    `codes` [V, D] are patches in the range of `map_pixels`: black before `fit`, and constant in training.
     """
 
     codes: Tensor
@@ -84,7 +84,7 @@ class PatchDVAE(nn.Module):
         self.config = config
         numbers, width = 3 * config.patch**2, config.width
         self.register_buffer("codes", torch.full((config.vocab, numbers), EPSILON))
-        self.input = Conv2d(numbers, width, 1, gain=4.0)  # of numbers that differ by a quarter
+        self.input = Conv2d(numbers, width, 1, gain=4.0)  # inputs have a standard deviation of about 1/4
         self.blocks = nn.Sequential(*(ConvBlock(width, width, (1, 3, 3, 3), 0.5, 2**0.5) for _ in range(config.blocks)))
         self.output = Conv2d(width, numbers, 1, gain=0.01)
         fine = (ConvBlock(_FINE, _FINE, (1, 3, 3, 3), 0.5, 2**0.5) for _ in range(config.refinements))
@@ -94,13 +94,13 @@ class PatchDVAE(nn.Module):
 
     @torch.no_grad()
     def tokens(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Int64[Tensor, "B S"]:
-        """uint8 [B, 3, H, W] -> int64 [B, S], the nearest code of each patch."""
-        with torch.autocast(pixels.device.type, enabled=False):  # codes are nearer to each other than bf16 can tell
+        """Return the nearest code of each patch: uint8 [B, 3, H, W] -> int64 [B, S]."""
+        with torch.autocast(pixels.device.type, enabled=False):  # bf16 cannot resolve distances between codes
             codes = widened(self.codes)
             return nearest_code(self._patches(pixels).flatten(0, 1).to(codes.dtype), codes).view(len(pixels), -1)
 
     def decode(self, tokens: Int64[Tensor, "B h w"]) -> Float[Tensor, "B 3 H W"]:
-        """Codes -> float32 (or float64) [B, 3, H, W], pixels as `map_pixels` gives them."""
+        """Decode codes to float32 (or float64) [B, 3, H, W], pixels in the range of `map_pixels`."""
         pasted = F.embedding(tokens, self.codes).movedim(-1, 1)
         x = self.blocks(self.input((pasted - 0.5).to(self.input.w.dtype)))
         joined = F.pixel_shuffle(widened(pasted) + widened(self.output(F.relu(x))), self.config.patch)
@@ -110,7 +110,7 @@ class PatchDVAE(nn.Module):
 
     @torch.no_grad()
     def pictures(self, tokens: Int64[Tensor, "B S"], grid: tuple[int, int] | None = None) -> UInt8[Tensor, "B 3 H W"]:
-        """int64 [B, S] -> uint8 [B, 3, H, W]."""
+        """Decode tokens to pictures: int64 [B, S] -> uint8 [B, 3, H, W]."""
         return unmap_pixels(self.decode(tokens.unflatten(1, grid or self.config.grid)))
 
     @torch.no_grad()
@@ -121,12 +121,11 @@ class PatchDVAE(nn.Module):
         samples: int = 200_000,
         progress: Advance | None = None,
     ) -> None:
-        """Make `codes` the centres of about `samples` patches of uint8 [B, 3, H, W], all on the CPU.
+        """Set `codes` to the cluster centers of about `samples` patches of uint8 [B, 3, H, W], on the CPU.
 
-        Patches of one color, most of a flat picture, have an eighth of the codes for themselves, which are of one
-        color, too: otherwise the nearest code of a flat area has traces of an edge, and the area dots. A color is drawn
-        with a chance that grows with the root of its frequency, another patch with one that grows with its contrast.
-        `progress` is advanced by one after each of `ROUNDS` rounds.
+        An eighth of the codes is reserved for patches of one color, which are most of a flat picture; otherwise the
+        nearest code of a flat area has traces of an edge. A color is sampled in proportion to the root of its
+        frequency, another patch in proportion to its contrast. Each of `ROUNDS` iterations advances `progress` by one.
         """
         found, colors, each = [], [], -(-samples // len(pixels))
         for picture in pixels:
@@ -147,9 +146,9 @@ class PatchDVAE(nn.Module):
     def _plain(
         self, colors: Float[Tensor, "N 3"], most: int, samples: int, generator: torch.Generator
     ) -> Float[Tensor, "F D"]:
-        """Codes of one color each, at most so many: colors that pictures have, so that no other code is nearer."""
+        """Return at most `most` codes of one color each, colors of pictures, so that these are nearest."""
         distinct, counts = torch.unique(unmap_pixels(colors), dim=0, return_counts=True)
-        if len(distinct) <= most:  # also where there is none
+        if len(distinct) <= most:  # also if there is no flat patch
             chosen = distinct
         else:
             drawn = torch.multinomial(counts.sqrt(), samples, replacement=True, generator=generator)
@@ -161,7 +160,7 @@ class PatchDVAE(nn.Module):
 
 
 def nearest_code(points: Float[Tensor, "N D"], codes: Float[Tensor, "V D"]) -> Int64[Tensor, " N"]:
-    """The row of `codes` that is nearest to each point."""
+    """Return the index of the row of `codes` that is nearest to each point."""
     half = codes.square().sum(1) / 2  # half the squared distance is |p|^2 / 2 - p.c + |c|^2 / 2
     return torch.cat([torch.addmm(half, part, codes.T, alpha=-1).min(1).indices for part in points.split(_ROWS)])
 
@@ -169,7 +168,7 @@ def nearest_code(points: Float[Tensor, "N D"], codes: Float[Tensor, "V D"]) -> I
 def centres(
     points: Float[Tensor, "N D"], count: int, generator: torch.Generator, progress: Advance | None = None
 ) -> Float[Tensor, "{count} D"]:
-    """k-means (Lloyd 1982) from random points; a centre that is nearest to no point begins anew at a random one."""
+    """Run k-means (Lloyd 1982) from random points; a center without points restarts at a random point."""
 
     def some() -> Tensor:
         return points[torch.randint(len(points), (count,), generator=generator)]
@@ -185,6 +184,6 @@ def centres(
     return codes
 
 
-#: Both kinds have `tokens`, `pictures` and a `config` with size, grid and vocab: all that a prior and a drawing need.
+#: Image tokenizers. Both have `tokens`, `pictures` and a `config` with size, grid and vocab, which a prior needs.
 AnyDVAE = DVAE | PatchDVAE
 AnyDVAEConfig = DVAEConfig | PatchDVAEConfig

@@ -1,4 +1,4 @@
-"""What later work knows of patches, the picture's tokens in a vision transformer: where they are, and how many suffice.
+"""Patch dropout and fixed position encodings for a vision transformer, from work after CLIP.
 
 Shapes: B batch, S patches, n = 1 + S with the class token, k of these, D width.
 """
@@ -12,19 +12,19 @@ from torch import Tensor
 
 
 def some_patches(x: Float[Tensor, "B n D"], kept: int) -> Float[Tensor, "B k D"]:
-    """The class token and `kept` of the patches, others for each picture: [B, 1 + S, D] -> [B, 1 + kept, D]."""
+    """Keep the class token and `kept` random patches of each picture: [B, 1 + S, D] -> [B, 1 + kept, D]."""
     chosen = 1 + torch.rand(len(x), x.shape[1] - 1, device=x.device).argsort(1)[:, :kept]
     index = F.pad(chosen, (1, 0))[..., None].expand(-1, -1, x.shape[2])
     return x.gather(1, index)
 
 
 def sinusoids(side: int, width: int) -> Float[Tensor, "S {width}"]:
-    """Where each of side x side patches is (Beyer et al. 2022): [side^2, width], of the size of patch embeddings.
+    """Return sinusoidal position encodings of side x side patches (Beyer et al. 2022): [side^2, width].
 
-    Learned positions begin as small noise and stay small. A model that has only these tells "a above b"
-    from "b above a" no better than a coin. Wavelengths go from two patches to four times the picture.
+    Learned positions begin as small noise and stay small. With these alone a model distinguishes "a above b" from
+    "b above a" no better than chance. Wavelengths range from two patches to four times the picture.
 
-    On the CPU whatever the default device, so that models can be built on the meta device.
+    Computed on the CPU for every default device, so that models can be built on the meta device.
     """
     waves = torch.pi * torch.logspace(0, -1, width // 4, 2 * side, device="cpu")
     angles = torch.arange(side, device="cpu")[:, None] * waves

@@ -1,4 +1,4 @@
-"""An encoder of the dVAE that sees each patch alone, so that equal patches have equal codes whatever is near them.
+"""Encoder of the dVAE that sees each patch alone, so that equal patches have equal codes in every context.
 
 For small, flat pictures, where the codes of other encoders depend on context that a prior cannot predict
 (docs/log/2026-11-22.md, "Encoder that sees one patch alone");

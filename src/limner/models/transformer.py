@@ -3,15 +3,15 @@
     text_0 ... text_{T-1}  START  image_0 ... image_{S-1}
 
 Embeddings (Figure 10): a text token is its vocabulary embedding plus a position embedding; a text
-position without a token holds a learned padding token *of its own*; an image token is its vocabulary
+position without a token has a padding token that is learned for that position; an image token is its vocabulary
 embedding plus a row and a column embedding. Every position predicts the next one: text positions a
 text token, START and the image positions an image token.
 
-In training, logits are computed and stored in fp32 whatever the format of the rest (App. D.2). A model that draws in
-bf16 rounds its logits: a CPU has no bf16 product with fp32 results that does not read twice the memory.
+Training computes and stores logits in fp32 in every precision (App. D.2). A model that draws in bf16 rounds its logits:
+on a CPU, a bf16 product with fp32 results would read twice the memory.
 
-`embed`, `blocks` and `head` are the whole model; whatever shards, freezes, scales or caches works on
-these three names, and `run` on some of the blocks.
+`embed`, `blocks` and `head` are the whole model. Code that shards, freezes, scales or caches uses these three names,
+and `run` applies some of the blocks.
 
 Shapes: B batch, T text positions, S = h * w image positions, P = T + 1, D width, V vocabulary.
 """
@@ -43,7 +43,7 @@ from limner.validation import Checked, OutOfRange, Range, short
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(Checked):
-    """Vocabulary sizes, lengths and widths, and who sees whom.
+    """Vocabulary sizes, lengths, widths and attention patterns.
 
     Args:
         text_vocab, image_vocab: numbers of BPE and dVAE tokens.
@@ -51,9 +51,9 @@ class TransformerConfig(Checked):
         grid: (h, w) of the image tokens.
         width: D, a multiple of `heads`.
         depth, heads: layers, and attention heads of each.
-        pattern: "paper", its order of three patterns, or one of `PATTERNS` by name for all layers, such as "dense".
+        pattern: "paper" for the paper's order of three patterns, or one of `PATTERNS` for all layers, such as "dense".
         kernel: side of the convolutional window.
-        layer_scale, qk_norm: not in the paper; both keep features small, for formats of 8 bits.
+        layer_scale, qk_norm: extensions that keep features small, for 8-bit formats.
     """
 
     text_vocab: Annotated[int, Range(2, 2**24)] = 16_384
@@ -81,7 +81,7 @@ class TransformerConfig(Checked):
 
     @cached_property
     def patterns(self) -> tuple[Pattern, ...]:
-        """Of the layers, from the first to the last."""
+        """Attention patterns of the layers, first to last."""
         names = paper_pattern(self.depth) if self.pattern == "paper" else (self.pattern,) * self.depth
         made = {name: PATTERNS[name](self.grid, self.kernel) for name in sorted(set(names))}
         return tuple(made[name] for name in names)
@@ -90,7 +90,7 @@ class TransformerConfig(Checked):
         return Transformer(self)
 
 
-#: From a laptop's to the paper's; the last three are those of Table 1. Heads are 64 wide, as the paper's.
+#: Sizes from a laptop's to the paper's. The last three are those of Table 1. Heads have width 64, as in the paper.
 SIZES = {
     name: TransformerConfig(width=width, depth=depth, heads=width // 64)
     for name, (width, depth) in {
@@ -101,7 +101,7 @@ SIZES = {
 
 
 class Embedding(nn.Module):
-    """Figure 10."""
+    """Embeddings of text and image tokens (Figure 10)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -116,20 +116,20 @@ class Embedding(nn.Module):
         self.column = nn.Embedding(w, d)
 
     def prefix(self, text: Int64[Tensor, "B T"]) -> Float[Tensor, "B T+1 D"]:
-        """text [B, T] with PAD -> [B, P, D]: the text, then START."""
+        """Embed text [B, T] with PAD, followed by START: [B, P, D]."""
         there = (text != PAD)[..., None]
         tokens = self.text(text.clamp_min(0)) + self.text_position.weight
         x = torch.where(there, tokens, self.padding.weight)
         return torch.cat([x, self.start.expand(len(x), 1, -1)], 1)
 
     def tokens(self, image: Int64[Tensor, "B n"], begin: Position = 0) -> Float[Tensor, "B n D"]:
-        """image [B, n] at raster positions begin ... begin + n - 1 -> [B, n, D]."""
+        """Embed image tokens [B, n] at raster positions begin ... begin + n - 1: [B, n, D]."""
         at = begin + torch.arange(image.shape[1], device=image.device)
         return self.image(image) + self.row(at // self.grid[1]) + self.column(at % self.grid[1])
 
 
 class MLP(nn.Module):
-    """Four times as wide inside."""
+    """Two linear layers with GELU; the inner width is four times the outer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -140,8 +140,8 @@ class MLP(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learned factor for each channel, zero at first: the block begins as the identity, and what it adds stays small
-    for long (Touvron et al. 2021; Wortsman et al. 2023, §2.3)."""
+    """Learned factor for each channel, initially zero: the block begins as the identity, and its branch grows slowly
+    (Touvron et al. 2021; Wortsman et al. 2023, §2.3)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -152,10 +152,10 @@ class LayerScale(nn.Module):
 
 
 class Resblock(nn.Module):
-    """x + branch(norm(x)), where `layer_scale` may scale what is added.
+    """Residual block x + branch(norm(x)), with an optional `layer_scale` of the branch.
 
-    The identity path is left at `norm` and joined at `branch`, and nowhere else: so a forward pre-hook of the one and
-    a forward hook of the other, put there from outside, act on all gradients of a resblock and on no others (Figure 4).
+    The branch leaves the identity path at `norm` and joins it after `branch`. A forward pre-hook of `norm` and a
+    forward hook of `branch` therefore act on all gradients of this resblock and on no others (Figure 4).
     """
 
     def __init__(self, width: int, branch: nn.Module, layer_scale: bool = False) -> None:
@@ -168,7 +168,7 @@ class Resblock(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: two resblocks, attention and an MLP."""
+    """Layer of two resblocks: attention and an MLP."""
 
     def __init__(self, width: int, heads: int, layer_scale: bool = False, qk_norm: bool = False) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """A last LayerNorm and one matrix for each vocabulary."""
+    """Final LayerNorm and one output matrix for each vocabulary."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Head(nn.Module):
 
 
 class Transformer(nn.Module):
-    """See the module's docstring. `states` trains, `prefill` and `step` decode."""
+    """The prior (see the module's docstring). `states` is for training, `prefill` and `step` for decoding."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class Transformer(nn.Module):
     def forward(
         self, text: Int64[Tensor, "B T"], image: Int64[Tensor, "B S"]
     ) -> tuple[Float[Tensor, "B T-1 V_text"], Float[Tensor, "B S V_image"]]:
-        """Teacher-forced logits: those of `states`, fp32 [B, T - 1, V_text] and [B, S, V_image]."""
+        """Return teacher-forced logits in fp32 (or fp64): [B, T - 1, V_text] and [B, S, V_image]."""
         states, heads = self.states(text, image), (self.head.text, self.head.image)
         with torch.autocast(text.device.type, enabled=False):
             by_text, by_image = (
@@ -238,10 +238,10 @@ class Transformer(nn.Module):
     def states(
         self, text: Int64[Tensor, "B T"], image: Int64[Tensor, "B S"]
     ) -> tuple[Float[Tensor, "B T-1 D"], Float[Tensor, "B S D"]]:
-        """What the head's two matrices read.
+        """Return the inputs of the head's two output matrices.
 
         Args:
-            text: int64 [B, T], PAD where there is no token.
+            text: int64 [B, T], PAD at positions without a token.
             image: int64 [B, S].
 
         Returns:
@@ -258,9 +258,9 @@ class Transformer(nn.Module):
         stop: int | None = None,
         cores: Iterable[Core] | None = None,
     ) -> Float[Tensor, "B n D"]:
-        """The blocks from `start` to before `stop`: [B, n, D] -> [B, n, D].
+        """Apply the blocks from `start` to before `stop`: [B, n, D] -> [B, n, D].
 
-        `cores` are those of all blocks; by default those of training, for which n is P + S.
+        `cores` are the attention functions of all blocks; the default is that of training, with n = P + S.
         """
         if cores is None:
             cores = [self.cores[pattern.name] for pattern in self.config.patterns]
@@ -272,9 +272,9 @@ class Transformer(nn.Module):
         return x
 
     def prefill(self, text: Int64[Tensor, "B T"], store: type[Store] = Store) -> tuple[Cache, Float[Tensor, "B V"]]:
-        """Read the captions: text [B, T] -> a cache with one candidate each, logits [B, V] of image_0.
+        """Encode the captions: text [B, T] -> a cache with one candidate each, and logits [B, V] of image_0.
 
-        `store` says how the cache holds the candidates' keys and values.
+        `store` is the storage format of the candidates' keys and values.
         """
         x = self.embed.prefix(text)
         causal = MaskedAttention(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril())
@@ -288,7 +288,7 @@ class Transformer(nn.Module):
         return Cache(layers), self._logits(x)
 
     def step(self, cache: Cache | Together, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]:
-        """Append one image token per row, [M] -> fp32 logits [M, V] of the next."""
+        """Append one image token per row, [M], and return the fp32 logits [M, V] of the next token."""
         x = self.embed.tokens(token[:, None], cache.length)
         x = self.run(x, cores=cache.cores())
         cache.advance()

@@ -1,7 +1,7 @@
 """The prior's objective: next-token cross-entropy, 1/8 text and 7/8 image (Ramesh et al. 2021, §2.2).
 
-Each kind's loss is normalised by the number of its tokens in the batch; positions that hold padding
-are no tokens and are never a target. All micro-batches of a batch divide by the same number of text tokens.
+The loss of each modality is divided by its number of tokens in the batch. Padding is excluded, and never a target. All
+micro-batches of a batch divide by the same number of text tokens.
 
 Shapes: B batch, T text positions, S image positions.
 """
@@ -23,10 +23,10 @@ from limner.validation import Checked, Range
 
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Checked):
-    """The cross-entropies of text and image tokens, weighted (§2.2).
+    """Weighted sum of the cross-entropies of text and image tokens (§2.2).
 
     Args:
-        text_weight: of the text's loss; the image's is the rest.
+        text_weight: weight of the text loss; the image loss has weight 1 - text_weight.
     """
 
     text_weight: Annotated[float, Range(0, 1)] = 1 / 8
@@ -36,15 +36,15 @@ class Autoregressive(Checked):
     ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         text, image = batch["text"], batch["image"]
         by_text, by_image = model.states(text, image)
-        expected = text[:, 1:].flatten()  # PAD is negative: no target
+        expected = text[:, 1:].flatten()  # PAD is negative, which the loss ignores
         per_sample = (batch if "text_tokens" in batch else self.shared(batch))["text_tokens"]
-        tokens = per_sample.sum().clamp_min(1e-9)  # of empty captions there are none
+        tokens = per_sample.sum().clamp_min(1e-9)  # 0 if all captions are empty
         text_loss = linear_cross_entropy(by_text.flatten(0, 1), model.head.text, expected) / tokens
         image_loss = linear_cross_entropy(by_image.flatten(0, 1), model.head.image, image.flatten()) / image.numel()
         loss = self.text_weight * text_loss + (1 - self.text_weight) * image_loss
         return loss, {"text": text_loss.detach(), "image": image_loss.detach()}
 
     def shared(self, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " B"]]:
-        """What micro-batches must know of the whole batch: {"text_tokens": targets of a text, on average, [B]}."""
+        """Return statistics of the whole batch for its micro-batches: {"text_tokens": mean targets per text, [B]}."""
         targets = (batch["text"][:, 1:] != PAD).sum()
         return {"text_tokens": (targets / len(batch["text"])).expand(len(batch["text"]))}

@@ -1,8 +1,8 @@
-"""A relaxed bound for the dVAE that keeps its codebook on small, flat pictures; not in the paper.
+"""Relaxed bound for the dVAE that does not collapse on small, flat pictures; not in the paper.
 
-On scenes of a few colors the paper's objective (`elbo.py`) collapses to a handful of codes, and the learned
-scale b earns nearly all of the likelihood on constant backgrounds.
-docs/log/2026-11-21.md, "dVAE objectives for small flat pictures" says what was tried.
+On scenes of a few colors the paper's objective (`elbo.py`) collapses to a handful of codes, and constant backgrounds,
+through the learned scale b, dominate the likelihood.
+docs/log/2026-11-21.md, "dVAE objectives for small flat pictures" compares alternatives.
 
 Shapes: B batch, H x W pixels, h x w grid, V codes.
 """
@@ -26,12 +26,12 @@ from limner.validation import Checked, Range
 
 
 def one_hot(logits: Float[Tensor, "B V h w"]) -> Float[Tensor, "B V h w"]:
-    """The likeliest code of each position, as the decoder takes it: [B, V, h, w] -> [B, V, h, w]."""
+    """Return the likeliest code of each position as one-hot decoder input: [B, V, h, w] -> [B, V, h, w]."""
     return F.one_hot(logits.argmax(1), logits.shape[1]).movedim(-1, 1).to(logits.dtype)
 
 
 def contrast(pixels: UInt8[Tensor, "B 3 H W"], columns: int) -> Float[Tensor, "B 1 h {columns}"]:
-    """Standard deviation within each patch plus 0.01: uint8 [B, 3, H, W] -> [B, 1, h, w], w = `columns`."""
+    """Return the standard deviation within each patch plus 0.01: uint8 [B, 3, H, W] -> [B, 1, h, w], w = `columns`."""
     side = pixels.shape[-1] // columns
     x = map_pixels(pixels)
     variance = F.avg_pool2d(x.square(), side) - F.avg_pool2d(x, side).square()
@@ -40,33 +40,32 @@ def contrast(pixels: UInt8[Tensor, "B 3 H W"], columns: int) -> Float[Tensor, "B
 
 @dataclass(frozen=True, kw_only=True)
 class BalancedELB(Checked):
-    """Two changes of the paper's objective:
+    """The paper's objective with four changes:
 
-    - the KL of every *position* to the uniform prior is replaced by the KL of the *aggregate*
-      posterior, the mean of q over the batch: codes must be used, yet each position may be sure. The
-      mean is weighted by local contrast, because flat patches are most of a picture and would
-      otherwise take most of the codes, one shade under a hundred names, which no prior can predict;
-    - ln b is clamped from below at `log_b_floor`, so that no pixel is worth more than that.
+    - the KL of the *aggregate* posterior, the mean of q over the batch, replaces the KL of every *position* to the
+      uniform prior. It favors use of all codes and lets each position be certain. The mean is weighted by local
+      contrast: otherwise flat patches, which are most of a picture, take most of the codes, and a hundred codes for one
+      shade cannot be predicted;
+    - ln b is clamped from below at `log_b_floor`, which bounds the weight of a pixel.
 
-    Two more are for worlds whose combinations must be found again where they were never seen
+    The other two help a prior to combine attributes that it has not seen together
     (docs/log/2026-11-25.md, "Price for codes within one training"):
 
-    - `detail` weighs reconstructions of patches by local contrast, too, within each picture: things on a plain
-      background are a tenth of its pixels, and most of what can be wrong about it;
-    - from step `priced_from` on, when the codebook is in use, the first change is reversed: rare codes cost more than
-      frequent ones, and the model gives up those that its decoder can replace from context.
+    - `detail` weighs the reconstruction of patches by local contrast within each picture: objects on a plain
+      background are a tenth of its pixels and most of its content;
+    - from step `priced_from` on the first change is reversed: rare codes cost more than frequent ones, so the model
+      gives up codes that its decoder can infer from context.
 
-    From step `hard_from` on the encoder is frozen and the decoder learns from its argmax codes, the only
-    ones that it is given when a picture is drawn.
+    From step `hard_from` on the encoder is frozen and the decoder is trained on argmax codes, its inputs for drawing.
 
     Args:
         balance: weight of the aggregate posterior's KL.
-        price: weight, times -1, that takes its place later.
-        priced_from: step from which the price takes the place of the balance; None never lets it.
-        detail: how much of a picture's weight goes by contrast, from 0 to 1; the rest is even.
-        log_b_floor: least ln b.
+        price: weight, times -1, of that KL from step `priced_from` on.
+        priced_from: step from which the price replaces the balance; None: never.
+        detail: share of a picture's weight that follows contrast, from 0 to 1; the rest is uniform.
+        log_b_floor: lower bound of ln b.
         tau: temperature of the relaxation.
-        hard_from: step from which the encoder is frozen; None never freezes it.
+        hard_from: step from which the encoder is frozen; None: never.
     """
 
     balance: Annotated[float, Range(0, 1_000)] = 0.05

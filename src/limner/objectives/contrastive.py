@@ -1,9 +1,9 @@
 """The symmetric contrastive loss (Radford et al. 2021, Figure 3).
 
-Within a batch, each picture must pick its caption and each caption its picture; the negatives are the other pairs.
+Each picture of a batch is classified among its captions, and each caption among its pictures.
 
-Runs train with `HardContrastiveLoss` (`hard_negatives.py`): this loss where captions differ, one process has the whole
-batch, and nothing harder is to choose from.
+Runs train with `HardContrastiveLoss` (`hard_negatives.py`), which equals this loss if captions differ, one process has
+the whole batch, and there are no further negatives.
 
 Shapes: B batch.
 """
@@ -24,7 +24,8 @@ from limner.models.contrastive import Contrastive
 class ContrastiveLoss:
     """Cross-entropy over the batch in both directions.
 
-    `accuracy` is how often a picture picks its caption, `kept` how often a caption picks its picture.
+    Metrics: `accuracy` is the share of pictures that rank their caption first, `kept` the share of captions that rank
+    their picture first.
     """
 
     def __call__(
@@ -39,6 +40,6 @@ class ContrastiveLoss:
 
 
 def logits(scale: Float[Tensor, ""], rows: Float[Tensor, "B E"], choices: Float[Tensor, "N E"]) -> Float[Tensor, "B N"]:
-    """Each row's logits for all choices, in 32 bits: in bf16 those around 40 would be multiples of 1/4."""
+    """Return the logits of each row for all choices, in fp32: bf16 has a spacing of 1/4 at 40."""
     with torch.autocast(rows.device.type, enabled=False):
         return scale * rows @ choices.T

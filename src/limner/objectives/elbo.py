@@ -6,7 +6,7 @@ The categorical q cannot be sampled with a gradient, so z is a gumbel-softmax at
 which becomes one-hot as tau -> 0. The likelihood is a logit-Laplace. Everything is divided by the
 number of pixel values, so that with 8x downsampling beta weighs the KL by beta / 192.
 
-On small, flat pictures it collapses to a few codes: `codebook_elbo.py` has one that does not.
+On small, flat pictures this objective collapses to a few codes; that of `codebook_elbo.py` does not.
 
 Shapes: B batch, H x W pixels, h x w grid, V codes.
 """
@@ -49,7 +49,7 @@ def kl_to_uniform(log_q: Float[Tensor, "B V h w"]) -> Float[Tensor, " B"]:
 
 
 def check_tau(tau: Anneal) -> None:
-    """A temperature divides: raises `OutOfRange` where it would be 0 or less, or 0 between two others by rounding."""
+    """Raise `OutOfRange` for a temperature so small that a step between start and end may round to 0."""
     for name in ("start", "end"):
         Range(1e-6).check(f"tau.{name}", getattr(tau, name))
 

@@ -1,13 +1,13 @@
-"""The contrastive loss with negatives that are hard: wrong captions of a picture, and spoiled copies of it.
+"""Contrastive loss with hard negatives: wrong captions of a picture, and altered copies of it.
 
-The pairs of a batch differ in nearly everything, the candidates of one caption in one thing. So both sides get more to
-choose from: each picture the `distractors` that a batch brings (`data/hard_negative_captions.py` makes them), and each
-caption copies of its picture in which something is missing, doubled or cut. Two samples that share a caption word for
-word are no negatives of each other: both count as right.
+The pairs of a batch differ in nearly everything, but the candidates of one caption, which the model ranks, differ in
+one thing. So both sides get further negatives: a picture the `distractors` of the batch
+(`data/hard_negative_captions.py`), and a caption copies of its picture in which something is missing, doubled or cut.
+Two samples with the same caption are positives of each other.
 
-Where several processes share a batch, the pictures and captions of all are to choose from (`across`).
+If several processes share a batch, the negatives are those of all processes (`across`).
 
-Shapes: B batch (of a process), N that of all processes, K distractors or spoiled copies, T text positions, E embedding.
+Shapes: B batch (of a process), N that of all processes, K distractors or altered copies, T text positions, E embedding.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from limner.objectives.contrastive import logits
 from limner.text import PAD
 from limner.validation import Checked, Range
 
-_TOUCHED = 0.03  # share of the pasted rectangle's values that must change for a picture to be spoiled
+_TOUCHED = 0.03  # share of the pasted rectangle's pixels that must change, otherwise the copy counts as intact
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardContrastiveLoss(Checked):
     """Cross-entropy in both directions, with `spoiled` copies of each picture and the batch's `distractors`, if any.
 
-    `accuracy` is how often a picture picks its caption, `kept` how often a caption picks its picture.
+    Metrics: `accuracy` is the share of pictures that rank their caption first, `kept` the share of captions that rank
+    their picture first.
 
     Args:
-        spoiled: copies of each picture into which a rectangle of another one is pasted.
+        spoiled: number of copies of each picture into which a rectangle of another picture is pasted.
     """
 
     spoiled: Annotated[int, Range(0, 1_000)] = 0
@@ -47,7 +48,7 @@ class HardContrastiveLoss(Checked):
         return self._loss(model, batch, generator, lambda rows: rows)
 
     def across(self, join: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
-        """The objective of one of several processes, whose rows `join` puts together."""
+        """Return the objective for one of several processes; `join` gathers the rows of all processes."""
         return lambda model, batch, step, generator: self._loss(model, batch, generator, join)
 
     def _loss(
@@ -83,17 +84,17 @@ class HardContrastiveLoss(Checked):
 def own_logits(
     scale: Float[Tensor, ""], rows: Float[Tensor, "B E"], choices: Float[Tensor, "K B E"], none: Bool[Tensor, "K B"]
 ) -> Float[Tensor, "B K"]:
-    """Each picture or caption against choices that are its alone; where there is `none`, -inf."""
+    """Return the logits of each row against its own K choices, [B, K]; -inf where `none` is true."""
     return (scale * (choices * rows).sum(-1)).masked_fill(none, -torch.inf).T
 
 
 def spoil(
     pixels: UInt8[Tensor, "B 3 H W"], shift: int, generator: torch.Generator | None
 ) -> tuple[UInt8[Tensor, "B 3 H W"], Bool[Tensor, " B"]]:
-    """A copy of each picture with a rectangle of another one pasted into it, `shift` places on in the batch.
+    """Paste into each picture a rectangle of the picture `shift` places later in the batch.
 
-    With a shift of 0 the rectangle comes from elsewhere in the picture itself. uint8 [B, 3, H, W] -> the
-    same, and bool [B]: which copies show hardly any change.
+    With a shift of 0 the rectangle comes from another place in the same picture. uint8 [B, 3, H, W] -> the
+    same, and bool [B]: true for copies that hardly change.
     """
     b, _, h, w = pixels.shape
 
@@ -115,6 +116,6 @@ def spoil(
 
 
 def _accuracy(choices: Tensor, same: Tensor) -> Tensor:
-    """How often the highest of [B, N + K] is among the right ones, [B, N]."""
+    """Return the share of rows of [B, N + K] whose maximum is at a positive, true in `same` [B, N]."""
     picked = choices.argmax(1, keepdim=True)
     return F.pad(same, (0, choices.shape[1] - same.shape[1])).gather(1, picked).mean()

@@ -1,10 +1,10 @@
-"""The objective of a dVAE of patches (`models/patch_dvae.py`): its codes are set, and its decoder learns.
+"""Reconstruction loss of a dVAE of patches (`models/patch_dvae.py`), whose codes are fixed.
 
 Squared error is the likelihood of a normal distribution with one scale for all pixels, absolute error that of a Laplace
-distribution. Where the codes leave open on which side of an edge a pixel lies, the least squared error has the mean of
-both colors, and the least absolute error one of the two: edges become sharp. From initial weights on, absolute error
-left the seams of patches, so it comes last. The paper's logit-Laplace, whose scale is learned, moved this decoder
-hardly
+distribution. Where the codes do not determine on which side of an edge a pixel is, the mean of both colors minimizes
+squared error, and one of the two minimizes absolute error, so edges become sharp. Absolute error from the start left
+the borders of patches visible, so it is used last. With the paper's logit-Laplace likelihood, whose scale is learned,
+this decoder hardly improved
 (docs/log/2026-11-26.md, "Absolute error in the last steps"; docs/log/2026-11-23.md, "dVAE of patches for icons").
 
 Shapes: B batch, H x W pixels.
