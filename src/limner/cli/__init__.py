@@ -1,9 +1,9 @@
 """The command `limner`: a table of commands, each a module that is imported when it is called.
 
-Nothing heavy is imported before that, so `limner --help` answers at once. What every command has in
-common is here: a user's mistake is one sentence on stderr and exit code 2, and so is what the operating system
-refuses (a file, the disk's space, memory); Ctrl-C is exit code 130 with a sentence on how to go on; `--debug` shows
-the traceback of either.
+Heavy packages are imported only by the command that runs, so `limner --help` prints without delay. This module also
+handles errors for all commands. Mistakes of the user and errors of the operating system (missing file, full disk, out
+of memory) print one sentence on stderr and exit with code 2. Ctrl-C exits with code 130 and prints how to resume.
+`--debug` also prints the traceback.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ from limner.errors import UserError, printable, suggestion
 
 
 class Command(NamedTuple):
-    """`module.main(arguments)` runs it. `resumes`: after an interruption the same call continues, so the number of
-    threads, on which rounding may depend, is not left to the machine's load. `lower`: what to lower if memory does not
-    suffice."""
+    """A command, run by `module.main(arguments)`.
+
+    Attributes:
+        heavy: run with the allocator's settings of `malloc_tuning`.
+        resumes: the same call continues after an interruption, so the number of threads, on which rounding may depend,
+            does not follow the machine's load.
+        lower: the options to lower if memory runs out.
+    """
 
     module: str
     help: str
@@ -58,11 +63,11 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. `argv` defaults to the process's arguments."""
+    """Run the command line and return the exit code. `argv` defaults to the process's arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by `>&-`
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (until the process ends)
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (stays open until the process ends)
     debug = _take("--debug", arguments)
     warnings.showwarning = _show_warning
     command = COMMANDS.get(arguments[0]) if arguments else None
@@ -71,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error := _unwritten():
             raise error
         return code
-    except SystemExit:  # of a command's --help
+    except SystemExit:  # raised by --help of a command
         _unwritten()
         raise
-    except BrokenPipeError:  # the reader of our output has gone, as in `limner --help | head -1`
+    except BrokenPipeError:  # the reader of the output has exited, as in `limner --help | head -1`
         _unwritten()
         return 0
     except (Exception, KeyboardInterrupt) as error:
@@ -88,17 +93,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"limner: {printable(sentence)}", file=sys.stderr)
         return code
     finally:
-        if argv is None:  # nothing is left to interrupt but the interpreter's own end
+        if argv is None:  # only the interpreter's shutdown remains
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _run(command: Command | None, arguments: list[str], whole: bool, debug: bool) -> int:
-    """The exit code of a command; `whole`: this process is there for it alone."""
+    """Run a command and return its exit code. `whole`: the process runs only this command."""
     if command is None:
         return _without_command(arguments)
     if whole:
         _end_imports_on_interrupt(command)
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # as stderr has it
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # the default of stderr
         if not command.resumes and (message := openmp.bound_threads()) and debug:
             print(f"limner: {message}", file=sys.stderr)
         if command.heavy:
@@ -109,7 +114,8 @@ def _run(command: Command | None, arguments: list[str], whole: bool, debug: bool
 
 
 def _unwritten() -> OSError | None:
-    """Write what is left of the output. If that fails, returns why, and Python does not try again when it ends."""
+    """Flush stdout. Return the error if this fails; stdout then points to the null device, so that Python's flush at
+    exit succeeds."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -119,7 +125,7 @@ def _unwritten() -> OSError | None:
 
 
 def help_text() -> str:
-    """What `limner --help` prints."""
+    """Return the text of `limner --help`."""
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
     return (
@@ -133,14 +139,14 @@ def help_text() -> str:
 
 
 def choose(name: str, options: Sequence[str], what: str) -> str:
-    """`name` if it is one of the options; else a `UserError` that suggests the nearest."""
+    """Return `name`. Raises `UserError` with the nearest option if `name` is not in `options`."""
     if name in options:
         return name
     raise UserError(f"there is no {what} {name!r}: {suggestion(name, options)}")
 
 
 def dispatch(prog: str, kinds: Mapping[str, Callable[[Sequence[str]], None]], argv: Sequence[str]) -> None:
-    """Run one of a command's own commands; the first line of its docstring is its help."""
+    """Run a subcommand; its docstring's first line is its help. Raises `UserError` if it is unknown or missing."""
     if argv and argv[0] not in ("-h", "--help"):
         kinds[choose(argv[0], list(kinds), prog.split()[-1] + " command")](argv[1:])
         return
@@ -168,7 +174,7 @@ def _without_command(arguments: list[str]) -> int:
 
 
 def _take(flag: str, arguments: list[str]) -> bool:
-    """Remove `flag` from the arguments (those before `--`); whether it was there."""
+    """Remove `flag` from the arguments before `--`. Return True if it was there."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     found = [i for i in range(end) if arguments[i] == flag]
     for i in reversed(found):
@@ -177,12 +183,12 @@ def _take(flag: str, arguments: list[str]) -> bool:
 
 
 def _explain(error: BaseException, command: Command | None) -> tuple[int, str] | None:
-    """Exit code and sentence of an error that a user can mend; None for a fault of the program."""
+    """Return exit code and message of an error that the user can fix; None for a bug in the program."""
     if isinstance(error, UserError):
         return 2, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, _interrupted(command)
-    loop = sys.modules.get("limner.training.loop")  # imported by whatever trains
+    loop = sys.modules.get("limner.training.loop")  # imported only by commands that train
     if loop is not None and isinstance(error, loop.Interrupted):
         return 130, str(error)
     if isinstance(error, ImportError):
@@ -202,7 +208,7 @@ def _interrupted(command: Command | None) -> str:
 
 
 def _end_imports_on_interrupt(command: Command | None) -> None:
-    """Let Ctrl-C end the process at once while a module is imported; elsewhere it raises KeyboardInterrupt as before.
+    """Let Ctrl-C end the process immediately during an import; at other times it raises KeyboardInterrupt.
 
     Importing torch or numpy turns a KeyboardInterrupt into other errors, or prints it and continues.
     """
@@ -219,12 +225,12 @@ def _end_imports_on_interrupt(command: Command | None) -> None:
         signal.signal(signal.SIGINT, handle)
 
 
-# How torch says that an allocation failed, or that its size is beyond any memory.
+# Torch's messages for a failed allocation, or a size beyond any memory.
 _NO_MEMORY = re.compile("can't allocate memory|not enough memory|out of memory|Storage size calculation overflowed")
 
 
 def _of_system(error: BaseException) -> str | None:
-    """The operating system's error, also if a library (safetensors) wraps it in one of its own."""
+    """Return the message of an operating system error, also of one that safetensors wraps; None for other errors."""
     if not isinstance(error, OSError):
         code = re.search(r"Os \{ code: (\d+)", str(error)) if type(error).__name__ == "SafetensorError" else None
         if code is None:
@@ -237,13 +243,13 @@ def _of_system(error: BaseException) -> str | None:
     return says if where is None else f"{os.fsdecode(where)}: {says}"
 
 
-_shown: Counter[tuple[str, int]] = Counter()  # warnings so far from a place in the source
+_shown: Counter[tuple[str, int]] = Counter()  # number of warnings per file and line of the source
 
 
 def _show_warning(
     message: Warning | str, category: object, filename: str, lineno: int, *_: object, **__: object
 ) -> None:
-    """A warning as one line, without its place in the source; each kind three times at most."""
+    """Print a warning as one line, without its place in the source, at most three times per place."""
     _shown[filename, lineno] += 1
     if _shown[filename, lineno] <= 3:
         print(f"limner: warning: {printable(message)}", file=sys.stderr)

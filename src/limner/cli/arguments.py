@@ -1,4 +1,4 @@
-"""Options from dataclasses, by `tyro`, with its errors put into one sentence; checks of paths to write to."""
+"""Command-line options from dataclasses, by `tyro`, with errors of one sentence; checks of output paths."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from limner.errors import UserError, nearest
 from limner.validation import OutOfRange, not_among
 
 T = TypeVar("T")
-_TEMPORARY = 18  # bytes by which temporary names (`limner.atomic_io`) are longer than what they become
-_LONGEST = 300  # characters of an error message, which repeats what was given
+_TEMPORARY = 18  # bytes by which temporary names (`limner.atomic_io`) are longer than final names
+_LONGEST = 300  # characters of an error message, which quotes the arguments
 
 
 _REGISTRY = ConstructorRegistry()
@@ -38,7 +38,7 @@ _REGISTRY = ConstructorRegistry()
 
 @_REGISTRY.primitive_rule
 def _by_name(of: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Makes `--prior.training.precision bf16` an option: see `config.bare`."""
+    """Parse a union of dataclasses without settings by name (`config.bare`): `--prior.training.precision bf16`."""
     if not (names := bare(of.type)):
         return None
     return PrimitiveConstructorSpec(
@@ -53,7 +53,7 @@ def _by_name(of: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 
 @_REGISTRY.struct_rule
 def _with_help(of: StructTypeInfo) -> StructConstructorSpec | None:
-    """The settings of a dataclass, with their help as running text: tyro keeps the line ends of docstrings."""
+    """Parse a dataclass, with unwrapped help texts: tyro by itself keeps the line breaks of docstrings."""
     if not is_dataclass(of.type):
         return None
     hints, whole = get_type_hints(of.type, include_extras=True), of.default
@@ -74,7 +74,8 @@ def _default(setting: Field[Any]) -> Any:
 
 
 def help_of(cls: type, name: str, nested: type | None = None) -> str | None:
-    """What the docstrings of a dataclass, or of its bases, say of a setting; else those of the class of its value."""
+    """Return the help of a setting, from the docstrings of the dataclass or its bases, else of `nested`, the class of
+    the setting's value. Returns None without either."""
     for place in cls.__mro__[:-1]:
         for found in docstring_parser.parse_from_object(place).params:
             if name in found.arg_name.split(", ") and found.description:
@@ -83,19 +84,19 @@ def help_of(cls: type, name: str, nested: type | None = None) -> str | None:
 
 
 def _flowing(text: str) -> str:
-    """Paragraphs without ends of lines within them."""
+    """Join the lines of each paragraph."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text.strip()))
 
 
 def parse(
     cls: type[T], argv: Sequence[str], prog: str, default: T | None = None, kinds: Mapping[str, Sequence[str]] = {}
 ) -> T:
-    """An instance of the dataclass `cls` from command-line arguments.
+    """Build an instance of the dataclass `cls` from command-line arguments.
 
-    In a union of dataclasses the member is that of `default` (`limner.cli.variant_options` chooses it by name); if the
-    members have no settings, it is chosen by name here.
-    `kinds` are options that have been read before, and their choices. `--help` prints the class's docstring, these and
-    the options, and exits. Raises `UserError` on a mistake.
+    A union of dataclasses keeps the member of `default`, which `limner.cli.variant_options` selects by name. If no
+    member has settings, this function selects the member by name. `kinds` maps options that the caller has already
+    parsed to their choices. `--help` prints the class's docstring, `kinds` and the options, and exits. Raises
+    `UserError` for invalid arguments.
     """
     about = docstring_parser.parse(cls.__doc__ or "").description or ""
     markers = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
@@ -120,18 +121,18 @@ def parse(
     with _errors.on_parse_error(refuse):
         try:
             return tyro.cli(cls, args=list(argv), prog=prog, **options)
-        except ValueError as wrong:  # of settings whose options have no prefix
+        except ValueError as wrong:  # raised by a dataclass with unprefixed options
             raise UserError(f"{_out_of_range(wrong, cls) or wrong} (see `{prog} --help`)") from None
 
 
 def _unknown(words: Sequence[str], options: Sequence[str]) -> str:
-    named = [word for word in words if word.startswith("--")] or words  # without the values of unknown options
+    named = [word for word in words if word.startswith("--")] or words  # omits values of unknown options
     meant = nearest(named[0], options) if named[0].startswith("--") and named[0] not in options else None
     return f"unknown: {', '.join(named)}" + (f", did you mean {meant}?" if meant else "")
 
 
 def _says(event: _errors.ParseErrorEvent) -> str:
-    """What tyro found wrong with options that are known."""
+    """Return the message for tyro's errors, except unknown options."""
     match event:
         case _errors.MissingArgs():
             return f"missing: {', '.join(_name(missing.arg) for missing in event.missing_arguments)}"
@@ -147,13 +148,15 @@ def _says(event: _errors.ParseErrorEvent) -> str:
 
 
 def _name(argument: Any) -> str:
-    """--out of an option, CAPTION of an argument that has no option."""
+    """Return the name in messages: "--out" for an option, "CAPTION" for a positional argument."""
     return str(argument.lowered.metavar) if argument.is_positional() else argument.display_name()
 
 
 def _out_of_range(error: BaseException | None, cls: type) -> str | None:
-    """What a dataclass found wrong with its fields, with the option's name. The error that tyro reports was caused by
-    the dataclass's own error, which has the sentence, and by one of tyro's, which knows the option."""
+    """Return the message of an `OutOfRange` error with the option's name; None for other errors.
+
+    In the chain of causes of tyro's error, `OutOfRange` has the message and another error of tyro has the option.
+    """
     place = ""
     while error is not None and not isinstance(error, OutOfRange):
         found = getattr(error, "arg", None)
@@ -162,18 +165,18 @@ def _out_of_range(error: BaseException | None, cls: type) -> str | None:
         return None
     first, _, rest = place.partition(".")
     notes = getattr(get_type_hints(cls, include_extras=True).get(first), "__metadata__", ())
-    if any(getattr(note, "name", None) == "" for note in notes):  # its options have no prefix
+    if any(getattr(note, "name", None) == "" for note in notes):  # options without a prefix
         place = rest
-    elif place == cls.__name__:  # tyro's name for the whole
+    elif place == cls.__name__:  # tyro's name for the root
         place = ""
     return ".".join(filter(None, (place, error.name))).replace("_", "-") + " " + error.says
 
 
 def place(path: Path, folder: bool = False) -> Path:
-    """Check that a file or folder can be written, before work is done for it. Returns the path.
+    """Check that a file or folder can be written, before the work starts. Return the path.
 
-    A folder's name is made explicit where it is "." or ends in "..". Raises `UserError`: something else is there, a
-    name is too long, or nothing can be written there.
+    A folder "." or one that ends in ".." becomes an absolute path. Raises `UserError` if the path is of another kind,
+    a name is too long, or the place is not writable.
     """
     if "\0" in str(path):
         raise UserError(f"{path} cannot be a name: it has a zero byte")
@@ -202,7 +205,7 @@ def place(path: Path, folder: bool = False) -> Path:
 
 
 def place_png(path: Path) -> Path:
-    """`place` for a picture. Raises `UserError` also if its name ends in anything but .png."""
+    """Check an output path like `place`. Raises `UserError` also if the name does not end in .png."""
     if place(path).suffix.lower() != ".png":
         raise UserError(f"pictures are PNG files: name it {path.with_suffix('.png')}, not {path}")
     return path

@@ -21,25 +21,25 @@ from limner.validation import Checked, Range
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Checked):
-    """Time drawing and training of a prior with random weights: the paper's sparse pattern beside dense attention,
-    against what the machine allows. Close other programs first."""
+    """Time drawing and training of a prior with random weights, with the paper's sparse attention and with dense
+    attention, and compare them with the machine's limits. Close other programs first."""
 
     size: str = "small"
-    """A size by name, tiny to dalle-12b; 256 text tokens, 8,192 image codes."""
+    """Name of a size, tiny to dalle-12b; 256 text tokens, 8,192 image codes."""
     candidates: Annotated[tuple[int, ...], CANDIDATES] = (1, 64)
-    """Drawn together, of one caption."""
+    """Numbers of candidates of one caption, drawn in one batch."""
     grids: Annotated[tuple[int, ...], Range(1, 128)] = (32,)
-    """Sides of the image's grid of tokens."""
+    """Side lengths of the image token grid."""
     batch: Annotated[int, Range(0, 2**16)] = 4
-    """Samples of a training step; 0 leaves training out."""
+    """Samples per training step; 0 skips training."""
     checkpointing: bool = False
     """Train with activations recomputed in the backward pass."""
     compiled: bool = False
-    """Draw with compiled steps; half a minute of compilation for each line, the first time."""
+    """Draw with compiled steps; the first run compiles for half a minute per line."""
     rounds: Annotated[int, Range(1, 1_000)] = 3
-    """Rounds in which sparse and dense take turns; medians and ratios within rounds are shown."""
+    """Rounds that alternate sparse and dense; the table shows medians, and the median of ratios within rounds."""
     plot: Annotated[Path | None, arg(aliases=("-o",))] = None
-    """Also draw the cost against candidates and grids as a PNG (needs matplotlib)."""
+    """Also plot the cost over candidates and grids as a PNG (needs matplotlib)."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
     choose(options.size, list(SIZES), "size")
     if options.plot:
         place_png(options.plot)
-        _pyplot()  # complains before anything is measured
+        _pyplot()  # raises before any measurement
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _measured(options: BenchOptions, config: Any, device: Any) -> dict[str, Any]:
-    """Print a grid's figures as they are found; returns seconds per picture by candidates and side, and of training."""
+    """Print the results of one grid during measurement. Return seconds per picture by candidates and attention, and
+    seconds per training sample."""
     from limner.profiling import throughput
 
     sides = {"sparse": config, "dense": replace(config, pattern="dense")}
@@ -102,7 +103,7 @@ def _drawing(options: BenchOptions, sides: dict[str, Any], n: int, here: Any, de
 
 
 def _rounds(options: BenchOptions, sides: dict[str, Any], measure: Callable[[str, Any], Any]) -> list[dict[str, Any]]:
-    """What is measured of each side, round by round; without the sides that do not fit into memory."""
+    """Return a dictionary of measurements per round, without a dense side that does not fit into memory."""
     import torch
 
     found: list[dict[str, Any]] = [{} for _ in range(options.rounds)]
@@ -150,7 +151,7 @@ def _pyplot() -> Any:
 
 
 def _plot(options: BenchOptions, found: Sequence[dict[str, Any]]) -> None:
-    """Seconds per picture against candidates, and against the grid with the seconds of a training sample."""
+    """Plot seconds per picture over candidates, and seconds per picture and training sample over the grid's side."""
     pyplot = _pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
     most = max(options.candidates)

@@ -1,4 +1,4 @@
-"""`limner bundle RUN OUT`: pack a trained model with a name, a description and its scores."""
+"""`limner bundle RUN OUT`: pack a trained model with a name, a description and scores."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from limner.errors import UserError, printable
 
 @dataclass(frozen=True, kw_only=True)
 class BundleOptions:
-    """Copy a bundle, with a model card of your words and scores. A dVAE's weights are stored in 16 bits if that changes
-    none of them, whatever --bits says."""
+    """Copy a bundle, with your own model card and scores. --bits does not apply to the dVAE, whose weights are stored
+    in 16 bits if this is lossless."""
 
     source: Positional[str]
     """A run of `limner train`, or a bundle."""
     out: Positional[Path]
     """The new folder."""
     name: str | None = None
-    """Of the model; the new folder's by default."""
+    """Name of the model; the name of the new folder by default."""
     about: str | None = None
     """One sentence on what it draws."""
     license: str | None = None
-    """Of the model, such as CC-BY-4.0; by default what the source says."""
+    """License of the model, such as CC-BY-4.0; by default that of the source."""
     scores: tuple[Path, ...] = ()
-    """JSON files of `limner evaluate` whose tables go into the card."""
+    """JSON files of `limner evaluate`, whose tables are added to the card."""
     bits: Literal[8, 16] = 16
-    """Bits of each number of the prior and the contrastive model; with 8, matrices have a scale for each row."""
+    """Bits per weight of the prior and the contrastive model; 8 bits apply to matrices, with a scale per row."""
     prune: str | None = None
-    """Leave out the codes of the dVAE that no picture of this data has."""
+    """Remove dVAE codes that no picture of this data set uses."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write a bundle anew: with another name or card, weights in 8 bits, or fewer codes."""
+    """Copy a bundle with another name or card, weights in 8 bits, or fewer codes."""
     options = parse(BundleOptions, argv, "limner bundle")
     out = place(options.out, folder=True)
     import torch

@@ -1,4 +1,4 @@
-"""`limner convert openai-dvae ENCODER DECODER OUT`: published weights, in our format."""
+"""`limner convert openai-dvae ENCODER DECODER OUT`: published weights in limner's format."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from limner.validation import Checked, Range
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAIDVAE(Checked):
-    """Convert OpenAI's published dVAE, or one like it: an encoder and a decoder. Nothing is rounded.
+    """Convert OpenAI's published dVAE, or another of its architecture, without rounding.
 
-    Each is the pickled module as published (encoder.pkl, decoder.pkl), or its state dict as torch or safetensors
-    write it. No code in a file is run.
+    Encoder and decoder are pickled modules as published (encoder.pkl, decoder.pkl), or state dicts of torch or
+    safetensors. No code in a file is run.
     """
 
     encoder: Positional[Path]
-    """Its file."""
+    """File of the encoder."""
     decoder: Positional[Path]
-    """Its file."""
+    """File of the decoder."""
     out: Positional[Path]
-    """New folder; `limner train` takes it as --dvae.bundle, with any recipe."""
+    """New folder; `limner train` accepts it as --dvae.bundle, with any recipe."""
     size: Annotated[int, Range(1, 4_096)] = 256
-    """Side of the pictures that it will be used for."""
+    """Side of the pictures in pixels."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run one of the commands."""
+    """Run a subcommand of `limner convert`."""
     dispatch("limner convert", {"openai-dvae": openai_dvae}, argv)
 
 
 def openai_dvae(argv: Sequence[str]) -> None:
-    """a dVAE with the names of OpenAI's release"""
+    """convert a dVAE with the parameter names of OpenAI's release"""
     options = parse(OpenAIDVAE, argv, "limner convert openai-dvae")
     place(options.out, folder=True)
     from limner.bundles import save_dvae

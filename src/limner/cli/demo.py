@@ -1,4 +1,4 @@
-"""`limner demo`: from nothing to pictures and a report."""
+"""`limner demo`: train on synthetic scenes, draw, and write a report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from limner.runs.demo_options import Demo
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the demo and say what it made."""
+    """Run the demo and print its results and output files."""
     options = parse(Demo, argv, "limner demo")
     place(options.out, folder=True)
     from limner.runs.demo import run

@@ -1,4 +1,4 @@
-"""`limner draw "a caption"`: PNG files of what a model makes of it."""
+"""`limner draw "a caption"`: draw a caption and write PNG files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from limner.cli.draw_common import DrawOrEdit, draw
 
 @dataclass(frozen=True, kw_only=True)
 class Draw(DrawOrEdit):
-    """Draw a caption: candidates are sampled and scored, and the best are written as PNGs.
+    """Draw a caption: sample candidates, score them, and write the best as PNG files.
 
     The same caption, seed and settings give the same picture.
     """

@@ -1,4 +1,4 @@
-"""What `limner draw` and `limner edit` share: options, and the way from a caption to PNG files."""
+"""Options of `limner draw` and `limner edit`, and the function that draws a caption and writes PNG files."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from limner.progress import progress
 from limner.sampling.generation_config import GenerationConfig
 from limner.validation import Checked, Range
 
-_NAME_BYTES = 120  # of a caption in a file's name; names may have 255 bytes, on some file systems 143
+_NAME_BYTES = 120  # of the caption in a file name; file systems allow 255 bytes, some 143
 
 
 def _models() -> str:
@@ -27,25 +27,28 @@ def _models() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawOrEdit(Checked):
-    """The caption of a picture, and what becomes of it.
+    """Options of drawing and editing.
 
-    `suffix` of file names tells an edited picture from the one that it was, which often has the same caption.
+    `suffix` is part of the default file name: an edited picture often has the same caption as its original.
     """
 
     suffix: ClassVar[str] = ""
 
     n: Annotated[int, arg(aliases=("-n",)), Range(1, 2**16)] = 1
-    """How many drawings to keep, the best that differ."""
+    """Number of drawings to keep, the best distinct ones."""
     options: Annotated[GenerationConfig, arg(name="")] = GenerationConfig(candidates=16)
     model: Annotated[str, arg(help=_models())] = pretrained.DEFAULT
     output: Annotated[str | None, arg(aliases=("-o",))] = None
-    """A PNG file (NAME-1.png, NAME-2.png, ... for several) or a folder; named after the caption by default."""
+    """A PNG file (NAME-1.png, NAME-2.png, ... for several) or a folder; by default a file named after the caption."""
     scale: Annotated[int | None, Range(1, 2**14)] = None
-    """Enlarge by this whole factor; by default to at least 384 pixels, 1 keeps the model's own pixels."""
+    """Integer factor of enlargement; by default to at least 384 pixels. 1 keeps the model's resolution."""
 
 
 def draw(options: DrawOrEdit, caption: str, given: Callable[[Any], Any] | None = None) -> None:
-    """Write the drawings of a caption. `given` makes what is fixed of the picture, from the loaded model."""
+    """Draw a caption and write PNG files. `given` maps the loaded model to the fixed tokens of a picture.
+
+    Raises `UserError` if the caption is empty or the output is not writable.
+    """
     if not caption.strip():
         raise UserError("the caption is empty: write what the picture shows")
     out = output_path(options, caption)
@@ -65,7 +68,7 @@ def draw(options: DrawOrEdit, caption: str, given: Callable[[Any], Any] | None =
 
 
 def output_path(options: DrawOrEdit, caption: str) -> Path:
-    """Where to write, checked before any work is done."""
+    """Return the output file. Raises `UserError` if it is not writable."""
     words = re.sub(r"[^\w]+", "-", caption.lower()).strip("-")[:80]
     name = (words.encode()[:_NAME_BYTES].decode(errors="ignore").strip("-") or "drawing") + options.suffix
     if options.options.seed:
@@ -79,7 +82,7 @@ def output_path(options: DrawOrEdit, caption: str) -> Path:
 
 
 def _named(output: str | None, name: str) -> Path:
-    """The file that `--output` means: in a folder, it has the name."""
+    """Return the file of `--output`; `name` is the file name in a folder or without `--output`."""
     if output is None:
         return Path(name)
     if not output:

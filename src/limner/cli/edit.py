@@ -1,4 +1,4 @@
-"""`limner edit PICTURE "a caption"`: a part of a picture drawn anew."""
+"""`limner edit PICTURE "a caption"`: redraw a part of a picture."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from limner.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Edit(DrawOrEdit):
-    """Draw a part of a picture anew to fit a caption: the part below what is kept, or where a mask is light. Of the
-    candidates those are kept that the prior finds likeliest."""
+    """Redraw a part of a picture to fit a caption: the rows below the kept ones, or the light parts of a mask. The
+    result is the candidates with the highest likelihood under the prior."""
 
     suffix: ClassVar[str] = "-edited"
     image: Positional[Path]
-    """The picture; its central square is taken."""
+    """The picture, cropped to its central square."""
     caption: Positional[str]
     """What the whole picture shows, in quotes."""
     keep: str | None = None
-    """top:N keeps the top N rows of tokens and draws what is below."""
+    """top:N keeps the top N rows of tokens and redraws the rows below."""
     mask: Path | None = None
-    """A picture whose light parts are drawn anew."""
+    """A picture whose light parts mark what to redraw."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Draw a part of a picture anew."""
+    """Redraw a part of a picture."""
     options = parse(Edit, argv, "limner edit")
     if (options.keep is None) == (options.mask is None):
         raise UserError("say what to keep with --keep top:N, or what to draw anew with --mask FILE: one of the two")

@@ -1,6 +1,6 @@
-"""`limner plan`: what training a recipe's prior would take, and how to start it, without touching a GPU.
+"""`limner plan`: estimates of memory, time and traffic to train a recipe's prior, and the launch command.
 
-It also plans the paper's layout on machines; `RUNS` says which figures are of which settings.
+No GPU is needed. The tables describe the paper's layout on machines; `RUNS` states what limner runs.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ are calculated for what the recipe has."""
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Checked):
-    """Parameters, memory, arithmetic, communication and time of a recipe's prior on a cluster.
+    """Estimate parameters, memory, FLOPs, communication and time of a recipe's prior on a cluster.
 
-    The tables are of the paper's layout; the launches are what `torchrun` can start, with the command for the best.
+    The tables describe the paper's layout. The launches are those that `torchrun` can start, with the best command.
     """
 
     recipe: str = "dalle-12b"
-    """A recipe by name."""
+    """Name of a recipe."""
     gpus: Annotated[int, Range(1, 10**7)] = 1_024
-    """How many there are."""
+    """Number of GPUs."""
     gpu: str = "v100-16gb"
     """One of v100-16gb, a100-80gb, h100-80gb, h200-141gb."""
     batch: Annotated[int | None, Range(1, 2**20)] = None
     """Samples per step, over all GPUs; the recipe's by default."""
     per_machine: Annotated[int, Range(1, 10**5)] = 8
-    """GPUs of a machine, among which its copy of the parameters is sharded."""
+    """GPUs per machine; a machine's copy of the parameters is sharded over them."""
     rank: Annotated[int | None, Range(1, 10**6)] = None
-    """PowerSGD's rank over all shards; the paper's by default (Table 1)."""
+    """Rank of PowerSGD over all shards; the paper's by default (Table 1)."""
     link: Annotated[float | None, Range(1e-3, 1e9)] = None
-    """Mbit/s between a machine and the others; what is usual for the kind of GPU by default."""
+    """Bandwidth between machines in Mbit/s; by default typical for the GPU."""
     replicas: Annotated[int | None, Range(1, 10**7)] = None
-    """Of the sharded parameters; the quickest number that fits by default."""
+    """Replicas of the sharded parameters; the fastest number that fits by default."""
     trial: bool = False
-    """Also try the launch in this process, on tensors without values: seconds for a small model, minutes for the
-    largest."""
+    """Also run a dry run of the launch in this process, on tensors without values: seconds for a small model, minutes
+    for the largest."""
     candidates: Annotated[int, Range(1, 10**6)] = 512
-    """Of one caption, when sampling."""
+    """Candidates of one caption, for the memory of sampling."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print what a run would take on so many GPUs."""
+    """Print the estimates, the launches and the command for the best one."""
     options = parse(PlanOptions, argv, "limner plan")
     choose(options.gpu, list(GPUS), "GPU")
     recipe = recipes.get(options.recipe)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
-    """The blocks of text that the command prints."""
+    """Yield the tables of the paper's layout as blocks of text."""
     c, gpu = made.config, GPUS[made.gpu]
     h, w = c.grid
     yield (

@@ -1,4 +1,4 @@
-"""What `limner plan` says of starting a run on many GPUs: which launch, its command, and what a trial of it found."""
+"""Text of `limner plan` on launches: a table of launches, the command for the best, and the results of a dry run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ _SHOWN = 5
 
 
 def gb(value: float) -> str:
-    """Bytes as billions of them."""
+    """Format bytes as GB (10^9 bytes)."""
     return f"{value / GB:,.2f}"
 
 
 def launches(found: Sequence[LaunchEstimate], recipe: str, before: TrainConfig) -> Iterable[str]:
-    """Blocks of text: the launches, the command for the first, or why none fits. `before` is the recipe's training."""
+    """Yield blocks of text: a table of launches, then the command for the best, or the memory that is missing.
+
+    `before` is the training configuration of the recipe.
+    """
     best, cluster = found[0], found[0].cluster
     rows = [
         (
@@ -54,7 +57,7 @@ def launches(found: Sequence[LaunchEstimate], recipe: str, before: TrainConfig) 
 
 
 def tried(timed: LaunchEstimate, trial: DryRun) -> Iterable[str]:
-    """Blocks of text: memory and traffic of the first rank, calculated and as the trial found them, and its shards."""
+    """Yield a block of text: memory and traffic of rank 0, calculated and from the dry run, and its shards' shapes."""
     launch = timed.launch.uncompressed
     calculated = {
         **{name: launch.state[name] for name in trial.state},

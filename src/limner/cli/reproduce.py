@@ -1,4 +1,4 @@
-"""`limner reproduce`: the papers' findings at the scale of this machine."""
+"""`limner reproduce`: experiments on findings of the papers, at the scale of one machine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from limner.cli.arguments import parse, place
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduce:
-    """Run the experiment behind a finding of the papers, and say whether it holds here.
+    """Run the experiment behind a finding of the papers, and check the finding on this machine.
 
-    Each ends within 20 minutes on two cores. A trial that is done is kept: after Ctrl-C the same command goes on.
+    Each takes at most 20 minutes on two cores. After Ctrl-C, the same command resumes with the unfinished trials.
     """
 
     name: Positional[str]
-    """Of the finding; `limner reproduce` without a name lists them."""
+    """Name of the finding; `limner reproduce` without a name lists all."""
     quick: bool = False
-    """A few short trials that show that it works, and not whether the finding holds."""
+    """Run a few short trials, which test the command but not the finding."""
     output: Annotated[Path, arg(aliases=("-o",))] = Path("reproduced")
-    """A folder for the page with table and curves, and for the trials."""
+    """Folder for the page with table and curves, and for the trials."""
 
 
 def main(argv: Sequence[str]) -> None:

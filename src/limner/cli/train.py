@@ -1,4 +1,4 @@
-"""`limner train DATA --recipe NAME --out RUN`: a recipe, with any setting overridden."""
+"""`limner train DATA --recipe NAME --out RUN`: train a recipe; options override its settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from limner.validation import Checked, Range
 
 if TYPE_CHECKING:
     Reducer = str
-else:  # of which no type checker can read the names
+else:  # type checkers cannot evaluate the names
     Reducer = Literal[tuple(process_group.REDUCERS)]
 
 
@@ -41,8 +41,8 @@ def _recipes() -> str:
 class Train(Checked):
     """Train on image-caption data: a folder of pictures with .txt captions, JSONL, CSV or Parquet, or tar shards.
 
-    The same command goes on after an interruption. The result is a bundle: `limner draw --model RUN`. With
-    `--dvae.bundle FOLDER` any recipe takes the dVAE of a bundle, or one that `limner convert` wrote, and trains none.
+    The same command resumes after an interruption. The result is a bundle: `limner draw --model RUN`. With
+    `--dvae.bundle FOLDER`, a recipe uses the dVAE of a bundle, or one from `limner convert`, instead of training one.
     """
 
     data: Positional[str]
@@ -51,24 +51,25 @@ class Train(Checked):
     """Folder of the run."""
     recipe: Annotated[str, arg(help=_recipes())]
     stages: tuple[Literal["dvae", "prior", "contrastive"], ...] = ()
-    """Which stages to train; all by default."""
+    """Stages to train; all by default."""
     parallel: process_group.Kind = "replicated"
-    """Whether each of the processes that torchrun starts holds all weights, or a part of them (sharded), or all weights
-    and a part of gradients, averages and moments (zero2)."""
+    """Weights in each process of torchrun: all (replicated), a part (sharded), or all, with a part of gradients,
+    averages and moments (zero2)."""
     replicas: Annotated[int | process_group.Machines, Range(1, 2**16)] = 1
-    """How many groups of processes hold all weights together, if they are sharded; machines makes one of each machine,
-    also when a machine is lost or joins."""
+    """Number of process groups that each hold all weights, for sharded and zero2; machines makes each machine a group,
+    also after a machine is lost or added."""
     deterministic: bool = False
-    """The same weights again from the same command, on GPUs, too, where it is slower; stages are trained in turn."""
+    """Train reproducibly: the same command gives the same weights. Slower on GPUs; stages are trained one by one."""
     reduce: Reducer = "plain"
-    """How gradients travel between replicas: in fp32, in bf16, or as thin factors, by the paper's way or torch's."""
+    """Format of gradients sent between replicas: fp32, bf16, or PowerSGD factors of the paper or of torch."""
     reduce_rank: Annotated[int | None, Range(1, 2**16), arg(name="reduce.rank")] = None
-    """Of PowerSGD's factors, over all shards of a matrix; by default an eighth of its smaller side, of torch's 32."""
+    """Rank of the PowerSGD factors of a matrix over all its shards; by default an eighth of its smaller side, or 32
+    for torch's."""
     settings: Annotated[Recipe, arg(name="")]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train the stages of a recipe, whose settings are options."""
+    """Train the stages of a recipe; its settings are options."""
     settings = find_recipe(_value_of("--recipe", argv))
     if settings is None and not {"-h", "--help"} & set(argv):
         raise UserError(f"say which recipe to train with --recipe NAME: {', '.join(recipes.SUMMARIES)}")
@@ -105,14 +106,17 @@ def _reducer(options: Train) -> Make | None:
 
 
 def find_recipe(name: str | None) -> Recipe | None:
-    """The recipe of that name or file; None for None."""
+    """Return the recipe of a name or a JSON file; None for None. Raises `UserError` if the recipe cannot be read."""
     if name is None:
         return None
     return load_json(Recipe, name) if name.endswith(".json") else recipes.get(name)
 
 
 def _borrowing(recipe: Recipe, argv: Sequence[str]) -> Recipe:
-    """The recipe, with a borrowed dVAE if the arguments name one: options of its training are none then."""
+    """Return the recipe, with a pretrained dVAE if the arguments name one.
+
+    Raises `UserError` if they also set options of dVAE training.
+    """
     names = [word.partition("=")[0] for word in argv]
     if "--dvae.bundle" not in names or isinstance(recipe.dvae, PretrainedDVAE):
         return recipe
@@ -126,7 +130,7 @@ def _borrowing(recipe: Recipe, argv: Sequence[str]) -> Recipe:
 
 
 def _value_of(option: str, argv: Sequence[str]) -> str | None:
-    """The value of an option that decides what the other options are."""
+    """Return the value of an option on which other options depend; None if it is absent."""
     for i, word in enumerate(argv):
         if word == option and i + 1 < len(argv):
             return argv[i + 1]

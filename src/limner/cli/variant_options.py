@@ -1,7 +1,7 @@
-"""Settings of several kinds, chosen by name: `--prior.training.schedule Plateau`.
+"""Settings that are unions of dataclasses, with the member selected by name: `--prior.training.schedule Plateau`.
 
-Where a setting is a union of dataclasses, the member that is chosen decides which options there are. So the choice is
-taken out of the arguments before tyro reads the rest, with the chosen member as the default.
+The selected member determines the other options. So this module removes the selection from the arguments first; tyro
+then parses the rest with the selected member as the default.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ T = TypeVar("T")
 
 
 def chosen(default: T, argv: Sequence[str]) -> tuple[T, list[str]]:
-    """The dataclass `default` with the members that the arguments name, and the other arguments.
+    """Return `default` with the union members that the arguments select, and the remaining arguments.
 
-    A member that is chosen has its own defaults; what has none it takes from the member that it replaces. Such defaults
-    are not checked, because two choices may be valid only together: tyro makes them anew, and they are checked then.
-    Raises `UserError` for a name that is none.
+    A selected member has its own defaults; a setting without a default takes the value of the replaced member. This
+    function does not validate, because two selections may be valid only together; tyro's new instances are validated.
+    Raises `UserError` for an unknown member.
     """
     rest = list(argv)
     return _chosen(type(default), default, "", rest), rest
 
 
 def kinds(default: Any, path: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Each option that chooses a member of a union within the dataclass `default`, and the names of the members."""
+    """Yield each option that selects a union member within the dataclass `default`, with the names of the members."""
     hints = get_type_hints(type(default))
     for setting in fields(default):
         hint, value, option = hints[setting.name], getattr(default, setting.name), f"{path}{_option(setting.name)}"
@@ -42,7 +42,7 @@ def kinds(default: Any, path: str = "") -> Iterator[tuple[str, list[str]]]:
 
 
 def _chosen(hint: Any, value: Any, path: str, argv: list[str]) -> Any:
-    """`value`, a setting of type `hint` at `path`, with the members that are named; their names leave `argv`."""
+    """Return `value`, of type `hint` at `path`, with the selected members; remove the selections from `argv`."""
     names = _names(hint)
     name = _take(f"--{path}", argv) if names else None
     if name is not None and name not in names:
@@ -60,14 +60,14 @@ def _chosen(hint: Any, value: Any, path: str, argv: list[str]) -> Any:
 
 
 def _names(hint: Any) -> dict[str, type]:
-    """The members of a union of dataclasses by name; empty for other types, and where an option names them already."""
+    """Return the members of a union of dataclasses by name; empty for other types and for unions that tyro parses."""
     found = members(hint)
     of_classes = len(found) > 1 and all(map(is_dataclass, found)) and not bare(hint)
     return {variant_name(member): member for member in found} if of_classes else {}
 
 
 def _own(setting: Any, replaced: Any) -> Any:
-    """The default of a member's setting, or what the member that it replaces has there."""
+    """Return the default of a member's setting; without one, the value of the replaced member."""
     if setting.default is not MISSING:
         return setting.default
     if setting.default_factory is not MISSING:
@@ -76,7 +76,7 @@ def _own(setting: Any, replaced: Any) -> Any:
 
 
 def _make(kind: type, values: dict[str, Any]) -> Any:
-    """An instance that is not checked."""
+    """Build an instance without validation."""
     made = object.__new__(kind)
     for name, value in values.items():
         object.__setattr__(made, name, value)
@@ -84,7 +84,10 @@ def _make(kind: type, values: dict[str, Any]) -> Any:
 
 
 def _take(option: str, argv: list[str]) -> str | None:
-    """Remove an option from the arguments, as often as it is there; its last value, None if it is not there."""
+    """Remove all occurrences of an option from the arguments. Return the last value; None without any.
+
+    Raises `UserError` if a value is missing.
+    """
     value, at = None, 0
     while at < len(argv):
         word, given, after = argv[at].partition("=")

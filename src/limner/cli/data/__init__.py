@@ -9,7 +9,7 @@ from limner.cli.data import emoji, icons, prepare, scenes, show
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run one of the commands."""
+    """Run a subcommand of `limner data`."""
     kinds = {
         "scenes": scenes.main, "icons": icons.main, "emoji": emoji.main, "prepare": prepare.main, "show": show.main,
     }  # fmt: skip

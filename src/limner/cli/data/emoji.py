@@ -20,11 +20,11 @@ class WriteEmoji(Checked):
     """Write every emoji of an installed color-emoji font, with its names and a held-out split."""
 
     out: Positional[Path]
-    """A new folder, for tar shards."""
+    """A new folder for tar shards."""
     size: Annotated[int, Range(8, 1_024)] = 64
     """Side of the pictures in pixels."""
     font: Path | None = None
-    """A font file, if the system's own is not found or not wanted."""
+    """A font file; by default the system's color-emoji font."""
 
 
 def main(argv: Sequence[str]) -> None:

@@ -18,34 +18,34 @@ from limner.validation import Checked, OutOfRange, Range
 
 @dataclass(frozen=True, kw_only=True)
 class WriteIcons(Checked):
-    """Write drawings of the same subjects by several artists, with style, licence and author, pairs, and a split that
+    """Write icons of the same subjects by several artists, with style, license and author, pairs, and a split that
     holds out combinations of subject and style.
 
-    Sets come from npm: `npm pack @iconify-json/twemoji` leaves a .tgz. For further names of the subjects, give the
-    .tgz of `npm pack cldr-annotations-full` too.
+    Sets come from npm: `npm pack @iconify-json/twemoji` writes a .tgz. For more names of the subjects, also give the
+    .tgz of `npm pack cldr-annotations-full`.
     """
 
     out: Positional[Path]
-    """A new folder, for tar shards."""
+    """A new folder for tar shards."""
     files: Positional[tuple[Path, ...]]
     """Icon sets in Iconify's format: icons.json, or the .tgz of @iconify-json/NAME."""
     size: Annotated[int, Range(16, 1_024)] = 64
     """Side of the pictures in pixels, an even number."""
     margin: Annotated[int, Range(0, 256)] = 0
-    """Pixels around a drawing that stay empty, so that random crops in training do not cut it."""
+    """Empty border in pixels, so that random crops in training do not cut the drawing."""
     background: str = "white"
-    """What drawings lie on: a color of CSS, as white or #ffeecc."""
+    """Background color in CSS syntax, such as white or #ffeecc."""
     pairs: Annotated[float, Range(0, 100)] = 0.25
-    """On top of how many pairs a drawing comes, on average ("the exact same tiger on the top as a line drawing at the
-    bottom"): 0.25 is every fourth drawing, on top of one."""
+    """Mean number of pairs per drawing as the top half ("the exact same tiger on the top as a line drawing at the
+    bottom"): with 0.25, every fourth drawing is the top of one pair."""
     tones: Annotated[int, Range(0, 100)] = 1
-    """Drawings with a skin tone of each subject and style, at most; the one without comes in any case."""
+    """Maximum number of skin-tone variants per subject and style, in addition to the drawing without a tone."""
     styles: Annotated[int, Range(1, 1_000)] = 1
-    """Leave out subjects that fewer styles have: few styles and many subjects are much to learn by heart."""
+    """Leave out subjects that exist in fewer styles; many subjects in few styles need much memorization."""
     categories: tuple[str, ...] = ()
-    """Leave out subjects that no set files under one of these ("Food & Drink", say)."""
+    """Keep only subjects that a set lists in one of these categories, such as "Food & Drink"."""
     all_licenses: bool = False
-    """Take sets whose licence is not a permissive one, too: share-alike, or unknown."""
+    """Also use sets without a permissive license, such as copyleft or unknown ones."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

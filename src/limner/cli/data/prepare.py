@@ -1,4 +1,4 @@
-"""`limner data prepare`: filter, shrink and pack data of your own."""
+"""`limner data prepare`: filter, shrink and pack your own data."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from limner.validation import Checked, Range
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(Checked):
-    """Write the good samples of a source to tar shards; defects and what the filters reject are counted.
+    """Write the usable samples of a source to tar shards; count defects and rejections of filters.
 
     A source is a folder of pictures with .txt captions, a JSONL, CSV, Parquet or Arrow file with a caption
-    column and image paths or bytes, a data set of Hugging Face (cloned or saved to disk), or img2dataset's
-    tar shards, also by glob. The filters are those of the paper (appendix C).
+    column and image paths or bytes, a Hugging Face data set (cloned or saved to disk), or img2dataset's
+    tar shards, also as a glob. The filters follow the paper (appendix C).
     """
 
     source: Positional[str]
     """A folder, a file or a glob (in quotes)."""
     out: Positional[Path]
-    """A new folder, for tar shards."""
+    """A new folder for tar shards."""
     size: Annotated[int | None, Range(1, 4_096)] = None
-    """Shrink pictures to this shorter side; never enlarges."""
+    """Shrink pictures to this shorter side in pixels; smaller pictures keep their size."""
     held_out: Annotated[float, Range(0, below=1)] = 0.02
-    """Share of samples to keep from training, for evaluation; samples that name a split stay in it."""
+    """Share of samples held out of training for evaluation; samples that name a split keep it."""
     caption: str | None = None
-    """The caption column of a table, if its name does not show it."""
+    """Caption column of a table; by default recognized by its name."""
     image: str | None = None
-    """The image column of a table, if its name does not show it."""
+    """Image column of a table; by default recognized by its name."""
     allow_outside: bool = False
-    """Let a table name files outside its own folder."""
+    """Allow a table to name files outside its folder."""
     filters: Annotated[Filters, arg(name="")] = field(default_factory=Filters)
 
 
 def main(argv: Sequence[str]) -> None:
-    """filter, shrink and pack data of your own"""
+    """filter, shrink and pack your own data"""
     options = parse(Prepare, argv, "limner data prepare")
     place(options.out, folder=True)
     from limner.data.open_source import open_source

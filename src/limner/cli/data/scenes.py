@@ -1,4 +1,4 @@
-"""`limner data scenes`: write the built-in synthetic world."""
+"""`limner data scenes`: write the built-in synthetic scenes."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from limner.validation import SEEDS, Checked, OutOfRange, Range
 
 @dataclass(frozen=True, kw_only=True)
 class WriteScenes(Checked):
-    """Write the synthetic world: pictures, several phrasings each, ground truth, and a split that holds
+    """Write synthetic scenes: pictures, several captions each, ground truth, and a split that holds
     out combinations of attributes. The same command writes the same bytes.
     """
 
     out: Positional[Path]
-    """A new folder, for tar shards."""
+    """A new folder for tar shards."""
     count: Annotated[int, Range(1, 10**9)] = 20_000
-    """Pictures."""
+    """Number of pictures."""
     seed: Annotated[int, SEEDS] = 0
-    """Another seed gives other scenes."""
+    """Seed of the scenes."""
     size: Annotated[int, Range(24, 1_536)] = 48
     """Side of the pictures in pixels, a multiple of 24."""
     kind: Literal["described", "crowded"] = "described"
-    """Scenes that captions describe, or crowded ones to train a dVAE on."""
+    """Scenes with captions that describe them, or crowded scenes for training a dVAE."""
     held_out: Annotated[float, Range(0, 1)] = 0.05
     """Share of samples with a held-out combination."""
     pairs: Annotated[float, Range(0, 1)] = 0.1
     """Share of top-and-bottom pairs ("the exact same scene on the top as a sketch at the bottom")."""
     things: Annotated[tuple[float, float, float, float], Range(0)] = (3, 5, 1, 1)
-    """How often described scenes have one, two, three and four things, relative to each other."""
+    """Relative frequencies of described scenes with one, two, three and four objects."""
     in_order: Annotated[float, Range(0, 1)] = 0.0
-    """How often captions of two things are made to say the upper or left one first; the others say either first. A
+    """Probability that a caption of two objects must name the upper or left one first; otherwise the order is random. A
     model learns "above" and "below" sooner if one order is rarer."""
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class WriteScenes(Checked):
 
 
 def main(argv: Sequence[str]) -> None:
-    """write the built-in synthetic world"""
+    """write the built-in synthetic scenes"""
     options = parse(WriteScenes, argv, "limner data scenes")
     place(options.out, folder=True)
     from limner.tasks.build_scenes import write_scenes

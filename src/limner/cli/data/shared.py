@@ -1,4 +1,4 @@
-"""What the commands of `limner data` tell of the samples that they have read or written."""
+"""Summary of samples that the commands of `limner data` print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from limner.errors import printable
 
 
 def tell(where: object, kept: int, rejected: dict[str, int], splits: dict[str, int] | None = None) -> None:
-    """How many samples were kept, rejected by reason, and of each split."""
+    """Print the numbers of samples kept, rejected by reason, and in each split."""
     from limner.data.prepare import Counts
     from limner.data.sample import unread
 

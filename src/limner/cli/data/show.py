@@ -19,14 +19,14 @@ from limner.validation import Checked, Range
 
 @dataclass(frozen=True, kw_only=True)
 class Show(Checked):
-    """Count the samples of a source by split, and the unusable ones by reason; show some captions."""
+    """Count the samples of a source by split, and unusable samples by reason; show some captions."""
 
     source: Positional[str]
     """A folder, a file or a glob (in quotes)."""
     captions: Annotated[int, Range(0, 1_000)] = 8
-    """Captions to print."""
+    """Number of captions to print."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
-    """Write those samples as a contact sheet (PNG)."""
+    """Write the samples of these captions as a contact sheet (PNG)."""
 
 
 def main(argv: Sequence[str]) -> None:

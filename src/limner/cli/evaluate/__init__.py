@@ -1,6 +1,6 @@
 """`limner evaluate composition | pairs | reconstruction | zero-shot | emoji | icons | grid`: measure a trained model.
 
-The defaults are those of published figures: many captions, and seeds from 1,000 on, on which nothing was chosen. To
+The defaults are those of published results: many captions, and seeds from 1,000 on, which are reserved for testing. To
 choose between models or settings, give a seed below 1,000.
 """
 
@@ -13,7 +13,7 @@ from limner.cli.evaluate import composition, emoji, grid, icons, pairs, reconstr
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run one of the commands."""
+    """Run a subcommand of `limner evaluate`."""
     kinds = {
         "composition": composition.main, "pairs": pairs.main, "reconstruction": reconstruction.main,
         "zero-shot": zero_shot.main, "emoji": emoji.main, "icons": icons.main, "grid": grid.main,

@@ -1,4 +1,4 @@
-"""`limner evaluate composition`: the share of drawings of scenes that show what their captions say."""
+"""`limner evaluate composition`: the share of scene drawings that match their captions."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from limner.progress import clock, progress
 from limner.sampling.generation_config import CANDIDATES, Sampler
 from limner.validation import Checked, Range
 
-_SHOWN = 8  # captions in the picture
+_SHOWN = 8  # captions in the mosaic
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreComposition(Checked):
-    """Draw captions of the scenes world and let the oracle judge whether everything in them is right.
+    """Draw captions of synthetic scenes and check with a scene parser if every attribute and relation is right.
 
-    Intervals are 95% and over combinations of size, fill, color, shape and background: 30 are held out, which the
-    captions share. The gain of more candidates is computed caption by caption, with its interval.
+    Intervals are 95%, over combinations of size, fill, color, shape and background; all held-out captions share 30
+    combinations. The gain of more candidates is a paired difference per caption, with its interval.
     """
 
     model: Positional[str] = "scenes"
-    """A bundled model by name, or a folder."""
+    """Name of a bundled model, or a folder."""
     split: Literal["held-out", "train"] = "held-out"
-    """Captions with combinations kept out of training, or of the training kind."""
+    """Captions with combinations held out of training, or with combinations of the training split."""
     captions: Annotated[int, Range(1, 10**6)] = 1_024
-    """How many are drawn."""
+    """Number of captions to draw."""
     things: Annotated[tuple[int, ...], Range(1, 4)] = (1, 2)
-    """Numbers of things in a scene, taken in turn."""
+    """Numbers of objects in a scene, used cyclically."""
     candidates: Annotated[int, CANDIDATES] = 64
-    """How many are drawn of each, of which the one with the best score is chosen."""
+    """Candidates per caption, of which the one with the best score counts."""
     seed: Seed = TEST_SEEDS_FROM
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
     mosaic: Path | None = None
-    """Write a PNG of what was drawn of the first captions, eight at most, beside real scenes."""
+    """Write a PNG of drawings of the first captions, at most eight, next to real scenes."""
 
 
 def main(argv: Sequence[str]) -> None:

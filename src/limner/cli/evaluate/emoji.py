@@ -1,4 +1,4 @@
-"""`limner evaluate emoji`: whether the nearest real emoji to a drawing is the one that was asked for."""
+"""`limner evaluate emoji`: the share of drawings whose nearest real emoji is that of the caption."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from limner.validation import Checked, Range
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreEmoji(Checked):
-    """Draw captions of a data set of emoji and look for the nearest real one among all of them.
+    """Draw captions of an emoji data set and find the nearest real emoji in the whole set.
 
-    Intervals are 95% and over families: variants of tone, gender, hair and direction are one.
+    Intervals are 95%, over families: variants of tone, gender, hair and direction count as one family.
     """
 
     model: Positional[str]
     """A folder that `limner train` wrote."""
     data: Positional[str]
-    """The data set that `limner data emoji` wrote."""
+    """A data set of `limner data emoji`."""
     captions: Annotated[int, Range(1, 10**6)] = 256
-    """Captions of each split, chosen at random."""
+    """Captions per split, chosen at random."""
     candidates: Annotated[int, CANDIDATES] = 16
-    """How many are drawn of each, of which the one with the best score is chosen."""
+    """Candidates per caption, of which the one with the best score counts."""
     repeats: Annotated[int, Range(1, 1_000)] = 4
-    """How many times each caption is drawn, each time with all candidates: the held-out captions are few."""
+    """Drawings per caption, each from new candidates: held-out captions are few."""
     seed: Seed = TEST_SEEDS_FROM
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
     mosaic: Path | None = None
-    """Write a PNG of drawings beside the real ones, a file for each split."""
+    """Write a PNG of drawings next to real emoji, one file per split."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -77,5 +77,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _of_split(path: Path, split: str) -> Path:
-    place_png(path)  # which has a name to add to
+    place_png(path)  # a path with a name, which `with_stem` needs
     return path.with_stem(f"{path.stem}-{split}")

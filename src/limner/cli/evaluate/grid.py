@@ -1,4 +1,4 @@
-"""`limner evaluate grid`: icons on one sheet, subjects down and styles across."""
+"""`limner evaluate grid`: a sheet of icons, subjects by styles."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from limner.validation import SEEDS, Checked
 
 @dataclass(frozen=True, kw_only=True)
 class DrawGrid(Checked):
-    """Draw icons on one sheet: a row for each subject, a column for each style, held-out combinations framed."""
+    """Draw icons on one sheet: a row per subject, a column per style, frames around held-out combinations."""
 
     model: Positional[str]
-    """A bundled model by name, or a folder."""
+    """Name of a bundled model, or a folder."""
     data: Positional[str]
-    """The data set that `limner data icons` wrote."""
+    """A data set of `limner data icons`."""
     output: Annotated[Path, arg(aliases=("-o",))]
     """A PNG file."""
     subjects: tuple[str, ...] = ()
     """Names of subjects; by default eight subjects with a held-out combination."""
     candidates: Annotated[int, CANDIDATES] = 16
-    """How many are drawn of each, of which the one with the best score is chosen."""
+    """Candidates per combination, of which the one with the best score is shown."""
     seed: Annotated[int, SEEDS] = TEST_SEEDS_FROM
-    """Of the subjects and their drawings."""
+    """Seed of the drawings."""
     real: bool = False
-    """Show the real picture beside each drawing."""
+    """Show the real picture next to each drawing."""
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""`limner evaluate icons`: whether subjects are drawn in styles in which they were never seen."""
+"""`limner evaluate icons`: accuracy of drawings of subjects in styles unseen for these subjects."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from limner.progress import progress
 from limner.sampling.generation_config import CANDIDATES
 from limner.validation import Checked, Range
 
-_SURE = 0.9  # of the pictures that a judge has seen, if its verdicts are to mean something
+_SURE = 0.9  # minimal accuracy on its training pictures that makes the classifier's results meaningful
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreIcons(Checked):
-    """Draw subjects in styles that were held out of training, and have a classifier, the judge, read subject and style
-    of the drawings. Held-out pairs are drawn with their upper half given.
+    """Draw subjects in styles held out of training, and classify subject and style of the drawings. Held-out pairs are
+    drawn with their upper half given.
 
-    The judge is trained on all real pictures the first time, and kept. Intervals are 95% and over subjects.
+    The first call trains the classifier on all real pictures and saves it. Intervals are 95%, over subjects.
     """
 
     model: Positional[str]
-    """A bundled model by name, or a folder."""
+    """Name of a bundled model, or a folder."""
     data: Positional[str]
-    """The data set that `limner data icons` wrote."""
+    """A data set of `limner data icons`."""
     captions: Annotated[int, Range(1, 10**6)] = 256
-    """Captions of each split, and pairs of each kind, chosen at random."""
+    """Captions per split, and pairs per kind, chosen at random."""
     candidates: Annotated[int, CANDIDATES] = 16
-    """How many are drawn of each; the contrastive model chooses among them, of pairs the prior by likelihood."""
+    """Candidates per caption; the contrastive model ranks them, for pairs the likelihood under the prior does."""
     repeats: Annotated[int, Range(1, 1_000)] = 1
-    """How many times each caption is drawn, each time with so many candidates."""
+    """Drawings per caption, each from new candidates."""
     seed: Seed = TEST_SEEDS_FROM
     judge: Path | None = None
-    """The folder where judges are kept; by default DATA-judge."""
+    """Folder of saved classifiers; by default `DATA-judge`."""
     judge_steps: Annotated[int, Range(1, 10**7)] = 6_000
-    """Of the judge's training, 64 pictures each."""
+    """Training steps of the classifier, 64 pictures each."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """are subjects drawn in styles that they were never seen in?"""
+    """are subjects drawn in styles unseen for them?"""
     options = parse(ScoreIcons, argv, "limner evaluate icons")
     if options.output:
         place(options.output)

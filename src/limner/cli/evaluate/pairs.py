@@ -1,4 +1,4 @@
-"""`limner evaluate pairs`: the share of lower halves that are drawn as the caption says, the upper ones given."""
+"""`limner evaluate pairs`: the share of lower halves that match the caption, with the upper halves given."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from limner.validation import Checked, Range
 
 @dataclass(frozen=True, kw_only=True)
 class ScorePairs(Checked):
-    """Give the upper half of a pair ("the exact same scene on the top as a sketch at the bottom") and let the
-    oracle judge the lower half that is drawn. Intervals are 95% and over combinations, as of `composition`."""
+    """Draw the lower half of a pair ("the exact same scene on the top as a sketch at the bottom") with the upper half
+    given, and check it with a scene parser. Intervals are 95%, over combinations, as for `composition`."""
 
     model: Positional[str] = "scenes"
-    """A bundled model by name, or a folder."""
+    """Name of a bundled model, or a folder."""
     split: Literal["held-out", "train"] = "held-out"
-    """Pairs with combinations kept out of training, or of the training kind."""
+    """Pairs with combinations held out of training, or with combinations of the training split."""
     pairs: Annotated[int, Range(1, 10**6)] = 1_024
-    """How many are drawn."""
+    """Number of pairs to draw."""
     candidates: Annotated[int, CANDIDATES] = 16
-    """How many are drawn of each, of which the likeliest under the prior is chosen."""
+    """Candidates per pair, of which the likeliest under the prior counts."""
     seed: Seed = TEST_SEEDS_FROM
     sampler: Annotated[Sampler, arg(name="")] = Sampler()
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
@@ -38,7 +38,7 @@ class ScorePairs(Checked):
 
 
 def main(argv: Sequence[str]) -> None:
-    """given the upper half, is the lower half drawn as the caption says?"""
+    """given the upper half, does the lower half match the caption?"""
     options = parse(ScorePairs, argv, "limner evaluate pairs")
     if options.output:
         place(options.output)

@@ -1,4 +1,4 @@
-"""`limner evaluate reconstruction`: what a dVAE loses of pictures that it has not seen."""
+"""`limner evaluate reconstruction`: reconstruction quality of a dVAE on unseen pictures."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from limner.validation import SEEDS, Checked, Range
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreReconstruction(Checked):
-    """Reconstruct unseen pictures with a model's dVAE: PSNR, codes in use, what the oracle reads."""
+    """Reconstruct unseen pictures with a model's dVAE: PSNR, codes in use, and the accuracy of a scene parser."""
 
     model: Positional[str] = "scenes"
-    """A bundled model by name, or a folder."""
+    """Name of a bundled model, or a folder."""
     data: str | None = None
-    """The held-out samples of a data set; without it, fresh scenes that the oracle reads too."""
+    """A data set, of which the held-out samples are used; by default new scenes, which a scene parser also checks."""
     split: Literal["both", "train", "held-out"] = "both"
-    """Fresh scenes with combinations kept out of training, of the training kind, or both in turn."""
+    """New scenes with combinations held out of training, with those of the training split, or both."""
     count: Annotated[int, Range(1, 10**6)] = 1024
-    """Pictures at most."""
+    """Maximum number of pictures."""
     seed: Annotated[int, SEEDS, arg(help=f"Of the fresh scenes. {CHOOSE}")] = TEST_SEEDS_FROM
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write the result as JSON."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """what does the dVAE lose of pictures it has not seen?"""
+    """how well does the dVAE reconstruct unseen pictures?"""
     options = parse(ScoreReconstruction, argv, "limner evaluate reconstruction")
     if options.output:
         place(options.output)

@@ -1,4 +1,4 @@
-"""What the commands of `limner evaluate` share: the option of seeds, and results written to a file."""
+"""Shared code of the commands of `limner evaluate`: the seed option, and files of results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Seed = Annotated[int, SEEDS, arg(help=f"Of the captions and their drawings. {CHO
 
 
 def require_scenes(size: int, mend: str) -> None:
-    """Raises `UserError` for a model whose pictures, of `size` pixels per side, cannot be scenes; `mend` ends it."""
+    """Raise `UserError` if pictures of `size` pixels per side cannot be scenes; `mend` ends the message."""
     from limner.tasks.scenes import UNITS
 
     if size % UNITS:
@@ -24,7 +24,7 @@ def require_scenes(size: int, mend: str) -> None:
 
 
 def keep(save: Callable[[Path], object], path: Path | None) -> None:
-    """Have `save` write to the path, if there is one, and say so."""
+    """Call `save` with the path and print the path; do nothing without a path."""
     if path:
         save(path)
         print(f"written: {printable(path)}")

@@ -1,4 +1,4 @@
-"""`limner evaluate zero-shot`: whether a contrastive model knows classes by their names."""
+"""`limner evaluate zero-shot`: zero-shot classification by a contrastive model, from class names."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from limner.validation import SEEDS, Checked, Range
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreZeroShot(Checked):
-    """Classify pictures with a model's contrastive model and the names of the classes alone."""
+    """Classify pictures with a model's contrastive model, from the names of the classes alone."""
 
     model: Positional[str] = "scenes"
-    """A bundled model by name, or a folder; also that of a run which has trained nothing but a contrastive model."""
+    """Name of a bundled model, or a folder; also that of a run that has trained only a contrastive model."""
     data: str | None = None
-    """What `limner data emoji` wrote, whose names are the classes; without it, fresh scenes of one thing."""
+    """A data set of `limner data emoji`, whose names are the classes; by default new scenes of one object."""
     split: Literal["train", "held-out"] = "held-out"
-    """Pictures of the training kind, or with combinations kept out of training."""
+    """Pictures of the training split, or with combinations held out of training."""
     count: Annotated[int, Range(1, 10**6)] = 1_024
-    """Pictures at most."""
+    """Maximum number of pictures."""
     seed: Annotated[int, SEEDS, arg(help=f"Of the pictures. {CHOOSE}")] = TEST_SEEDS_FROM
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write the result as JSON."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """does the contrastive model know classes by their names?"""
+    """does the contrastive model recognize classes by name?"""
     options = parse(ScoreZeroShot, argv, "limner evaluate zero-shot")
     if options.output:
         place(options.output)

@@ -1,4 +1,4 @@
-"""`limner inspect precision | spikes | underflow`: a run's kernels, its spikes, what formats lose of its gradients."""
+"""`limner inspect precision | spikes | underflow`: a run's kernels, loss spikes, and gradient underflow by format."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from limner.cli.inspect import precision, spikes, underflow
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run one of the commands."""
+    """Run a subcommand of `limner inspect`."""
     dispatch("limner inspect", {"precision": precision.main, "spikes": spikes.main, "underflow": underflow.main}, argv)

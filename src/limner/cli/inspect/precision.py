@@ -1,4 +1,4 @@
-"""`limner inspect precision`: in which formats layers are stored, with which kernels those of 8 bits were computed."""
+"""`limner inspect precision`: number formats of stored weights, and the kernels that computed 8-bit layers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionOptions:
-    """Show a model's linear layers, in which format their weights are stored, and with which kernels those in 8 bits
-    were computed, product by product, and how often. The products of the others are torch's own, and are not counted.
+    """Show the format of stored weights for each linear layer of a model, and for 8-bit layers the kernels of each
+    matrix product with their counts. Products of other layers use torch's kernels and are not counted.
 
-    A product that its kernel could not take was computed by another: the last line of a table says how many, and why.
-    Evaluations during training are counted as well, and what checkpointing recomputes.
+    If a kernel does not support a product, a fallback computes it: a table's last line gives count and reasons.
+    Counts include evaluations during training and recomputation by checkpointing.
     """
 
     run: Positional[Path]
@@ -34,7 +34,7 @@ class PrecisionOptions:
 
 
 def main(argv: Sequence[str]) -> None:
-    """show the formats of weights, the kernels of layers in 8 bits, and how often each ran"""
+    """show the formats of weights, and the kernels of 8-bit layers with their counts"""
     run = parse(PrecisionOptions, argv, "limner inspect precision").run
     if not run.is_dir():
         raise UserError(f"{run} is no folder: name the --out of a `limner train`")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _report(title: str, path: Path) -> Iterator[str]:
-    """The lines on one model."""
+    """Yield the lines of the report on one model."""
     from limner.layers.half_linear import HalfLinear
     from limner.layers.kernel_counter import Product, from_rows
 
@@ -77,7 +77,7 @@ def _report(title: str, path: Path) -> Iterator[str]:
 
 
 def _kernels(counts: Counts, product: str) -> str:
-    """ "_int_mm x 20, reference x 3"; "-" if the product was never needed."""
+    """Format kernels and counts as "_int_mm x 20, reference x 3"; "-" if the product was never computed."""
     by_kernel: Counter[str] = Counter()
     for (what, kernel, _), n in counts.items():
         by_kernel[kernel] += n if what == product else 0
@@ -85,7 +85,7 @@ def _kernels(counts: Counts, product: str) -> str:
 
 
 def _fallen(counts: Counts) -> str:
-    """How many products another kernel has computed than the fast one, and why."""
+    """Return the line on fallbacks: the number of products without the fast kernel, and the reasons."""
     reasons: Counter[Any] = Counter()
     for (_, kernel, why), n in counts.items():
         if why:

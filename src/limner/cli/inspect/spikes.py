@@ -1,4 +1,4 @@
-"""`limner inspect spikes`: the spikes of a run's loss, and whether RMS_t foretold them."""
+"""`limner inspect spikes`: loss spikes of a run, and spikes of RMS_t that precede them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SpikesOptions(Checked):
-    """Find the spikes of a run's loss, and which matrix foretold them: its RMS_t spikes 1 to 8 steps before
+    """Find loss spikes of a run, and the matrices that predict them: their RMS_t spikes 1 to 8 steps earlier
     (Wortsman et al. 2023)."""
 
     run: Positional[Path]
@@ -31,7 +31,7 @@ class SpikesOptions(Checked):
 
 
 def main(argv: Sequence[str]) -> None:
-    """did RMS_t foretell the spikes of the loss?"""
+    """did RMS_t predict the spikes of the loss?"""
     options = parse(SpikesOptions, argv, "limner inspect spikes")
     if options.output:
         place(options.output)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _report(title: str, found: SpikeReport) -> str:
-    """The lines on one stage."""
+    """Return the report on one stage."""
     from limner.evaluation.loss_spikes import HEADER
     from limner.metrics.spikes import loss_spikes
 

@@ -1,4 +1,4 @@
-"""The records that the stages of a run leave in their folders."""
+"""Record files in the stage folders of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def records(run: Path, file: str) -> dict[str, Path]:
-    """Files of that name in the stages of a run, by the titles of these; "" if the folder is a stage's itself."""
+    """Return the files named `file` in the stages of a run, by stage title; "" if `run` is a stage folder."""
     from limner.recipes.recipe import STAGE_TITLES
 
     found = {title: path for name, title in STAGE_TITLES.items() if (path := run / name / file).exists()}

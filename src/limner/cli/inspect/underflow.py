@@ -1,4 +1,4 @@
-"""`limner inspect underflow`: what share of a run's gradients formats would lose."""
+"""`limner inspect underflow`: share of a run's gradients that would underflow in each format."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from limner.validation import SEEDS, Checked, Range
 
 @dataclass(frozen=True, kw_only=True)
 class UnderflowOptions(Checked):
-    """Count the exponents of the gradients of one batch, for each resblock, and what share of them formats lose."""
+    """Count exponents of the gradients of one batch per resblock, and the share that underflows in each format."""
 
     run: Positional[Path]
     """The folder of a run."""
     data: Positional[str]
-    """Its data."""
+    """Training data of the run."""
     stage: Literal["prior", "contrastive"] = "prior"
-    """Which of its models."""
+    """Stage whose model is inspected."""
     scale: Annotated[float, Range(1e-12, 2**40)] = 1.0
-    """What gradients are multiplied by before they are rounded; a resblock's scale begins at 8192."""
+    """Factor on gradients before rounding; the scale of a resblock starts at 8192."""
     seed: Annotated[int, SEEDS] = 0
-    """Of the batch."""
+    """Seed of the batch."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write a page with the histograms of the exponents."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """what share of the gradients would formats lose?"""
+    """what share of the gradients would underflow?"""
     options = parse(UnderflowOptions, argv, "limner inspect underflow")
     if options.output:
         place(options.output)
