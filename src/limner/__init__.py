@@ -1,4 +1,4 @@
-"""limner draws pictures from captions.
+"""Text-to-image generation: draw pictures from captions.
 
     import limner
 
@@ -6,8 +6,8 @@
     drawings = pipe("a small red circle above a large blue square on a gray background", n=4)
     drawings[0].save("drawing.png")
 
-Nothing heavy is imported before it is used: `import limner` costs a millisecond. It sets how long torch's idle threads
-spin (`openmp.py`), which has an effect if torch is imported later.
+Heavy packages are imported on first use: `import limner` takes a millisecond. It limits how long torch's idle threads
+spin (`openmp.py`); this takes effect if torch is imported later.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""`python -m limner` is the command `limner`."""
+"""`python -m limner` runs the command `limner`."""
 
 import sys
 

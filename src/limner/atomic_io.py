@@ -1,13 +1,12 @@
-"""Writing files so that a reader never meets half of one, and folders that one process at a time writes to.
+"""Atomic writes of files and folders, and locks that give one process at a time write access to a folder.
 
-A write goes to a temporary file in the same folder, is flushed to the disk, and takes the name of
-the old file in one step (`os.replace` is atomic within a file system): whoever opens the path sees
-the old content or the new, whatever happens in between. Temporary files of a killed process are removed by the
-next process that writes the same name.
+A write goes to a temporary file in the same folder, is flushed to the disk, and then replaces the old file.
+`os.replace` is atomic within a file system, so a reader sees the complete old or the complete new content, also after
+a crash. The next writer of the same path removes temporary files of killed processes.
 
-A process locks each lock file and temporary file that it writes (`flock`). The operating system releases the lock
-when the process ends, however it ends. Systems without `fcntl` have no such locks, nor have some file systems of
-clusters: there two writers are not kept apart.
+A process locks its lock files and temporary files with `flock`. The operating system releases the lock when the
+process ends, also after a crash. Systems without `fcntl`, and some cluster file systems, do not support locks: there,
+concurrent writers are not detected.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ try:
 except ImportError:
     fcntl = None
 
-LOCK = ".lock"  # the file that `locked` leaves in a folder
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # what `flock` says on a file system without locks
+LOCK = ".lock"  # name of the lock file of `locked` in a folder
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # errors of `flock` on a file system without locks
 
 
 def require_file(path: str | os.PathLike[str]) -> None:
-    """Raise `UserError` for a pipe, a device or a folder: reading one may never end.
+    """Raise `UserError` for a pipe, a device or a folder, since reading a pipe or device may block forever.
 
-    A missing path raises nothing here; opening it will.
+    A missing path passes; opening it raises `FileNotFoundError`.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"{path} is not a file but a folder, a pipe or a device")
@@ -47,7 +46,7 @@ def require_file(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """An `OSError` of the block (a full disk, say) gets the file's name, as errors of `open` have it."""
+    """Add the file's name to an `OSError` of the block (such as a full disk), as errors of `open` have it."""
     try:
         yield
     except OSError as error:
@@ -57,7 +56,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A binary file that takes the name `path` when the block ends, and vanishes if it raises."""
+    """Open a temporary binary file that replaces `path` at the end of the block. An exception deletes it."""
     path = Path(path)
     with naming(path), _temporary(path, folder=False) as (temporary, descriptor):
         with open(descriptor, "wb", closefd=False) as file:
@@ -69,15 +68,15 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write `data` to `path`, all or nothing; missing folders are made."""
+    """Write `data` to `path` atomically. Create missing folders."""
     with atomic_writer(path) as file:
         file.write(data)
 
 
 def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` to `path` as UTF-8, all or nothing; missing folders are made.
+    """Write `text` to `path` as UTF-8, atomically. Create missing folders.
 
-    Raises `UserError` for text that no UTF-8 file can hold: bytes of an argument or of a name that were not UTF-8.
+    Raises `UserError` for surrogates, which stand for non-UTF-8 bytes of arguments or file names.
     """
     try:
         data = text.encode()
@@ -89,9 +88,11 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: str | os.PathLike[str], check: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of `path` when the block ends, and vanishes if it raises, or if
-    `check` does, which is called when all is on the disk."""
-    path = Path(path).resolve()  # of a link, what it points to is replaced
+    """Create a temporary folder that replaces `path` at the end of the block. An exception deletes it.
+
+    `check` is called after the content is flushed to the disk and before the replacement; it may raise.
+    """
+    path = Path(path).resolve()  # replaces the target of a link, not the link
     with _temporary(path, folder=True) as (fresh, _):
         yield fresh
         for file in (*fresh.iterdir(), fresh):
@@ -107,10 +108,11 @@ def atomic_folder(path: str | os.PathLike[str], check: Callable[[], None] = lamb
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[int]:
-    """Make the folder if it is missing, and lock it against other processes until the block ends.
+    """Lock a folder against other processes until the block ends. Create the folder if it is missing.
 
-    Gives the descriptor of the lock (-1 where there are none): a child process that inherits it holds the lock, too,
-    and keeps it when this process dies. Raises `UserError` if another process has the folder.
+    Yields the descriptor of the lock, or -1 without support for locks. A child process that inherits the descriptor
+    shares the lock and keeps it if this process dies. Raises `UserError` if another process holds the lock, or
+    `folder` is a file.
     """
     folder = Path(folder)
     try:
@@ -131,7 +133,7 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[int]:
     if descriptor is None:
         try:
             who = path.read_text(errors="replace")[:20].strip()
-        except FileNotFoundError:  # it ends just now
+        except FileNotFoundError:  # the other process is just ending
             who = ""
         raise UserError(
             f"{folder} is being written to by another process{who and f' ({who})'}: wait until it has ended, or name "
@@ -141,19 +143,19 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[int]:
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield descriptor
     finally:
-        path.unlink(missing_ok=True)  # before the lock goes, so that nobody has it yet
+        path.unlink(missing_ok=True)  # before the release: afterwards another process may hold it
         os.close(descriptor)
 
 
 def file_hash(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file's content, as 64 hexadecimal digits."""
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Have the operating system write a file, or a folder's entries, to the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows has no handle for that
+    """Flush a file, or the entries of a folder, to the disk (`fsync`)."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open folders
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -163,14 +165,15 @@ def sync(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename itself durable, where the system lets a folder be synced."""
+    """Flush a rename to the disk, on systems that can sync folders."""
     with contextlib.suppress(OSError):
         sync(folder)
 
 
 @contextlib.contextmanager
 def _temporary(path: Path, folder: bool) -> Iterator[tuple[Path, int]]:
-    """A new file or folder beside `path`, open and locked, which is gone afterwards unless it was renamed."""
+    """Create a temporary file or folder in the folder of `path`, open and locked. Delete it at the end of the block,
+    unless it was renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path)
     while True:
@@ -195,7 +198,7 @@ def _temporary(path: Path, folder: bool) -> Iterator[tuple[Path, int]]:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove what killed writers of `path` left beside it: temporary files and folders that nobody has locked."""
+    """Remove unlocked temporary files and folders that killed writers of `path` left in its folder."""
     ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         for entry in entries:
@@ -206,9 +209,9 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _locked_file(path: str | os.PathLike[str]) -> int | None:
-    """The descriptor of a file (made if it is not there) or folder with its lock; None if another process has it.
+    """Lock a file (created if missing) or folder and return its descriptor; None if another process holds the lock.
 
-    Raises `OSError` on a file system without locks.
+    Returns None also without `fcntl`. Raises `OSError` on a file system without locks.
     """
     if fcntl is None:
         return None
@@ -225,11 +228,11 @@ def _locked_file(path: str | os.PathLike[str]) -> int | None:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
-        os.close(descriptor)  # its last holder has removed it: begin again
+        os.close(descriptor)  # the previous holder removed the file: retry
 
 
 def _exchange(a: Path, b: Path) -> None:
-    """Let two folders swap names: at once where the system can (Linux), else by way of a third name."""
+    """Swap the names of two folders: atomically on Linux (`renameat2`), elsewhere through a third name."""
     function = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if function is None or function(here, os.fsencode(a), here, os.fsencode(b), exchange) != 0:

@@ -1,15 +1,14 @@
-"""Frozen dataclasses to plain dictionaries and JSON, and back again with every mistake named.
+"""Conversion of frozen dataclasses to dictionaries and JSON, and strict conversion back.
 
-A run is described by nested, frozen, keyword-only dataclasses that live next to what they build.
-This module turns them into JSON (saved with the run, carried in each checkpoint) and reads them
-back strictly: an unknown key, a missing one or a wrong type is a `UserError` that says where it is
-and which key was probably meant. Nothing is guessed and nothing is imported by name, so a config
-file from a stranger can at worst be wrong.
+Nested, frozen, keyword-only dataclasses describe a run; each is defined next to the class that it configures. JSON of
+them is saved with the run and in each checkpoint. Reading is strict: an unknown key, a missing key or a wrong type
+raises `UserError` with its path and the nearest valid key. Reading never imports a class by name, so an untrusted
+config file cannot execute code.
 
 Fields may be `bool`, `int`, `float`, `str`, `Literal[...]`, a `tuple` of fixed length, another dataclass,
-a union of dataclasses, or one of these or None. In a union ("constant, cosine or plateau") the dictionary
-carries the name of the class under `"type"`, which is why variants need no flags. Where none of them has settings
-("auto, bf16 or fp32") the name alone, in lower case, says all.
+a union of dataclasses, or a union of one of these with None. For a union (such as constant, cosine or plateau) the
+dictionary has the class name under `"type"`, so variants do not need flags. If no member has settings (such as auto,
+bf16 or fp32), the value is the name in lower case.
 """
 
 from collections.abc import Mapping
@@ -24,13 +23,14 @@ from limner.validation import NAMES, OutOfRange, listing, not_among, short
 
 T = TypeVar("T")
 
-TAG = "type"  # key that tells the members of a union of dataclasses apart
+TAG = "type"  # key of the class name in a union of dataclasses
 
 
 def to_dict(config: Any, kind: Any = None) -> dict[str, Any]:
-    """The dataclass as nested dictionaries of JSON values; `from_dict` is the inverse.
+    """Convert a dataclass to nested dictionaries of JSON values; `from_dict` is the inverse.
 
-    `kind` is what it will be read as, its own class by default; a union makes the dictionary carry the class's name.
+    `kind` is the type that `from_dict` will get, by default the class of `config`; for a union the dictionary includes
+    the class name.
     """
     return _dump(config, kind or type(config))
 
@@ -38,20 +38,19 @@ def to_dict(config: Any, kind: Any = None) -> dict[str, Any]:
 def from_dict(cls: type[T], data: Any, where: str = "") -> T:
     """Build `cls` from nested dictionaries; absent keys keep their defaults.
 
-    `where` is the dotted path that error messages start from. Raises `UserError` on an unknown or
-    missing key and on a value of the wrong type or out of its range; any `ValueError` of a
-    `__post_init__` becomes one too.
+    `where` is the dotted path at which error messages start. Raises `UserError` for an unknown or missing key, for a
+    value of the wrong type or out of range, and for a `ValueError` of a `__post_init__`.
     """
     return _load(cls, data, where)
 
 
 def save_json(config: Any, path: str | Path) -> None:
-    """Write the config, atomically, as indented JSON."""
+    """Write the config atomically as indented JSON."""
     write_json(path, to_dict(config), indent=2)
 
 
 def load_json(cls: type[T], path: str | Path) -> T:
-    """Read a config written by `save_json` or by hand. Raises `UserError`."""
+    """Read a config of `save_json` or a handwritten one. Raises `UserError` if it is invalid."""
     data = read_json(path)
     try:
         return from_dict(cls, data)
@@ -60,7 +59,7 @@ def load_json(cls: type[T], path: str | Path) -> T:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> list[str]:
-    """Dotted paths at which two dictionaries differ, in order of appearance."""
+    """Return the dotted paths at which two dictionaries differ, in order of appearance."""
     found = []
     for key in dict.fromkeys([*a, *b]):
         path = f"{where}.{key}" if where else key
@@ -73,20 +72,20 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> 
 
 
 def members(hint: Any) -> list[Any]:
-    """The members of a union except None; empty for other types."""
-    is_union = get_origin(hint) in (Union, UnionType)  # `Optional[X]` has the first as its origin, `X | None` the other
+    """Return the members of a union except None; empty for other types."""
+    is_union = get_origin(hint) in (Union, UnionType)  # origins of `Optional[X]` and `X | None`
     return [kind for kind in get_args(hint) if kind is not NoneType] if is_union else []
 
 
 def bare(hint: Any) -> dict[str, type]:
-    """The dataclasses of a union by name, in lower case, if none of them has settings; empty for other types."""
+    """Return the dataclasses of a union by lower-case name if none has settings; empty for other types."""
     kinds = members(hint)
     alike = len(kinds) > 1 and all(is_dataclass(kind) and not fields(kind) for kind in kinds)
     return {kind.__name__.lower(): kind for kind in kinds} if alike else {}
 
 
 def variant_name(kind: type) -> str:
-    """Name that selects a member of a union in files and on the command line: the class name without `Config`."""
+    """Return the name that selects a union member in files and on the command line: the class name without `Config`."""
     return kind.__name__.removesuffix("Config")
 
 
@@ -102,7 +101,7 @@ def _dump(value: Any, hint: Any) -> Any:
 
 
 def _load(hint: Any, value: Any, where: str) -> Any:
-    """`value` as what the annotation `hint` says it is."""
+    """Convert `value` to the type `hint`."""
     kinds, args, at = members(hint), get_args(hint), where or "the config"
     if get_origin(hint) is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in args):

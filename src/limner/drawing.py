@@ -1,7 +1,7 @@
-"""A drawing and its file: a picture, how it came about, and a PNG that says so.
+"""Drawings with provenance, and their PNG files.
 
-Every PNG says that a model drew it: caption, seed and model as text, and an XMP packet with the IPTC digital source
-type "trained algorithmic media".
+Every PNG states that a model drew it: it has caption, seed and model as text, and an XMP packet with the IPTC digital
+source type "trained algorithmic media".
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from limner.version import __version__
 
 SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
 
-_VIEWABLE = 384  # pixels: saved drawings are enlarged by a whole factor to at least this side
-_BESIDE = 192  # pixels: the same of several on one sheet, with this much between them:
-_GAP = 8
+_VIEWABLE = 384  # pixels: saved drawings are enlarged by an integer factor to at least this side
+_BESIDE = 192  # pixels: the same for drawings on a sheet
+_GAP = 8  # pixels between drawings on a sheet
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """One picture and how it came about.
+    """A picture with its provenance.
 
     Attributes:
-        image: RGB, in the model's own size.
-        score: cosine of caption and picture under the contrastive model, in [-1, 1], and the mean of its tokens'
-            log-probabilities under the prior, in nats, times the weight that the model brings along (0 if it brings
-            none); of a picture of which a part was given, that mean alone.
-        candidate: its number among the candidates, from 1 on, as `limner draw` prints it and the PNG has it;
-            (model, caption, seed, candidate, settings) fix the picture.
+        image: RGB, at the model's resolution.
+        score: cosine of caption and picture under the contrastive model, in [-1, 1], plus the model's likelihood
+            weight (default 0) times the mean log-probability of the tokens under the prior, in nats. If a part of the
+            picture was given, the mean log-probability alone.
+        candidate: number among the candidates, from 1, as in the output of `limner draw` and in the PNG;
+            (model, caption, seed, candidate, settings) determine the picture.
     """
 
     image: Image.Image
@@ -50,9 +50,10 @@ class Drawing:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def png(self, scale: int | None = None) -> bytes:
-        """The file's content: pixels enlarged `scale` times, metadata, XMP.
+        """Return the content of a PNG file: pixels enlarged `scale` times, metadata, XMP.
 
-        The default enlarges to at least 384 pixels by a whole factor; 1 keeps the model's own pixels.
+        The default enlarges to at least 384 pixels by an integer factor; 1 keeps the model's resolution. Raises
+        `UserError` if `scale` is out of range.
         """
         facts = {
             "seed": self.seed, "candidate": self.candidate, "score": f"{self.score:.4f}", "model": self.model,
@@ -62,11 +63,11 @@ class Drawing:
         return _file(_enlarged(self.image, scale), self.caption, self.model, facts)
 
     def _repr_png_(self) -> bytes:
-        """What a notebook shows."""
+        """Return the PNG that a notebook displays."""
         return self.png()
 
     def save(self, path: str | Path, scale: int | None = None) -> Path:
-        """Write a PNG, all or nothing. Raises `UserError` if the name ends otherwise."""
+        """Write a PNG atomically. Raises `UserError` if the name does not end in .png, or `scale` is out of range."""
         path = Path(path)
         if path.suffix.lower() != ".png":
             raise UserError(f"drawings are PNG files: name it {path.with_suffix('.png').name!r}, not {path.name!r}")
@@ -75,7 +76,10 @@ class Drawing:
 
 
 def enlargement(size: int, scale: int | None) -> int:
-    """The whole factor that pictures of `size` pixels are enlarged by; None is to 384 at least. Raises `UserError`."""
+    """Return the integer factor of enlargement for pictures of `size` pixels per side; None: to at least 384.
+
+    Raises `UserError` if `scale` is below 1 or gives more than 16,384 pixels per side.
+    """
     if scale is None:
         return max(1, math.ceil(_VIEWABLE / size))
     if scale < 1 or size * scale > 1 << 14:
@@ -85,7 +89,7 @@ def enlargement(size: int, scale: int | None) -> int:
 
 
 def numbered(path: Path, n: int) -> list[Path]:
-    """The names of n drawings: `path` itself for a single one, NAME-1.png, NAME-2.png, ... for several."""
+    """Return the file names of n drawings: `path` for one, NAME-1.png, NAME-2.png, ... for several."""
     return [path] if n == 1 else [path.with_stem(f"{path.stem}-{i}") for i in range(1, n + 1)]
 
 
@@ -112,11 +116,14 @@ class Drawings(Sequence[Drawing]):
         return self[0].seed
 
     def save(self, path: str | Path, scale: int | None = None) -> list[Path]:
-        """`path` itself for a single drawing; NAME-1.png, NAME-2.png, ... for several, best first."""
+        """Write a PNG per drawing, best first, and return the paths: `path` for one drawing, else NAME-1.png, ...
+
+        Raises `UserError` as `Drawing.save` does.
+        """
         return [drawing.save(name, scale) for drawing, name in zip(self, numbered(Path(path), len(self)), strict=True)]
 
     def _repr_png_(self) -> bytes | None:
-        """What a notebook shows: all on one sheet, best first, in rows from left to right."""
+        """Return the PNG that a notebook displays: all drawings on one sheet, best first, row by row."""
         if len(self) < 2:
             return self[0].png() if len(self) else None
         columns = min(len(self), max(4, math.ceil(len(self) ** 0.5)))
@@ -148,7 +155,7 @@ def _enlarged(image: Image.Image, scale: int) -> Image.Image:
 
 
 def _file(picture: Image.Image, caption: str, model: str, facts: Mapping[str, Any]) -> bytes:
-    """A PNG with caption and facts as text, and an XMP packet."""
+    """Return a PNG with caption and facts as text, and an XMP packet."""
     info, caption = PngInfo(), printable(caption)
     info.add_itxt("caption", caption)
     for key, value in facts.items():
@@ -161,7 +168,7 @@ def _file(picture: Image.Image, caption: str, model: str, facts: Mapping[str, An
 
 
 def _xmp(caption: str, model: str) -> str:
-    """An XMP packet (ISO 16684-1) with the IPTC digital source type."""
+    """Return an XMP packet (ISO 16684-1) with the IPTC digital source type."""
     return f"""<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>
 <x:xmpmeta xmlns:x="adobe:ns:meta/">
  <rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">

@@ -1,8 +1,8 @@
-"""JSON that any program can read, and a reader that no file's content can bring down.
+"""Standard-conforming JSON output, and a JSON parser for untrusted files.
 
-Written: NaN and infinities become null at any depth, since JSON has no such numbers. Read: values nested deeper than
-`MAX_DEPTH` are malformed, so that code which follows them down cannot exhaust Python's stack, and whole numbers beyond
-float64 become infinite, as 1e999 does, so that no comparison or conversion overflows.
+Writing replaces NaN and infinities, which JSON does not define, by null. Reading rejects values nested deeper than
+`MAX_DEPTH`, so that recursive code cannot exhaust Python's stack. Integers beyond float64 become infinite, as 1e999
+does, so that later comparisons and conversions do not overflow.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 from limner.atomic_io import atomic_write_text, require_file
 from limner.errors import UserError
 
-MAX_BYTES = 4 << 20  # of a config or a record; other files have limits of their own
+MAX_BYTES = 4 << 20  # of a config or a record; callers pass other limits for other files
 MAX_DEPTH = 200
-_MAX_DIGITS = 308  # of a whole number that float64 holds, whatever the digits
+_MAX_DIGITS = 308  # any integer with this many digits fits into float64
 
 
 def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = True) -> str:
-    """The value as JSON text. NaN and infinities become null."""
+    """Return the value as JSON text. NaN and infinities become null."""
     return json.dumps(_finite(value), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False)
 
 
 def write_json(path: str | Path, value: Any, indent: int | None = None, ensure_ascii: bool = True) -> None:
-    """Write `to_json` of the value and a newline, all or nothing. Raises `UserError` for text that is not Unicode."""
+    """Write `to_json` of the value and a newline atomically. Raises `UserError` for text that UTF-8 cannot encode."""
     atomic_write_text(path, to_json(value, indent, ensure_ascii) + "\n")
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Parse JSON text. Raises `ValueError` if it is malformed or nested too deep."""
+    """Parse JSON text. Raises `ValueError` if the text is malformed or nested deeper than `MAX_DEPTH`."""
     text = data if isinstance(data, str) else data.decode(json.detect_encoding(data), "surrogatepass")
     try:
         level = [value := _DECODER.decode(text)]
@@ -47,7 +47,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
-    """Parse a JSON file that may come from anywhere. Raises `UserError` if it is missing, too large or malformed."""
+    """Parse an untrusted JSON file. Raises `UserError` if the file is missing, too large or malformed."""
     path = Path(path)
     require_file(path)
     try:
@@ -63,7 +63,7 @@ def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def read_mapping(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """Parse a file that holds a JSON object. Raises `UserError` for any other file."""
+    """Parse a file with a JSON object. Raises `UserError` for any other file."""
     value = read_json(path, max_bytes)
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object")
@@ -71,7 +71,7 @@ def read_mapping(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Parse the objects of a file with a JSON value on each line. Malformed lines and other values are left out."""
+    """Parse the objects of a JSON Lines file. Skip malformed lines and values of other types."""
     rows = []
     for line in Path(path).read_bytes().splitlines():
         try:

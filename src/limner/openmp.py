@@ -1,11 +1,11 @@
-"""Settings of OpenMP, which divides torch's operations on a CPU among threads.
+"""Settings of OpenMP, which runs torch's CPU operations on several threads.
 
-Between two operations the threads of libgomp spin, by default for 300,000 turns: on a machine with other work they take
-cores from the operation that they wait for. 10,000 turns cost nothing on a quiet machine. Waiting passively
-(`OMP_WAIT_POLICY=passive`) is slower there: a step of one candidate takes 1.7 times as long. A thread without a core
-delays every operation, so a process begins with as many threads as there are idle cores.
+Between operations the threads of libgomp spin, by default for 300,000 iterations. On a busy machine they take cores
+from the operation that they wait for. 10,000 iterations cost nothing on an idle machine. Passive waiting there
+(`OMP_WAIT_POLICY=passive`) makes a step of one candidate take 1.7 times as long. A thread without a core delays every
+operation, so a process starts with as many threads as there are idle cores.
 
-libgomp reads its settings when torch is imported. Variables that the user has set are kept.
+libgomp reads its settings when torch is imported. Variables set by the user are kept.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import sys
 import time
 
 SPIN_COUNT = 10_000
-_SAMPLES = 5  # of the number of running threads, the least of which counts
+_SAMPLES = 5  # of the number of running threads; their minimum counts
 _SAMPLE_SECONDS = 0.003
 
 
 def bound_spinning() -> None:
-    """Let idle threads sleep early. Does nothing if torch is imported or the user has chosen how threads wait."""
+    """Shorten the spinning of idle threads. Does nothing if torch is imported or the user has set a wait policy."""
     if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def bound_threads() -> str:
-    """Take no more threads than cores are idle. Does nothing if torch is imported or `OMP_NUM_THREADS` is set.
+    """Limit the threads to the number of idle cores. Does nothing if torch is imported or `OMP_NUM_THREADS` is set.
 
-    Returns a sentence for the user, "" if nothing was changed. Rounding may depend on the number of threads.
+    Returns a message for the user, "" without a change. Rounding may depend on the number of threads.
     """
     if "torch" in sys.modules or "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return ""
@@ -43,7 +43,7 @@ def bound_threads() -> str:
 
 
 def _cores() -> int:
-    """Physical cores that this process may use, which is how many threads torch takes."""
+    """Return the number of physical cores that this process may use, torch's default number of threads."""
     cpus = os.sched_getaffinity(0)
     topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     try:
@@ -58,7 +58,7 @@ def _read(path: str) -> str:
 
 
 def _running_elsewhere() -> int:
-    """Threads of the whole machine that run or wait for a core, without this one; 0 where no file says so."""
+    """Return the number of other threads on the machine that run or wait for a core; 0 without /proc/loadavg."""
     counts = []
     for _ in range(_SAMPLES):
         try:

@@ -1,6 +1,6 @@
-"""Which models come with the package, and where a bundle is. Without torch, so that help can name them.
+"""Bundled models and the search for a bundle. The module does not import torch, so that help can list the models.
 
-A bundle is a folder whose `config.json` says so; `bundles.py` reads and writes what is in it.
+A bundle is a folder whose `config.json` has the format `FORMAT`; `bundles.py` reads and writes its content.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from limner.errors import UserError, suggestion
 from limner.json_files import read_json
 
 FORMAT = "limner-bundle-1"
-ASSETS = Path(__file__).parent / "assets"  # bundles that come with the package, a folder each
+ASSETS = Path(__file__).parent / "assets"  # bundled models, one folder each
 DEFAULT = "scenes"
 
 
 def bundled() -> dict[str, str]:
-    """Names of the models that come with the package, in order, with a sentence of what each draws."""
+    """Return the bundled models: name and a sentence on the pictures, sorted by name."""
     folders = sorted(path for path in ASSETS.iterdir() if is_bundle(path)) if ASSETS.is_dir() else []
     return {folder.name: read_json(folder / "config.json").get("info", {}).get("about", "") for folder in folders}
 
 
 def named(name_or_folder: str | Path) -> Path:
-    """The folder of a bundle that comes with the package, by name, or the folder that is named."""
+    """Return the folder of a bundled model, by name, or the given folder. Raises `UserError` if neither exists."""
     name, names = str(name_or_folder), bundled()
     if name in names:
         return ASSETS / name
@@ -34,7 +34,7 @@ def named(name_or_folder: str | Path) -> Path:
 
 
 def find(folder: str | Path) -> Path:
-    """The bundle in a folder: itself, or that of the run in it. Raises `UserError` if there is none."""
+    """Return the bundle of a folder: the folder itself or its "bundle". Raises `UserError` if neither is a bundle."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: name a bundle, or the folder that `limner train` wrote")
@@ -47,7 +47,7 @@ def find(folder: str | Path) -> Path:
 
 
 def is_bundle(folder: Path, kind: str = FORMAT) -> bool:
-    """Whether a folder says that it holds what `kind` names."""
+    """Return True if the `config.json` of a folder has the format `kind`."""
     try:
         config = read_json(folder / "config.json")
     except UserError:

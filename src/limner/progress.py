@@ -1,13 +1,13 @@
-"""How far long work is: a bar on a terminal, now and then a plain line elsewhere (a log, CI).
+"""Progress of long operations: a bar on a terminal, periodic plain lines elsewhere (a log, CI).
 
     with progress("training prior", total=2000) as bar:
         for step in range(2000):
             ...
             bar.advance(1, loss=loss)
 
-Both show the rate, the time left and the latest metrics, and write to stderr, so that stdout stays
-the command's own. Long work takes `progress: Advance`, a callable that is told how much more is done:
-`bar.advance`. `rich` is imported when a bar first shows.
+Both show the rate, the remaining time and the latest metrics on stderr; stdout is for the command's results. Functions
+with long loops take `progress: Advance`, a callable for the number of units done since its last call, such as
+`bar.advance`. `rich` is imported only for a bar.
 """
 
 import sys
@@ -20,21 +20,23 @@ from typing import Self, TextIO
 from limner.errors import printable
 
 Advance = Callable[[int], object]  # takes the units done since the last call
-_RECENT = 120.0  # seconds whose mean is the rate: a slow stretch long ago says nothing of the time left
-_MARKS = 24  # kept of them
+_RECENT = 120.0  # seconds over which the rate is averaged: earlier rates do not predict the remaining time
+_MARKS = 24  # maximum number of marks in that time
 
 
 def progress(
     title: str, total: int | None = None, *, unit: str = "step", every: float = 10.0, shown: bool = True
 ) -> "Progress":
-    """A bar if stderr is a terminal, else plain lines; a context manager. `every`: seconds between plain lines;
-    `shown`: False for a process that leaves this to another one."""
+    """Return a context manager that shows a bar if stderr is a terminal, else plain lines.
+
+    `every`: seconds between plain lines. `shown`: False shows nothing, for all processes of a run but one.
+    """
     kind = (BarProgress if sys.stderr.isatty() else PlainProgress) if shown else Progress
     return kind(title, total, unit=unit, every=every)
 
 
 class Progress:
-    """Counts work and shows nothing; the two kinds below show it."""
+    """Count work without showing it; the two subclasses show it."""
 
     def __init__(self, title: str, total: int | None = None, *, unit: str = "step", every: float = 10.0) -> None:
         self.title, self.total, self.unit, self.every = title, total, unit, every
@@ -44,16 +46,16 @@ class Progress:
 
     def _begin(self) -> None:
         self.started = time.monotonic()
-        self._marks = deque([(self.started, self.done)])  # when how much was done, within the last `_RECENT` seconds
+        self._marks = deque([(self.started, self.done)])  # (time, units done) in the last `_RECENT` seconds
 
     def resume(self, done: int) -> None:
-        """Work that an earlier process did: part of the total, not of the rate."""
+        """Set the units done by an earlier process, which count toward the total but not the rate."""
         self.done = done
         self._begin()
         self.show()
 
     def advance(self, n: int = 1, **metrics: float | str) -> None:
-        """`n` more units are done; metrics replace those shown under the same name."""
+        """Add `n` units and update the shown metrics by name."""
         self.done += n
         self.metrics.update(metrics)
         now = time.monotonic()
@@ -64,19 +66,19 @@ class Progress:
         self.show()
 
     def note(self, text: str) -> None:
-        """A line of text that stays."""
+        """Print a permanent line of text."""
 
     def show(self) -> None:
-        """Called after every change."""
+        """Update the display. Called after every change."""
 
     @property
     def rate(self) -> float:
-        """Units per second, lately."""
+        """Recent units per second."""
         since, done = self._marks[0]
         return (self.done - done) / max(time.monotonic() - since, 1e-9)
 
     def status(self) -> str:
-        """Rate, time left and metrics: "3.1 steps/s · 2:10 left · loss 4.82"."""
+        """Return rate, remaining time and metrics: "3.1 steps/s · 2:10 left · loss 4.82"."""
         rate, parts = self.rate, []
         if 0 < rate < 1:
             parts.append(f"{1 / rate:.1f} s/{self.unit}")
@@ -101,7 +103,7 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """A line at the start, every `every` seconds, and at the end."""
+    """Plain lines on stderr: one every `every` seconds and one at the end."""
 
     _due = 0.0
 
@@ -111,7 +113,7 @@ class PlainProgress(Progress):
         return self
 
     def show(self) -> None:
-        if self.done != self.total and time.monotonic() >= self._due:  # of the end there is a last line
+        if self.done != self.total and time.monotonic() >= self._due:  # `__exit__` prints the last line
             self._due = time.monotonic() + self.every
             self.note(self._line())
 
@@ -130,7 +132,7 @@ class PlainProgress(Progress):
 
 
 class BarProgress(Progress):
-    """A bar that stays in place, drawn by `rich`; what else is printed appears above it."""
+    """A bar of `rich` that stays in place; other output appears above it."""
 
     def __enter__(self) -> Self:
         from rich.console import Console
@@ -158,7 +160,7 @@ class BarProgress(Progress):
 
 
 def clock(seconds: float) -> str:
-    """Seconds as 0:07, 12:30 or 1:02:03."""
+    """Format seconds as 0:07, 12:30 or 1:02:03."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"

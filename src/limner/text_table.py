@@ -1,4 +1,4 @@
-"""Tables of text, for a terminal."""
+"""Plain-text tables for a terminal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from limner.errors import printable
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns of words under their heads and a line."""
+    """Return a table with left-aligned columns, a header row and a line below it."""
     return _columns(head, rows, str.ljust)
 
 
 def figures(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """The same with numbers behind the first column, which stand to the right."""
+    """Return a table for numbers: all columns but the first are right-aligned."""
     return _columns(head, rows, str.rjust)
 
 

@@ -1,7 +1,7 @@
-"""Ranges of settings: `lr: Annotated[float, Range(above=0)]` is checked whenever an instance is made, and so is a word.
+"""Validation of settings by annotations: a range, `lr: Annotated[float, Range(above=0)]`, or a `Literal`.
 
-The base class `Checked` looks at the annotations, so that Python, JSON (`limner.config`) and the command line
-(`limner.cli.arguments`) refuse the same values with the same sentence.
+The base class `Checked` validates each new instance, so Python, JSON (`limner.config`) and the command line
+(`limner.cli.arguments`) reject the same values with the same message.
 """
 
 from collections.abc import Iterable
@@ -13,15 +13,15 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from limner.errors import nearest
 
-NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}  # of types, for messages
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}  # names of types in messages
 
 
 class OutOfRange(ValueError):
-    """A setting out of its range. `says` is what the sentence says of `name`: "must be above 0, not -1.0". A caller
-    that knows where the setting is puts the path before the name."""
+    """Error for a setting out of its range. `says` follows `name` in the message: "must be above 0, not -1.0". A caller
+    that knows the path of the setting puts it before the name."""
 
     def __init__(self, name: str, says: str) -> None:
-        super().__init__(name, says)  # all that it is made of: processes send it to one another
+        super().__init__(name, says)  # all arguments, since processes pickle the error
         self.name, self.says = name, says
 
     def __str__(self) -> str:
@@ -30,8 +30,8 @@ class OutOfRange(ValueError):
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that a setting may have: from `least` to `most`, or `above` and `below` where the end itself is
-    excluded. Never nan, never infinite, and never beyond `LARGEST` or its negative."""
+    """Valid numbers of a setting: from `least` to `most`, inclusive; `above` and `below` are exclusive bounds. NaN,
+    infinities and absolute values above `LARGEST` are invalid."""
 
     least: float | None = None
     most: float | None = None
@@ -39,7 +39,7 @@ class Range:
     below: float | None = None
 
     def check(self, name: str, value: object, whole: bool = False) -> None:
-        """Raises `OutOfRange` for a number outside, for what is no number, and, if `whole`, for fractions."""
+        """Raise `OutOfRange` if the value is out of range or not a number; if `whole`, also if it is not an integer."""
         if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
             raise OutOfRange(name, f"must be {NAMES[int if whole else float]}, not {short(value)}")
         if not isinstance(value, Integral) and not isfinite(value):
@@ -54,14 +54,16 @@ class Range:
                 raise OutOfRange(name, f"must be {says} {short(end)}, not {short(value)}")
 
 
-LARGEST = 1e37  # torch takes no number that fp32 cannot hold, from 3.4e38 on, and products and sums need room
-SEEDS = Range(0, 2**63 - 1)  # what every generator of random numbers takes
+LARGEST = 1e37  # below the maximum of fp32, 3.4e38, with a margin for products and sums
+SEEDS = Range(0, 2**63 - 1)  # valid for every random number generator
 
 
 class Checked:
-    """Base of dataclasses that check each field against the `Range` in its annotation, or the words of its `Literal`;
-    the range of a tuple holds for each of its numbers, and there are as many of these as the annotation says. A
-    subclass's `__post_init__` calls this one, then checks relations between fields."""
+    """Base of dataclasses that validate each field against the `Range` or `Literal` of its annotation.
+
+    The range of a tuple applies to each element, and the length must match the annotation. The `__post_init__` of a
+    subclass calls this one, then checks relations between fields. Raises `OutOfRange`.
+    """
 
     def __post_init__(self) -> None:
         for name, words in choices(type(self)).items():
@@ -80,8 +82,8 @@ class Checked:
 
 @cache
 def ranges(cls: type) -> dict[str, tuple[Range, bool, tuple[Any, ...]]]:
-    """Of each field with a range: the range, whether it holds whole numbers, and what it may be instead of a number:
-    None, or a word of a `Literal`."""
+    """Return by field with a range: the range, True for integers only, and the valid values that are not numbers (None,
+    or words of a `Literal`)."""
     found = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
         for note in getattr(hint, "__metadata__", ()):
@@ -94,10 +96,10 @@ def ranges(cls: type) -> dict[str, tuple[Range, bool, tuple[Any, ...]]]:
 
 @cache
 def lengths(cls: type) -> dict[str, int]:
-    """How many values each field holds whose tuple says so: 2 of `tuple[float, float]`."""
+    """Return the length of each field with a tuple of fixed length: 2 for `tuple[float, float]`."""
     found = {}
     for name, hint in get_type_hints(cls).items():
-        for kind in (hint,) if get_origin(hint) is tuple else get_args(hint):  # of a union, each
+        for kind in (hint,) if get_origin(hint) is tuple else get_args(hint):  # each member of a union
             if get_origin(kind) is tuple and Ellipsis not in get_args(kind):
                 found[name] = len(get_args(kind))
     return found
@@ -105,13 +107,13 @@ def lengths(cls: type) -> dict[str, int]:
 
 @cache
 def choices(cls: type) -> dict[str, tuple[Any, ...]]:
-    """The words of each field that is a `Literal`."""
+    """Return the words of each `Literal` field."""
     hints = get_type_hints(cls)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 def leaves(hint: Any) -> set[Any]:
-    """The types that an annotation is made of: int and None of `tuple[int, ...] | None`."""
+    """Return the elementary types in an annotation: for `tuple[int, ...] | None`, int, the ellipsis and None."""
     if get_origin(hint) is Annotated:
         return leaves(get_args(hint)[0])
     if get_origin(hint) is Literal or not get_args(hint):
@@ -120,19 +122,19 @@ def leaves(hint: Any) -> set[Any]:
 
 
 def not_among(value: object, choices: Iterable[object]) -> str:
-    """What a message says of a setting whose value is none of the choices: all of them, and the nearest."""
+    """Return the end of the message for an invalid choice: all choices, and the most similar one."""
     choices = list(choices)
     meant = nearest(value, choices)
     return f"cannot be {short(value)}: choose {listing(choices)}" + (f" (did you mean {meant!r}?)" if meant else "")
 
 
 def listing(choices: Iterable[object]) -> str:
-    """Choices as Python writes them."""
+    """Return the `repr` of the choices, separated by commas."""
     return ", ".join(map(repr, choices))
 
 
 def short(value: object) -> str:
-    """A value as Python writes it, shortened if it is long."""
+    """Return the `repr` of a value, shortened if it is long; integers get thousands separators."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         value = int(value)
         digits = value.bit_length() * 0.30103

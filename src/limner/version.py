@@ -1,3 +1,3 @@
-"""The version, where every room can read it."""
+"""Version of the package, in a module without imports."""
 
 __version__ = "0.1.0"
