@@ -1,14 +1,13 @@
-"""Bundles on disk: a folder that draws.
+"""Reading and writing of bundles: folders with a complete text-to-image model.
 
-`config.json`, `dvae.safetensors`, `prior.safetensors`, `contrastive.safetensors`, `tokenizer.json` and
-`README.md`, a model card. A bundle may come from anywhere, so nothing in it is executed or unpickled, and
-each size and key is checked against the configuration before memory is taken. A dVAE alone has a folder too,
-with `config.json` and `dvae.safetensors`.
+A bundle has `config.json`, `dvae.safetensors`, `prior.safetensors`, `contrastive.safetensors`, `tokenizer.json` and
+`README.md`, a model card. A folder for a dVAE alone has `config.json` and `dvae.safetensors`. Bundles are untrusted:
+reading executes and unpickles nothing, and checks each size and key against the configuration before it allocates
+memory.
 
-The prior and the contrastive model are stored in half precision, or their matrices in 8 bits: `NAME` as whole numbers,
-`NAME.scale` as what each of its rows is multiplied with when it is read. A dVAE keeps its values, in 16 bits where
-that loses nothing: its tokens are what a prior has learned, and other weights give other tokens. Who trains a dVAE
-rounds it (`rounded`) before a prior learns from it.
+The prior and the contrastive model are stored in half precision, or their matrices in 8 bits: `NAME` has integers, and
+`NAME.scale` a factor per row. A dVAE is stored without loss, in 16 bits where possible: the prior is trained on its
+tokens, and changed weights give other tokens. So training rounds a dVAE (`rounded`) before the prior is trained.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ M = TypeVar("M", bound=nn.Module)
 DVAE_FORMAT = "limner-dvae-1"
 
 _PARTS: dict[str, Any] = {"dvae": AnyDVAEConfig, "prior": TransformerConfig, "contrastive": ContrastiveConfig}
-_POSITIONS = 1 << 12  # of a caption or a picture: masks grow with the square
+_POSITIONS = 1 << 12  # maximum in a caption or a picture: masks grow with the square
 _WIDTH = 1 << 14
-_TENSORS = 1 << 14  # of one model
+_TENSORS = 1 << 14  # maximum in one model
 _STORED = ("F32", "F16", "BF16")
 _SCALE = ".scale"
 
@@ -56,10 +55,10 @@ _SCALE = ".scale"
 def write(
     folder: Path, models: Mapping[str, Any], tokenizer: Tokenizer, info: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Write a bundle, all or nothing; one that is there already is replaced. Returns the info as written.
+    """Write a bundle atomically, replacing an existing one. Return the info as written.
 
-    `dtype` is that of the prior's and the contrastive model's numbers; int8 is for their matrices, the rest is half
-    precision then. Raises `UserError` if the folder holds something else.
+    `dtype` is the format of the prior and the contrastive model; int8 applies to their matrices, and other tensors are
+    in half precision. Raises `UserError` if the folder has other content or a weight is not finite.
     """
     _check_place(folder, FORMAT, "a bundle")
     info = _storable(
@@ -78,7 +77,7 @@ def write(
 
 
 def save_dvae(dvae: AnyDVAE, folder: str | Path, info: Mapping[str, Any]) -> Path:
-    """Write a folder that holds a dVAE alone. Raises `UserError` if the folder holds something else."""
+    """Write a folder with a dVAE alone. Raises `UserError` if it has other content or a weight is not finite."""
     folder = Path(folder)
     _check_place(folder, DVAE_FORMAT, "a dVAE")
     with atomic_folder(folder) as fresh:
@@ -88,12 +87,12 @@ def save_dvae(dvae: AnyDVAE, folder: str | Path, info: Mapping[str, Any]) -> Pat
 
 
 def _storable(info: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON values with a question mark for what no file can hold: bytes of a name or an option that are not UTF-8."""
+    """Return the info as JSON values. Replace surrogates (non-UTF-8 bytes of names or options) by question marks."""
     return parse_json(to_json(info, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def _check_place(folder: Path, kind: str, name: str) -> None:
-    """Raises `UserError` if a folder cannot be replaced by a bundle of that kind, since it holds something else."""
+    """Raise `UserError` if `folder` exists, is not empty and does not have the format `kind`."""
     if folder.exists() and not is_bundle(folder, kind) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not {name}: name a new folder")
 
@@ -109,7 +108,7 @@ def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype) 
         if dtype == torch.int8 and name != "dvae":
             for key in (key for key, value in state.items() if value.dim() == 2):
                 tensors[key], tensors[key + _SCALE] = row_wise(state[key].detach().cpu())
-        # The library's own `save_file` makes a file that only its owner can read.
+        # `save_file` of safetensors creates a file that only its owner can read.
         atomic_write_bytes(folder / f"{name}.safetensors", save(tensors))
 
 
@@ -120,28 +119,28 @@ def _write_config(folder: Path, kind: str, models: Mapping[str, Any], info: Mapp
 
 
 def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """In `dtype`, unless a value would overflow it."""
+    """Convert to `dtype`, unless a value would overflow."""
     value = value.detach().cpu().contiguous()
     small = value.to(dtype)
     return small if small.isfinite().all() else value
 
 
 def _exact(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """In `dtype` if that changes no value."""
+    """Convert to `dtype` if this is lossless."""
     value = value.detach().cpu().contiguous()
     small = value.to(dtype)
     return small if torch.equal(small.to(value.dtype), value) else value
 
 
 def rounded(model: M, dtype: torch.dtype = torch.float16) -> M:
-    """The model, in place, with the values that its bundle will have, so that later stages learn from what is
-    drawn with in the end."""
+    """Round the parameters in place to the values that a bundle stores, so that later stages train with the weights
+    used for drawing. Return the model."""
     model.load_state_dict({key: _stored(value, dtype) for key, value in model.state_dict().items()})
     return model
 
 
 def model_card(models: Mapping[str, Any], tokenizer: Tokenizer, info: Mapping[str, Any]) -> str:
-    """README.md of a bundle: what it is, from what it was made, how well it does."""
+    """Return the model card of a bundle: architecture, data, attribution, scores, recipe and limits."""
     dvae, prior = models["dvae"].config, models["prior"].config
     h, w = dvae.grid
     lines = [
@@ -186,9 +185,9 @@ def _credit(row: Mapping[str, Any]) -> str:
 
 
 def read(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Any]]:
-    """The models by name, the tokenizer and the info of a bundle.
+    """Return the models by name, the tokenizer and the info of a bundle.
 
-    Raises `UserError` in one sentence for whatever is missing, damaged or contradictory.
+    Raises `UserError` if a part is missing, damaged or inconsistent.
     """
     path = folder / "config.json"
     data = read_mapping(path)
@@ -198,14 +197,17 @@ def read(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Any]]:
 
 
 def load_model(name_or_folder: str | Path, part: str) -> Any:
-    """One model of a bundle (by name or folder): "dvae", "prior" or "contrastive". The first may also lie in a
-    folder that holds a dVAE alone. Raises `UserError`."""
+    """Return one model of a bundle (by name or folder): "dvae", "prior" or "contrastive". For "dvae" the folder may
+    have a dVAE alone. Raises `UserError` if the model is missing, damaged or inconsistent."""
     folder = _place(name_or_folder) if part == "dvae" else find(named(name_or_folder))
     return _load_part(folder, part, _PARTS[part], read_mapping(folder / "config.json"))
 
 
 def read_info(name_or_folder: str | Path) -> dict[str, Any]:
-    """The info of a bundle (by name or folder), or of a folder that holds a dVAE alone. Raises `UserError`."""
+    """Return the info of a bundle (by name or folder) or of a folder with a dVAE alone.
+
+    Raises `UserError` if it is missing or invalid.
+    """
     path = _place(name_or_folder) / "config.json"
     return _info(read_mapping(path), path)
 
@@ -221,13 +223,13 @@ def _info(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: info must be a mapping")
     try:
         to_json(info, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and no file can hold
+    except UnicodeEncodeError:  # a lone surrogate: JSON can escape it, UTF-8 cannot encode it
         raise UserError(f"{path}: info holds text that is not valid Unicode") from None
     return info
 
 
 def _load_part(folder: Path, name: str, kind: Any, data: Mapping[str, Any]) -> nn.Module:
-    """Build one model and fill it, after every name, shape and number format was found to be right."""
+    """Build one model and load its weights, after a check of all names, shapes and number formats."""
     where = folder / "config.json"
     if name not in data:
         raise UserError(f"{where} lacks the settings of {name!r}")
@@ -268,7 +270,7 @@ def _load_part(folder: Path, name: str, kind: Any, data: Mapping[str, Any]) -> n
                 return number * file.get_tensor(key + _SCALE).float()[:, None] if key in eight else number
 
             own = model.state_dict()
-            for key in shapes:  # one after the other, since they may be many and each process's part of them small
+            for key in shapes:  # one tensor at a time: each process may keep only a small shard
                 own[key].copy_(shard_like(_checked(value(key), key, path), own[key]))
     except FileNotFoundError:
         raise UserError(f"{path} is missing: the bundle is incomplete") from None
@@ -278,10 +280,8 @@ def _load_part(folder: Path, name: str, kind: Any, data: Mapping[str, Any]) -> n
 
 
 def _check_size(config: Any, tensors: int, where: str) -> None:
-    """Refuse what building would take long over. `tensors` in the file bound the layers.
-
-    Raises `UserError`.
-    """
+    """Raise `UserError` for sizes that would make building slow. The number of `tensors` in the file bounds the
+    number of layers."""
     layers = config.groups * config.blocks if isinstance(config, AnyDVAEConfig) else config.depth
     if layers > tensors:
         raise UserError(f"{where} has {layers} layers: more than the {tensors} tensors of its file")
@@ -295,10 +295,10 @@ def _check_size(config: Any, tensors: int, where: str) -> None:
 
 
 def _shapes(config: Any, where: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters of the model that `config` describes, which takes none of their memory.
+    """Return names and shapes of the model's parameters and buffers, from a model on the meta device.
 
-    (Initial values are left out here too: on the meta device they import much of torch, which takes a second.)
-    Raises `UserError`.
+    Initialization is skipped here too, since on the meta device it imports modules of torch for a second. Raises
+    `UserError` if `config` is inconsistent.
     """
     try:
         with torch.device("meta"), _NoInitialValues():
@@ -309,7 +309,7 @@ def _shapes(config: Any, where: str) -> dict[str, tuple[int, ...]]:
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Leaves out the filling of new weights with random numbers that a file is about to replace."""
+    """Skip random initialization of weights that are then loaded from a file."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,16 +1,16 @@
-"""From a caption to pictures: three models and a tokenizer as one thing that draws (§2.6).
+"""Text-to-image pipeline: prior, dVAE, contrastive model and tokenizer (§2.6).
 
     pipe = limner.load()                       # the bundled model, or a folder
     drawings = pipe("a small red circle", n=2, candidates=64, seed=0)
     drawings[0].save("circle.png")
 
-The prior draws `candidates` token grids, the dVAE decodes them, the contrastive model scores them
-against the caption, and the best `n` are returned (`sampling/rerank.py`). Candidate i of a caption depends
-on the caption, the seed and i alone: drawing more candidates, or other captions beside it, changes none
-(apart from float rounding, which may flip a choice between two equally likely tokens).
+The prior samples `candidates` token grids, the dVAE decodes them, the contrastive model scores the pictures against
+the caption, and the pipeline returns the best `n` (`sampling/rerank.py`). Candidate i of a caption depends only on the
+caption, the seed and i. More candidates or other captions in the batch do not change it, apart from float rounding,
+which may flip a choice between two equally likely tokens.
 
-Weights are stored in 16 or 8 bits (`bundles.py`); drawing computes in bf16 where the hardware multiplies
-it fast, else in single precision.
+Weights are stored in 16 or 8 bits (`bundles.py`). Drawing computes in bf16 on hardware with fast bf16 products, else in
+single precision.
 
 Shapes: B captions, N candidates, T text positions, S image positions, H x W pixels.
 """
@@ -49,24 +49,24 @@ from limner.text.bpe import Tokenizer
 from limner.validation import SEEDS, OutOfRange, Range, short
 from limner.version import __version__
 
-_ROWS = 256  # candidates in one batch at most on a CPU; beyond, its caches no longer help
-_CACHE_BYTES = 1 << 30  # of keys and values in one batch on a CPU
-_GPU_ROWS = 1_024  # on a GPU, where a quarter of the free memory may hold them
+_ROWS = 256  # maximum of candidates in one batch on a CPU; larger batches exceed its caches
+_CACHE_BYTES = 1 << 30  # maximum of keys and values in one batch on a CPU
+_GPU_ROWS = 1_024  # the same on a GPU, within a quarter of the free memory
 _LIKELIHOOD = Range(0, 100)
-_PICTURE_BYTES = 1 << 30  # of codes and activations when tokens become pictures
+_PICTURE_BYTES = 1 << 30  # maximum of codes and activations in the dVAE's decoder
 
 Watch = Callable[["Partial"], object]
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """All candidates of B captions, in the order of their numbers: what evaluations look at.
+    """All candidates of B captions, in the order of their numbers, for evaluation.
 
     Attributes:
         pictures: uint8 [B, N, 3, H, W].
-        scores: float32 [B, N], the larger the better; see `Drawing.score`.
+        scores: float32 [B, N], higher is better; see `Drawing.score`.
         tokens: int64 [B, N, S].
-        sampler: the one they were drawn with, with the model's own settings filled in.
+        sampler: settings of the sampler, with the model's defaults filled in.
     """
 
     pictures: Tensor
@@ -77,13 +77,13 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Partial:
-    """The top rows of unfinished drawings, to show while the rest is drawn.
+    """The top rows of unfinished drawings, as previews.
 
     Attributes:
-        captions: numbers of the captions, b of them.
-        candidates: numbers of their candidates, n of them.
-        pictures: uint8 [b, n, 3, height so far, W]. Its last rows may still change a little, since the dVAE's
-            decoder looks at what is below.
+        captions: indices of b captions.
+        candidates: indices of n candidates.
+        pictures: uint8 [b, n, 3, current height, W]. The last rows may still change slightly, since the dVAE's
+            decoder also depends on the rows below.
     """
 
     captions: Sequence[int]
@@ -93,14 +93,14 @@ class Partial:
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """How drawing is computed.
+    """Settings of computation that trade memory, speed and precision.
 
     Args:
-        precision: by default bf16 where the hardware multiplies it fast, and fp32 elsewhere.
-        int8_cache: keys and values in 8 bits, which halves the memory of each candidate (`layers/cache.py`).
-        int8_weights: the prior's matrices in 8 bits, which halves its memory.
-        compiled: faster, after half a minute and more for each number of candidates, the first time
-            (`sampling/aot_inductor.py`).
+        precision: by default bf16 on hardware with fast bf16 products, else fp32.
+        int8_cache: store keys and values in 8 bits, which halves the memory per candidate (`layers/cache.py`).
+        int8_weights: store the prior's matrices in 8 bits, which halves its memory.
+        compiled: compile the sampling steps. Drawing is faster; the first run with each number of candidates compiles
+            for half a minute or more (`sampling/aot_inductor.py`).
     """
 
     precision: Precision = field(default_factory=Auto)
@@ -120,15 +120,15 @@ class Runtime:
 
 
 class TextToImage:
-    """Draws pictures from captions.
+    """Text-to-image pipeline.
 
     Args:
-        dvae, prior, contrastive, tokenizer: trained to work together.
-        info: JSON values for the model card: "name", "recipe", "data", "scores", ...; "temperature"
-            and "guidance" are the defaults of drawings, "likelihood" its weight in their scores (`Drawing.score`).
+        dvae, prior, contrastive, tokenizer: models that were trained together.
+        info: JSON values for the model card: "name", "recipe", "data", "scores", ...; "temperature" and "guidance" are
+            defaults of sampling, "likelihood" is the weight of the likelihood in `Drawing.score`.
 
     Raises:
-        UserError: the parts do not fit together.
+        UserError: the models do not fit together, or a number in `info` is invalid.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class TextToImage:
             raise UserError(f"the model's own {error}: correct its config.json") from None
         _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
         self._drawing: tuple[TokenDecoder, Contrastive] | None = None
-        self._free = 0  # bytes of a GPU's memory before the first drawing
+        self._free = 0  # free bytes of GPU memory before the first drawing
 
     def _own(self, setting: str, default: float = 1.0) -> float:
-        """What the model brings along."""
+        """Return a default of the model from `info`. Raises `UserError` if it is not a number."""
         value = self.info.get(setting, default)
         if type(value) not in (int, float):
             raise UserError(f"the model's own {setting} is a number, not {value!r}: correct its config.json")
@@ -168,7 +168,7 @@ class TextToImage:
         return self.prior.head.image.weight.device
 
     def to(self, device: torch.device | str) -> TextToImage:
-        """Move all three models; returns itself."""
+        """Move all three models to a device. Return the pipeline."""
         for model in (self.dvae, self.prior, self.contrastive):
             model.to(device)
         self._drawing, self._free = None, 0
@@ -186,16 +186,16 @@ class TextToImage:
         every: int = 2,
         **settings: Any,
     ) -> Drawings:
-        """Draw a caption, or around what is given: `pipe(caption, given=pipe.given(picture, keep="top:6"))`.
+        """Draw a caption, or complete a picture: `pipe(caption, given=pipe.given(picture, keep="top:6"))`.
 
         Args:
-            options: candidates, seed and sampler; `settings` replace some of them:
+            options: candidates, seed and sampler; `settings` override fields:
                 `pipe(caption, candidates=8, temperature=0.9)`.
-            n: how many drawings to return, the best of the candidates that differ, if so many do. At least n
+            n: number of drawings to return: the best distinct candidates, then repeats if too few differ. At least n
                 candidates are drawn.
-            given: tokens of a picture that stay, from the method `given`.
+            given: fixed tokens of a picture, from the method `given`.
             progress: called with the number of candidates drawn since the last call.
-            watch: called with the `Partial` pictures of a batch of candidates after `every` rows of tokens.
+            watch: called with the `Partial` pictures of a batch of candidates after every `every` rows of tokens.
 
         Raises:
             UserError: the caption is empty or a setting is out of range.
@@ -207,14 +207,15 @@ class TextToImage:
         )[0]
 
     def given(self, image: Image.Image, keep: str | None = None, mask: Image.Image | None = None) -> Tensor:
-        """The picture's tokens [1, S], `UNSET` where to draw (priming and inpainting, §2.6, Figure 14).
+        """Return the tokens [1, S] of a picture, `UNSET` where to draw (priming and inpainting, §2.6, Figure 14).
 
         Args:
-            image: its central square is taken, in the model's size; on white where it is transparent, as is `mask`.
+            image: a picture, cropped to its central square and resized; white behind transparent pixels, as for `mask`.
             keep: "top:N" keeps the top N rows of tokens.
-            mask: instead of `keep`, a picture whose light parts are drawn anew: every token with a light pixel.
+            mask: alternative to `keep`, a picture whose light pixels mark the tokens to redraw.
 
-        Raises `UserError` where that leaves nothing to keep or to draw.
+        Raises:
+            UserError: both or neither of `keep` and `mask` are given, `keep` is invalid, or `mask` is dark everywhere.
         """
         if (keep is None) == (mask is None):
             raise UserError("say what to keep, as top:N, or give a mask of what to draw anew: one of the two")
@@ -247,8 +248,10 @@ class TextToImage:
         every: int = 2,
         **settings: Any,
     ) -> list[Drawings]:
-        """Draw several captions; `seed` is one for all or one for each, `given` holds the tokens that are
-        fixed (`sampling.generate`). Otherwise as `__call__`."""
+        """Draw several captions; see `__call__`.
+
+        `seed` is one for all captions or one each; `given` holds fixed tokens [B, S] (`sampling.generate`).
+        """
         if isinstance(captions, str):
             raise UserError("draw_many takes a list of captions, not one: put it into brackets")
         if n < 1:
@@ -294,7 +297,10 @@ class TextToImage:
         watch: Watch | None = None,
         every: int = 2,
     ) -> Candidates:
-        """All `count` candidates of each caption, unranked, on the CPU."""
+        """Draw `count` candidates of each caption and return them unranked, on the CPU.
+
+        Raises `UserError` if a caption or a setting is invalid.
+        """
         if count < 1:
             raise UserError(f"candidates is the number of drawings to choose from: at least 1, not {count}")
         if every < 1:
@@ -344,10 +350,10 @@ class TextToImage:
         return Candidates(pictures, score, tokens, sampler)
 
     def _shown(self, tokens: Tensor, rows: int) -> Tensor:
-        """Tokens [b, n, rows * w] -> uint8 [b, n, 3, height, W]."""
+        """Decode tokens [b, n, rows * w] into pictures, uint8 [b, n, 3, height, W]."""
         c = self.dvae.config
         codes, states = math.prod(c.grid) * c.vocab, c.size**2 * c.width
-        each = 8 * codes + 4 * 4 * states  # int64, and some four fp32 tensors of the widest layer at once
+        each = 8 * codes + 4 * 4 * states  # int64 codes, and about four fp32 tensors of the widest layer
         parts = tokens.flatten(0, 1).split(max(1, _PICTURE_BYTES // each))
         shown = torch.cat([self.dvae.pictures(part, (rows, c.grid[1])) for part in parts])
         return shown.unflatten(0, tokens.shape[:2])
@@ -361,7 +367,7 @@ class TextToImage:
         return self.tokenizer.encode(captions, length)
 
     def _rows(self) -> int:
-        """Candidates in one batch: as many as there is memory for their keys and values."""
+        """Return the number of candidates per batch, limited by the memory of keys and values."""
         c, dtype = self.prior.config, self.runtime.precision.dtype(self.device)
         like = torch.empty(1, c.heads, 0, c.width // c.heads, dtype=dtype, device="meta")
         stores = (self.runtime.store(like, 1, pattern.held) for pattern in c.patterns)
@@ -369,12 +375,12 @@ class TextToImage:
         most, room = _ROWS, _CACHE_BYTES
         if self.device.type == "cuda":
             self._free = self._free or torch.cuda.mem_get_info(self.device)[0]
-            most, room = _GPU_ROWS, self._free // 4  # two recordings and a cache that is copied into one take three
+            most, room = _GPU_ROWS, self._free // 4  # two recordings, plus a cache copied into one, take three quarters
         return max(1, min(most, room // each))
 
-    @torch.inference_mode(False)  # the compiler is for ordinary tensors
+    @torch.inference_mode(False)  # the compiler does not support inference tensors
     def _models(self) -> tuple[TokenDecoder, Contrastive]:
-        """Prior and contrastive model in the format they draw in, made once; copies if that is not their own."""
+        """Return decoder and contrastive model in the format of drawing, built once; copies if the format differs."""
         if self._drawing is None:
             prior, contrastive = self.prior, self.contrastive
             dtype = self.runtime.precision.dtype(self.device)
@@ -384,7 +390,7 @@ class TextToImage:
                 prior = copy.deepcopy(prior).to(dtype)
                 if self.runtime.int8_weights:
                     prior = int8(prior)
-                elif not self.runtime.compiled:  # the compiler lays the weights out itself
+                elif not self.runtime.compiled:  # the compiler chooses the layout of weights
                     prior = prepacked(prior)
             self._drawing = build_decoder(prior, self.runtime.compiled), contrastive
         return self._drawing
@@ -392,10 +398,10 @@ class TextToImage:
     # ------------------------------------------------------------------------ bundles
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> Path:
-        """Write a bundle, all or nothing; a bundle that is there already is replaced.
+        """Write a bundle atomically, replacing an existing one. Return the folder.
 
-        With `torch.int8` as `dtype` the prior's and the contrastive model's matrices take half of what they take in
-        half precision. Raises `UserError` if the folder holds something else.
+        With `dtype` `torch.int8`, the matrices of the prior and the contrastive model take half the space of half
+        precision. Raises `UserError` if the folder has other content or a weight is not finite.
         """
         models = {"dvae": self.dvae, "prior": self.prior, "contrastive": self.contrastive}
         info = {"limner": __version__, **self.info}
@@ -406,9 +412,9 @@ class TextToImage:
     def from_pretrained(
         cls, folder: str | Path, *, device: torch.device | str | None = None, **runtime: Any
     ) -> TextToImage:
-        """Read a bundle onto `device` (by default a GPU if there is one); `runtime` are settings of `Runtime`.
+        """Read a bundle onto `device` (by default a GPU if available); `runtime` are settings of `Runtime`.
 
-        Raises `UserError` in one sentence for whatever is missing, damaged or contradictory.
+        Raises `UserError` if a part of the bundle is missing, damaged or inconsistent.
         """
         folder = pretrained.find(folder)
         models, tokenizer, info = bundles.read(folder)
@@ -422,15 +428,16 @@ class TextToImage:
 
 
 def load(name_or_folder: str | Path = pretrained.DEFAULT, **options: Any) -> TextToImage:
-    """A model that comes with the package, by name, or any bundle, by folder.
+    """Load a bundled model, by name, or any bundle, by folder.
 
-    `options` are `device` and the settings of `Runtime`, `compiled=True` say. Raises `UserError`.
+    `options` are `device` and settings of `Runtime`, such as `compiled=True`. Raises `UserError` if the model is
+    missing or invalid.
     """
     return TextToImage.from_pretrained(pretrained.named(name_or_folder), **options)
 
 
 def _seeds(seed: int | Sequence[int], count: int) -> list[int]:
-    """A seed for each of `count` captions, as Python's own numbers: those of numpy overflow. Raises `UserError`."""
+    """Return a seed per caption, as Python integers, since numpy's overflow. Raises `UserError` for an invalid seed."""
     seeds = [seed] * count if isinstance(seed, (int, np.integer)) else list(seed)
     if len(seeds) != count:
         raise ValueError(f"{len(seeds)} seeds for {count} captions")
@@ -443,7 +450,7 @@ def _seeds(seed: int | Sequence[int], count: int) -> list[int]:
 
 
 def _batches(seeds: Sequence[int], count: int, rows: int) -> list[tuple[list[int], range]]:
-    """(captions, candidate numbers) of each batch: captions of one seed share a batch while it has room."""
+    """Return (caption indices, candidate indices) of each batch; captions with equal seeds share batches."""
     step = min(count, rows)
     parts = [range(i, min(i + step, count)) for i in range(0, count, step)]
     together = max(1, rows // step)
