@@ -36,10 +36,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # errors of `flock` on 
 
 
 def require_file(path: str | os.PathLike[str]) -> None:
-    """Raise `UserError` for a pipe, a device or a folder, since reading a pipe or device may block forever.
-
-    A missing path passes; opening it raises `FileNotFoundError`.
-    """
+    """Raise `UserError` for a pipe, a device or a folder: reading one may block forever. A missing path passes."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"{path} is not a file but a folder, a pipe or a device")
 
@@ -90,7 +87,7 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
 def atomic_folder(path: str | os.PathLike[str], check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Create a temporary folder that replaces `path` at the end of the block. An exception deletes it.
 
-    `check` is called after the content is flushed to the disk and before the replacement; it may raise.
+    `check` is called before the replacement, and may raise.
     """
     path = Path(path).resolve()  # replaces the target of a link, not the link
     with _temporary(path, folder=True) as (fresh, _):
@@ -111,8 +108,7 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[int]:
     """Lock a folder against other processes until the block ends. Create the folder if it is missing.
 
     Yields the descriptor of the lock, or -1 without support for locks. A child process that inherits the descriptor
-    shares the lock and keeps it if this process dies. Raises `UserError` if another process holds the lock, or
-    `folder` is a file.
+    keeps the lock if this process dies. Raises `UserError` if another process holds it or `folder` is a file.
     """
     folder = Path(folder)
     try:
@@ -209,9 +205,9 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _locked_file(path: str | os.PathLike[str]) -> int | None:
-    """Lock a file (created if missing) or folder and return its descriptor; None if another process holds the lock.
+    """Lock a file (created if missing) or folder. Return its descriptor, None without `fcntl` or if it is locked.
 
-    Returns None also without `fcntl`. Raises `OSError` on a file system without locks.
+    Raises `OSError` on a file system without locks.
     """
     if fcntl is None:
         return None

@@ -198,16 +198,13 @@ def read(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Any]]:
 
 def load_model(name_or_folder: str | Path, part: str) -> Any:
     """Return one model of a bundle (by name or folder): "dvae", "prior" or "contrastive". For "dvae" the folder may
-    have a dVAE alone. Raises `UserError` if the model is missing, damaged or inconsistent."""
+    have a dVAE alone. Raises `UserError` if it is unusable."""
     folder = _place(name_or_folder) if part == "dvae" else find(named(name_or_folder))
     return _load_part(folder, part, _PARTS[part], read_mapping(folder / "config.json"))
 
 
 def read_info(name_or_folder: str | Path) -> dict[str, Any]:
-    """Return the info of a bundle (by name or folder) or of a folder with a dVAE alone.
-
-    Raises `UserError` if it is missing or invalid.
-    """
+    """Return the info of a bundle (by name or folder) or of a folder with a dVAE alone. Raises `UserError`."""
     path = _place(name_or_folder) / "config.json"
     return _info(read_mapping(path), path)
 

@@ -1,7 +1,7 @@
 """Conversion of frozen dataclasses to dictionaries and JSON, and strict conversion back.
 
-Nested, frozen, keyword-only dataclasses describe a run; each is defined next to the class that it configures. JSON of
-them is saved with the run and in each checkpoint. Reading is strict: an unknown key, a missing key or a wrong type
+Nested, frozen, keyword-only dataclasses describe a run; each is defined next to the class that it configures. Their
+JSON is saved with the run and in each checkpoint. Reading is strict: an unknown key, a missing key or a wrong type
 raises `UserError` with its path and the nearest valid key. Reading never imports a class by name, so an untrusted
 config file cannot execute code.
 

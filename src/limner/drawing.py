@@ -1,7 +1,7 @@
 """Drawings with provenance, and their PNG files.
 
-Every PNG states that a model drew it: it has caption, seed and model as text, and an XMP packet with the IPTC digital
-source type "trained algorithmic media".
+Every PNG states that a model drew it: caption, seed and model as text, and an XMP packet with the IPTC digital source
+type "trained algorithmic media".
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Drawing:
         score: cosine of caption and picture under the contrastive model, in [-1, 1], plus the model's likelihood
             weight (default 0) times the mean log-probability of the tokens under the prior, in nats. If a part of the
             picture was given, the mean log-probability alone.
-        candidate: number among the candidates, from 1, as in the output of `limner draw` and in the PNG;
+        candidate: number from 1, as in the output of `limner draw` and in the PNG;
             (model, caption, seed, candidate, settings) determine the picture.
     """
 
@@ -50,10 +50,9 @@ class Drawing:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def png(self, scale: int | None = None) -> bytes:
-        """Return the content of a PNG file: pixels enlarged `scale` times, metadata, XMP.
+        """Return a PNG file: pixels enlarged `scale` times, metadata, XMP.
 
-        The default enlarges to at least 384 pixels by an integer factor; 1 keeps the model's resolution. Raises
-        `UserError` if `scale` is out of range.
+        The default enlarges to at least 384 pixels. Raises `UserError` if `scale` is out of range.
         """
         facts = {
             "seed": self.seed, "candidate": self.candidate, "score": f"{self.score:.4f}", "model": self.model,
@@ -63,7 +62,7 @@ class Drawing:
         return _file(_enlarged(self.image, scale), self.caption, self.model, facts)
 
     def _repr_png_(self) -> bytes:
-        """Return the PNG that a notebook displays."""
+        """Return a PNG for notebooks."""
         return self.png()
 
     def save(self, path: str | Path, scale: int | None = None) -> Path:
@@ -76,9 +75,9 @@ class Drawing:
 
 
 def enlargement(size: int, scale: int | None) -> int:
-    """Return the integer factor of enlargement for pictures of `size` pixels per side; None: to at least 384.
+    """Return `scale`, or for None the integer factor that enlarges `size` pixels to at least 384.
 
-    Raises `UserError` if `scale` is below 1 or gives more than 16,384 pixels per side.
+    Raises `UserError` if `scale` is below 1 or gives more than 16,384 pixels.
     """
     if scale is None:
         return max(1, math.ceil(_VIEWABLE / size))
@@ -116,14 +115,11 @@ class Drawings(Sequence[Drawing]):
         return self[0].seed
 
     def save(self, path: str | Path, scale: int | None = None) -> list[Path]:
-        """Write a PNG per drawing, best first, and return the paths: `path` for one drawing, else NAME-1.png, ...
-
-        Raises `UserError` as `Drawing.save` does.
-        """
+        """Write a PNG per drawing, best first. Return the paths, as of `numbered`. Raises `UserError`."""
         return [drawing.save(name, scale) for drawing, name in zip(self, numbered(Path(path), len(self)), strict=True)]
 
     def _repr_png_(self) -> bytes | None:
-        """Return the PNG that a notebook displays: all drawings on one sheet, best first, row by row."""
+        """Return a PNG for notebooks: all drawings on one sheet, best first, row by row."""
         if len(self) < 2:
             return self[0].png() if len(self) else None
         columns = min(len(self), max(4, math.ceil(len(self) ** 0.5)))

@@ -60,7 +60,7 @@ Watch = Callable[["Partial"], object]
 
 @dataclass(frozen=True)
 class Candidates:
-    """All candidates of B captions, in the order of their numbers, for evaluation.
+    """All candidates of B captions, in the order of their numbers.
 
     Attributes:
         pictures: uint8 [B, N, 3, H, W].
@@ -93,14 +93,14 @@ class Partial:
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """Settings of computation that trade memory, speed and precision.
+    """Settings of computation.
 
     Args:
         precision: by default bf16 on hardware with fast bf16 products, else fp32.
         int8_cache: store keys and values in 8 bits, which halves the memory per candidate (`layers/cache.py`).
         int8_weights: store the prior's matrices in 8 bits, which halves its memory.
-        compiled: compile the sampling steps. Drawing is faster; the first run with each number of candidates compiles
-            for half a minute or more (`sampling/aot_inductor.py`).
+        compiled: faster, after half a minute or more of compilation for each number of candidates
+            (`sampling/aot_inductor.py`).
     """
 
     precision: Precision = field(default_factory=Auto)
@@ -128,7 +128,7 @@ class TextToImage:
             defaults of sampling, "likelihood" is the weight of the likelihood in `Drawing.score`.
 
     Raises:
-        UserError: the models do not fit together, or a number in `info` is invalid.
+        UserError: the models do not fit together, or `info` is invalid.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class TextToImage:
         self._free = 0  # free bytes of GPU memory before the first drawing
 
     def _own(self, setting: str, default: float = 1.0) -> float:
-        """Return a default of the model from `info`. Raises `UserError` if it is not a number."""
+        """Return a number of `info`. Raises `UserError` if it has another type."""
         value = self.info.get(setting, default)
         if type(value) not in (int, float):
             raise UserError(f"the model's own {setting} is a number, not {value!r}: correct its config.json")
@@ -191,8 +191,7 @@ class TextToImage:
         Args:
             options: candidates, seed and sampler; `settings` override fields:
                 `pipe(caption, candidates=8, temperature=0.9)`.
-            n: number of drawings to return: the best distinct candidates, then repeats if too few differ. At least n
-                candidates are drawn.
+            n: number of drawings to return, distinct ones first. At least n candidates are drawn.
             given: fixed tokens of a picture, from the method `given`.
             progress: called with the number of candidates drawn since the last call.
             watch: called with the `Partial` pictures of a batch of candidates after every `every` rows of tokens.
@@ -210,12 +209,12 @@ class TextToImage:
         """Return the tokens [1, S] of a picture, `UNSET` where to draw (priming and inpainting, §2.6, Figure 14).
 
         Args:
-            image: a picture, cropped to its central square and resized; white behind transparent pixels, as for `mask`.
+            image: cropped to its central square and resized; white behind transparent pixels, as for `mask`.
             keep: "top:N" keeps the top N rows of tokens.
             mask: alternative to `keep`, a picture whose light pixels mark the tokens to redraw.
 
         Raises:
-            UserError: both or neither of `keep` and `mask` are given, `keep` is invalid, or `mask` is dark everywhere.
+            UserError: both or neither of `keep` and `mask` are given, or one is invalid.
         """
         if (keep is None) == (mask is None):
             raise UserError("say what to keep, as top:N, or give a mask of what to draw anew: one of the two")
@@ -297,10 +296,7 @@ class TextToImage:
         watch: Watch | None = None,
         every: int = 2,
     ) -> Candidates:
-        """Draw `count` candidates of each caption and return them unranked, on the CPU.
-
-        Raises `UserError` if a caption or a setting is invalid.
-        """
+        """Draw `count` candidates of each caption; return them unranked, on the CPU. Raises `UserError`."""
         if count < 1:
             raise UserError(f"candidates is the number of drawings to choose from: at least 1, not {count}")
         if every < 1:
@@ -375,12 +371,12 @@ class TextToImage:
         most, room = _ROWS, _CACHE_BYTES
         if self.device.type == "cuda":
             self._free = self._free or torch.cuda.mem_get_info(self.device)[0]
-            most, room = _GPU_ROWS, self._free // 4  # two recordings, plus a cache copied into one, take three quarters
+            most, room = _GPU_ROWS, self._free // 4  # two CUDA graphs, plus a cache copied into one, take three
         return max(1, min(most, room // each))
 
     @torch.inference_mode(False)  # the compiler does not support inference tensors
     def _models(self) -> tuple[TokenDecoder, Contrastive]:
-        """Return decoder and contrastive model in the format of drawing, built once; copies if the format differs."""
+        """Return decoder and contrastive model in the format of drawing, built once."""
         if self._drawing is None:
             prior, contrastive = self.prior, self.contrastive
             dtype = self.runtime.precision.dtype(self.device)
@@ -430,8 +426,7 @@ class TextToImage:
 def load(name_or_folder: str | Path = pretrained.DEFAULT, **options: Any) -> TextToImage:
     """Load a bundled model, by name, or any bundle, by folder.
 
-    `options` are `device` and settings of `Runtime`, such as `compiled=True`. Raises `UserError` if the model is
-    missing or invalid.
+    `options` are `device` and settings of `Runtime`. Raises `UserError` if the model is missing or invalid.
     """
     return TextToImage.from_pretrained(pretrained.named(name_or_folder), **options)
 

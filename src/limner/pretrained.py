@@ -1,4 +1,4 @@
-"""Bundled models and the search for a bundle. The module does not import torch, so that help can list the models.
+"""Bundled models and the search for a bundle. Does not import torch, so that help can list the models.
 
 A bundle is a folder whose `config.json` has the format `FORMAT`; `bundles.py` reads and writes its content.
 """
@@ -22,7 +22,7 @@ def bundled() -> dict[str, str]:
 
 
 def named(name_or_folder: str | Path) -> Path:
-    """Return the folder of a bundled model, by name, or the given folder. Raises `UserError` if neither exists."""
+    """Return the folder of a bundled model, or the given folder. Raises `UserError` if neither exists."""
     name, names = str(name_or_folder), bundled()
     if name in names:
         return ASSETS / name

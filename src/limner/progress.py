@@ -5,9 +5,9 @@
             ...
             bar.advance(1, loss=loss)
 
-Both show the rate, the remaining time and the latest metrics on stderr; stdout is for the command's results. Functions
-with long loops take `progress: Advance`, a callable for the number of units done since its last call, such as
-`bar.advance`. `rich` is imported only for a bar.
+Both show the rate, the remaining time and the latest metrics on stderr; stdout is for the command's results. Long
+loops call `progress: Advance`, such as `bar.advance`, with the units done since the last call. `rich` is imported only
+for a bar.
 """
 
 import sys
@@ -20,7 +20,7 @@ from typing import Self, TextIO
 from limner.errors import printable
 
 Advance = Callable[[int], object]  # takes the units done since the last call
-_RECENT = 120.0  # seconds over which the rate is averaged: earlier rates do not predict the remaining time
+_RECENT = 120.0  # seconds to average the rate: earlier rates do not predict the remaining time
 _MARKS = 24  # maximum number of marks in that time
 
 
@@ -29,7 +29,7 @@ def progress(
 ) -> "Progress":
     """Return a context manager that shows a bar if stderr is a terminal, else plain lines.
 
-    `every`: seconds between plain lines. `shown`: False shows nothing, for all processes of a run but one.
+    `every`: seconds between plain lines. `shown`: False shows nothing.
     """
     kind = (BarProgress if sys.stderr.isatty() else PlainProgress) if shown else Progress
     return kind(title, total, unit=unit, every=every)

@@ -1,9 +1,8 @@
 """The command `limner`: a table of commands, each a module that is imported when it is called.
 
-Heavy packages are imported only by the command that runs, so `limner --help` prints without delay. This module also
-handles errors for all commands. Mistakes of the user and errors of the operating system (missing file, full disk, out
-of memory) print one sentence on stderr and exit with code 2. Ctrl-C exits with code 130 and prints how to resume.
-`--debug` also prints the traceback.
+Heavy packages are imported only by the command that runs, so `limner --help` prints without delay. Mistakes of the
+user and errors of the operating system (file, disk space, memory) print one sentence on stderr and exit with code 2.
+Ctrl-C exits with code 130 and prints how to resume. `--debug` also prints the traceback.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ class Command(NamedTuple):
     """A command, run by `module.main(arguments)`.
 
     Attributes:
-        heavy: run with the allocator's settings of `malloc_tuning`.
-        resumes: the same call continues after an interruption, so the number of threads, on which rounding may depend,
-            does not follow the machine's load.
-        lower: the options to lower if memory runs out.
+        heavy: use the allocator settings of `malloc_tuning`.
+        resumes: continues after an interruption, so the number of threads, which affects rounding, ignores the load.
+        lower: options to lower if memory runs out.
     """
 
     module: str
@@ -114,8 +112,7 @@ def _run(command: Command | None, arguments: list[str], whole: bool, debug: bool
 
 
 def _unwritten() -> OSError | None:
-    """Flush stdout. Return the error if this fails; stdout then points to the null device, so that Python's flush at
-    exit succeeds."""
+    """Flush stdout. On failure return the error and redirect stdout to the null device, so that exit succeeds."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -146,7 +143,7 @@ def choose(name: str, options: Sequence[str], what: str) -> str:
 
 
 def dispatch(prog: str, kinds: Mapping[str, Callable[[Sequence[str]], None]], argv: Sequence[str]) -> None:
-    """Run a subcommand; its docstring's first line is its help. Raises `UserError` if it is unknown or missing."""
+    """Run a subcommand; its docstring's first line is its help. Raises `UserError` if it is unknown."""
     if argv and argv[0] not in ("-h", "--help"):
         kinds[choose(argv[0], list(kinds), prog.split()[-1] + " command")](argv[1:])
         return
@@ -208,7 +205,7 @@ def _interrupted(command: Command | None) -> str:
 
 
 def _end_imports_on_interrupt(command: Command | None) -> None:
-    """Let Ctrl-C end the process immediately during an import; at other times it raises KeyboardInterrupt.
+    """Let Ctrl-C end the process during an import; at other times it raises KeyboardInterrupt.
 
     Importing torch or numpy turns a KeyboardInterrupt into other errors, or prints it and continues.
     """

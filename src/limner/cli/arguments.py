@@ -53,7 +53,7 @@ def _by_name(of: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 
 @_REGISTRY.struct_rule
 def _with_help(of: StructTypeInfo) -> StructConstructorSpec | None:
-    """Parse a dataclass, with unwrapped help texts: tyro by itself keeps the line breaks of docstrings."""
+    """Parse a dataclass, with unwrapped help texts: tyro keeps the line breaks of docstrings."""
     if not is_dataclass(of.type):
         return None
     hints, whole = get_type_hints(of.type, include_extras=True), of.default
@@ -74,8 +74,7 @@ def _default(setting: Field[Any]) -> Any:
 
 
 def help_of(cls: type, name: str, nested: type | None = None) -> str | None:
-    """Return the help of a setting, from the docstrings of the dataclass or its bases, else of `nested`, the class of
-    the setting's value. Returns None without either."""
+    """Return the help of a setting from the docstrings of the dataclass or its bases, else of its value's class."""
     for place in cls.__mro__[:-1]:
         for found in docstring_parser.parse_from_object(place).params:
             if name in found.arg_name.split(", ") and found.description:
@@ -155,7 +154,7 @@ def _name(argument: Any) -> str:
 def _out_of_range(error: BaseException | None, cls: type) -> str | None:
     """Return the message of an `OutOfRange` error with the option's name; None for other errors.
 
-    In the chain of causes of tyro's error, `OutOfRange` has the message and another error of tyro has the option.
+    Among the causes of tyro's error, `OutOfRange` has the message, another error the option.
     """
     place = ""
     while error is not None and not isinstance(error, OutOfRange):
@@ -175,8 +174,8 @@ def _out_of_range(error: BaseException | None, cls: type) -> str | None:
 def place(path: Path, folder: bool = False) -> Path:
     """Check that a file or folder can be written, before the work starts. Return the path.
 
-    A folder "." or one that ends in ".." becomes an absolute path. Raises `UserError` if the path is of another kind,
-    a name is too long, or the place is not writable.
+    A folder "." or one that ends in ".." becomes absolute. Raises `UserError` if the path is of another kind, too
+    long or not writable.
     """
     if "\0" in str(path):
         raise UserError(f"{path} cannot be a name: it has a zero byte")

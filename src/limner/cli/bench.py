@@ -37,7 +37,7 @@ class BenchOptions(Checked):
     compiled: bool = False
     """Draw with compiled steps; the first run compiles for half a minute per line."""
     rounds: Annotated[int, Range(1, 1_000)] = 3
-    """Rounds that alternate sparse and dense; the table shows medians, and the median of ratios within rounds."""
+    """Rounds that alternate sparse and dense; the table shows medians over rounds."""
     plot: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Also plot the cost over candidates and grids as a PNG (needs matplotlib)."""
 
@@ -65,8 +65,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _measured(options: BenchOptions, config: Any, device: Any) -> dict[str, Any]:
-    """Print the results of one grid during measurement. Return seconds per picture by candidates and attention, and
-    seconds per training sample."""
+    """Print results of one grid. Return seconds per picture by candidates and attention, and per training sample."""
     from limner.profiling import throughput
 
     sides = {"sparse": config, "dense": replace(config, pattern="dense")}

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def openai_dvae(argv: Sequence[str]) -> None:
-    """convert a dVAE with the parameter names of OpenAI's release"""
+    """a dVAE with the names of OpenAI's release"""
     options = parse(OpenAIDVAE, argv, "limner convert openai-dvae")
     place(options.out, folder=True)
     from limner.bundles import save_dvae

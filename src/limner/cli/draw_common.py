@@ -1,4 +1,4 @@
-"""Options of `limner draw` and `limner edit`, and the function that draws a caption and writes PNG files."""
+"""Options of `limner draw` and `limner edit`, and the function that draws and writes PNG files."""
 
 import os
 import re
@@ -45,10 +45,7 @@ class DrawOrEdit(Checked):
 
 
 def draw(options: DrawOrEdit, caption: str, given: Callable[[Any], Any] | None = None) -> None:
-    """Draw a caption and write PNG files. `given` maps the loaded model to the fixed tokens of a picture.
-
-    Raises `UserError` if the caption is empty or the output is not writable.
-    """
+    """Draw a caption and write PNG files. `given` maps the loaded model to fixed tokens. Raises `UserError`."""
     if not caption.strip():
         raise UserError("the caption is empty: write what the picture shows")
     out = output_path(options, caption)

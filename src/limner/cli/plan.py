@@ -37,7 +37,7 @@ are calculated for what the recipe has."""
 class PlanOptions(Checked):
     """Estimate parameters, memory, FLOPs, communication and time of a recipe's prior on a cluster.
 
-    The tables describe the paper's layout. The launches are those that `torchrun` can start, with the best command.
+    The tables describe the paper's layout, the launches what `torchrun` can start, with the best command.
     """
 
     recipe: str = "dalle-12b"
@@ -57,14 +57,14 @@ class PlanOptions(Checked):
     replicas: Annotated[int | None, Range(1, 10**7)] = None
     """Replicas of the sharded parameters; the fastest number that fits by default."""
     trial: bool = False
-    """Also run a dry run of the launch in this process, on tensors without values: seconds for a small model, minutes
-    for the largest."""
+    """Also dry-run the launch in this process, on tensors without values: seconds for a small model, minutes for the
+    largest."""
     candidates: Annotated[int, Range(1, 10**6)] = 512
     """Candidates of one caption, for the memory of sampling."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the estimates, the launches and the command for the best one."""
+    """Print estimates, launches and the best command."""
     options = parse(PlanOptions, argv, "limner plan")
     choose(options.gpu, list(GPUS), "GPU")
     recipe = recipes.get(options.recipe)

@@ -23,10 +23,7 @@ def gb(value: float) -> str:
 
 
 def launches(found: Sequence[LaunchEstimate], recipe: str, before: TrainConfig) -> Iterable[str]:
-    """Yield blocks of text: a table of launches, then the command for the best, or the memory that is missing.
-
-    `before` is the training configuration of the recipe.
-    """
+    """Yield blocks of text: the launches, then the best command or the least memory. `before`: the recipe's config."""
     best, cluster = found[0], found[0].cluster
     rows = [
         (

@@ -63,8 +63,8 @@ class Train(Checked):
     reduce: Reducer = "plain"
     """Format of gradients sent between replicas: fp32, bf16, or PowerSGD factors of the paper or of torch."""
     reduce_rank: Annotated[int | None, Range(1, 2**16), arg(name="reduce.rank")] = None
-    """Rank of the PowerSGD factors of a matrix over all its shards; by default an eighth of its smaller side, or 32
-    for torch's."""
+    """Rank of the PowerSGD factors over all shards of a matrix; by default an eighth of its smaller side, for torch's
+    32."""
     settings: Annotated[Recipe, arg(name="")]
 
 
@@ -106,17 +106,14 @@ def _reducer(options: Train) -> Make | None:
 
 
 def find_recipe(name: str | None) -> Recipe | None:
-    """Return the recipe of a name or a JSON file; None for None. Raises `UserError` if the recipe cannot be read."""
+    """Return the recipe of a name or a JSON file; None for None. Raises `UserError`."""
     if name is None:
         return None
     return load_json(Recipe, name) if name.endswith(".json") else recipes.get(name)
 
 
 def _borrowing(recipe: Recipe, argv: Sequence[str]) -> Recipe:
-    """Return the recipe, with a pretrained dVAE if the arguments name one.
-
-    Raises `UserError` if they also set options of dVAE training.
-    """
+    """Return the recipe, with a pretrained dVAE if `argv` names one. Raises `UserError` if it also trains one."""
     names = [word.partition("=")[0] for word in argv]
     if "--dvae.bundle" not in names or isinstance(recipe.dvae, PretrainedDVAE):
         return recipe

@@ -22,9 +22,9 @@ T = TypeVar("T")
 def chosen(default: T, argv: Sequence[str]) -> tuple[T, list[str]]:
     """Return `default` with the union members that the arguments select, and the remaining arguments.
 
-    A selected member has its own defaults; a setting without a default takes the value of the replaced member. This
-    function does not validate, because two selections may be valid only together; tyro's new instances are validated.
-    Raises `UserError` for an unknown member.
+    A selected member has its own defaults; a setting without a default takes the value of the replaced member. Only
+    tyro's instances are validated, because two selections may be valid only together. Raises `UserError` for an unknown
+    member.
     """
     rest = list(argv)
     return _chosen(type(default), default, "", rest), rest

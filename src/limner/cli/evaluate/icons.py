@@ -18,7 +18,7 @@ from limner.progress import progress
 from limner.sampling.generation_config import CANDIDATES
 from limner.validation import Checked, Range
 
-_SURE = 0.9  # minimal accuracy on its training pictures that makes the classifier's results meaningful
+_SURE = 0.9  # accuracy on its training pictures below which the classifier is unreliable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ class ScoreReconstruction(Checked):
     model: Positional[str] = "scenes"
     """Name of a bundled model, or a folder."""
     data: str | None = None
-    """A data set, of which the held-out samples are used; by default new scenes, which a scene parser also checks."""
+    """A data set with held-out samples; by default new scenes, which a scene parser also checks."""
     split: Literal["both", "train", "held-out"] = "both"
-    """New scenes with combinations held out of training, with those of the training split, or both."""
+    """Split of the combinations in new scenes."""
     count: Annotated[int, Range(1, 10**6)] = 1024
     """Maximum number of pictures."""
     seed: Annotated[int, SEEDS, arg(help=f"Of the fresh scenes. {CHOOSE}")] = TEST_SEEDS_FROM
