@@ -53,8 +53,8 @@ class Train(Checked):
     stages: tuple[Literal["dvae", "prior", "contrastive"], ...] = ()
     """Stages to train; all by default."""
     parallel: process_group.Kind = "replicated"
-    """Weights in each process of torchrun: all (replicated), a part (sharded), or all, with a part of gradients,
-    averages and moments (zero2)."""
+    """State in each process of torchrun: all weights (replicated), or a part of them (sharded), or all weights and a
+    part of gradients, averages and moments (zero2)."""
     replicas: Annotated[int | process_group.Machines, Range(1, 2**16)] = 1
     """Number of process groups that each hold all weights, for sharded and zero2; machines makes each machine a group,
     also after a machine is lost or added."""
