@@ -1,9 +1,9 @@
-"""Whether a caption is false of a picture whose facts are known.
+"""Tests that a caption is false of a picture with known contents.
 
-Samples of the scenes world carry their truth in the metadata ("scene" or "pair"). `falsehood(meta)` tests whether a
-caption may serve as a wrong one of such a sample in training: the world has words for it, it is false, and it says no
-held-out combination, since a model must not learn that those are wrong. For a held-out sample, which nobody trains on,
-any false caption will do.
+The metadata of synthetic samples holds their contents ("scene" or "pair"). `falsehood(meta)` tests whether a
+caption may serve as a wrong caption of such a sample in training. It must parse, be false, and name no
+held-out combination: a model must not learn that held-out combinations are wrong. A held-out sample is never trained
+on, so any false caption serves.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from limner.tasks.scenes import (
     held_out,
 )
 
-_PIXELS = 2 * UNITS  # across pictures that are compared: enough to tell any two scenes on the lattice apart
+_PIXELS = 2 * UNITS  # side of compared pictures: enough to distinguish any two scenes on the lattice
 
 
 def falsehood(meta: Mapping[str, Any]) -> Falsehood | None:
-    """The test of captions of one sample; None if its metadata holds no truth of the scenes world."""
+    """Return the caption test of one sample; None if its metadata describes no synthetic scene."""
     try:
         if "scene" in meta and _is_ours(scene := Scene.from_dict(meta["scene"])):
             return partial(_false_of_scene, scene)
@@ -48,7 +48,7 @@ def falsehood(meta: Mapping[str, Any]) -> Falsehood | None:
 
 
 def _is_ours(scene: Scene) -> bool:
-    """Whether it is a scene of this world; for other values this may also raise."""
+    """Return True if the values are those of a synthetic scene; may also raise for others."""
     known = (
         scene.background in BACKGROUNDS
         and (scene.width, scene.height) in ((UNITS, UNITS), (UNITS, UNITS // 2))
@@ -75,12 +75,12 @@ def _false_of_pair(pair: Pair, caption: str) -> bool:
         return False
     if said.top is not None and not said.top.hold(pair.top):
         return True
-    # Different words may make the same picture: a red thing colored red is a red thing.
+    # Different captions can render the same picture: a red circle colored red is a red circle.
     return not np.array_equal(render_pair(made, _PIXELS), render_pair(pair, _PIXELS))
 
 
 def _pair_says_held_out(said: PairClaims, made: Pair) -> bool:
-    """Whether either panel does; where the caption only says "scene", it speaks of the one of `made`."""
+    """Return True if either panel is held out; a caption that only says "scene" describes `made`."""
     top = said.top
     if top is None:
         return made.split == "held-out"
@@ -92,12 +92,12 @@ def _pair_says_held_out(said: PairClaims, made: Pair) -> bool:
 
 
 def _all(claims: Claims, *, color: str, fill: str | None = None) -> Claims:
-    """The claims with one color, and fill, for all things."""
+    """Return the claims with color, and fill if given, replaced for all objects."""
     return Claims(looks=tuple((size, fill or own, color, shape) for size, own, _, shape in claims.looks))
 
 
 def _says_held_out(claims: Claims, background: str | None) -> bool:
-    """Whether a combination that is said in full is held out."""
+    """Return True if a combination with all attributes given is held out."""
     return background is not None and any(
         size is not None and held_out((size, fill, color, shape), background)  # pyright: ignore[reportArgumentType]
         for size, fill, color, shape in claims.looks

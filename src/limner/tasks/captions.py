@@ -1,7 +1,6 @@
-"""Words of scenes: captions that describe them, and what a caption claims.
+"""Captions of synthetic scenes: describe scenes in words, and parse captions.
 
-`describe` puts a scene into words in one of many ways; `parse` reads a caption back into `Claims`, which hold
-of a scene or not.
+`describe` samples one of many captions of a scene. `parse` turns a caption into `Claims`, which hold of a scene or not.
 `describe_pair` and `parse_pair` do the same for image-to-image captions.
 """
 
@@ -31,8 +30,8 @@ from limner.tasks.scenes import (
 
 Relation = Literal["above", "below", "left of", "right of"]
 
-_SAID = 0.95  # how often a caption says the sizes, and the background
-_RELATION_MARGIN = UNITS / 8  # how far apart two centres must be for a relation to hold, in units
+_SAID = 0.95  # probability that a caption names the sizes, and that it names the background
+_RELATION_MARGIN = UNITS / 8  # least distance of two centers for a relation to hold, in units
 _OPPOSITE: dict[Relation, Relation] = {
     "above": "below", "below": "above", "left of": "right of", "right of": "left of",
 }  # fmt: skip
@@ -59,10 +58,10 @@ def _noun(look: tuple[str, ...], rng: np.random.Generator, sized: bool, count: i
 
 
 def describe(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> str:
-    """One of the ways to put a scene into words. Now and then it leaves out the sizes or the background.
+    """Sample a caption of a scene. A few captions leave out the sizes or the background.
 
-    Of two things that are above, below, left or right of each other, either is said first; but with
-    probability `in_order`, always the upper or left one.
+    A caption with a relation ("above", "left of", ...) names either object first. With probability `in_order`,
+    it names the upper or left one first.
     """
     body = _body(scene, rng, in_order)
     if rng.random() >= _SAID:
@@ -77,7 +76,7 @@ def describe(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> s
 
 
 def _body(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> str:
-    """The things in any order; if there are two, perhaps with their relation."""
+    """Describe the objects in random order; two different ones with a relation, if one holds."""
     sized = rng.random() < _SAID
     things = [scene.things[i] for i in rng.permutation(len(scene.things))]
     looks = [t.look for t in things]
@@ -94,7 +93,7 @@ def _body(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> str:
 
 
 def describe_pair(pair: Pair, rng: np.random.Generator) -> str:
-    """The image-to-image captions of Figure 14, for this world. Some call what they show a "scene"."""
+    """Sample an image-to-image caption (Figure 14). Some say "scene" and do not describe it."""
     what = "scene"
     if rng.random() < _SAID:
         what = f"{_body(pair.top, rng)} on a {pair.top.background} background"
@@ -109,7 +108,7 @@ def describe_pair(pair: Pair, rng: np.random.Generator) -> str:
 
 
 def relations_of(a: Thing, b: Thing) -> list[Relation]:
-    """Every relation that clearly holds of a to b: their boxes are apart along that axis."""
+    """Return the relations of a to b; one holds if the boxes do not overlap along its axis."""
     found: list[Relation] = []
     if a.y + EXTENT[a.size] <= b.y:
         found.append("above")
@@ -124,14 +123,14 @@ def relations_of(a: Thing, b: Thing) -> list[Relation]:
 
 @dataclass(frozen=True, kw_only=True)
 class Claims:
-    """What a caption says: partial looks (size, fill, color, shape; None = unsaid) and the rest."""
+    """The content of a caption. `looks` are (size, fill, color, shape); None is left open."""
 
     looks: tuple[tuple[str | None, str, str, str], ...]
-    relation: Relation | None = None  # of the first thing to the second
+    relation: Relation | None = None  # of the first object to the second
     background: str | None = None
 
     def hold(self, scene: Scene) -> bool:
-        """Whether everything said is true: number, looks, relation, background."""
+        """Return True if number, looks, relation and background all match the scene."""
         if self.background not in (None, scene.background):
             return False
         if len(scene.things) != len(self.looks):
@@ -152,7 +151,7 @@ def _relation_holds(relation: Relation, a: Thing, b: Thing) -> bool:
 
 
 def parse(caption: str) -> Claims | None:
-    """Read a caption of this world; None if it says something the world has no words for."""
+    """Parse a caption of a synthetic scene; None for any other caption."""
     text = " ".join(caption.lower().replace(",", " , ").replace(".", " ").split())
     background = None
     for name in BACKGROUNDS:
@@ -199,7 +198,7 @@ def _parse_noun(part: str, looks: list[tuple[str | None, str, str, str]]) -> boo
 
 @dataclass(frozen=True, kw_only=True)
 class PairClaims:
-    """What an image-to-image caption says; `top` is None where it only says "scene"."""
+    """The content of an image-to-image caption; `top` may be None: it only says "scene"."""
 
     transform: Transform
     color: str | None = None
@@ -207,7 +206,7 @@ class PairClaims:
 
 
 def parse_pair(caption: str) -> PairClaims | None:
-    """Read an image-to-image caption of this world; None for any other caption."""
+    """Parse an image-to-image caption of synthetic scenes; None for any other caption."""
     match = _PAIR.fullmatch(" ".join(caption.lower().strip(" .").split()))
     if match is None:
         return None

@@ -1,6 +1,6 @@
-"""Pictures of scenes: every thing is an opacity stencil, laid on the background in the thing's paint.
+"""Renderer of scenes: each object is an opacity stencil, blended onto the background in the object's paint.
 
-`U` pixels per unit: a picture of a scene is uint8 [height U, width U, 3].
+With `U` pixels per unit, a picture of a scene is uint8 [height U, width U, 3].
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from limner.tasks.scenes import BACKGROUNDS, COLORS, EXTENT, Fill, Pair, Scene, 
 
 @lru_cache(maxsize=256)
 def stencil(shape: Shape, size: Size, fill: Fill, unit: int) -> np.ndarray:
-    """Opacity of a thing on its box, float32 [side, side] in [0, 1]; anti-aliased 8 x 8."""
+    """Return the opacity of an object in its box, float32 [side, side] in [0, 1]; 8 x 8 supersampling."""
     side, over = EXTENT[size] * unit, 8
     # Coordinates in [-1, 1] across the box, +y down.
     axis = (np.arange(side * over) + 0.5) / (side * over) * 2 - 1
     x, y = np.meshgrid(axis, axis)
-    border = unit / side  # half a unit of outline, as a fraction of the half-width
+    border = unit / side  # half a unit, as a fraction of half the side
     mask = _inside(shape, x, y, 0.0)
     if fill == "outlined":
         mask &= ~_inside(shape, x, y, border)
@@ -29,7 +29,7 @@ def stencil(shape: Shape, size: Size, fill: Fill, unit: int) -> np.ndarray:
 
 
 def _inside(shape: Shape, x: np.ndarray, y: np.ndarray, inset: float) -> np.ndarray:
-    """The shape inscribed in [-1, 1]^2, with its border moved inwards by `inset`."""
+    """Return the mask of a shape inscribed in [-1, 1]^2, its border moved inwards by `inset`."""
     if shape == "circle":
         return x**2 + y**2 <= (1 - inset) ** 2
     if shape == "square":
@@ -44,7 +44,10 @@ def _inside(shape: Shape, x: np.ndarray, y: np.ndarray, inset: float) -> np.ndar
 
 
 def render(scene: Scene, size: int = 48) -> np.ndarray:
-    """The picture, uint8 [H, W, 3]; `size` is the width in pixels, a multiple of 12."""
+    """Render a scene as uint8 [H, W, 3]; `size` is the width in pixels.
+
+    Raises `ValueError` if `size` is not a multiple of the scene's width (12 units).
+    """
     unit, rest = divmod(size, scene.width)
     if rest:
         raise ValueError(f"size {size} is not a multiple of {scene.width}")
@@ -60,13 +63,13 @@ def render(scene: Scene, size: int = 48) -> np.ndarray:
 
 
 def render_pair(pair: Pair, size: int = 48) -> np.ndarray:
-    """Both panels, uint8 [size, size, 3]."""
+    """Render both panels as uint8 [size, size, 3]."""
     top = render(pair.top, size)
     return np.concatenate([top, transform_panel(pair, top, size)])
 
 
 def transform_panel(pair: Pair, top: np.ndarray, size: int) -> np.ndarray:
-    """What the lower panel shows, given the pixels `top` of the upper one."""
+    """Return the lower panel, given the pixels `top` of the upper one."""
     if pair.transform == "upside down":
         return top[::-1]
     if pair.transform == "grayscale":

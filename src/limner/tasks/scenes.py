@@ -1,19 +1,19 @@
-"""A small synthetic world: scenes of one to four things on a background, alone or in pairs.
+"""Synthetic scenes of one to four objects on a background, alone or in pairs.
 
-Why a world of our own: whether a drawing shows *what its caption says* is a question of fact here.
-This file says what a scene is and draws them at random. `rendering.py` turns a `Scene` into pixels, `captions.py`
-into words, and words into `Claims`; `scene_reader.py` turns pixels back into a `Scene` without a learned model, and
-`verify.py` says whether a picture keeps what a caption promised.
+For a synthetic scene, a program can check if a picture shows *what its caption says*.
+This module defines scenes and samples them. `rendering.py` renders a `Scene`. `captions.py` describes it in words and
+parses words into `Claims`. `scene_reader.py` parses pixels into a `Scene` without a learned model, and `verify.py`
+checks a picture against a caption.
 
-Layout. A scene lives on a lattice of `12 x 12` units. A small thing fills a box of 3 units, a large
-one 5; boxes start on the lattice and never touch. The picture has `size / 12` pixels per unit, 48 x 48
-by default, so that a dVAE with 4x downsampling spends one token on each unit.
+Layout. A scene is a lattice of `12 x 12` units. A small object fills a box of 3 x 3 units, a large one 5 x 5. Boxes
+start on lattice points and never touch. A picture has `size / 12` pixels per unit, 48 x 48 pixels by default, so that
+a dVAE with 4x downsampling spends one token on each unit.
 
-Held-out split. A Latin square divides all 1,200 combinations of what a thing is and lies on (size, fill, color, shape,
-background) into forty classes, and one class is *held out*. So any four of the five attributes occur together in
-training, and for every shape, size and fill all but one of the 40 pairs of a color and a background. A scene is held
-out if any of its things is. (When one in eight was held out, many combinations of color, shape, fill and background had
-a single size left, and a model learned that exception instead of the rule.)
+Held-out split. A Latin square divides all 1,200 combinations of size, fill, color, shape and background into forty
+classes, and one class is *held out*. So any four of the five attributes occur together in training, and for every
+shape, size and fill all but one of the 40 pairs of a color and a background. A scene is held out if any of its objects
+is. (Holding out one in eight left many combinations of color, shape, fill and background with a single size, and a
+model learned that exception instead of the rule.)
 
 Pairs. "The exact same scene on the top as a sketch at the bottom" (Ramesh et al. 2021, Figure 14):
 two panels of `12 x 6` units, the lower one a `Transform` of the upper one.
@@ -54,16 +54,16 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "brown": (115, 80, 50),
     "teal": (85, 190, 185),
 }
-PAPER = "white"  # the background of a sketch; scenes themselves never lie on it
+PAPER = "white"  # the background of sketches only
 TRANSFORMS: tuple[Transform, ...] = ("sketch", "upside down", "recolored", "grayscale")
 UNITS = 12  # side of the lattice
-EXTENT: dict[Size, int] = {"small": 3, "large": 5}  # side of a thing's box, in units
+EXTENT: dict[Size, int] = {"small": 3, "large": 5}  # side of an object's box, in units
 _HELD_OUT_EVERY = len(COLORS) * len(BACKGROUNDS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thing:
-    """One object; `x`, `y` are the left and top of its box in lattice units."""
+    """One object; `x`, `y` are the left and top of its box, in units."""
 
     shape: Shape
     color: str
@@ -83,7 +83,7 @@ class Thing:
 
 
 def held_out(look: Look, background: str) -> bool:
-    """Whether such a thing on such a background belongs to the combinations kept out of training."""
+    """Return True if the combination of look and background is held out of training."""
     size, fill, color, shape = look
     pair = list(COLORS).index(color) + len(COLORS) * [*BACKGROUNDS, PAPER].index(background)
     rest = 20 * SIZES.index(size) + 13 * FILLS.index(fill) + 7 * SHAPES.index(shape)
@@ -92,7 +92,7 @@ def held_out(look: Look, background: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Things on a background. `height` is 6 units for a panel of a pair."""
+    """Objects on a background; `height` is 6 units for a panel of a pair."""
 
     things: tuple[Thing, ...]
     background: str
@@ -122,7 +122,7 @@ class Pair:
 
     @property
     def bottom(self) -> Scene | None:
-        """What the lower panel shows, as a scene; None if this world has no words for it."""
+        """The lower panel as a `Scene`; None for transforms that a `Scene` cannot express."""
         if self.transform == "sketch":
             lines = tuple(replace(t, color="black", fill="outlined") for t in self.top.things)
             return replace(self.top, things=lines, background=PAPER)
@@ -133,7 +133,7 @@ class Pair:
 
     @property
     def split(self) -> Split:
-        """Held out if either panel shows a held-out combination."""
+        """Return "held-out" if either panel shows a held-out combination, else "train"."""
         panels = (self.top, self.bottom)
         return "held-out" if any(p is not None and p.split == "held-out" for p in panels) else "train"
 
@@ -153,10 +153,10 @@ def sample_scene(
     identical: float = 0.15,
     height: int = UNITS,
 ) -> Scene:
-    """A random scene of `count` things (1 to 4 by default).
+    """Sample a scene of `count` objects (1 to 4 by default).
 
-    In a held-out scene at least one thing has a held-out combination; the others may have any. With
-    probability `identical` all things look alike ("three small red circles").
+    At least one object of a held-out scene has a held-out combination. With probability `identical` all
+    objects have the same look ("three small red circles").
     """
     count = int(rng.integers(1, 5)) if count is None else count
     background = str(rng.choice(list(BACKGROUNDS)))
@@ -166,7 +166,7 @@ def sample_scene(
         if alike:
             looks = looks[:1] * count
         elif len(set(looks)) < count:
-            continue  # identical things are said with a number, never by listing them
+            continue  # captions count identical objects, never list them
         things = _place(rng, looks, height)
         if len(things) < count:
             continue
@@ -177,14 +177,15 @@ def sample_scene(
 
 def _sample_look(rng: np.random.Generator) -> Look:
     color = list(COLORS)[rng.integers(len(COLORS))]
-    # Solid is what people mean when they say nothing, so it is half of the world.
+    # Half of all objects are solid: people mean solid when they name no fill.
     fill = FILLS[(0, 0, 1, 2)[rng.integers(4)]]
     return SIZES[rng.integers(2)], fill, color, SHAPES[rng.integers(len(SHAPES))]
 
 
 def sample_crowd(rng: np.random.Generator, *, split: Split = "train") -> Scene:
-    """A scene full of things: up to twelve, as many as fit. It has no caption. A dVAE learns things
-    from crowds, since a described scene shows only a few. All fills are equally frequent, since the
+    """Sample a scene without a caption, of up to twelve objects, as many as fit.
+
+    It trains a dVAE: a described scene shows few objects. All fills are equally frequent, since the
     thin lines of outlines and stripes are hard to reconstruct."""
     background = str(rng.choice(list(BACKGROUNDS)))
     while True:
@@ -200,7 +201,7 @@ def sample_crowd(rng: np.random.Generator, *, split: Split = "train") -> Scene:
 
 
 def _place(rng: np.random.Generator, looks: Sequence[Look], height: int) -> list[Thing]:
-    """Boxes on the lattice with at least one unit between them, for those looks that fit."""
+    """Place the looks that fit in boxes on the lattice, at least one unit apart."""
     placed: list[Thing] = []
     for size, fill, color, shape in looks:
         side = EXTENT[size]
@@ -219,7 +220,7 @@ def _place(rng: np.random.Generator, looks: Sequence[Look], height: int) -> list
 
 
 def sample_pair(rng: np.random.Generator, *, split: Split = "train") -> Pair:
-    """A random top panel of one or two things, and what the lower panel makes of it."""
+    """Sample a top panel of one or two objects, and a transform for the lower panel."""
     while True:
         top = sample_scene(rng, count=int(rng.integers(1, 3)), split=split, height=UNITS // 2)
         transform = TRANSFORMS[rng.integers(len(TRANSFORMS))]

@@ -1,4 +1,4 @@
-"""Whether a picture keeps what a caption, or a pair, of the synthetic world says."""
+"""Checks of a picture against a caption, or a pair, of synthetic scenes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from limner.tasks.scenes import Pair, Scene
 
 
 def satisfies(picture: np.ndarray, caption: str) -> bool:
-    """Whether uint8 [H, H, 3] keeps everything that a caption of this world says.
+    """Return True if the picture, uint8 [H, H, 3], matches the caption in full.
 
-    Raises UserError if the world has no words for the caption.
+    Raises `UserError` if the caption cannot be parsed.
     """
     if (claims := parse(caption)) is not None:
         scene = read(picture).scene
@@ -28,9 +28,9 @@ def satisfies(picture: np.ndarray, caption: str) -> bool:
 
 
 def pair_holds(said: Pair | PairClaims, picture: np.ndarray) -> bool:
-    """Whether the top of uint8 [H, H, 3] is as said and the bottom is the said transform of the top.
+    """Return True if the top of uint8 [H, H, 3] matches `said` and the bottom is its transform.
 
-    A `Pair` says everything about its top, down to the places.
+    A `Pair` also fixes the positions of objects in its top panel.
     """
     top, bottom = (reading.scene for reading in read_pair(picture, said.transform))
     if top is None or not top.things:
@@ -50,7 +50,7 @@ def pair_holds(said: Pair | PairClaims, picture: np.ndarray) -> bool:
 
 
 def alike(a: Scene, b: Scene, tolerance: float = 0.5) -> bool:
-    """Whether two scenes show the same, with places within `tolerance` units."""
+    """Return True if two scenes are equal, with positions within `tolerance` units."""
     if a.background != b.background or len(a.things) != len(b.things):
         return False
     rest = list(b.things)
@@ -58,5 +58,5 @@ def alike(a: Scene, b: Scene, tolerance: float = 0.5) -> bool:
         twins = [t for t in rest if t.look == s.look and max(abs(t.x - s.x), abs(t.y - s.y)) <= tolerance]
         if not twins:
             return False
-        rest.remove(twins[0])  # boxes do not overlap, so that there is but one
+        rest.remove(twins[0])  # boxes do not overlap, so there is only one
     return True
