@@ -1,4 +1,4 @@
-"""Doubt: whether a fitted thing is believed (see `scene_reader.py`)."""
+"""Acceptance test of the scene parser: accept or reject a fitted object (see `scene_reader.py`)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from limner.tasks.scenes import COLORS, EXTENT, UNITS, Thing
 from limner.tasks.template_matching import Canvas, Fit
 from limner.tasks.templates import ALL_LOOKS, LOOKS, bank_of, square_sums
 
-# Measured on degraded scenes and on malformed things: see the tests.
-_FREE_ERROR = 0.35  # of the contrast: what blur and compression may do to a pixel
-WRONG = 0.07  # largest share of a thing's area that may be plainly wrong
-_TOSS_UP = 0.92  # residual of the best look over that of the second best
-_TOSS_UP_FROM = 0.04  # ... which matters only where the residual is at least this share of energy
-_USURPED = 0.012  # of its energy: a half-opaque square is not a square of blurred stripes
-_BITE_SIDE = 3 / 4  # units; of the squares over which a thing's errors are averaged
-_BITE = 0.45  # of the contrast: largest such average
-_NOISE_REACH = 1.3  # root mean squares of noise: nine in ten noisy pixels are nearer than this
+# Measured on degraded scenes and malformed objects: see the tests.
+_FREE_ERROR = 0.35  # share of the contrast: errors of a pixel from blur and compression
+WRONG = 0.07  # largest share of an object's area that may be clearly wrong
+_TOSS_UP = 0.92  # largest ratio of the residuals of the best and the second-best look
+_TOSS_UP_FROM = 0.04  # the ratio applies if the residual exceeds this share of the energy
+_USURPED = 0.012  # share of its energy: a half-opaque square is not a square of blurred stripes
+_BITE_SIDE = 3 / 4  # side of the squares over which errors are averaged, in units
+_BITE = 0.45  # largest such average, as a share of the contrast
+_NOISE_REACH = 1.3  # in root mean squares of noise: nine in ten noisy pixels are below
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sighting:
-    """Something seen in the box at `x`, `y` with `side`, in units.
+    """A detection in the box at `x`, `y` with `side`, in units.
 
-    `thing` is None if what is there is no thing of this world. `doubt` grows from 0 (as rendered) to 1
-    (barely believed) and beyond. `residual` is the energy left unexplained, as a share of the thing's own
+    A rejected detection has `thing=None`. `doubt` is 0 for an exact rendering, 1 at the limit of
+    acceptance, and more beyond. `residual` is the share of the object's energy left unexplained
     (slightly negative under noise).
     """
 
@@ -40,11 +40,11 @@ class Sighting:
 
 
 def weigh(canvas: Canvas, fit: Fit, errors: np.ndarray) -> Sighting:
-    """Whether a fit is believed, given the `errors` [H', W'] that all fits together leave."""
+    """Accept or reject a fit, given the `errors` [H', W'] left by all fits together."""
     bank, paints = bank_of(fit.size, canvas.unit), canvas.ground.paints
     distances = np.linalg.norm(paints - fit.tint, axis=1)
     color = int(distances.argmin())
-    contrast = max(float(np.linalg.norm(paints[color])), 1.0)  # white on paper has none
+    contrast = max(float(np.linalg.norm(paints[color])), 1.0)  # white on a white background has none
     own = float(bank.energy[fit.stencil]) * contrast**2
     here = errors[fit.y : fit.y + bank.window, fit.x : fit.x + bank.window]
     doubts = [
@@ -72,7 +72,7 @@ def weigh(canvas: Canvas, fit: Fit, errors: np.ndarray) -> Sighting:
 
 
 def _lopsided(canvas: Canvas, fit: Fit, window: int) -> float:
-    """The largest error that neighbouring pixels have in common, in levels, beyond what noise explains."""
+    """Return the largest mean error over a square of pixels, in levels, less that of noise."""
     rest = canvas.field[:, fit.y : fit.y + window, fit.x : fit.x + window]
     side = max(1, round(_BITE_SIDE * canvas.unit))
     means = np.stack([square_sums(channel, side) for channel in rest]) / side**2
@@ -80,13 +80,13 @@ def _lopsided(canvas: Canvas, fit: Fit, window: int) -> float:
 
 
 def errors_of(rest: np.ndarray, noise: float) -> np.ndarray:
-    """How far each pixel of `rest` [3, H, W] is off, in levels, beyond what noise explains."""
+    """Return the error of each pixel of `rest` [3, H, W], in levels, less that of noise."""
     errors = (np.sqrt((rest**2).sum(0)) - _NOISE_REACH * noise**0.5).clip(0)
-    seam = rest.shape[2] // UNITS // 4  # decoders blur across the seam of the two panels
+    seam = rest.shape[2] // UNITS // 4  # decoders blur the border of the two panels
     errors[:seam] = errors[len(errors) - seam :] = 0
     return errors
 
 
 def wrong(error: np.ndarray) -> float:
-    """How many pixels are plainly wrong, given errors as shares of the contrast."""
+    """Return the number of clearly wrong pixels (weighted), given errors as shares of the contrast."""
     return float(((error - _FREE_ERROR) / (1 - _FREE_ERROR)).clip(0).sum())

@@ -1,4 +1,4 @@
-"""The paint behind the things of a picture, with the color cast and the noise that lie on it."""
+"""Background estimation: paint, color cast and noise of a picture's background."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 from limner.tasks.scenes import BACKGROUNDS, COLORS
 
 _PALETTE = np.array(list(COLORS.values()), np.float32)  # [C, 3]
-TINT = 45.0  # levels; farthest a tint may be from its palette color (the closest two are 92 apart)
+TINT = 45.0  # largest distance of a tint from its palette color, in levels (the closest two are 92 apart)
 
 
 @dataclass(frozen=True)
 class Ground:
-    """A paint as it is on the picture."""
+    """A background paint with its measured level and noise."""
 
     name: str
     level: np.ndarray  # [3]
     paints: np.ndarray  # [C, 3], the palette as differences from `level`
-    noise: float  # energy of noise per pixel
+    noise: float  # energy of noise per pixel, in levels^2
 
 
 def grounds(pixels: np.ndarray, names: Sequence[str]) -> Iterator[Ground]:
-    """The paints that may be the background, most frequent first. `pixels` is float32 [H, W, 3]."""
+    """Yield the candidate backgrounds of `pixels`, float32 [H, W, 3], most frequent first."""
     known = np.array([BACKGROUNDS.get(n) or COLORS[n] for n in names], np.float32)
     paints = np.concatenate([known, _PALETTE])
     flat = pixels.reshape(-1, 3)

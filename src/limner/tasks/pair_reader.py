@@ -1,4 +1,4 @@
-"""Reads the two panels of a pair, and tells whether the lower one is the upper one in gray."""
+"""Parser of the two panels of a pair, and the test that the lower panel is the upper one in gray."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from limner.tasks.templates import block, ring_of
 
 
 def read_pair(picture: np.ndarray, transform: Transform | None) -> tuple[Reading, Reading]:
-    """Read the two panels of uint8 [H, H, 3]: top, bottom.
+    """Parse the two panels, top and bottom, of uint8 [H, H, 3].
 
-    Given "upside down", the bottom is turned back before it is read; "grayscale" panels show paints
-    outside the palette, so that their reading says little (`is_gray_of` compares pixels instead).
+    For "upside down", the bottom is flipped back first. Paints of "grayscale" panels are outside the
+    palette, so their reading is unreliable: `is_gray_of` compares pixels instead.
     """
     pixels, _ = as_pixels(picture)
     half = len(pixels) // 2
@@ -27,9 +27,9 @@ def read_pair(picture: np.ndarray, transform: Transform | None) -> tuple[Reading
 
 
 def is_gray_of(picture: np.ndarray, top: Scene) -> bool:
-    """Whether the bottom panel of uint8 [H, H, 3] is the luma of the top one as drawn, whose reading is `top`.
+    """Return True if the bottom panel of uint8 [H, H, 3] is the luma of the top panel, parsed as `top`.
 
-    Things may all but vanish in gray (an orange one on gray), so that no stencil would find them.
+    It compares pixels: an object may nearly vanish in gray (orange on gray), where no stencil would find it.
     """
     pixels, unit = as_pixels(picture)
     upper, lower = np.split(pixels, 2)

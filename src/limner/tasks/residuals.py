@@ -1,4 +1,4 @@
-"""What no believed thing explains: debris, which is far off the background, and ghosts, which are faint."""
+"""Residuals that no accepted object explains: strong ones, far off the background, and faint objects."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from limner.tasks.scenes import EXTENT, SIZES
 from limner.tasks.template_matching import FAINTEST
 from limner.tasks.templates import ALL_LOOKS, SEARCH_BLUR, bank_of, block, ring_of, square_sums
 
-_RESEMBLANCE = 0.3  # residual of what is not believed, but alike enough to be no artefact
-DEBRIS_LEVELS = 40.0  # a pixel that is less off than this is not debris
-_DEBRIS_FULL = 100.0  # a pixel that is this much off counts in full
-_DEBRIS_AREA = 14 / 16  # square units of debris within 3 x 3 units that make a thing
-_GHOST_LEVELS = 12.0  # least tint of a faint thing that is seen
-_GHOST_SHARE = 0.5  # least share of the energy around it that it explains
-_GHOST_NOISE = 12.0  # energies of noise that it stands out by: by chance, once in thousands of pictures
+_RESEMBLANCE = 0.3  # a rejected sighting with a lower residual resembles an object
+DEBRIS_LEVELS = 40.0  # pixels with smaller errors do not count
+_DEBRIS_FULL = 100.0  # pixels with this error count in full
+_DEBRIS_AREA = 14 / 16  # least weighted area within 3 x 3 units for an unknown, in square units
+_GHOST_LEVELS = 12.0  # least tint of a detected faint object
+_GHOST_SHARE = 0.5  # least share of its window's energy that it explains
+_GHOST_NOISE = 12.0  # multiple of the noise energy to exceed; chance does so once in thousands of pictures
 
 
 def with_unknown(sightings: list[Sighting], rest: np.ndarray, noise: float, unit: int) -> tuple[Sighting, ...]:
-    """Replace what is not believed by unknowns, if it is more than an artefact.
+    """Replace rejected sightings by unknowns, and drop those that are artifacts.
 
-    An artefact is neither alike to any thing nor large; `rest` [3, H, W] is what nothing explains.
+    An artifact neither resembles an object nor is large. `rest` [3, H, W] is the residual of all accepted fits.
     """
     seen = [s for s in sightings if s.thing is not None or s.residual < _RESEMBLANCE]
     off = debris(rest, noise)
@@ -41,14 +41,14 @@ def with_unknown(sightings: list[Sighting], rest: np.ndarray, noise: float, unit
 
 
 def debris(rest: np.ndarray, noise: float) -> np.ndarray:
-    """How much each pixel of `rest` [3, H, W] counts as something, float32 [H, W] in [0, 1]."""
+    """Return the weight of each pixel of `rest` [3, H, W] as unexplained, float32 [H, W] in [0, 1]."""
     errors = errors_of(rest, noise)
     errors[errors < DEBRIS_LEVELS] = 0
     return (errors / _DEBRIS_FULL).clip(max=1) ** 2
 
 
 def worst_patch(off: np.ndarray, unit: int) -> tuple[int, int, int] | None:
-    """Top, left and side of the 3 x 3 units with the most debris, if that is much."""
+    """Return top, left and side of the 3 x 3 units with the largest sum; None if it is small."""
     side = 3 * unit
     patch = square_sums(off, side)
     y, x = np.unravel_index(patch.argmax(), patch.shape)
@@ -56,12 +56,12 @@ def worst_patch(off: np.ndarray, unit: int) -> tuple[int, int, int] | None:
 
 
 def ghost_on(rest: np.ndarray, seen: Sequence[Sighting], noise: float, unit: int) -> Sighting | None:
-    """The strongest faint thing on `rest` [3, H, W] away from what is `seen`: of any tint, also one off the palette.
+    """Return the strongest faint object, of any tint, on `rest` [3, H, W] outside the boxes of `seen`, or None.
 
-    The search for things holds tints to the palette and never finds it, and no pixel of it counts as debris.
+    The search for objects favors tints of the palette and misses it. Its pixels are too weak for `debris`.
     """
     pad, found = 2 * ring_of(unit), None
-    # Noise that is cut off at 0 or 255 has a mean off its median, which would pass for a faint thing.
+    # Noise clipped at 0 or 255 has a mean off its median, which would pass for a faint object.
     level = rest[:, (rest**2).sum(0) <= 9 * noise + 1]
     rest = rest - (level.mean(1)[:, None, None] if level.size else 0)
     energies = (rest**2).sum(0, dtype=np.float64) - noise

@@ -1,35 +1,35 @@
-"""Reads a picture of the synthetic world back into a `Scene`, without a learned model.
+"""Scene parser: reads a picture of the synthetic scenes into a `Scene`, without a learned model.
 
-Analysis by synthesis. A picture of the world is a flat background plus, for every thing, its opacity
-stencil times the difference of two paints. To read it is to search for the few (shape, fill, size,
-color, place) that leave the least squared error:
+Analysis by synthesis. A synthetic picture is a flat background plus, for every object, its opacity stencil
+times the difference of two paints. Parsing searches for the few (shape, fill, size, color, position) that leave
+the least squared error:
 
-1. *Background* (`background.py`): the paint that most pixels come near. Their median gives its exact levels
-   here, so that a color cast cancels. `D = picture - background` is what there is to explain.
-2. *Search* (`template_matching.py`): every stencil (`templates.py`) is laid on every half unit. A stencil `t` with
+1. *Background* (`background.py`): the paint that is nearest to most pixels. Their median is the level of the
+   background, so a color cast cancels. `D = picture - background` remains to be explained.
+2. *Search* (`template_matching.py`): every stencil (`templates.py`) is tried at every half unit. A stencil `t` with
    `n = |t|^2` explains most with the tint `T / n` where `T = <t, D>`, namely `|T|^2 / n` of the energy in its
-   window. Places are taken greedily by energy explained minus energy left over, *including* a ring of half a
+   window. Positions are chosen greedily by energy explained minus energy left over, *including* a ring of half a
    unit around the box: four small squares must not pass for a large one.
-3. *Refinement* (`template_matching.py`): around each place all stencils, sharp and blurred (a decoder's edges are
-   soft), at every pixel. What is explained is subtracted, and the next place is fitted to the rest.
-4. *Doubt* (`acceptance.py`): a thing is believed if few of its pixels are plainly wrong, nowhere are many of them off
-   together (a bite), its tint is near the palette and no other look does as well.
-5. *Remains* (`residuals.py`): wherever much is left that no believed thing explains, be it faint (a ghost), the
-   reading holds something *unknown*. Such a picture matches no caption, so that no score is too high.
+3. *Refinement* (`template_matching.py`): all stencils, sharp and blurred (a decoder's edges are soft), at every
+   pixel around each position. The best fit is subtracted before the next position is fitted.
+4. *Acceptance* (`acceptance.py`): an object is accepted if few of its pixels are clearly wrong, no patch of pixels
+   shares a large error (a bite), its tint is near the palette and no other look fits as well.
+5. *Residuals* (`residuals.py`): a large residual outside accepted objects, strong or faint, becomes an *unknown*
+   sighting. A picture with unknowns matches no caption, so that no score is too high.
 
-Few errors count as wrong. Blur, noise and compression leave small errors everywhere and of either sign; a
-malformed thing leaves errors of full contrast in places. So single errors below a third of the contrast are
-free. Single pixels of a ghost are too faint to count. It is found by its shape, in whatever tint, where the
-average over a stencil stands out of the noise.
+The tolerance for errors follows their kind. Blur, noise and compression leave small errors everywhere, of either
+sign. A malformed object leaves local errors of full contrast. So single errors below a third of the contrast are
+free. Single pixels of a faint object are too weak to count. It is detected by its shape, in any tint, if the
+average over a stencil exceeds the noise.
 
-What is still taken for right: an octagon for a circle; things with a bite, a notch or a bump of less than about
+Known false acceptances: an octagon for a circle; objects with a bite, a notch or a bump of less than about
 half of a square of 3/4 units (1/20 of a small solid circle, 1/60 of a large one); once in a few hundred times
-a small diamond without a corner, as a diamond a little beside it; ghosts whose tint is less than 12 levels off
-the background (root of the sum of squares over channels; up to 25 for small outlines and stripes); and ghosts
-mostly behind or within half a unit of a thing.
+a small diamond without a corner, as a shifted diamond; faint objects whose tint is less than 12 levels off
+the background (root of the sum of squares over channels; up to 25 for small outlines and stripes); and faint
+objects mostly behind or within half a unit of another object.
 
-Pictures are uint8 [H, W, 3], `W` a multiple of 12, `H` equal to `W` or (a panel of a pair) half of
-it. Those wider than 48 pixels are averaged down to 48 first.
+Pictures are uint8 [H, W, 3], `W` a multiple of 12, `H` equal to `W` or (a panel of a pair) half of it.
+Area averaging reduces pictures wider than 48 pixels to 48 first.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FINEST = 48  # pixels; wider pictures are averaged down to this
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a picture shows: a background (None if of no known paint) and what was seen on it."""
+    """A parsed picture: its background (None for an unknown paint) and the sightings on it."""
 
     background: str | None
     sightings: tuple[Sighting, ...]
@@ -61,21 +61,21 @@ class Reading:
 
     @property
     def things(self) -> tuple[Thing, ...]:
-        """Everything believed."""
+        """The accepted objects."""
         return tuple(s.thing for s in self.sightings if s.thing is not None)
 
     @property
     def scene(self) -> Scene | None:
-        """The scene, or None if anything in the picture is unknown."""
+        """The scene; None if any part of the picture is unknown."""
         if self.background is None or len(self.things) < len(self.sightings):
             return None
         return Scene(things=self.things, background=self.background, height=self.height)
 
 
 def read(picture: np.ndarray, *, backgrounds: Sequence[str] = tuple(BACKGROUNDS)) -> Reading:
-    """Read uint8 [H, W, 3]; `backgrounds` are the paints that may lie behind the things.
+    """Parse a picture, uint8 [H, W, 3]; `backgrounds` are the paints to try as its background.
 
-    Raises ValueError if the picture is not that of a scene or of a panel (see the module's text).
+    Raises `ValueError` if the shape is not that of a scene or a panel (see the module docstring).
     """
     pixels, unit = as_pixels(picture)
     height = len(pixels) // unit
@@ -112,7 +112,7 @@ def _see(pixels: np.ndarray, ground: Ground, unit: int, row_step: int) -> tuple[
 
 
 def as_pixels(picture: np.ndarray) -> tuple[np.ndarray, int]:
-    """float32 [H, W, 3] with W <= 48, and pixels per unit."""
+    """Return float32 [H, W, 3] with W <= 48, and the pixels per unit. Raises `ValueError` for other shapes."""
     h, w = picture.shape[:2]
     if picture.ndim != 3 or picture.shape[2] != 3 or w % UNITS or h not in (w, w // 2):
         raise ValueError(f"picture has shape {picture.shape}, not [12 n, 12 n, 3] or [6 n, 12 n, 3]")
@@ -125,5 +125,5 @@ def as_pixels(picture: np.ndarray) -> tuple[np.ndarray, int]:
 
 @lru_cache(maxsize=16)
 def _area_weights(old: int, new: int) -> np.ndarray:
-    """The matrix of area averaging, float32 [new, old]."""
+    """Return the matrix of area averaging, float32 [new, old]."""
     return area_weights(old, new).astype(np.float32)

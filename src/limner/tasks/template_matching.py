@@ -1,6 +1,6 @@
-"""Search and refinement: which stencils, where and in which tint, explain most of a picture (see `scene_reader.py`).
+"""Search and refinement: find the stencils, positions and tints that explain most of a picture (see `scene_reader.py`).
 
-Shapes: `P` places, `K` stencils, `w` pixels along a window, `H'` and `W'` the sides of the padded picture.
+Shapes: `P` positions, `K` stencils, `w` pixels along a window, `H'` and `W'` the sides of the padded picture.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from limner.tasks.background import Ground
 from limner.tasks.scenes import SIZES, Size
 from limner.tasks.templates import ALL_LOOKS, BLURS, LOOKS, SEARCH_BLUR, Bank, bank_of, ring_of, square_sums
 
-FAINTEST = 750.0  # least excess of energy explained over energy left, in levels^2 per pixel x unit
+FAINTEST = 750.0  # least excess of energy explained over energy left, in levels^2 x square units
 _MOST_THINGS = 12
-_PALETTE_PULL = 0.5  # how much of the distance from a tint to the palette counts as error
+_PALETTE_PULL = 0.5  # share of the squared distance from a tint to the palette that counts as error
 
 
 @dataclass(frozen=True)
 class _Match:
-    """How well stencils explain windows. Energies are net of what noise contributes."""
+    """Fits of stencils to windows. Energies exclude the expected energy of noise."""
 
-    inner: np.ndarray  # [3, P, K], T
+    inner: np.ndarray  # [3, P, K], T of `scene_reader.py`
     left: np.ndarray  # [P, K], energy left over
-    left_free: np.ndarray  # [P, K], the same if the tint need not be near the palette
+    left_free: np.ndarray  # [P, K], the same for an unconstrained tint
     total: np.ndarray  # [P], energy in the window
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The best stencil near a place; `y`, `x` are the corner of its window in the padded field."""
+    """The best stencil near a position; `y`, `x` are the corner of its window in the padded field."""
 
     size: Size
     y: int
@@ -40,11 +40,11 @@ class Fit:
     tint: np.ndarray  # [3], a difference from the background
     left: float  # energy left over
     runner_up: float  # the same for the second-best look
-    usurped: float  # energy that another look would explain besides, in a tint off the palette
+    usurped: float  # energy that another look would explain in addition, with an unconstrained tint
 
 
 class Canvas:
-    """What is left to explain: `field` [3, H', W'], padded so that boxes may lie a little outside."""
+    """The unexplained residual `field` [3, H', W'], padded so that boxes may extend past the frame."""
 
     def __init__(self, pixels: np.ndarray, ground: Ground, unit: int) -> None:
         self.unit, self.ground, self.slack = unit, ground, ring_of(unit)
@@ -55,23 +55,23 @@ class Canvas:
 
     @property
     def rest(self) -> np.ndarray:
-        """The field inside the frame, [3, H, W]."""
+        """The residual inside the frame, [3, H, W]."""
         return self.field[:, self.pad : -self.pad, self.pad : -self.pad]
 
     def energy(self, window: int) -> np.ndarray:
-        """Of all windows [H' - w + 1, W' - w + 1], net of what noise contributes."""
+        """Return the energy of all windows, [H' - w + 1, W' - w + 1], less that of noise."""
         energy = (self.field**2).sum(0, dtype=np.float64)
         energy[self.pad : -self.pad, self.pad : -self.pad] -= self.ground.noise
         return square_sums(energy, window)
 
     def match(self, bank: Bank, ys: np.ndarray, xs: np.ndarray, which: slice) -> _Match:
-        """Lay stencils `which` on the windows with their corners at `ys`, `xs`, each [P]."""
+        """Fit stencils `which` to the windows with corners at `ys`, `xs`, each [P]."""
         views = sliding_window_view(self.field, (bank.window, bank.window), (1, 2))
         windows = views[:, ys, xs].reshape(3, -1, bank.window**2)
         inner = windows @ bank.stencils[which].T
         energy, paints = bank.energy[which], self.ground.paints
         free = (inner**2).sum(0) / energy
-        # With the tint held to color c: 2 <T, c> - n |c|^2.
+        # With the tint fixed to color c: 2 <T, c> - n |c|^2.
         held = np.tensordot(2 * paints, inner, 1) - (paints**2).sum(1)[:, None, None] * energy
         gain = free + _PALETTE_PULL * (held.max(0) - free)
         total = self.energy(bank.window)[ys, xs]
@@ -83,7 +83,7 @@ class Canvas:
         )
 
     def places(self, row_step: int) -> list[tuple[Size, int, int]]:
-        """Sizes and places where things may be, as (size, y, x) of a window's corner, the best first."""
+        """Return up to twelve candidates, best first, as (size, y, x) of a window's corner."""
         steps = row_step, max(1, self.unit // 2)
         first = SEARCH_BLUR * ALL_LOOKS
         least = FAINTEST * self.unit**2
@@ -103,7 +103,7 @@ class Canvas:
                 break
             y, x = int(i) * steps[0], int(j) * steps[1]
             found.append((size, y, x))
-            for other, value in values.items():  # no two things overlap by more than a pixel
+            for other, value in values.items():  # no two candidates overlap by more than a pixel
                 ys, xs = (step * np.arange(n) for step, n in zip(steps, value.shape, strict=True))
                 mine, its = bank_of(size, self.unit).side - 1, bank_of(other, self.unit).side - 1
                 taken = (ys < y + mine) & (y < ys + its), (xs < x + mine) & (x < xs + its)
@@ -111,7 +111,7 @@ class Canvas:
         return found
 
     def fit(self, size: Size, y: int, x: int) -> Fit:
-        """The best of all stencils of a size within half a unit of a place."""
+        """Return the best fit of all stencils of a size within half a unit of a position."""
         bank, reach = bank_of(size, self.unit), ring_of(self.unit)
         ys, xs = (
             np.arange(max(0, at - reach), min(at + reach, length - bank.window) + 1)
@@ -135,7 +135,7 @@ class Canvas:
         )
 
     def add(self, fit: Fit, sign: int) -> None:
-        """Paint a fitted thing onto the field, or take it away."""
+        """Add a fitted object to the field (`sign` +1) or subtract it (-1)."""
         bank = bank_of(fit.size, self.unit)
         stencil = bank.stencils[fit.stencil].reshape(bank.window, bank.window)
         window = self.field[:, fit.y : fit.y + bank.window, fit.x : fit.x + bank.window]

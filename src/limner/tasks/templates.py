@@ -1,4 +1,4 @@
-"""The stencils that a picture is read with: all looks of one size, sharp and blurred, and sums over squares."""
+"""Stencils of the scene parser: all looks of one size, sharp and blurred; and sums over squares."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from limner.tasks.rendering import stencil
 from limner.tasks.scenes import EXTENT, FILLS, SHAPES, Fill, Shape, Size
 
 LOOKS: tuple[tuple[Shape, Fill], ...] = tuple(product(SHAPES, FILLS))
-ALL_LOOKS = len(LOOKS) + len(SHAPES)  # with the strangers, see `Bank`
-BLURS = (0.0, 0.6, 0.9, 1.2)  # sigma of the softened stencils, in quarters of a unit
-SEARCH_BLUR = 2  # the one used to find places
-_MIDDLE = 4  # units; the side of things that are neither small nor large
+ALL_LOOKS = len(LOOKS) + len(SHAPES)  # with the distractors of `Bank`
+BLURS = (0.0, 0.6, 0.9, 1.2)  # sigma of the Gaussian blur, in quarters of a unit
+SEARCH_BLUR = 2  # index into `BLURS` of the blur used in the search
+_MIDDLE = 4  # side of the distractors, in units
 
 
 @dataclass(frozen=True)
 class Bank:
     """The stencils of one size, in windows that hold the box and the ring around it.
 
-    After those of the looks come "strangers", solid shapes between small and large: they belong to
-    no scene, but without them a circle of four units would pass for a large diamond.
+    Distractors (`strangers`) follow the looks: solid shapes between small and large, which no scene contains. Without
+    them, a circle of four units would pass for a large diamond.
     """
 
-    side: int  # of the box, in pixels
-    window: int  # w
+    side: int  # side of the box, in pixels
+    window: int  # w, in pixels
     stencils: np.ndarray  # float32 [K, w * w], K = blurs x looks
     energy: np.ndarray  # float32 [K], |t|^2
     area: np.ndarray  # float32 [K]
@@ -36,7 +36,7 @@ class Bank:
 
 @lru_cache(maxsize=8)
 def bank_of(size: Size, unit: int) -> Bank:
-    """The stencils of things of a size, at `unit` pixels per unit."""
+    """Return the stencils of one size, at `unit` pixels per unit."""
     ring = ring_of(unit)
     w = EXTENT[size] * unit + 2 * ring
     known = [stencil(shape, size, fill, unit) for shape, fill in LOOKS]
@@ -55,16 +55,16 @@ def bank_of(size: Size, unit: int) -> Bank:
 
 
 def ring_of(unit: int) -> int:
-    """Half a unit, in pixels: how wide the ring around a box is."""
+    """Return the width of the ring around a box, half a unit, in pixels."""
     return (unit + 1) // 2
 
 
 def square_sums(values: np.ndarray, side: int) -> np.ndarray:
-    """Sums of [H, W] over all squares, [H - side + 1, W - side + 1]."""
+    """Return the sums of `values` [H, W] over all squares, [H - side + 1, W - side + 1]."""
     sums = np.pad(values.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     return sums[side:, side:] - sums[:-side, side:] - sums[side:, :-side] + sums[:-side, :-side]
 
 
 def block(field: np.ndarray, top: int, left: int, side: int) -> np.ndarray:
-    """The part of a square that lies on `field` [H, W], as a view."""
+    """Return a view of the part of a square inside `field` [H, W]."""
     return field[max(0, top) : max(0, top + side), max(0, left) : max(0, left + side)]
