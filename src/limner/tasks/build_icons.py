@@ -1,8 +1,8 @@
-"""Write the world of icons to disk as a data set: `limner data icons OUT FILE...`.
+"""Write the icons to disk as a data set: `limner data icons OUT FILE...`.
 
-Each drawing is a sample, and some come again as the upper half of pairs: below is the same thing in another style, or
-changed. A pair never shows a combination that is held out. One pair in twenty is held out as a pair, chosen by a hash
-of what it shows; its two parts are trained as drawings of their own.
+Each drawing is a sample. Some drawings are also the upper half of pairs: the lower half is the same subject in another
+style, or the same drawing changed. A pair never shows a held-out combination. One pair in twenty is held out, chosen by
+a hash of its content; its two drawings are in training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from limner.tasks.iconify import IconSet
 from limner.tasks.icons import Drawn, stable, world
 from limner.tasks.svg_renderer import SVGRenderer
 
-#: What drawings are recolored in: red, green and blue, from 0 to 255.
+#: Colors for recolored drawings: red, green and blue, from 0 to 255.
 INKS = {
     "red": (230, 40, 40),
     "orange": (245, 140, 20),
@@ -39,7 +39,7 @@ _KINDS = ("style", "style", "style", *CHANGES, "recolored")
 
 @dataclass(frozen=True)
 class Pair:
-    """`below` is another style's drawing of the subject, or None where the upper one is changed; `caption` says how."""
+    """A pair of drawings. `below` is the lower one, or None for a changed `above`; `caption` describes the change."""
 
     above: Drawn
     kind: str
@@ -74,21 +74,20 @@ def write_icons(
     categories: Sequence[str] = (),
     progress: Advance | None = None,
 ) -> dict[str, Any]:
-    """Write shards of PNG, captions and facts; the summary is returned, with what was joined and how it is split.
+    """Write shards of PNG, captions and metadata. Return a summary with counts of joined drawings and splits.
 
     Args:
-        keywords: of CLDR, by emoji.
+        keywords: CLDR's keywords by emoji.
         size: side of the pictures in pixels, an even number.
-        margin: pixels around a drawing that stay empty, so that random crops in training do not cut it; half as many in
-            the halves of pairs.
-        pairs: on top of how many pairs a drawing comes, on average: 0.25 is every fourth, on top of one. It has eight
-            at most, and one for each other style.
-        tones: drawings with a skin tone of each subject and style, at most.
-        styles: leave out subjects that fewer styles have.
-        categories: leave out subjects that no set files under one of these, as "Food & Drink"; none leaves out nothing.
-        progress: called with 1 after every drawing, whether it could be drawn or not, and with how many are left out.
+        margin: empty pixels around a drawing, so that random crops in training do not cut it; half as many in pairs.
+        pairs: average number of pairs per drawing: 0.25 gives every fourth drawing one. Each has at most
+            eight, and one more for each other style.
+        tones: largest number of skin tones of each base and style.
+        styles: leave out subjects with fewer styles.
+        categories: leave out subjects of other categories, such as "Food & Drink"; an empty list keeps all.
+        progress: called with 1 after every drawing, rejected ones included, and with the number left out.
 
-    Raises `UserError` if no drawing is left, or no set knows a category.
+    Raises `UserError` for an invalid `background`, an unknown category, or if no drawing is left.
     """
     try:
         ImageColor.getrgb(background)
@@ -138,7 +137,7 @@ def write_icons(
 
 
 def _filed(drawn: Sequence[Drawn], categories: Sequence[str]) -> tuple[list[Drawn], list[Drawn]]:
-    """Those whose base some set files under one of the categories; and the others."""
+    """Divide drawings by the category of their base in any set. Raises `UserError` for an unknown category."""
     if not categories:
         return list(drawn), []
     known = dict.fromkeys(one.category for one in drawn if one.category)
@@ -150,7 +149,7 @@ def _filed(drawn: Sequence[Drawn], categories: Sequence[str]) -> tuple[list[Draw
 
 
 def _common(drawn: Sequence[Drawn], styles: int) -> tuple[list[Drawn], list[Drawn]]:
-    """Those whose subject, whatever its skin tone, occurs in `styles` styles or more; and the others."""
+    """Divide drawings by the number of styles of their base: at least `styles`, and fewer."""
     of = defaultdict[str, set[str]](set)
     for one in drawn:
         of[one.base].add(one.style)
@@ -158,7 +157,7 @@ def _common(drawn: Sequence[Drawn], styles: int) -> tuple[list[Drawn], list[Draw
 
 
 def _fewer_tones(drawn: Sequence[Drawn], most: int) -> tuple[list[Drawn], list[Drawn]]:
-    """All without a skin tone, and `most` with one of each base and style, chosen by a hash; and the others."""
+    """Keep untoned drawings, and up to `most` toned ones per base and style, chosen by a hash; return kept and rest."""
     toned = defaultdict[tuple[str, str], list[Drawn]](list)
     for one in drawn:
         if one.tones:
@@ -172,7 +171,7 @@ def _fewer_tones(drawn: Sequence[Drawn], most: int) -> tuple[list[Drawn], list[D
 
 
 def _parted(drawn: Sequence[Drawn], keep: Callable[[Drawn], bool]) -> tuple[list[Drawn], list[Drawn]]:
-    """Those to keep, and the others."""
+    """Divide drawings into those that pass `keep` and the rest."""
     kept, others = [], []
     for one in drawn:
         (kept if keep(one) else others).append(one)
@@ -180,8 +179,7 @@ def _parted(drawn: Sequence[Drawn], keep: Callable[[Drawn], bool]) -> tuple[list
 
 
 def _pairs(above: Drawn, partners: Sequence[Drawn], number: float) -> Iterator[Pair]:
-    """The different pairs that a drawing is on top of, as far as there are so many: half are of two styles, as long as
-    there are other styles."""
+    """Sample `number` different pairs, on average: three in seven join two styles, while other styles are left."""
     rng = np.random.default_rng(stable("pairs", above.subject, above.style))
     if above.held_out:
         return
@@ -203,7 +201,7 @@ def _pairs(above: Drawn, partners: Sequence[Drawn], number: float) -> Iterator[P
 
 
 def _halves(renderer: SVGRenderer, pair: Pair, size: int, margin: int, background: str) -> np.ndarray:
-    """uint8 [size, size, 3]: two drawings of half the side, one above the other. Raises `Rejected`."""
+    """Render a pair, two drawings of half the side, as uint8 [size, size, 3]. Raises `Rejected`."""
     half = size // 2
     above = renderer.draw(pair.above.set.svg(pair.above.icon), half, background, margin // 2)
     if pair.below:
@@ -220,13 +218,13 @@ def _halves(renderer: SVGRenderer, pair: Pair, size: int, margin: int, backgroun
 def _changed(picture: np.ndarray, pair: Pair, background: np.ndarray) -> np.ndarray:
     if pair.kind == "upside down":
         return picture[::-1]
-    ink = np.abs(picture.astype(float) - background).max(-1, keepdims=True)  # how far each pixel is from nothing
+    ink = np.abs(picture.astype(float) - background).max(-1, keepdims=True)  # distance from the background
     if pair.kind == "silhouette":
         alpha = np.clip(ink / 32, 0, 1)
         return np.rint(background * (1 - alpha)).astype(np.uint8)
     gray = picture @ np.array([0.299, 0.587, 0.114])[:, None]
     if pair.kind == "grayscale":
         return np.rint(np.repeat(gray, 3, -1)).astype(np.uint8)
-    alpha = np.clip(ink / 32, 0, 1)  # light things become light, dark ones dark, of one color
+    alpha = np.clip(ink / 32, 0, 1)  # keep light and dark, in one color
     tint = 255 - (255 - np.asarray(INKS[pair.ink or "red"])) * (1.2 - 0.8 * gray / 255)
     return np.rint(np.clip(tint, 0, 255) * alpha + background * (1 - alpha)).astype(np.uint8)

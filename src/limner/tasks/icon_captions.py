@@ -1,4 +1,4 @@
-"""What drawings of icons are called: subject and style, and what became of the lower half of a pair."""
+"""Captions of icons: subject and style, and the change of the lower half of a pair."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from limner.tasks.icons import Drawn
 
-#: Pairs, by what is below: words for it. A pair of two styles says the style instead.
+#: Words for the lower half by kind of pair. Captions of two-style pairs name the style instead.
 CHANGES = {"upside down": "upside down", "silhouette": "as a silhouette", "grayscale": "in grayscale"}
-_SHARED = 8  # subjects that a keyword may stand for
-_TAKEN = 3  # keywords of a subject at most
+_SHARED = 8  # most subjects that share a keyword
+_TAKEN = 3  # most keywords of a subject
 
 
 def captions(drawn: Drawn, keywords: Sequence[str] = ()) -> tuple[str, ...]:
-    """Phrasings of a drawing, the plain one first; the last leave the style open, or say a keyword instead."""
+    """Return captions of a drawing, the plain one first. The last ones omit the style, or use a keyword."""
     thing, subject, style = article(drawn.subject), drawn.subject, drawn.style
     said = (
         f"{thing}, {style}", f"{subject}, {style}", f"{noun(style)} of {thing}", f"{thing} in the {style} style",
@@ -25,7 +25,7 @@ def captions(drawn: Drawn, keywords: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def pair_captions(above: Drawn, below: str) -> tuple[str, ...]:
-    """Phrasings of a pair: `above` on the top, and the same thing as `below` says ("in grayscale")."""
+    """Return captions of a pair; `below` describes the lower half ("in grayscale")."""
     thing = article(above.subject)
     return (
         f"the exact same {above.subject} on the top {below} at the bottom",
@@ -35,12 +35,12 @@ def pair_captions(above: Drawn, below: str) -> tuple[str, ...]:
 
 
 def noun(style: str) -> str:
-    """ "flat drawing", "line drawing"."""
+    """Return a style as a noun: "flat drawing", "line drawing"."""
     return style if style.endswith("drawing") else f"{style} drawing"
 
 
 def article(subject: str) -> str:
-    """ "a tiger", "an apple", "flag of France", "skis"."""
+    """Return a subject with its article: "a tiger", "an apple", "flag of France", "skis"."""
     first, last = subject.split()[0], subject.split(",")[0].split(" of ")[0].split(" with ")[0]
     if (last.endswith("s") and not last.endswith("ss")) or not first[0].isalpha() or first in ("flag", "keycap"):
         return subject
@@ -49,7 +49,7 @@ def article(subject: str) -> str:
 
 @dataclass(frozen=True)
 class Keywords:
-    """CLDR's keywords, as far as they tell subjects apart: those that at most `_SHARED` emoji have."""
+    """CLDR's specific keywords by emoji: those of at most `_SHARED` emoji."""
 
     known: Mapping[str, Sequence[str]]
 
@@ -60,7 +60,7 @@ class Keywords:
         return cls({emoji: [word for word in words if uses[word] <= _SHARED] for emoji, words in known.items()})
 
     def __call__(self, drawn: Drawn) -> Sequence[str]:
-        """Further names of a drawing's subject, of which its own is none; toned ones have none."""
+        """Return up to `_TAKEN` keywords of a drawing other than its subject; () for toned drawings."""
         if drawn.emoji is None or drawn.tones:
             return ()
         return [word for word in self.known.get(_bare(drawn.emoji), ()) if word.lower() != drawn.subject][:_TAKEN]

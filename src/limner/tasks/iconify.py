@@ -1,8 +1,8 @@
-"""Icon sets in Iconify's JSON format: what is in a file, each icon as a checked SVG document.
+"""Reader of icon sets in Iconify's JSON format: metadata, and each icon as an SVG document.
 
-`npm pack @iconify-json/NAME` gives a .tgz with `icons.json` (the drawings), `info.json` (title, author, licence) and,
-for emoji, `chars.json` (names by code points) and `metadata.json` (names by category). A folder's `icons.json` serves
-as well, with the others beside it.
+`npm pack @iconify-json/NAME` gives a .tgz with `icons.json` (the drawings), `info.json` (title, author, license) and,
+for emoji, `chars.json` (names by code points) and `metadata.json` (names by category). The path of an unpacked
+`icons.json` works too, with the other files in its folder.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from limner.json_files import parse_json
 from limner.tasks.svg import document
 
 MAX_BYTES = 1 << 27  # of one JSON file; the largest of ten sets has 104 MB
-MAX_UNPACKED = 1 << 28  # bytes of an archive
-_MAX_CHAIN = 16  # of aliases of aliases
-#: Licences that ask for a name at most, by SPDX. What is made from others may have to carry their conditions.
+MAX_UNPACKED = 1 << 28  # largest unpacked archive, in bytes
+_MAX_CHAIN = 16  # longest chain of aliases
+#: SPDX identifiers of licenses that require attribution at most. Others may restrict derived works.
 _PERMISSIVE = re.compile(r"(Apache-2\.0|MIT(-0)?|ISC|0BSD|BSD-[23]-Clause|CC-BY-\d\.0|CC0-1\.0|OFL-1\.1|Unlicense)")
 
 
 @dataclass(frozen=True)
 class Icon:
-    """One drawing. `root` is the name of the drawing that it is a turned or mirrored copy of, or its own."""
+    """One drawing: `root`, the name of a drawing in the file, mirrored, then turned by `turns` quarters."""
 
     name: str
     root: str
@@ -42,9 +42,9 @@ class Icon:
 
 @dataclass(frozen=True)
 class IconSet:
-    """What a file holds. `codes` are code points by name, as "1f468-200d-1f692", and `categories` what its makers file
-    a name under; `aliases` are further names of the same picture by its first one; `rejected` counts what is no icon,
-    by reason."""
+    """The contents of an icon set. `codes` maps names to code points such as "1f468-200d-1f692", `categories` names to
+    the set's categories, and `aliases` the first name of a picture to its other names. `rejected` counts rejected
+    entries by reason."""
 
     prefix: str
     title: str
@@ -63,15 +63,15 @@ class IconSet:
         return _PERMISSIVE.fullmatch(self.license) is not None
 
     def names(self, icon: Icon) -> tuple[str, ...]:
-        """All names of a drawing, its own first."""
+        """Return all names of a drawing, `icon.name` first."""
         return icon.name, *self.aliases.get(icon.name, ())
 
     def category(self, icon: Icon) -> str | None:
-        """What its makers file it under, by any of its names."""
+        """Return the category of a drawing in its set, by any of its names."""
         return next((told for name in self.names(icon) if (told := self.categories.get(name))), None)
 
     def svg(self, icon: Icon) -> str:
-        """Raises `Rejected` for a drawing that is none, or that may not be drawn."""
+        """Return a drawing as an SVG document. Raises `Rejected` if empty, too long or without a valid size."""
         entry = self._data["icons"][icon.root]
         body = entry.get("body")
         if not isinstance(body, str) or not body.strip():
@@ -84,7 +84,7 @@ class IconSet:
 
 
 def read(path: str | Path) -> IconSet:
-    """Read `icons.json`, or a .tgz of npm. Raises `UserError` if it is neither."""
+    """Read an `icons.json` or a .tgz of npm. Raises `UserError` for other files."""
     path = Path(path)
     files = _files(path, "icons.json", "info.json", "chars.json", "metadata.json")
     if "icons.json" not in files:
@@ -113,8 +113,8 @@ def read(path: str | Path) -> IconSet:
 
 
 def keywords(path: str | Path) -> dict[str, tuple[str, ...]] | None:
-    """CLDR's keywords by emoji, of `annotations.json` or the .tgz of `npm pack cldr-annotations-full`; None if the
-    file is another."""
+    """Read CLDR's keywords by emoji from `annotations.json` or the .tgz of `npm pack cldr-annotations-full`; None for
+    other files."""
     path, name = Path(path), "annotations/en/annotations.json"
     try:
         found: Any = _json(path, _files(path, name), name)
@@ -129,12 +129,12 @@ def keywords(path: str | Path) -> dict[str, tuple[str, ...]] | None:
 
 
 def _resolved(data: Mapping[str, Any]) -> tuple[dict[str, Icon], dict[str, tuple[str, ...]], Counter[str]]:
-    """Icons by name, each picture once; further names of each; what is left out, by reason."""
+    """Return the icons by name, each picture once; the other names of each; and rejected entries by reason."""
     icons: dict[str, Icon] = {}
     names: dict[tuple[str, int, tuple[int, int]], list[str]] = {}
     rejected = Counter[str]()
     entries, aliases = data["icons"], _object(data, "aliases")
-    first: dict[str, str] = {}  # the icon that a drawing first came as
+    first: dict[str, str] = {}  # the first icon with each drawing
     for name in (*entries, *aliases):
         try:
             icon = _follow(name, entries, aliases)
@@ -154,7 +154,7 @@ def _resolved(data: Mapping[str, Any]) -> tuple[dict[str, Icon], dict[str, tuple
 
 
 def _follow(name: str, entries: Mapping[str, Any], aliases: Mapping[str, Any]) -> Icon:
-    """An icon, or an alias followed to its icon with what it turns and mirrors on the way. Raises `Rejected`."""
+    """Resolve an icon or alias, and combine turns and mirrors. Raises `Rejected` if hidden, missing or circular."""
     turns, mirror, at = 0, [1, 1], name
     for _ in range(_MAX_CHAIN):
         entry = entries.get(at, aliases.get(at))
@@ -179,12 +179,12 @@ def _object(data: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """A line of text from outside, or nothing."""
+    """Return a text as one printable line of at most 200 characters; "" for other values."""
     return "".join(c for c in " ".join(str(value).split())[:200] if c.isprintable()) if isinstance(value, str) else ""
 
 
 def _json(path: Path, files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return the JSON object in one of the files; an empty one if the file is missing."""
+    """Return the JSON object in one of the files; an empty one if missing. Raises `UserError`."""
     raw = files.get(name, b"{}")
     if len(raw) > MAX_BYTES:
         raise UserError(f"{path} has more than {MAX_BYTES >> 20} MiB in {name}, which is more than an icon set takes")
@@ -200,7 +200,7 @@ def _json(path: Path, files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 def _files(path: Path, *names: str) -> dict[str, bytes]:
     """Return the content of the files that exist, by name, each cut after `MAX_BYTES` and one byte.
 
-    They are members `package/NAME` of an archive; otherwise `path` is the first and the others are beside it.
+    They are members `package/NAME` of an archive. Otherwise `path` is the first; the others are in its folder.
     """
     require_file(path)
     try:
@@ -220,7 +220,7 @@ def _is_archive(path: Path) -> bool:
 def _members(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
     """Return the members `package/NAME` of a .tgz, by name.
 
-    Not with tarfile, which raises ValueError at some pax headers, and keeps every header in memory.
+    tarfile would raise ValueError for some pax headers, and keep every header in memory.
     """
     with gzip.open(path) as packed:
         data = packed.read(MAX_UNPACKED + 1)

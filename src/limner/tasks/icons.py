@@ -1,13 +1,13 @@
-"""The world of icons: drawings of the same subjects by several artists, joined, with their styles and a split.
+"""Joint data set of icons: drawings of the same subjects by several artists, with styles and a split.
 
-Sets name the same thing differently ("cat-face", "cat"). A drawing's subject is the emoji that its code points spell,
-where its set tells them, or whose name it has: Unicode's English one, one that the `emoji` package knows besides, or
-one under which another set has the code points. Any other drawing is a subject of its own, with the name it has.
+Sets name the same subject differently ("cat-face", "cat"). A drawing with known code points shows that emoji. Other
+drawings are joined to an emoji by name: Unicode's English name, an alias in the `emoji` package, or a name for which
+another set has the code points. A drawing that matches no emoji is a separate subject under its own name.
 
-Split. Of the bases (subjects without skin tones) that have four styles or more, one in twenty is held out in one of
-them, with all its tones and whatever its set draws by mirroring it: a **combination** that is never seen, while base
-and style are. One base in a hundred is held out in all styles, a whole **subject**. The choices are hashes of names, so
-they do not depend on the order of the files.
+Split. Bases are subjects without skin tones. Of the bases with at least four styles, one in twenty is held out in one
+style, with all tones and all mirrored copies: the **combination** is never seen, but base and style are. Another one
+in a hundred is held out in all styles, a whole **subject**. The choices are hashes of names, independent
+of the order of the files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from limner.tasks.iconify import Icon, IconSet
 
 HeldOut = Literal["combination", "subject", "pair"]
 
-#: What a person would call the style of a set, the same words in every caption.
+#: Style of each set, as named in captions.
 STYLES = {
     "noto": "shaded",
     "noto-v1": "blob",
@@ -37,13 +37,12 @@ STYLES = {
     "fxemoji": "simple",
     "openmoji": "comic",
 }
-_MANY = 4  # styles from which on a base may be held out in one
+_MANY = 4  # least number of styles of a base that may be held out
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One drawing and what is known of it. `emoji` is None where it was joined with nothing, `category` where its set
-    names none."""
+    """A drawing with its metadata. `emoji` may be None (unmatched), as may `category` (unknown)."""
 
     set: IconSet
     icon: Icon
@@ -57,7 +56,7 @@ class Drawn:
 
     @property
     def facts(self) -> dict[str, object]:
-        """Its metadata in a shard."""
+        """The metadata of the drawing in a shard."""
         told = {
             "subject": self.subject, "style": self.style, "set": self.set.prefix, "name": self.icon.name,
             "base": self.base, "tones": list(self.tones), "emoji": self.emoji, "category": self.category,
@@ -68,7 +67,7 @@ class Drawn:
 
 
 def world(sets: Sequence[IconSet]) -> tuple[list[Drawn], Counter[str]]:
-    """Every drawing of the sets, one of each subject and style; what was left out, by reason."""
+    """Return the drawings of all sets, one of each subject and style, and the number left out by reason."""
     known = _Subjects(sets)
     drawn: dict[tuple[str, str], Drawn] = {}
     rejected = sum((Counter(one.rejected) for one in sets), Counter[str]())
@@ -104,12 +103,12 @@ def _split(drawn: list[Drawn]) -> list[Drawn]:
 
 
 def stable(*parts: str) -> int:
-    """A number that depends on nothing but these texts."""
+    """Return a 64-bit hash of the texts, equal in every process."""
     return int.from_bytes(hashlib.sha256("|".join(parts).encode()).digest()[:8], "big")
 
 
 class _Subjects:
-    """Which emoji a drawing shows."""
+    """An index of emoji by code points and by name."""
 
     def __init__(self, sets: Sequence[IconSet]) -> None:
         self.by_codes = {_codes(one.text): one for one in all_emoji()}
@@ -132,7 +131,7 @@ class _Subjects:
 
 
 def _name(emoji: Emoji) -> str:
-    """ "tiger", "flag of France", "waving hand, medium skin tone"."""
+    """Return the subject: "tiger", "flag of France", "waving hand, medium skin tone"."""
     tones = " and ".join(dict.fromkeys(emoji.tones))
     return f"{_base(emoji)}, {tones} skin tone" if tones else _base(emoji)
 
@@ -142,12 +141,12 @@ def _base(emoji: Emoji) -> str:
 
 
 def _plain(name: str) -> str:
-    """The words of an icon's own name."""
+    """Return the words of an icon's name, in lower case."""
     return " ".join(re.sub(r"[^\w]+|_", " ", name).split()).lower()[:100]
 
 
 def _key(name: str) -> str:
-    """What is left of a name when sets spell it differently."""
+    """Return a name without case, spaces and punctuation, which differ between sets."""
     return re.sub(r"[\W_]+", "", name.lower().replace("&", "and"))
 
 
@@ -156,5 +155,5 @@ def _codes(text: str) -> str:
 
 
 def _without_selectors(codes: str) -> str:
-    """Code points without the selector that asks for the drawing in color, which some sets write and some do not."""
+    """Return code points without the variation selector for color, which only some sets write."""
     return "-".join(code for code in str(codes).lower().split("-") if code.lstrip("0") != "fe0f")
