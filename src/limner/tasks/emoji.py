@@ -1,16 +1,16 @@
-"""Real pictures, not drawn by this project: every emoji of an installed color-emoji font, with its name.
+"""Data set of real pictures: every emoji of an installed color-emoji font, with its name.
 
-The names are Unicode's English short names (`emoji` package); the pictures come from the font, on
-white, square. They are a small data set with structure: most people and professions come in five skin
-tones and several genders, so that combinations can be held out of training.
+The names are Unicode's English short names (`emoji` package). The pictures come from the font, square, on
+white. The data set is small but structured: most people and professions come in five skin tones and several
+genders, so combinations can be held out of training.
 
-Split. A toned emoji is a pair (base, tones), as in ("woman firefighter", "medium"). About a tenth of
-the pairs are held out, chosen by a hash of the pair, never more than half of those of a base; the
-untoned emoji always trains. So every base and every tone occurs in training.
+Split. A toned emoji is a pair (base, tones), such as ("woman firefighter", "medium"). About a tenth of
+the pairs are held out, chosen by a hash of the pair, never more than half of those of a base. Untoned
+emoji are always in training. So every base and every tone occurs in training.
 
 Shaping. "Woman firefighter: medium skin tone" is four code points that the font's ligature table
-turns into one glyph, and flags are two. That takes a shaping engine (Raqm, in Pillow's wheels). A
-sequence that this font does not know comes out as several glyphs side by side; it is left out.
+turns into one glyph, and flags are two. That needs a shaping engine (Raqm, in Pillow's wheels). A
+sequence that the font does not know renders as several glyphs side by side, and is left out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from limner.progress import Advance
 _TONE = re.compile(r" (light|medium-light|medium|medium-dark|dark) skin tone\b")
 _TONE_CODES = range(0x1F3FB, 0x1F400)
 _PERSON, _CHILD, _ELDER = "\U0001f9d1", "\U0001f9d2", "\U0001f9d3"
-#: Words for a person of any gender, by age; signs of gender, hair and direction are removed.
+#: Maps people to gender-neutral ones by age; removes signs of gender, hair, direction and tone.
 _NEUTRAL = str.maketrans(
     {
         **dict.fromkeys("\U0001f468\U0001f469", _PERSON),
@@ -50,7 +50,7 @@ _NEUTRAL = str.maketrans(
         **dict.fromkeys(map(chr, _TONE_CODES), None),
     }
 )
-_FONTS = (  # where the usual fonts lie, for systems without fontconfig
+_FONTS = (  # usual paths, for systems without fontconfig
     "/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf",
     "/usr/share/fonts/noto/NotoColorEmoji.ttf",
     "/usr/share/fonts/google-noto-emoji/NotoColorEmoji.ttf",
@@ -71,35 +71,35 @@ _INSTALL = "install one (Debian, Ubuntu: apt-get install fonts-noto-color-emoji)
 
 @dataclass(frozen=True)
 class Emoji:
-    """One fully qualified emoji. `text` is its code points, `name` its English short name."""
+    """A fully qualified emoji: its code points and its English short name."""
 
     text: str
     name: str
 
     @property
     def tones(self) -> tuple[str, ...]:
-        """Its skin tones, in the order of its people."""
+        """The skin tones, in the order of the people."""
         return tuple(_TONE.findall(self.name))
 
     @property
     def base(self) -> str:
-        """Its name without the tones: "woman firefighter"."""
+        """The name without the tones: "woman firefighter"."""
         return _TONE.sub("", self.name)
 
     @property
     def is_flag(self) -> bool:
-        """Whether it is the flag of a country, which its name does not say: two letters of a region."""
+        """True for the flag of a country (two regional indicators); its name is only the country."""
         return all(0x1F1E6 <= ord(c) <= 0x1F1FF for c in self.text)
 
     @property
     def family(self) -> str:
-        """The same for all variants of tone, gender, hair and direction: hexadecimal code points."""
+        """Hexadecimal code points, equal for all variants of tone, gender, hair and direction."""
         parts = [part for part in self.text.translate(_NEUTRAL).split("\u200d") if part]
         return "-".join(f"{ord(character):x}" for part in parts for character in part)
 
     @cached_property
     def captions(self) -> tuple[str, ...]:
-        """Phrasings, the plain name first."""
+        """Captions, the plain name first."""
         if not self.tones:
             if self.is_flag:
                 return (f"flag of {self.name}", f"{self.name} flag")
@@ -113,12 +113,12 @@ class Emoji:
 
 
 def all_emoji() -> list[Emoji]:
-    """Every fully qualified emoji that the `emoji` package knows, in a fixed order."""
+    """Return every fully qualified emoji of the `emoji` package, in a fixed order. Raises `UserError` without it."""
     return [Emoji(text, _plain(entry["en"])) for text, entry in _entries()]
 
 
 def other_names() -> dict[str, tuple[str, ...]]:
-    """What the `emoji` package calls an emoji besides its English short name, by code points."""
+    """Return the aliases of emoji in the `emoji` package, by code points. Raises `UserError` without it."""
     return {text: tuple(map(_plain, entry.get("alias", ()))) for text, entry in _entries()}
 
 
@@ -132,13 +132,13 @@ def _entries() -> list[tuple[str, dict[str, Any]]]:
 
 
 def _plain(name: str) -> str:
-    """ ":man’s_shoe:" -> "man's shoe"."""
+    """Return a name as plain text: ":man’s_shoe:" -> "man's shoe"."""
     name = name.strip(":").replace("_", " ").replace("’", "'")
     return unicodedata.normalize("NFC", " ".join(name.split()))
 
 
 def splits(emoji: list[Emoji]) -> list[str]:
-    """ "train" or "held-out" for each: see the module's first lines."""
+    """Return "train" or "held-out" for each emoji (see the module docstring)."""
     variants: dict[str, list[tuple[str, Emoji]]] = {}
     for one in emoji:
         if one.tones:
@@ -152,7 +152,7 @@ def splits(emoji: list[Emoji]) -> list[str]:
 
 
 def find_font() -> Path:
-    """A color-emoji font of this system: by fontconfig, or where such fonts usually lie."""
+    """Find a color-emoji font with fontconfig or at the usual paths. Raises `UserError` without one."""
     if program := shutil.which("fc-list"):
         listed = subprocess.run([program, ":color=true", "file", "family"], capture_output=True, text=True, check=False)
         found = [line for line in listed.stdout.splitlines() if "emoji" in line.lower()]
@@ -168,7 +168,7 @@ def find_font() -> Path:
 
 
 class Drawer:
-    """Draws emoji with one font. Raises `UserError` if the font or the shaping engine won't do."""
+    """Renderer of emoji in one font. Raises `UserError` for an unusable font or shaping engine."""
 
     def __init__(self, font: str | os.PathLike[str] | None = None) -> None:
         self.path = Path(font) if font else find_font()
@@ -176,7 +176,7 @@ class Drawer:
             raise UserError(f"there is no font {self.path}: {_INSTALL}")
         self.font = self._load()
         self.em = self.font.getlength("\U0001f600")
-        self._unknown = self._paint("\U0010fffe").tobytes()  # what it draws where it has no glyph
+        self._unknown = self._paint("\U0010fffe").tobytes()  # the picture of a missing glyph
         face = np.asarray(self._paint("\U0001f600").convert("RGB")).astype(int)
         if np.ptp(face, axis=2).max() < 64:
             raise UserError(f"{self.path} draws no color emoji: {_INSTALL}")
@@ -203,9 +203,9 @@ class Drawer:
         return canvas
 
     def draw(self, text: str, size: int) -> np.ndarray:
-        """uint8 [size, size, 3], on white.
+        """Render an emoji on white, uint8 [size, size, 3].
 
-        Raises `Rejected`: "not in the font", or "not one glyph" if it would be several.
+        Raises `Rejected` for a missing glyph ("not in the font") or several ("not one glyph").
         """
         if self.font.getlength(text) > 1.5 * self.em:
             raise Rejected("not one glyph")
@@ -224,7 +224,7 @@ def build(
     """Write every emoji that the font can draw to shards in `out`, as PNGs of `size` pixels per side.
 
     The metadata of a sample: emoji, name, base, tones, family, split. Raises `UserError` without a
-    color-emoji font, a shaping engine, or an empty folder to write to.
+    color-emoji font or a shaping engine, or if `out` is not empty.
     """
     drawer = Drawer(font)
     everything = all_emoji()

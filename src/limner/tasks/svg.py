@@ -1,9 +1,8 @@
-"""SVG from strangers to pixels: checked, then drawn by resvg.
+"""Renderer of untrusted SVG: documents are checked, then drawn by resvg.
 
-An icon set comes from anywhere, and an SVG document can name files and run scripts. So only elements that icons are
-made of are drawn, references lead to the same document only, and there is no document type (and so no entity). A
-document can also spell in a few lines what takes hours, or all memory, to draw: `svg_renderer.py` draws in a child
-process with limits.
+Icon sets are untrusted, and an SVG document can name files and run scripts. So only elements that icons use are
+allowed, references must point into the same document, and a document type (and so an entity) is rejected. A short
+document can also take hours, or all memory, to draw: `svg_renderer.py` draws in a child process with limits.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MAX_BODY = 1 << 20  # characters of one icon; the longest of ten sets has 405,71
 
 _NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
 _SVG, _HREFS = "{http://www.w3.org/2000/svg}", ("href", "{http://www.w3.org/1999/xlink}href")
-_ELEMENTS = frozenset(  # what ten icon sets draw with
+_ELEMENTS = frozenset(  # used by ten icon sets
     ("svg", "g", "defs", "use", "symbol", "title", "desc", "clipPath", "mask", "linearGradient", "radialGradient",
      "stop", "path", "rect", "circle", "ellipse", "line", "polyline", "polygon", "filter", "feBlend", "feColorMatrix",
      "feComposite", "feFlood", "feGaussianBlur", "feMerge", "feMergeNode", "feOffset")
@@ -33,10 +32,10 @@ _REFERENCE = re.compile(r"url\(\s*['\"]?\s*([^'\")\s]*)")
 def document(
     body: str, box: tuple[float, float, float, float], turns: int = 0, mirror: tuple[int, int] = (1, 1)
 ) -> str:
-    """An SVG document around the elements `body`, drawn in `box` (left, top, width, height).
+    """Return an SVG document with the elements `body`, drawn in `box` (left, top, width, height).
 
-    It is mirrored by `mirror` (-1 turns the x axis, or the y axis, round), then turned clockwise by `turns` quarters.
-    Raises `Rejected` if it is too long.
+    `mirror` is -1 for each axis to flip (x, y). `turns` quarter turns clockwise follow. Raises `Rejected` if `body` is
+    longer than `MAX_BODY`.
     """
     if len(body) > MAX_BODY:
         raise Rejected("SVG too long")
@@ -47,8 +46,8 @@ def document(
 
 
 def draw(svg: str, size: int, background: str = "white", margin: int = 0) -> np.ndarray:
-    """The document in a square, uint8 [size, size, 3], of which `margin` pixels on each side stay empty; `background`
-    is a color of CSS. Raises `Rejected` for what may not or cannot be drawn. Takes any time and memory, or crashes."""
+    """Draw a document in a square, uint8 [size, size, 3], with `margin` empty pixels on each side; `background` is a
+    CSS color. Raises `Rejected` for forbidden or invalid documents, `UserError` without resvg. Unlimited; may crash."""
     _check(svg)
     inner = size - 2 * margin
     try:
@@ -57,20 +56,20 @@ def draw(svg: str, size: int, background: str = "white", margin: int = 0) -> np.
         raise UserError('drawing icons takes a package: pip install "limner[data]"') from None
     try:
         png = resvg_py.svg_to_bytes(svg, width=inner, height=inner, background=background, skip_system_fonts=True)
-    except BaseException as error:  # resvg's panics are no `Exception`
+    except BaseException as error:  # resvg's panics do not derive from `Exception`
         if isinstance(error, ValueError | OSError) or type(error).__name__ == "PanicException":
             raise Rejected("SVG that cannot be drawn") from None
         raise
     picture = np.asarray(PngImagePlugin.PngImageFile(io.BytesIO(bytes(png))).convert("RGB"))
     if picture.shape == (size, size, 3):
         return picture
-    canvas = Image.new("RGB", (size, size), background)  # with a margin, or for an icon that is no square
+    canvas = Image.new("RGB", (size, size), background)  # with a margin, or for an icon that is not square
     canvas.paste(Image.fromarray(picture), ((size - picture.shape[1]) // 2, (size - picture.shape[0]) // 2))
     return np.asarray(canvas)
 
 
 def _check(text: str) -> None:
-    """Raises `Rejected` if the document is none, or names anything outside."""
+    """Raise `Rejected` for invalid XML, a declaration, a forbidden element or an external reference."""
     if "<!" in text or "<?" in text:  # a document type, an entity, a processing instruction
         raise Rejected("SVG with a declaration")
     try:

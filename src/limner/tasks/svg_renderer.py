@@ -1,11 +1,10 @@
 """Draw SVG documents in a child process, each within limits of processor time and memory.
 
-Nothing in a document says what drawing it takes: 70 bytes of dashes take a fifth of a second; references to references,
-arcs and filters take hours, all memory or the whole stack. resvg is native code that Python cannot interrupt. So a
-child process draws one document after the other, and a new child begins after a document that has ended the last one.
+The cost of drawing a document cannot be read from it: 70 bytes of dashes take a fifth of a second; nested references,
+arcs and filters take hours, all memory or the whole stack. resvg is native code that Python cannot interrupt. So one
+child process draws all documents in order, and a new child replaces one that a document has ended.
 
-The system counts processor time and ends the child by SIGPROF, so the same documents are drawn whatever else keeps the
-processor busy.
+The system counts processor time and ends the child by SIGPROF, so results do not depend on other load.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from limner.data.sample import Rejected
 from limner.errors import UserError
 from limner.tasks.svg import document, draw
 
-MAX_MEMORY = 1 << 31  # bytes of addresses beyond those of Python and its packages
+MAX_MEMORY = 1 << 31  # bytes of address space on top of Python and its packages
 _DRAWN, _REJECTED = b"+", b"-"
 _USER_ERROR = 2  # exit code
-_TOP_PAD = 1 << 26  # bytes that glibc keeps: without them each drawing has 60 page faults
+_TOP_PAD = 1 << 26  # bytes that glibc keeps: without them each drawing causes 60 page faults
 
 
 class SVGRenderer:
-    """The child process, as a context manager.
+    """Context manager of the child process.
 
     Args:
-        seconds: processor time of a small drawing; one of 1,024 pixels a side has 21 seconds more. The slowest drawing
+        seconds: limit of processor time for a small drawing; 1,024 pixels a side add 21 seconds. The slowest drawing
             of fluent-emoji, whose filters make it the slowest set, takes 0.03 seconds at 64 pixels and 2.8 at 1,024.
     """
 
@@ -45,7 +44,7 @@ class SVGRenderer:
         self.seconds = seconds
 
     def draw(self, svg: str, size: int, background: str = "white", margin: int = 0) -> np.ndarray:
-        """`svg.draw`. Raises `Rejected` also for a document that takes too long, and for one that ends the child."""
+        """Run `svg.draw` in the child. Also raises `Rejected` if the document takes too long or ends the child."""
         try:
             limit = self.seconds + size**2 / 50_000
             self._connection.send_bytes(json.dumps((limit, svg, size, background, margin)).encode())
@@ -67,7 +66,7 @@ class SVGRenderer:
         self._end()
 
     def _begin(self) -> None:
-        """Raises `UserError` if a child cannot draw at all, for lack of a package say."""
+        """Start a child. Raises `UserError` if it cannot draw, for example without resvg."""
         self._connection, other = Pipe()
         command = [sys.executable, "-P", "-m", "limner.tasks.svg_renderer", str(other.fileno())]
         environment = {"PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_TOP_PAD_": str(_TOP_PAD)}
@@ -75,7 +74,7 @@ class SVGRenderer:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                 env={**os.environ, **environment}, pass_fds=(other.fileno(),),
-                start_new_session=True,  # Ctrl-C is for this process
+                start_new_session=True,  # Ctrl-C must reach only the parent
             )  # fmt: skip
         assert self._process.stderr is not None
         with self._process.stderr as stderr:
@@ -89,18 +88,18 @@ class SVGRenderer:
             raise UserError(says) from None
 
     def _end(self) -> int:
-        """Returns the child's exit code, negative for a signal."""
+        """End the child and return its exit code, negative for a signal."""
         self._connection.close()
         self._process.kill()
         return self._process.wait()
 
 
 def main(descriptor: int) -> None:
-    """Draw what comes through the connection until that ends."""
-    pages = Path("/proc/self/statm")  # of Linux; other systems do not hold a process to RLIMIT_AS
+    """Draw the documents received through a connection until it closes."""
+    pages = Path("/proc/self/statm")  # Linux only; other systems do not enforce RLIMIT_AS
     used = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 0
     for kind, most in ((resource.RLIMIT_AS, used + MAX_MEMORY), (resource.RLIMIT_CORE, 0)):
-        with suppress(ValueError):  # it is lower already
+        with suppress(ValueError):  # the limit is lower already
             resource.setrlimit(kind, (most, most))
     with Connection(descriptor) as connection, suppress(EOFError, BrokenPipeError):
         try:
@@ -109,7 +108,7 @@ def main(descriptor: int) -> None:
             print(error, file=sys.stderr)
             sys.exit(_USER_ERROR)
         connection.send_bytes(b"ready")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # resvg's panics; the parent reads until here
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides resvg's panics; the parent reads until here
         while True:
             limit, *given = json.loads(connection.recv_bytes())
             signal.setitimer(signal.ITIMER_PROF, limit)
