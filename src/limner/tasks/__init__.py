@@ -1,1 +1,1 @@
-"""Worlds whose truth is known: synthetic scenes with their judge, emoji, and icons drawn from SVG."""
+"""Data sets with known contents: synthetic scenes with a checker, emoji, and icons drawn from SVG."""

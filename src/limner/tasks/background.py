@@ -20,7 +20,7 @@ class Ground:
     name: str
     level: np.ndarray  # [3]
     paints: np.ndarray  # [C, 3], the palette as differences from `level`
-    noise: float  # energy of noise per pixel, in levels^2
+    noise: float  # energy of noise per pixel
 
 
 def grounds(pixels: np.ndarray, names: Sequence[str]) -> Iterator[Ground]:

@@ -1,7 +1,7 @@
-"""Write the synthetic world to disk as a data set: `limner data scenes OUT --count N --seed S`.
+"""Write synthetic scenes to disk as a data set: `limner data scenes OUT --count N --seed S`.
 
-Sample i is drawn from a generator of its own, seeded by (seed, i): the same pictures come out whatever
-the count, and the same command writes the same bytes.
+Sample i has a separate generator, seeded by (seed, i): pictures do not depend on the count, and the same command
+writes the same bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from limner.tasks.captions import describe, describe_pair
 from limner.tasks.rendering import render, render_pair
 from limner.tasks.scenes import Split, sample_crowd, sample_pair, sample_scene
 
-THINGS = (3.0, 5.0, 1.0, 1.0)  # how often described scenes have one, two, three and four things
+THINGS = (3.0, 5.0, 1.0, 1.0)  # relative frequency of one, two, three and four objects
 PHRASINGS = 4
 
 
@@ -35,16 +35,16 @@ def write_scenes(
     in_order: float = 0.0,
     progress: Advance | None = None,
 ) -> dict[str, Any]:
-    """Write `count` samples as shards of PNG, captions and ground truth; the summary is returned.
+    """Write `count` samples as shards of PNG, captions and ground truth, and return the summary.
 
     Args:
         size: side of the pictures in pixels, a multiple of 12 (24 with pairs).
-        kind: "described" scenes have up to four things and captions that say them; "crowded" ones are
-            full of things, to train a dVAE on, with the caption "a crowded scene".
-        held_out: share of samples that contain a held-out combination, marked as that split.
-        pairs: share of image-to-image pairs, in either kind.
-        things: how often described scenes have one, two, three and four things, relative to each other.
-        in_order: how often captions of two things are made to say the upper or left one first.
+        kind: "described" scenes have up to four objects and captions that describe them; "crowded" ones have
+            up to twelve, to train a dVAE, with the caption "a crowded scene".
+        held_out: share of samples with a held-out combination, marked as that split.
+        pairs: share of image-to-image pairs, for either kind.
+        things: relative frequencies of one, two, three and four objects in described scenes.
+        in_order: probability that a relation between two objects names the upper or left one first.
         progress: called with 1 after every sample.
     """
     shares = np.array(things) / sum(things)

@@ -48,7 +48,7 @@ def falsehood(meta: Mapping[str, Any]) -> Falsehood | None:
 
 
 def _is_ours(scene: Scene) -> bool:
-    """Return True if the values are those of a synthetic scene; may also raise for others."""
+    """Return True for a synthetic scene; may raise for other values."""
     known = (
         scene.background in BACKGROUNDS
         and (scene.width, scene.height) in ((UNITS, UNITS), (UNITS, UNITS // 2))

@@ -30,7 +30,7 @@ from limner.tasks.scenes import (
 
 Relation = Literal["above", "below", "left of", "right of"]
 
-_SAID = 0.95  # probability that a caption names the sizes, and that it names the background
+_SAID = 0.95  # probability that a caption names sizes, and background
 _RELATION_MARGIN = UNITS / 8  # least distance of two centers for a relation to hold, in units
 _OPPOSITE: dict[Relation, Relation] = {
     "above": "below", "below": "above", "left of": "right of", "right of": "left of",

@@ -44,10 +44,7 @@ def _inside(shape: Shape, x: np.ndarray, y: np.ndarray, inset: float) -> np.ndar
 
 
 def render(scene: Scene, size: int = 48) -> np.ndarray:
-    """Render a scene as uint8 [H, W, 3]; `size` is the width in pixels.
-
-    Raises `ValueError` if `size` is not a multiple of the scene's width (12 units).
-    """
+    """Render a scene as uint8 [H, W, 3], `size` pixels wide. Raises `ValueError` if 12 does not divide `size`."""
     unit, rest = divmod(size, scene.width)
     if rest:
         raise ValueError(f"size {size} is not a multiple of {scene.width}")

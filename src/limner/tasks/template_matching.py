@@ -16,7 +16,7 @@ from limner.tasks.templates import ALL_LOOKS, BLURS, LOOKS, SEARCH_BLUR, Bank, b
 
 FAINTEST = 750.0  # least excess of energy explained over energy left, in levels^2 x square units
 _MOST_THINGS = 12
-_PALETTE_PULL = 0.5  # share of the squared distance from a tint to the palette that counts as error
+_PALETTE_PULL = 0.5  # share of a tint's squared distance to the palette that counts as error
 
 
 @dataclass(frozen=True)
