@@ -17,14 +17,13 @@ the least squared error:
 5. *Residuals* (`residuals.py`): a large residual outside accepted objects, strong or faint, becomes an *unknown*
    sighting. A picture with unknowns matches no caption, so that no score is too high.
 
-The tolerance for errors follows their kind. Blur, noise and compression leave small errors everywhere, of either
-sign. A malformed object leaves local errors of full contrast. So single errors below a third of the contrast are
-free. Single pixels of a faint object are too weak to count. It is detected by its shape, in any tint, if the
-average over a stencil exceeds the noise.
+Blur, noise and compression leave small errors everywhere, of either sign. A malformed object leaves local errors
+of full contrast. So single errors below a third of the contrast are free. Single pixels of a faint
+object are too weak to count. It is detected by its shape, in any tint, if the average over a stencil exceeds the noise.
 
 Known false acceptances: an octagon for a circle; objects with a bite, a notch or a bump of less than about
 half of a square of 3/4 units (1/20 of a small solid circle, 1/60 of a large one); once in a few hundred times
-a small diamond without a corner, as a shifted diamond; faint objects whose tint is less than 12 levels off
+a small diamond without a corner, as one shifted a little; faint objects whose tint is less than 12 levels off
 the background (root of the sum of squares over channels; up to 25 for small outlines and stripes); and faint
 objects mostly behind or within half a unit of another object.
 

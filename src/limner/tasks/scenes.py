@@ -1,6 +1,6 @@
 """Synthetic scenes of one to four objects on a background, alone or in pairs.
 
-For a synthetic scene, a program can check if a picture shows *what its caption says*.
+A program can check if a picture of one shows *what its caption says*.
 This module defines scenes and samples them. `rendering.py` renders a `Scene`. `captions.py` describes it in words and
 parses words into `Claims`. `scene_reader.py` parses pixels into a `Scene` without a learned model, and `verify.py`
 checks a picture against a caption.
@@ -54,7 +54,7 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "brown": (115, 80, 50),
     "teal": (85, 190, 185),
 }
-PAPER = "white"  # the background of sketches only
+PAPER = "white"  # background of sketches only
 TRANSFORMS: tuple[Transform, ...] = ("sketch", "upside down", "recolored", "grayscale")
 UNITS = 12  # side of the lattice
 EXTENT: dict[Size, int] = {"small": 3, "large": 5}  # side of an object's box, in units

@@ -47,7 +47,8 @@ def document(
 
 def draw(svg: str, size: int, background: str = "white", margin: int = 0) -> np.ndarray:
     """Draw a document in a square, uint8 [size, size, 3], with `margin` empty pixels on each side; `background` is a
-    CSS color. Raises `Rejected` for forbidden or invalid documents, `UserError` without resvg. Unlimited; may crash."""
+    CSS color. Raises `Rejected` for forbidden or invalid documents, `UserError` without resvg. Time and memory are
+    unlimited, and resvg may crash."""
     _check(svg)
     inner = size - 2 * margin
     try:

@@ -23,8 +23,8 @@ _MIDDLE = 4  # side of the distractors, in units
 class Bank:
     """The stencils of one size, in windows that hold the box and the ring around it.
 
-    Distractors (`strangers`) follow the looks: solid shapes between small and large, which no scene contains. Without
-    them, a circle of four units would pass for a large diamond.
+    Distractors (`strangers`), solid shapes between small and large, follow the looks. No scene contains them, but
+    without them a circle of four units would pass for a large diamond.
     """
 
     side: int  # side of the box, in pixels

@@ -58,5 +58,5 @@ def alike(a: Scene, b: Scene, tolerance: float = 0.5) -> bool:
         twins = [t for t in rest if t.look == s.look and max(abs(t.x - s.x), abs(t.y - s.y)) <= tolerance]
         if not twins:
             return False
-        rest.remove(twins[0])  # boxes do not overlap, so there is only one
+        rest.remove(twins[0])  # only one, since boxes do not overlap
     return True
