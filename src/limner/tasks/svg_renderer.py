@@ -36,7 +36,7 @@ class SVGRenderer:
     """Context manager of the child process.
 
     Args:
-        seconds: limit of processor time for a small drawing; 1,024 pixels a side add 21 seconds. The slowest drawing
+        seconds: limit of processor time for a small drawing; 1,024 pixels per side add 21 seconds. The slowest drawing
             of fluent-emoji, whose filters make it the slowest set, takes 0.03 seconds at 64 pixels and 2.8 at 1,024.
     """
 
