@@ -1,10 +1,10 @@
 """Data sets: from a source of samples, or from cached tokens, to batches of tensors.
 
-All follow the `Dataset` protocol of `stream.py`: `batch(indices, seeds)`, with all the randomness of
-a sample drawn from its own seed. So a sample is the same in whatever batch, thread or rank it is made.
+All follow the `Dataset` protocol of `stream.py`: `batch(indices, seeds)` draws all randomness of a
+sample from the sample's seed. A sample therefore does not depend on its batch, thread or rank.
 
-One bad sample never stops a run. `ImageCaptionDataset` takes the next good one in its place and
-counts the defect in `rejected`.
+A bad sample never stops a run. `ImageCaptionDataset` replaces it by the next good one and counts
+the defect in `rejected`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["CaptionEncoder", "Dataset", "ImageCaptionDataset", "TokenDataset"]
 
 
 class CaptionEncoder(Protocol):
-    """What a data set needs of a tokenizer (`limner.text.bpe.Tokenizer` has it)."""
+    """The tokenizer interface that data sets use, as `limner.text.bpe.Tokenizer` has it."""
 
     def encode(
         self,
@@ -45,22 +45,22 @@ class CaptionEncoder(Protocol):
 
 
 def sample_rng(seed: int | np.integer[Any]) -> np.random.Generator:
-    """The generator of one sample, from its uint64 seed."""
+    """Return the random generator of a sample from its uint64 seed."""
     return np.random.Generator(np.random.PCG64(int(seed)))
 
 
 class ImageCaptionDataset:
-    """Pictures decoded and augmented as they are needed.
+    """A data set that decodes and augments pictures on demand.
 
     `augment` is "dvae" (Listing 1), "prior" (Listing 2) or "none" (the central square, resized).
-    With a `tokenizer`, batches carry text: one phrasing of the caption chosen at random, encoded with
-    `bpe_dropout`; with probability `caption_dropout` the text is left empty (all padding), which is
-    what guidance needs. With `distractors`, each caption comes with that many wrong ones. `filters`
-    reject samples on the fly. Decoding and resizing release the GIL and run in `threads` threads.
+    With a `tokenizer`, batches hold text: a random phrasing of the caption, encoded with
+    `bpe_dropout`. With probability `caption_dropout` the text is empty (all padding), as guidance
+    requires. `distractors` holds a generator and the number of distractors per caption. `filters`
+    reject samples during reading. Decoding and resizing release the GIL and run in `threads` threads.
 
-    Large JPEGs are decoded at a smaller scale where at least a twofold area reduction follows (see
-    `decoded`). Without augmentation a picture is the same every time: if all of them fit into
-    `keep_bytes` of memory, each is decoded once.
+    Large JPEGs are decoded at a smaller scale if resizing then still shrinks them at least twofold
+    (see `decoded`). With `augment="none"`, if all pictures fit into `keep_bytes` of memory, each is
+    decoded once. Raises `UserError` if `source` is empty or `augment` is unknown.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ImageCaptionDataset:
         self.distractors, self.threads = distractors, threads or os.cpu_count() or 1
         self._target = largest_side(augment, size)
         self._defects: dict[int, str] = {}
-        # One block for all: small arrays that stay between large ones that are freed would fragment the heap.
+        # One array for all pictures: small arrays among large ones that are freed would fragment the heap.
         keeps = augment == "none" and len(source) * 3 * size**2 <= keep_bytes
         self._kept = np.empty((len(source), 3, size, size), np.uint8) if keeps else None
         self._kept_words: dict[int, tuple[tuple[str, ...], Falsehood | None]] = {}
@@ -97,13 +97,13 @@ class ImageCaptionDataset:
 
     @property
     def rejected(self) -> Counter[str]:
-        """How many samples met so far are bad, by reason; each is counted once."""
+        """Number of bad samples read so far, by reason; each sample counts once."""
         with self._lock:
             return Counter(self._defects.values())
 
     def _read(self, index: int, rng: np.random.Generator, out: np.ndarray) -> tuple[tuple[str, ...], Any, str | None]:
-        """Write sample `index`, augmented, into `out` [3, size, size]. Returns its captions, the test of which other
-        captions are false of it (None if unknown, or without distractors), and the reason if it is bad."""
+        """Write sample `index`, augmented, into `out` [3, size, size]. Returns its captions, the test for captions that
+        are false for it (None if unknown, or without distractors), and the reason if the sample is bad."""
         if index in self._defects:
             return (), None, self._defects[index]
         if self._kept is not None and index in self._kept_words:
@@ -128,7 +128,7 @@ class ImageCaptionDataset:
 
     def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[int, str | None, Any, Any]:
         """Write one training sample into `out`. Returns its index, its caption (None if dropped), its generator, and
-        the test of which captions are false of it."""
+        the test for captions that are false for it."""
         n = len(self.source)
         for which in ((index + step) % n for step in range(n)):
             rng = sample_rng(seed)
@@ -147,11 +147,10 @@ class ImageCaptionDataset:
         return list(self._pool.map(function, *arguments))
 
     def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
-        """{"pixels": uint8 [B, 3, size, size], "index": Long [B], the next good sample in place of a bad one,
-        "text": Long [B, text_len] if there is a tokenizer, "distractors": Long [B, K, text_len] if asked for, padding
-        alone where a caption has none}.
+        """Return {"pixels": uint8 [B, 3, size, size], "index": Long [B], "text": Long [B, text_len] with a tokenizer,
+        "distractors": Long [B, K, text_len] with distractors, all padding where a caption lacks one}.
 
-        Raises `UserError` if not a single sample of the source is good.
+        "index" names the samples read: the next good one replaces a bad one. Raises `UserError` if all are bad.
         """
         pixels = np.empty((len(indices), 3, self.size, self.size), np.uint8)
         samples = self._map(self._sample, indices.tolist(), seeds.tolist(), pixels)
@@ -171,8 +170,8 @@ class ImageCaptionDataset:
         return batch
 
     def load(self, indices: np.ndarray) -> tuple[np.ndarray, Tensor, list[tuple[str, ...]], Counter[str]]:
-        """The good ones among `indices`, without replacement for the bad ones: the indices kept,
-        their pixels uint8 [B, 3, size, size], all their captions, and the defects by reason."""
+        """Load the good samples among `indices` without replacing bad ones. Returns their indices,
+        pixels uint8 [B, 3, size, size], all captions, and the number of bad samples by reason."""
         pixels = np.empty((len(indices), 3, self.size, self.size), np.uint8)
         rngs = [sample_rng(0) for _ in indices]
         results = self._map(self._read, indices.tolist(), rngs, pixels)
@@ -192,10 +191,10 @@ class ImageCaptionDataset:
 
 
 class TokenDataset:
-    """Cached tokens with their captions: {"text": Long [B, text_len], "image": Long [B, S]}.
+    """A data set of cached tokens [N, S] and their captions.
 
-    `captions[i]` holds the phrasings of row i; one is chosen at random. Without BPE dropout every
-    caption is encoded once, beforehand.
+    `captions[i]` holds the phrasings of row i, of which `batch` chooses one at random. Without BPE
+    dropout the constructor encodes every caption. Raises `ValueError` if the lengths differ.
     """
 
     def __init__(
@@ -225,7 +224,7 @@ class TokenDataset:
         return len(self.tokens)
 
     def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
-        """{"text": Long [B, text_len], "image": Long [B, S]}"""
+        """Return {"text": Long [B, text_len], "image": Long [B, S]}."""
         texts = [self._phrasing(i, seed) for i, seed in zip(indices, seeds, strict=True)]
         if self.bpe_dropout:
             text = _encode(self.tokenizer, texts, self.text_len, self.bpe_dropout)
@@ -250,7 +249,7 @@ def _encode(
     length: int,
     dropout: float,
 ) -> Tensor:
-    """Captions to Long [B, length], each with its own generator; None gives padding alone."""
+    """Encode captions to Long [B, length], each with its generator; None becomes all padding."""
     out = torch.full((len(texts), length), PAD)
     kept = [b for b, (caption, _) in enumerate(texts) if caption is not None]
     captions = [caption for caption, _ in texts if caption is not None]
@@ -265,7 +264,7 @@ def _encode(
 
 
 class EncodedDataset:
-    """An image data set whose pictures become dVAE tokens as they are read."""
+    """An image data set that encodes its pictures to dVAE tokens batch by batch."""
 
     def __init__(self, images: ImageCaptionDataset, encode: Callable[[Tensor], Tensor]) -> None:
         self.images, self.encode = images, encode
@@ -274,6 +273,6 @@ class EncodedDataset:
         return len(self.images)
 
     def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
-        """{"text": Long [B, T], "image": Long [B, S], "index": Long [B]}"""
+        """Return {"text": Long [B, T], "image": Long [B, S], "index": Long [B]}."""
         batch = self.images.batch(indices, seeds)
         return {"text": batch["text"], "image": self.encode(batch["pixels"]), "index": batch["index"]}

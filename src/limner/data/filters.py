@@ -5,9 +5,9 @@ non-English by the Python package cld3, or that consist primarily of boilerplate
 'photographed on <date>', where <date> matches various formats for dates that we found in the data.
 We also discard instances whose images have aspect ratios not in [1/2, 2]."
 
-Each filter is a pure function that returns the reason for rejection, or None. cld3 is no longer
-maintained; py3langid takes its place, and a verdict it is not sure of is no verdict, since short
-captions of names ("Taj Mahal, Agra") are easily misjudged.
+Each filter is a pure function that returns the reason for rejection, or None. py3langid replaces
+cld3, which is unmaintained. Only a confident classification rejects a caption, since short captions
+of names ("Taj Mahal, Agra") are often misclassified.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from limner.data.sample import Rejected
 from limner.validation import Checked, Range
 
-_ENGLISH = ("en", "pcm")  # Nigerian Pidgin is what lists of plain English nouns are taken for
+_ENGLISH = ("en", "pcm")  # lists of English nouns are classified as Nigerian Pidgin
 TOO_SHORT, NOT_ENGLISH = "caption too short", "caption not English"
 BOILERPLATE, ASPECT_RATIO = "caption is boilerplate", "aspect ratio"
 
@@ -60,7 +60,7 @@ _FILE = (
     r"|screen ?shot|whatsapp image)[-_ ]?[#(]?\d+\)?(?:[-_ ]\(?(?:wa)?\d+\)?)*|untitled)"
 )
 _EXTENSION = r"\.(?:jpe?g|png|gif|tiff?|bmp|webp|heic|raw|cr2|nef)\b"
-#: Whatever says when, how or under which name, and not what is shown.
+#: Phrases on the time, means or file name of a picture, not its content.
 _BOILERPLATE = re.compile(
     "|".join(
         (
@@ -70,7 +70,7 @@ _BOILERPLATE = re.compile(
             rf"\b(?:at\s+|@\s*)?{_TIME}",
             rf"\b{_WEEKDAY}",
             rf"(?<![a-z0-9]){_FILE}(?:{_EXTENSION}|(?![a-z0-9]))",
-            # a name with a digit; possessive, bounded, and the extension looked for first: else the time is cubic
+            # A name with a digit. Without possessive, bounded repeats and the lookahead the time is cubic.
             rf"\b(?=[\w-]{{1,128}}+{_EXTENSION})(?=[\w-]*\d)[\w-]++{_EXTENSION}|{_EXTENSION}",
             r"\bdate(?:\s+(?:taken|created|uploaded))?\s*:",
             r"\b(?:created with|uploaded (?:by|with|from)) [\w ]+$",
@@ -103,15 +103,15 @@ _GLUE = frozenset(
 
 
 def too_short(caption: str, min_words: int = 2) -> str | None:
-    """Fewer than `min_words` words. Scripts without spaces count by characters, two to a word."""
+    """Reject fewer than `min_words` words. In scripts without spaces, two characters count as a word."""
     words = re.findall(r"\w+", caption)
     units = sum(-(-len(w) // 2) if re.match(r"[\u3040-\u9fff\uac00-\ud7af]", w) else 1 for w in words)
     return TOO_SHORT if units < min_words else None
 
 
 def boilerplate(caption: str, share: float = 0.5) -> str | None:
-    """Consists primarily of when, how and under which file name it was taken: what is left of it
-    has no word, or at most one, and less than `share` of its letters and digits."""
+    """Reject captions that consist primarily of dates, means and file names: the remainder has no
+    word, or one word with less than `share` of the caption's letters and digits."""
     rest = _BOILERPLATE.sub(" ", caption)
     if rest == caption:
         return None
@@ -121,10 +121,10 @@ def boilerplate(caption: str, share: float = 0.5) -> str | None:
 
 
 def not_english(caption: str, confidence: float = 0.6) -> str | None:
-    """Another language, at least this surely, or mostly in another script than Latin."""
+    """Reject another language with at least this `confidence`, or mostly non-Latin letters."""
     letters = [character for character in caption if character.isalpha()]
     if 2 * sum(_is_latin(letter) for letter in letters) < len(letters):
-        return NOT_ENGLISH  # the model alone hesitates between Russian, Ukrainian and Bulgarian
+        return NOT_ENGLISH  # the model divides its confidence among Russian, Ukrainian and Bulgarian
     language, probability = _identifier().classify(caption)
     return NOT_ENGLISH if language not in _ENGLISH and probability >= confidence else None
 
@@ -134,7 +134,7 @@ def _is_latin(letter: str) -> bool:
 
 
 def aspect_ratio(height: int, width: int, limit: float = 2.0) -> str | None:
-    """Outside [1 / limit, limit]: the square crops of training would miss what the caption names."""
+    """Reject ratios outside [1 / limit, limit]: square training crops would miss what the caption names."""
     return ASPECT_RATIO if max(height, width) > limit * min(height, width) else None
 
 
@@ -147,14 +147,14 @@ def _identifier() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Filters(Checked):
-    """Which filters apply and how strictly. `None` turns one off; the defaults are the paper's.
+    """Thresholds of the filters. `None` turns a filter off; by default all of the paper's filters apply.
 
     Args:
         min_words: least words of a caption.
-        english: confidence in another language from which a caption is rejected.
-        boilerplate: where a caption has one word beside dates and file names, the least share of it that this word
-            must be.
-        aspect_ratio: longest side of a picture over its shortest.
+        english: least confidence in another language that rejects a caption.
+        boilerplate: least share of a caption's letters and digits that its only word must have, where dates and file
+            names do not count as words.
+        aspect_ratio: greatest ratio of a picture's longer side to its shorter.
     """
 
     min_words: Annotated[int | None, Range(0, 10**6)] = 2
@@ -163,7 +163,7 @@ class Filters(Checked):
     aspect_ratio: Annotated[float | None, Range(1, 10**6)] = 2.0
 
     def caption(self, caption: str) -> str | None:
-        """Why a caption is rejected, or None."""
+        """Return the reason to reject a caption, or None."""
         return (
             (self.min_words is not None and too_short(caption, self.min_words))
             or (self.boilerplate is not None and boilerplate(caption, self.boilerplate))
@@ -172,7 +172,7 @@ class Filters(Checked):
         )
 
     def captions(self, captions: Sequence[str]) -> tuple[str, ...]:
-        """The phrasings that pass. Raises `Rejected` with the first reason if none does."""
+        """Return the phrasings that pass. Raises `Rejected` with the first reason if none passes."""
         reasons = [self.caption(caption) for caption in captions]
         kept = tuple(c for c, reason in zip(captions, reasons, strict=True) if reason is None)
         if not kept:
@@ -180,6 +180,6 @@ class Filters(Checked):
         return kept
 
     def image(self, height: int, width: int) -> None:
-        """Raises `Rejected` if the shape of a picture is."""
+        """Raise `Rejected` if a picture's aspect ratio is too large."""
         if self.aspect_ratio is not None and aspect_ratio(height, width, self.aspect_ratio):
             raise Rejected(ASPECT_RATIO)

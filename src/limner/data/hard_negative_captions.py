@@ -1,19 +1,19 @@
-"""Wrong captions that look right, for training a reranker (Yuksekgonul et al. 2023 call them hard negatives).
+"""Hard negative captions for training a reranker (Yuksekgonul et al. 2023).
 
-The captions of a batch differ in so many words that a model which reads half of them tells them apart.
-Candidates of *one* caption differ in a single thing. So, a third of the time each, where it can be,
+The captions of a batch differ in so many words that a model can distinguish them by half of their words.
+A distractor differs from its caption in one change. The three kinds of change are tried in random order:
 
-- a word is exchanged for another that stands between the same two neighbours elsewhere in the data:
+- one word is exchanged for a word that occurs between the same two neighbors elsewhere in the data:
   "a small red circle" becomes "a small blue circle" or "a small red square";
-- two words change places where each could stand in the other's: "a red circle above a blue square"
+- two words are swapped, if each occurs in the other's place elsewhere: "a red circle above a blue square"
   becomes "a red square above a blue circle";
-- two phrases change places: "a red circle above a blue square" becomes "a blue square above a red circle".
-  Without these a model learns what there is, and not where
+- two phrases are swapped: "a red circle above a blue square" becomes "a blue square above a red circle".
+  Without these a model learns which objects a picture shows, but not where
   (docs/log/2026-11-22.md, "Spatial relations in the reranker").
 
-This needs no grammar and works on any data. Captions that mean the same are left out as far as they can be recognised:
-a list in another order, and, if the facts of a picture are known (`tasks/caption_truth.py`), whatever is true of it.
-Captions of held-out samples are left out, too: a model that was taught that they are wrong cannot be tested on them.
+The method works on any data, without a grammar. It discards captions that it recognizes as correct: a list in another
+order, and, if the facts of a picture are known (`tasks/caption_truth.py`), any true caption. It also discards captions
+of held-out samples: a model trained to call them wrong cannot be tested on them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import Any
 
 import numpy as np
 
-Falsehood = Callable[[str], bool]  # whether a caption is wrong of one picture, and fit for training
+Falsehood = Callable[[str], bool]  # True if a caption is false for one picture, and usable in training
 _PIECE = re.compile(r"\w+|[^\w\s]")
-_ENOUGH = 100_000  # captions that are looked at
-_SEEN = 3  # times a word must stand in a place to be a choice for it
-_TURNS = 1 << 16  # pairs of phrases that are tried; scenes have some hundreds
-_LIST = re.compile(r",|\band\b|\bor\b")  # around these, phrases change places and say the same
+_ENOUGH = 100_000  # captions from which the choices are counted
+_SEEN = 3  # occurrences between two neighbors that make a word a choice there
+_TURNS = 1 << 16  # most pairs of phrases to try; scenes have some hundreds
+_LIST = re.compile(r",|\band\b|\bor\b")  # swapping phrases around these keeps the meaning
 
 
 class Distractors:
-    """`distract(caption, rng)` gives a distractor, or None where there is none.
+    """A generator of distractors: `distract(caption, rng)` returns one, or None if it finds none.
 
-    `captions` are those of training, `held_out` those that no distractor may equal. `falsehood` turns a sample's
-    metadata into a test of whether a caption is false of it, or None if the metadata does not say what is true.
+    `captions` are the training captions; no distractor equals one of `held_out`. `falsehood` turns a sample's
+    metadata into a test that is true for false captions, or None if the metadata lacks the facts.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Distractors:
         for caption in islice(captions, _ENOUGH):
             for place, word, _ in _places(caption):
                 places[place][word] += 1
-        self.choices = {  # in order, each list as the keys of a dictionary, which are found at once
+        self.choices = {  # sorted, as keys of a dictionary for fast lookup
             place: choices
             for place, counts in places.items()
             if (choices := dict.fromkeys(sorted(word for word, count in counts.items() if count >= _SEEN)))
         }
 
     def distract(self, caption: str, rng: np.random.Generator, wrong: Falsehood | None = None) -> str | None:
-        """A caption with a word exchanged, two words swapped or two phrases swapped. `wrong`, if known, tests whether a
-        caption is false of the picture."""
+        """Return `caption` with a word exchanged, two words swapped or two phrases swapped, or None. `wrong` returns
+        True for captions that are false for the picture."""
         kinds = (self._exchange, self._swap, self._turn)
         said = _items(caption)
         for i in rng.permutation(len(kinds)):
@@ -92,8 +92,8 @@ class Distractors:
             yield _swapped(caption, first, second)
 
     def _turn(self, caption: str, rng: np.random.Generator) -> Iterator[str]:
-        """Captions with two phrases swapped such that every word stands where it could, the longest phrases first; none
-        where nearly all words fit anywhere, as in a long list of tags."""
+        """Yield captions with two phrases swapped such that every word fits its place, longest phrases first. Yields
+        nothing if too many pairs fit, as in a long list of tags."""
         words = list(_places(caption))
         pairs = [(one, other) for one, other in combinations(words, 2) if one[1] != other[1]]
         starts, ends = [], []
@@ -117,18 +117,18 @@ class Distractors:
 
 
 def _items(caption: str) -> list[str]:
-    """What a caption lists, in an order that does not depend on how it lists it."""
+    """The items that a caption lists, sorted."""
     return sorted(" ".join(item.split()) for item in _LIST.split(caption.lower()))
 
 
 def _swapped(caption: str, first: tuple[int, int], second: tuple[int, int]) -> str:
-    """The words with two stretches swapped; the first ends before the second begins."""
+    """Swap two spans of a caption; the first ends before the second begins."""
     (begin, end), (start, stop) = first, second
     return caption[:begin] + caption[start:stop] + caption[end:start] + caption[begin:end] + caption[stop:]
 
 
 def _places(caption: str) -> Iterable[tuple[tuple[str, str], str, tuple[int, int]]]:
-    """(left and right neighbour, word, where it stands) for every word; "" beyond the ends."""
+    """Yield ((left, right neighbor), word, span) for every word; "" is the neighbor at the ends."""
     pieces = list(_PIECE.finditer(caption))
     words = ["", *(piece.group().lower() for piece in pieces), ""]
     for i, piece in enumerate(pieces):

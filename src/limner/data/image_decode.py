@@ -1,9 +1,9 @@
-"""Decode pictures from strangers: bounded in time and memory, whatever they claim to be.
+"""Decode untrusted pictures in bounded time and memory.
 
-A picture's size is read from its header before any memory is spent on pixels, and only plain raster
-formats are decoded (Pillow's EPS reader, for one, would start Ghostscript). The memory that decoding will
-take is calculated from the header as well, and threads wait until it fits into `BUDGET` beside what
-others are decoding. A picture larger than `BUDGET` is decoded alone.
+The decoder reads a picture's size from its header before it allocates pixels. It accepts only plain
+raster formats (Pillow's EPS reader, for example, would start Ghostscript). It also computes the memory
+of decoding from the header: a thread waits until this fits into `BUDGET` together with the pictures of
+other threads. A picture larger than `BUDGET` is decoded alone.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from limner.errors import UserError
 simplejpeg: Any
 try:
     import simplejpeg
-except ImportError:  # an extra; Pillow decodes the same values, more slowly
+except ImportError:  # optional: Pillow decodes the same values, more slowly
     simplejpeg = None
 
-MAX_PIXELS = 1 << 26  # 8192 x 8192; a picture that claims more is taken for a decompression bomb
+MAX_PIXELS = 1 << 26  # 8192 x 8192; a header that claims more counts as a decompression bomb
 MAX_SIDE = 1 << 16
-#: Scans of a JPEG (encoders write about ten), and scans times pixels: each passes over all of the picture.
+#: Most scans of a JPEG (encoders write about ten), and most scans times pixels: a scan covers all pixels.
 MAX_SCANS, MAX_SCANNED = 64, 16 * MAX_PIXELS
-_MAX_SLOW = 1 << 24  # bytes of what Pillow decodes in Python: PPM in plain text, run-length encoded BMP
+_MAX_SLOW = 1 << 24  # bytes of a file that Pillow decodes in Python: plain-text PPM, run-length encoded BMP
 _MAX_NUMBERS = 1 << 20  # in the directory of a TIFF
-_BYTES = (1, 2, 6, 7)  # types of a TIFF's values that Pillow reads at once
-_STRIPS = (273, 279, 324, 325)  # offsets and lengths of strips and tiles, of whatever type
-_STRIP = 1 << 20  # pixels that are converted at a time
-_REUSED = 1 << 25  # bytes; larger buffers are not kept
+_BYTES = (1, 2, 6, 7)  # TIFF types whose values Pillow reads as one byte string
+_STRIPS = (273, 279, 324, 325)  # TIFF tags: offsets and lengths of strips and tiles
+_STRIP = 1 << 20  # pixels per conversion
+_REUSED = 1 << 25  # bytes of the largest buffer that is kept
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _DECODERS = ("jpg", "zlib", "libtiff", "webp")
-#: Bytes per pixel that decoders take beside Pillow's own picture and the result (measured at 8192 x 8192).
+#: Bytes per pixel of each decoder, without Pillow's picture and the result (measured at 8192 x 8192).
 _WORK = {"JPEG": 8, "WEBP": 16, "TIFF": 8, "GIF": 8, "PNG": 2, "BMP": 4, "PPM": 4}
-_TURNING = (b"Exif\0", b"tiff:Orientation")  # what says in a JPEG that it is to be turned, which Pillow reads
+_TURNING = (b"Exif\0", b"tiff:Orientation")  # marks of an orientation in a JPEG, which Pillow reads
 _local = threading.local()
 
 
 class Budget:
-    """Bytes of memory that threads share. A thread waits, in turn, until what it needs is free. A thread that is alone
-    never waits, however much it needs."""
+    """A memory budget, in bytes, that threads share. A thread waits until its bytes are free. If no other thread holds
+    bytes, it never waits, even for more than the total."""
 
     def __init__(self, total: int) -> None:
         self.total, self.used = total, 0
@@ -57,7 +57,7 @@ class Budget:
 
     @contextmanager
     def share(self, size: int) -> Iterator[None]:
-        """Hold `size` bytes in the block."""
+        """Hold `size` bytes for the block."""
         with self._turn, self._change:
             while self.used and self.used + size > self.total:
                 self._change.wait()
@@ -74,11 +74,11 @@ BUDGET = Budget(1 << 30)
 
 
 def decode_image(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0) -> np.ndarray:
-    """Decode a picture to uint8 [H, W, 3]: sRGB values, upright, on white where it is transparent.
+    """Decode a picture to uint8 [H, W, 3]: sRGB values, upright, blended onto white.
 
-    Raises `Rejected`: "broken image", "decompression bomb" if its header claims more than `max_pixels`, "too many
-    scans", "too many strips" or "floating-point pixels" (both of a TIFF), of which nothing says which number is
-    white. On `target` see `decoded`.
+    `target` is explained at `decoded`. Raises `Rejected`: "broken image", "decompression bomb" if the header claims
+    more than `max_pixels`, "too many scans", "too many strips", "file too large" for slow formats, or "floating-point
+    pixels", since their value of white is unknown.
     """
     with decoded(data, max_pixels=max_pixels, target=target) as image:
         return image
@@ -88,14 +88,14 @@ def decode_image(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0) 
 def decoded(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0, reuse: bool = False) -> Iterator[np.ndarray]:
     """`decode_image` as a context manager: the picture holds its share of `BUDGET` until the block ends.
 
-    `target` promises that the caller will resize the picture by area, to a shorter side of at most that many pixels; 0
-    promises nothing. JPEGs are decoded faster then:
+    With `target` > 0 the caller promises to resize the picture by area to a shorter side of at most `target` pixels.
+    JPEGs then decode faster:
 
-    - at a half, a quarter or an eighth of their size, if that is still twice the target or more;
-    - with chroma samples repeated and not interpolated, if the picture is 1.5 times the target or more: resizing
-      averages them again.
+    - at 1/2, 1/4 or 1/8 of their size, if the shorter side remains at least twice the target;
+    - with repeated instead of interpolated chroma, if the shorter side remains at least 1.5 times the target, since
+      resizing averages chroma again.
 
-    With `reuse` the result may lie in memory that this thread's next call overwrites.
+    With `reuse`, this thread's next call may overwrite the result.
     """
     several = False
     if data[:2] == b"\xff\xd8":
@@ -114,7 +114,7 @@ def decoded(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0, reuse
                         yield image
                         return
     size = _webp_size(data)
-    if size is not None:  # Pillow takes memory for all of a WebP when it opens it
+    if size is not None:  # Pillow allocates memory for a whole WebP on opening
         _check_pixels(*size, max_pixels)
         with BUDGET.share(size[0] * size[1] * (_WORK["WEBP"] + 7)):
             yield _decode_with_pillow(_open(data, max_pixels))
@@ -122,7 +122,7 @@ def decoded(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0, reuse
     if _tiff_numbers(data) > _MAX_NUMBERS:
         raise Rejected("too many strips")
     picture = _open(data, max_pixels)
-    _check_scans(data, several, picture.width * picture.height)  # a JPEG may also be "MPO": several in one file
+    _check_scans(data, several, picture.width * picture.height)  # also for MPO: several JPEGs in one file
     if len(data) > _MAX_SLOW and _is_slow(data):
         raise Rejected("file too large")
     if picture.mode == "F":
@@ -142,7 +142,7 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
         picture = Image.open(io.BytesIO(data), formats=_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise Rejected("decompression bomb") from None
-    except Exception as error:  # the readers raise whatever they meet: OSError, SyntaxError, struct.error ...
+    except Exception as error:  # Pillow's readers raise OSError, SyntaxError, struct.error ...
         raise _broken(error) from None
     _check_pixels(*picture.size, max_pixels)
     return picture
@@ -155,7 +155,7 @@ def _decode_with_pillow(picture: Image.Image) -> np.ndarray:
         rows = max(1, _STRIP // picture.width)
         if rows >= picture.height:
             image = np.asarray(to_rgb(picture))
-        else:  # in strips: Pillow's conversions each take a copy of all that they convert
+        else:  # in strips, since each of Pillow's conversions copies its whole input
             image = np.empty((picture.height, picture.width, 3), np.uint8)
             for top in range(0, picture.height, rows):
                 bottom = min(top + rows, picture.height)
@@ -167,7 +167,7 @@ def _decode_with_pillow(picture: Image.Image) -> np.ndarray:
 
 
 def _broken(error: Exception) -> Exception:
-    """What to raise for a picture that Pillow has failed at. Raises `UserError` if Pillow is to blame."""
+    """Return the exception for a failure of Pillow. Raises `UserError` if Pillow lacks a format."""
     if environmental(error):
         return error
     _require_formats()
@@ -176,7 +176,7 @@ def _broken(error: Exception) -> Exception:
 
 @cache
 def _require_formats() -> None:
-    """Raises `UserError` if Pillow lacks a reader or a decoder: it leaves out those that it cannot import."""
+    """Raise `UserError` if Pillow lacks a reader or a decoder: Pillow skips those that it cannot import."""
     Image.init()
     missing = [name for name in _FORMATS if name not in Image.OPEN]
     missing += [name for name in _DECODERS if not features.check(name)]
@@ -187,7 +187,7 @@ def _require_formats() -> None:
         )
 
 
-#: What to do with [H, W, 3] for each value of EXIF's orientation.
+#: The transform of [H, W, 3] for each EXIF orientation.
 _TURNS = {
     2: lambda a: a[:, ::-1],
     3: lambda a: a[::-1, ::-1],
@@ -200,7 +200,7 @@ _TURNS = {
 
 
 def _jpeg_header(data: bytes) -> tuple[int, int] | None:
-    """Height and width of what simplejpeg can decode."""
+    """Height and width of a JPEG, or None if simplejpeg cannot decode it."""
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
@@ -209,11 +209,11 @@ def _jpeg_header(data: bytes) -> tuple[int, int] | None:
 
 
 def _decode_jpeg(data: bytes, height: int, width: int, target: int, reuse: bool) -> np.ndarray | None:
-    """None for what is odd or damaged: let Pillow decide."""
+    """Decode with simplejpeg; return None on failure, for Pillow to try."""
     scale = _jpeg_scale(width, height, target)
     height, width = -(-height // scale), -(-width // scale)
     buffer, size = None, height * width * 3
-    if reuse and size <= _REUSED:  # fresh pages for each picture would cost a tenth of the decoding
+    if reuse and size <= _REUSED:  # new memory pages for each picture would take 10% of the decoding time
         if len(getattr(_local, "pixels", ())) < size:
             _local.pixels = np.empty(size, np.uint8)
         buffer = _local.pixels[:size]
@@ -239,14 +239,14 @@ def _check_pixels(width: int, height: int, max_pixels: int) -> None:
 
 def _check_scans(data: bytes, several: bool, pixels: int) -> None:
     if several:
-        scans = data.count(b"\xff\xda")  # compressed data has a zero after each 0xff
+        scans = data.count(b"\xff\xda")  # compressed data escapes 0xff with a zero
         if scans > MAX_SCANS or scans * pixels > MAX_SCANNED:
             raise Rejected("too many scans")
 
 
 def _has_several_scans(data: bytes) -> bool:
-    """Whether a JPEG may have more than one scan: if it is progressive, or if its first does not hold all of its
-    components. Reads the segments before the first scan."""
+    """Return True if a JPEG may have several scans: it is progressive, or its first scan lacks a component. Reads only
+    the segments before the first scan."""
     at, components, sequential = 2, 0, False
     while at + 10 < len(data) and data[at] == 0xFF:
         kind = data[at + 1]
@@ -262,7 +262,7 @@ def _has_several_scans(data: bytes) -> bool:
 
 
 def _jpegs_in_tiff(picture: Any) -> int:
-    """How many scans a TIFF may have: a JPEG for each strip or tile, with as many scans as a JPEG may have."""
+    """Most scans of a TIFF: `MAX_SCANS`, or one per strip or tile; no bound without JPEG compression."""
     tags = picture.tag_v2
     if tags.get(259) not in (6, 7):
         return 1 << 62
@@ -271,8 +271,8 @@ def _jpegs_in_tiff(picture: Any) -> int:
 
 
 def _tiff_numbers(data: bytes) -> int:
-    """How many numbers, such as the offsets of strips, the first directory of a TIFF holds; 0 of another file. Pillow
-    makes a Python object of each, and more of a strip, before it says how large the picture is."""
+    """Count the numbers, such as offsets of strips, in the first directory of a TIFF; 0 for other files. Pillow creates
+    a Python object for each, and more for a strip, before it gives the picture's size."""
     order, big = "<" if data[:2] == b"II" else ">", 43 in data[2:4]
     if data[:2] not in (b"II", b"MM") or not (big or 42 in data[2:4]):
         return 0
@@ -287,7 +287,7 @@ def _tiff_numbers(data: bytes) -> int:
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height of a WebP (RFC 9649) by its first chunk, or None if it is not one."""
+    """Width and height of a WebP from its first chunk (RFC 9649); None for other files."""
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
         return None
     if data[12:16] == b"VP8X":
@@ -303,15 +303,15 @@ def _is_slow(data: bytes) -> bool:
 
 
 def _jpeg_scale(width: int, height: int, target: int) -> int:
-    """The largest of 8, 4, 2, 1 by which both sides can shrink and still be twice `target`."""
+    """The largest of 8, 4, 2, 1 that leaves both sides at least twice `target`."""
     if target < 1:
         return 1
     return next(s for s in (8, 4, 2, 1) if s == 1 or min(width, height) >= 2 * s * target)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The picture in mode RGB: on white where it is transparent, 16 bits as their upper 8."""
-    if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion would clip at 255
+    """Convert to mode RGB: blend transparency onto white, keep the upper 8 of 16 bits."""
+    if image.mode.startswith("I"):  # 16 bits, which Pillow's conversion would clip at 255
         wide = np.asarray(image).astype(np.int64) >> 8
         image = Image.fromarray(np.clip(wide, 0, 255).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:

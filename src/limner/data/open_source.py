@@ -1,19 +1,19 @@
-"""Open image-caption data on disk, of whatever kind.
+"""Open image-caption data on disk.
 
-`open_source` takes a folder, a file or a glob and finds out what it is:
+`open_source` takes a folder, a file or a glob and detects its format:
 
     pictures with captions   a/b.jpg + a/b.txt, in folders of any depth
     tables                   .jsonl, .csv, .parquet, .arrow: a caption column and a column of image paths
                              (relative to the file) or bytes (raw, base64, or a {"bytes", "path"} struct)
     shards                   00000.tar ... of img2dataset or WebDataset (see `shard_writer.py`)
-    data sets of Hugging Face, as cloned (tables in folders) and as `save_to_disk` leaves them
+    Hugging Face data sets   as cloned (tables in folders) or written by `save_to_disk`
 
-Data from elsewhere is not trusted. A table may not name files outside its own folder (unless
-`allow_outside`), only regular files are opened, and what is too large or not what it should be is
-rejected for a reason that is counted (`sanitize.py`, `image_decode.py`).
+The readers do not trust the data. A table may not name files outside its folder (unless
+`allow_outside`), only regular files are opened, and oversized or malformed samples are rejected and
+counted by reason (`sanitize.py`, `image_decode.py`).
 
-Samples that name no split get it from the names of their folders, table or shard, as with Hugging Face: from a word
-such as "train", "validation" or "test". A single file that is given as the path is read whatever its name.
+A sample without a split in its metadata gets one from a word such as "train", "validation" or "test" in the names of
+its folders, table or shard, as in Hugging Face. The name of a single file given as the path is ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from limner.json_files import parse_json
 
 @dataclass(frozen=True)
 class Given:
-    """Files in the folder `root` or below it, and how tables among them are read: see `open_source`."""
+    """Files in or below the folder `root`, with the options of `open_source` for tables."""
 
     files: Sequence[Path]
     root: Path
@@ -48,9 +48,9 @@ class Given:
     allow_outside: bool
 
     def splits(self) -> list[str | None]:
-        """The split that each table or shard is of, by the words in its name and in those of the folders below `root`.
+        """Return the split of each table or shard, from the words in its name and in its folders below `root`.
 
-        A single file gets none: who gives its path wants it read.
+        A single file gets None, so that it is always read.
         """
         several = len(self.files) > 1
         return [split_in(file.relative_to(self.root).parts) for file in self.files] if several else [None]
@@ -62,7 +62,7 @@ def _tables(given: Given) -> Source:
 
 TABLES = ("jsonl", "ndjson", "csv", "tsv", "parquet", "arrow")
 
-#: What opens the files of a path, by the ends of their names, all of which are in one line.
+#: The opener for each set of suffixes; the suffixes of all files must be in one set.
 KINDS: dict[tuple[str, ...], Callable[[Given], Source]] = {
     (*IMAGE_SUFFIXES, "txt"): lambda given: FolderSource(given.files, given.root),
     TABLES: _tables,
@@ -81,11 +81,11 @@ def open_source(
     """Open a folder, a file or a glob of pictures with captions.
 
     Args:
-        caption, image: the columns of a table, if their names do not show which they are.
-        split: keep the samples whose metadata names this split ("train", "held-out").
-        allow_outside: let a table name files outside its folder.
+        caption, image: the columns of a table, if their names are not among the known ones.
+        split: keep only the samples of this split ("train", "held-out").
+        allow_outside: allow a table to name files outside its folder.
 
-    Raises `UserError` if there is nothing to read or the columns are not recognised.
+    Raises `UserError` if no sample is found or the columns are not recognized.
     """
     source = _open(os.fspath(path), caption, image, allow_outside)
     if len(source) == 0:
@@ -122,8 +122,8 @@ def _open(path: str, caption: str | None, image: str | None, allow_outside: bool
 
 
 def _globbed(pattern: str) -> list[str]:
-    """The paths that a glob names, sorted; one of several to the same file, since "**" follows links to folders, also
-    in a circle. Else a picture could be trained on under one path and held out under another."""
+    """The paths that match a glob, sorted, with one path per file. "**" follows links to folders, even in a circle, so
+    a picture could otherwise be trained on under one path and held out under another."""
     real = cache(os.path.realpath)
     found: dict[tuple[str, str], str] = {}
     for name in sorted(globbing.glob(pattern, recursive=True), key=lambda name: (name.count(os.sep), name)):
@@ -144,12 +144,12 @@ def _open_folder(given: Given) -> Source:
         files += [Path(base, name) for name in _visible(names)]
     tars = [file for file in files if file.suffix.lower() == ".tar"]
     tables = [file for file in files if file.suffix[1:].lower() in TABLES]
-    # Those beside one another come before those in folders below.
+    # Files directly in the folder take precedence over those in subfolders.
     tars, tables = ([file for file in some if file.parent == folder] or some for some in (tars, tables))
     pictures = FolderSource(files, folder)
     if tars and (tars[0].parent == folder or not (pictures.captioned or tables)):
         return ShardReader(tars, replace(given, files=tars).splits())
-    # HF's "imagefolder" keeps its captions in metadata.jsonl (or .csv, .parquet) beside the pictures.
+    # Hugging Face's "imagefolder" has its captions in metadata.jsonl (or .csv, .parquet).
     if tables and not pictures.captioned:
         return _tables(replace(given, files=tables))
     left = len(tars) + len(tables)
@@ -161,7 +161,7 @@ def _open_folder(given: Given) -> Source:
 
 
 def _visible(names: Sequence[str]) -> list[str]:
-    """Sorted, without hidden ones: thumbnails, checkpoints of notebooks, what was thrown away."""
+    """Sort names and drop hidden ones, such as thumbnails, notebook checkpoints and trash."""
     return sorted(name for name in names if not name.startswith("."))
 
 
@@ -176,7 +176,7 @@ def _saved(folder: Path) -> dict[Path, str | None]:
     for part in _list(state.get("_data_files")):
         name = part.get("filename") if isinstance(part, dict) else None
         if isinstance(name, str) and name.endswith(".arrow") and "/" not in name and "\0" not in name:
-            found[folder / name] = None  # nothing beside it, where `map` leaves its caches
+            found[folder / name] = None  # not other .arrow files: `map` writes caches there
     for split in _list(both.get("splits")):
         if isinstance(split, str) and split not in ("", ".", "..") and "/" not in split and "\0" not in split:
             found |= {file: split_named(split) or split for file in _saved_part(folder / split)}
