@@ -122,8 +122,8 @@ def _open(path: str, caption: str | None, image: str | None, allow_outside: bool
 
 
 def _globbed(pattern: str) -> list[str]:
-    """The paths that match a glob, sorted, with one path per file. "**" follows links to folders, even in a circle, so
-    a picture could otherwise be trained on under one path and held out under another."""
+    """The paths that match a glob, sorted, one per file of a real folder. "**" follows links to folders, even in a
+    circle, so a picture could otherwise be trained on under one path and held out under another."""
     real = cache(os.path.realpath)
     found: dict[tuple[str, str], str] = {}
     for name in sorted(globbing.glob(pattern, recursive=True), key=lambda name: (name.count(os.sep), name)):

@@ -1,7 +1,7 @@
 """Check, filter and copy any image-caption data into shards.
 
-Every picture is decoded once, every caption read, and what cannot be used is left out and counted by
-reason, so that training later meets good samples only and reads them fast.
+`prepare` decodes every picture and reads every caption once. It omits unusable samples and counts them
+by reason, so that training reads only good samples, and reads them fast.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class Counts:
-    """How many samples were kept, how many were rejected for each reason, and how many are of each split.
+    """Numbers of samples: kept, rejected by reason, and kept by split.
 
-    Each kind of source defines what a sample is (`FolderSource`, `ShardReader`, `tables`). A sample is either kept or
+    Each kind of source defines its samples (`FolderSource`, `ShardReader`, `tables`). A sample is either kept or
     rejected for one reason.
     """
 
@@ -47,7 +47,7 @@ class Counts:
         return self.kept + sum(self.rejected.values())
 
     def __str__(self) -> str:
-        """A table: kept first, then the reasons, the most frequent one on top."""
+        """Format a table: kept first, then the reasons, most frequent first."""
         reasons = sorted(self.rejected.items(), key=lambda item: (-item[1], item[0]))
         rows = [("kept", self.kept)] + [(f"rejected: {reason}", n) for reason, n in reasons]
         width = max(len(name) for name, _ in rows)
@@ -65,13 +65,13 @@ def prepare(
     progress: Advance | None = None,
     threads: int | None = None,
 ) -> Counts:
-    """Write the good samples of `source` (or of what `open_source` finds there) to shards in `out`.
+    """Write the good samples of `source`, or of the path `source`, to shards in `out`.
 
-    `filters` defaults to the paper's. With `size`, a picture whose shorter side is longer is resized
-    by area until it is `size` (JPEGs are stored again at quality 95, others as PNG); otherwise the
-    encoded bytes are copied. Of samples that name no split, the share `held_out` becomes held-out samples,
-    evenly spread. `progress` is called with 1 after each sample.
-    Raises `UserError` if `out` is in use, or if no sample is good: `out` then counts as incomplete.
+    `filters` defaults to `Filters()`. With `size`, a picture whose shorter side exceeds `size` is resized
+    by area to this shorter side (JPEGs are encoded at quality 95, others as PNG). Other JPEG, PNG and
+    WebP files are copied byte for byte. `held_out` is the share of samples without a split that become
+    held-out samples, evenly spaced. `progress` is called with 1 after each sample.
+    Raises `UserError` if `out` is in use, or if no sample is good: `out` is then marked as incomplete.
     """
     if isinstance(source, str | os.PathLike):
         source = open_source(source)
@@ -105,7 +105,7 @@ def prepare(
 
 
 def _prepare_one(sample: Sample, filters: Filters, size: int | None) -> tuple[Sample, str]:
-    """The sample to write and the suffix of its picture. Raises `Rejected`."""
+    """Return the sample to write and the suffix of its picture. Raises `Rejected` if it is bad."""
     captions = filters.captions(sample.captions)
     suffix = _suffix(sample.image)
     with decoded(sample.image) as image:
@@ -116,19 +116,19 @@ def _prepare_one(sample: Sample, filters: Filters, size: int | None) -> tuple[Sa
             image = area_resize(image, max(size, round(height * scale)), max(size, round(width * scale)))
             suffix = "jpg" if suffix == "jpg" else "png"
             return Sample(encode_image(image, suffix), captions, sample.meta), suffix
-        if suffix is None:  # TIFF, BMP and other formats that are no use in a shard
+        if suffix is None:  # TIFF, BMP and other formats that other tools do not expect in a shard
             return Sample(encode_image(image, "png"), captions, sample.meta), "png"
     return Sample(sample.image, captions, sample.meta), suffix
 
 
 def _kept_back(n: int, share: float) -> bool:
-    """Whether sample `n` is held out: a `share` of all, evenly spread, from the second one on, so that few samples have
-    one as well."""
+    """Return True if sample `n` is held out: a `share` of all, evenly spaced from the second sample on, so that small
+    data sets have one, too."""
     return n > 0 and floor((n - 1) * share) > floor((n - 2) * share)
 
 
 def encode_image(image: np.ndarray, suffix: str = "png") -> bytes:
-    """uint8 [H, W, 3] to the bytes of a PNG ("png") or of a JPEG at quality 95 ("jpg")."""
+    """Encode uint8 [H, W, 3] as PNG ("png") or as JPEG of quality 95 ("jpg")."""
     return image_bytes(image, "JPEG", quality=95) if suffix == "jpg" else image_bytes(image)
 
 
@@ -141,7 +141,7 @@ def _suffix(data: bytes) -> str | None:
 
 
 def _map_ahead(function: Callable[[_T], _R], items: Iterable[_T], threads: int | None) -> Iterator[_R]:
-    """`map` in threads, in order, with a bounded number of results waiting."""
+    """`map` in threads, in order, with a bounded number of pending results."""
     threads = threads or os.cpu_count() or 1
     with ThreadPoolExecutor(threads) as pool:
         waiting = deque()

@@ -1,12 +1,12 @@
-"""What a source of training data yields, and what it raises instead.
+"""Samples of training data, their sources, and the exception for a bad sample.
 
-A `Sample` is an encoded picture, its captions (several phrasings of the same thing) and whatever
-else is known about it. A defect is not an error of the program: `Rejected` carries a short, stable
-reason, so that a reader can skip the sample and count the reason. Every element of a source is either
-kept or rejected for one reason: what goes in equals what is kept plus what is rejected.
+A `Sample` is an encoded picture, its captions (several phrasings of one description) and its
+metadata. A defect is not an error of the program: `Rejected` carries a short, stable reason, so that
+a reader can skip the sample and count the reason. Every element of a source is either kept or
+rejected for one reason: the numbers of kept and rejected elements add up to the source's length.
 
-A sample belongs to the split that its metadata names. If that is neither "train" nor "held-out", it is never read
-(`unread` says so). A sample that names no split is for training.
+The metadata of a sample names its split. Training and evaluation never read splits other than "train" and "held-out";
+`unread` reports them. A sample without a split is for training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 TRAIN, HELD_OUT = "train", "held-out"
 MAX_CAPTION = 4_096  # characters of one phrasing
 MAX_CAPTIONS = 256  # phrasings of a sample
-MAX_TEXT = 1 << 16  # characters, or bytes, of all of them
+MAX_TEXT = 1 << 16  # characters, or bytes, of all phrasings
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Sample:
 
 
 class Rejected(Exception):
-    """This sample cannot be used. `reason` is short and the same for the same kind of defect."""
+    """A sample cannot be used. `reason` is short and constant for each kind of defect."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -49,16 +49,16 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
     def meta(self, index: int) -> dict[str, Any]:
-        """The metadata alone, without reading the picture."""
+        """Return the metadata without reading the picture. Raises `Rejected` if it is unreadable."""
         ...
 
     def fingerprint(self) -> str:
-        """Changes when files are added, removed or rewritten: names, sizes and times are hashed."""
+        """Hash names, sizes and times, to detect added, removed and rewritten files."""
         ...
 
 
 class Selection:
-    """Some elements of a source, as a source."""
+    """A source of some elements of another source."""
 
     def __init__(self, source: Source, indices: Sequence[int] | np.ndarray) -> None:
         self.source, self.indices = source, np.asarray(indices, np.int64)
@@ -77,8 +77,8 @@ class Selection:
 
 
 def by_split(source: Source) -> dict[str, Selection]:
-    """The samples of each split. Samples that name none are for training. So are unreadable ones, which are rejected
-    and counted when they are read."""
+    """Return the samples of each split. "train" includes samples without a split, and those with unreadable metadata,
+    which are rejected and counted when they are read."""
     indices: dict[str, list[int]] = {}
     for index in range(len(source)):
         try:
@@ -90,13 +90,13 @@ def by_split(source: Source) -> dict[str, Selection]:
 
 
 def select_split(source: Source, split: str) -> Selection:
-    """The samples of one split ("train", "held-out"); see `by_split`."""
+    """Return the samples of one split ("train", "held-out"); see `by_split`."""
     return by_split(source).get(split) or Selection(source, [])
 
 
 def unread(splits: Mapping[str, int]) -> str:
-    """A sentence on the samples that belong to neither of the two splits, or an empty one; `splits` has the
-    number of samples by the name of the split."""
+    """Return a sentence on the samples in splits other than "train" and "held-out", or "" without any; `splits`
+    maps the name of a split to its number of samples."""
     others = {name: count for name, count in splits.items() if name not in (TRAIN, HELD_OUT)}
     if not others:
         return ""
@@ -106,10 +106,10 @@ def unread(splits: Mapping[str, int]) -> str:
 
 
 def parse_captions(text: Any) -> tuple[str, ...]:
-    """Captions from bytes or text, one phrasing per line, or from a list of phrasings.
+    """Parse captions from bytes or text, one phrasing per line, or from a list of phrasings.
 
-    Raises `Rejected`: "missing caption", "caption is not a text", "caption is not UTF-8", "empty caption",
-    "caption too long" if no phrasing has at most `MAX_CAPTION` characters, or "too many captions".
+    Drops phrasings longer than `MAX_CAPTION`. Raises `Rejected`: "missing caption", "caption is not a text",
+    "caption is not UTF-8", "empty caption", "caption too long" if all are, or "too many captions".
     """
     if text is None:
         raise Rejected("missing caption")
@@ -135,7 +135,7 @@ def parse_captions(text: Any) -> tuple[str, ...]:
         raise Rejected("empty caption")
     try:
         "".join(captions).encode()
-    except UnicodeEncodeError:  # undecodable bytes that a reader carried through as surrogates
+    except UnicodeEncodeError:  # a reader decoded invalid bytes to surrogates
         raise Rejected("caption is not UTF-8") from None
     captions = tuple(caption for caption in captions if len(caption) <= MAX_CAPTION)
     if not captions:
@@ -144,7 +144,7 @@ def parse_captions(text: Any) -> tuple[str, ...]:
 
 
 def digest(*parts: str | bytes) -> str:
-    """SHA-256 of the parts, which cannot run into each other, as 64 hexadecimal digits."""
+    """Return the SHA-256 of the parts, each prefixed by its length, as 64 hexadecimal digits."""
     state = hashlib.sha256()
     for part in parts:
         data = part.encode(errors="surrogateescape") if isinstance(part, str) else part

@@ -1,8 +1,8 @@
-"""Safe reading of what strangers made: files, text and metadata.
+"""Safe reading of untrusted files, text and metadata.
 
-Nothing here trusts a name, a size or a type. A path that is no regular file (a FIFO, a device, a
-folder) is never opened, since reading it may wait for ever or never end. Whatever is too large is not
-read at all. Every function either returns something plain and bounded or raises `Rejected`.
+The functions trust no name, size or type. They open only regular files, since reading a FIFO or a
+device may block forever or never end. They read a bounded number of bytes. A reader either returns
+plain, bounded data or raises `Rejected`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_COLUMNS = 10_000  # of a table
 _MAX_DEPTH = 32  # of nested metadata
 _MAX_NAME = 100  # characters of a split's name
 
-#: What others call our two splits (the keywords of Hugging Face's `datasets` among them). There is no
-#: third one: what is not for training is held out, be it called validation or test.
+#: limner's split for common names of splits, including the keywords of Hugging Face's `datasets`.
+#: Validation and test data are both held out.
 _SPLITS = {
     **dict.fromkeys(("train", "training"), TRAIN),
     **dict.fromkeys(("held-out", "held_out", "heldout", "validation", "valid", "val", "dev"), HELD_OUT),
@@ -38,17 +38,17 @@ _Read = TypeVar("_Read", bound=Callable[..., Any])
 
 
 def environmental(error: Exception) -> bool:
-    """Return True for a fault of the installation or the machine, which no sample may be rejected for: a package that
-    cannot be imported, or a process that may open no more files."""
+    """Return True for a fault of the installation or the machine, which is not a sample's defect: a package that cannot
+    be imported, too many open files, or any `UserError`."""
     files = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
     return files or isinstance(error, ImportError | UserError)
 
 
 def counted(read: _Read) -> _Read:
-    """Decorates the methods of a source: any other exception becomes `Rejected`, "unreadable sample".
+    """Decorate a method of a source to turn unexpected exceptions into `Rejected`, "unreadable sample".
 
-    One sample never ends a loop over all of them. An index out of range stays an `IndexError`, and faults of the
-    environment stay what they are.
+    A bad sample therefore never ends a loop over a source. An index out of range raises `IndexError`. Faults of the
+    environment (`environmental`) pass unchanged.
     """
 
     @functools.wraps(read)
@@ -70,13 +70,13 @@ def counted(read: _Read) -> _Read:
 # ------------------------------------------------------------------------------------------ files
 
 
-#: To open a regular file for reading; if it has become a FIFO meanwhile, without waiting.
+#: Flags to open a regular file for reading, without blocking if a FIFO has replaced it.
 READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """A descriptor to read a regular file from. Raises `OSError` for anything else, and never waits."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may already have an effect
+    """Open a regular file for reading and return its descriptor; never block. Raises `OSError` for other paths."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device can have an effect
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     descriptor = os.open(path, READ)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # it was replaced in between
@@ -88,12 +88,12 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 def read_file(
     path: str | os.PathLike[str], missing: str, limit: int = MAX_BYTES, larger: str = "file too large"
 ) -> bytes:
-    """A whole regular file; `missing` and `larger` are the reasons if it cannot be read, or has more than `limit`
-    bytes."""
+    """Read a regular file. Raises `Rejected` with reason `missing` if it cannot be read, or `larger` if it has more
+    than `limit` bytes."""
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read(limit + 1)
-    except (OSError, ValueError) as error:  # a name may hold what no file system takes
+    except (OSError, ValueError) as error:  # ValueError for an invalid name
         if environmental(error):
             raise
         raise Rejected(missing) from None
@@ -103,7 +103,7 @@ def read_file(
 
 
 def fingerprint(paths: Iterable[Path]) -> str:
-    """A hash of names, sizes and times; of files that cannot be read, of the names alone."""
+    """Hash the names, sizes and times of files; only the names of unreadable files."""
     parts = []
     for path in paths:
         try:
@@ -118,9 +118,9 @@ def fingerprint(paths: Iterable[Path]) -> str:
 
 
 def facts(raw: Any) -> dict[str, Any]:
-    """Metadata that fits into JSON and UTF-8, with its "split" renamed to ours if it means one of them.
+    """Convert metadata to JSON values in UTF-8, and a known name of a split to "train" or "held-out".
 
-    Bytes are left out, dates and decimals become text, NaN becomes null. Raises `Rejected`: "metadata too
+    Omits bytes, turns dates and decimals into text and NaN into null. Raises `Rejected`: "metadata too
     large", or "broken metadata" if it is nested too deep or if the split is not a name.
     """
     if not isinstance(raw, dict):
@@ -137,12 +137,12 @@ def facts(raw: Any) -> dict[str, Any]:
 
 
 def split_named(word: str) -> str | None:
-    """ "train" or "held-out" if the word means one of them, else None."""
+    """Return "train" or "held-out" for a known name of a split, else None."""
     return _SPLITS.get(word.strip().lower())
 
 
 def split_in(names: Sequence[str]) -> str | None:
-    """The split that the last of these names with a word for one says."""
+    """Return the split from the last name that contains a known word, or None."""
     for name in reversed(names):
         for word in re.split(r"[-._ 0-9]+", name):
             if split := split_named(word):
@@ -174,5 +174,5 @@ def _plain(value: Any, room: list[int], depth: int) -> Any:
 
 
 def writable(text: str) -> str:
-    """Surrogates, which stand for bytes that are not UTF-8, as escape sequences."""
+    """Replace surrogates, which represent invalid UTF-8 bytes, by escape sequences."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
