@@ -116,7 +116,7 @@ def _prepare_one(sample: Sample, filters: Filters, size: int | None) -> tuple[Sa
             image = area_resize(image, max(size, round(height * scale)), max(size, round(width * scale)))
             suffix = "jpg" if suffix == "jpg" else "png"
             return Sample(encode_image(image, suffix), captions, sample.meta), suffix
-        if suffix is None:  # TIFF, BMP and other formats that other tools do not expect in a shard
+        if suffix is None:  # TIFF, BMP, ...: `prepare` writes only JPEG, PNG and WebP
             return Sample(encode_image(image, "png"), captions, sample.meta), "png"
     return Sample(sample.image, captions, sample.meta), suffix
 

@@ -120,7 +120,7 @@ def fingerprint(paths: Iterable[Path]) -> str:
 def facts(raw: Any) -> dict[str, Any]:
     """Convert metadata to JSON values in UTF-8, and a known name of a split to "train" or "held-out".
 
-    Omits bytes, turns dates and decimals into text and NaN into null. Raises `Rejected`: "metadata too
+    Omits top-level bytes, turns dates and decimals into text and NaN into null. Raises `Rejected`: "metadata too
     large", or "broken metadata" if it is nested too deep or if the split is not a name.
     """
     if not isinstance(raw, dict):

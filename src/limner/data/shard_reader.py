@@ -1,7 +1,7 @@
-"""Reading a data set of shards: the samples of tar files written by `shard_writer.py` or by other tools.
+"""Reader of shards: samples in tar files written by `shard_writer.py` or by other tools.
 
-Tars are read in place: their headers are scanned once into an index of offsets, and a sample is then one `pread`.
-A reader holds no open file, so threads share it and processes inherit it freely.
+The reader scans the headers of each tar once into an index of offsets, and then reads each file of a sample with one
+`pread`. It keeps no file open, so threads can share it and processes can inherit it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from limner.errors import UserError
 from limner.json_files import parse_json
 
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm")
-SECOND, AMBIGUOUS = -3, -4  # in place of an offset, as `MISSING` and `DAMAGED`
+SECOND, AMBIGUOUS = -3, -4  # in place of an offset, like `MISSING` and `DAMAGED`
 _REASONS = {
     MISSING: "missing image",
     SECOND: "second picture of a name",
@@ -32,17 +32,17 @@ _REASONS = {
 
 
 class ShardReader:
-    """Random access to the samples of tar files, in the order of the files and within them.
+    """A source of the samples in tar files, in file order.
 
     An element is a picture with the caption and the metadata of the same key, or a caption or metadata without a
     picture. A key is the name up to its last dot; equal names in different archives of a joined tar are different
-    keys. If a key occurs several times in an archive, the first picture belongs to the first caption and so on, if
-    there are as many; a single caption belongs to the first picture. Each damaged tar is one more element, since the
-    number of samples behind the damage is unknown.
+    keys. If a key has equally many pictures and captions in an archive, they are paired in order; a single caption
+    belongs to the first picture. Each damaged tar adds one element, since the number of samples after the damage is
+    unknown. Raises `UserError` if a folder of the files is marked as incomplete.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], splits: Sequence[str | None] | None = None) -> None:
-        """`splits` gives, for each file, the split of its samples that name none themselves."""
+        """`splits` holds, for each file, the split of its samples whose metadata names none."""
         self.paths = [Path(path) for path in paths]
         self._splits = list(splits or [None] * len(self.paths))
         for folder in {path.parent for path in self.paths}:
@@ -52,14 +52,14 @@ class ShardReader:
         for shard, path in enumerate(self.paths):
             for row in _samples(tar_members(path)):
                 index.extend((shard, *row))
-        # [N, 7]: the shard, then offset and size of the picture, the caption and the metadata
+        # [N, 7]: shard, then offset and size of picture, caption and metadata
         self._index = np.array(index, np.int64).reshape(-1, 7)
 
     def __len__(self) -> int:
         return len(self._index)
 
     def _read(self, index: int, *slots: int) -> list[bytes | None]:
-        """The members in `slots` (0 picture, 1 caption, 2 metadata) of one sample."""
+        """Read the members in `slots` (0 picture, 1 caption, 2 metadata) of a sample."""
         shard, *where = self._index[index].tolist()
         if where[0] < MISSING:
             raise Rejected(_REASONS[where[0]])
@@ -84,7 +84,7 @@ class ShardReader:
             raise Rejected("missing image")
         captions = parse_captions(text if text is not None else facts.get("caption"))
         if len(image) < self._index[index, 2]:
-            raise Rejected("broken image")  # the tar was cut off
+            raise Rejected("broken image")  # the tar is truncated
         return Sample(image, captions, facts)
 
     @counted
@@ -103,12 +103,12 @@ class ShardReader:
         return fingerprint(self.paths)
 
 
-#: The most bytes of a picture, a caption and metadata, and the reason to reject what is larger.
+#: The most bytes of a picture, a caption and metadata, and the reason to reject larger ones.
 _LIMITS = ((MAX_BYTES, "file too large"), (MAX_TEXT, "caption too long"), (MAX_META, "metadata too large"))
 
 
 def _samples(members: Iterable[Member]) -> Iterator[list[int]]:
-    """The elements of a tar: offset and size of the picture, the caption and the metadata."""
+    """Yield the elements of a tar: offset and size of picture, caption and metadata."""
     nothing = (MISSING, 0)
     found: dict[tuple[int, str], tuple[list, list, list]] = {}
     damaged = False

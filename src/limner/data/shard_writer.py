@@ -1,11 +1,11 @@
-"""Writing a data set: image-caption pairs in tar files, the layout of img2dataset and WebDataset.
+"""Writer of shards: image-caption pairs in tar files, in the layout of img2dataset and WebDataset.
 
 A shard `00000.tar` holds, for each sample, `KEY.png` (or .jpg, .webp), `KEY.txt` (the caption;
 several phrasings, one per line) and `KEY.json` (metadata: "split", ground truth, ...).
 
-A folder that is not finished contains a file `INCOMPLETE`, and readers refuse it. A writer's last steps are to write
-the summary, `dataset.json`, and to remove that mark. The
-bytes are a function of the samples alone (no times, no owners), so the same data gives the same files.
+An unfinished folder contains a file `INCOMPLETE`, for which readers raise `UserError`. A writer finally
+writes the summary `dataset.json` and removes this mark. The bytes of a shard depend only on its samples
+(no times, no owners), so the same data gives the same files.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ SUMMARY, MARK = "dataset.json", "INCOMPLETE"
 
 
 def is_complete(folder: str | os.PathLike[str]) -> bool:
-    """Whether a writer has finished the data set of a folder."""
+    """Return True if a writer has finished the data set in `folder`."""
     return (Path(folder) / SUMMARY).exists() and not (Path(folder) / MARK).exists()
 
 
 class ShardWriter:
-    """Write samples to a folder of shards; use it as a context manager.
+    """A context manager that writes samples to a folder of shards.
 
     >>> with ShardWriter("out") as writer:
     ...     writer.write(png_bytes, ["a red circle"], {"split": "train"})
 
-    Leaving the block by an exception leaves the folder marked as incomplete. A folder with such a
-    mark is begun again; one that holds anything else, or that another process writes to, is a `UserError`.
+    After an exception the folder stays marked as incomplete. Entering the block overwrites a folder with
+    this mark. It raises `UserError` for any other folder with files, or if another process writes to it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], per_shard: int = 10_000) -> None:
@@ -65,7 +65,7 @@ class ShardWriter:
         meta: dict[str, Any] | None = None,
         suffix: str = "png",
     ) -> None:
-        """Add a sample; `image` is an encoded picture and `suffix` says in which format."""
+        """Add a sample. `image` is an encoded picture and `suffix` its file suffix."""
         if self.kept % self.per_shard == 0:
             self._finish_shard()
         key = f"{self.kept:09d}"
@@ -78,11 +78,11 @@ class ShardWriter:
             self.splits[meta["split"]] += 1
 
     def reject(self, reason: str) -> None:
-        """Count a sample that is left out."""
+        """Count a rejected sample."""
         self.rejected[reason] += 1
 
     def summary(self) -> dict[str, Any]:
-        """What `dataset.json` says: samples seen, kept, rejected by reason, kept by split."""
+        """Return the content of `dataset.json`: numbers of samples (all, kept, by reason, by split) and shards."""
         return {
             "count": self.kept + sum(self.rejected.values()),
             "kept": self.kept,
@@ -92,7 +92,7 @@ class ShardWriter:
         }
 
     def close(self, **extra: Any) -> None:
-        """Complete the data set. `extra` goes into `dataset.json`."""
+        """Complete the data set, with `extra` in `dataset.json`."""
         self._finish_shard()
         write_json(self.folder / SUMMARY, {**self.summary(), **extra}, indent=2, ensure_ascii=False)
         (self.folder / MARK).unlink(missing_ok=True)
@@ -137,5 +137,5 @@ class ShardWriter:
             if kind is None:
                 self.close()
             elif self._file is not None:
-                with suppress(OSError):  # what is still to be written is of no use
+                with suppress(OSError):  # a failed flush of an incomplete shard does not matter
                     self._file.close()

@@ -1,14 +1,14 @@
-"""An endless, resumable stream of batches whose order depends on the seed alone.
+"""An endless, resumable stream of batches whose order depends only on the seed.
 
 Number the samples that a run consumes 0, 1, 2, ... Sample `k` belongs to epoch `k // n` of a data
-set of `n`; which element it is follows from (seed, epoch), and all its randomness (the crop, the
-phrasing, BPE dropout) from its own seed, a hash of (seed, k). Nothing else enters: not the batch
-size, not the number of ranks, not threads. Hence
+set of `n`. The pair (seed, epoch) determines the order of the elements. A hash of (seed, k) seeds all
+randomness of the sample (crop, phrasing, BPE dropout). Batch size, number of ranks and threads have
+no effect. Hence
 
-- resuming needs one number, the position (with the data set's size, to notice that the data has changed);
+- the position suffices to resume (the state also holds the data set's size, to detect changed data);
 - `world` ranks only divide each batch (`Stream.divide`): rank r takes the r-th slice, and the slices together
-  are the batch that a single rank would have seen;
-- the order is a sort by hash rather than a library's shuffle, so it cannot change with a version.
+  are the batch of a single rank;
+- the order is a sort by hash, which cannot change between library versions as a shuffle can.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
-        """The samples `indices` (int64 [B]); sample b draws all its randomness from seeds[b]
-        (uint64 [B]), so that it is the same in whatever batch it lies. If other samples replace bad ones, "index"
-        (int64 [B]) says which samples they are."""
+        """Return the samples `indices` (int64 [B]). Sample b draws all randomness from seeds[b]
+        (uint64 [B]), so it does not depend on its batch. If other samples replace bad ones, "index"
+        (int64 [B]) holds the indices of the samples returned."""
         ...
 
 
 def hash64(*values: int | np.ndarray) -> np.ndarray:
-    """A uint64 hash of integers (or arrays of them, broadcast): splitmix64, chained.
+    """Hash integers, or broadcast arrays of them, to uint64 by chained splitmix64.
 
     Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     """
@@ -55,8 +55,8 @@ def hash64(*values: int | np.ndarray) -> np.ndarray:
 
 
 def share_of(batch: int, world: int, setting: str = "") -> int:
-    """The samples of a batch for each of `world` ranks. Raises `UserError`, which may name the setting, where they
-    cannot have as many each."""
+    """Return the samples of a batch per rank. Raises `UserError`, which names `setting` if given, if `world` does not
+    divide `batch`."""
     if batch % world:
         end = f" for {setting}" if setting else ""
         raise UserError(f"a batch of {batch} cannot be divided among {world} ranks: choose a multiple of {world}{end}")
@@ -65,17 +65,17 @@ def share_of(batch: int, world: int, setting: str = "") -> int:
 
 @lru_cache(maxsize=4)
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of `n` elements in one epoch: int64 [n], by ascending hash."""
+    """Return the order of `n` elements in an epoch, int64 [n], by ascending hash."""
     order = np.argsort(hash64(seed, epoch, np.arange(n)), kind="stable")
-    order.setflags(write=False)  # it is shared through the cache
+    order.setflags(write=False)  # callers share it through the cache
     return order
 
 
 class Stream:
-    """Batches of `batch_size` samples, for ever; "index" says which element of the data set each row is.
+    """An endless iterator over batches of `batch_size` samples; "index" holds each row's element of the data set.
 
-    With `prefetch > 0` one thread prepares that many batches ahead; `position` and `state_dict` still count only what
-    was consumed.
+    With `prefetch > 0` a thread prepares that many batches ahead; `position` and `state_dict` count only consumed
+    samples. Raises `UserError` if the data set is empty.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Stream:
         self._thread: ThreadPoolExecutor | None = None
 
     def divide(self, rank: int, world: int) -> None:
-        """From now on yield the share of rank `rank` of `world`: `batch_size / world` samples of each batch."""
+        """Restrict the stream to rank `rank` of `world`: `batch_size / world` samples of each batch."""
         share_of(self.batch_size, world)
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not in [0, {world})")
@@ -104,7 +104,7 @@ class Stream:
         self.rank, self.world = rank, world
 
     def plan(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """This rank's share of the batch that starts at `position`: indices and seeds."""
+        """Return the indices and seeds of this rank's share of the batch at `position`."""
         n, share = len(self.dataset), self.batch_size // self.world
         k = position + self.rank * share + np.arange(share)
         epochs, offsets = np.divmod(k, n)
@@ -134,11 +134,11 @@ class Stream:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """The position, and the size of the data set; the seed belongs to the configuration."""
+        """Return the position and the size of the data set; the config holds the seed."""
         return {"position": self.position, "samples": len(self.dataset)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the batches that were consumed when `state` was taken; with other data, warn."""
+        """Resume from `state`; warn if the size of the data set has changed."""
         before, now = state.get("samples"), len(self.dataset)
         if before not in (None, now):
             warnings.warn(
