@@ -1,7 +1,7 @@
-"""Rows of tables that name or hold pictures, as samples.
+"""Samples from the rows of tables, which name or hold pictures.
 
-Each kind of table has `columns`, a length and `row(index)`, which raises `Rejected` for what cannot be read:
-JSONL and CSV are in `text_tables.py`, Parquet and Arrow in `arrow_tables.py`.
+Each kind of table has `columns`, a length and `row(index)`, which raises `Rejected` for an unreadable row. JSONL and
+CSV are in `text_tables.py`, Parquet and Arrow in `arrow_tables.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BASE64_STARTS = ("data:image/", "/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD")  # JP
 
 
 class TableFile(Protocol):
-    """Rows of one file."""
+    """The rows of a file."""
 
     columns: list[str]
 
@@ -43,7 +43,9 @@ class TableFile(Protocol):
 
 
 class TableSource:
-    """The rows of tables, one element each. Among several tables, one that cannot be read is one element."""
+    """A source of the rows of tables. Among several tables, an unreadable table counts as one element.
+
+    Raises `UserError` if a single table is unreadable, or if a column is not found."""
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class TableSource:
         allow_outside: bool,
         splits: Sequence[str | None],
     ) -> None:
-        """`splits` gives, for each file, the split of its rows that name none themselves."""
+        """`splits` holds, for each file, the split of its rows that name none."""
         self.files, self.allow_outside = list(files), allow_outside
         self._splits = list(splits)
         self._tables = [_open_table(file, alone=len(files) == 1) for file in files]
@@ -92,12 +94,12 @@ class TableSource:
         return meta if split is None else {"split": split, **meta}
 
     def _picture(self, table: int, row: dict[str, Any]) -> bytes | Path:
-        """A row's picture, or the file that it names."""
+        """Return a row's picture, or the path of its file."""
         value, folder = row.get(self.image), self.files[table].parent
         if isinstance(value, dict):  # the Image feature of Hugging Face's datasets
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str) and value.startswith(_BASE64_STARTS) and len(value) > 64:
-            with contextlib.suppress(binascii.Error, ValueError):  # it may yet be a path
+            with contextlib.suppress(binascii.Error, ValueError):  # not base64: a path
                 value = base64.b64decode(value.split(",")[-1], validate=True)
         if isinstance(value, bytes):
             if len(value) > MAX_BYTES:
@@ -119,7 +121,7 @@ class TableSource:
         return fingerprint(chain(self.files, self._named()))
 
     def _named(self) -> Iterator[Path]:
-        """The pictures that rows name. A table whose first picture lies within it is not read further."""
+        """Yield the picture files that rows name. Stops reading a table at the first picture that it holds."""
         for first, end in pairwise((0, *self._ends.tolist())):
             for index in range(first, end):
                 try:
@@ -164,7 +166,7 @@ def _open_table(path: Path, alone: bool) -> TableFile:
 
 
 class _Unreadable:
-    """A table of which not even the number of rows is known."""
+    """An unreadable table, with an unknown number of rows."""
 
     def __init__(self) -> None:
         self.columns: list[str] = []

@@ -1,6 +1,6 @@
-"""Where the files in a tar lie, found from its headers alone, up to the first damage.
+"""An index of the files in a tar, from its headers alone, up to the first damage.
 
-A tar may be several joined archives. Nothing is unpacked, and numbers in a header are checked against bounds.
+A tar may consist of several joined archives. The index unpacks no file and checks all numbers in headers.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from typing import NamedTuple
 from limner.data.sanitize import open_regular
 
 _BLOCK = 512
-_MAX_EXTENSION = 1 << 20  # bytes of a long name and the like
-MISSING, DAMAGED = -1, -2  # in place of an offset: why there is nothing to read
+_MAX_EXTENSION = 1 << 20  # bytes of an extension header, such as a long name
+MISSING, DAMAGED = -1, -2  # in place of the offset of an unreadable member
 
 
 class Member(NamedTuple):
-    """A file in a tar: the number of its archive among the joined ones, its name, the offset and number of its bytes.
+    """A file in a tar: number of its archive among the joined ones, name, offset and size in bytes.
 
-    A link has a name and nothing else: its offset is `MISSING`. Where the headers cannot be followed any further (a
-    damaged header, an archive without its closing zero block) there is a last member without a name, of offset
-    `DAMAGED`, whose size is the place of the damage.
+    A link has the offset `MISSING` and size 0. If headers are damaged, or an archive lacks its closing zero block, the
+    last member has an empty name, the offset `DAMAGED`, and as size the position of the damage.
     """
 
     archive: int
@@ -34,9 +33,9 @@ class Member(NamedTuple):
 
 
 def tar_members(path: str | os.PathLike[str]) -> Iterator[Member]:
-    """The files and links in a tar, by its headers alone, in all archives that are joined in it (`cat a.tar b.tar`).
+    """Yield the files and links in all joined archives of a tar (`cat a.tar b.tar`), from the headers alone.
 
-    Warns of damage; a file that cannot be opened is one damaged member.
+    Warns of damage; yields one damaged member if the file cannot be opened.
     """
     try:
         descriptor = open_regular(path)
@@ -54,9 +53,9 @@ def tar_members(path: str | os.PathLike[str]) -> Iterator[Member]:
 
 
 def walk(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
-    """`tar_members` of `end` bytes, which `read` gives by number and offset; without warnings."""
+    """`tar_members` of the `end` bytes that `read(size, offset)` returns, without warnings."""
     archive, at, ended = 0, 0, False
-    said: dict[str, str] = {}  # what extensions say of the next member
+    said: dict[str, str] = {}  # extensions' values for the next member
     while at < end:
         block = read(_BLOCK, at)
         if not block.strip(b"\0"):
@@ -79,7 +78,7 @@ def walk(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
             said.update(told)
         else:
             if member.type == tarfile.GNUTYPE_SPARSE and block[482]:
-                while read(1, at + 504) not in (b"\0", b""):  # more of its map
+                while read(1, at + 504) not in (b"\0", b""):  # further blocks of the sparse map
                     at += _BLOCK
                 at += _BLOCK
             name = said.get("path", member.name)
@@ -90,7 +89,7 @@ def walk(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
             said = {}
         if member.isreg() or member.type in _EXTENSIONS or member.type not in tarfile.SUPPORTED_TYPES:
             at += -(-size // _BLOCK) * _BLOCK
-    if at < end or not ended or end % _BLOCK:  # an archive is whole blocks: one that is not has lost something
+    if at < end or not ended or end % _BLOCK:  # a partial block shows truncation
         yield Member(archive, "", DAMAGED, min(at, end))
 
 
@@ -104,13 +103,13 @@ _EXTENSIONS = (
 
 
 def _extension(kind: bytes, data: bytes) -> dict[str, str] | None:
-    """The "path" and "size" that an extension gives to the next member; None if it is damaged."""
+    """Return the "path" and "size" of the next member from an extension; None if it is damaged."""
     if kind == tarfile.GNUTYPE_LONGNAME:
         return {"path": data.split(b"\0")[0].decode("utf-8", "surrogateescape")}
     said: dict[str, str] = {}
     if kind not in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
         return said
-    while data.strip(b"\0"):  # pax: "LENGTH KEY=VALUE\n", the length being that of all of it
+    while data.strip(b"\0"):  # pax: "LENGTH KEY=VALUE\n", where LENGTH counts the whole record
         length, _, rest = data.partition(b" ")
         if not length.isdigit() or len(length) > 9 or not len(length) + 3 <= int(length) <= len(data):
             return None
@@ -124,7 +123,7 @@ def _extension(kind: bytes, data: bytes) -> dict[str, str] | None:
 
 
 def _skip_zeros(read: Callable[[int, int], bytes], at: int, end: int) -> int:
-    """The first block from `at` on that is not zero, or the end."""
+    """Return the offset of the first nonzero block from `at` on, or `end`."""
     while at < end:
         some = read(1 << 20, at)
         rest = some.lstrip(b"\0")

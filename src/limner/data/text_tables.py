@@ -1,8 +1,8 @@
-"""Rows of text files. Only their offsets are kept in memory; a row is parsed when it is read.
+"""Rows of text files. Memory holds only their offsets; a row is parsed when it is read.
 
 .jsonl, .ndjson   a row is a line that is not empty
-.csv, .tsv        a row is a record. If a record is broken (a quote that is never closed, or several lines with more
-                  fields than columns), its first line is one broken row and reading continues on the next line
+.csv, .tsv        a row is a record. If a record is broken (an unclosed quote, or several lines whose number of fields
+                  differs from that of the columns), its first line is a broken row and the next line begins a record
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from limner.errors import UserError
 from limner.json_files import parse_json
 
 MAX_ROW = 1 << 26  # bytes of a row of text
-_MAX_LINES = 64  # of a record of CSV
+_MAX_LINES = 64  # of a CSV record
 
 
 class _Lines:
-    """Spans of bytes in a text file, each of which is a row. A span that ends before it begins marks a broken
-    row, or a row that is too long if it is also empty."""
+    """Rows as byte spans in a text file. A span that ends before it begins marks a broken row, and a span
+    longer than `MAX_ROW` a row that is too long."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.columns = path, list[str]()
@@ -38,7 +38,7 @@ class _Lines:
         return len(self._spans)
 
     def _text(self, index: int) -> str:
-        """A row's text; bytes that are not UTF-8 become surrogates, which `parse_captions` reports."""
+        """Return a row's text. Invalid UTF-8 bytes become surrogates, which `parse_captions` rejects."""
         start, stop = self._spans[index].tolist()
         if stop < start:
             raise Rejected("broken row")
@@ -52,12 +52,12 @@ class _Lines:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines by "\\n", in pieces of at most `MAX_ROW` bytes."""
+    """Yield lines that end in "\\n", in pieces of at most `MAX_ROW` bytes."""
     return iter(lambda: file.readline(MAX_ROW), b"")
 
 
 class Jsonl(_Lines):
-    """A JSON object per line."""
+    """A table with a JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -89,7 +89,7 @@ class Jsonl(_Lines):
 
 
 class Csv(_Lines):
-    """Comma- or tab-separated values with a header."""
+    """A table of comma- or tab-separated values with a header."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -109,7 +109,7 @@ class Csv(_Lines):
         self._spans = np.array(spans, np.int64).reshape(-1, 2)
 
     def _records(self, file: BinaryIO) -> Iterator[tuple[int, int, list[str] | None]]:
-        """Where each record lies, without empty ones, and its fields (None if it is broken)."""
+        """Yield start, end and fields of each record that is not empty (fields None if broken)."""
         at, size = 0, os.fstat(file.fileno()).st_size
         while at < size:
             lines = _Pulled(file, at)
@@ -125,7 +125,7 @@ class Csv(_Lines):
                     return
                 whole = fields is not None and (len(lines.ends) == 1 or len(fields) == len(self.columns or fields))
                 stop = lines.ends[-1 if whole else 0]
-                if not whole:  # unless it is but quotes within a field
+                if not whole:  # valid if only quotes within a field made it fail
                     fields = self._lenient(lines.text) if lines.text is not None and len(lines.ends) == 1 else None
                 if fields is None or (self.columns and any(fields[len(self.columns) :])):
                     yield at, stop, None
@@ -147,15 +147,15 @@ class Csv(_Lines):
 
 
 class _Pulled:
-    """Lines of a file from an offset on, as text; `ends` collects the offsets where a record's lines end.
+    """An iterator over text lines from an offset on. `ends` collects the end offsets of a record's lines.
 
-    Raises `ValueError` if a record has too many lines, or one that is too long.
+    Raises `ValueError` if a record has too many lines or a line is too long.
     """
 
     def __init__(self, file: BinaryIO, at: int) -> None:
         file.seek(at)
         self.file, self.at, self.ends = file, at, list[int]()
-        self.text: str | None = None  # the last line, if it can be the last of a record
+        self.text: str | None = None  # the last line, or None if it was too long
 
     def __iter__(self) -> _Pulled:
         return self

@@ -1,17 +1,17 @@
-"""Encode a data set with the dVAE once, and keep the tokens.
+"""Encode a data set once with the dVAE, and cache the tokens.
 
-Stage two of Ramesh et al. 2021 trains on token grids, and the encoder is frozen: encoding anew each
-epoch is wasted work. The cache is a folder named by a hash of everything that decides the tokens: the
-dVAE, the pictures (see `Source.fingerprint`) and the size. It is written in parts, each whole or
-absent, so an interrupted encoding goes on where it stopped:
+Stage two of Ramesh et al. 2021 trains on token grids of a frozen encoder, so one encoding serves all
+epochs. The name of the cache folder is a hash of all inputs of the tokens: the dVAE, the pictures
+(see `Source.fingerprint`) and the size. The cache is written in parts, each complete or absent, so
+an interrupted encoding resumes at the first missing part:
 
     CACHE/<hash>/00000.safetensors   "tokens" [n, S] uint16 (int32 for vocabularies above 65,536),
                                      "indices" [n] int64: the elements of the source
     CACHE/<hash>/00000.json          {"captions": [[phrasing, ...], ...], "rejected": {reason: n}}
-    CACHE/<hash>/complete.json       how many parts there are
+    CACHE/<hash>/complete.json       the number of parts
 
-Pictures are central squares, resized by area: no augmentation. For tokens of augmented pictures
-encode on the fly (`ImageCaptionDataset` with `augment="prior"`).
+Pictures are central squares, resized by area, without augmentation. `EncodedDataset` encodes augmented
+pictures during training (`ImageCaptionDataset` with `augment="prior"`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from limner.progress import Advance
 
 @dataclass(frozen=True)
 class TokenCache:
-    """The tokens of the good samples of a source; row k is element `indices[k]` of the source."""
+    """Tokens of the good samples of a source; row k belongs to element `indices[k]` of the source."""
 
     tokens: np.ndarray  # [N, S] uint16 or int32
     captions: list[tuple[str, ...]]
@@ -60,10 +60,10 @@ def encode_tokens(
     part_size: int = 4096,
     progress: Advance | None = None,
 ) -> TokenCache:
-    """The tokens of every good picture of `source`, from the cache or through `encode`.
+    """Return the tokens of every good picture of `source`, from the cache or by `encode`.
 
     `encode` maps uint8 [B, 3, size, size] to Long [B, S]; `key` identifies it (the dVAE's hash).
-    `progress` is called with the number of pictures of every batch, and of those in the cache. Raises `UserError`
+    `progress` is called with the number of samples of each batch and of each cached part. Raises `UserError`
     if no sample is good.
     """
     folder = Path(cache_dir) / digest(key, source.fingerprint(), f"{size} {part_size} v1")[:32]
@@ -123,7 +123,7 @@ def _encode_part(
 
 
 def _save_part(stem: Path, part: TokenCache) -> None:
-    # The captions first: a part counts as present when its tokens are.
+    # Captions first: the file of tokens marks a part as present.
     text = {"captions": part.captions, "rejected": part.rejected}
     write_json(stem.with_suffix(".json"), text, ensure_ascii=False)
     arrays = {"tokens": part.tokens, "indices": part.indices}
@@ -137,12 +137,12 @@ def _load_part(stem: Path) -> TokenCache | None:
         captions = [tuple(phrasings) for phrasings in text["captions"]]
         part = TokenCache(arrays["tokens"], captions, arrays["indices"], Counter(text["rejected"]))
     except (FileNotFoundError, SafetensorError, KeyError, TypeError, ValueError):
-        return None  # absent or damaged: encode it again
+        return None  # absent or damaged: encode the part again
     return part if len(captions) == len(part.tokens) == len(part.indices) else None
 
 
 def weights_hash(model: torch.nn.Module) -> str:
-    """SHA-256 over the names, shapes and values of a model's parameters."""
+    """Return the SHA-256 of the names, shapes and values of a model's parameters and buffers."""
     state = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         state.update(f"{name} {tuple(tensor.shape)}".encode())
