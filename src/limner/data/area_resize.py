@@ -1,9 +1,9 @@
 """Exact area resizing: each output pixel is the mean over the area of the input that it covers.
 
-It is separable: `out = Wv @ image @ Wh^T`, the entry W[i, j] being the share of output cell
-i that input cell j covers. A row of W has about in / out + 1 neighbouring entries that are not zero,
-so both products run over bands: a few outputs by the few inputs that they touch. Each product is one
-NumPy call for all bands, since what slows threads down is taking the GIL again after every call.
+The operation is separable: `out = Wv @ image @ Wh^T`, where W[i, j] is the share of output cell i
+that input cell j covers. A row of W has about in / out + 1 adjacent nonzero entries, so both products
+run over bands: blocks of a few outputs and the inputs that they cover. One NumPy call multiplies many
+bands, since threads lose time when they reacquire the GIL after each call.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from functools import lru_cache
 import numpy as np
 
 _BAND = 4  # output rows in a band; measured fastest of 2 .. 32 for ratios near 2
-_ROWS = 128  # output rows for which the input is gathered at a time, to stay in the cache
-_GATHERED = 1 << 24  # values of the input that are gathered at a time, at most
-#: The most multiplications in one product. OpenBLAS divides larger ones among its own threads, which
-#: all callers share: from several threads at once that was up to forty times slower.
+_ROWS = 128  # output rows per gathering of the input, which then stays in the cache
+_GATHERED = 1 << 24  # most input values per gathering
+#: The most multiplications in one product. OpenBLAS divides larger products among its threads, which
+#: all callers share: with several concurrent callers this was up to forty times slower.
 _PRODUCT = 1 << 18
 _local = threading.local()
 
 
 def area_weights(n_in: int, n_out: int) -> np.ndarray:
-    """The dense matrix of area resizing, float64 [n_out, n_in]: rows sum to one."""
+    """Return the dense matrix of area resizing, float64 [n_out, n_in]; its rows sum to one."""
     return _overlap(n_in, n_out, np.arange(n_out), np.arange(n_in))
 
 
 def _overlap(n_in: int, n_out: int, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-    """Entries [i, j] of that matrix, for i of shape [..., I] and j of shape [..., J]. Beyond the
-    borders they are zero."""
+    """Entries [..., I, J] of `area_weights`, for i of shape [..., I] and j of shape [..., J]; zero
+    beyond the borders."""
     ratio = n_in / n_out
     left = np.minimum(i, n_out)[..., None] * ratio
     right = np.minimum(i + 1, n_out)[..., None] * ratio
@@ -40,7 +40,7 @@ def _overlap(n_in: int, n_out: int, i: np.ndarray, j: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def _vertical(n_in: int, n_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bands of `_BAND` outputs: the input rows [N, w] that they read, and weights [N, _BAND, w]."""
+    """Return the input rows [N, w] and weights [N, _BAND, w] of bands of `_BAND` outputs."""
     first = np.arange(0, n_out, _BAND)
     starts = first * n_in // n_out
     stops = -(-np.minimum(first + _BAND, n_out) * n_in // n_out)
@@ -52,12 +52,12 @@ def _vertical(n_in: int, n_out: int) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=128)
 def _horizontal(n_in: int, n_out: int, channels: int) -> tuple[int, int, int, np.ndarray]:
-    """Bands of evenly spaced inputs, so that one strided view holds them all.
+    """Return bands whose inputs are evenly spaced, so that one strided view holds all bands.
 
-    Returns the outputs in a band, the step from band to band, the first input of the first band
-    (both in pixels) and the weights float32 [N, w * channels, band * channels], which act on
-    interleaved channels: the Kronecker product of a band with the identity. The band is chosen such
-    that its true step, band * in / out, is near a whole number; its width covers the drift.
+    Returns the outputs per band, the step between bands, the first input of the first band (both in
+    pixels) and the weights float32 [N, w * channels, band * channels]. The weights act on interleaved
+    channels: each is the Kronecker product of a band with the identity. The band size makes the true
+    step, band * in / out, nearly an integer; the width w covers the drift.
     """
     ratio = n_in / n_out
 
@@ -86,18 +86,17 @@ def area_resize(
     window: tuple[int, int, int, int] | None = None,
 ) -> np.ndarray:
     """Resize uint8 [H, W, C] to uint8 [height, width, C] by averaging over the area of each output
-    pixel, rounding half to even. Works up and down.
+    pixel, rounding half to even. Enlarges and shrinks.
 
-    `window` = (top, left, rows, columns) computes only that part of the result, at its share of
-    the cost.
+    `window` = (top, left, rows, columns) computes only that part, uint8 [rows, columns, C], at a
+    proportional cost.
     """
     top, left, rows, columns = window or (0, 0, height, width)
     if image.shape[:2] == (height, width):
         return np.ascontiguousarray(image[top : top + rows, left : left + columns])
     n_rows, n_columns, channels = image.shape
 
-    # The bands that the window touches, and the input columns x0 .. x1 that these touch; some of
-    # them may lie beyond the borders.
+    # The bands in the window, and their input columns x0 .. x1, which may extend beyond the borders.
     band, step, start, across = _horizontal(n_columns, width, channels)
     b0, b1 = left // band, -(-(left + columns) // band)
     across = across[b0:b1]
@@ -117,7 +116,7 @@ def area_resize(
     reads, down = (array[a0:a1] for array in _vertical(n_rows, height))
     for a in range(0, a1 - a0, _ROWS // _BAND):
         some = slice(a, min(a + _ROWS // _BAND, a1 - a0))
-        wide = max(1, _GATHERED // (reads[some].size * channels))  # pixels across; all, but of huge pictures
+        wide = max(1, _GATHERED // (reads[some].size * channels))  # pixels across; fewer than all for huge pictures
         for begin in range(inside.start, inside.stop, wide):
             gathered = image[:, begin : min(begin + wide, inside.stop)][reads[some]]
             tall = _scratch("tall", *reads[some].shape, gathered.shape[2] * channels)
@@ -139,12 +138,12 @@ def area_resize(
 
     skip = (left - b0 * band) * channels
     out = out.reshape(parts * part_rows, -1)[top - a0 * _BAND :][:rows, skip : skip + columns * channels]
-    # An average of uint8 values needs no clipping: it rounds into [0, 255].
+    # The average of uint8 values rounds into [0, 255] without clipping.
     return np.rint(out, out=out).astype(np.uint8).reshape(rows, columns, channels)
 
 
 def _scratch(name: str, *shape: int) -> np.ndarray:
-    """Memory of this thread, float32, kept between calls: fresh pages cost as much as the products."""
+    """Return this thread's float32 buffer, reused since new memory pages cost as much as the products."""
     size, buffers = math.prod(shape), _local.__dict__
     if name not in buffers or buffers[name].size < size:
         buffers[name] = np.empty(size, np.float32)
@@ -152,6 +151,6 @@ def _scratch(name: str, *shape: int) -> np.ndarray:
 
 
 def _chunks(length: int, cost: int) -> list[slice]:
-    """Slices of `range(length)` that keep a product of `cost` multiplications each within bounds."""
+    """Split `range(length)`, at `cost` multiplications per item, into slices within `_PRODUCT`."""
     step = max(1, _PRODUCT // cost)
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]

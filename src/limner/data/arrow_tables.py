@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files. A row group that claims an impossible number of rows counts as one row."""
+"""Rows of Parquet and Arrow files. A row group with an impossible number of rows counts as one row."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from limner.data.sanitize import environmental
 from limner.errors import UserError
 
 _MAX_GROUP = 1 << 31  # bytes of a row group, which is read as a whole
-_KEPT_BYTES = 1 << 28  # of row groups that stay in memory
-_VALUE = 16  # bytes of a value in memory, of a text without its characters
+_KEPT_BYTES = 1 << 28  # of row groups in memory
+_VALUE = 16  # bytes of a value in memory, without the characters of a text
 
 
 class _Groups:
-    """Arrow tables, loaded when they are needed; the last few stay in memory. Reading at random from a file whose
-    row groups hold many pictures is slow: `limner data prepare` turns it into shards."""
+    """Arrow tables, loaded on demand; the last few stay in memory. Random reads are slow from a file whose row groups
+    hold many pictures: `limner data prepare` converts it to shards."""
 
     def __init__(self, columns: Sequence[str], counts: Sequence[int]) -> None:
         self.columns = list(columns)
         self._counts, self._ends = list(counts), np.cumsum(counts, dtype=np.int64)
-        self._groups: OrderedDict[int, Any] = OrderedDict()  # None for what is damaged
+        self._groups: OrderedDict[int, Any] = OrderedDict()  # None for a damaged table
         self._lock = Lock()
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def _load(self, group: int) -> Any:
-        """A table of Arrow. Raises what pyarrow raises if it is damaged."""
+        """Load an Arrow table. Raises pyarrow's exceptions if it is damaged."""
         raise NotImplementedError
 
     def row(self, index: int) -> dict[str, Any]:
@@ -72,15 +72,15 @@ class Parquet(_Groups):
             meta = self._file.metadata
             names, columns = self._file.schema_arrow.names, range(meta.num_columns)
             groups = [meta.row_group(group) for group in range(meta.num_row_groups)]
-            # Values may begin as the one before, which pyarrow writes out: each may be as long as all of the column.
+            # DELTA_BYTE_ARRAY shares prefixes, which pyarrow expands: each value may be as long as the column.
             self._prefixed = {i for g in groups for i in columns if "DELTA_BYTE_ARRAY" in g.column(i).encodings}
-            # A value that many rows share is kept once: otherwise 50 kB may spell 20,000 texts of a megabyte.
+            # A dictionary holds a repeated value once: without it, 50 kB may expand to 20,000 texts of 1 MB.
             kinds = {i: meta.schema.column(i) for i in columns if i not in self._prefixed}
             shared = [kind.path for kind in kinds.values() if kind.physical_type == "BYTE_ARRAY"]
             self._file = parquet.ParquetFile(path, metadata=meta, read_dictionary=shared)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise UserError(f"{path} is not a Parquet file: {_first_line(error)}") from None
-        # Each row holds a caption or a picture, so more rows than bytes are a damaged number.
+        # Each row holds a caption or a picture, so a number of rows above that of bytes is damaged.
         super().__init__(names, [group.num_rows if 0 <= group.num_rows <= size else 1 for group in groups])
 
     def _load(self, group: int) -> Any:
@@ -102,8 +102,8 @@ class Parquet(_Groups):
 
 
 class Arrow(_Groups):
-    """A file of Arrow's IPC formats: the stream that `datasets` writes, or the one with a footer. Its batches stay
-    in the file, which is mapped into memory."""
+    """An Arrow IPC file: a stream, as `datasets` writes, or a file with a footer. Memory-mapping leaves its batches in
+    the file."""
 
     def __init__(self, path: Path) -> None:
         pyarrow = _pyarrow(path)
@@ -135,7 +135,7 @@ class Arrow(_Groups):
         columns = []
         for column in self._batches[group].columns:
             text = pyarrow.types.is_string(column.type)
-            # pyarrow would follow offsets beyond the data; text is checked cell by cell.
+            # Without validation pyarrow follows offsets beyond the data. `_arrow_row` checks UTF-8 per cell.
             (column.view(pyarrow.binary()) if text else column).validate(full=True)
             columns.append(column)
         return pyarrow.Table.from_arrays(columns, names=self.columns)
@@ -159,7 +159,7 @@ def _arrow_row(table: Any, offset: int) -> dict[str, Any]:
         try:
             row[name] = column[offset].as_py()
         except UnicodeDecodeError:
-            row[name] = "\udc80"  # reported as "caption is not UTF-8" if it is one
-        except (ValueError, OverflowError):  # times that Python cannot hold
+            row[name] = "\udc80"  # in a caption: rejected as "caption is not UTF-8"
+        except (ValueError, OverflowError):  # times that Python cannot represent
             row[name] = column[offset].cast("string").as_py()
     return row

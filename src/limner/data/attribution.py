@@ -1,8 +1,8 @@
-"""Whose pictures a model has learned from, by their metadata: the set, author, license and source of each.
+"""Attribution of training pictures from their metadata: set, author, license and source.
 
-A table is a list of rows {"set", "author", "license", "source": text where it is known, "pictures": how many}, the
-most pictures first. It has `ROWS` rows at most; the pictures of all others are counted in a last row that names
-nobody. Pictures without a license and an author are in no row.
+A table is a list of rows {"set", "author", "license", "source": text if known, "pictures": their number}, sorted by
+descending number. It has at most `ROWS` such rows; a last row that holds only "pictures" counts the remaining ones.
+Rows count only pictures with a license or an author.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _Row = tuple[str, ...]
 
 
 def attribution(source: Source) -> list[dict[str, Any]]:
-    """The table of a source's pictures, each counted once in a row. Those whose metadata cannot be read are left out.
+    """Return the table of a source's pictures, without those whose metadata is unreadable.
 
-    A picture that was made of others says whose these are in mappings of its metadata: it is in their rows, too.
+    A picture counts once in a row. If mappings in its metadata attribute parts of it, it counts in their rows, too.
     """
     return _table((row, 1) for meta in _metadata(source) for row in sorted(_rows(meta)))
 
@@ -36,9 +36,9 @@ def _rows(meta: Mapping[str, Any]) -> set[_Row]:
 
 
 def united(*tables: object) -> list[dict[str, Any]]:
-    """Several tables in one. They may come from strangers: what is not a valid row is left out.
+    """Merge tables. The tables are untrusted: invalid rows are omitted.
 
-    Tables may count the same pictures, so a row that several have gets its largest count, not the sum.
+    Tables may count the same pictures, so a row in several tables gets its largest count, not the sum.
     """
     most: dict[_Row, int] = {}
     for table in tables:
@@ -61,7 +61,7 @@ def _row(meta: Mapping[str, Any]) -> _Row:
 
 
 def _table(counted: Iterable[tuple[_Row, int]]) -> list[dict[str, Any]]:
-    """After `ROWS` different rows the rest is counted in one, so that memory stays bounded."""
+    """Sum counts by row. After `ROWS` different rows, one row counts the rest, to bound memory."""
     counts: Counter[_Row] = Counter()
     others = 0
     for row, count in counted:

@@ -1,19 +1,19 @@
-"""The paper's two augmentations.
+"""The two augmentations of Ramesh et al. 2021.
 
-`augment_dvae` is Listing 1 of Ramesh et al. 2021 (appendix A.2), `augment_prior` Listing 2 (appendix
-B.2): the same integer arithmetic, the same bounds (upper ends exclusive where TensorFlow's are), the
-same rounding, the draws in the same order. Every picture is uint8 [H, W, 3].
+`augment_dvae` is Listing 1 (appendix A.2), `augment_prior` Listing 2 (appendix B.2), with the same
+integer arithmetic, bounds (upper ends exclusive where TensorFlow's are), rounding and order of random
+draws. Every picture is uint8 [H, W, 3].
 
-Where we differ, and why:
+Differences from the listings:
 
-- The random numbers are NumPy's. TensorFlow's graph-level generator cannot be reproduced.
-- The listings fail on pictures whose shorter side is below `size`. Here the resized side `t` is never
-  less than `size`, so that such pictures are scaled up; for all others nothing changes.
+- NumPy draws the random numbers. TensorFlow's graph-level generator cannot be reproduced.
+- The listings fail on pictures whose shorter side is below `size`. Here the resized side `t` is at
+  least `size`, which enlarges such pictures and leaves larger ones unchanged.
 - The listings resize with `align_corners=True`. For the AREA method TensorFlow then averages over
-  cells of (in - 1) / (out - 1) rather than in / out pixels: output pixel i covers
-  [i s, (i + 1) s), the last one reaching past the border (clamped there). The grids drift apart by
-  less than one input pixel over the whole picture. We take the true cells, in / out, which cover the
-  picture exactly once.
+  cells of s = (in - 1) / (out - 1) rather than in / out pixels: output pixel i covers
+  [i s, (i + 1) s), clamped at the border. The grids drift apart by less than one input pixel over
+  the whole picture. limner averages over the true cells, in / out, which cover the picture exactly
+  once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Augment = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]
 
 
 def augment_dvae(image: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Listing 1: a random square, resized to between 9/8 and 12/8 of `size`, a random crop of it,
-    flipped left to right half of the time. uint8 [H, W, 3] -> uint8 [size, size, 3]."""
+    """Apply Listing 1: random square, resize to between 9/8 and 12/8 of `size`, random crop, and
+    horizontal flip with probability 1/2. uint8 [H, W, 3] -> uint8 [size, size, 3]."""
     h, w = image.shape[:2]
     s_min = min(h, w)
     y, x = _random_crop(h, w, s_min, rng)
@@ -43,8 +43,8 @@ def augment_dvae(image: np.ndarray, size: int, rng: np.random.Generator) -> np.n
 
 
 def augment_prior(image: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Listing 2: a nearly central square, resized to between `size` and 9/8 of it, a random crop of
-    that; no flip, since pictures may show writing. uint8 [H, W, 3] -> uint8 [size, size, 3]."""
+    """Apply Listing 2: nearly central square, resize to between `size` and 9/8 `size`, random crop;
+    no flip, since pictures may show text. uint8 [H, W, 3] -> uint8 [size, size, 3]."""
     h, w = image.shape[:2]
     s_min = min(h, w)
     y, x = (
@@ -57,7 +57,7 @@ def augment_prior(image: np.ndarray, size: int, rng: np.random.Generator) -> np.
 
 
 def augment_none(image: np.ndarray, size: int, rng: np.random.Generator | None = None) -> np.ndarray:
-    """The central square, resized: what evaluation and cached tokens see. Draws nothing."""
+    """Resize the central square, for evaluation and cached tokens. Does not use `rng`."""
     h, w = image.shape[:2]
     s_min = min(h, w)
     y, x = (h - s_min) // 2, (w - s_min) // 2
@@ -65,7 +65,7 @@ def augment_none(image: np.ndarray, size: int, rng: np.random.Generator | None =
 
 
 def _random_crop(h: int, w: int, size: int, rng: np.random.Generator) -> tuple[int, int]:
-    """`tf.image.random_crop`: the top left corner, uniform over all places, row before column."""
+    """Draw the top left corner of `tf.image.random_crop`: uniform, row before column."""
     return int(rng.integers(0, h - size + 1)), int(rng.integers(0, w - size + 1))
 
 
@@ -73,12 +73,12 @@ AUGMENTS: dict[str, Augment] = {"dvae": augment_dvae, "prior": augment_prior, "n
 
 
 def largest_side(augment: str, size: int) -> int:
-    """The largest side `t` to which an augmentation resizes its square before the last crop."""
+    """Return the largest side `t` to which an augmentation resizes its square before the last crop."""
     return max(size, round({"dvae": 12 / 8, "prior": 9 / 8, "none": 1}[augment] * size))
 
 
 def get_augment(name: str) -> Augment:
-    """An augmentation by name; a wrong name is a `UserError`."""
+    """Return an augmentation by name. Raises `UserError` if the name is unknown."""
     if name not in AUGMENTS:
         raise UserError(f'there is no augmentation "{name}": choose one of {", ".join(AUGMENTS)}')
     return AUGMENTS[name]

@@ -1,4 +1,4 @@
-"""Pictures to the bytes of a file, in memory."""
+"""Encode pictures as PNG or JPEG in memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def image_bytes(
     optimize: bool = False,
     pnginfo: PngInfo | None = None,
 ) -> bytes:
-    """A picture, uint8 [H, W, 3] or Pillow's, as a PNG or a JPEG.
+    """Encode a picture, uint8 [H, W, 3] or Pillow's, as PNG or JPEG.
 
-    `quality` is of a JPEG; `optimize` takes longer for a smaller PNG, and `pnginfo` is the text in it.
+    `quality` is for JPEG. For PNG, `optimize` spends time on a smaller file and `pnginfo` adds text.
     """
     if isinstance(picture, np.ndarray):
         picture = Image.fromarray(picture)

@@ -1,4 +1,4 @@
-"""Folders of pictures with captions beside them, a/b.jpg and a/b.txt."""
+"""Folders of pictures with captions in text files, a/b.jpg and a/b.txt."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from limner.data.shard_reader import IMAGE_SUFFIXES
 
 
 class FolderSource:
-    """Pictures and the `.txt` files of the same name beside them.
+    """A source of pictures with captions in `.txt` files of the same folder and name.
 
     An element is a picture, or a caption without one. Of several pictures with one name (`a.png`, `a.jpg`) the first
-    has the caption, and each of the others is rejected: one could otherwise be trained on and the other held out.
+    has the caption. The others are rejected: one could otherwise be trained on and another held out.
     """
 
     def __init__(self, files: Sequence[Path], root: Path) -> None:
-        """Folders below `root` may name splits."""
+        """The names of folders below `root` may give splits."""
         stems: dict[Path, tuple[list[Path], list[Path]]] = {}
         for file in files:
             kind = file.suffix[1:].lower()
@@ -33,7 +33,7 @@ class FolderSource:
             for image in images[1:]:
                 self._second.add(len(self._pairs))
                 self._pairs.append((image, None))
-        #: whether any picture has a caption
+        #: True if any picture has a caption.
         self.captioned = any(image and text for image, text in self._pairs)
         if not any(image for image, _ in self._pairs):
             self._pairs = []

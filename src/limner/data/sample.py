@@ -34,7 +34,7 @@ class Sample:
 
 
 class Rejected(Exception):
-    """A sample cannot be used. `reason` is short and constant for each kind of defect."""
+    """The exception for an unusable sample. `reason` is short and constant for each kind of defect."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -43,9 +43,10 @@ class TableFile(Protocol):
 
 
 class TableSource:
-    """A source of the rows of tables. Among several tables, an unreadable table counts as one element.
+    """A source of the rows of tables. Among several tables, an unreadable one counts as one element.
 
-    Raises `UserError` if a single table is unreadable, or if a column is not found."""
+    Raises `UserError` if a single table is unreadable, if pyarrow is missing, or if a column is not found.
+    """
 
     def __init__(
         self,
