@@ -1,25 +1,24 @@
-"""Decoding: keys and values of what each layer's pattern can still see, and no more.
+"""A decoding cache: the keys and values that later positions can still see under each layer's pattern.
 
-The prefix is the same for all candidates of a caption: its keys and values are stored once and read
-once per step. Of the image, a candidate holds
+All candidates of a caption share the prefix, whose keys and values are stored once and read once per step. For the
+image, a candidate holds
 
     row     a ring of w + 1 positions
     conv    a ring of (k // 2) (w + 1) + 1 positions, of which a mask hides those outside the window
-    column  a ring of h positions for each column, of which a step reads its own
+    column  a ring of h positions for each column, of which a step reads one
     dense   a ring of all S
 
-as its pattern says (`patterns.py`): a step reads the ring of its line, less what is not written yet, and a mask
-hides the pattern's holes.
-At the paper's size (64 layers, 32 x 32 tokens) that is 283 positions per layer on average, where a dense
-cache holds 1,280 and the text again for each candidate. A candidate's states are stored in the model's own
-format, or as int8 with a scale for each position and head.
+as `patterns.py` defines. A step reads the written slots of its line's ring, and a mask hides the pattern's holes.
+At the paper's size (64 layers, 32 x 32 tokens) a candidate holds 283 positions per layer on average. A dense cache
+holds 1,280, with a copy of the text for each candidate. A candidate's states are stored in the model's format, or as
+int8 with a scale for each position and head.
 
-A position is a number, or a tensor [1]. With a tensor, every step does the same operations on the same memory, so
-that one step can be recorded and replayed (`sampling/cuda_graph.py`). In return it reads the whole ring, also slots
-that are not written yet, and hides those by a mask. On a GPU one kernel does all of it (`triton_decode.py`).
+A position is an integer or a tensor [1]. With a tensor, every step runs the same operations on the same memory, so
+that a CUDA graph can replay it (`sampling/cuda_graph.py`). The trade-off: a step reads the whole ring and masks
+unwritten slots. On a GPU one kernel does the whole step (`triton_decode.py`).
 
-Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width; n positions held, L lines of
-which a step reads one (the columns, of a pattern that sees only its own; others have one line); K rows kept.
+Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width; n positions held, L lines (the
+columns of a pattern that sees only its own column, else 1), of which a step reads one; K rows kept.
 """
 
 from __future__ import annotations
@@ -39,34 +38,34 @@ from limner.numerics.compile_elementwise import triton_launches
 
 Position = int | Tensor  # a tensor is int64 [1]
 
-_PART = 4  # once a quarter of a line is written, all of it is read and the rest masked: a product copies slices
+_PART = 4  # once a quarter of a line is written, a step reads the whole line under a mask: a product copies slices
 
 
 class Store:
-    """States of candidates, [L, M, H, n / L, C], in the model's format. A line lies together."""
+    """Keys or values of candidates, [L, M, H, n / L, C], in the model's format. A line is contiguous."""
 
     def __init__(self, like: Tensor, lines: int, n: int) -> None:
-        """Empty, for the candidates, heads, width and format of `like` [M, H, ..., C]."""
+        """Allocate for the candidates, heads, width and format of `like` [M, H, ..., C]."""
         self.parts: list[Tensor] = [like.new_zeros(lines, *like.shape[:2], n // lines, like.shape[-1])]
 
     def write(self, line: Position, slot: Position, x: Float[Tensor, "M H C"]) -> None:
-        """Keep the states of one position of each candidate."""
+        """Store the states of one position of each candidate."""
         self.parts[0][line, :, :, slot] = x
 
     def read(self, line: Position, slots: slice) -> Float[Tensor, "M H slots C"]:
-        """The states of these positions of a line."""
+        """Return the states in `slots` of a line."""
         return _line(self.parts[0], line)[:, :, slots]
 
     def expand(self, n: int) -> Store:
-        """Each candidate `n` times."""
+        """Repeat each candidate `n` times."""
         return self._with([part.repeat_interleave(n, 1) for part in self.parts])
 
     def keep(self, rows: Int64[Tensor, " K"]) -> Store:
-        """Only the candidates `rows`."""
+        """Return the candidates `rows` only."""
         return self._with([part[:, rows] for part in self.parts])
 
     def at(self, memory: Iterator[Tensor]) -> Store:
-        """The same states, held in the next tensors of `memory`."""
+        """Return a store backed by the next tensors of `memory`, which hold the same states."""
         return self._with([next(memory) for _ in self.parts])
 
     def _with(self, parts: list[Tensor]) -> Store:
@@ -80,7 +79,7 @@ class Store:
 
 
 class Int8Store(Store):
-    """As 8-bit integers, each position and head with the scale that its largest value needs."""
+    """A store in int8, with a scale absmax / 127 for each position and head."""
 
     def __init__(self, like: Tensor, lines: int, n: int) -> None:
         super().__init__(like, lines, n)
@@ -98,15 +97,15 @@ class Int8Store(Store):
 
 
 def _line(part: Tensor, line: Position) -> Tensor:
-    """One of a part's lines [M, H, n / L, C]; a copy if the number is a tensor and there are several."""
+    """Return a line of a part, [M, H, n / L, C]; a copy if `line` is a tensor and the part has several lines."""
     return part[0] if len(part) == 1 else part[line].view(part.shape[1:])
 
 
 @dataclass
 class LayerCache:
-    """One layer's keys and values: prefix [B, H, P, C], and those of the image.
+    """Keys and values of one layer: prefix [B, H, P, C] and image.
 
-    `hole_bias` [n / L] is -inf for the pattern's holes, what is held and not seen, by steps back in a line, else 0.
+    `hole_bias` [n / L], by steps back in a line, is -inf at the pattern's holes (positions held but not seen), else 0.
     """
 
     lines: int
@@ -125,26 +124,26 @@ class LayerCache:
         values: Float[Tensor, "B H P C"],
         store: type[Store] = Store,
     ) -> LayerCache:
-        """After the prefix was read, whose keys and values these are; one candidate each."""
+        """Return the cache after the prefix, given its keys and values, with one candidate per caption."""
         empty = (store(x, pattern.lines, pattern.held) for x in (keys, values))
         hole_bias = _hole_bias(pattern, keys.device, keys.dtype)
         return cls(pattern.lines, pattern.holes, hole_bias, keys, values, *empty)
 
     def expand(self, n: int) -> LayerCache:
-        """`n` candidates of each caption that go on from here: B -> B * n; the prefix stays shared."""
+        """Repeat each caption's candidates `n` times, M -> M * n; the prefix stays shared."""
         return replace(self, keys=self.keys.expand(n), values=self.values.expand(n))
 
     def keep(self, rows: Int64[Tensor, " K"]) -> LayerCache:
-        """These rows alone, as many of each caption."""
+        """Return candidates `rows` only, the same number for each caption."""
         return replace(self, keys=self.keys.keep(rows), values=self.values.keep(rows))
 
     @property
     def memory(self) -> list[Tensor]:
-        """All that it holds."""
+        """All tensors of the cache."""
         return [self.prefix_keys, self.prefix_values, *self.keys.parts, *self.values.parts]
 
     def at(self, memory: Iterator[Tensor]) -> LayerCache:
-        """The same in the next of these tensors, which are in the order of `memory`."""
+        """Return a cache backed by the next tensors of an iterator, in the order of the property `memory`."""
         prefix = {"prefix_keys": next(memory), "prefix_values": next(memory)}
         return replace(self, **prefix, keys=self.keys.at(memory), values=self.values.at(memory))
 
@@ -155,7 +154,7 @@ class LayerCache:
         k: Float[Tensor, "M H 1 C"],
         v: Float[Tensor, "M H 1 C"],
     ) -> Float[Tensor, "M H 1 C"]:
-        """Store the keys and values of an image position and attend from it."""
+        """Store the key and value of an image position and return the attention output at that position."""
         if isinstance(position, Tensor) and self._one_kernel(q, k, v):
             from limner.layers import triton_decode
 
@@ -174,12 +173,12 @@ class LayerCache:
         by_image = q @ keys.transpose(2, 3)
         if (bias := self._bias(step, slots)) is not None:
             by_image = by_image + bias
-        weights = torch.cat([by_prefix, by_image], -1).softmax(-1)  # accumulates in fp32 whatever the format
+        weights = torch.cat([by_prefix, by_image], -1).softmax(-1)  # accumulates in fp32 for every format
         of_prefix = weights[..., :p].view(b, -1, heads, p).transpose(1, 2) @ self.prefix_values
         return of_prefix.transpose(1, 2).reshape(q.shape) + weights[..., p:] @ values
 
     def _one_kernel(self, *states: Tensor) -> bool:
-        """Whether `triton_decode.py` attends: on a GPU, to states in the model's format, unless all is compiled."""
+        """Return True if `triton_decode.py` attends: on a GPU, in the model's format, outside `torch.compile`."""
         if not triton_launches(states[0]) or type(self.keys) is not Store:
             return False
         from limner.layers import triton_decode
@@ -187,14 +186,14 @@ class LayerCache:
         return triton_decode.takes(*states, self.prefix_keys, self.prefix_values, self.keys.parts[0])
 
     def _slots(self, step: Position) -> slice:
-        """The slots of its line to read for the line's `step`-th position."""
+        """Return the slots to read for the `step`-th position of a line."""
         ring = len(self.hole_bias)
         there = ring if isinstance(step, Tensor) else min(step + 1, ring)
         return slice(ring if there > ring // _PART else there)
 
     def _bias(self, step: Position, slots: slice) -> Tensor | None:
-        """-inf for slots that the position must not see, else 0; None if it sees all of them."""
-        ahead = isinstance(step, Tensor) or slots.stop > step + 1  # slots that are not written yet are read
+        """Return -inf for slots that the position must not see, else 0; None if it sees all slots."""
+        ahead = isinstance(step, Tensor) or slots.stop > step + 1  # the slice has unwritten slots
         if not ahead and not self.holes:
             return None
         back = (step - torch.arange(slots.stop, device=self.hole_bias.device)) % len(self.hole_bias)
@@ -204,7 +203,7 @@ class LayerCache:
 
 @lru_cache(maxsize=16)
 def _hole_bias(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """By steps back in a line: -inf where the pattern does not see that far position, else 0: [n / L]."""
+    """Return -inf for the steps back in a line that the pattern does not see, else 0: [n / L]."""
     with torch.inference_mode(False):
         seen = pattern.sees(pattern.lines * torch.arange(pattern.ring, device="cpu"))
         return torch.zeros(pattern.ring, device="cpu").masked_fill_(~seen, -torch.inf).to(device, dtype)
@@ -212,35 +211,35 @@ def _hole_bias(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Te
 
 @dataclass
 class Cache:
-    """All layers' caches; `length` image positions have been read."""
+    """The caches of all layers, with `length` image positions read."""
 
     layers: Sequence[LayerCache]
     length: Position = 0
 
     def expand(self, n: int) -> Cache:
-        """`n` candidates of each caption, which go on from here."""
+        """Repeat each caption's candidates `n` times, M -> M * n."""
         return Cache([layer.expand(n) for layer in self.layers], self.length)
 
     def keep(self, rows: Int64[Tensor, " K"]) -> Cache:
-        """These rows alone, as many of each caption."""
+        """Return candidates `rows` only, the same number for each caption."""
         return Cache([layer.keep(rows) for layer in self.layers], self.length)
 
     def copy(self) -> Cache:
-        """A copy in memory of its own."""
+        """Return a deep copy."""
         memory = (x.clone() for x in self.memory)
         return Cache([layer.at(memory) for layer in self.layers], self.length)
 
     @property
     def memory(self) -> list[Tensor]:
-        """All that it holds."""
+        """All tensors of the cache."""
         return [x for layer in self.layers for x in layer.memory]
 
     def cores(self) -> list[Core]:
-        """Each layer's attention at the next position."""
+        """Return each layer's attention at the next position."""
         return [partial(layer.append, self.length) for layer in self.layers]
 
     def advance(self) -> None:
-        """One more position has been read."""
+        """Count one more position as read."""
         self.length += 1
 
     @property
@@ -249,13 +248,13 @@ class Cache:
 
     @property
     def bytes_per_candidate(self) -> int:
-        """Memory that one more candidate takes."""
+        """Bytes that one more candidate takes."""
         return sum(x.keys.bytes_per_candidate + x.values.bytes_per_candidate for x in self.layers)
 
 
 class Together:
-    """Caches at different positions that share a step. To the rest of the model their rows are one batch, cache after
-    cache; attention is computed for each cache alone."""
+    """Caches at different positions that share a step. Their rows form one batch, cache after cache; attention is
+    computed per cache."""
 
     def __init__(self, caches: Sequence[Cache]) -> None:
         self.caches = caches

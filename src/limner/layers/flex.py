@@ -1,11 +1,11 @@
-"""Sparse attention on a GPU: torch's FlexAttention, which Inductor makes a Triton kernel of.
+"""Sparse attention on a GPU by torch's FlexAttention, which Inductor compiles to a Triton kernel.
 
-What `sparse.py` copies, multiplies and normalises in turn is here one kernel, whose scores never leave the chip, and
-one more for the gradients. It goes over squares of 128 queries and 128 keys and leaves out those where no query sees a
-key; it applies the mask where some do. Where positions see only their own column, the image is transposed first, so
-that what is seen lies together, as in `sparse.py`.
+One kernel replaces the copies, products and softmax of `sparse.py` and keeps scores on the chip; another computes the
+gradients. The kernel skips blocks of 128 queries and 128 keys where no query sees a key, and applies the mask in
+partly visible blocks. For patterns that see only their own column, the image is transposed first, so that visible
+keys are contiguous, as in `sparse.py`.
 
-The first call of each pattern compiles, which takes some seconds; torch keeps what it made on disk.
+The first call of each pattern compiles for some seconds; torch caches the code on disk.
 
 Shapes: B batch, H heads, P prefix, h x w grid, N = P + h * w positions, C head width.
 """
@@ -25,15 +25,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from limner.layers.patterns import Pattern
 from limner.numerics.compile_elementwise import specialised, triton_runs
 
-_RUNS = 8  # of consecutive offsets that a kernel compares one by one, at most
-_BLOCK = 128  # queries, and keys
-_NARROWEST = 16  # head width of a product on tensor cores
+_RUNS = 8  # at most: a kernel compares runs of consecutive offsets one by one
+_BLOCK = 128  # queries and keys of a block
+_NARROWEST = 16  # least head width of a product on tensor cores
 
 Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class _Kernel:
-    """The compiled function, once for all models, and whether it works here."""
+    """The compiled FlexAttention of all models. `works` is False after a compilation failed."""
 
     def __init__(self) -> None:
         self.works, self._compiled = True, None
@@ -52,7 +52,7 @@ _kernel = _Kernel()
 
 
 def takes(pattern: Pattern, q: Tensor) -> bool:
-    """Whether `attend` computes this: on a GPU with Triton, for a pattern of few runs, and with memory behind q."""
+    """Return True if `attend` supports q: a GPU tensor with Triton, not fake, and a pattern of few runs."""
     return (
         _kernel.works
         and triton_runs(q)
@@ -66,15 +66,15 @@ def takes(pattern: Pattern, q: Tensor) -> bool:
 def attend(
     pattern: Pattern, prefix: int, q: Float[Tensor, "B H N C"], k: Float[Tensor, "B H N C"], v: Float[Tensor, "B H N C"]
 ) -> Float[Tensor, "B H N C"] | None:
-    """softmax(q k^T / sqrt(C)) v under the mask `visible(pattern, prefix)`; None if the kernel cannot be made here, of
-    which a warning tells once."""
+    """Return softmax(q k^T / sqrt(C)) v under the mask `visible(pattern, prefix)`; None, with one warning, if the
+    kernel fails to compile or run."""
     if pattern.by_column:
         q, k, v = (_turned(x, prefix, pattern.grid) for x in (q, k, v))
     try:
         y = _kernel(q, k, v, _block_mask(pattern, prefix, q.device))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of torch's compiler, which raises many kinds
+    except Exception as error:  # torch's compiler raises many kinds
         _kernel.works = False
         reason = str(error).strip().partition("\n")[0]
         warnings.warn(f"FlexAttention does not work here ({reason}): sparse attention is slower", stacklevel=2)
@@ -85,19 +85,19 @@ def attend(
 
 @lru_cache(maxsize=32)
 def runs(pattern: Pattern) -> list[tuple[int, int]]:
-    """First and last of consecutive steps back, along a line of neighbours, that a position sees."""
+    """Return first and last step of each run of consecutive visible steps back along a line."""
     steps = [back // pattern.lines for back in pattern.offsets]
     firsts, lasts = ([n for n in steps if n + aside not in steps] for aside in (-1, 1))
     return list(zip(firsts, lasts, strict=True))
 
 
 def sees(pattern: Pattern, prefix: int, device: torch.device) -> Seen:
-    """(batch, head, query, key) -> whether the query sees the key, as FlexAttention asks: by the numbers of positions,
-    of an image that lies by columns if the pattern does."""
+    """Return FlexAttention's mask function, (batch, head, query, key) -> True if the query sees the key. Arguments are
+    indices; if `pattern.by_column`, the image is in column order."""
     (least, most), *others = runs(pattern)
     places = torch.arange(prefix + pattern.grid[0] * pattern.grid[1], device=device) - prefix
     length = len(places) - prefix if pattern.lines == 1 else pattern.grid[0]
-    begin = (prefix + places - places % length).int()  # of a position's line; a kernel divides slowly
+    begin = (prefix + places - places % length).int()  # of the line; division is slow in a kernel
 
     def seen(_b: Tensor, _h: Tensor, q: Int64[Tensor, ""], k: Int64[Tensor, ""]) -> Bool[Tensor, ""]:
         back = q - k
@@ -121,5 +121,5 @@ def _block_mask(pattern: Pattern, prefix: int, device: torch.device) -> Any:
 
 
 def _turned(x: Tensor, prefix: int, grid: tuple[int, int]) -> Tensor:
-    """[B, H, N, C] with the image's positions by columns instead of rows."""
+    """Return x [B, H, N, C] with the image's positions by columns instead of rows."""
     return torch.cat([x[:, :, :prefix], x[:, :, prefix:].unflatten(2, grid).transpose(2, 3).flatten(2, 3)], 2)

@@ -1,21 +1,20 @@
-"""Products of 8-bit integers, back in floating point (Wortsman et al. 2023, §2.2.1, equations 2 and 4).
+"""Products of 8-bit integers, scaled back to floating point (Wortsman et al. 2023, §2.2.1, equations 2 and 4).
 
     y = scale_a scale_b^T * (a b^T) + bias
 
 a b^T is summed in 32-bit integers, so it is exact, and all kernels give the same sums:
 
     reference   in fp64, which holds integers up to 2^53: readable, for any device and shape
-    _int_mm     torch's: oneDNN on CPUs (VNNI, AMX), cuBLAS on GPUs, which takes multiples of 8 alone
+    _int_mm     torch's: oneDNN on CPUs (VNNI, AMX), cuBLAS on GPUs, which takes only multiples of 8
     triton      ours (`triton_int8.py`), on GPUs where Triton is installed: scales and bias within the kernel
 
-Some CPUs without VNNI add pairs of products in 16 bits, where 255 * 127 * 2 does not fit. So before its first use
-`_int_mm` multiplies the largest numbers there are, and small matrices in all layouts; if a sum is wrong, the reference
-takes over. A product whose shape a kernel cannot take goes to the reference too; both are counted with the reason
-(`kernel_counter.py`).
+Some CPUs without VNNI add pairs of products in 16 bits, where 255 * 127 * 2 overflows. So `is_exact` tests `_int_mm`
+before its first use on the largest magnitudes and, on CPUs, on small matrices in all layouts. If a sum is wrong, or a
+kernel does not support a shape, the reference computes the product, counted with the reason (`kernel_counter.py`).
 
 On a CPU a product is computed a few rows at a time, and scaled while its int32 sums are in the cache.
-(`onednn.qlinear_pointwise` gives fp32 directly, but is no faster than this on unsigned inputs, needs its weights laid
-out first, and takes minutes with signed inputs where it has no kernel for them.)
+(`onednn.qlinear_pointwise` gives fp32 directly, but is not faster on unsigned inputs, needs reordered weights, and
+takes minutes with signed inputs on CPUs for which it lacks a kernel.)
 
 Shapes: m rows of inputs, n of weights, k summed over.
 """
@@ -34,8 +33,8 @@ from limner.layers.vmap_loop import looped
 from limner.numerics.compile_elementwise import triton_runs
 
 _AT_ONCE = 1 << 20  # int32 sums of a part of a product on a CPU: 4 MB
-_ROWS = 64  # of a part at least, since oneDNN lays the weights out anew for each
-_MOST = (2**31 - 1) // 127**2  # k up to which sums fit into 32 bits
+_ROWS = 64  # of a part at least, since oneDNN reorders the weights for each part
+_MOST = (2**31 - 1) // 127**2  # largest k whose sums fit into 32 bits
 
 
 def product(
@@ -49,36 +48,37 @@ def product(
     tally: Tensor | None = None,
     of: Product = "forward",
 ) -> Float[Tensor, "m n"]:
-    """scale_a scale_b^T * (a b^T) + bias: [m, n] in `dtype`.
+    """Return scale_a scale_b^T * (a b^T) + bias, [m, n] in `dtype`.
 
     Args:
         a, b: int8 [m, k] and [n, k], no entry -128, with any strides.
         scale_a, scale_b: fp32 [m] or [], [n] or [].
         bias: [n].
-        tally, of: in whose tally (`Tally.number`), if any, and as which product, it is counted.
+        tally: `Tally.number` of the tally that counts the product, if any.
+        of: the product's role, for the tally.
     """
     return _product(a, b, scale_a, scale_b, bias, dtype, tally, of)
 
 
 def reference(a: Int8[Tensor, "m k"], b: Int8[Tensor, "n k"]) -> Float[Tensor, "m n"]:
-    """a b^T exactly, as integers in fp64."""
+    """Return a b^T, exact integers in fp64."""
     return a.double() @ b.double().mT
 
 
 def sums(
     a: Int8[Tensor, "m k"], b: Int8[Tensor, "n k"], out: Int32[Tensor, "m n"] | None = None
 ) -> Int32[Tensor, "m n"]:
-    """a b^T by `_int_mm`, in `out` if given."""
+    """Return a b^T by `_int_mm`, in `out` if given."""
     return torch._int_mm(_gemm_operand(a), _gemm_operand(b.mT), out=out)
 
 
 def row_major(x: Shaped[Tensor, "m k"]) -> Shaped[Tensor, "m k"]:
-    """x with the strides (k, 1). (`contiguous()` returns x itself where only the stride of a side of 1 differs.)"""
+    """Return x with strides (k, 1). (`contiguous()` returns x itself if only the stride of a size-1 side differs.)"""
     return x if x.stride() == (x.shape[1], 1) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _gemm_operand(x: Shaped[Tensor, "m k"]) -> Shaped[Tensor, "m k"]:
-    """x if its strides are those of a BLAS matrix, else a row-major copy.
+    """Return x if its strides are those of a BLAS matrix, else a row-major copy.
 
     torch passes a matrix as rows if its last stride is 1, else as columns, and its other stride as the leading
     dimension. oneDNN rejects a leading dimension that is shorter than a row, as in a transposed column with the strides
@@ -89,7 +89,7 @@ def _gemm_operand(x: Shaped[Tensor, "m k"]) -> Shaped[Tensor, "m k"]:
 
 
 def kernel(a: Tensor, b: Tensor) -> tuple[str, str]:
-    """The kernel that multiplies these, and why it is not the fast one ("" if it is)."""
+    """Return the name of the kernel for a b^T, and why it is not the fast one ("" if it is)."""
     (m, k), n = a.shape, len(b)
     if k > _MOST:
         return "reference", f"sums of more than {_MOST:,} products may not fit into 32 bits"
@@ -106,28 +106,28 @@ def kernel(a: Tensor, b: Tensor) -> tuple[str, str]:
 
 @cache
 def is_exact(device: torch.device) -> bool:
-    """Whether `_int_mm` gives exact sums here: of the largest numbers, of random ones, and of small matrices."""
+    """Return True if `_int_mm` is exact on the device: for extreme numbers, random ones and small matrices."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randint(-127, 128, (32, 256), dtype=torch.int8, generator=generator)
     a[:4], a[4:8] = 127, -127
-    a[8:12, ::2], a[12:16, ::2] = 127, -127  # neighbours of both signs
+    a[8:12, ::2], a[12:16, ::2] = 127, -127  # pairs of both signs
     a = a.to(device)
     pairs = [(a, a.flip(0))]
-    if device.type == "cpu":  # the only device whose small products go to `_int_mm`
+    if device.type == "cpu":  # only CPUs pass small products to `_int_mm`
         for m, n, k in itertools.product((1, 2, 3), repeat=3):
             pairs += itertools.product(_layouts(a[-m:, :k]), _layouts(a[16 : 16 + n, :k]))
-    no_sum = torch.iinfo(torch.int32).max  # in what a kernel leaves as it was
+    no_sum = torch.iinfo(torch.int32).max  # marks sums that a kernel does not write
     try:
         return all(
             torch.equal(sums(x, y, a.new_full((len(x), len(y)), no_sum, dtype=torch.int32)).double(), reference(x, y))
             for x, y in pairs
         )
-    except RuntimeError:  # a GPU that has no such product
+    except RuntimeError:  # a GPU without `_int_mm`
         return False
 
 
 def _layouts(x: Tensor) -> list[Tensor]:
-    """x by rows and by columns."""
+    """Return copies of x in row-major and in column-major order."""
     rows, columns = (y.clone(memory_format=torch.contiguous_format) for y in (x, x.mT))
     return [rows, columns.mT]
 

@@ -1,19 +1,18 @@
 """The paper's sparse attention, computed sparsely (Ramesh et al. 2021, §2.2, Figure 11, App. B.1).
 
-`attention.py` says what is visible with a dense mask; here only visible keys are worked on. The image's
-queries are taken in blocks of neighbours, in raster order (where positions see only their own column:
-transposed, so that a column's positions are neighbours). What a block sees of the image then lies in a window
-that ends where the block ends and begins as many positions before it as the pattern reaches
+`attention.py` defines visibility by a dense mask; this module reads only the visible keys and their window. Queries
+of the image are grouped into blocks of consecutive positions in raster order (transposed for patterns that see only
+their own column). The image keys that a block sees are then within a window, which ends with the block and begins
+before it by the reach of the pattern:
 
     row     w
     conv    (k // 2) (w + 1)
     column  0: a block is whole columns
 
-and every position sees all of the prefix. So the keys of a block are the prefix and its window, copied next to
-each other, and one softmax under one small mask runs over both (footnote 7). Work and memory grow with
-S * (P + window), not with (P + S)^2. The prefix sees itself causally. The weights are not kept for the
-backward pass: they are computed again, some heads at a time, so that what is alive at once stays small. On a GPU one
-kernel does all of that where it can (`flex.py`).
+Every image position sees the whole prefix. So the keys of a block are the prefix and its window, concatenated, and one
+softmax under one small mask runs over both (footnote 7). Work and memory grow with S * (P + window), not with
+(P + S)^2. The prefix is causal. The backward pass recomputes the weights, some heads at a time, to bound memory. On a
+GPU one kernel does these steps for the patterns it supports (`flex.py`).
 
 Shapes: B batch, H heads, P prefix, h x w grid, S = h * w, C head width; R some of the B * H sequences,
 n blocks of q queries with m keys each in their windows.
@@ -36,14 +35,14 @@ from limner.layers.patterns import Grid, Pattern
 from limner.numerics.precision import product
 
 _SHORT = 256  # positions up to which a dense mask is as fast
-_QUERIES = 64  # of a block, at least, where the grid allows: small products keep no machine busy
+_QUERIES = 64  # of a block, at least, where the grid allows: small products underuse the hardware
 _ALIGNED = 8  # keys of a block are a multiple of this: odd numbers make slow products
-_WEIGHTS = 3 << 19  # attention weights of a part; several parts are alive at once and fit a CPU's caches
-_GPU_WEIGHTS = 1 << 26  # of a part on a GPU, where launching the kernels of small parts takes longer than they run
+_WEIGHTS = 3 << 19  # attention weights of a part: several parts together fit a CPU's caches
+_GPU_WEIGHTS = 1 << 26  # of a part on a GPU, where kernels of small parts take longer to launch than to run
 
 
 def training_core(pattern: Pattern, prefix: int) -> nn.Module:
-    """How layers of a pattern attend in training: sparsely, except where a mask costs no more."""
+    """Return the attention of a pattern for training: sparse, or masked where a mask costs no more."""
     h, w = pattern.grid
     if len(pattern.offsets) == h * w or prefix + h * w <= _SHORT:
         return MaskedAttention(visible(pattern, prefix))
@@ -51,9 +50,10 @@ def training_core(pattern: Pattern, prefix: int) -> nn.Module:
 
 
 class SparseAttention(nn.Module):
-    """softmax(q k^T / sqrt(C)) v over what the pattern lets each of the P + S positions see.
+    """softmax(q k^T / sqrt(C)) v over the keys that the pattern lets each of the P + S positions see.
 
-    Called with q, k, v [B, H, P + S, C]; equals `attend` under the mask `visible(pattern, prefix)`.
+    Takes q, k, v [B, H, P + S, C]; equals `attend` under the mask `visible(pattern, prefix)`. Raises `ValueError` for
+    another number of positions.
     """
 
     bias: Tensor
@@ -62,7 +62,7 @@ class SparseAttention(nn.Module):
     def __init__(self, pattern: Pattern, prefix: int) -> None:
         super().__init__()
         self.pattern, self.prefix = pattern, prefix
-        lines, line = pattern.grid[::-1] if pattern.by_column else pattern.grid  # of neighbours
+        lines, line = pattern.grid[::-1] if pattern.by_column else pattern.grid  # consecutive positions
         some = next(n for n in range(1, lines + 1) if lines % n == 0 and (n * line >= _QUERIES or n == lines))
         self.queries, self.blocks = some * line, lines // some
         reach = 0 if pattern.by_column else pattern.reach
@@ -83,29 +83,29 @@ class SparseAttention(nn.Module):
         return _Recomputed.apply(self, q, k, v)
 
     def _bias(self) -> Tensor:
-        """0 where a query of a block sees a key, else -inf: [n, q, P + m]."""
+        """Return 0 where a query of a block sees a key, else -inf: [n, q, P + m]."""
         at = torch.arange(1, self.blocks * self.queries + 1, device="cpu").view(1, -1, 1)
         query, key = self._blocks(at)[0], self._windows(at)[0].transpose(1, 2)
         seen = self.pattern.sees(query - key) & (key > 0)  # 0: before the image
         return _hidden(F.pad(~seen, (self.prefix, 0), value=False))
 
     def _blocks(self, x: Tensor) -> Tensor:
-        """Image states in raster order [R, S, C] -> [R, n, q, C]."""
+        """Split image states in raster order into blocks: [R, S, C] -> [R, n, q, C]."""
         return self._neighbours(x).unflatten(1, (self.blocks, self.queries))
 
     def _raster(self, x: Tensor) -> Tensor:
-        """The inverse of `_blocks`."""
+        """Invert `_blocks`."""
         return self._back(x.flatten(1, 2))
 
     def _windows(self, x: Tensor) -> Tensor:
-        """Image states [R, S, C] -> what the blocks see, [R, n, m, C]; zeros before the image."""
+        """Copy image states into the blocks' windows, [R, S, C] -> [R, n, m, C], with zeros before the image."""
         return F.pad(self._neighbours(x), (0, 0, self.reach, 0)).unfold(1, self.window, self.queries).transpose(2, 3)
 
     def _raster_windows(self, x: Tensor) -> Tensor:
-        """The transpose of `_windows`: what lies in several windows [R, n, m, C] is added up, [R, S, C]."""
+        """Sum windows over each position, [R, n, m, C] -> [R, S, C]: the transpose of `_windows`."""
         size = self.blocks * self.queries
         whole = x.new_zeros(len(x), -(-self.window // self.queries) * self.queries + size, x.shape[-1])
-        for begin in range(0, self.window, self.queries):  # a part of all windows, as long as a block, does not overlap
+        for begin in range(0, self.window, self.queries):  # parts as long as a block do not overlap
             part = x[:, :, begin : begin + self.queries]
             whole[:, begin : begin + size].unflatten(1, (self.blocks, -1))[:, :, : part.shape[2]] += part
         return self._back(whole[:, self.reach : self.reach + size])
@@ -117,20 +117,20 @@ class SparseAttention(nn.Module):
         h, w = self.pattern.grid
         return _turned(x, (w, h)) if self.pattern.by_column else x
 
-    # The prefix and the image are two attentions, each with queries, keys and values of its own; the two maps here and
-    # their transposes are all that makes them one.
+    # Prefix and image are two attentions with separate queries, keys and values. `split_queries`, `gather_keys` and
+    # their transposes join them.
 
     def split_queries(self, x: Float[Tensor, "R N C"]) -> tuple[Float[Tensor, "R P C"], Float[Tensor, "Rn q C"]]:
-        """States [R, P + S, C] as queries: the prefix [R, P, C] and blocks of the image [R n, q, C]."""
+        """Split states [R, P + S, C] into queries of the prefix [R, P, C] and of image blocks [R n, q, C]."""
         return x[:, : self.prefix], self._blocks(x[:, self.prefix :]).flatten(0, 1)
 
     def merge_queries(self, parts: Iterable[Tensor]) -> Float[Tensor, "R N C"]:
-        """The inverse of `split_queries`, and its transpose."""
+        """Invert `split_queries`; also its transpose."""
         prefix, blocks = parts
         return torch.cat([prefix, self._raster(blocks.unflatten(0, (-1, self.blocks)))], 1)
 
     def gather_keys(self, x: Float[Tensor, "R N C"]) -> tuple[Float[Tensor, "R P C"], Float[Tensor, "Rn keys C"]]:
-        """States [R, P + S, C] as keys or values: for the prefix [R, P, C], for blocks [R n, P + m, C]."""
+        """Return keys or values [R, P + S, C] for the prefix, [R, P, C], and for blocks, [R n, P + m, C]."""
         p, prefix = self.prefix, x[:, : self.prefix]
         keys = x.new_empty(len(x), self.blocks, p + self.window, x.shape[-1])
         keys[:, :, :p] = prefix[:, None]
@@ -138,13 +138,13 @@ class SparseAttention(nn.Module):
         return prefix, keys.flatten(0, 1)
 
     def scatter_keys(self, parts: Iterable[Tensor]) -> Float[Tensor, "R N C"]:
-        """The transpose of `gather_keys`: what one state was given in several places is added up, [R, P + S, C]."""
+        """Sum the gradients of all copies of a state, [R, P + S, C]: the transpose of `gather_keys`."""
         prefix, keys = parts
         p, keys = self.prefix, keys.unflatten(0, (-1, self.blocks))
         return torch.cat([prefix + keys[:, :, :p].sum(1), self._raster_windows(keys[:, :, p:])], 1)
 
     def weights(self, queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The softmax of scores in `acc_type`, hidden keys at 0, in the keys' format: [R, P, P] and [R n, q, P + m]."""
+        """Return softmax weights, from scores in `acc_type`, in the keys' format: [R, P, P] and [R n, q, P + m]."""
         text, image = (product(q, k.mT) for q, k in zip(queries, keys, strict=True))
         image.unflatten(0, (-1, self.blocks)).add_(self.bias)
         dtype = keys[0].dtype
@@ -152,23 +152,23 @@ class SparseAttention(nn.Module):
 
     @property
     def at_once(self) -> int:
-        """Sequences whose weights are alive at the same time."""
+        """Number of sequences whose weights are in memory together."""
         return self.at_once_on(self.bias.device.type)
 
     def at_once_on(self, device: str) -> int:
-        """The same on a device of that type."""
+        """Return `at_once` for a device type."""
         return max(1, (_WEIGHTS if device == "cpu" else _GPU_WEIGHTS) // self.bias.numel())
 
 
 class _Recomputed(torch.autograd.Function):
-    """softmax(q k^T / sqrt(C)) v a few sequences at a time; backward computes the weights again."""
+    """softmax(q k^T / sqrt(C)) v, a few sequences at a time; the backward pass recomputes the weights."""
 
     @staticmethod
     def forward(ctx: Any, attention: SparseAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.attention = attention
         ctx.save_for_backward(q, k, v)
         out, scale = _like(q), q.shape[-1] ** -0.5
-        with torch.autocast(q.device.type, enabled=False):  # as it is in the backward pass
+        with torch.autocast(q.device.type, enabled=False):  # as in the backward pass
             for part in _parts(q, attention.at_once):
                 queries, keys, values = (x[part].flatten(0, 1) for x in (q, k, v))
                 weights = attention.weights(attention.split_queries(queries * scale), attention.gather_keys(keys))
@@ -204,23 +204,23 @@ def _transposed(matrices: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _turned(x: Tensor, grid: Grid) -> Tensor:
-    """Positions of a grid in raster order [R, S, C], by columns."""
+    """Reorder the positions of a grid from raster order to column order, [R, S, C]."""
     return x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)
 
 
 def _hidden(these: Tensor) -> Tensor:
-    """-inf where true, else 0."""
+    """Return -inf where true, else 0."""
     return torch.zeros(these.shape, device=these.device).masked_fill_(these, -torch.inf)
 
 
 def _like(x: Tensor) -> Tensor:
-    """Room for [B, H, n, C] that lies in memory as [B, n, H, C], which is how the layers around it need it."""
+    """Return an uninitialized [B, H, n, C] stored as [B, n, H, C], the layout that the surrounding layers need."""
     b, h, n, c = x.shape
     return x.new_empty(b, n, h, c).transpose(1, 2)
 
 
 def _parts(x: Tensor, at_once: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and heads of [B, H, ...] to take together: at most `at_once` sequences, or one."""
+    """Yield slices of rows and heads of [B, H, ...], each of at most `at_once` sequences and at least one."""
     b, h = x.shape[:2]
     rows, groups = max(1, at_once // h), -(-h // at_once)
     heads = -(-h // groups)
