@@ -1,1 +1,1 @@
-"""In which number format things are computed, and formats of up to 16 bits."""
+"""Precisions of training and inference, and number formats of up to 16 bits."""

@@ -1,9 +1,9 @@
-"""Elementwise functions in one pass over memory, and whether Triton's kernels run.
+"""Elementwise functions compiled to one pass over memory, and tests for Triton.
 
-A chain of tensor operations reads and writes memory once for each of them. `torch.compile` makes one loop of the chain:
-for number formats six times as fast on one core. It takes some ten seconds the first time (torch keeps what it made on
+A chain of tensor operations reads and writes memory once per operation. `torch.compile` fuses the chain into one loop:
+for number formats six times as fast on one core. It takes some ten seconds the first time (torch caches the code on
 disk) and 0.1 ms per call, so only large tensors are worth it. It needs a C++ compiler on a CPU, and Triton on a GPU.
-Without, everything runs as it is written.
+Without them, functions run uncompiled.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._triton import has_triton_package
 
-_KINDS = 64  # of code for one function, for different constants and kinds of tensors; torch has 8
-LARGE = 1 << 17  # values from which compiled code is worth its call
+_KINDS = 64  # compiled variants of a function, by constants and kinds of tensors; torch's limit is 8
+LARGE = 1 << 17  # values from which a call of compiled code pays
 
 
 class Fused:
-    """`function`, compiled for large tensors; its first argument says how large. It must give the same if it is begun
-    again, after a compilation that failed."""
+    """`function`, compiled if its first argument is large. It must be safe to restart after a failed compilation, which
+    warns and falls back to `function`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -35,7 +35,7 @@ class Fused:
     def __call__(self, first: Tensor, *others: Any) -> Any:
         if not self._works or not self.compiles(first):
             return self.function(first, *others)
-        from torch._dynamo.exc import TorchDynamoException  # a second to import, so only now
+        from torch._dynamo.exc import TorchDynamoException  # takes a second to import
 
         if self._compiled is None:
             self._compiled = torch.compile(self.function, dynamic=True)
@@ -49,14 +49,14 @@ class Fused:
             return self.function(first, *others)
 
     def compiles(self, x: Tensor) -> bool:
-        """Whether a tensor is large enough, and on a device for which code can be made."""
+        """Return True if a tensor is large enough to compile for, and on a CPU or CUDA."""
         return self._works and x.numel() >= LARGE and x.device.type in ("cpu", "cuda")
 
 
 @contextmanager
 def specialised() -> Iterator[None]:
-    """While compiled functions are called: numbers in Python, of bits say, are constants of their code, and sizes of
-    tensors are not. Code of which they are variables is slower, and on a GPU may not compile."""
+    """Context for calls of compiled functions: Python integers, such as numbers of bits, become constants of the code;
+    sizes of tensors do not. With integers as variables, code is slower and may not compile on a GPU."""
     from torch._dynamo import config
 
     before = config.specialize_int, config.recompile_limit
@@ -68,20 +68,20 @@ def specialised() -> Iterator[None]:
 
 
 def triton_runs(x: Tensor) -> bool:
-    """Whether Triton's kernels compute what concerns this tensor, which may be one without memory: it is on a GPU, and
-    Triton is installed and works."""
+    """Return True if Triton's kernels can compute on this tensor, which may be fake: it is on a GPU, and Triton is
+    installed and works."""
     return x.is_cuda and (has_triton_package() if torch.compiler.is_compiling() else _triton_works())
 
 
 def triton_launches(x: Tensor) -> bool:
-    """Whether a kernel of Triton may be launched on this tensor here and now, from code that no compiler reads."""
+    """Return True if eager code can launch a Triton kernel on this tensor: not fake, and outside `torch.compile`."""
     return x.is_cuda and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor) and _triton_works()
 
 
 @cache
 def _triton_works() -> bool:
-    """Found out by a first kernel, since Triton needs a C compiler that not every machine has. Where there is no GPU,
-    tensors of one have no memory, and it would work."""
+    """Run a test kernel, since Triton needs a C compiler that some machines lack. Without a GPU, where CUDA tensors are
+    fake, return True if Triton is installed."""
     if not has_triton_package() or not torch.cuda.is_available():
         return has_triton_package()
     try:

@@ -1,26 +1,26 @@
-"""Floating-point formats of up to 16 bits, such as 1-6-9 and 0-6-10: packed into integers and unpacked.
+"""Floating-point formats of up to 16 bits, such as 1-6-9 and 0-6-10, packed into integers and unpacked.
 
 A format s-e-m has s sign bits (1 or 0), e exponent bits and m bits of the significand, in this order from the highest
 bit. With bias b, a code with exponent field E > 0 and significand field M stands for
 
     2^(E - b) (1 + M / 2^m)        and with E = 0, subnormal, for        2^(1 - b) M / 2^m.
 
-Every code is a finite number: none is kept for infinities or NaN. What is too large, infinities included, takes the
-largest magnitude with its own sign, as App. E.2 of Ramesh et al. 2021 has it ("we clamp any infinities ... to the
-maximum value of the 1-6-9 format (which is slightly less than 16)"). NaN is packed as an infinity: whoever must see it
-looks before packing. What is negative becomes 0 in a format without sign. -0 keeps its sign in one that has it.
+Every code is a finite number: no code is reserved for infinities or NaN. Too large values, infinities included, become
+the largest magnitude with the same sign, as in App. E.2 of Ramesh et al. 2021 ("we clamp any infinities ... to the
+maximum value of the 1-6-9 format (which is slightly less than 16)"). NaN is packed as an infinity, so test for NaN
+before packing. Negative values become 0 in a format without sign. -0 keeps its sign in a format with sign.
 
 Why these formats: a 16-bit float spends 5 bits on the exponent, and Adam's moments span more than its 2^-24 .. 2^16.
-One bit more, and the range moved downwards, holds gradients and their squares without a scale (B.2: 1-6-9 for the
-running mean, 0-6-10 for the running variance, which needs no sign). A maximum slightly under 16 makes the bias 60 if
-all codes are numbers. The paper says nothing of the other format's bias; ours is the same: it holds the largest
-variance, 5, and reaches down to 2^-69.
+One more bit, and a lower range, holds gradients and their squares without a scale (B.2: 1-6-9 for the running mean,
+0-6-10 for the running variance, which is never negative). A maximum slightly under 16 implies bias 60 if all codes are
+finite numbers. The paper does not give the bias of 0-6-10; ours is also 60, which holds the largest variance, 5, and
+reaches down to 2^-69.
 
-How it is computed: for |x| in [2^k, 2^(k+1)) the format's step is 2^(k-m). Adding 2^(k-m+23) to |x| leaves fp32 no
-room for anything finer than that step, so that the hardware rounds the sum to it: to nearest, ties to even. The lowest
-bits of the sum are then the significand with its leading one. Below the smallest normal number k stays what it is
-there, which rounds subnormals by the same formula. No branch, no table, no second rounding. The plain definition is in
-tests/reference/test_formats.py, equal on every code, at ties and beside them, and on random bits.
+Algorithm: for |x| in [2^k, 2^(k+1)) the format's step is 2^(k-m). The fp32 sum |x| + 2^(k-m+23) has exactly that step,
+so the hardware rounds to it: to nearest, ties to even. The lowest bits of the sum are then the significand with its
+leading one. Below the smallest normal number k is constant, which rounds subnormals by the same formula. This takes no
+branch, no table and no second rounding. tests/reference/test_formats.py has the plain definition, equal on every code,
+at and near ties, and on random bits.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _PIECE = 1 << 15  # values whose intermediate results stay in a core's cache
 
 @dataclass(frozen=True)
 class FloatFormat(Checked):
-    """`sign` (0 or 1), `exponent` and `mantissa` bits, 16 at most in all. `bias` is 2^(exponent - 1) - 1 by default,
-    as IEEE 754 has it.
+    """A format of `sign` (0 or 1), `exponent` and `mantissa` bits, 16 at most in total. `bias` defaults to
+    2^(exponent - 1) - 1, as in IEEE 754.
 
-    Raises `ValueError` for a format that cannot be computed in fp32: eight bits of exponent (torch's bfloat16), or a
-    bias that moves its numbers to the ends of fp32's range.
+    Raises `ValueError` for a format that fp32 cannot compute: eight bits of exponent (torch's bfloat16), or a bias that
+    moves its numbers to the ends of fp32's range.
     """
 
     sign: Annotated[int, Range(0, 1)]
@@ -66,7 +66,7 @@ class FloatFormat(Checked):
             raise ValueError(f"{self} reaches beyond fp32: choose a bias nearer to {2 ** (self.exponent - 1) - 1}")
 
     def __reduce__(self) -> tuple[type[FloatFormat], tuple[int | None, ...]]:
-        return FloatFormat, (self.sign, self.exponent, self.mantissa, self.bias)  # without what was compiled for it
+        return FloatFormat, (self.sign, self.exponent, self.mantissa, self.bias)  # without compiled functions
 
     def __str__(self) -> str:
         return f"{self.sign}-{self.exponent}-{self.mantissa}"
@@ -77,7 +77,7 @@ class FloatFormat(Checked):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of codes: uint8 if they fit; else int16, whose bits are the code's."""
+        """Data type of codes: uint8 up to 8 bits, else int16 with the same bits."""
         return torch.uint8 if self.bits <= 8 else torch.int16
 
     @property
@@ -96,10 +96,10 @@ class FloatFormat(Checked):
         generator: torch.Generator | None = None,
         out: Integer[Tensor, "*shape"] | None = None,
     ) -> Integer[Tensor, "*shape"]:
-        """Codes of the nearest numbers, ties to even; x is converted to fp32 first if it is something else.
+        """Return codes of the nearest numbers, ties to even, after a conversion of x to fp32.
 
-        With a `generator`, rounding is stochastic instead: up or down to a neighbour, with probabilities that make the
-        mean x. Codes go to `out` if given, wherever it lies; else, in memory, they are in the order of x.
+        With a `generator`, rounding is stochastic: up or down to an adjacent number, with mean x. Codes go to `out` if
+        given, with any strides; else they have the memory order of x. Raises `ValueError` if `out` does not fit.
         """
         x = _dense(x.detach().float())
         codes = torch.empty_like(x, dtype=self.dtype) if out is None else out
@@ -122,7 +122,7 @@ class FloatFormat(Checked):
         return codes
 
     def unpack(self, codes: Integer[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """The numbers, in fp32, exactly."""
+        """Return the numbers of codes, exact in fp32."""
         codes = _dense(codes)
         x = torch.empty_like(codes, dtype=torch.float32)
         source, into = _flat(codes), _flat(x)
@@ -134,7 +134,7 @@ class FloatFormat(Checked):
         return x
 
     def rounded(self, x: Float[Tensor, "*shape"], generator: torch.Generator | None = None) -> Float[Tensor, "*shape"]:
-        """What is left of x after packing, in fp32."""
+        """Round x to the format by packing and unpacking, in fp32."""
         return self.unpack(self.pack(x, generator))
 
     @property
@@ -148,12 +148,12 @@ class FloatFormat(Checked):
 
     @property
     def lowest(self) -> int:
-        """fp32's exponent field of the smallest normal number."""
+        """The exponent field, in fp32, of the smallest normal number."""
         return 1 - self._bias + _FP32_BIAS
 
     @property
     def largest(self) -> int:
-        """fp32's bits of the largest number."""
+        """The bits, in fp32, of the largest number."""
         return ((self._highest + _FP32_BIAS + 1) << _FRACTION) - (1 << _FRACTION - self.mantissa)
 
     @cached_property
@@ -165,7 +165,7 @@ class FloatFormat(Checked):
         return Fused(lambda codes, x: x.copy_(self._decoded(codes)))
 
     def _encoded(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Codes of fp32 values [n]; `noise` in [0, 1) [n] rounds stochastically."""
+        """Return codes of fp32 values [n]; `noise` in [0, 1) [n] rounds stochastically."""
         m, shift = self.mantissa, _FRACTION - self.mantissa
         lowest, largest = self.lowest, self.largest
         bits = x.view(torch.int32)
@@ -182,14 +182,14 @@ class FloatFormat(Checked):
         if self.sign:
             codes = codes | ((bits >> 31 << (self.bits - 1)) & (-1 if self.bits == 16 else 2**self.bits - 1))
         elif self.bits == 16:
-            codes = codes << 16 >> 16  # as int16 has them
+            codes = codes << 16 >> 16  # sign extension, for int16
         return codes.to(self.dtype)
 
     def _decoded(self, codes: Tensor) -> Tensor:
-        """fp32 values of codes [n]."""
+        """Return fp32 values of codes [n]."""
         m, codes = self.mantissa, codes.int()
         number = codes & (2 ** (self.exponent + m) - 1)
-        exponent = (number >> m).clamp_min(1)  # of subnormals, too
+        exponent = (number >> m).clamp_min(1)  # subnormals have the exponent of E = 1
         significand = number - ((exponent - 1) << m)  # with the leading one, in steps
         x = significand.float() * ((exponent + (_FP32_BIAS - self._bias - m)) << _FRACTION).view(torch.float32)
         if not self.sign:
@@ -205,22 +205,22 @@ UE6M10 = FloatFormat(0, 6, 10, bias=60)
 """0-6-10, for Adam's running variance: up to 15.99, steps of 2^-69 near zero (B.2)."""
 
 HALVES = {torch.float16: FloatFormat(1, 5, 10), torch.bfloat16: FloatFormat(1, 7, 7)}
-"""torch's own formats of 16 bits, with what rounds values for them. fp16 has no infinities here; of bfloat16's
-exponents it is the middle, 2^-69 to 2^64, which weights do not leave."""
+"""torch's 16-bit formats, each with a format that rounds for it: fp16 without infinities, and bfloat16 with the middle
+of its exponents only, 2^-69 to 2^64, which holds weights."""
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x itself if its values fill a stretch of memory, in whatever order; else a copy."""
+    """Return x if its values fill contiguous memory in some order of dimensions, else a copy."""
     return x if torch.empty_like(x, device="meta").stride() == x.stride() else x.contiguous()
 
 
 def _flat(x: Tensor) -> Tensor:
-    """A dense tensor's values in the order of memory: the same memory, [n]."""
+    """Return a view [n] of a dense tensor's values in memory order."""
     return x.as_strided((x.numel(),), (1,))
 
 
 def _pieces(*flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors [n] in parts that are computed at once: small ones on a CPU, where intermediate results then stay in its
-    cache, larger ones on GPUs, so that these results take little memory."""
+    """Split tensors [n] into parts: small ones on a CPU, so that intermediate results stay in its cache, larger ones on
+    a GPU, to bound the memory of these results."""
     size = _PIECE if flat[0].device.type == "cpu" else 1 << 24
     return zip(*(x.split(size) for x in flat), strict=True)

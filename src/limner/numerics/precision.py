@@ -1,12 +1,12 @@
-"""Which number formats a model trains or draws in, decided from outside the model.
+"""Precisions: the number formats of a model's training and inference, chosen outside the model.
 
-A precision converts a model once, before it is prepared for training (`apply`), and sets the format of matrix products
-(`autocast`). Those below leave the model as it is: weights, gradients and optimiser state stay fp32, and matrix
-products run in bf16 under `torch.autocast` where the hardware multiplies bf16 faster than fp32: AMX on CPUs (measured
-2.4x on a GPT step), AMD's processors since Zen 4 (1.2 to 2.2x on our training steps), tensor cores since Ampere on
-GPUs. Elsewhere bf16 is no faster, also with AVX512-BF16 of another maker (a training step of a small prior takes 1.3 to
-1.4 times as long), so `Auto` keeps fp32. bf16 has the exponent range of fp32, hence no loss scaling. The choice asks
-the processor what it has; nothing is timed, so that a run that goes on computes as it began.
+A precision converts a model once, before training is prepared (`apply`), and sets the format of matrix products
+(`autocast`). The precisions of this module keep the model unchanged: weights, gradients and optimizer state are fp32.
+`Auto` runs matrix products in bf16 under `torch.autocast` where the hardware multiplies bf16 faster than fp32: AMX on
+CPUs (measured 2.4x on a GPT step), AMD's processors since Zen 4 (1.2 to 2.2x on our training steps), tensor cores since
+Ampere on GPUs. Elsewhere, also with AVX512-BF16 of other makers (a training step of a small prior takes 1.3 to 1.4
+times as long), `Auto` keeps fp32. bf16 has the exponent range of fp32, hence no loss scaling. `Auto` reads the
+processor's features and times nothing, so that a resumed run keeps its format.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -21,23 +21,23 @@ from limner.numerics.formats import HALVES
 
 @dataclass(frozen=True, kw_only=True)
 class Fp32:
-    """Single precision throughout. `converts`: a precision that changes layers."""
+    """Single precision throughout. `converts` is True for precisions that change layers."""
 
     converts: ClassVar[bool] = False
 
     def dtype(self, device: torch.device | str) -> torch.dtype:
-        """The number format of large matrix products."""
+        """Return the number format of large matrix products."""
         return torch.float32
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """The model, converted."""
+        """Convert the layers of a model in place, if the precision does so, and return the model."""
         return model
 
     def autocast(self, device: torch.device | str) -> AbstractContextManager[object]:
-        """Context of the forward pass, in which matrix products run in `dtype`; no context at all for fp32.
+        """Context of the forward pass, in which matrix products run in `dtype`; a null context for fp32.
 
-        It keeps no 16-bit copies of weights until its end, as autocast otherwise does, for whoever uses a weight
-        twice: with checkpointing or shards, the copies of all blocks would be there together.
+        Autocast's cache of 16-bit weights is off: with checkpointing or shards, it would hold the copies of all blocks
+        together.
         """
         dtype, kind = self.dtype(device), torch.device(device).type
         return nullcontext() if dtype == torch.float32 else torch.autocast(kind, dtype=dtype, cache_enabled=False)
@@ -71,31 +71,31 @@ Precision = Auto | Bf16 | Fp16 | Fp32
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """True where `device` multiplies bf16 matrices faster than fp32 ones."""
+    """Return True if `device` multiplies bf16 matrices faster than fp32 ones."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu":
         return False
-    has = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 does not say
-    amd = has.get("sse4a", False)  # which no other maker has
+    has = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.11
+    amd = has.get("sse4a", False)  # only AMD has SSE4a
     return torch.cpu._is_amx_tile_supported() or (amd and has.get("avx512_bf16", False))
 
 
 def acc_type(*dtypes: torch.dtype) -> torch.dtype:
-    """The format in which numbers of these formats are added up: fp64 with fp64 among them, else fp32."""
+    """Return the format that accumulates numbers of these formats: fp64 if one is fp64, else fp32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def widened(x: Tensor) -> Tensor:
-    """x in fp32, or itself in fp64."""
+    """Return x in fp32, or unchanged in fp64."""
     return x.to(acc_type(x.dtype))
 
 
 @torch.library.custom_op(
     "limner::product", mutates_args=()
-)  # one operation to torch.compile, which cannot trace the setting below
+)  # opaque to torch.compile, which cannot trace the setting below
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of matrices [..., n, m] and [..., m, k], summed and given in fp32; in fp64 if one of them is.
+    """Return a @ b of matrices [..., n, m] and [..., m, k], summed and returned in fp32; in fp64 if either is fp64.
 
     `@` rounds the sums to the 16 bits of its inputs. bf16 keeps eight binary digits, so a logit of 20 would be off by
     up to 0.06 (App. D.2 of Ramesh et al. 2021 keeps logits in 32 bits).
@@ -108,7 +108,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return a.to(result) @ b.to(result)
     setting: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = setting.fp32_precision
-    setting.fp32_precision = "bf16"  # these numbers are bf16 values: oneDNN multiplies them as such and sums in fp32
+    setting.fp32_precision = "bf16"  # the values are exact in bf16: oneDNN multiplies in bf16 and sums in fp32
     try:
         return a.float() @ b.float()
     finally:

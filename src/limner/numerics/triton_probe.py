@@ -1,4 +1,4 @@
-"""A first Triton kernel, which shows whether there can be others (`compile_elementwise.py`)."""
+"""A minimal Triton kernel, to test if Triton works on this machine (`compile_elementwise.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 def works() -> bool:
-    """Compile and launch it. Raises whatever Triton, its C compiler or the driver has to say."""
+    """Compile and launch the kernel. Errors of Triton, its C compiler and the driver propagate."""
     x = torch.zeros(1, dtype=torch.int32, device="cuda")
     launch: Any = probe_kernel[(1,)]
     launch(x)
