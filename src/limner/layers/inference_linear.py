@@ -1,6 +1,6 @@
-"""Linear layers for drawing: their weights laid out once for a CPU's matrix units, stored in 8 bits, or for one row.
+"""Linear layers for inference: weights packed once for a CPU's matrix units or stored in 8 bits, or one row of input.
 
-A model that was trained with `nn.Linear` is given them from outside (`convert.py`).
+They replace the `nn.Linear` layers of a trained model from outside (`convert.py`).
 
 Shapes: n inputs, m outputs.
 """
@@ -20,18 +20,16 @@ from limner.numerics.precision import acc_type
 
 M = TypeVar("M", bound=nn.Module)
 
-_FEW = 4  # rows up to which 8-bit weights are multiplied as they are
-_PART = (
-    16  # inputs that the kernel for them reads at once in bf16, beyond the end of a row if they are no multiple of it
-)
-_ROWS = 64  # oneDNN lays the weights out for this many; other numbers of rows are nearly as fast
+_FEW = 4  # rows up to which 8-bit weights are multiplied without conversion
+_PART = 16  # inputs that the 8-bit kernel reads together in bf16; without a multiple, it reads beyond the end of a row
+_ROWS = 64  # oneDNN packs weights for this many rows; other numbers of rows are nearly as fast
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` in bf16 on a CPU, for inference: its weights lie as oneDNN multiplies them.
+    """`nn.Linear` in bf16 on a CPU, for inference, with weights in oneDNN's packed layout.
 
-    An ordinary layer lays them out again in every call, which for the few rows of a decoding step takes as
-    long as the product: this one takes half to two thirds of the time, and gives the same bits.
+    `nn.Linear` reorders its weights in every call, which for the few rows of a decoding step takes as long as the
+    product. A packed layer takes half to two thirds of the time, and gives the same bits.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -47,8 +45,8 @@ class PackedLinear(nn.Module):
 class DotLinear(nn.Module):
     """`nn.Linear` for inference with one row, written as sums of products: x [1, ..., n] -> [1, ..., m].
 
-    Meant to be compiled: Inductor makes it one loop over the weights in the order they are stored, which only memory
-    bandwidth limits, and fuses the operations that follow into it. Not compiled, it stores all m * n products.
+    Use it compiled: Inductor emits one loop over the weights in storage order, limited by memory bandwidth, and fuses
+    the operations that follow. Without compilation, the layer stores all m * n products.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -63,8 +61,8 @@ class DotLinear(nn.Module):
 class Int8Linear(nn.Module):
     """`nn.Linear` for inference with weights in 8 bits and a scale for each output, half of bf16's memory.
 
-    With one row of input it takes 70 to 90% of a packed layer's time on a CPU, with more than a few up to four
-    times as long, since the weights are turned into `x`'s format first.
+    On a CPU, one row of input takes 70 to 90% of a packed layer's time. More than a few rows take up to four times as
+    long, since the weights are converted to the format of x first.
     """
 
     weight: Tensor
@@ -89,13 +87,13 @@ class Int8Linear(nn.Module):
 
 
 def packs() -> bool:
-    """Whether `PackedLinear` works here."""
+    """Return True if `PackedLinear` works on this machine."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def prepacked(model: M) -> M:
-    """Replace the linear layers of a bf16 model on a CPU, in place, where torch was built with oneDNN and the processor
-    has what that needs for bf16 (AVX-512, say); any other model stays as it is, and so does a layer that has hooks."""
+    """Replace the linear layers of a bf16 model on a CPU by `PackedLinear`, in place, if `packs()`. Other models, and
+    layers with hooks, are unchanged. `packs` needs a torch with oneDNN and, for example, AVX-512."""
     kinds = {(p.dtype, p.device.type) for p in model.parameters()}
     some = any(isinstance(layer, nn.Linear) and unhooked(name, layer) for name, layer in model.named_modules())
     if kinds != {(torch.bfloat16, "cpu")} or not packs() or not some:
@@ -104,5 +102,5 @@ def prepacked(model: M) -> M:
 
 
 def int8(model: M) -> M:
-    """Replace the linear layers of a model, in place."""
+    """Replace the linear layers of a model by `Int8Linear`, in place."""
     return convert(model, Int8Linear)

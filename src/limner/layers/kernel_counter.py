@@ -1,11 +1,11 @@
-"""Which kernel computed which product of which layer, counted while it runs.
+"""Counts of the kernels that compute each layer's products.
 
-That a layer is called `SwitchBackLinear` proves nothing: a shape that a kernel cannot take, a missing library or a
-compiler that replaced the layer would all be silent. So each product asks for its kernel, runs it and counts it in one
-operation that neither `torch.compile` nor autograd looks into.
+The class name `SwitchBackLinear` proves nothing: an unsupported shape, a missing library or a compiler that replaced
+the layer would all be silent. So each product chooses its kernel, runs it and counts it in one operation that is opaque
+to `torch.compile` and autograd.
 
-Counted is each execution: also those of evaluation, and a forward product again when checkpointing recomputes it. A
-replayed CUDA graph runs no Python and counts nothing.
+Every execution counts, also in evaluation and when checkpointing recomputes a forward product. A replayed CUDA graph
+runs no Python and counts nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _tallies: WeakValueDictionary[int, Tally] = WeakValueDictionary()
 
 
 class Tally:
-    """The counts of one layer. A copy of the layer counts anew.
+    """The counts of one layer. A copy of the layer starts at zero.
 
     Attributes:
-        number: by which operations, which take no Python objects, find it: int64 [] on the CPU. With an `int`
-            `torch.compile` would make code for each layer of a model, and give up after eight.
-        counts: of its products.
+        number: key of the tally for custom operations, which take no Python objects: int64 [] on the CPU. For an `int`,
+            `torch.compile` would compile each layer of a model separately, and stop after eight.
+        counts: number of products by product, kernel and reason.
     """
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class Tally:
 
 
 def count_product(number: Tensor | None, product: str, kernel: str, why: str = "") -> None:
-    """Count one product in the tally of this number, if there is one."""
+    """Count one product in the tally with this number, if it exists."""
     if number is not None and (tally := _tallies.get(int(number))) is not None:
         tally.counts[product, kernel, why] += 1
 
 
 def to_rows(counts: Counts) -> list[dict[str, Any]]:
-    """Counts as JSON values."""
+    """Return counts as JSON values."""
     return [
         {"product": product, "kernel": kernel, "why": why, "count": n}
         for (product, kernel, why), n in sorted(counts.items())
@@ -63,5 +63,5 @@ def to_rows(counts: Counts) -> list[dict[str, Any]]:
 
 
 def from_rows(rows: Iterable[Mapping[str, Any]]) -> Counts:
-    """The inverse. Raises `KeyError`, `TypeError` or `ValueError` if they are not of that form."""
+    """Invert `to_rows`. Raises `KeyError`, `TypeError` or `ValueError` for malformed rows."""
     return Counter({(str(x["product"]), str(x["kernel"]), str(x["why"])): int(x["count"]) for x in rows})

@@ -1,4 +1,4 @@
-"""A linear layer whose three products are one autograd function's, and what such functions have in common.
+"""A linear layer whose three products are one autograd function, and the shared parts of such functions.
 
 Training a linear layer takes three products (Wortsman et al. 2023, §2.2.1):
 
@@ -6,12 +6,11 @@ Training a linear layer takes three products (Wortsman et al. 2023, §2.2.1):
     input gradient    X' = Y' W      [b, n], sums over m
     weight gradient   W' = Y'^T X    [m, n], sums over b, which is batch size times positions
 
-`switchback.py` and `float8.py` say in which of them the numbers have eight bits. Parameters keep the names and the
-format that they have in `nn.Linear`: checkpoints and optimisers see no difference, and `plain` makes the layers
-ordinary ones again.
+`switchback.py` and `float8.py` define which products use eight bits. Parameters keep the names and the format of
+`nn.Linear`, so checkpoints and optimizers work unchanged, and `plain` restores `nn.Linear` layers.
 
 Each function takes (x, weight, bias, tally) and works under autocast, checkpointing, `torch.compile` and `torch.func`.
-It has no second derivative, and says so if one is asked for.
+A second derivative raises `RuntimeError`.
 
 Shapes: b rows, n inputs, m outputs.
 """
@@ -37,15 +36,15 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, None]  # of x, we
 
 
 class LowPrecisionLinear(nn.Linear):
-    """`nn.Linear` with the products of `function`.
+    """`nn.Linear` with the products of `function`: x [..., n] -> [..., m].
 
-    The result is in autocast's format, or else in that of the input, as with `nn.Linear`.
+    The result is in autocast's format, or else in the input's, as with `nn.Linear`.
 
     Attributes:
-        tally: which kernels have computed its products (`kernel_counter.py`).
+        tally: counts of the kernels that computed its products (`kernel_counter.py`).
 
     Raises:
-        RuntimeError: an input is not of floating-point numbers, or its last dimension not `in_features`.
+        RuntimeError: an input is not floating-point, or its last dimension is not `in_features`.
     """
 
     function: ClassVar[type[torch.autograd.Function]]
@@ -56,7 +55,7 @@ class LowPrecisionLinear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> Self:
-        """A layer that shares the parameters of another."""
+        """Return a layer that shares the parameters of `linear`."""
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         layer.weight, layer.bias = linear.weight, linear.bias
         return layer
@@ -68,19 +67,19 @@ class LowPrecisionLinear(nn.Linear):
                 f"dimension, not {str(input.dtype).removeprefix('torch.')} {list(input.shape)}"
             )
         kind, x = input.device.type, input
-        if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:  # which autocast leaves
+        if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:  # autocast skips fp64
             x = input.to(torch.get_autocast_dtype(kind))
-        if not x.numel() or not self.out_features or kind == "meta":  # nothing is multiplied
+        if not x.numel() or not self.out_features or kind == "meta":  # no product
             return F.linear(x, self.weight.to(x.dtype), self.bias if self.bias is None else self.bias.to(x.dtype))
         x = x.reshape(-1, self.in_features)
         y = self.function.apply(x, self.weight, self.bias, self.tally.number)
-        y = y[0] if isinstance(y, tuple) else y  # what comes after it is saved for the backward pass
+        y = y[0] if isinstance(y, tuple) else y  # further outputs are saved for the backward pass
         return y.view(*input.shape[:-1], self.out_features)
 
 
 def plain(model: M) -> M:
-    """Put an `nn.Linear` with the same parameters in the place of each layer of low precision, in place; a weight in
-    16 bits becomes fp32."""
+    """Replace each low-precision layer by an `nn.Linear` with the same parameters, in place. 16-bit weights become
+    fp32."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, HalfLinear):
             layer.weight = nn.Parameter(layer.weight.detach().float(), layer.weight.requires_grad)
@@ -93,7 +92,7 @@ def plain(model: M) -> M:
 
 
 class Saves(torch.autograd.Function):
-    """A function that saves x and weight for its backward pass."""
+    """An autograd function that saves x, weight and tally for its backward pass."""
 
     generate_vmap_rule = True
 
@@ -104,7 +103,7 @@ class Saves(torch.autograd.Function):
 
 
 class _Refusal(torch.autograd.Function):
-    """A gradient as it is, which cannot be differentiated by what it was computed from."""
+    """Identity on a gradient. Its backward pass raises `RuntimeError`."""
 
     generate_vmap_rule = True
 
@@ -124,7 +123,7 @@ class _Refusal(torch.autograd.Function):
 
 
 def once(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """A backward pass that says so if it is differentiated itself: torch's `once_differentiable` gives zeros within
+    """Make a backward pass raise `RuntimeError` if differentiated: torch's `once_differentiable` gives zeros within
     `torch.func`."""
 
     @wraps(backward)
@@ -140,11 +139,11 @@ def once(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
 
 
 def weight_gradient(g: Float[Tensor, "b m"], x: Float[Tensor, "b n"], dtype: torch.dtype, tally: Tensor) -> Tensor:
-    """g^T x in 16 bits, given in `dtype` [m, n]: the product that SwitchBack leaves in higher precision.
+    """Return g^T x [m, n] in `dtype`, computed in 16 bits: the product that SwitchBack keeps in higher precision.
 
-    On a GPU it is computed in the format of x if that is a 16-bit one; else in bf16 where the hardware multiplies it
-    faster than fp32 (`numerics/precision.py`), and in fp32 where not. Sums are in fp32, and are then rounded to that
-    format, as those of `nn.Linear` are under autocast.
+    On a GPU the format is that of x if it has 16 bits. Otherwise it is bf16 where the hardware multiplies bf16 faster
+    than fp32 (`numerics/precision.py`) and x is not fp16, else fp32. Sums are fp32, then rounded to that format, as for
+    `nn.Linear` under autocast.
     """
     return _weight_gradient(g, x, tally).to(dtype)
 
@@ -154,7 +153,7 @@ def weight_gradient(g: Float[Tensor, "b m"], x: Float[Tensor, "b n"], dtype: tor
 def _weight_gradient(g: Tensor, x: Tensor, tally: Tensor) -> Tensor:
     if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16):
         dtype = x.dtype
-    else:  # a CPU has no fast product in fp16, and bf16 would round what fp16 holds
+    else:  # CPUs lack a fast fp16 product, and bf16 would round fp16 values
         dtype = torch.float32 if x.dtype == torch.float16 else precision.Auto().dtype(x.device)
     count_product(tally, "weight gradient", str(dtype).removeprefix("torch."))
     with torch.autocast(x.device.type, enabled=False):
@@ -167,5 +166,5 @@ def _(g: Tensor, x: Tensor, tally: Tensor) -> Tensor:
 
 
 def bias_gradient(g: Float[Tensor, "b m"], dtype: torch.dtype) -> Float[Tensor, " m"]:
-    """The sum of the rows in `acc_type`, given in `dtype`."""
+    """Return the sum of the rows, accumulated in `acc_type`, in `dtype`."""
     return g.sum(0, dtype=precision.acc_type(g.dtype)).to(dtype)

@@ -1,9 +1,8 @@
-"""Who sees whom among the positions of an image (Ramesh et al. 2021, §2.2, Figure 11, App. B.1).
+"""Sparse attention patterns over the positions of an image (Ramesh et al. 2021, §2.2, Figure 11, App. B.1).
 
-A pattern is one set of numbers: how many raster steps back a position sees. All else follows from it, the dense
-mask (`attention.py`), the blocks of training (`sparse.py`), the cache of decoding (`cache.py`) and what they
-cost. So a new pattern is one function here, named in `PATTERNS`; `TransformerConfig.patterns` says which layers
-have it.
+A pattern is a set of offsets: the raster steps back from a position to those it sees. The offsets determine the dense
+mask (`attention.py`), the blocks of training (`sparse.py`), the cache of decoding (`cache.py`) and their cost. So
+adding a pattern takes one function, named in `PATTERNS`. `TransformerConfig.patterns` assigns patterns to layers.
 
 Shapes: h x w grid, S = h * w positions in raster order.
 """
@@ -26,7 +25,7 @@ class Pattern:
     """A pattern on an h x w grid.
 
     Attributes:
-        offsets: how many raster steps back a position sees, rising, from itself (0) on; below S.
+        offsets: raster steps back to the visible positions, ascending, from 0 (the position itself); below S.
     """
 
     name: str
@@ -35,7 +34,7 @@ class Pattern:
 
     @classmethod
     def of(cls, name: str, grid: Grid, offsets: Iterable[int]) -> Pattern:
-        """A pattern from offsets in any order; those that lead out of the grid are dropped.
+        """Return a pattern from offsets in any order, without offsets beyond the grid.
 
         Raises `ValueError` if a position would see a later one, or not itself.
         """
@@ -46,73 +45,73 @@ class Pattern:
 
     @cached_property
     def by_column(self) -> bool:
-        """Whether a position sees only its own column. Then a line of neighbours is a column, and otherwise the whole
-        image in raster order."""
+        """True if a position sees only its own column. A line is then a column, otherwise the whole image in raster
+        order."""
         return self.reach > 0 and all(back % self.grid[1] == 0 for back in self.offsets)
 
     @property
     def reach(self) -> int:
-        """Raster steps back to the farthest position that is seen."""
+        """Raster steps back to the farthest visible position."""
         return self.offsets[-1]
 
     @property
     def lines(self) -> int:
-        """Lines of neighbours that see nothing of each other."""
+        """Number of lines, which do not see each other."""
         return self.grid[1] if self.by_column else 1
 
     @property
     def ring(self) -> int:
-        """Positions of a line from the farthest that is seen to the one that sees it."""
+        """Number of positions in a line from the farthest visible position to the current one."""
         return self.reach // self.lines + 1
 
     @property
     def held(self) -> int:
-        """Positions whose keys and values a cache holds for each candidate."""
+        """Number of positions whose keys and values a cache holds for each candidate."""
         return self.lines * self.ring
 
     @property
     def holes(self) -> bool:
-        """Whether a ring holds positions that are not seen."""
+        """True if a ring holds positions that are not visible."""
         return len(self.offsets) < self.ring
 
     def sees(self, back: Int64[Tensor, "*places"]) -> Bool[Tensor, "*places"]:
-        """Whether a position sees the one `back` raster steps before it, int64 [...] -> bool [...].
+        """Return True where a position sees the position `back` raster steps before, int64 [...] -> bool [...].
 
-        A table, not `torch.isin`, which would sort: that takes gigabytes for the masks of long sequences. On
-        the CPU whatever the default device, so that models can be built on the meta device.
+        A table replaces `torch.isin`, which sorts and takes gigabytes for the masks of long sequences. It is on the CPU
+        for every default device, so that models can be built on the meta device.
         """
-        table = torch.zeros(self.reach + 2, dtype=torch.bool, device="cpu")  # the last is for all others
+        table = torch.zeros(self.reach + 2, dtype=torch.bool, device="cpu")  # the last entry: all other offsets
         table[torch.tensor(self.offsets, device="cpu")] = True
         return table[torch.where((back < 0) | (back > self.reach), self.reach + 1, back)]
 
 
 def row(grid: Grid, kernel: int = 11) -> Pattern:
-    """Itself and the w before it in raster order, so up to the same column of the row above."""
+    """The position and the w before it in raster order, back to the same column of the row above."""
     return Pattern.of("row", grid, range(grid[1] + 1))
 
 
 def column(grid: Grid, kernel: int = 11) -> Pattern:
-    """Itself and its column in the rows above."""
+    """The position and its column in the rows above."""
     return Pattern.of("column", grid, range(0, grid[0] * grid[1], grid[1]))
 
 
 def conv(grid: Grid, kernel: int = 11) -> Pattern:
-    """A causal k x k window around itself, in raster order (it wraps around row ends)."""
+    """A causal k x k window around the position, in raster order (it wraps around row ends)."""
     half = kernel // 2
     window = (up * grid[1] + across for up in range(half + 1) for across in range(-half, half + 1))
     return Pattern.of("conv", grid, (back for back in window if back >= 0))
 
 
 def dense(grid: Grid, kernel: int = 11) -> Pattern:
-    """Itself and everything before it; not in the paper, for comparison and small grids."""
+    """The position and all positions before it; not in the paper, for comparison and small grids."""
     return Pattern.of("dense", grid, range(grid[0] * grid[1]))
 
 
-#: Called with a grid and `TransformerConfig.kernel`, a length for patterns whose reach the grid alone does not say.
+#: Functions of a grid and `TransformerConfig.kernel`, a length for patterns whose reach depends on more than the grid.
 PATTERNS: dict[str, Callable[[Grid, int], Pattern]] = {"row": row, "column": column, "conv": conv, "dense": dense}
 
 
 def paper_pattern(depth: int) -> tuple[str, ...]:
-    """App. B.1, layers counted from 1: the last is conv; column if (i - 2) mod 4 == 0; else row."""
+    """Return the patterns of App. B.1, layers counted from 1: conv if last; column if (i - 2) mod 4 == 0; else row."""
     names = ["column" if (i - 2) % 4 == 0 else "row" for i in range(1, depth)]
     return (*names, "conv")

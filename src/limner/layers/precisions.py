@@ -1,13 +1,12 @@
-"""Precisions that change a transformer's blocks: computed in eight bits (Wortsman et al. 2023), or stored in sixteen
+"""Precisions that convert a transformer's blocks: computed in eight bits (Wortsman et al. 2023), or stored in sixteen
 (Ramesh et al. 2021).
 
-As both papers have it, what is converted is all linear layers within the transformer (§2.2, Figure 7 of the one, App.
-D.2 of the other): those of its blocks. Embeddings, heads and the convolution that reads patches stay as they are. With
-eight bits so does everything between the layers, which runs as `Auto` says. The layers themselves are in
-`switchback.py`, `float8.py` and `half_linear.py`.
+As in both papers (§2.2 and Figure 7; App. D.2), a precision converts the linear layers of the blocks. Embeddings,
+heads and the patch convolution are unchanged. With eight bits, operations between the layers run as under `Auto`. The
+layers are in `switchback.py`, `float8.py` and `half_linear.py`.
 
-Those of `TrainingPrecision` have no settings, so a recipe and the command line name them in one word:
-`--prior.training.precision switchback`. `Narrow` has one, and is for experiments in Python.
+Precisions in `TrainingPrecision` are without settings, so a recipe and the command line name them in one word:
+`--prior.training.precision switchback`. `Narrow` has a setting, and is for experiments in Python.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ class Fp8TensorWise(SwitchBack):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp16Weights(Fp16):
-    """`Fp16` that also stores the matrices of the blocks in fp16, with their gradients, and no copy of them in fp32
-    (Ramesh et al. 2021, §2.4 and App. D.2)."""
+    """`Fp16` that also stores the matrices of the blocks and their gradients in fp16, without a copy in fp32 (Ramesh et
+    al. 2021, §2.4 and App. D.2)."""
 
     converts = True
 
@@ -87,7 +86,7 @@ class Fp16Weights(Fp16):
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16Weights(Bf16):
-    """The same in bfloat16, which needs no gradient scales; weights have three digits less."""
+    """`Fp16Weights` in bfloat16, without gradient scales; weights have three binary digits less."""
 
     converts = True
 
@@ -97,7 +96,7 @@ class Bf16Weights(Bf16):
 
 @dataclass(frozen=True, kw_only=True)
 class Narrow(Fp32):
-    """The gradients of the blocks' linear layers are rounded to a format; all else is fp32."""
+    """fp32, with the gradients of the blocks' linear layers rounded to `form`."""
 
     converts = True
     form: FloatFormat
@@ -116,9 +115,9 @@ TrainingPrecision = (
     | LLMInt8
     | Fp8SwitchBack
     | Fp8TensorWise
-)  # what a recipe may choose
+)  # choices of a recipe
 
 
 def in_blocks(name: str, layer: nn.Linear) -> bool:
-    """Whether a layer, by its dotted name, belongs to the blocks of a transformer."""
+    """Return True if a layer, by its dotted name, belongs to the blocks of a transformer."""
     return "blocks." in name
