@@ -1,4 +1,4 @@
-"""Attention patterns, caches and linear layers. Those that train in eight bits stand alone, in any model:
+"""Attention patterns, caches and linear layers. The linear layers that train in eight bits work in any model:
 
 from limner.layers import SwitchBackLinear
 from limner.layers.convert import convert

@@ -1,7 +1,7 @@
-"""The one way to change a model's linear layers: from outside, after initialisation.
+"""Replacement of a model's linear layers, from outside and after initialization.
 
-Models use `nn.Linear` and know no other form. A layer that computes differently (`inference_linear.py`) replaces one of
-them and takes over its weights.
+Model code uses `nn.Linear` only. A layer that computes differently (`inference_linear.py`) replaces an `nn.Linear` and
+takes over its weights.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def everywhere(name: str, layer: nn.Linear) -> bool:
-    """All linear layers."""
+    """Return True: choose all linear layers."""
     return True
 
 
 def unhooked(name: str, layer: nn.Linear) -> bool:
-    """Layers without hooks."""
+    """Return True for layers without hooks."""
     return not any(getattr(layer, kind) for kind in _HOOKS)
 
 
 def convert(model: M, make: Callable[[nn.Linear], nn.Module], where: Where = everywhere) -> M:
-    """Put `make(layer)` in the place of each linear layer, in place.
+    """Replace each linear layer by `make(layer)`, in place, and return the model.
 
     Args:
-        make: gives a layer's replacement, which may share its parameters.
-        where: says of a layer, by its dotted name, whether it is replaced.
+        make: returns a layer's replacement, which may share its parameters.
+        where: returns True for layers to replace, by dotted name and layer.
 
     Raises:
-        ValueError: no layer is replaced; or one cannot be, since its class is not `nn.Linear` itself, or it or one of
-            its parameters is also used elsewhere in the model, or it has hooks, which would be lost. The model is then
-            as it was.
+        ValueError: no layer is chosen; or a chosen layer is a subclass of `nn.Linear`, or it or a parameter of it has
+            another use in the model, or it has hooks, which would be lost. The model is then unchanged.
     """
     layers = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     chosen = {name: x for name, x in layers.items() if isinstance(x, nn.Linear) and where(name, x)}

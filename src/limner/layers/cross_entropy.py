@@ -1,9 +1,9 @@
-"""Cross-entropy of a linear layer's outputs without ever holding all of them.
+"""Cross-entropy of a linear layer's outputs, computed in chunks of rows.
 
-The logits of a large vocabulary in fp32 are the largest tensor of training, and their gradient is another.
-Here a few rows of logits are computed at a time. Their part of the loss and of the gradients is added up at once,
-and they are freed. The gradients kept are those of the sum, and the backward pass only scales them: so nothing is
-computed twice, and no small number passes through a 16-bit format.
+In fp32, the logits of a large vocabulary and their gradient are the largest tensors of training. This module computes
+the logits of a few rows at a time, adds their part to the loss and to the gradients, and frees them. It stores the
+gradients of the summed loss, which the backward pass only scales: so nothing is computed twice, and no small number
+passes through a 16-bit format.
 
 Shapes: N positions, D width, V vocabulary.
 """
@@ -19,15 +19,14 @@ from torch.autograd.function import once_differentiable
 
 from limner.numerics.precision import acc_type, product
 
-LOGITS = 1 << 23  # alive at once, twice in fp32
+LOGITS = 1 << 23  # logits of a chunk, which takes twice their size in fp32
 
 
 def linear_cross_entropy(x: Float[Tensor, "N D"], layer: nn.Linear, target: Int64[Tensor, " N"]) -> Float[Tensor, ""]:
-    """-sum of log softmax(layer(x))[target] over the positions whose target is not negative, fp32 [].
+    """Return -sum of log softmax(layer(x))[target] over the positions whose target is not negative, fp32 [].
 
-    x [N, D], target int64 [N]. Matrix products take autocast's format, logits and softmax are fp32; for x in fp64 all
-    is fp64. Equals
-    `F.cross_entropy(layer(x).float(), target, ignore_index=-1, reduction="sum")`.
+    x [N, D], target int64 [N]. Matrix products take autocast's format; logits and softmax are fp32. For x in fp64,
+    everything is fp64. Equals `F.cross_entropy(layer(x).float(), target, ignore_index=-1, reduction="sum")`.
     """
     there = (target >= 0).nonzero().squeeze(1)
     if len(there) < len(target):
@@ -39,14 +38,14 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
         kind, learns = x.device.type, any(ctx.needs_input_grad)
-        casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # which autocast leaves
+        casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # autocast skips fp64
         dtype = torch.get_autocast_dtype(kind) if casts else x.dtype
         wide, matrix, rows = acc_type(dtype), weight.to(dtype), max(1, LOGITS // len(weight))
         offset, loss = bias.to(wide), torch.zeros((), dtype=wide, device=x.device)
         by_x = torch.empty_like(x)
         by_weight, by_bias = (torch.zeros_like(y if learns else y[:0], dtype=wide) for y in (weight, bias))
 
-        def add(part: Tensor, aim: Tensor, by_part: Tensor) -> None:  # whose logits go when it returns
+        def add(part: Tensor, aim: Tensor, by_part: Tensor) -> None:  # frees its logits on return
             values = product(part, matrix.mT).add_(offset).log_softmax(-1)
             loss.sub_(values.gather(1, aim[:, None]).sum())
             if learns:  # d loss / d logits = softmax - 1 at the target

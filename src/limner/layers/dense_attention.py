@@ -1,4 +1,4 @@
-"""`attend` of `attention.py` as fast as torch computes it: short sequences, whose mask costs no more than blocks.
+"""`attend` of `attention.py` by torch's kernels, for short sequences, whose mask costs no more than sparse blocks.
 
 Shapes: B batch, H heads, n queries, m keys, C head width.
 """
@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-_WRITTEN_OUT = 512**2  # numel of a mask up to which the products are written out on a CPU
+_WRITTEN_OUT = 512**2  # mask entries up to which a CPU computes explicit products
 
 
 class MaskedAttention(nn.Module):
     """softmax(q k^T / sqrt(C)) v over the keys that `mask`, bool [n, m], lets each query see.
 
-    On a CPU, torch's kernel takes five times as long to train short sequences as the products written out, which
-    store B * H * n * m weights.
+    On a CPU, torch's kernel takes five times as long to train short sequences as explicit products, which store
+    B * H * n * m weights.
     """
 
     mask: Tensor
@@ -29,7 +29,7 @@ class MaskedAttention(nn.Module):
     def forward(
         self, q: Float[Tensor, "B H n C"], k: Float[Tensor, "B H n C"], v: Float[Tensor, "B H n C"]
     ) -> Float[Tensor, "B H n C"]:
-        """q [B, H, n, C], k and v [B, H, m, C] -> [B, H, n, C]."""
+        """Return the attention output: q [B, H, n, C], k and v [B, H, m, C] -> [B, H, n, C]."""
         if q.device.type != "cpu" or self.mask.numel() > _WRITTEN_OUT:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
         bias = torch.zeros_like(self.mask, dtype=q.dtype).masked_fill_(~self.mask, -torch.inf)

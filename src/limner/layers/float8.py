@@ -4,13 +4,13 @@
     Fp8SwitchBack      by row, one scale       by row             16 bits
     Fp8TensorWise      one scale each          one scale          8 bits
 
-e4m3 has four bits of exponent and three of mantissa, e5m2 five and two: inputs and weights want precision, gradients
-want range (Micikevicius et al. 2022, which the paper follows). x / absmax is scaled to the format's largest number,
-which all of its range then serves, and rounded to the nearest number of the format, ties to even.
+e4m3 has four bits of exponent and three of mantissa, e5m2 five and two: inputs and weights need precision, gradients
+need range (Micikevicius et al. 2022, which the paper follows). x / absmax is scaled to the format's largest number, to
+use the whole range, and rounded to the nearest number of the format, ties to even.
 
-GPUs from compute capability 8.9 on multiply such numbers (`torch._scaled_mm`). Elsewhere the numbers are exactly those
-of the format, and the product is computed in bf16 or fp32, either of which holds each of them, and summed in fp32: the
-paper's simulation. It says what such training would learn, and not how fast.
+GPUs from compute capability 8.9 on multiply float8 (`torch._scaled_mm`). On other hardware the product is computed in
+bf16 or fp32, which hold each float8 number exactly, and summed in fp32: the paper's simulation. It reproduces the
+accuracy of float8 training, not its speed.
 
 Shapes: b rows, n inputs, m outputs. `weight` is [m, n].
 """
@@ -34,19 +34,19 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def rounded(x: Float[Tensor, ...], format: torch.dtype) -> Float[Tensor, ...]:
-    """The nearest number of a float8 format, the largest where x is beyond it; NaN stays NaN."""
+    """Round x to the nearest number of a float8 format, clamped to its range; NaN stays NaN."""
     largest = torch.finfo(format).max
     return x.float().clamp(-largest, largest).to(format)
 
 
 def row_wise(x: Float[Tensor, "m n"], format: torch.dtype) -> tuple[Float[Tensor, "m n"], Float[Tensor, " m"]]:
-    """Each row with its own scale: float8 [m, n], fp32 [m]."""
+    """Quantize each row with a separate scale: float8 [m, n], fp32 [m]."""
     scale, inverse = scales(x.abs().amax(1), torch.finfo(format).max)
     return rounded(x * inverse[:, None], format), scale
 
 
 def tensor_wise(x: Float[Tensor, "m n"], format: torch.dtype) -> tuple[Float[Tensor, "m n"], Float[Tensor, ""]]:
-    """One scale for the matrix: float8 [m, n], fp32 []."""
+    """Quantize the matrix with one scale: float8 [m, n], fp32 []."""
     scale, inverse = scales(x.abs().amax(), torch.finfo(format).max)
     return rounded(x.float() * inverse, format), scale
 
@@ -62,12 +62,12 @@ def product(
     tally: Tensor | None = None,
     of: Product = "forward",
 ) -> Float[Tensor, "m n"]:
-    """scale_a scale_b^T * (a b^T) + bias: [m, n] in `dtype`. As `int8.product`, of float8 matrices."""
+    """Return scale_a scale_b^T * (a b^T) + bias, [m, n] in `dtype`, as `int8.product` for float8 matrices."""
     return _product(a, b, scale_a, scale_b, bias, dtype, tally, of)
 
 
 def kernel(a: Tensor, b: Tensor) -> tuple[str, str]:
-    """The kernel that multiplies these, and why it is not the one in float8 ("" if it is)."""
+    """Return the name of the kernel for a b^T, and why it is not the float8 one ("" if it is)."""
     if not a.is_cuda or torch.cuda.get_device_capability(a.device) < (8, 9):
         return "simulated", "this processor multiplies no float8"
     if a.shape[1] % 16 or len(b) % 16:
@@ -94,7 +94,7 @@ def _product(
         with torch.autocast(a.device.type, enabled=False):
             y = precision.product(a.to(held), b.to(held).mT)
         y = y * (scale_a[:, None] if scale_a.ndim else scale_a) * scale_b
-    elif scale_a.ndim or scale_b.ndim:  # then it wants a scale for each row of both, and gives bf16
+    elif scale_a.ndim or scale_b.ndim:  # `_scaled_mm` then needs row scales of both and gives bf16
         by_row, by_column = scale_a.expand(len(a)).contiguous(), scale_b.expand(len(b)).contiguous()
         y = torch._scaled_mm(row_major(a), row_major(b).mT, by_row[:, None], by_column[None], out_dtype=torch.bfloat16)
     else:
@@ -117,7 +117,7 @@ def _(
 
 
 class _Fp8SwitchBack(Saves):
-    """Algorithm 1 with float8cast(x / absmax) in the place of round(127 x / absmax)."""
+    """Algorithm 1 with float8cast(x / absmax) instead of round(127 x / absmax)."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor) -> Tensor:
@@ -173,6 +173,6 @@ class Fp8SwitchBackLinear(LowPrecisionLinear):
 
 
 class Fp8TensorWiseLinear(LowPrecisionLinear):
-    """All three products in float8 with one scale for each matrix: the baseline that diverges in large models."""
+    """`nn.Linear` with all products in float8, one scale per matrix: the baseline that diverges in large models."""
 
     function = _Fp8TensorWise

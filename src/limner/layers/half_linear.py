@@ -1,8 +1,8 @@
-"""A linear layer whose weight is stored in 16 bits, and with it the gradient of the weight.
+"""A linear layer that stores its weight and the gradient of the weight in 16 bits.
 
-Of the prior of Ramesh et al. 2021 "most parameters" are (§2.4): all but "gains, biases, embeddings, and unembeddings"
-(App. D.2), so the matrices of resblocks. A weight has no copy in fp32 anywhere: what an update adds to it is rounded
-into it (`optim/adam_base.py`).
+Ramesh et al. 2021 store "most parameters" of the prior in 16 bits (§2.4): all but "gains, biases, embeddings, and
+unembeddings" (App. D.2), so the matrices of resblocks. Without a copy in fp32, an update is rounded into the weight
+(`optim/adam_base.py`).
 
 Shapes: n inputs, m outputs.
 """
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 
 class HalfLinear(nn.Linear):
-    """`nn.Linear` with a weight in fp16 or bfloat16 and a bias in fp32: x [..., n] -> [..., m] in the weight's format,
-    in which the product is computed, whatever autocast says."""
+    """`nn.Linear` with a weight in fp16 or bfloat16 and a bias in fp32: x [..., n] -> [..., m]. Product and result are
+    in the weight's format, also under autocast."""
 
     @classmethod
     def of(cls, linear: nn.Linear, dtype: torch.dtype) -> Self:
-        """A layer with the parameters of another, whose weight is rounded to `dtype`."""
+        """Return a layer with the bias of `linear` and its weight rounded to `dtype`."""
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         layer.weight = nn.Parameter(linear.weight.detach().to(dtype), linear.weight.requires_grad)
         layer.bias = linear.bias

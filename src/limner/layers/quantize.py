@@ -1,19 +1,19 @@
-"""Numbers in eight bits and the scales that undo it (Wortsman et al. 2023, §2.2.1, equation 1).
+"""Quantization to 8-bit integers with scales (Wortsman et al. 2023, §2.2.1, equation 1).
 
     q = round(127 / absmax * x)        x is nearly q * scale, scale = absmax / 127
 
-absmax is the largest magnitude of what shares a scale: a row, a column, or the whole matrix. Rounding is to the
-nearest integer, ties to even, so an entry is off by half its scale at most. Scales are fp32. The paper keeps absmax as
-the "state" and divides by 127 when it multiplies back; here the division is done once.
+absmax is the largest magnitude of the row, the column or the matrix that shares a scale. Rounding is to the nearest
+integer, ties to even, so the error of an entry is at most half its scale. Scales are fp32. The paper stores absmax as
+the "state" and divides by 127 in each product; here the division is done once.
 
-A finer scale loses less: one large entry costs the precision of its row alone. But scales must be the same along the
-dimension that a product sums over, so inputs [b, n] and weights [m, n] of x w^T have scales by row, and w again, in
-the gradient g w, by column.
+Finer scales lose less: one large entry reduces the precision of its row only. But a scale must be constant along the
+dimension that a product sums over. So inputs [b, n] and weights [m, n] of x w^T have scales by row, and w in the
+gradient g w has scales by column.
 
-What cannot be scaled: a row of zeros stays zeros; one with infinity or NaN gets a scale that is not finite, so that
-its products are not finite either, and training skips the update instead of learning from garbage.
+A row of zeros stays zeros. A row with infinity or NaN gets a scale that is not finite, so that its products are not
+finite either, and training skips the update.
 
-Every backend does the same fp32 operations in the same order, so all of them give the same integers.
+Every backend does the same fp32 operations in the same order, so all give the same integers.
 
 Shapes: m rows, n columns.
 """
@@ -30,33 +30,33 @@ from limner.layers.scales import INT8, scales
 from limner.layers.vmap_loop import looped
 from limner.numerics.compile_elementwise import triton_runs
 
-_AT_ONCE = 1 << 18  # entries quantised together on a CPU, 1 MB in fp32: the second pass finds them in the cache
+_AT_ONCE = 1 << 18  # entries quantized together on a CPU, 1 MB in fp32: the second pass reads them from the cache
 
 
 def row_wise(x: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "m n"], Float[Tensor, " m"]]:
-    """Each row with its own scale: int8 [m, n], fp32 [m]."""
+    """Quantize each row with a separate scale: int8 [m, n], fp32 [m]."""
     return _row_wise(x)
 
 
 def column_wise(x: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "m n"], Float[Tensor, " n"]]:
-    """Each column with its own scale: int8 [m, n], fp32 [n]. On a GPU the values are laid out as their transpose, which
-    its products want."""
+    """Quantize each column with a separate scale: int8 [m, n], fp32 [n]. On a GPU the values are column-major, as its
+    products require."""
     return _column_wise(x)
 
 
 def tensor_wise(x: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "m n"], Float[Tensor, ""]]:
-    """One scale for the matrix: int8 [m, n], fp32 []."""
+    """Quantize the matrix with one scale: int8 [m, n], fp32 []."""
     return _tensor_wise(x)
 
 
 def tensor_wise_transposed(x: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "n m"], Float[Tensor, ""]]:
-    """`tensor_wise` of the transpose, int8 [n, m] and fp32 []. On a GPU, whose products want it so, it is transposed in
-    the same pass over memory; elsewhere it is a view."""
+    """Quantize the transpose with one scale: int8 [n, m], fp32 []. On a GPU, whose products need contiguous rows, the
+    same pass over memory transposes; elsewhere the result is a view."""
     return _tensor_wise_transposed(x)
 
 
 def dequantize(values: Int8[Tensor, "m n"], scale: Float[Tensor, ...]) -> Float[Tensor, "m n"]:
-    """fp32, from the values and scales of `row_wise` or `tensor_wise`."""
+    """Return fp32 numbers from the values and scales of `row_wise` or `tensor_wise`."""
     return values * (scale[:, None] if scale.ndim else scale)
 
 
@@ -135,12 +135,12 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _absmax(x: Tensor, dim: int = 1) -> Tensor:
-    """The largest magnitudes along `dim`, NaN where there is one. On CPUs two reductions are faster than one."""
+    """Return the largest magnitudes along `dim`, NaN if any entry is. On CPUs two reductions are faster than one."""
     return torch.maximum(x.amax(dim), -x.amin(dim))
 
 
 def _scaled(x: Tensor, inverse: Tensor) -> Tensor:
-    """int8 of a matrix times a scale's inverse, one [] or one for each column [n]."""
+    """Return int8 of a matrix times inverse scales, one [] or one for each column [n]."""
     values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     for part, to in zip(_parts(x, x.shape), _parts(values, x.shape), strict=True):
         to.copy_((part.float() * inverse).round_())
@@ -148,5 +148,5 @@ def _scaled(x: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _parts(x: Tensor, shape: torch.Size) -> Iterator[Tensor]:
-    """The rows of a matrix of this shape, or what there is one of a row, in parts that a cache holds."""
+    """Split a matrix of this shape, or a vector with an entry per row, by rows into parts that fit a cache."""
     return iter(x.split(max(1, _AT_ONCE // max(1, shape[1]))))

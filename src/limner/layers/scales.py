@@ -1,4 +1,4 @@
-"""Scales of numbers in eight bits, which integers and float8 share."""
+"""Scales of 8-bit numbers, for int8 and float8."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-INT8 = 127  # the largest int8 but for the sign: -128 has no counterpart
-SMALLEST = 2.0**-109  # absmax below which a scale's inverse could overflow fp32; smaller ones share this one's scale
+INT8 = 127  # the largest magnitude with both signs in int8; -128 is not used
+SMALLEST = 2.0**-109  # lower bound for absmax: with less, a scale's inverse could overflow fp32
 
 
 def scales(absmax: Float[Tensor, ...], largest: float) -> tuple[Float[Tensor, ...], Float[Tensor, ...]]:
-    """(scale, inverse) in fp32 such that the magnitudes absmax, times the inverse, become `largest`."""
+    """Return (scale, inverse) in fp32 such that absmax * inverse = `largest`, in the shape of absmax."""
     there = absmax.float().clamp_min(SMALLEST)  # NaN stays NaN
-    most = torch.full_like(there, largest)  # with a number, torch would multiply by a reciprocal, rounded twice
+    most = torch.full_like(there, largest)  # torch divides by a number through a reciprocal, rounded twice
     return there / most, most / there

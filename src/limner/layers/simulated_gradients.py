@@ -1,10 +1,10 @@
 """Linear layers whose gradients are rounded to a number format with few exponents, computed in fp32.
 
-What a backward pass in fp16, or in less, would lose can be seen so on any machine: gradients that enter and leave the
-layer, and those of its parameters, are rounded to the format. What is too small becomes zero, what is too large becomes
-infinite, as in hardware. The forward pass stays as it is: activations have a range that layer norms keep.
+They simulate the loss of a backward pass in fp16 or less on any machine: gradients that enter and leave the layer, and
+gradients of its parameters, are rounded to the format. Too small values become zero and too large ones infinite, as in
+hardware. The forward pass is unchanged, since layer norms bound the range of activations.
 
-Shapes: B rows, n inputs, m outputs.
+Shapes: n inputs, m outputs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from limner.numerics.formats import FloatFormat
 
 
 def narrowed(x: Float[Tensor, "..."], form: FloatFormat) -> Float[Tensor, "..."]:
-    """The nearest numbers of a format, in fp32, with infinities beyond its largest; NaN stays."""
+    """Round x to a format, in fp32, with infinities beyond its largest number; NaN stays NaN."""
     _, exponent = math.frexp(form.maximum)
-    limit = math.ldexp(1 - 2.0 ** -(form.mantissa + 2), exponent)  # halfway from the largest to what would come next
+    limit = math.ldexp(1 - 2.0 ** -(form.mantissa + 2), exponent)  # halfway from the largest number to the next
     return torch.where(x.abs() < limit, form.rounded(x), x * math.inf)
 
 
@@ -50,7 +50,7 @@ class _Narrow(torch.autograd.Function):
 
 
 class NarrowLinear(nn.Module):
-    """`nn.Linear` with the parameters of `linear`: x [..., n] -> [..., m]."""
+    """`nn.Linear` with the parameters of `linear` and gradients rounded to `form`: x [..., n] -> [..., m]."""
 
     def __init__(self, linear: nn.Linear, form: FloatFormat) -> None:
         super().__init__()
