@@ -8,12 +8,12 @@
     Standard           no 8 bits          -                  16 bits            input
 
 The error of a product of rounded numbers grows with the number of terms summed (Appendix D, equation 12). The weight
-gradient sums over all positions of a batch, the other two over a layer's width alone: so SwitchBack switches back to
-16 bits for it, which is where it differs from LLM.int8().
+gradient sums over all positions of a batch, the other two products only over a layer's width. So SwitchBack switches
+back to 16 bits for the weight gradient, unlike LLM.int8().
 
-Of the three products two are in 8 bits, so with integers r times as fast a layer takes (2 / r + 1) / 3 of its time, and
-what rounding costs: at most three times the speed if the weight gradient is as slow as before, and more where 16 bits
-are faster than 32 (AMX, tensor cores).
+Two of the three products are in 8 bits. If int8 products are r times as fast, a layer takes (2 / r + 1) / 3 of its
+time, plus rounding: a speedup of at most three if the weight gradient keeps its speed, and more where 16 bits are
+faster than 32 (AMX, tensor cores).
 
 Shapes: b rows, n inputs, m outputs. `weight` is [m, n].
 """
@@ -54,7 +54,7 @@ class _SwitchBack(Saves):
 
 
 class _SwitchBackM(Function):
-    """Algorithm 3: what is saved has 8 bits."""
+    """Algorithm 3: x and the weight are saved in 8 bits."""
 
     generate_vmap_rule = True
 
@@ -69,7 +69,7 @@ class _SwitchBackM(Function):
     ) -> None:
         _, weight, _, tally = inputs
         ctx.format = weight.dtype
-        ctx.mark_non_differentiable(output[1], output[3])  # the integers; by the scales `once` finds x and the weight
+        ctx.mark_non_differentiable(output[1], output[3])  # integers; via the scales `once` reaches x and the weight
         ctx.save_for_backward(*output[1:], tally)
         ctx.set_materialize_grads(False)
 
@@ -89,7 +89,7 @@ class _SwitchBackM(Function):
 
 
 class _SwitchBackQ(Saves):
-    """Algorithm 4: the weight has a scale for each row of what is multiplied."""
+    """Algorithm 4: the weight has a scale for each output (forward) or input (backward)."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor) -> Tensor:
@@ -111,10 +111,10 @@ class _SwitchBackQ(Saves):
 
 
 class _LLMInt8(Saves):
-    """LLM.int8() as the paper compares with it (§2.2.3): `_SwitchBackQ` with the weight gradient in 8 bits as well.
+    """LLM.int8() as in the paper's comparison (§2.2.3): `_SwitchBackQ` with the weight gradient in 8 bits as well.
 
-    Columns of g and x have scales of their own, as that sum runs over rows. Dettmers et al. (2022) also keep columns
-    with outliers in 16 bits; the paper's baseline does without.
+    Columns of g and x have separate scales, since the weight gradient sums over rows. Dettmers et al. (2022) also keep
+    columns with outliers in 16 bits; the paper's baseline does not.
     """
 
     forward = _SwitchBackQ.forward
@@ -137,13 +137,13 @@ class _LLMInt8(Saves):
 
 
 def _by_columns(g: Tensor, weight: Tensor, tally: Tensor) -> Tensor:
-    """The input gradient g W in 8 bits, with a scale for each row of g and each column of the weight."""
+    """Return the input gradient g W in 8 bits, with a scale for each row of g and each column of the weight."""
     (q, state_g), (w, state_w) = row_wise(g), column_wise(weight)
     return int8.product(q, w.mT, state_g, state_w, None, g.dtype, tally=tally, of="input gradient")
 
 
 class _Standard(Saves):
-    """Algorithm 5: what a layer costs as an autograd function without 8 bits."""
+    """Algorithm 5: a linear layer as an autograd function without 8 bits, for speed comparisons."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor) -> Tensor:
@@ -182,12 +182,12 @@ class SwitchBackQLinear(LowPrecisionLinear):
 
 
 class LLMInt8Linear(LowPrecisionLinear):
-    """All three products in int8: the baseline that loses accuracy where batches are large (§2.2.3)."""
+    """`nn.Linear` with all three products in int8: the baseline that loses accuracy for large batches (§2.2.3)."""
 
     function = _LLMInt8
 
 
 class StandardLinear(LowPrecisionLinear):
-    """`nn.Linear` as an autograd function of Python, to compare speeds with (Algorithm 5). It counts no products."""
+    """`nn.Linear` as a Python autograd function, for speed comparisons (Algorithm 5). It counts no products."""
 
     function = _Standard

@@ -1,18 +1,18 @@
-"""One position's attention to the text and to a cache as one Triton kernel, for GPUs: `LayerCache.append`.
+"""`LayerCache.append` as one Triton kernel: attention from one position to the text and to the cache, for GPUs.
 
-Written out, it is some thirty small kernels for each layer of each step, which take longer than reading the weights of
-a model with a billion parameters. Here a program takes one head and some candidates of a caption, which share the
-text's keys and values; it writes the new key and value, and one softmax goes over both in blocks (Milakov & Gimelshein
-2018), in fp32.
+In torch operations this takes some thirty small kernels for each layer of each step, which take longer than reading the
+weights of a model with a billion parameters. Here one program handles a head and some candidates of a caption, which
+share the text's keys and values. It writes the new key and value. One softmax runs over text and image in blocks, in
+fp32 (Milakov & Gimelshein 2018).
 
-This file is imported where there is a GPU. Without one, tests run it under Triton's interpreter and compile it ahead of
+This module is imported only with a GPU. Without one, tests run it under Triton's interpreter and compile it ahead of
 time.
 
-Shapes: B captions, M rows of as many candidates of each, H heads, P prefix, C head width; L lines of a ring each.
+Shapes: B captions, M rows (as many for each caption), H heads, P prefix, C head width; L lines of a ring each.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false
-# Triton turns what its functions are given into constants.
+# Triton turns the arguments of its functions into constants.
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOGETHER = 16  # candidates whose products with the text are one, on tensor cores
-_KEYS = 64  # of the text, at a time
-_SLOTS, _WARPS = {1: 32, _TOGETHER: 8}, {1: 4, _TOGETHER: 8}  # of a ring, at a time, by candidates: what registers hold
+_TOGETHER = 16  # candidates that share a product with the text, on tensor cores
+_KEYS = 64  # text keys per block
+_SLOTS, _WARPS = {1: 32, _TOGETHER: 8}, {1: 4, _TOGETHER: 8}  # ring slots per block, and warps: as registers allow
 
 
 def attend(
     position: Tensor, q: Tensor, k: Tensor, v: Tensor, prefix: tuple[Tensor, Tensor], rings: tuple[Tensor, Tensor],
     hole_bias: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Write k and v [M, H, 1, C] of the image's `position`, int64 [1], and attend from there: [M, H, 1, C].
+    """Write k and v [M, H, 1, C] at the image's `position`, int64 [1]; return its attention output [M, H, 1, C].
 
-    `prefix` are keys and values [B, H, P, C], `rings` those of the image [L, M, H, ring, C].
+    `prefix` holds keys and values [B, H, P, C], `rings` the image's keys and values [L, M, H, ring, C].
     """
     (m, h, _, c), (b, _, p, _) = q.shape, prefix[0].shape
     lines, ring = len(rings[0]), len(hole_bias)
@@ -51,15 +51,15 @@ def attend(
 
 
 def takes(x: Tensor, *others: Tensor) -> bool:
-    """Whether the kernel can read [..., C] of a layer's states, keys and values."""
+    """Return True if the kernel supports format, head width C and strides of states, keys and values [..., C]."""
     c, fits = x.shape[-1], x.dtype != torch.float64  # scores are fp32
     return fits and c >= 16 and c & (c - 1) == 0 and all(y.stride(-1) == 1 and y.dtype == x.dtype for y in (x, *others))
 
 
 @triton.jit
 def _more(most, total, sums, scores, values, TOGETHER: tl.constexpr):
-    """The softmax so far, its largest score [m], its sum [m] and what it gives [m, C], with more keys: scores [m, j],
-    values [j, C] of all rows or [m, j, C] of each."""
+    """Update a running softmax (largest score [m], sum [m], weighted values [m, C]) with more keys: scores [m, j],
+    values [j, C] shared by all rows or [m, j, C]."""
     largest = tl.maximum(most, tl.max(scores, 1))
     before, weights = tl.exp(most - largest), tl.exp(scores - largest[:, None])
     if TOGETHER:
@@ -75,7 +75,7 @@ def attend_kernel(
     q_row, q_head, k_row, k_head, v_row, v_head, line_stride, row_stride, scale,
     C: tl.constexpr, SOME: tl.constexpr, KEYS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """One program for `SOME` of a caption's `n` candidates and a head."""
+    """One program for a head and `SOME` of a caption's `n` candidates."""
     blocks = tl.cdiv(n, SOME)
     caption, head = tl.program_id(0) // blocks, tl.program_id(1)
     number = tl.program_id(0) % blocks * SOME + tl.arange(0, SOME)
@@ -109,9 +109,9 @@ def attend_kernel(
             scores = tl.where((j < p)[None, :], scores, float("-inf"))
             most, total, sums = _more(most, total, sums, scores, text_values[None], False)
 
-    for first in range(0, tl.minimum(ring, step + 1), SLOTS):  # those that are written
+    for first in range(0, tl.minimum(ring, step + 1), SLOTS):  # written slots
         slot = first + tl.arange(0, SLOTS)
-        back = ((step - slot) % ring + ring) % ring  # 0 is the new one, which is counted already
+        back = ((step - slot) % ring + ring) % ring  # 0: the new position, counted above
         seen = (slot < ring) & (back <= step) & (back > 0)
         bias = tl.load(hole_bias + back, mask=seen, other=float("-inf")).to(tl.float32)
         states, held = (begin + slot[None, :] * C)[:, :, None] + c, there[:, :, None] & seen[None, :, None]

@@ -1,15 +1,15 @@
 """The steps of an int8 linear layer as Triton kernels (Wortsman et al. 2023, §2.2.1, Algorithm 1), for GPUs.
 
     row_wise    absmax, scale and integers of each row, in one kernel
-    scaled      integers of a whole matrix, and of its transpose: a tile is read once and written the other way round
-                (`tensor-wise_quantize_transpose`). A GPU multiplies A B^T alone, and so the gradient needs W transposed
-    product     a b^T in int32 on tensor cores, with scales and bias applied before anything is written
+    scaled      integers of a whole matrix or of its transpose: a tile is read once and written transposed
+                (`tensor-wise_quantize_transpose`). GPUs multiply only A B^T, so the gradient needs W transposed
+    product     a b^T in int32 on tensor cores, with scales and bias applied before the result is written
 
-Each does the fp32 operations of `quantize.py` and `int8.py` in their order: quotients are rounded correctly
-(`div_rn`), and products are not contracted with what follows (`enable_fp_fusion=False`), so that the integers are the
-same on all devices. Rounding to nearest even adds and subtracts 1.5 * 2^23, beyond which fp32 has no fractions.
+Each kernel does the fp32 operations of `quantize.py` and `int8.py` in the same order: quotients are rounded correctly
+(`div_rn`), and products are not fused with additions (`enable_fp_fusion=False`), so that all devices give the same
+integers. Rounding to nearest even adds and subtracts 1.5 * 2^23, where fp32 steps by integers.
 
-This file is imported where there is a GPU. Without one, tests run it under Triton's interpreter and compile it ahead of
+This module is imported only with a GPU. Without one, tests run it under Triton's interpreter and compile it ahead of
 time.
 
 Shapes: m rows of inputs, n of weights, k summed over.
@@ -30,12 +30,12 @@ from limner.layers.scales import INT8, SMALLEST
 _LARGEST = tl.constexpr(INT8)
 _SMALLEST = tl.constexpr(SMALLEST)
 _FRACTIONS_END = tl.constexpr(1.5 * 2**23)
-_NEAR = tl.constexpr(8)  # tiles one below the other
+_NEAR = tl.constexpr(8)  # rows of tiles in a group
 _TILE = 64
 
 
 def row_wise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [m, n] and fp32 scales [m] of the rows of x [m, n]."""
+    """Return int8 [m, n] and fp32 scales [m] of the rows of x [m, n]."""
     m, n = x.shape
     values = torch.empty(m, n, dtype=torch.int8, device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
@@ -47,7 +47,7 @@ def row_wise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scaled(x: Tensor, inverse: Tensor, transposed: bool = False) -> Tensor:
-    """int8 [m, n] of x [m, n] times a scale's inverse, fp32 []; [n, m] if it is to be transposed."""
+    """Return int8 [m, n] of x [m, n] times a scale's inverse, fp32 []; [n, m] if `transposed`."""
     m, n = x.shape
     values = torch.empty((n, m) if transposed else (m, n), dtype=torch.int8, device=x.device)
     strides = values.mT.stride() if transposed else values.stride()
@@ -58,7 +58,7 @@ def scaled(x: Tensor, inverse: Tensor, transposed: bool = False) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """See `int8.product`. Tensor cores read both along k."""
+    """Return `int8.product`. Tensor cores read both matrices along k."""
     b = b.contiguous()
     (m, k), n = a.shape, len(b)
     y = torch.empty(m, n, dtype=dtype, device=a.device)
@@ -82,13 +82,13 @@ def _rounded(x):
 
 @triton.jit
 def _magnitude(x):
-    """|x|; infinite where x is NaN, which a maximum may leave out."""
+    """Return |x|, or infinity for NaN, which a maximum may ignore."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 @triton.jit
 def row_wise_kernel(x, values, scale, n, x_row, x_column, v_row, v_column, BLOCK: tl.constexpr):
-    """One program for each row, which it reads twice; the second time it comes from the cache."""
+    """One program for each row, which it reads twice, the second time from the cache."""
     row = tl.program_id(0).to(tl.int64)
     x, values = x + row * x_row, values + row * v_row
     largest = tl.zeros((BLOCK,), tl.float32)
@@ -131,7 +131,7 @@ _CONFIGS = [
         (256, 128, 128, 8, 4),
     )
 ]
-_MOST = 128  # of K above
+_MOST = 128  # largest K above
 
 
 @triton.autotune(_CONFIGS[: 1 if knobs.runtime.interpret else None], key=["m", "n", "k"])
@@ -141,8 +141,8 @@ def product_kernel(
     BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """One program for each tile [M, N] of the result; `EVEN` if K divides k. Programs that run at the same time work on
-    tiles near each other, whose rows and columns the cache then holds."""
+    """One program for each tile [M, N] of the result; `EVEN` if every K divides k. Concurrent programs compute nearby
+    tiles, whose rows and columns share the cache."""
     across, tile = tl.cdiv(n, N), tl.program_id(0)
     group = tile // (_NEAR * across) * _NEAR
     rows = tl.minimum(tl.cdiv(m, M) - group, _NEAR)
@@ -150,7 +150,7 @@ def product_kernel(
     row = (group + inside % rows) * M + tl.arange(0, M)
     column = inside // rows * N + tl.arange(0, N)
     in_m, in_n, at = row < m, column < n, tl.arange(0, K)
-    # What is beyond the matrices is read from their beginning, and its products are not written.
+    # Indices beyond the matrices wrap around to their beginning, and their products are not written.
     a += (row % m).to(tl.int64)[:, None] * a_row + at.to(tl.int64)[None, :] * a_column
     b += (column % n).to(tl.int64)[None, :] * b_row + at.to(tl.int64)[:, None] * b_column
     sums = tl.zeros((M, N), tl.int32)

@@ -1,7 +1,7 @@
-"""`torch.func.vmap` for operations that are opaque to it.
+"""`torch.func.vmap` for custom operations, which it cannot trace.
 
-The products and quantisers of low-precision layers are custom operations, since what they do at run time (choose a
-kernel, count it) must not be traced. `vmap` runs such an operation once for each element of the batch.
+The products and quantizers of low-precision layers are custom operations, since the choice and the count of a kernel
+at run time must not be traced. `vmap` runs such an operation once for each element of the batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ Op = TypeVar("Op", bound=Any)
 
 
 def looped(op: Op) -> Op:
-    """The same custom operation, which `vmap` calls in a loop; its results are stacked in front."""
+    """Register a loop as the `vmap` rule of a custom operation, and return the operation. Results are stacked along
+    dimension 0."""
 
     def call_each(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         def of(i: int) -> list[Any]:
