@@ -1,6 +1,6 @@
 """The paper's sparse attention, computed sparsely (Ramesh et al. 2021, §2.2, Figure 11, App. B.1).
 
-`attention.py` defines visibility by a dense mask; this module reads only the visible keys and their window. Queries
+`attention.py` defines visibility by a dense mask; this module reads only windows around visible keys. Queries
 of the image are grouped into blocks of consecutive positions in raster order (transposed for patterns that see only
 their own column). The image keys that a block sees are then within a window, which ends with the block and begins
 before it by the reach of the pattern:
