@@ -1,1 +1,1 @@
-"""What a run does: its stages, the process beside it, how long it will take, pruning, the demo."""
+"""Training runs: stages, parallel training on a CPU, time estimates, codebook pruning, and the demo."""

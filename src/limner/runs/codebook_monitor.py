@@ -1,4 +1,4 @@
-"""The alarm for a dVAE whose codebook collapses."""
+"""A warning for a dVAE whose codebook collapses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from limner.training.hooks import Hook
 from limner.training.train_state import Run
 
-_SHARE, _AFTER, _REPORTS = 0.1, 500, 10  # of the vocabulary, steps, in a row
+_SHARE, _AFTER, _REPORTS = 0.1, 500, 10  # of the vocabulary, steps, consecutive reports
 
 
 class CollapseWarning(Hook):
-    """Warns, once per run, that the codebook has collapsed, and says what to try.
+    """Warn once per run if the codebook has collapsed, with remedies.
 
-    A batch may use few codes now and then. So the warning needs several reports in a row, after `_AFTER` steps, of
-    less than `_SHARE` of the vocabulary. A resumed run knows how many there were, and whether it has warned.
+    Single batches may use few codes. The warning therefore needs `_REPORTS` consecutive reports, after `_AFTER` steps,
+    with less than `_SHARE` of the vocabulary in use. Checkpoints hold the count and whether the run has warned.
     """
 
     def __init__(self, vocab: int) -> None:

@@ -1,15 +1,15 @@
-"""The whole road from nothing to pictures in a few minutes: `limner demo`.
+"""The whole pipeline, from data to pictures, in a few minutes: `limner demo`.
 
-    OUT/data/                scenes of one and two things, written here
-    OUT/crowds/              crowded scenes for the dVAE, with --from-scratch
-    OUT/steps.json           how many steps of training this machine has time for
+    OUT/data/                generated scenes of one and two objects
+    OUT/crowds/              crowded scenes to train the dVAE on, with --from-scratch
+    OUT/steps.json           training steps per stage that fit the time limit on this machine
     OUT/run/                 the training run, with its bundle
     OUT/composition.json     the score over the held-out captions
-    OUT/drawings.safetensors all candidates of those that the report shows
+    OUT/drawings.safetensors all candidates for the captions in the report
     OUT/report.html, OUT/contact.png
 
-Each phase writes its result, and a later call skips the phases that are done; training continues from its
-last checkpoint. So the command may be stopped at any moment and given again.
+Each phase writes its result, a later call skips finished phases, and training resumes from its last checkpoint.
+The command may therefore be interrupted and repeated at any time.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from limner.runs.train import train_all
 from limner.tasks.build_scenes import write_scenes
 from limner.tasks.scenes import Scene
 
-THINGS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four things
-_TRAINING = 540  # seconds; the rest takes a minute and a half; all should take twelve minutes on a slow day
-_ROOM = 5.0  # seconds that a batch may take that is tried here: all of it, on most machines
+THINGS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four objects
+_TRAINING = 540  # seconds; the other phases take about 90, and the limit for all is twelve minutes on a busy machine
+_ROOM = 5.0  # seconds that a timed batch may take: enough for a full batch on most machines
 
 
 def run(demo: Demo) -> composition.CompositionResult:
-    """Do what is not done yet, write the report, and return the verdicts."""
+    """Run the phases that are not done, write the report, and return the score."""
     with locked(demo.out):
         return _run(demo)
 
@@ -81,9 +81,9 @@ def _run(demo: Demo) -> composition.CompositionResult:
 
 
 def paced(recipe: Recipe, out: Path) -> Recipe:
-    """The recipe, with fewer steps if this machine would need more than `_TRAINING` seconds for them.
+    """Return the recipe, with fewer steps if training would take more than `_TRAINING` seconds on this machine.
 
-    Steps are timed once, and their number is kept in `out/steps.json`, so that the same command continues with it.
+    Steps are timed once. Their number is saved in `out/steps.json`, so that a resumed demo uses the same number.
     """
     path = out / "steps.json"
     if not (steps := _numbers(path)).keys() >= {"prior", "contrastive"}:
@@ -106,7 +106,7 @@ def _affordable(recipe: Recipe) -> dict[str, int]:
     if torch.cuda.is_available():
         return steps
     threads = torch.get_num_threads()
-    beside = threads > 1  # each has half of them, and is slower in the other's company
+    beside = threads > 1  # each gets half of the threads, and slows the other
     torch.set_num_threads(threads - threads // 2)
     company = COMPANY if beside else 1
     costs = {name: seconds_per_step(*trial(recipe, name), _ROOM) * steps[name] * company for name in stages}
@@ -119,12 +119,12 @@ def _affordable(recipe: Recipe) -> dict[str, int]:
 
 
 def _claim(out: Path, settings: dict[str, Any]) -> None:
-    """Make sure that what the folder holds was made with the same settings."""
+    """Record the settings in the folder. Raises `UserError` if it holds other files or a demo with other settings."""
     path = out / "demo.json"
     if path.exists():
         if read_json(path) != settings:
             raise UserError(f"{out} holds a demo with other settings: name another folder with --out, or delete it")
-    elif any(not entry.name.startswith(".") for entry in out.iterdir()):  # but for the lock and what a kill left
+    elif any(not entry.name.startswith(".") for entry in out.iterdir()):  # except the lock and a killed run's leftovers
         raise UserError(f"{out} is not empty and holds no demo: name another folder with --out")
     else:
         write_json(path, settings, indent=2)
@@ -149,13 +149,13 @@ def _train(demo: Demo, recipe: Recipe) -> TextToImage:
         if demo.from_scratch:
             train_all(recipe, demo.out / "crowds", folder, ("dvae",))
         train_all(recipe, demo.out / "data", folder)
-    return TextToImage.from_pretrained(folder)  # with the numbers as stored, which a later call draws with
+    return TextToImage.from_pretrained(folder)  # the stored weights, which later calls use
 
 
 def _draw(
     demo: Demo, pipe: TextToImage, asked: Sequence[tuple[str, Scene]]
 ) -> tuple[composition.CompositionResult, Tensor]:
-    """The verdicts on all captions, and the pictures uint8 [B, N, 3, H, W] of those to show."""
+    """Return the scores of all captions, and the pictures uint8 [B, N, 3, H, W] of the captions to show."""
     path, kept = demo.out / "composition.json", demo.out / "drawings.safetensors"
     if path.exists() and (found := _saved(demo, path, [caption for caption, _ in asked])):
         with suppress(FileNotFoundError, SafetensorError, KeyError):
@@ -186,7 +186,7 @@ def _saved(demo: Demo, path: Path, captions: list[str]) -> composition.Compositi
 
 @contextmanager
 def _timed(out: Path, phase: str) -> Iterator[None]:
-    """Add the time of a phase to `timings.json`, whether it ends or is interrupted."""
+    """Add the time of a phase to `timings.json`, also if the phase is interrupted."""
     path, begun = out / "timings.json", time.monotonic()
     try:
         yield
@@ -197,7 +197,7 @@ def _timed(out: Path, phase: str) -> Iterator[None]:
 
 
 def _numbers(path: Path) -> dict[str, Any]:
-    """The numbers of a JSON file by name. A missing or malformed file has none."""
+    """Return the finite numbers of a JSON file by name: none if the file is missing or malformed."""
     found: dict[str, Any] = {}
     with suppress(UserError):
         found = read_mapping(path)

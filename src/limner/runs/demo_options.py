@@ -1,4 +1,4 @@
-"""The options of the demo. They need no torch, so that a command line is read before torch is loaded."""
+"""The options of the demo. This module does not import torch, so the command line parses quickly."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 class Demo(Checked):
     """Train a prior and a contrastive model on the built-in scenes, draw held-out captions, write a report.
 
-    It trains for at most nine minutes, so a slow machine takes fewer steps. Ctrl-C stops it; the same command goes on.
+    Training takes at most nine minutes: a slow machine takes fewer steps. After Ctrl-C the same command resumes.
     """
 
     out: Path = Path("limner-demo")
     """Folder for data, models and report."""
     from_scratch: bool = False
-    """Train the dVAE as well instead of taking the bundled one; it says beforehand how long that takes."""
+    """Train the dVAE instead of using the bundled one; prints a time estimate first."""
     scenes: Annotated[int, Range(1, 10**8)] = 12_000
     """Scenes to train on."""
     captions: Annotated[int, Range(1, 10**4)] = 8
-    """Held-out captions to show; their scenes have one and two things in turn."""
+    """Held-out captions to show; scenes alternate between one and two objects."""
     candidates: Annotated[int, CANDIDATES] = 32
-    """Drawings of each caption to choose from."""
+    """Drawings per caption to choose from."""
     evaluated: Annotated[int, Range(1, 10**6)] = 64
-    """Held-out captions that the score is taken over, those shown among them."""
+    """Held-out captions to score, including those shown."""
     seed: Annotated[int, SEEDS] = TEST_SEEDS_FROM
-    """Of the captions and drawings."""
+    """Seed of captions and drawings."""
 
     def recipe(self) -> Recipe:
         recipe = recipes.get("demo")

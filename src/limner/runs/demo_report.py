@@ -1,4 +1,4 @@
-"""The report of a demo: a web page with its drawings, scores, curves of training and times."""
+"""The report of a demo: a web page with drawings, scores, training curves and times."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def page(
     result: composition.CompositionResult,
     took: Mapping[str, float],
 ) -> str:
-    """The body of the web page. `recipe` is what was trained; `took` has seconds by phase."""
+    """Return the body of the web page. `recipe` is the trained one; `took` has seconds by phase."""
     k = demo.candidates
     best, first = result.rate(k), result.rate(1)
     trained = "Three models were" if demo.from_scratch else "A prior and a contrastive model were"

@@ -1,10 +1,10 @@
-"""The reranker, trained in a process of its own while the prior trains here.
+"""Parallel training of the reranker in a second process while the prior trains in this one.
 
-The operations of small models are too short to share among a CPU's threads: two processes with half of the
-threads each train both models in 70 to 85% of the time that all threads take for one after the other
+The operations of small models are too short to share among a CPU's threads. Two processes with half of the
+threads each train both models in 70 to 85% of the time of training them in sequence with all threads
 (docs/log/2026-11-21.md, "One thread per process").
-The other process saves and stops when this one is interrupted or dies. When it is done, the prior trains with all
-threads.
+The second process saves and stops when this one is interrupted or dies. When the second process is done, the prior
+uses all threads.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from limner.training.metrics_log import read_metrics
 from limner.training.train_state import SKIPPED, Run
 
 LOG = "contrastive.log"
-_REASON = re.compile(r"(limner|[\w.]*(Error|Exception))(: |$)")  # begins the line that says why a process failed
+_REASON = re.compile(r"(limner|[\w.]*(Error|Exception))(: |$)")  # start of the line with the error
 
 
 def trained_together(stages: Sequence[str], device: torch.device) -> bool:
-    """Whether a run trains the prior and the contrastive model at the same time."""
+    """Return True if a run trains the prior and the contrastive model in parallel."""
     return {"prior", "contrastive"} <= set(stages) and device.type == "cpu" and torch.get_num_threads() > 1
 
 
 class _Watch(Hook):
-    """Gives the prior's training all `threads` when the other process is done, and ends it when that has failed."""
+    """Set the prior's threads to `threads` when the other process is done; end the training if that process failed."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, threads: int) -> None:
         self.process, self.log, self.threads = process, log, threads
@@ -50,10 +50,10 @@ class _Watch(Hook):
             torch.set_num_threads(self.threads)
 
     def check(self) -> None:
-        """Raises `UserError` with the last words of the other process if it has failed."""
+        """Raise `UserError` with the error line of the other process if that process failed."""
         if code := self.process.poll():
             lines = self.log.read_text("utf-8", "replace").strip().splitlines() or ["it said nothing"]
-            said = next(filter(_REASON.match, reversed(lines)), lines[-1])  # a thread may warn of something after it
+            said = next(filter(_REASON.match, reversed(lines)), lines[-1])  # a thread may log a warning after the error
             if code < 0:
                 said = f"signal {-code} killed it, perhaps because memory ran out"
             raise UserError(f"training the contrastive model beside the prior failed ({said}): see {self.log}")
@@ -61,11 +61,11 @@ class _Watch(Hook):
 
 @contextmanager
 def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -> Iterator[Hook]:
-    """Within the block another process trains the contrastive model of the run `out` with half of the threads; the
-    block ends when that is done. The run's recipe and tokenizer must be written. Gives a hook for the training here.
+    """Train the contrastive model of the run `out` in another process, with half of the threads, during the block.
 
-    The other process also holds the run's `lock` (`files.locked`), since it outlives this one briefly when this one is
-    killed.
+    Yields a hook for the prior's training, and waits for the other process at the end of the block. Needs the run's
+    recipe and tokenizer. Raises `UserError` if the other process fails. That process also holds the run's `lock`
+    (`atomic_io.locked`), since it briefly outlives this one if this one is killed.
     """
     threads = torch.get_num_threads()
     log = out / LOG
@@ -75,7 +75,7 @@ def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=written, stderr=written, start_new_session=True,
             pass_fds=() if lock < 0 else (lock,),
-            env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},  # -P: nothing from where the command is given
+            env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},  # -P: no imports from the current folder
         )  # fmt: skip
     assert process.stdin is not None
     print(f"training the contrastive model beside it: {printable(log)}", file=sys.stderr)
@@ -90,13 +90,13 @@ def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -
         if skipped:
             print(f"{skipped:,} of {steps:,} updates of the contrastive model {SKIPPED}", file=sys.stderr)
     finally:
-        process.stdin.close()  # tells the other process to save and stop
+        process.stdin.close()  # makes the other process save and stop
         process.wait()
         torch.set_num_threads(threads)
 
 
 def _wait(process: subprocess.Popen[bytes], steps: int, metrics: Path) -> None:
-    """Show how far the other process is until it ends."""
+    """Show the progress of the other process until it ends."""
     with progress("training the contrastive model", steps) as bar:
         bar.resume(_step(metrics))
         while process.poll() is None:

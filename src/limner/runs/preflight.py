@@ -1,4 +1,4 @@
-"""What a run refuses before it trains: models that do not fit together, and stages that began with other settings."""
+"""Checks before training: that the models fit together, and that stages resume with unchanged settings."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from limner.training.train_state import set_up
 
 
 def check(material: Material, stages: Sequence[str]) -> None:
-    """Build all three models, without memory, and their optimisers. Raises `UserError` if the stages cannot be trained
-    so, or have begun otherwise."""
+    """Build the models and optimizers on the meta device. Raises `UserError` if the models do not fit together, or if a
+    stage has a checkpoint with other settings."""
     recipe, out = material.recipe, material.out
     found: dict[str, tuple[AnyStage, Any]] = {}
     try:

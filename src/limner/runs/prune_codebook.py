@@ -1,7 +1,7 @@
-"""Leave out the codes that no picture uses: the same pictures from a smaller vocabulary.
+"""Codebook pruning: remove the codes that no picture uses. The pictures stay the same.
 
-A dVAE that was trained to need few codes (a `price`) still has a row of weights for each code that it gave
-up, and so has the prior, which has learned never to draw them.
+A dVAE trained to use few codes (a `price`) still has weights for each unused code. So does the prior, which has
+learned never to sample them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def used_codes(dvae: AnyDVAE, source: Source) -> Tensor:
-    """The codes that pictures of `source` are encoded with, in order: int64 [K]. Raises `UserError` if none is good."""
+    """Return the sorted codes of the pictures of `source`, int64 [K]. Raises `UserError` if no picture is readable."""
     images, used = ImageCaptionDataset(source, dvae.config.size), torch.zeros(dvae.config.vocab, dtype=torch.bool)
     device = next(dvae.parameters()).device
     with progress("looking for codes in use", len(source), unit="image") as bar:
@@ -39,16 +39,16 @@ def used_codes(dvae: AnyDVAE, source: Source) -> Tensor:
 
 
 def prune(pipe: TextToImage, used: Tensor) -> TextToImage:
-    """A pipeline whose code k is code `used[k]` of `pipe`, int64 [K]."""
+    """Return a pipeline whose code k is code `used[k]` of `pipe`; `used` is int64 [K]."""
     k = len(used)
     dvae = _kept(pipe.dvae, replace(pipe.dvae.config, vocab=k).build(), used)
     prior = _kept(pipe.prior, replace(pipe.prior.config, image_vocab=k).build(), used)
-    contrastive = _kept(pipe.contrastive, pipe.contrastive.config.build(), used)  # it knows no codes
+    contrastive = _kept(pipe.contrastive, pipe.contrastive.config.build(), used)  # its weights do not depend on the codes
     return TextToImage(dvae, prior, contrastive, pipe.tokenizer, pipe.info)
 
 
 def _kept(model: nn.Module, smaller: M, used: Tensor) -> M:
-    """Fill `smaller`, on the CPU, from `model`; of an axis that is longer there, only the positions `used` are kept."""
+    """Copy the weights of `model` into `smaller`, on the CPU, keeping the positions `used` of each longer axis."""
     values = {name: value.cpu() for name, value in model.state_dict().items()}
     for name, there in smaller.state_dict().items():
         for dim in range(there.ndim):

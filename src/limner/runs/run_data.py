@@ -1,6 +1,6 @@
-"""What a recipe's models learn from: samples of the two splits, the tokenizer, each stage's data, and whose they are.
+"""The training data of a run: samples of the two splits, the tokenizer, each stage's dataset, and the attribution.
 
-RUN/tokenizer.json   RUN/tokens/   RUN/attribution.json, where the data says whose pictures they are
+RUN/tokenizer.json   RUN/tokens/   RUN/attribution.json, if the data names the owners of its pictures
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from limner.tasks.caption_truth import falsehood
 from limner.text.bpe import Tokenizer
 from limner.training.parallel import Parallel, Single
 
-_KEPT_BYTES = 1 << 30  # of decoded pictures that stay in memory, where they are read again and again
+_KEPT_BYTES = 1 << 30  # of decoded pictures cached in memory
 _CLUSTERED = 8_000  # pictures whose patches are clustered
-_EVALUATED = 512  # held-out samples that an evaluation during training looks at
+_EVALUATED = 512  # held-out samples of an evaluation during training
 
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
-    """The data of a recipe's run in `out`. What a stage learns from is augmented and has dropout as its settings say;
-    held-out samples have neither, and an evaluation sees some of them."""
+    """The data of a recipe's run in `out`. Training samples have the stage's augmentation and dropout; held-out samples
+    have neither, and an evaluation uses at most 512 of them."""
 
     recipe: Recipe
     train: Source
@@ -49,7 +49,7 @@ class Material:
 
     @classmethod
     def of(cls, recipe: Recipe, data: str | Path, out: str | Path, parallel: Parallel | None = None) -> Material:
-        """Open the data. Raises `UserError` if none of it is for training."""
+        """Open the data. Raises `UserError` if no sample is in the split 'train'."""
         source = open_source(str(data))
         splits = by_split(source)
         train, held_out = (splits.get(name) or Selection(source, []) for name in ("train", "held-out"))
@@ -60,8 +60,8 @@ class Material:
         return cls(recipe=recipe, train=train, held_out=held_out, out=Path(out), parallel=parallel or Single())
 
     def credited(self) -> list[dict[str, Any]]:
-        """Whose pictures the run's models learn from (`data/attribution.py`): those of this data, of what earlier
-        calls trained on, and of the bundles that the recipe begins with."""
+        """Return and save the attribution (`data/attribution.py`) of the data of this call, of earlier calls, and of
+        the bundles that the recipe starts from."""
         path, begun = self.out / "attribution.json", [self.recipe.start]
         if isinstance(self.recipe.dvae, PretrainedDVAE):
             begun.append(self.recipe.dvae.bundle)
@@ -73,14 +73,15 @@ class Material:
         return rows
 
     def known_tokenizer(self) -> Tokenizer | None:
-        """The run's tokenizer, or that of the recipe's start; None if it is still to be trained."""
+        """Return the tokenizer of the run, else of the recipe's start, else None."""
         path, start = self.out / "tokenizer.json", self.recipe.start
         if path.exists():
             return Tokenizer.load(path)
         return Tokenizer.load(pretrained.find(pretrained.named(start)) / "tokenizer.json") if start else None
 
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer, trained on the captions the first time if it is not that of the recipe's start."""
+        """Return the run's tokenizer. The first call copies that of the recipe's start, or trains one on the
+        captions."""
         path = self.out / "tokenizer.json"
         with self.parallel.first():
             if not path.exists():
@@ -88,23 +89,24 @@ class Material:
         return Tokenizer.load(path)
 
     def pictures(self, source: Source, size: int) -> Tensor:
-        """At most 512 of the source's pictures, evenly spread, as they are: uint8 [B, 3, size, size]."""
+        """Return at most 512 evenly spaced pictures of the source, not augmented: uint8 [B, 3, size, size]."""
         some = _some(source)
         return ImageCaptionDataset(some, size).load(np.arange(len(some)))[1]
 
     def images(self, stage: DVAEStage | PatchStage) -> Dataset:
-        """The dVAE's: pictures."""
+        """Return the dVAE's dataset: pictures."""
         augment = "dvae" if stage.augment else "none"
         return ImageCaptionDataset(self.train, stage.model.size, augment, keep_bytes=_KEPT_BYTES)
 
     def clustered(self, stage: DVAEStage | PatchStage) -> Tensor:
-        """At most 8,000 of these pictures, evenly spread, whose patches become codes: uint8 [B, 3, size, size]."""
+        """Return at most 8,000 evenly spaced pictures to cluster patches of: uint8 [B, 3, size, size]."""
         images = self.images(stage)
         rows = _spread(len(images), _CLUSTERED)
         return images.batch(rows, hash64(stage.training.seed, rows))["pixels"]
 
     def tokens(self, source: Source, tokenizer: Tokenizer, dvae: AnyDVAE) -> Dataset:
-        """The prior's: tokens of captions and pictures, these encoded once, or anew each time if they are augmented."""
+        """Return the prior's dataset: caption and image tokens. Augmented pictures are encoded per batch, others once
+        and cached."""
         stage, text, trains = self.recipe.prior, self.recipe.text, source is self.train
         source, size = source if trains else _some(source), dvae.config.size
         dropout = (text.dropout, stage.caption_dropout) if trains else (0.0, 0.0)
@@ -124,7 +126,7 @@ class Material:
         return TokenDataset(cache.tokens, cache.captions, tokenizer, text.length, *dropout)
 
     def captioned(self, source: Source, tokenizer: Tokenizer, size: int) -> ImageCaptionDataset:
-        """The contrastive model's: pictures, captions and distractors."""
+        """Return the contrastive model's dataset: pictures, captions and distractors."""
         stage, text, trains = self.recipe.contrastive, self.recipe.text, source is self.train
         distractors = None
         if stage.distractors:
@@ -150,10 +152,10 @@ def _captions(source: Source) -> Iterable[str]:
 
 
 def _some(source: Source) -> Source:
-    """At most 512 samples, evenly spread."""
+    """Return at most 512 evenly spaced samples."""
     return Selection(source, _spread(len(source), _EVALUATED))
 
 
 def _spread(count: int, most: int) -> np.ndarray:
-    """Of so many rows at most `most`, evenly spread."""
+    """Return at most `most` evenly spaced indices below `count`."""
     return np.linspace(0, count - 1, min(most, count)).astype(int)

@@ -1,6 +1,6 @@
 """The stages of a run: the dVAE (§2.1), the prior (§2.2) and the contrastive model (§2.6), each trained or loaded.
 
-Each is one call of the training loop in a folder of its own, which goes on from its newest checkpoint.
+Each stage is one call of the training loop. Each has its own folder and resumes from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -57,27 +57,28 @@ STAGES: tuple[Stage, ...] = ("dvae", "prior", "contrastive")
 
 
 class Stages:
-    """A method for each stage. With `train=False` it only loads what an earlier call has trained, or what the recipe
-    starts from."""
+    """The stages of a run, one method each. With `train=False` a method only loads the weights of the run, or those
+    that the recipe starts from."""
 
     def __init__(self, material: Material) -> None:
         self.material, self.recipe, self.out = material, material.recipe, material.out
         self.device = _device()
 
     def has_dvae(self) -> bool:
-        """Whether there is one that need not be trained."""
+        """Return True if a dVAE exists: pretrained, given by the recipe's start, or trained in this run."""
         there = isinstance(self.recipe.dvae, PretrainedDVAE) or self.recipe.start is not None
         return there or bool(completed(self.out / "dvae"))
 
     def dvae(self, train: bool = True) -> AnyDVAE:
-        """Stage one (§2.1), or the dVAE that the recipe borrows.
+        """Train or load the dVAE (stage one, §2.1), or load the recipe's pretrained one.
 
-        Its weights are rounded as the bundle will store them, so that the prior learns the tokens of the bundle.
+        Its weights are rounded to the bundle's format, so that the prior trains on the bundle's tokens. Raises
+        `UserError` if `train` is false and no dVAE exists.
         """
         stage, material = self.recipe.dvae, self.material
         if isinstance(stage, PretrainedDVAE):
             return bundles.load_model(stage.bundle, "dvae").to(self.device)
-        if not train and self.recipe.start and not completed(self.out / "dvae"):  # whatever its settings
+        if not train and self.recipe.start and not completed(self.out / "dvae"):  # settings may differ
             return bundles.load_model(self.recipe.start, "dvae").to(self.device)
         if not train:
             model = stage.model.build()
@@ -110,7 +111,8 @@ class Stages:
     def prior(
         self, tokenizer: Tokenizer, dvae: AnyDVAE, train: bool = True, hooks: Sequence[Hook] = ()
     ) -> Transformer | None:
-        """Stage two (§2.2): the transformer over text and image tokens. Only the first process gets it."""
+        """Train or load the prior (stage two, §2.2), a transformer over text and image tokens. Returns None on all
+        processes but the first."""
         stage, material = self.recipe.prior, self.material
         config = resolve_prior_config(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
         if not train:
@@ -129,7 +131,8 @@ class Stages:
         return self._whole(model, trained).eval() if material.parallel.is_main else None
 
     def contrastive(self, tokenizer: Tokenizer, dvae: AnyDVAEConfig, train: bool = True) -> Contrastive | None:
-        """The reranker (§2.6), of pictures of the dVAE's size. Only the first process gets it."""
+        """Train or load the reranker (§2.6) for pictures of the dVAE's size. Returns None on all processes but the
+        first."""
         stage, material = self.recipe.contrastive, self.material
         config = resolve_contrastive_config(stage, self.recipe.text, tokenizer.vocab_size, dvae)
         if not train:
@@ -145,7 +148,7 @@ class Stages:
         return self._whole(model, trained).eval() if material.parallel.is_main else None
 
     def trained(self, name: Stage) -> tuple[Run, Dataset]:
-        """A stage as its newest checkpoint has it, in training mode, and its data. Raises `UserError` without one."""
+        """Return a stage's newest checkpoint, in training mode, and its data. Raises `UserError` without one."""
         stage, material = getattr(self.recipe, name), self.material
         if isinstance(stage, PretrainedDVAE) or not completed(self.out / name):
             raise UserError(f"there is no checkpoint in {self.out / name}: train the stage {name!r} first")
@@ -166,14 +169,14 @@ class Stages:
         return Run(model.train(), stage.objective, stage.training, self.device), data
 
     def _build(self, config: Any, seed: int) -> Any:
-        """A model to train, with its initial weights."""
+        """Build a model with initial weights from `seed`."""
         torch.manual_seed(folded(seed))
         with self.material.parallel.building():
             return config.build()
 
     @torch.no_grad()
     def _begin(self, name: Stage, model: AnyDVAE | Transformer | Contrastive) -> bool:
-        """Fill the model with the weights that the recipe starts from; False if it starts from random ones."""
+        """Load the weights that the recipe starts from. Returns False if the recipe starts from random weights."""
         start = self.recipe.start
         if start is None:
             return False
@@ -186,14 +189,14 @@ class Stages:
         return True
 
     def _load(self, name: Stage, model: AnyDVAE | Transformer | Contrastive) -> bool:
-        """Fill the model with what an earlier call has trained, or the recipe starts from; False if there is none."""
+        """Load the run's newest checkpoint, or the recipe's start. Returns False if there is neither."""
         if not completed(self.out / name):
             return self._begin(name, model)
         load_weights(model, self.out / name)
         return True
 
     def _earlier(self, name: Stage, config: Any) -> Any:
-        """The model with what `_load` finds, if it finds it; on the first process, which alone writes a bundle."""
+        """Return the model loaded by `_load`, or None. Only the first process, which writes the bundle, loads it."""
         if not self.material.parallel.is_main:
             return None
         model = config.build()
@@ -209,7 +212,7 @@ class Stages:
         record: Mapping[str, Any],
         hooks: Sequence[Hook] = (),
     ) -> Path:
-        """Train a model; returns its last checkpoint."""
+        """Train a model and return its last checkpoint."""
         config = stage.training
         if config.precision.converts:
             hooks = [*hooks, KernelCounts(self.out / name)]
@@ -234,20 +237,20 @@ class Stages:
         return trained.checkpoint
 
     def _whole(self, model: M, checkpoint: Path) -> M:
-        """The model, or where its weights are spread over processes one like it with all of them."""
+        """Return the model, or an unsharded copy if its weights are sharded over processes."""
         if any(map(is_dtensor, model.parameters())):
             model = model.config.build()  # type: ignore[assignment]
-            load_weights(model, checkpoint)  # which all processes have written
+            load_weights(model, checkpoint)  # written by all processes
             model.to(self.device)
         return model
 
 
 @torch.no_grad()
 def relate(prior: Transformer, codes: Float[Tensor, "V D"]) -> None:
-    """Give image tokens of like patches like embeddings and like rows of the head to begin with.
+    """Initialize embeddings and head rows of image tokens so that similar patches have similar vectors.
 
-    Half of the variance stays random, and the other half is a random projection of the codes. A prior that begins so
-    need not learn for each of V codes alone what is true of all that look alike.
+    Half of the variance stays random; the other half is a random projection of the codes. The prior then need not
+    learn separately, for each of V codes, what similar codes share.
     """
     alike = codes.cpu() - codes.cpu().mean(0)
     for weight in (prior.embed.image.weight, prior.head.image.weight):
@@ -257,7 +260,7 @@ def relate(prior: Transformer, codes: Float[Tensor, "V D"]) -> None:
 
 
 def reranker(name_or_folder: str | Path) -> tuple[Contrastive, Tokenizer, str]:
-    """The contrastive model of a bundle, or of a run that has trained no other; its tokenizer, and a name."""
+    """Return the contrastive model of a bundle or of a run without one, its tokenizer, and its name."""
     run = Path(name_or_folder)
     if pretrained.is_bundle(run) or pretrained.is_bundle(run / "bundle") or not completed(run / "contrastive"):
         pipe = load(name_or_folder)

@@ -1,7 +1,7 @@
-"""How long the stages of a run will take on this machine, from a few steps of each.
+"""Estimates of the training time of a run on this machine, from a few timed steps of each stage.
 
-Weights and batches are random, since speed does not depend on them. Reading the data, evaluations and checkpoints are
-left out.
+Weights and batches are random, since speed does not depend on them. Estimates exclude data loading, evaluations and
+checkpoints.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from limner.training.checkpoint import completed, step_of
 from limner.training.step import update
 from limner.training.train_state import Run
 
-COMPANY = 1.25  # how much longer a step takes beside the other stage
-_ROOM = 1.2  # seconds that a batch may take that is tried here
-_FEW = 100  # steps that are not worth a trial
-_WORK = 5e11  # FLOPs of a sample that can be tried: some seconds on a slow processor
+COMPANY = 1.25  # slowdown of a step while the other stage trains in parallel
+_ROOM = 1.2  # seconds that a timed batch may take
+_FEW = 100  # steps: shorter stages are not timed
+_WORK = 5e11  # FLOPs per sample, at most, of a timed stage: some seconds on a slow processor
 _DAY = 86_400  # seconds
 
 Batches = Callable[[int], dict[str, Tensor]]
 
 
 def tell(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None = None) -> None:
-    """Say on stderr how long what is left of the stages will take, and beyond a day what to train instead: the recipe
-    `smaller`, or fewer steps. Says nothing where few steps are left, and never fails."""
+    """Print the estimated remaining time of the stages to stderr. Beyond a day, suggest the recipe `smaller` or fewer
+    steps. Prints nothing if few steps remain, and raises no exception."""
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             lines = _lines(recipe, out, stages, smaller)
-    except Exception as error:  # training itself will say it, if it matters there
+    except Exception as error:  # if the error affects training, training raises it
         lines = [f"how long training will take cannot be tried ({type(error).__name__})"]
     if lines:
         print(*lines, sep="\n", file=sys.stderr, flush=True)
@@ -57,7 +57,7 @@ def _lines(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None
     beside = {"prior", "contrastive"} if trained_together(stages, device) else set()
     threads = torch.get_num_threads()
     said, took, untried = {}, dict.fromkeys(STAGE_TITLES, 0.0), False
-    freed = 1.0  # the prior's time for a step when the contrastive model is done, as a share of that beside it
+    freed = 1.0  # time of a prior step after the contrastive model is done, relative to one in parallel
     for name, title in STAGE_TITLES.items():
         stage = getattr(recipe, name)
         if name not in stages or isinstance(stage, PretrainedDVAE):
@@ -102,14 +102,14 @@ def _lines(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None
 
 
 def _duration(seconds: float) -> str:
-    """ "40 minutes", "3 hours"."""
+    """Format a duration: "40 minutes", "3 hours"."""
     minutes = max(1, round(seconds / 60))
     count, unit = (minutes, "minute") if minutes < 100 else (round(minutes / 60), "hour")
     return f"{count:,} {unit}{'s' * (count > 1)}"
 
 
 def _model(recipe: Recipe, name: str, dvae: AnyDVAEConfig) -> nn.Module:
-    """The model of a stage, with initial weights."""
+    """Build the model of a stage with initial weights."""
     if name == "dvae":
         return dvae.build()
     fitted = resolve_prior_config if name == "prior" else resolve_contrastive_config
@@ -117,8 +117,8 @@ def _model(recipe: Recipe, name: str, dvae: AnyDVAEConfig) -> nn.Module:
 
 
 def _work(recipe: Recipe, name: str) -> float:
-    """FLOPs of a training step with one sample, roughly: 6 for each parameter at each position. All groups of a dVAE
-    take as many as the innermost one, which has most of the parameters and the positions of the grid."""
+    """Estimate the FLOPs of a training step per sample: 6 per parameter and position. Each group of a dVAE is counted
+    like the innermost one, which has most of the parameters and works at the grid's resolution."""
     dvae = resolve_dvae_config(recipe)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in _model(recipe, name, dvae).parameters())
@@ -129,7 +129,7 @@ def _work(recipe: Recipe, name: str) -> float:
 
 
 def trial(recipe: Recipe, name: str) -> tuple[nn.Module, AnyStage, Batches]:
-    """The model of a stage, the stage, and what makes random batches of any size for it."""
+    """Return the model of a stage, the stage, and a function that generates random batches of a given size."""
     stage, text, dvae = getattr(recipe, name), recipe.text, resolve_dvae_config(recipe)
     encoder = dvae.build() if isinstance(stage, PriorStage) and stage.augment else None
 
@@ -155,8 +155,8 @@ def seconds_per_step(
     room: float,
     device: torch.device | str = "cpu",
 ) -> float:
-    """What a step of a stage takes here: two samples or more, as many as take about `room` seconds, and for the rest of
-    the batch what each of these took beyond the first."""
+    """Estimate the seconds of a training step. Times one sample, and as many (at least two) as take about `room`
+    seconds; extrapolates linearly to the whole batch."""
     run, size = Run(model, stage.objective, stage.training, device), stage.training.batch_size
 
     def took(samples: int) -> float:
@@ -165,7 +165,7 @@ def seconds_per_step(
         return time.monotonic() - begun
 
     def shortest(samples: int) -> float:
-        """Of three, where one does not take long already: other work on the machine only makes them longer."""
+        """Return the shortest of three timings, since other processes only add time; of one if that is slow."""
         once = took(samples)
         return once if once > 1.5 * room else min(once, took(samples), took(samples))
 

@@ -2,8 +2,8 @@
 
     RUN/recipe.json   RUN/tokenizer.json   RUN/dvae/   RUN/tokens/   RUN/prior/   RUN/contrastive/   RUN/bundle/
 
-A finished stage is loaded, not repeated, and one that was stopped goes on. So the same command, given again after
-Ctrl-C or a crash, continues where it stopped.
+A finished stage is loaded and an interrupted stage resumes, so repeating the command after Ctrl-C or a crash
+continues the run.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ def train_all(
     before: Callable[[Sequence[Stage]], object] | None = None,
     parallel: Parallel | None = None,
 ) -> TextToImage | None:
-    """Train the stages (all by default) and write `out/bundle`, which is returned once all three exist, on the process
-    that writes it.
+    """Train the stages (default: all) and write `out/bundle`.
 
-    `before` is called with the stages when it is known that they can be trained.
-    Raises `UserError` at the end, when all is written, if most updates of a stage were skipped.
-    On a CPU with several threads the prior and the contrastive model train at the same time. Of several processes
-    (`parallel`) each trains every stage with the others, and the first one writes files.
+    Returns the bundle on the first process once all three models exist, else None. `before` is called with the stages
+    after the checks. Raises `UserError` if the stages cannot be trained, or after writing if most updates of a stage
+    were skipped. On a CPU with several threads the prior and the contrastive model train in parallel. With several
+    processes (`parallel`) all train every stage together, and the first writes the files.
     """
     parallel, wanted, out = parallel or Single(), stages or STAGES, Path(out)
     material = Material.of(recipe, data, out, parallel)
@@ -56,7 +55,7 @@ def train_all(
             if before and parallel.is_main:
                 before(wanted)
         tokenizer = material.tokenizer() if {"prior", "contrastive"} & set(wanted) else None
-        if tokenizer and set(wanted) == {"contrastive"} and not run.has_dvae():  # which it can do without
+        if tokenizer and set(wanted) == {"contrastive"} and not run.has_dvae():  # needs only the dVAE's config
             run.contrastive(tokenizer, resolve_dvae_config(recipe))
             return None
         dvae = run.dvae(train="dvae" in wanted)
@@ -85,7 +84,7 @@ def train_all(
 
 @contextmanager
 def _mostly_updated(out: Path, stages: Sequence[Stage], parallel: Parallel) -> Iterator[None]:
-    """Raise `UserError` on the first process after the block if a stage skipped most of its updates in it."""
+    """Raise `UserError` on the first process, after the block, if a stage has skipped most of its updates."""
     yield
     counts = {name: skipped_updates(out / name) for name in stages} if parallel.is_main else {}
     if bad := [f"{n:,} of {m:,} updates of the {STAGE_TITLES[name]}" for name, (n, m) in counts.items() if n > m / 2]:

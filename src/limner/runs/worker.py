@@ -1,4 +1,4 @@
-"""Trains the contrastive model beside the prior (`parallel_stage.py`): `python -m limner.runs.worker DATA RUN`."""
+"""The process that trains the contrastive model in `parallel_stage.py`: `python -m limner.runs.worker DATA RUN`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from limner.runs.stages import Stages
 
 
 def main(data: str, out: str) -> None:
-    """Train the contrastive model of the run `out` until it is done or the standard input ends. The run's recipe and
-    tokenizer must be written."""
+    """Train the contrastive model of the run `out`, and stop early if standard input closes. Needs the run's recipe
+    and tokenizer."""
 
     def until_the_end() -> None:
-        os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer would be locked when Python ends
+        os.read(sys.stdin.fileno(), 1)  # unbuffered: at exit Python would wait for a buffer's lock
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=until_the_end, daemon=True).start()
