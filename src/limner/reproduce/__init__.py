@@ -1,8 +1,7 @@
-"""The papers' findings, and one that sets a later method beside theirs, each a file here and a command: `limner
-reproduce NAME`.
+"""Small-scale reproductions of the papers' findings, and of one later method: `limner reproduce NAME`.
 
-A file has the paper's claim and its source, trials that a machine with two cores runs within twenty minutes, and what
-it says of their results: a `Finding`, with a table, curves, and whether the claim holds at this scale.
+Each module states the paper's claim and its source, and runs trials that take a machine with two cores at most twenty
+minutes. It returns a `Finding`: a table, curves, and whether the claim holds at this scale.
 """
 
 from importlib import import_module
@@ -31,17 +30,17 @@ NAMES = (
 
 
 class Reproduction(Protocol):
-    """A file of this room."""
+    """A module of this package."""
 
     CLAIM: str
     SOURCE: str
 
     def reproduce(self, trials: Trials, quick: bool) -> Finding:
-        """Run the trials, or with `quick` a few short ones that only show that it works."""
+        """Run the trials, or with `quick` a few short ones as a smoke test."""
         ...
 
 
 def load(name: str) -> Reproduction:
-    """The file of one of `NAMES`."""
+    """Import the module of one of `NAMES`."""
     module: Any = import_module(f"{__name__}.{name.replace('-', '_')}")
     return cast(Reproduction, module)

@@ -1,18 +1,18 @@
-"""Table 2: what PowerSGD sends from a machine whose m GPUs share the weights.
+"""Table 2: bytes that PowerSGD sends from a machine whose m GPUs share the weights.
 
-Real processes take one step: two machines with m processes each, which talk by gloo. The kernel counts what a process
-writes into its sockets. A reducer that sends nothing tells what of this stays within the machine.
+Real processes take one step: two simulated machines with m processes each, connected by gloo. The kernel counts the
+bytes that a process writes into its sockets. A reducer that sends nothing measures the traffic within a machine.
 
-A matrix of the paper's has shards of d x (d / m), or of d x (4d / m) in the perceptron: all are cut along the side that
-makes factors small, so that P and Q together have r (m + 2) / (2 d m) of the gradients' numbers. Here queries, keys and
-values are one matrix, so that they have one P. In units of d:
+The paper's shards are d x (d / m), or d x (4d / m) in the MLP. All are split along the side that makes factors small,
+so P and Q together have r (m + 2) / (2 d m) of the gradients' numbers. Here queries, keys and values are one matrix
+with one P. In units of d:
 
                            shard      P and Q
     queries, keys, values  3 / m x 1  r (3 / m + 1) / m
     output                 1 / m x 1  r (1 / m + 1) / m
-    perceptron, each       4 / m x 1  r (4 / m + 1) / m
+    MLP, each              4 / m x 1  r (4 / m + 1) / m
 
-which together are r (m + 3) / (3 d m) of the numbers: for eight shards 27% less than the paper's, of one rank.
+The sum is r (m + 3) / (3 d m) of the numbers: at eight shards and equal rank, 27% less than the paper's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ENOUGH = 4096  # bytes of headers per step
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Of two machines with `shards` processes each."""
+    """Settings of a step on two machines with `shards` processes each."""
 
     shards: int
     ranks: tuple[int, ...]
@@ -45,17 +45,17 @@ class Step:
 
 
 def ours(r: int, d: int, m: int) -> float:
-    """The share of the gradients' numbers that is sent here."""
+    """Return the share of the gradients' numbers sent in our layout."""
     return r * (m + 3) / (3 * d * m)
 
 
 def papers(r: int, d: int, m: int) -> float:
-    """The share that Table 2 gives."""
+    """Return the share sent according to Table 2."""
     return r * (m + 2) / (2 * d * m)
 
 
 def trial(of: Step) -> Result:
-    """Bytes that the first process writes into its sockets in one step, by way of reducing; and of what they speak."""
+    """Return the bytes that the first process writes in one step, by reducer, and the numbers of parameters."""
     world = 2 * of.shards
     with tempfile.TemporaryDirectory() as folder, process_pool(world) as pool:
         running = [pool.submit(_measured, of, rank, world, f"{folder}/store") for rank in range(world)]
@@ -73,7 +73,7 @@ def _measured(of: Step, rank: int, world: int, store: str) -> Result:
     from limner.optim.param_groups import block_matrices
 
     class Silent(Plain):
-        """Sends nothing."""
+        """A reducer that sends nothing."""
 
         def reduce(self, block: str) -> Any:
             return iter(())
@@ -97,7 +97,7 @@ def _measured(of: Step, rank: int, world: int, store: str) -> Result:
         trained = _with_model(model)
         compute = strategy.prepare(trained, torch.device("cpu"), torch.float32)
         text, image = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)
-        for _ in range(2):  # the first one connects
+        for _ in range(2):  # the first step opens connections
             distributed.barrier()
             before = _written()
             loss = compute({"text": text, "image": image}, 0, None)[0]
@@ -120,7 +120,8 @@ def _with_model(model: Any) -> Any:
 
 
 def _written() -> int:
-    """Bytes that this process has written into files and sockets."""
+    """Return the bytes that this process has written to files and sockets. Raises `UserError` without Linux's
+    counter."""
     try:
         lines = _COUNTER.read_text().splitlines()
     except OSError:
@@ -129,7 +130,7 @@ def _written() -> int:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """Bytes counted by the kernel, beside the paper's formula."""
+    """Compare the bytes counted by the kernel with our formula and the paper's."""
     machines, ranks = ((1,), (8,)) if quick else ((1, 2, 4), (16, 32, 64))
     settings = [Step(shards=m, ranks=ranks) for m in machines]
     rows, worst = [], 0.0

@@ -1,18 +1,18 @@
-"""Dion (Ahn et al. 2025) beside PowerSGD: the same few numbers travel, and make an orthonormal update.
+"""Dion (Ahn et al. 2025) against PowerSGD: Dion sends factors of the same size and makes an orthonormal update.
 
-PowerSGD sends two thin factors of each gradient, keeps what they leave out, and gives their product to AdamW. Dion
-sends the same factors of the momentum and takes the update from them directly. For a matrix, with M the momentum and Q
-the last update's, both kept by each replica, and G its gradient:
+PowerSGD sends two low-rank factors of each gradient, keeps the residual, and gives the product of the factors to AdamW.
+Dion sends such factors of the momentum and computes the update from them. For a matrix with gradient G, momentum M and
+the last update's Q, where each replica keeps its M and Q:
 
     B = M + G
     P = orthonormal columns of the mean of B Q       [m, r]
     R = mean of B^T P                                [n, r]
-    M = B - (1 - mu) P R^T                           what is left out stays, the rest decays
+    M = B - (1 - mu) P R^T                           the residual stays, the rest decays
     Q = R with columns of length 1
-    update: lr sqrt(max(1, rows / columns)) P Q^T    all singular values alike, as Muon's are
+    update: lr sqrt(max(1, rows / columns)) P Q^T    equal singular values, as in Muon
 
-So it needs no second moments: its state is one number for each weight. Both are trained here with two replicas at equal
-rank, beside AdamW and Muon, whose gradients are sent whole. Embeddings and output layers are AdamW's everywhere.
+Dion therefore works without second moments: its state is one number per weight. Here both train with two replicas at
+equal rank, against AdamW and Muon with uncompressed gradients. AdamW updates embeddings and output layers in all runs.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ CLAIM = (
 )
 SOURCE = "Ahn et al. 2025, arXiv:2504.05295, beside Ramesh et al. 2021, App. E.2"
 
-_LAST = 50  # updates whose mean loss is a run's
-_DECAY = 0.05  # of the momentum in the directions of an update: 1 - mu
+_LAST = 50  # updates over which a run's final loss is averaged
+_DECAY = 0.05  # decay of the momentum in the directions of an update: 1 - mu
 
 
 class Dion(PowerSGD):
-    """What it hands over as the gradient is the update."""
+    """A reducer that returns Dion's update in place of the gradient."""
 
     def take(
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
@@ -55,7 +55,7 @@ class Dion(PowerSGD):
 
 @dataclass(frozen=True, kw_only=True)
 class AsGiven:
-    """Matrices of blocks take their gradients as updates, all else takes AdamW's."""
+    """An optimizer config: block matrices use their gradients as updates, other parameters use AdamW."""
 
     lr: float
     others: AdamWConfig
@@ -68,7 +68,7 @@ class AsGiven:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A small prior of two replicas. `kind` is one of `KINDS`."""
+    """Settings of a small prior with two replicas. `kind` is one of `KINDS`."""
 
     kind: str
     rank: int
@@ -76,16 +76,16 @@ class Training:
     seed: int
     steps: int
     width: int = 96
-    others: float = 0.032  # learning rate of what is no matrix of a block
+    others: float = 0.032  # learning rate of parameters other than block matrices
 
 
-#: Each with its learning rate: the best of those tried on seed 0
+#: Learning rates: the best of those tried on seed 0
 #: (docs/log/2026-11-25.md, "Dion against PowerSGD at equal rank").
 KINDS = {"AdamW": 8e-3, "Muon": 0.02, "PowerSGD, AdamW": 8e-3, "PowerSGD, Muon": 0.02, "Dion": 0.02}
 
 
 def trial(of: Training) -> Result:
-    """The losses, and bytes sent per step."""
+    """Return the losses, and bytes sent per step."""
     from limner.reproduce import replicas
 
     others = AdamWConfig(lr=of.others, betas=(0.9, 0.98))
@@ -101,7 +101,7 @@ def trial(of: Training) -> Result:
     trained = replicas.train(
         lambda: Plain() if not of.rank else Dion(config) if of.kind == "Dion" else PowerSGD(config),
         width=of.width, steps=of.steps, seed=of.seed, optimizer=optimizer,
-        clip_norm=None if of.kind == "Dion" else 1.0,  # nothing to clip: all its updates are of one size
+        clip_norm=None if of.kind == "Dion" else 1.0,  # all Dion updates have the same norm
     )  # fmt: skip
     strategy = trained.run.parallel
     assert isinstance(strategy, replicas.SimulatedReplicas)
@@ -109,7 +109,7 @@ def trial(of: Training) -> Result:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """Dion, PowerSGD and uncompressed gradients, with AdamW and with Muon."""
+    """Compare Dion with PowerSGD and uncompressed gradients, each with AdamW and with Muon."""
     ranks, seeds, steps = ((8,), range(1, 2), 10) if quick else ((4, 16), range(1, 4), 300)
     cases = [(kind, rank) for kind in KINDS for rank in ((0,) if kind in ("AdamW", "Muon") else ranks)]
     settings = [

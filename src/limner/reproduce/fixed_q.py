@@ -1,7 +1,7 @@
-"""Section 2.5: the matrix Q that PowerSGD begins each update from: fixed, the last update's, or drawn anew.
+"""Section 2.5: the initial matrix Q of each PowerSGD update: fixed, warm-started, or redrawn.
 
-An update takes what the error buffers have in r directions, P = E Q. Vogels et al. 2019 begin from the last update's
-Q, which comes closer and closer to the largest directions of E. The paper draws Q once and keeps it.
+An update sends the component of the error buffers E in r directions, P = E Q. Vogels et al. 2019 warm-start from the
+last update's Q, which converges to the largest singular directions of E. The paper draws Q once and keeps it fixed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ CLAIM = (
 )
 SOURCE = "Ramesh et al. 2021, §2.5, footnote 10"
 
-_LAST = 50  # updates whose mean loss is a run's
+_LAST = 50  # updates over which a run's final loss is averaged
 
 
 class Fixed(PowerSGD):
-    """As the paper; counts what it leaves out."""
+    """PowerSGD with a fixed Q, as in the paper. Records the share left in the error buffers."""
 
     def __init__(self, config: PowerSGDConfig) -> None:
         super().__init__(config)
-        self.left: list[Tensor] = []  # of what a buffer held, squared: the share that its update left there
+        self.left: list[Tensor] = []  # share of a buffer's squared norm left after each update
 
     def take(
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
@@ -42,7 +42,7 @@ class Fixed(PowerSGD):
 
 
 class Warm(Fixed):
-    """Begins from the last update's Q."""
+    """PowerSGD warm-started from the last update's Q."""
 
     def take(
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
@@ -53,7 +53,7 @@ class Warm(Fixed):
 
 
 class Anew(Fixed):
-    """Draws Q in each update, the same on all replicas."""
+    """PowerSGD with a new random Q in each update, the same on all replicas."""
 
     def take(
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
@@ -68,7 +68,7 @@ KINDS: dict[str, type[Fixed] | None] = {"uncompressed": None, "fixed": Fixed, "t
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A small prior of two replicas. `kind` is one of `KINDS`."""
+    """Settings of a small prior with two replicas. `kind` is one of `KINDS`."""
 
     kind: str
     rank: int
@@ -78,7 +78,7 @@ class Training:
 
 
 def trial(of: Training) -> Result:
-    """The losses, and the share of its error buffer that an update leaves there."""
+    """Return the losses, and the mean share of an error buffer left after an update."""
     from limner.reproduce import replicas
 
     kind = KINDS[of.kind]
@@ -95,7 +95,7 @@ def trial(of: Training) -> Result:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """What each choice of Q costs, against uncompressed gradients."""
+    """Compare the loss of each choice of Q with that of uncompressed gradients."""
     ranks, seeds, steps = ((8,), range(1, 2), 10) if quick else ((4, 16), range(1, 6), 300)
     cases = [("uncompressed", 0), *((kind, rank) for rank in ranks for kind in list(KINDS)[1:])]
     settings = [Training(kind=kind, rank=rank, seed=seed, steps=steps) for kind, rank in cases for seed in seeds]
@@ -106,7 +106,7 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
     noise = float(plain.std(ddof=1)) if len(plain) > 1 else 0.0
 
     def cost(kind: str, rank: int) -> tuple[float, float]:
-        """Of the loss, and half of its 95% interval, over seeds."""
+        """Return the mean excess loss over seeds, and half of its 95% interval."""
         gap = losses[kind, rank] - plain
         return float(gap.mean()), float(1.96 * gap.std(ddof=1) / len(gap) ** 0.5) if len(gap) > 1 else 0.0
 

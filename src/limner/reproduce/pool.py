@@ -1,4 +1,4 @@
-"""A pool of processes, or a sentence where the system cannot have one."""
+"""A pool of processes, or an error if the system lacks shared memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from limner.errors import UserError
 
 
 def process_pool(workers: int, initializer: Callable[[], None] | None = None) -> ProcessPoolExecutor:
-    """A pool of spawned processes. Raises `UserError` if they cannot have semaphores, which need shared memory."""
+    """Return a pool of spawned processes. Raises `UserError` without shared memory, which semaphores need."""
     context = multiprocessing.get_context("spawn")
     try:
         context.Lock()

@@ -1,8 +1,8 @@
-"""Replicas that take turns in one process: the reducers of `distributed/`, without processes and without a network.
+"""Replicas simulated in one process: the reducers of `distributed/`, without processes and without a network.
 
-The micro-batches of an update are the shares of the replicas. Each replica has a reducer of its own, which sees its
-share's gradients. All replicas reduce a bucket together: each goes on until it waits for the others, then what all have
-brought is exchanged.
+Each micro-batch of an update is the share of one replica. Each replica has a separate reducer, which gets the
+gradients of that share. All replicas reduce a bucket in lockstep: each runs until its reducer waits for communication,
+then the values of all replicas are exchanged.
 
 Shapes: R replicas, n values.
 """
@@ -28,7 +28,7 @@ from limner.training.train_module import Trainable
 
 
 class Exchange:
-    """Where replicas put what they bring, and find what all have brought."""
+    """The simulated network: `all` holds the values that the replicas last exchanged, [R, n]."""
 
     def __init__(self) -> None:
         self._brought: list[Tensor] = []
@@ -38,12 +38,12 @@ class Exchange:
         self._brought.append(values.clone())
 
     def meet(self) -> None:
-        """All have put something there."""
+        """Exchange the values, after each replica has called `put`."""
         self.all, self._brought = torch.stack(self._brought), []
 
 
 class SimulatedGroup(Replicas):
-    """What a replica has instead of a process group."""
+    """A simulated process group of one replica. `sent` counts bytes of a ring all-reduce."""
 
     def __init__(self, exchange: Exchange, count: int) -> None:
         self.exchange, self._count, self.sent = exchange, count, 0
@@ -68,11 +68,11 @@ class SimulatedGroup(Replicas):
 
 
 class SimulatedReplicas(Single):
-    """The strategy of a process that is all replicas, with `TrainConfig.accumulate` of them.
+    """The strategy of one process that simulates all replicas, `TrainConfig.accumulate` in number.
 
     Args:
-        make: a reducer.
-        count: of replicas.
+        make: builds a reducer.
+        count: number of replicas.
     """
 
     def __init__(self, make: Callable[[], GradientReducer], count: int) -> None:
@@ -84,7 +84,7 @@ class SimulatedReplicas(Single):
         self._exchange, self._buckets = Exchange(), buckets(trainable.model)
         self.groups = [SimulatedGroup(self._exchange, self.count) for _ in range(self.count)]
         self.reducers = [self._make() for _ in range(self.count)]
-        # A replica's parameters share their memory with the model's, and have gradients of their own.
+        # A replica's parameters share memory with the model's, but have separate gradients.
         self._shared = dict(trainable.model.named_parameters())
         self._own = [{name: nn.Parameter(p.detach()) for name, p in self._shared.items()} for _ in range(self.count)]
         for reducer, own, group in zip(self.reducers, self._own, self.groups, strict=True):
@@ -97,7 +97,7 @@ class SimulatedReplicas(Single):
 
     @contextmanager
     def part(self, last: bool) -> Iterator[None]:
-        """A replica's share, whose gradient is that of the batch divided by their number."""
+        """Run one replica's share. Its gradient arrives divided by the number of replicas, which is undone here."""
         yield
         for name, p in self._shared.items():
             if p.grad is not None:
@@ -134,7 +134,7 @@ def train(
     optimizer: Any | None = None,
     clip_norm: float | None = 1.0,
 ) -> Trained:
-    """A small prior on a batch of 32, by replicas; `run.parallel` is their strategy."""
+    """Train a small prior with simulated replicas on batches of 32. `run.parallel` is the `SimulatedReplicas`."""
     model: TransformerConfig = replace(tiny_prior.MODEL, width=width, depth=4, heads=max(2, width // 48))
     return tiny_prior.train(
         steps, model=model, seed=seed, batch=32, accumulate=replicas, clip_norm=clip_norm,

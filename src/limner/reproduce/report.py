@@ -1,4 +1,4 @@
-"""What a reproduction says: the paper's claim, whether it holds at this scale, and the numbers."""
+"""The report of a reproduction: the paper's claim, whether the claim holds at this scale, and the numbers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Finding:
     """The outcome of an experiment.
 
     Attributes:
-        name: of the command.
-        claim: what the paper found, in a sentence.
-        source: where.
-        holds: whether it holds here; None where the trials cannot tell.
-        verdict: what was found here, in a sentence or two.
+        name: name of the command.
+        claim: the paper's finding, in a sentence.
+        source: paper and section.
+        holds: True if the claim holds here; None if the trials do not decide.
+        verdict: the result here, in a sentence or two.
         header, rows: the table.
-        curves: charts by title, each with its curves by name: over steps, or what the title says ("loss, over width").
-        settings: of the trials, seeds among them.
+        curves: charts by title, each with curves by name, over steps or the title's axis ("loss, over width").
+        settings: settings of the trials, including seeds.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Finding:
         return {True: "holds here", False: "does not hold here", None: "cannot be told here"}[self.holds]
 
     def text(self) -> str:
-        """For a terminal."""
+        """Format for a terminal."""
         shown = text_table.table(self.header, self.rows)
         return f"{self.claim} ({self.source})\n\n{shown}\n\nThis {self.answer}. {self.verdict}"
 
     def save(self, folder: Path) -> Path:
-        """Write `NAME.json`, the charts as `NAME-1.svg` and so on, and the page `NAME.html`, whose path is given."""
+        """Write `NAME.json`, charts `NAME-1.svg` and so on, and the page `NAME.html`. Returns the page's path."""
         folder.mkdir(parents=True, exist_ok=True)
         facts = {key: value for key, value in vars(self).items() if key != "curves"}
         write_json(folder / f"{self.name}.json", facts, indent=1, ensure_ascii=False)

@@ -1,7 +1,7 @@
-"""Short trainings, side by side on the cores of this machine, each kept as soon as it is done.
+"""Short trainings in parallel on the cores of this machine. Each result is saved as soon as it is available.
 
-Small models keep no more than one core busy, so each trial has one thread and a process of its own. A trial's result is
-a file, {"result": ..., "sha256": of its JSON}: the same command, given again after Ctrl-C, runs only those whose file
+A small model uses only one core, so each trial runs in a separate process with one thread. A trial's result is a file,
+{"result": ..., "sha256": hash of the result's JSON}. Repeating the command after Ctrl-C runs only the trials whose file
 is missing or damaged.
 """
 
@@ -31,7 +31,7 @@ from limner.reproduce.pool import process_pool
 from limner.version import __version__
 
 T = TypeVar("T")
-Result = dict[str, Any]  # that JSON can hold
+Result = dict[str, Any]  # JSON values
 
 _KILLED = (
     "the process of a trial was killed, probably because memory ran out: end other programs, or allow fewer cores and "
@@ -40,20 +40,20 @@ _KILLED = (
 
 
 class Trials:
-    """Runs trials and keeps their results in `folder`."""
+    """A runner of trials that saves their results in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def run(self, trial: Callable[[T], Result], settings: Sequence[T], title: str) -> list[Result]:
-        """`trial` of each of the settings, in their order.
+        """Return the results of `trial` for all settings, in their order.
 
         Args:
-            trial: a function of a module, which a process of its own imports.
-            settings: frozen dataclasses, whose `repr` says all that a result depends on, besides the code.
-            title: of the progress bar.
+            trial: a module-level function, which another process imports.
+            settings: frozen dataclasses; the `repr` holds everything that a result depends on, besides the code.
+            title: title of the progress bar.
 
-        Raises `UserError` if a trial's process is killed, after the results of all finished trials are kept.
+        Raises `UserError` if a trial's process is killed; results of finished trials are saved.
         """
         paths = [self.folder / f"{self._key(trial, one)}.json" for one in settings]
         results = [_kept(path) for path in paths]
@@ -67,7 +67,7 @@ class Trials:
                     for done in as_completed(running):
                         results[running[done]] = _keep(paths[running[done]], done.result())
                         bar.advance()
-                except BaseException as error:  # Ctrl-C: what is running is lost, and nobody waits for it
+                except BaseException as error:  # Ctrl-C: do not wait for running trials
                     pool.shutdown(wait=False, cancel_futures=True)
                     for process in multiprocessing.active_children():
                         process.terminate()
@@ -78,21 +78,21 @@ class Trials:
 
     @staticmethod
     def _key(trial: Callable[[T], Result], settings: T) -> str:
-        """Of a file; another one when the trial's module or the package's version is another."""
+        """Return a file name that depends on the settings, the source of the trial's module, and limner's version."""
         source = inspect.getsource(sys.modules[trial.__module__])
         said = f"{__version__} {trial.__module__}.{trial.__qualname__} {settings!r} {source}"
         return hashlib.sha256(said.encode()).hexdigest()[:24]
 
 
 def _keep(path: Path, result: Result) -> Result:
-    """Write a trial's result; returns it as `_kept` reads it."""
-    text = json.dumps(result)  # as exact as Python reads it, NaN and infinities included
+    """Write a trial's result. Returns the value that `_kept` reads back."""
+    text = json.dumps(result)  # lossless in Python, including NaN and infinities
     atomic_write_text(path, f'{{"result": {text}, "sha256": "{_digest(text)}"}}\n')
     return json.loads(text)
 
 
 def _kept(path: Path) -> Result | None:
-    """The result in a file. None if there is no such file or, with a warning, if the file is damaged."""
+    """Return the result in a file. None if the file is missing or, with a warning, damaged."""
     if not path.exists():
         return None
     with suppress(UserError, KeyError, TypeError):
@@ -112,8 +112,8 @@ def _cores() -> int:
 
 
 def _begin() -> None:
-    """In a process that runs trials."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the first one decides
+    """Initialize a process that runs trials."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent handles it
     threading.Thread(target=_end_with_the_first, daemon=True).start()
     import torch
 
@@ -121,7 +121,7 @@ def _begin() -> None:
 
 
 def _end_with_the_first() -> None:
-    """Where the process that asked for trials is killed, nobody wants them."""
+    """End this process when its parent ends, also if the parent is killed."""
     first = multiprocessing.parent_process()
     assert first is not None
     first.join()
