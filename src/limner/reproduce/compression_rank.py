@@ -1,9 +1,9 @@
-"""Table 1: which rank of PowerSGD's factors leaves the loss as it is, in models of several widths.
+"""Table 1: the smallest PowerSGD rank that does not raise the loss, in models of several widths.
 
-Each width trains with uncompressed gradients and with several ranks, on the same batches from the same weights. A rank
-leaves no gap if its loss, over the last updates and averaged over seeds, is above the uncompressed one by less than
-seeds alone make: by less than the standard deviation of the uncompressed one. The paper's widths are 1920 to 3968, and
-its ranks go in steps of 128; here they double.
+Each width trains with uncompressed gradients and with several ranks, on the same batches from the same initial weights.
+A gap is a final loss, averaged over seeds, that exceeds the uncompressed loss by at least the standard deviation of the
+uncompressed loss over seeds. The paper's widths are 1920 to 3968 and its ranks multiples of 128; here
+ranks double.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from limner.reproduce.sweep import Result, Trials
 CLAIM = "The smallest compression rank without a gap in the loss grows with the model's width: the rate stays the same"
 SOURCE = "Ramesh et al. 2021, §2.5, Table 1"
 
-_LAST = 50  # updates whose mean loss is a run's
+_LAST = 50  # updates over which a run's final loss is averaged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A small prior of two replicas; rank 0 is uncompressed."""
+    """Settings of a small prior with two replicas; rank 0 is uncompressed."""
 
     width: int
     rank: int
@@ -32,7 +32,7 @@ class Training:
 
 
 def trial(of: Training) -> Result:
-    """The losses, and bytes sent per step for what is compressed."""
+    """Return the losses, and bytes sent per step for block matrices."""
     from limner.distributed.gradient_reducers import Plain
     from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
     from limner.optim.param_groups import block_matrices
@@ -44,14 +44,14 @@ def trial(of: Training) -> Result:
     )  # fmt: skip
     strategy = trained.run.parallel
     assert isinstance(strategy, replicas.SimulatedReplicas)
-    # Between two replicas each number that is not compressed is sent once.
+    # With two replicas, a ring all-reduce sends each uncompressed number once.
     model, matrices = trained.run.model, frozenset(block_matrices(trained.run.model))
     others = sum(p.nbytes for p in model.parameters() if p not in matrices)
     return {"loss": trained.loss.tolist(), "sent": strategy.groups[0].sent / of.steps - others}
 
 
 def smallest(gaps: dict[int, float], noise: float) -> int | None:
-    """The smallest rank from which on no rank has a gap; None if the largest has one."""
+    """Return the smallest rank with no gap at this or any larger rank; None if the largest rank has a gap."""
     found = None
     for rank in sorted(gaps, reverse=True):
         if gaps[rank] >= noise:
@@ -61,7 +61,7 @@ def smallest(gaps: dict[int, float], noise: float) -> int | None:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """The smallest rank without a gap, at each width."""
+    """Find the smallest rank without a gap at each width."""
     widths, parts = ((48, 96), (12, 3)) if quick else ((48, 96, 192), (48, 24, 12, 6, 3))
     seeds, steps = range(1, 2 if quick else 4), 10 if quick else 200
     settings = [

@@ -9,7 +9,7 @@ the last update's Q, where each replica keeps its M and Q:
     R = mean of B^T P                                [n, r]
     M = B - (1 - mu) P R^T                           the residual stays, the rest decays
     Q = R with columns of length 1
-    update: lr sqrt(max(1, rows / columns)) P Q^T    equal singular values, as in Muon
+    update: lr sqrt(max(1, rows / columns)) P Q^T    nearly equal singular values, as in Muon
 
 Dion therefore works without second moments: its state is one number per weight. Here both train with two replicas at
 equal rank, against AdamW and Muon with uncompressed gradients. AdamW updates embeddings and output layers in all runs.

@@ -1,11 +1,10 @@
-"""§2.3 and Figure 2: float8 with one scale for each matrix fails where features are large, and layer-scale keeps them
-small.
+"""§2.3 and Figure 2: tensor-wise float8 fails if features are large, and layer-scale keeps features small.
 
-With one scale for each matrix a few large values push the others towards zero. The features of a residual network grow
-from block to block. Where each block's output is multiplied by a learned vector that begins at zero, they stay small,
-and the same float8 trains. Small contrastive models, deeper than those of the other findings, are trained with products
-in fp32 and in float8, with and without layer-scale, and with the paper's other remedies, clipped gradients and
-normalised queries and keys.
+With one scale per matrix a few large values round the others towards zero. The features of a residual network grow from
+block to block. Layer-scale multiplies each block's output by a learned vector, initially zero: features stay small, and
+the same float8 trains. Small contrastive models, deeper than in the other findings, train with products in fp32 and in
+float8, with and without layer-scale, and with the paper's other remedies, gradient clipping and normalized queries and
+keys.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from limner.reproduce.tiny_train import scenes
 CLAIM = "Tensor-wise float8 diverges or falls behind where layer-scale from zero trains, since features stay small"
 SOURCE = "Wortsman et al. 2023, §2.3, Figure 2"
 
-_LAST = 50  # steps whose mean loss is a run's
+_LAST = 50  # steps over which a run's final loss is averaged
 WAYS = {
     "fp32": {},
     "float8": {"fp8": True},
@@ -40,7 +39,7 @@ WAYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A small contrastive model."""
+    """Settings of a small contrastive model."""
 
     seed: int
     steps: int
@@ -54,7 +53,7 @@ class Training:
 
 
 def trial(of: Training) -> Result:
-    """The losses, accuracy on fresh scenes, and the size of each block's features."""
+    """Return the losses, accuracy on new scenes, and each block's mean feature magnitude."""
     model = replace(tiny_clip.MODEL, depth=of.depth, qk_norm=of.qk_norm, layer_scale=of.layer_scale)
     trained = tiny_clip.train(
         of.steps, model=model, seed=of.seed, batch=of.batch, precision=Fp8TensorWise() if of.fp8 else Fp32(),
@@ -67,7 +66,7 @@ def trial(of: Training) -> Result:
 
 @torch.no_grad()
 def features(model: Contrastive) -> list[float]:
-    """Mean magnitude of what each block of the pictures' tower gives (Figure 2, right)."""
+    """Return the mean magnitude of each image block's output (Figure 2, right)."""
     found: list[float] = []
     handles = [
         block.register_forward_hook(lambda _, args, x: found.append(x.abs().mean().item()))
@@ -82,7 +81,7 @@ def features(model: Contrastive) -> list[float]:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """float8 and fp32, each with and without layer-scale."""
+    """Compare float8 and fp32, each with and without layer-scale."""
     seeds, steps, depth = (range(1), 8, 2) if quick else (range(2), 400, 8)
     settings = [Training(seed=seed, steps=steps, depth=depth, **way) for way in WAYS.values() for seed in seeds]
     results = trials.run(trial, settings, "training contrastive models")
@@ -118,5 +117,5 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
 
 
 def _end(loss: list[float], steps: int) -> float:
-    """The mean of a run's last losses; the highest of all where it ended early."""
+    """Return the mean of a run's last losses, or its highest loss if the run diverged."""
     return float(np.mean(loss[-_LAST:])) if len(loss) == steps else float(np.nanmax(loss))

@@ -1,13 +1,13 @@
-"""Figure 12 and §2.4: one gradient scale for each resblock, where one for the whole loss is not enough.
+"""Figure 12 and §2.4: one gradient scale per resblock, for cases in which a single loss scale is not enough.
 
-The gradients that enter a resblock shrink from the first one to the last, and more so in deeper models. A format with
-few exponents cannot hold those of all blocks at one scale: where the first blocks' are just below its largest number,
-the last blocks' are below its smallest one, and become zero. The paper saw it in fp16 from about a billion parameters
-on. The model here is small, so its format is smaller still: three bits of exponent for the gradients of all linear
+Gradients that enter a resblock shrink from the first block to the last, and more so in deeper models. A format with few
+exponent bits cannot hold the gradients of all blocks at one scale: if those of the first blocks are just below its
+largest number, those of the last blocks underflow to zero. The paper observed underflow in fp16 from about a billion
+parameters. The model here is small, so its format is narrower: three exponent bits for the gradients of all linear
 layers in the blocks, simulated.
 
-The paper's rules for scales are for hundreds of thousands of updates. Here they adapt faster by as much as the run is
-shorter: all constants of time are divided by 40.
+The paper's rules adapt scales over hundreds of thousands of updates. For these short runs, all time constants are
+divided by 40.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from limner.training.train_state import Run
 CLAIM = "A gradient scale for each resblock trains in a format whose exponents are too few for one scale of the loss"
 SOURCE = "Ramesh et al. 2021, §2.4, App. D.1, Figure 12"
 
-FORM = FloatFormat(1, 3, 8, bias=-2)  # up to about 1,000: the first blocks' gradients, times the first scale
+FORM = FloatFormat(1, 3, 8, bias=-2)  # up to about 1,000: the first blocks' gradients at the initial scale
 _FASTER = 40
-_LAST = 50  # steps whose mean loss is a run's
+_LAST = 50  # steps over which a run's final loss is averaged
 
 
 class ResblockScalesFast(ResblockScales):
-    """The paper's rule, so much faster that a short run sees it. `seen` are log2 of the scales after each update."""
+    """The paper's rule, `_FASTER` times faster. `seen` holds log2 of the scales after each update."""
 
     GROWTH = ResblockScales.GROWTH**_FASTER
     WINDOW = ResblockScales.WINDOW // _FASTER
@@ -48,14 +48,14 @@ class ResblockScalesFast(ResblockScales):
 
 
 class LossScaleFast(LossScale):
-    """Likewise."""
+    """A loss scale, `_FASTER` times faster."""
 
     EVERY = LossScale.EVERY // _FASTER
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A small prior. `kind` of scale: "none", "loss" or "resblocks", in the narrow format; "fp32" without either."""
+    """Settings of a small prior. `kind` is "none", "loss" or "resblocks" (scales in the narrow format), or "fp32"."""
 
     kind: str
     seed: int
@@ -66,15 +66,14 @@ class Training:
 
 
 def hooks(kind: str, run: Run) -> Sequence[Hook]:
-    """The one that scales."""
+    """Return the hook that scales gradients, if any."""
     if kind == "resblocks":
         return [ResblockScalesFast(run, FORM)]
     return [LossScaleFast(run)] if kind == "loss" else []
 
 
 def trial(of: Training) -> Result:
-    """The losses, the updates that were skipped, and the scales: of resblocks after each update, of the loss at the
-    end."""
+    """Return the losses, skipped updates, and scales: of resblocks after each update, of the loss at the end."""
     from limner.layers.precisions import Narrow
     from limner.numerics.precision import Fp32
     from limner.optim.optimizers import AdamWConfig
@@ -102,7 +101,7 @@ def trial(of: Training) -> Result:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """A scale for each resblock, one for the loss, and none, against fp32."""
+    """Compare a scale per resblock, a loss scale, and no scale with fp32."""
     kinds, seeds = ("fp32", "resblocks", "loss", "none"), range(1, 2 if quick else 4)
     depth, steps = (2, 15) if quick else (12, 400)
     settings = [Training(kind=kind, seed=seed, steps=steps, depth=depth) for kind in kinds for seed in seeds]

@@ -1,10 +1,10 @@
-"""Section 2.5 and step 5 of appendix E.2: columns of P made orthonormal by Householder's reflections.
+"""Section 2.5 and App. E.2 step 5: orthonormal columns of P by Householder reflections instead of Gram-Schmidt.
 
-Gram-Schmidt subtracts from each column what lies along those before it. Where columns nearly agree, what is left is
-rounding, and the columns that it gives are no longer at right angles: the classical way loses them with the square of
-P's condition number, the modified way with the number itself. Householder's reflections lose nothing, and eps I makes P
-have full rank. With columns that are not at right angles P Q^T is not a projection: parts of the gradient are taken
-twice, and the error buffers learn the opposite.
+Gram-Schmidt subtracts from each column its projections onto the previous columns. If columns are nearly parallel, the
+remainder is rounding error and the result is not orthogonal. The error grows with the square of P's condition number in
+the classical variant, and linearly in the modified one. Householder reflections stay orthogonal, and eps I gives P full
+rank. Without orthogonal columns P Q^T is not a projection: parts of the gradient count twice, and the error buffers
+hold the opposite.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from limner.reproduce.sweep import Result, Trials
 CLAIM = "Householder's reflections, with eps I added, keep columns orthonormal where Gram-Schmidt loses them"
 SOURCE = "Ramesh et al. 2021, §2.5, App. E.2 step 5"
 
-_LAST = 50  # updates whose mean loss is a run's
+_LAST = 50  # updates over which a run's final loss is averaged
 
 
 def classical(p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
-    """Gram-Schmidt: each column less its projections onto those before it."""
+    """Classical Gram-Schmidt: subtract from each column its projections onto the previous columns."""
     columns: list[Tensor] = []
     for column in p.unbind(-1):
         if columns:
@@ -41,7 +41,7 @@ def classical(p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
 
 
 def modified(p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
-    """Gram-Schmidt, one projection after another, as torch's own PowerSGD computes it."""
+    """Modified Gram-Schmidt: one projection after another, as in torch's PowerSGD."""
     p = p.clone()
     for i in range(p.shape[-1]):
         column = p[..., i : i + 1] / p[..., i : i + 1].norm(dim=-2, keepdim=True)
@@ -51,7 +51,7 @@ def modified(p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
 
 
 def reflections(p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
-    """Householder's, without eps I."""
+    """Householder reflections without eps I."""
     return orthonormal(p, eps=0.0)
 
 
@@ -65,7 +65,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Matrices P whose condition number is 10^`digits`; `digits` None stands for columns that repeat each other."""
+    """Settings of matrices P with condition number 10^`digits`. With `digits` None, columns are repeated."""
 
     digits: int | None
     seed: int
@@ -75,7 +75,7 @@ class Columns:
 
 
 def trial(of: Columns) -> Result:
-    """The largest entry of |P^T P - I| by way, of P in fp32 and in 1-6-9."""
+    """Return the largest entry of |P^T P - I| for each method, for P in fp32 and in 1-6-9."""
     generator = torch.Generator().manual_seed(of.seed)
 
     def draw(*shape: int) -> Tensor:
@@ -97,7 +97,7 @@ def trial(of: Columns) -> Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A small prior of two replicas; `way` is one of `WAYS`, or "uncompressed"."""
+    """Settings of a small prior with two replicas; `way` is one of `WAYS`, or "uncompressed"."""
 
     way: str
     seed: int
@@ -107,7 +107,7 @@ class Training:
 
 
 def training(of: Training) -> Result:
-    """The losses, and the updates that were skipped."""
+    """Return the losses, and the number of skipped updates."""
     from limner.reproduce import replicas
 
     class Other(PowerSGD):
@@ -122,7 +122,7 @@ def training(of: Training) -> Result:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """How far from orthonormal each way leaves columns that nearly agree, and how it trains."""
+    """Measure the orthogonality error of each method on nearly parallel columns, and its training loss."""
     digits = (0, 4, None) if quick else (0, 1, 2, 3, 4, 5, 6, 7, 8, None)
     seeds, steps = range(1, 2 if quick else 5), 10 if quick else 300
     settings = [Columns(digits=digit, seed=seed) for digit in digits for seed in seeds]

@@ -1,7 +1,7 @@
 """§3.3: more loss spikes with larger models, larger batches and higher learning rates, fewer with a lower beta2.
 
-One of the three is varied at a time, at several beta2, and the spikes of all seeds are counted. Runs are those on few
-scenes of `spike_sweep.py`: nothing is injected.
+Each of the three is varied alone, at several beta2, and spikes are summed over seeds. Runs are those of
+`spike_sweep.py` on few scenes, without injected changes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _SEEDS = SEEDS[:3]
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """The spikes of all seeds, along each axis and for each beta2."""
+    """Count the spikes of all seeds, along each axis and for each beta2."""
     base = replace(_BASE, steps=QUICK) if quick else _BASE
     varied = {"lr": (2e-3, 8e-3)} if quick else _VARIED
     betas, seeds = (_BETAS[1:], _SEEDS[:1]) if quick else (_BETAS, _SEEDS)
     cells = {(key, value, beta): _runs(base, key, value, beta, seeds) for key in varied for value in varied[key]
              for beta in betas}  # fmt: skip
-    settings = list(dict.fromkeys(run for runs in cells.values() for run in runs))  # the base is in each of the three
+    settings = list(dict.fromkeys(run for runs in cells.values() for run in runs))  # all three axes include the base
     results = dict(zip(settings, trials.run(trial, settings, "training"), strict=True))
     counts = {
         cell: sum(len(spikes.loss_spikes(np.array(results[run]["loss"]), WINDOW)) for run in runs)
@@ -74,11 +74,11 @@ def _runs(base: Setting, key: str, value: float, beta: float, seeds: Sequence[in
 
 
 def judge(by_axis: Mapping[str, Sequence[int]], by_beta: Sequence[int]) -> dict[str, bool]:
-    """Which numbers of spikes grow along their axis: never fall from a value to the next, and rise from first to last.
+    """Return for each axis, and beta2, if spikes grow: the counts never fall, and the last exceeds the first.
 
     Args:
-        by_axis: for each axis from its least value on, at the highest beta2.
-        by_beta: for each beta2 from the lowest on.
+        by_axis: spike counts of each axis at the highest beta2, from the smallest value up.
+        by_beta: spike counts of each beta2, from the lowest up.
     """
     return {key: _grows(counts) for key, counts in {**by_axis, "beta2": by_beta}.items()}
 

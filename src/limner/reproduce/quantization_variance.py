@@ -1,11 +1,11 @@
-"""Appendix D: rounding to 8 bits adds noise to an inner product, the more the longer its vectors are.
+"""Appendix D: rounding to 8 bits adds noise to an inner product, and the noise grows with the vectors' length.
 
-With vectors of k independent numbers of variances s_u^2 and s_v^2, and rounding errors of variance s_q^2,
+For vectors of k independent numbers with variances s_u^2 and s_v^2, and rounding errors with variance s_q^2,
 
     Var <u^, v^> = Var <u, v> + k s_q^2 (s_u^2 + s_v^2 + s_q^2)        (12)
 
-Uniform numbers have a largest one that does not depend on k, so neither does s_q: there the equation is met as it
-stands. Normal numbers have a larger maximum the more they are, and s_q grows with it, which the paper leaves out.
+The maximum of uniform numbers does not depend on k, so neither does s_q, and the equation holds. The maximum of normal
+numbers grows with k, and s_q with it, which the paper does not model.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from limner.reproduce.sweep import Result, Trials
 CLAIM = "The variance that 8-bit rounding adds to an inner product grows with its length, as equation 12 says"
 SOURCE = "Wortsman et al. 2023, App. D.1"
 
-_LEVELS = 127  # of int8, on either side of zero
+_LEVELS = 127  # of int8, on each side of zero
 
 
 @dataclass(frozen=True, kw_only=True)
 class Products:
-    """Of pairs of vectors of `length` numbers; `vectors` on either side."""
+    """Settings of inner products of all pairs from two sets of `vectors` vectors with `length` numbers."""
 
     length: int
     kind: str
@@ -38,20 +38,20 @@ class Products:
 
 
 def trial(of: Products) -> Result:
-    """Variance of the error that quantising adds, measured, and as the equation has it."""
+    """Return the variance of the quantization error, measured and by equation 12."""
     torch.manual_seed(of.seed)
     shape = (of.vectors, of.length)
     u, v = (torch.rand(shape) * 2 - 1 if of.kind == "uniform" else torch.randn(shape) for _ in range(2))
     (a, scale_a), (b, scale_b) = row_wise(u), row_wise(v)
     error = int8.product(a, b, scale_a, scale_b).double() - u.double() @ v.double().mT
     largest = (u.abs().amax(1).square().mean() + v.abs().amax(1).square().mean()).item() / 2
-    s_q = largest / _LEVELS**2 / 12  # of numbers rounded to multiples of largest / 127
+    s_q = largest / _LEVELS**2 / 12  # error of rounding to multiples of largest / 127
     s_u = s_v = 1 / 3 if of.kind == "uniform" else 1.0
     return {"measured": error.var().item(), "expected": of.length * s_q * (s_u + s_v + s_q), "rounding": s_q}
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """The variance of products of growing length, beside the paper's formula."""
+    """Compare the variance of products of increasing length with the paper's formula."""
     lengths = [4**n for n in range(3, 6 if quick else 9)]
     seeds = range(1 if quick else 5)
     settings = [Products(length=k, kind=kind, seed=s) for kind in ("uniform", "normal") for k in lengths for s in seeds]

@@ -97,7 +97,7 @@ class SimulatedReplicas(Single):
 
     @contextmanager
     def part(self, last: bool) -> Iterator[None]:
-        """Run one replica's share. Its gradient arrives divided by the number of replicas, which is undone here."""
+        """Run one replica's share, and undo the gradient's division by the number of replicas."""
         yield
         for name, p in self._shared.items():
             if p.grad is not None:

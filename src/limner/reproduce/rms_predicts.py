@@ -1,8 +1,8 @@
 """§3.4 and Appendix E: RMS_t of the patch embedding spikes 1 to 8 steps before the loss, not that of a middle layer.
 
-Spikes are found by the paper's rules, with a shorter running mean (`spike_sweep.py`), in runs at several beta2. The
-share of loss spikes that follow an RMS spike is compared with the share of all steps that do: that is what chance would
-give. Both kinds of runs are looked at, those in which nothing is injected and those with a new signal in the data.
+Spikes are detected by the paper's rules, with a shorter running mean (`spike_sweep.py`), in runs at several beta2. The
+share of loss spikes that follow an RMS spike is compared with the share of all steps that do, which is the chance
+level. Runs are of both kinds: without injected changes, and with a new signal in the data.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _REGIMES = {
     "nothing injected": (Setting(), (0.95, 0.99, 0.999)),
     "a new signal injected": (Setting(injected=True, batch=64, lr=4e-3), (0.9, 0.98, 0.999)),
 }
-_FEW = 5  # loss spikes, with fewer of which nothing is said
-_CHANCE = 0.01  # what chance must be below
-_AROUND = 30  # steps that a chart shows on either side
+_FEW = 5  # loss spikes needed for a verdict
+_CHANCE = 0.01  # significance level
+_AROUND = 30  # steps that a chart shows on each side
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """The share of loss spikes that RMS_t foretold, and how likely chance is to do the same."""
+    """Measure the share of loss spikes that RMS spikes predict, and its p-value."""
     seeds = SEEDS[:1] if quick else SEEDS
     runs = {
         name: [replace(base, beta2=b, seed=seed, steps=QUICK if quick else base.steps) for b in betas for seed in seeds]
@@ -55,7 +55,7 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
         name="rms-predicts",
         claim=CLAIM,
         source=SOURCE,
-        # Where one kind of runs has too few loss spikes to tell, the other one decides.
+        # If one kind of runs has too few loss spikes, the other kind decides.
         holds=None if all(one is None for one in judged) else all(one is not False for one in judged),
         verdict=" ".join(said),
         header=("runs", "beta2", "tensor", "loss spikes", "RMS spikes", "following", "steps that follow",
@@ -72,7 +72,7 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
 
 
 def pooled(found: Sequence[SpikeMatch]) -> SpikeMatch:
-    """Of all runs as one; they are of the same length."""
+    """Merge the matches of several runs of equal length."""
     return SpikeMatch(
         [step for one in found for step in one.loss],
         [step for one in found for step in one.rms],
@@ -82,8 +82,8 @@ def pooled(found: Sequence[SpikeMatch]) -> SpikeMatch:
 
 
 def judge(patches: SpikeMatch, middle: SpikeMatch) -> bool | None:
-    """Whether most loss spikes follow one of the patch embedding, beyond chance, and not so for a middle layer; None
-    with fewer than `_FEW` loss spikes."""
+    """Return True if RMS spikes of the patch embedding predict most loss spikes, beyond chance, and those of a middle
+    layer do not. None with fewer than `_FEW` loss spikes."""
     if len(patches.loss) < _FEW:
         return None
     return _predicts(patches) and not _predicts(middle)
@@ -105,7 +105,7 @@ def _said(found: SpikeMatch) -> str:
 
 
 def _shown(name: str, result: Result) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Loss and RMS_t around the highest RMS_t of the patch embedding in the second half of a run."""
+    """Return curves of loss and RMS_t around the highest patch-embedding RMS_t in the second half of a run."""
     rms, loss = result["rms"], result["loss"]
     middle = len(loss) // 2
     at = middle + int(np.argmax(rms[PATCHES][middle:]))

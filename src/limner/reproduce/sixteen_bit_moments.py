@@ -1,7 +1,7 @@
-"""Appendix D: Adam's running moments in 16 bits, 1-6-9 for the mean and 0-6-10 for the variance, cost nothing.
+"""Appendix D: 16-bit Adam moments, 1-6-9 for the mean and 0-6-10 for the variance, do not raise the loss.
 
-Six bits of exponent hold the range of both, fp16's five do not; the variance has no sign, and its running value is
-clipped at 5. Embeddings, gains and biases keep moments of 32 bits.
+Six exponent bits cover the range of both moments; fp16's five do not. The variance is unsigned, and its running
+value is clipped at 5. Embeddings, gains and biases keep 32-bit moments.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from limner.reproduce.sweep import Result, Trials
 CLAIM = "Adam's moments in 16 bits, 1-6-9 and 0-6-10, train as well as in 32, with half of the memory"
 SOURCE = "Ramesh et al. 2021, App. D"
 
-_GAP = 0.005  # of the loss: the largest that is none
-_LAST = 50  # steps whose mean loss is a run's
+_GAP = 0.005  # loss differences up to this size count as zero
+_LAST = 50  # steps over which a run's final loss is averaged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A small prior, with moments of so many bits."""
+    """Settings of a small prior whose moments have `bits` bits."""
 
     bits: int
     seed: int
@@ -36,7 +36,7 @@ class Training:
 
 
 def trial(of: Training) -> Result:
-    """The losses, and the bytes of the moments: all, and those packed."""
+    """Return the losses, the bytes of all moments, and the bytes of 16-bit moments."""
     from limner.reproduce import tiny_prior
 
     kind: Any = (
@@ -57,7 +57,7 @@ def trial(of: Training) -> Result:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """Losses and bytes in 16 bits beside those in 32."""
+    """Compare losses and bytes of 16-bit and 32-bit moments."""
     seeds, steps = range(1 if quick else 5), 20 if quick else 800
     width = 64 if quick else 128
     settings = [Training(bits=bits, seed=seed, steps=steps, width=width) for bits in (32, 16) for seed in seeds]
@@ -69,7 +69,7 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
     worst = max(np.abs(values[16] / values[32] - 1).max() for values in (losses, held_out))
     held_gap = held_out[16].mean() / held_out[32].mean() - 1
     full, half = found[32][0]["bytes"], found[16][0]["bytes"]
-    matrices = 2 * found[16][0]["packed"]  # what they take in 32 bits
+    matrices = 2 * found[16][0]["packed"]  # bytes in 32 bits
     rows = [
         (f"{bits} bits", f"{losses[bits].mean():.4f}", f"{losses[bits].std():.4f}", f"{held_out[bits].mean():.4f}",
          f"{found[bits][0]['bytes'] / 2**20:.2f}")

@@ -1,14 +1,14 @@
-"""Runs whose loss spikes: what the findings about stability are shown with.
+"""Runs with loss spikes, for the findings about stability.
 
-Models of this size, on noisy batches of many scenes, have no loss spikes. Two kinds of runs have something of what the
-paper sees at a billion weights and 16,384 pictures in a batch:
+Models of this size do not spike on noisy batches of many scenes. Two kinds of runs approximate the paper's setting of a
+billion weights and batches of 16,384 pictures:
 
 - *Few scenes, at a high learning rate.* A batch is a large share of `SCENES` scenes, or all of them. The loss falls
-  fast, and then jumps now and then. Nothing is injected.
-- *A new signal.* The blue channel holds nothing but noise of one level, so u_t of its weights is small. At one step
-  half of its pixels, rows that repeat with the patches, turn brighter by `LIGHT` and stay so, at a later step the other
-  half. This change is injected. It makes the paper's scenario: gradients that u_t is far too small for, in the patch
-  embedding. It is dim, so that the loss itself hardly moves when it comes.
+  fast, then spikes occasionally, without injected changes.
+- *A new signal.* The blue channel contains only noise of one level, so u_t of its weights is small. At one step half
+  of its pixels, in rows that repeat with the patches, brighten by `LIGHT` permanently; at a later step the other half
+  does. This injected change creates the paper's scenario: patch-embedding gradients for which u_t is far too small.
+  The change is dim, so it barely affects the loss directly.
 
 Shapes: T steps, B pictures in a batch.
 """
@@ -32,20 +32,20 @@ from limner.reproduce.sweep import Result
 
 Method = Literal["AdamW", "gradient clipping", "StableAdamW"]
 
-SCENES = 128  # of a run without injected changes
+SCENES = 128  # in a run without injected changes
 PATCHES, MIDDLE = (
     tiny_clip.PATCHES,
     "image_blocks.1.attention.branch.qkv.weight",
-)  # the second has the later of two layers
-WINDOW = 20  # steps of the running mean, as a loss here falls by much within the 100 of a run of 20,000
+)  # the later of two layers
+WINDOW = 20  # steps of the running mean; the paper's 100 (in runs of 20,000) would span a large fall of the loss
 WARMUP = 60  # steps
-LIGHT = 38  # of 255, by which blue pixels turn brighter
+LIGHT = 38  # of 255, added to blue pixels
 PATCH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Of a run: `injected` with a new signal, on all scenes of `small`, or else on `SCENES`."""
+    """Settings of a run: with `injected` a new signal on all scenes of `tiny_train`, else `SCENES` scenes."""
 
     lr: float = 8e-3
     beta2: float = 0.999
@@ -58,7 +58,7 @@ class Setting:
 
 
 def trial(of: Setting) -> Result:
-    """Loss and RMS_t of both tensors for each step, and the accuracy on held-out scenes."""
+    """Return the loss and RMS_t of both tensors for each step, and the accuracy on held-out scenes."""
     injected = of.injected
     model = replace(
         tiny_clip.MODEL, width=of.width, depth=2, embedding=of.width, patch=PATCH if injected else 4, patch_dropout=0.0,
@@ -83,15 +83,15 @@ def trial(of: Setting) -> Result:
 
 
 class NewSignal:
-    """Pictures whose blue channel is noise, half of whose rows turn brighter at one step and half at another.
+    """Replace the blue channel by noise; half of its rows brighten at one step, the other half at a later one.
 
-    A change for `small.train`: uint8 [B, 3, H, W] -> the same.
+    A `change` for `tiny_train.train`: uint8 [B, 3, H, W] to the same shape.
     """
 
     def __init__(self, steps: int, seed: int) -> None:
         self.rng = np.random.default_rng([3, seed])
-        self.rows = self.rng.permutation([0, PATCH // 2])  # where in each patch the brighter rows begin
-        part = 2 * steps // 10  # the last steps of both parts are left for what follows
+        self.rows = self.rng.permutation([0, PATCH // 2])  # first brighter row within each patch
+        part = 2 * steps // 10  # each part ends with steps to observe the effect
         self.when = [5 * steps // 10 + i * part + int(self.rng.integers(part * 3 // 4)) for i in range(2)]
 
     def __call__(self, step: int, pictures: UInt8[Tensor, "B 3 H W"]) -> UInt8[Tensor, "B 3 H W"]:
@@ -103,11 +103,11 @@ class NewSignal:
         return torch.cat([pictures[:, :2], blue[:, None]], 1)
 
 
-#: None of those that settings were chosen with, which were 0 to 3.
+#: Disjoint from seeds 0 to 3, with which settings were chosen.
 SEEDS = (10, 11, 12, 13, 14)
 QUICK = 40  # steps of a quick trial
 
 
 def points(values: Sequence[float], begin: int = 1) -> list[tuple[float, float]]:
-    """For a chart, from step `begin` on."""
+    """Return chart points whose first step is `begin`."""
     return [(begin + i, float(value)) for i, value in enumerate(values)]

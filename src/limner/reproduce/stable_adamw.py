@@ -1,7 +1,7 @@
 """§3.5: update clipping against gradient clipping and a lower beta2, in loss spikes, final loss and held-out accuracy.
 
-All train on the same scenes in the same order, with the same weights at first: methods are compared seed by seed. Runs
-are those on few scenes of `spike_sweep.py`: nothing is injected.
+Methods are compared per seed, with the same scenes, order and initial weights. Runs are those of `spike_sweep.py` on
+few scenes, without injected changes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _METHODS: tuple[Method, ...] = ("AdamW", "gradient clipping", "StableAdamW")
 _BETAS = (0.9, 0.99, 0.999)
 _COMPARED = 0.99  # beta2 of the left plot of Figure 5
 _ERRORS = 2  # standard errors that a difference must exceed
-_LAST = 40  # steps of the final loss
+_LAST = 40  # steps over which the final loss is averaged
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """Spikes, final loss and accuracy of each method, seed by seed."""
+    """Compare spikes, final loss and accuracy of the methods per seed."""
     base = replace(_BASE, steps=QUICK) if quick else _BASE
     seeds, betas = (SEEDS[:1], _BETAS[:2]) if quick else (SEEDS, _BETAS)
     cells = {
@@ -77,17 +77,18 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-    """The mean difference of runs with the same seeds, and its standard error, infinite for one pair."""
+    """Return the mean difference of runs paired by seed, and its standard error (infinite for one pair)."""
     pairs = np.array(ours) - np.array(theirs)
     error = float(pairs.std(ddof=1)) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.inf
     return float(pairs.mean()), error
 
 
 def judge(ours: int, adamw: int, against: Mapping[str, tuple[float, float]]) -> bool | None:
-    """Whether StableAdamW has fewer spikes than AdamW and is more accurate than all others by more than `_ERRORS`
-    standard errors.
+    """Return True if StableAdamW has fewer spikes than AdamW and exceeds each other accuracy by `_ERRORS` standard
+    errors.
 
-    None where AdamW has no spikes, or where it has fewer and no difference of accuracy is certain enough to say no.
+    False if StableAdamW has at least as many spikes, or is less accurate than another method by more than `_ERRORS`.
+    None if AdamW does not spike, or otherwise.
     """
     if not adamw:
         return None

@@ -1,4 +1,4 @@
-"""Short trainings in parallel on the cores of this machine. Each result is saved as soon as it is available.
+"""Short trainings in parallel on the cores of this machine. Each result is saved when its trial ends.
 
 A small model uses only one core, so each trial runs in a separate process with one thread. A trial's result is a file,
 {"result": ..., "sha256": hash of the result's JSON}. Repeating the command after Ctrl-C runs only the trials whose file
@@ -50,7 +50,7 @@ class Trials:
 
         Args:
             trial: a module-level function, which another process imports.
-            settings: frozen dataclasses; the `repr` holds everything that a result depends on, besides the code.
+            settings: frozen dataclasses; a result may depend only on their `repr` and the code.
             title: title of the progress bar.
 
         Raises `UserError` if a trial's process is killed; results of finished trials are saved.

@@ -1,10 +1,10 @@
-"""§2.2 and Figure 1: SwitchBack in int8 trains as accurate models as 16 bits; LLM.int8(), which computes the weight
-gradient in int8 as well, does not.
+"""§2.2 and Figure 1: int8 SwitchBack matches the accuracy of 16-bit training; LLM.int8(), which also computes the
+weight gradient in int8, does not.
 
-The weight gradient sums over all positions of a batch, so its rounding errors add up most (Appendix D): the larger the
-batch, the larger the difference. Small contrastive models are trained with products in bf16, in int8 by SwitchBack, and
-in int8 by LLM.int8(). What either loses of a gradient is also measured directly: on models trained in bf16, gradients
-of one batch in int8 against those in fp32.
+The weight gradient sums over all positions of a batch, so it accumulates the most rounding error (Appendix D): the
+difference grows with the batch. Small contrastive models train with products in bf16, in int8 by SwitchBack, and in
+int8 by LLM.int8(). The gradient error of both is also measured directly: int8 against fp32 gradients of one batch, on
+models trained in bf16.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CLAIM = "Models trained with SwitchBack in int8 are as accurate as with bf16; wi
 SOURCE = "Wortsman et al. 2023, §2.3, Figure 1"
 
 KINDS: Mapping[str, Fp32] = {"bf16": Bf16(), "SwitchBack": SwitchBack(), "LLM.int8()": LLMInt8()}
-_LAST = 50  # steps whose mean loss is a run's
+_LAST = 50  # steps over which a run's final loss is averaged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A small contrastive model; `batches` are sizes of which gradients are compared afterwards."""
+    """Settings of a small contrastive model. `batches` are batch sizes for comparing gradients after training."""
 
     kind: str
     seed: int
@@ -46,8 +46,8 @@ class Training:
 
 
 def trial(of: Training) -> Result:
-    """The losses, accuracy on fresh scenes, and the errors of gradients in int8."""
-    model = replace(tiny_clip.MODEL, patch_dropout=0.0)  # so that all positions count
+    """Return the losses, accuracy on new scenes, and the errors of int8 gradients."""
+    model = replace(tiny_clip.MODEL, patch_dropout=0.0)  # use all positions
     trained = tiny_clip.train(
         of.steps, model=model, seed=of.seed, batch=of.batch, precision=KINDS[of.kind],
         optimizer=AdamWConfig(lr=of.lr, betas=(0.9, 0.98)),
@@ -57,7 +57,7 @@ def trial(of: Training) -> Result:
 
 
 def errors(model: nn.Module, batch: int) -> dict[str, float]:
-    """Length of the error of int8's weight gradients over that of fp32's: the largest of all matrices of the blocks."""
+    """Return the relative error (L2 norm) of int8 weight gradients against fp32, the maximum over block matrices."""
     exact = gradients(model, batch)
     found = {}
     for name, kind in KINDS.items():
@@ -68,7 +68,7 @@ def errors(model: nn.Module, batch: int) -> dict[str, float]:
 
 
 def gradients(model: nn.Module, batch: int) -> dict[str, Tensor]:
-    """Of the matrices in the blocks, for the first scenes."""
+    """Return the gradients of the block matrices on the first `batch` scenes."""
     pictures, tokens = scenes()
     model.zero_grad()
     loss, _ = HardContrastiveLoss()(model, {"pixels": pictures[:batch], "text": tokens[:batch]}, 0, None)  # pyright: ignore[reportArgumentType]
@@ -81,7 +81,7 @@ def gradients(model: nn.Module, batch: int) -> dict[str, Tensor]:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """Accuracy with SwitchBack and LLM.int8() beside that in bf16."""
+    """Compare the accuracy of SwitchBack and LLM.int8() with bf16."""
     seeds, steps, sizes = (range(1), 8, (16, 32)) if quick else (range(4), 400, (64, 256, 1_024))
     settings = [
         Training(kind=kind, seed=seed, steps=steps, batch=32 if quick else 128, batches=sizes if kind == "bf16" else ())

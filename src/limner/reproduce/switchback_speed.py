@@ -1,9 +1,9 @@
-"""Appendix B and Figures 6 to 8: what rounding to int8 costs a SwitchBack layer falls with its width, and the layer
-overtakes those in 16 and 32 bits.
+"""Appendix B and Figures 6 to 8: the share of int8 rounding in a SwitchBack layer's time falls with its width, and the
+layer overtakes 16-bit and 32-bit layers.
 
-Quantising and dequantising touch each number once, products touch it once for each input or output: the wider the
-layer, the smaller the share of the former. Everything is timed on the device at hand, one after the other, with all of
-its threads. Nothing else may run meanwhile.
+Quantization and dequantization touch each number once; products touch it once per input or output. The share of the
+former falls with width. Operations are timed one at a time with all threads of this device, which must be idle
+otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROUNDS = 7
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """Nothing is kept in `trials`: a time is of one machine in one hour."""
+    """Time the layers. Times are not saved in `trials`, since they depend on the machine's load."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dims, rows = ((64, 128), (64,)) if quick else ((256, 512, 1_024, 2_048), (512, 2_048))
     if device.type == "cuda" and not quick:
@@ -82,8 +82,8 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
 
 
 def _shares(of_parts: Times, of_products: Times) -> tuple[float, float, float]:
-    """The shares of a SwitchBack layer's time that go into quantising, dequantising and products. Where the kernel that
-    multiplies also dequantises, that is part of the product."""
+    """Return the time shares of quantization, dequantization and products in a SwitchBack layer. Dequantization that
+    is not timed alone counts as part of the product."""
     seconds = {name: statistics.median(times) for name, times in of_parts.items()}
     quantise = sum(value for name, value in seconds.items() if name.startswith("quantize"))
     whole, both = sum(seconds.values()), seconds["forward"] + seconds["input gradient"]

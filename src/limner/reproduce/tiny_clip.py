@@ -1,5 +1,5 @@
-"""Small contrastive models of scenes, as the second paper trains its own: with patch dropout and a norm after the patch
-embedding."""
+"""Small contrastive models of scenes, with patch dropout and a norm after the patch embedding as in the second paper
+(Wortsman et al. 2023)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MODEL = ContrastiveConfig(
     patch_norm=True,
 )  # fmt: skip
 PATCHES = "patches.weight"
-_FRESH, _AMONG = 1_024, 64  # scenes, and those that a picture finds its caption among
+_FRESH, _AMONG = 1_024, 64  # new scenes, and candidate captions per picture
 
 
 def train(
     steps: int, *, model: ContrastiveConfig = MODEL, count: int = SCENES, seed: int = 0, **settings: Any
 ) -> Trained:
-    """Train one on the first `count` scenes; `settings` are those of `small.train`, of which the first tensor is the
+    """Train a model on the first `count` scenes. `settings` go to `tiny_train.train`, whose first tensor is the
     pictures."""
     pictures, tokens = scenes(count)
     torch.manual_seed(seed)
@@ -33,7 +33,7 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: Contrastive) -> float:
-    """The share of fresh scenes whose own caption is the nearest among `_AMONG`."""
+    """Return the share of new scenes whose true caption is the nearest among `_AMONG`."""
     pictures, tokens = scenes(_FRESH, seed=1)
     model.eval()
     right = 0

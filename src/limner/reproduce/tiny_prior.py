@@ -37,7 +37,7 @@ def _tokens(count: int, seed: int) -> Int64[Tensor, "N S"]:
 
 
 def train(steps: int, *, model: TransformerConfig = MODEL, seed: int = 0, **settings: Any) -> Trained:
-    """Train one; `settings` are those of `small.train`."""
+    """Train a prior. `settings` go to `tiny_train.train`."""
     samples = {"text": scenes()[1], "image": _tokens(SCENES, 0)}
     torch.manual_seed(seed)
     return tiny_train.train(model.build(), Autoregressive(), samples, steps, seed=seed, **settings)
@@ -45,7 +45,7 @@ def train(steps: int, *, model: TransformerConfig = MODEL, seed: int = 0, **sett
 
 @torch.no_grad()
 def held_out_loss(model: Transformer) -> float:
-    """Of fresh scenes, as in training."""
+    """Return the training loss on new scenes."""
     model.eval()
     batch = {"text": scenes(_HELD_OUT, seed=1)[1], "image": _tokens(_HELD_OUT, 1)}
     loss, _ = Autoregressive()(model, batch, 0, None)

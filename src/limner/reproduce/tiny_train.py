@@ -1,8 +1,7 @@
-"""Small trainings in memory, on scenes: what the findings about precision and stability are shown with.
+"""Small in-memory trainings on scenes, for the findings about precision and stability.
 
-Scenes have one or two things, 24 x 24 pixels and a caption of at most `TEXT` tokens. Unless a trial says otherwise,
-learning rates warm up for a quarter of the steps and fall as a cosine, gradients are not clipped, and products are in
-fp32.
+Scenes have one or two objects, 24 x 24 pixels and a caption of at most `TEXT` tokens. By default, the learning rate
+warms up for a quarter of the steps and follows a cosine, gradients are not clipped, and products are in fp32.
 
 Shapes: T steps, N scenes.
 """
@@ -36,17 +35,17 @@ from limner.training.train_state import Diverged, Run
 
 SIZE, SCENES, WORDS, TEXT = 24, 4_096, 400, 24
 
-Change = Callable[[int, Tensor], Tensor]  # of a step's first tensor
+Change = Callable[[int, Tensor], Tensor]  # (step, first tensor of the batch) -> tensor
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A run.
+    """The result of a training.
 
     Attributes:
-        loss: [T], shorter where it diverged.
-        rms: RMS_t of the tensors that were watched, [T] each; 1 before they have any.
-        run: as it is at the end, with its model.
+        loss: [T], shorter if the run diverged.
+        rms: RMS_t of the watched tensors, [T] each; 1 where undefined.
+        run: the final state, with the model.
     """
 
     loss: Float[np.ndarray, " T"]
@@ -55,7 +54,7 @@ class Trained:
 
 
 class Watch(Hook):
-    """RMS_t of some tensors; 1 where there is none."""
+    """A hook that records RMS_t of the named tensors; 1 where RMS_t is undefined."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.found: dict[str, list[float]] = {name: [] for name in names}
@@ -73,7 +72,7 @@ class Watch(Hook):
 
 @cache
 def scenes(count: int = SCENES, seed: int = 0) -> tuple[UInt8[Tensor, "N 3 H W"], Int64[Tensor, "N T"]]:
-    """Pictures, and their captions as tokens."""
+    """Return pictures and the tokens of their captions."""
     pictures, said = [], []
     for i in range(count):
         rng = np.random.default_rng([seed, i])
@@ -85,7 +84,7 @@ def scenes(count: int = SCENES, seed: int = 0) -> tuple[UInt8[Tensor, "N 3 H W"]
 
 @cache
 def _tokenizer() -> Tokenizer:
-    """Of captions of scenes."""
+    """Train a tokenizer on captions of scenes."""
     rngs = (np.random.default_rng([2, i]) for i in range(1_024))
     return Tokenizer.train([describe(sample_scene(rng, count=1 + i % 2), rng) for i, rng in enumerate(rngs)], WORDS)
 
@@ -107,12 +106,12 @@ def train(
     """Train on random batches.
 
     Args:
-        samples: by name, [N, ...] each; a batch has the same rows of all.
-        change: what becomes of the first tensor of a batch, given the step.
-        watch: parameters whose RMS_t is kept.
-        hooks: of the loop, by default what `scaling` of `TrainConfig` asks for.
-        parallel: what replicas do together; None for a process alone.
-        settings: more of `TrainConfig`'s.
+        samples: tensors by name, [N, ...] each; a batch has the same rows of each.
+        change: maps the step and the first tensor of a batch to a new tensor.
+        watch: names of parameters whose RMS_t is recorded.
+        hooks: makes the training hooks; default `grad_scaler.scaling`.
+        parallel: the strategy of several replicas; None for a single process.
+        settings: further fields of `TrainConfig`.
     """
     config = TrainConfig(
         steps=steps, batch_size=batch, clip_norm=None, warmup_steps=steps // 4, schedule=Cosine(), precision=Fp32(),

@@ -43,7 +43,7 @@ def prune(pipe: TextToImage, used: Tensor) -> TextToImage:
     k = len(used)
     dvae = _kept(pipe.dvae, replace(pipe.dvae.config, vocab=k).build(), used)
     prior = _kept(pipe.prior, replace(pipe.prior.config, image_vocab=k).build(), used)
-    contrastive = _kept(pipe.contrastive, pipe.contrastive.config.build(), used)  # its weights do not depend on the codes
+    contrastive = _kept(pipe.contrastive, pipe.contrastive.config.build(), used)  # weights independent of the codes
     return TextToImage(dvae, prior, contrastive, pipe.tokenizer, pipe.info)
 
 
