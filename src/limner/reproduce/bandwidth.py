@@ -120,8 +120,7 @@ def _with_model(model: Any) -> Any:
 
 
 def _written() -> int:
-    """Return the bytes that this process has written to files and sockets. Raises `UserError` without Linux's
-    counter."""
+    """Return the bytes this process has written to files and sockets. Raises `UserError` except on Linux."""
     try:
         lines = _COUNTER.read_text().splitlines()
     except OSError:
@@ -130,7 +129,7 @@ def _written() -> int:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """Compare the bytes counted by the kernel with our formula and the paper's."""
+    """Compare counted bytes with our formula and the paper's."""
     machines, ranks = ((1,), (8,)) if quick else ((1, 2, 4), (16, 32, 64))
     settings = [Step(shards=m, ranks=ranks) for m in machines]
     rows, worst = [], 0.0

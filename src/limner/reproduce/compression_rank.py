@@ -18,7 +18,7 @@ from limner.reproduce.sweep import Result, Trials
 CLAIM = "The smallest compression rank without a gap in the loss grows with the model's width: the rate stays the same"
 SOURCE = "Ramesh et al. 2021, §2.5, Table 1"
 
-_LAST = 50  # updates over which a run's final loss is averaged
+_LAST = 50  # last updates whose loss is averaged
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ CLAIM = (
 )
 SOURCE = "Ahn et al. 2025, arXiv:2504.05295, beside Ramesh et al. 2021, App. E.2"
 
-_LAST = 50  # updates over which a run's final loss is averaged
+_LAST = 50  # last updates whose loss is averaged
 _DECAY = 0.05  # decay of the momentum in the directions of an update: 1 - mu
 
 
@@ -109,7 +109,7 @@ def trial(of: Training) -> Result:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """Compare Dion with PowerSGD and uncompressed gradients, each with AdamW and with Muon."""
+    """Compare Dion with PowerSGD and uncompressed gradients under AdamW and Muon."""
     ranks, seeds, steps = ((8,), range(1, 2), 10) if quick else ((4, 16), range(1, 4), 300)
     cases = [(kind, rank) for kind in KINDS for rank in ((0,) if kind in ("AdamW", "Muon") else ranks)]
     settings = [

@@ -23,11 +23,11 @@ CLAIM = (
 )
 SOURCE = "Ramesh et al. 2021, §2.5, footnote 10"
 
-_LAST = 50  # updates over which a run's final loss is averaged
+_LAST = 50  # last updates whose loss is averaged
 
 
 class Fixed(PowerSGD):
-    """PowerSGD with a fixed Q, as in the paper. Records the share left in the error buffers."""
+    """PowerSGD with the paper's fixed Q. `left` records shares left in buffers."""
 
     def __init__(self, config: PowerSGDConfig) -> None:
         super().__init__(config)
@@ -78,7 +78,7 @@ class Training:
 
 
 def trial(of: Training) -> Result:
-    """Return the losses, and the mean share of an error buffer left after an update."""
+    """Return the losses, and the mean share left in error buffers."""
     from limner.reproduce import replicas
 
     kind = KINDS[of.kind]
@@ -95,7 +95,7 @@ def trial(of: Training) -> Result:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """Compare the loss of each choice of Q with that of uncompressed gradients."""
+    """Compare each choice of Q with uncompressed gradients."""
     ranks, seeds, steps = ((8,), range(1, 2), 10) if quick else ((4, 16), range(1, 6), 300)
     cases = [("uncompressed", 0), *((kind, rank) for rank in ranks for kind in list(KINDS)[1:])]
     settings = [Training(kind=kind, rank=rank, seed=seed, steps=steps) for kind, rank in cases for seed in seeds]

@@ -26,7 +26,7 @@ from limner.reproduce.tiny_train import scenes
 CLAIM = "Tensor-wise float8 diverges or falls behind where layer-scale from zero trains, since features stay small"
 SOURCE = "Wortsman et al. 2023, §2.3, Figure 2"
 
-_LAST = 50  # steps over which a run's final loss is averaged
+_LAST = 50  # last steps whose loss is averaged
 WAYS = {
     "fp32": {},
     "float8": {"fp8": True},

@@ -29,7 +29,7 @@ SOURCE = "Ramesh et al. 2021, §2.4, App. D.1, Figure 12"
 
 FORM = FloatFormat(1, 3, 8, bias=-2)  # up to about 1,000: the first blocks' gradients at the initial scale
 _FASTER = 40
-_LAST = 50  # steps over which a run's final loss is averaged
+_LAST = 50  # last steps whose loss is averaged
 
 
 class ResblockScalesFast(ResblockScales):
@@ -48,7 +48,7 @@ class ResblockScalesFast(ResblockScales):
 
 
 class LossScaleFast(LossScale):
-    """A loss scale, `_FASTER` times faster."""
+    """`LossScale`, `_FASTER` times faster."""
 
     EVERY = LossScale.EVERY // _FASTER
 

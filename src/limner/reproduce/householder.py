@@ -26,7 +26,7 @@ from limner.reproduce.sweep import Result, Trials
 CLAIM = "Householder's reflections, with eps I added, keep columns orthonormal where Gram-Schmidt loses them"
 SOURCE = "Ramesh et al. 2021, §2.5, App. E.2 step 5"
 
-_LAST = 50  # updates over which a run's final loss is averaged
+_LAST = 50  # last updates whose loss is averaged
 
 
 def classical(p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
@@ -122,7 +122,7 @@ def training(of: Training) -> Result:
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:
-    """Measure the orthogonality error of each method on nearly parallel columns, and its training loss."""
+    """Measure each method's error on nearly parallel columns, and its training loss."""
     digits = (0, 4, None) if quick else (0, 1, 2, 3, 4, 5, 6, 7, 8, None)
     seeds, steps = range(1, 2 if quick else 5), 10 if quick else 300
     settings = [Columns(digits=digit, seed=seed) for digit in digits for seed in seeds]

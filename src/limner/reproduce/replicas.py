@@ -28,7 +28,7 @@ from limner.training.train_module import Trainable
 
 
 class Exchange:
-    """The simulated network: `all` holds the values that the replicas last exchanged, [R, n]."""
+    """The simulated network: `all` holds the values of the last exchange."""
 
     def __init__(self) -> None:
         self._brought: list[Tensor] = []
@@ -134,7 +134,7 @@ def train(
     optimizer: Any | None = None,
     clip_norm: float | None = 1.0,
 ) -> Trained:
-    """Train a small prior with simulated replicas on batches of 32. `run.parallel` is the `SimulatedReplicas`."""
+    """Train a small prior with replicas, batch size 32. `run.parallel` is the `SimulatedReplicas`."""
     model: TransformerConfig = replace(tiny_prior.MODEL, width=width, depth=4, heads=max(2, width // 48))
     return tiny_prior.train(
         steps, model=model, seed=seed, batch=32, accumulate=replicas, clip_norm=clip_norm,

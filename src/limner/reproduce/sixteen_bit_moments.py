@@ -20,7 +20,7 @@ CLAIM = "Adam's moments in 16 bits, 1-6-9 and 0-6-10, train as well as in 32, wi
 SOURCE = "Ramesh et al. 2021, App. D"
 
 _GAP = 0.005  # loss differences up to this size count as zero
-_LAST = 50  # steps over which a run's final loss is averaged
+_LAST = 50  # last steps whose loss is averaged
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ _METHODS: tuple[Method, ...] = ("AdamW", "gradient clipping", "StableAdamW")
 _BETAS = (0.9, 0.99, 0.999)
 _COMPARED = 0.99  # beta2 of the left plot of Figure 5
 _ERRORS = 2  # standard errors that a difference must exceed
-_LAST = 40  # steps over which the final loss is averaged
+_LAST = 40  # last steps whose loss is averaged
 
 
 def reproduce(trials: Trials, quick: bool) -> Finding:

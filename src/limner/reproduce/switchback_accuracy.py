@@ -30,7 +30,7 @@ CLAIM = "Models trained with SwitchBack in int8 are as accurate as with bf16; wi
 SOURCE = "Wortsman et al. 2023, §2.3, Figure 1"
 
 KINDS: Mapping[str, Fp32] = {"bf16": Bf16(), "SwitchBack": SwitchBack(), "LLM.int8()": LLMInt8()}
-_LAST = 50  # steps over which a run's final loss is averaged
+_LAST = 50  # last steps whose loss is averaged
 
 
 @dataclass(frozen=True, kw_only=True)

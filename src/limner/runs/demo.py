@@ -1,8 +1,8 @@
 """The whole pipeline, from data to pictures, in a few minutes: `limner demo`.
 
     OUT/data/                generated scenes of one and two objects
-    OUT/crowds/              crowded scenes to train the dVAE on, with --from-scratch
-    OUT/steps.json           training steps per stage that fit the time limit on this machine
+    OUT/crowds/              crowded scenes for the dVAE with --from-scratch
+    OUT/steps.json           training steps that fit the time limit on this machine
     OUT/run/                 the training run, with its bundle
     OUT/composition.json     the score over the held-out captions
     OUT/drawings.safetensors all candidates for the captions in the report
@@ -155,7 +155,7 @@ def _train(demo: Demo, recipe: Recipe) -> TextToImage:
 def _draw(
     demo: Demo, pipe: TextToImage, asked: Sequence[tuple[str, Scene]]
 ) -> tuple[composition.CompositionResult, Tensor]:
-    """Return the scores of all captions, and the pictures uint8 [B, N, 3, H, W] of the captions to show."""
+    """Return the scores, and the candidates of the captions to show, uint8 [B, N, 3, H, W]."""
     path, kept = demo.out / "composition.json", demo.out / "drawings.safetensors"
     if path.exists() and (found := _saved(demo, path, [caption for caption, _ in asked])):
         with suppress(FileNotFoundError, SafetensorError, KeyError):

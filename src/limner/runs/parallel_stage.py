@@ -39,7 +39,7 @@ def trained_together(stages: Sequence[str], device: torch.device) -> bool:
 
 
 class _Watch(Hook):
-    """Set the prior's threads to `threads` when the other process is done; end the training if that process failed."""
+    """A hook that gives the prior all `threads` when the other process is done, and raises if that process failed."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, threads: int) -> None:
         self.process, self.log, self.threads = process, log, threads
@@ -50,7 +50,7 @@ class _Watch(Hook):
             torch.set_num_threads(self.threads)
 
     def check(self) -> None:
-        """Raise `UserError` with the error line of the other process if that process failed."""
+        """Raise `UserError` with the error of the other process if that process failed."""
         if code := self.process.poll():
             lines = self.log.read_text("utf-8", "replace").strip().splitlines() or ["it said nothing"]
             said = next(filter(_REASON.match, reversed(lines)), lines[-1])  # a thread may log a warning after the error

@@ -65,15 +65,15 @@ class Stages:
         self.device = _device()
 
     def has_dvae(self) -> bool:
-        """Return True if a dVAE exists: pretrained, given by the recipe's start, or trained in this run."""
+        """Return True if a dVAE exists: pretrained, from the recipe's start, or trained here."""
         there = isinstance(self.recipe.dvae, PretrainedDVAE) or self.recipe.start is not None
         return there or bool(completed(self.out / "dvae"))
 
     def dvae(self, train: bool = True) -> AnyDVAE:
         """Train or load the dVAE (stage one, §2.1), or load the recipe's pretrained one.
 
-        Its weights are rounded to the bundle's format, so that the prior trains on the bundle's tokens. Raises
-        `UserError` if `train` is false and no dVAE exists.
+        Weights are rounded to the bundle's format, so that the prior trains on the bundle's tokens. Raises `UserError`
+        if there is nothing to load.
         """
         stage, material = self.recipe.dvae, self.material
         if isinstance(stage, PretrainedDVAE):
@@ -111,8 +111,7 @@ class Stages:
     def prior(
         self, tokenizer: Tokenizer, dvae: AnyDVAE, train: bool = True, hooks: Sequence[Hook] = ()
     ) -> Transformer | None:
-        """Train or load the prior (stage two, §2.2), a transformer over text and image tokens. Returns None on all
-        processes but the first."""
+        """Train or load the prior (stage two, §2.2). Returns None on all processes but the first."""
         stage, material = self.recipe.prior, self.material
         config = resolve_prior_config(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
         if not train:
@@ -131,8 +130,7 @@ class Stages:
         return self._whole(model, trained).eval() if material.parallel.is_main else None
 
     def contrastive(self, tokenizer: Tokenizer, dvae: AnyDVAEConfig, train: bool = True) -> Contrastive | None:
-        """Train or load the reranker (§2.6) for pictures of the dVAE's size. Returns None on all processes but the
-        first."""
+        """Train or load the reranker (§2.6) of the dVAE's size. Returns None on all processes but the first."""
         stage, material = self.recipe.contrastive, self.material
         config = resolve_contrastive_config(stage, self.recipe.text, tokenizer.vocab_size, dvae)
         if not train:
@@ -196,7 +194,7 @@ class Stages:
         return True
 
     def _earlier(self, name: Stage, config: Any) -> Any:
-        """Return the model loaded by `_load`, or None. Only the first process, which writes the bundle, loads it."""
+        """Return the model loaded by `_load`, or None; None on all processes but the first."""
         if not self.material.parallel.is_main:
             return None
         model = config.build()
@@ -247,10 +245,10 @@ class Stages:
 
 @torch.no_grad()
 def relate(prior: Transformer, codes: Float[Tensor, "V D"]) -> None:
-    """Initialize embeddings and head rows of image tokens so that similar patches have similar vectors.
+    """Initialize embeddings and head rows of image tokens: similar patches get similar vectors.
 
     Half of the variance stays random; the other half is a random projection of the codes. The prior then need not
-    learn separately, for each of V codes, what similar codes share.
+    learn for each of V codes what similar codes share.
     """
     alike = codes.cpu() - codes.cpu().mean(0)
     for weight in (prior.embed.image.weight, prior.head.image.weight):

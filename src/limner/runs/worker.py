@@ -19,7 +19,7 @@ def main(data: str, out: str) -> None:
     and tokenizer."""
 
     def until_the_end() -> None:
-        os.read(sys.stdin.fileno(), 1)  # unbuffered: at exit Python would wait for a buffer's lock
+        os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer would be locked at Python's exit
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=until_the_end, daemon=True).start()
