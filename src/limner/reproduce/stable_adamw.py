@@ -88,7 +88,7 @@ def judge(ours: int, adamw: int, against: Mapping[str, tuple[float, float]]) -> 
     errors.
 
     False if StableAdamW has at least as many spikes, or is less accurate than another method by more than `_ERRORS`.
-    None if AdamW does not spike, or otherwise.
+    None otherwise, and if AdamW does not spike.
     """
     if not adamw:
         return None
