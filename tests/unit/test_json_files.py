@@ -83,10 +83,10 @@ def test_of_lines_the_objects_are_read(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "x.jsonl") == rows
 
 
-#: Where numbers must come back as they were, NaN included, or where the text is not read again.
+#: Where numbers must come back as they were, NaN included, where the text is not read again, and messages to a child.
 DIRECT = {
-    "json_files.py", "evaluation/icon_classifier.py", "reproduce/sweep.py", "text/bpe.py", "training/checkpoint.py",
-    "training/config.py",
+    "json_files.py", "evaluation/icon_classifier.py", "reproduce/sweep.py", "tasks/svg_renderer.py", "text/bpe.py",
+    "training/checkpoint.py", "training/config.py",
 }  # fmt: skip
 
 

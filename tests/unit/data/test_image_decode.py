@@ -339,7 +339,8 @@ def test_threads_decode_large_pictures_within_the_budget(tmp_path):
             encode(Image.new("LA" if n % 2 else "I;16", (side, side)), compress_level=1)
         )
     script = MANY.replace(
-        "before = peak()", f"from limner.data import pictures; pictures.BUDGET.total = {200 << 20}; before = peak()"
+        "before = peak()",
+        f"from limner.data import image_decode; image_decode.BUDGET.total = {200 << 20}; before = peak()",
     )
     run = [sys.executable, "-c", script, *map(str, sorted(tmp_path.iterdir()))]
     source = os.path.dirname(os.path.dirname(os.path.dirname(image_decode.__file__)))
