@@ -18,7 +18,7 @@ def two(tmp_path, monkeypatch):
         (tmp_path / name / "config.json").write_text(json.dumps({"format": pretrained.FORMAT, "info": info}))
     (tmp_path / "stray").mkdir()
     monkeypatch.setattr(pretrained, "ASSETS", tmp_path)
-    for command in ("drawings", "draw", "edit"):  # their help names the models when they are imported
+    for command in ("draw_common", "draw", "edit"):  # their help names the models when they are imported
         monkeypatch.setitem(sys.modules, f"limner.cli.{command}", sys)  # so that what is imported now goes again
         monkeypatch.delitem(sys.modules, f"limner.cli.{command}")
 
