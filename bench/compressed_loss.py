@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from limner.reproduce.compression_rank import Training, trial
-from limner.reproduce.sweep import Trials
+from limner.reproduce.compression_rank import CompressionRankSetting, trial
+from limner.reproduce.sweep import TrialRunner
 
 LAST_UPDATES = 50
 
@@ -32,9 +32,9 @@ def main() -> None:
     options = parser.parse_args()
     rank, seeds = options.rank or options.width // 12, range(1, options.seeds + 1)
     settings = [
-        Training(width=options.width, rank=r, seed=seed, steps=options.steps) for r in (0, rank) for seed in seeds
+        CompressionRankSetting(width=options.width, rank=r, seed=seed, steps=options.steps) for r in (0, rank) for seed in seeds
     ]
-    results = Trials(options.folder).run(trial, settings, "training priors")
+    results = TrialRunner(options.folder).run(trial, settings, "training priors")
     losses = [statistics.fmean(result["loss"][-LAST_UPDATES:]) for result in results]
     plain, compressed = losses[: options.seeds], losses[options.seeds :]
     print(f"torch {torch.__version__}; width {options.width}, rank {rank}, {options.steps} updates")

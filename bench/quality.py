@@ -44,9 +44,9 @@ from limner.evaluation.icon_pictures import Icons
 from limner.pipeline import TextToImage, load
 from limner.progress import progress
 from limner.recipes.recipe import PatchStage, Recipe, resolve_contrastive_config
-from limner.runs.run_data import Material
-from limner.runs.stages import Stages
-from limner.runs.time_estimate import seconds_per_step, trial
+from limner.runs.run_data import RunData
+from limner.runs.stages import StageTrainer
+from limner.runs.time_estimate import seconds_per_step, timing_inputs
 from limner.sampling.rerank import best, scores
 from limner.text.bpe import Tokenizer
 
@@ -74,13 +74,14 @@ def ours(options: argparse.Namespace, folder: Path, captions: list[str]) -> Tens
     assert isinstance(recipe.dvae, PatchStage)
     steps = max(1, round(recipe.dvae.training.steps * min(1.0, options.minutes / 240)))
     recipe = _with_steps(recipe, dvae=steps)
-    dvae = Stages(Material.of(recipe, options.data, folder / "run")).dvae()
+    dvae = StageTrainer(RunData.open(recipe, options.data, folder / "run")).dvae()
     remaining = (1 - clock.share()) * clock.seconds
-    affordable = int(0.95 * remaining / seconds_per_step(*trial(recipe, "prior"), room=10.0))  # 5% for data preparation
+    # 5% for data preparation
+    affordable = int(0.95 * remaining / seconds_per_step(*timing_inputs(recipe, "prior"), target_seconds=10.0))
     recipe = _with_steps(recipe, prior=max(1, min(recipe.prior.training.steps, affordable)))
-    material = Material.of(recipe, options.data, folder / "run")
-    tokenizer = material.tokenizer()
-    prior = Stages(material).prior(tokenizer, dvae)
+    run_data = RunData.open(recipe, options.data, folder / "run")
+    tokenizer = run_data.tokenizer()
+    prior = StageTrainer(run_data).prior(tokenizer, dvae)
     minutes = clock.share() * options.minutes
     print(f"ours: {steps:,} and {recipe.prior.training.steps:,} steps in {minutes:.1f} minutes", file=sys.stderr)
     assert prior is not None

@@ -44,7 +44,7 @@ def suffer(server, folder, threads, moment, number, whom):
         time.sleep(0.1)
     allowed = {0, 130, -number}
     if whom != "main":
-        allowed.add(2)  # "training the contrastive model beside the prior failed"
+        allowed.add(2)  # "training the contrastive model in parallel failed"
     assert ended.code in allowed, ended.command
     return ended.code == 0
 

@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 from limner.cli import main
-from limner.reproduce import NAMES, load
+from limner.reproduce import EXPERIMENTS, load
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_quick_run_leaves_a_page_with_table_and_curves(name, tmp_path, capsys):
     assert main(["reproduce", name, "--quick", "-o", str(tmp_path)]) == 0
     said = capsys.readouterr().out
@@ -34,7 +34,7 @@ def test_a_quick_run_leaves_a_page_with_table_and_curves(name, tmp_path, capsys)
 def test_without_a_name_the_findings_are_listed(capsys):
     assert main(["reproduce"]) == 0
     said = capsys.readouterr().out
-    assert all(f"{name} " in said and load(name).CLAIM in said for name in NAMES)
+    assert all(f"{name} " in said and load(name).CLAIM in said for name in EXPERIMENTS)
     assert main(["reproduce", "loss-spike"]) == 2
     assert "there is no finding 'loss-spike'" in capsys.readouterr().err
 

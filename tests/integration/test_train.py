@@ -18,7 +18,7 @@ from limner.config import save_json
 from limner.errors import UserError
 from limner.models.dvae import DVAEConfig
 from limner.models.transformer import TransformerConfig
-from limner.runs.parallel_stage import LOG
+from limner.runs.parallel_stage import LOG_FILE
 from limner.runs.train import train_all
 from limner.tasks.build_scenes import write_scenes
 from limner.training.checkpoint import latest
@@ -99,8 +99,8 @@ def test_what_goes_wrong_beside_is_said(data):
     with start(data) as process:
         _, said = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert said.splitlines()[-1].startswith("limner: training the contrastive model beside the prior failed")
-    assert LOG in said
+    assert said.splitlines()[-1].startswith("limner: training the contrastive model in parallel failed")
+    assert LOG_FILE in said
 
 
 def test_training_goes_on_from_a_bundle(data):

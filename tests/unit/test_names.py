@@ -8,7 +8,6 @@ import limner
 
 #: Names of several classes, and why each stays.
 SHARED = {
-    "Training": "each finding's trainings have their own settings, and nothing else has them",
     "Pair": "two pictures and the caption of both, in the world of scenes and in that of icons",
 }
 

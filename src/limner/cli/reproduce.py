@@ -30,19 +30,19 @@ class Reproduce:
 
 def main(argv: Sequence[str]) -> None:
     """Reproduce a finding, or list all of them."""
-    from limner.reproduce import NAMES, load
+    from limner.reproduce import EXPERIMENTS, load
 
     if not argv:
         print("usage: limner reproduce NAME [--quick] [-o FOLDER]\n")
-        for name in NAMES:
-            print(f"  {name:<{max(map(len, NAMES))}}  {load(name).CLAIM}")
+        for name in EXPERIMENTS:
+            print(f"  {name:<{max(map(len, EXPERIMENTS))}}  {load(name).CLAIM}")
         return
     options = parse(Reproduce, argv, "limner reproduce")
-    name = choose(options.name, NAMES, "finding")
+    name = choose(options.name, EXPERIMENTS, "finding")
     folder = place(options.output, folder=True)
-    from limner.reproduce.sweep import Trials
+    from limner.reproduce.sweep import TrialRunner
 
-    found = load(name).reproduce(Trials(folder / "trials" / name), options.quick)
+    found = load(name).reproduce(TrialRunner(folder / "trials" / name), options.quick)
     if options.quick:
         found = replace(found, holds=None)
     page = found.save(folder)

@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
     if isinstance(dvae, PretrainedDVAE) and "dvae" in options.stages:
         raise UserError(f"the dVAE is that of {dvae.bundle!r}, so none is trained: leave dvae out of --stages")
     announce = partial(
-        time_estimate.tell, options.settings, options.out, smaller=recipes.fallback_recipe(options.recipe)
+        time_estimate.print_estimate, options.settings, options.out, fallback=recipes.fallback_recipe(options.recipe)
     )
     joined = process_group.joined(options.parallel, options.replicas, _reducer(options))
     with deterministic(options.deterministic), joined as parallel:

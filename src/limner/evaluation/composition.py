@@ -73,7 +73,7 @@ def sample_pairs(split: Split = "held-out", n: int = 1_024, seed: int = TEST_SEE
 def _is_full(caption: str) -> bool:
     claims = captions.parse(caption)
     assert claims is not None, caption
-    return claims.background is not None and all(None not in look for look in claims.looks)
+    return claims.background is not None and all(None not in attributes for attributes in claims.looks)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class CompositionResult:
 
     Attributes:
         captions: [B].
-        kinds: group of each caption, such as "2 things" or "upside down", [B].
+        kinds: group of each caption, such as "2 objects" or "upside down", [B].
         clusters: attribute combination of each caption, [B].
         right: True if a candidate shows its caption, bool [B, N].
         scores: ranking scores, float32 [B, N].
@@ -236,7 +236,7 @@ def score(
     `on_candidates` is called with (index of the first caption, candidates) for each batch.
     """
     counts = [len(scene.things) for _, scene in captions]
-    kinds = [f"{count} thing{'s' if count > 1 else ''}" for count in counts]
+    kinds = [f"{count} object{'s' if count > 1 else ''}" for count in counts]
     checks = [(caption, partial(satisfies, caption=caption)) for caption, _ in captions]
     clusters = [attribute_key(scene) for _, scene in captions]
     return _score(pipe, checks, kinds, clusters, settings, progress, on_candidates)

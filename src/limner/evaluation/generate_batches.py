@@ -50,6 +50,6 @@ def verdicts(pictures: Tensor, predicate: Predicate) -> np.ndarray:
 
 def attribute_key(*panels: Scene) -> str:
     """Return the cluster of a caption: its first held-out attribute combination in sorted order, else its first one."""
-    combinations = [(thing.look, panel.background) for panel in panels for thing in panel.things]
-    look, background = min((pair for pair in combinations if scenes.held_out(*pair)), default=combinations[0])
-    return f"{' '.join(look)} on {background}"
+    combinations = [(item.look, panel.background) for panel in panels for item in panel.things]
+    attributes, background = min((pair for pair in combinations if scenes.held_out(*pair)), default=combinations[0])
+    return f"{' '.join(attributes)} on {background}"

@@ -43,7 +43,7 @@ from limner.sampling.generation_config import CANDIDATES, Sampler
 from limner.sampling.rerank import best
 from limner.validation import SEEDS, Checked, Range
 
-_BOTH = "subject and style"
+_SUBJECT_AND_STYLE = "subject and style"
 _MATCH = "right"
 
 
@@ -74,12 +74,12 @@ def evaluate(
 ) -> IconResult:
     """Draw captions of a split and classify the drawings."""
     references, styles = icons.references, icons.styles
-    wanted = references.split_indices(split, settings.captions, settings.seed) * settings.repeats
-    captions, subjects = [references.captions[w] for w in wanted], [references.families[w] for w in wanted]
+    targets = references.split_indices(split, settings.captions, settings.seed) * settings.repeats
+    captions, subjects = [references.captions[t] for t in targets], [references.families[t] for t in targets]
 
     def verdict(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
         labels = classifier.classify(pictures)
-        return _verdicts(labels, [subjects[i] for i in cases], [styles[wanted[i]] for i in cases])
+        return _verdicts(labels, [subjects[i] for i in cases], [styles[targets[i]] for i in cases])
 
     def verdict_on_real(indices: Sequence[int | None]) -> Verdicts:
         """Verdicts on real pictures instead of drawings; None counts as wrong."""
@@ -91,12 +91,12 @@ def evaluate(
     nearest = nearest_picture(references.pictures, best_drawings).tolist()
     labels = [references.families[i] for i in nearest], [styles[i] for i in nearest]
     row = f"best of {settings.candidates}, nearest picture"
-    results[row] = _verdicts(labels, subjects, [styles[w] for w in wanted])
+    results[row] = _verdicts(labels, subjects, [styles[t] for t in targets])
     if split == "combination":
-        results["copied from the nearest style"] = verdict_on_real(icons.nearest_style_copies(wanted))
-    results["real pictures"] = verdict_on_real(wanted)
-    reconstructed = [part.cpu() for *_, part in reconstructions(pipe.dvae, references.pictures[wanted])]
-    results["real pictures, through the dVAE"] = verdict(torch.cat(reconstructed), range(len(wanted)))
+        results["copied from the nearest style"] = verdict_on_real(icons.nearest_style_copies(targets))
+    results["real pictures"] = verdict_on_real(targets)
+    reconstructed = [part.cpu() for *_, part in reconstructions(pipe.dvae, references.pictures[targets])]
+    results["real pictures, through the dVAE"] = verdict(torch.cat(reconstructed), range(len(targets)))
     title, chance = SPLITS.get(split, split), _chance(classifier)
     return IconResult(title, captions, subjects, results, chance, best_drawings, _metadata(pipe, settings))
 
@@ -112,27 +112,27 @@ def evaluate_pairs(
     """Draw the lower halves of the held-out pairs of a kind, with the real upper halves as prompts."""
     pairs = icons.pairs
     of_kind = [i for i, name in enumerate(pairs.kinds) if name == kind]
-    wanted = _sample(of_kind, settings) * settings.repeats
-    captions, subjects = [pairs.captions[w] for w in wanted], [pairs.subjects[w] for w in wanted]
+    targets = _sample(of_kind, settings) * settings.repeats
+    captions, subjects = [pairs.captions[t] for t in targets], [pairs.subjects[t] for t in targets]
     keep = f"top:{pipe.dvae.config.grid[0] // 2}"
-    tops = pairs.pictures[wanted]
-    _below(tops)[:] = tops[:, :, :1, :1]  # background: the encoder's receptive field must not reach the answer
+    tops = pairs.pictures[targets]
+    _lower_halves(tops)[:] = tops[:, :, :1, :1]  # background: the encoder's receptive field must not reach the answer
     prompt_tokens = torch.cat([pipe.given(_image(top), keep=keep) for top in tops])
-    real = _below(pairs.pictures[of_kind])
+    real = _lower_halves(pairs.pictures[of_kind])
 
     def classified(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
-        labels = classifier.classify(enlarge_middle(_below(pictures)))
-        return _verdicts(labels, [subjects[i] for i in cases], [pairs.styles[wanted[i]] for i in cases])
+        labels = classifier.classify(enlarge_middle(_lower_halves(pictures)))
+        return _verdicts(labels, [subjects[i] for i in cases], [pairs.styles[targets[i]] for i in cases])
 
     def matched(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
-        target = _below(pairs.pictures[[wanted[i] for i in cases]])
-        nearest = real[nearest_picture(real, _below(pictures))]
+        target = _lower_halves(pairs.pictures[[targets[i] for i in cases]])
+        nearest = real[nearest_picture(real, _lower_halves(pictures))]
         return {_MATCH: (nearest == target).flatten(1).all(1).numpy()}  # by pixels: two pairs can be equal
 
     verdict = classified if kind == "style" else matched
     results, best_drawings = _generate(pipe, captions, verdict, settings, prompt_tokens, progress)
     if kind == "style":
-        results["real lower halves"] = classified(pairs.pictures[wanted], range(len(wanted)))
+        results["real lower halves"] = classified(pairs.pictures[targets], range(len(targets)))
     title, chance = f"held-out pairs, {kind}", _chance(classifier) if kind == "style" else {_MATCH: 1 / len(of_kind)}
     return IconResult(title, captions, subjects, results, chance, best_drawings, _metadata(pipe, settings))
 
@@ -151,7 +151,7 @@ def enlarge_middle(halves: Tensor) -> Tensor:
     return F.interpolate(middle, (2 * h, 2 * h), mode="bilinear").round().to(torch.uint8)
 
 
-def _below(pictures: Tensor) -> Tensor:
+def _lower_halves(pictures: Tensor) -> Tensor:
     """Return the lower halves of [B, 3, H, W], a view [B, 3, H/2, W]."""
     return pictures[:, :, pictures.shape[2] // 2 :]
 
@@ -184,12 +184,12 @@ def _generate(
 def _verdicts(labels: tuple[Sequence[str], Sequence[str]], subjects: Sequence[str], styles: Sequence[str]) -> Verdicts:
     """Compare labels (subjects, styles) with the captions' subjects and styles."""
     subject, style = (np.array(a) == np.array(b) for a, b in zip(labels, (subjects, styles), strict=True))
-    return {_BOTH: subject & style, "subject": subject, "style": style}
+    return {_SUBJECT_AND_STYLE: subject & style, "subject": subject, "style": style}
 
 
 def _chance(classifier: IconClassifier) -> dict[str, float]:
     subject, style = 1 / len(classifier.subjects), 1 / len(classifier.styles)
-    return {_BOTH: subject * style, "subject": subject, "style": style}
+    return {_SUBJECT_AND_STYLE: subject * style, "subject": subject, "style": style}
 
 
 def _sample(indices: list[int], settings: IconSettings) -> list[int]:

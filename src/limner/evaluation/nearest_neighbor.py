@@ -86,8 +86,8 @@ class NearestResult:
     """Nearest real pictures to B drawings of a split.
 
     Attributes:
-        wanted, nearest: reference indices of the caption's picture and of the nearest picture, [B].
-        families: of the wanted pictures, [B].
+        targets, nearest: reference indices of the caption's picture and of the nearest picture, [B].
+        families: of the target pictures, [B].
         right: same key, bool [B].
         related: same key or family, bool [B].
         pictures: best drawings, uint8 [B, 3, H, W].
@@ -95,7 +95,7 @@ class NearestResult:
     """
 
     split: str
-    wanted: list[int]
+    targets: list[int]
     nearest: list[int]
     families: list[str]
     right: np.ndarray
@@ -110,7 +110,7 @@ class NearestResult:
     def table(self) -> str:
         right, related = self.rates()
         return (
-            f"{self.split}, {len(set(self.wanted)):,} captions of {len(set(self.families)):,} families, "
+            f"{self.split}, {len(set(self.targets)):,} captions of {len(set(self.families)):,} families, "
             f"drawn {self.settings['repeats']} times, best of {self.settings['candidates']}\n"
             f"  nearest real picture is the right one        {right}\n"
             f"  the right one or another variant of it       {related}"
@@ -119,8 +119,8 @@ class NearestResult:
     def to_dict(self, references: ReferenceSet) -> dict[str, Any]:
         right, related = self.rates()
         rows = [
-            {"caption": references.captions[w], "nearest": references.captions[n], "right": bool(r), "related": bool(v)}
-            for w, n, r, v in zip(self.wanted, self.nearest, self.right, self.related, strict=True)
+            {"caption": references.captions[t], "nearest": references.captions[n], "right": bool(r), "related": bool(v)}
+            for t, n, r, v in zip(self.targets, self.nearest, self.right, self.related, strict=True)
         ]
         rates = {"right": right.to_dict(), "right or variant": related.to_dict()}
         return {"split": self.split, **rates, "settings": self.settings, "captions": rows}
@@ -139,21 +139,21 @@ def evaluate(
 ) -> NearestResult:
     """Draw the captions of `n` pictures of a split, `repeats` times, and select the best of `candidates` each time;
     drawing i uses `drawing_seed(seed, i)`."""
-    wanted = references.split_indices(split, n, seed) * repeats
+    targets = references.split_indices(split, n, seed) * repeats
     nearest, drawings = [], []
-    for part, batch in generate_batches(pipe, [references.captions[i] for i in wanted], candidates, seed):
+    for part, batch in generate_batches(pipe, [references.captions[i] for i in targets], candidates, seed):
         drawings.append(batch.pictures[torch.arange(len(part)), best(batch.scores, 1)[:, 0]])
         nearest += references.nearest(drawings[-1]).tolist()
         if progress:
             progress(len(part))
     keys, families = references.keys, references.families
-    right = np.array([keys[w] == keys[n] for w, n in zip(wanted, nearest, strict=True)], bool)
-    same_family = np.array([families[w] == families[n] for w, n in zip(wanted, nearest, strict=True)], bool)
+    right = np.array([keys[t] == keys[n] for t, n in zip(targets, nearest, strict=True)], bool)
+    same_family = np.array([families[t] == families[n] for t, n in zip(targets, nearest, strict=True)], bool)
     shape = (0, *references.pictures.shape[1:])
     pictures = torch.cat(drawings) if drawings else torch.empty(shape, dtype=torch.uint8)
     settings = {"model": pipe.name, "candidates": candidates, "repeats": repeats, "seed": seed}
     return NearestResult(
-        split, wanted, nearest, [families[w] for w in wanted], right, right | same_family, pictures, settings
+        split, targets, nearest, [families[t] for t in targets], right, right | same_family, pictures, settings
     )
 
 
@@ -164,12 +164,12 @@ def save(path: str | Path, references: ReferenceSet, results: Sequence[NearestRe
 
 def mosaic(references: ReferenceSet, result: NearestResult, n: int = 48, columns: int = 8) -> Image.Image:
     """Render the first `n` pairs of a drawing (left) and its real picture (right)."""
-    n = min(n, len(result.wanted))
+    n = min(n, len(result.targets))
     h, w = references.pictures.shape[2:]
     columns = max(1, min(columns, n))
     sheet = Image.new("RGB", (columns * (2 * w + 8), math.ceil(n / columns) * (h + 8)), "white")
     for i in range(n):
         x, y = i % columns * (2 * w + 8), i // columns * (h + 8)
-        for dx, picture in ((0, result.pictures[i]), (w, references.pictures[result.wanted[i]])):
+        for dx, picture in ((0, result.pictures[i]), (w, references.pictures[result.targets[i]])):
             sheet.paste(Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy()), (x + dx, y))
     return sheet

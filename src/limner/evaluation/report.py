@@ -126,8 +126,8 @@ def chart(title: str, curves: Mapping[str, Points], x_label: str = "steps") -> s
         f'<text x="{width - 8}" y="{height - 6}" text-anchor="end">{escape(x_label)}: {_format_number(x1)}</text>',
     ]
     for i, (name, points) in enumerate(finite.items()):
-        shown = [*points[: -1 : math.ceil(len(points) / 400)], points[-1]]  # enough points for the width
-        line = " ".join(to_pixels(x, y) for x, y in shown)
+        sampled = [*points[: -1 : math.ceil(len(points) / 400)], points[-1]]  # enough points for the width
+        line = " ".join(to_pixels(x, y) for x, y in sampled)
         parts.append(f'<polyline class="c{i % 4}" points="{line}"><title>{escape(name)}</title></polyline>')
         if len(finite) > 1:
             y = top + 4 + 15 * i

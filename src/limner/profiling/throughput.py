@@ -118,7 +118,7 @@ def time_generation(
     cache = cache.expand(candidates)
     prefix = sum(x.prefix_keys.nbytes + x.prefix_values.nbytes for x in cache.layers)
     if not shared:
-        cache = _repeat_prefix(cache, candidates)
+        cache = repeat_prefix(cache, candidates)
     token = sample_token(sampler, logits.expand(candidates, -1), uniform)
 
     def step(position: int) -> None:
@@ -164,7 +164,7 @@ def utilization(config: TransformerConfig, batch: int, step: float, rates: Devic
     return Cost(config=config, gpus=1, batch=batch).flops() / step / rates.gemm
 
 
-def _repeat_prefix(cache: Cache, n: int) -> Cache:
+def repeat_prefix(cache: Cache, n: int) -> Cache:
     """Return the cache with a copy of the prefix per candidate."""
     layers = [
         replace(

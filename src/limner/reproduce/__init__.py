@@ -8,10 +8,10 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 from limner.reproduce.report import Finding
-from limner.reproduce.sweep import Trials
+from limner.reproduce.sweep import TrialRunner
 
 #: In the order of the papers' sections.
-NAMES = (
+EXPERIMENTS = (
     "grad-scales",
     "compression-rank",
     "fixed-q",
@@ -35,12 +35,12 @@ class Reproduction(Protocol):
     CLAIM: str
     SOURCE: str
 
-    def reproduce(self, trials: Trials, quick: bool) -> Finding:
+    def reproduce(self, trials: TrialRunner, quick: bool) -> Finding:
         """Run the trials, or with `quick` a few short ones as a smoke test."""
         ...
 
 
 def load(name: str) -> Reproduction:
-    """Import the module of one of `NAMES`."""
+    """Import the module of one of `EXPERIMENTS`."""
     module: Any = import_module(f"{__name__}.{name.replace('-', '_')}")
     return cast(Reproduction, module)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from limner.reproduce.report import Finding
-from limner.reproduce.sweep import Result, Trials
+from limner.reproduce.sweep import Result, TrialRunner
 
 CLAIM = "The smallest compression rank without a gap in the loss grows with the model's width: the rate stays the same"
 SOURCE = "Ramesh et al. 2021, §2.5, Table 1"
@@ -22,7 +22,7 @@ _LAST = 50  # last updates whose loss is averaged
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class CompressionRankSetting:
     """Settings of a small prior with two replicas; rank 0 is uncompressed."""
 
     width: int
@@ -31,7 +31,7 @@ class Training:
     steps: int
 
 
-def trial(of: Training) -> Result:
+def trial(setting: CompressionRankSetting) -> Result:
     """Return the losses, and bytes sent per step for block matrices."""
     from limner.distributed.gradient_reducers import Plain
     from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
@@ -39,52 +39,52 @@ def trial(of: Training) -> Result:
     from limner.reproduce import replicas
 
     trained = replicas.train(
-        (lambda: PowerSGD(PowerSGDConfig(rank=of.rank))) if of.rank else Plain,
-        width=of.width, steps=of.steps, seed=of.seed,
+        (lambda: PowerSGD(PowerSGDConfig(rank=setting.rank))) if setting.rank else Plain,
+        width=setting.width, steps=setting.steps, seed=setting.seed,
     )  # fmt: skip
     strategy = trained.run.parallel
     assert isinstance(strategy, replicas.SimulatedReplicas)
     # With two replicas, a ring all-reduce sends each uncompressed number once.
     model, matrices = trained.run.model, frozenset(block_matrices(trained.run.model))
-    others = sum(p.nbytes for p in model.parameters() if p not in matrices)
-    return {"loss": trained.loss.tolist(), "sent": strategy.groups[0].sent / of.steps - others}
+    uncompressed = sum(p.nbytes for p in model.parameters() if p not in matrices)
+    return {"loss": trained.loss.tolist(), "sent": strategy.groups[0].sent / setting.steps - uncompressed}
 
 
-def smallest(gaps: dict[int, float], noise: float) -> int | None:
+def smallest_rank(gaps: dict[int, float], noise: float) -> int | None:
     """Return the smallest rank with no gap at this or any larger rank; None if the largest rank has a gap."""
-    found = None
+    smallest = None
     for rank in sorted(gaps, reverse=True):
         if gaps[rank] >= noise:
             break
-        found = rank
-    return found
+        smallest = rank
+    return smallest
 
 
-def reproduce(trials: Trials, quick: bool) -> Finding:
+def reproduce(trials: TrialRunner, quick: bool) -> Finding:
     """Find the smallest rank without a gap at each width."""
-    widths, parts = ((48, 96), (12, 3)) if quick else ((48, 96, 192), (48, 24, 12, 6, 3))
+    widths, divisors = ((48, 96), (12, 3)) if quick else ((48, 96, 192), (48, 24, 12, 6, 3))
     seeds, steps = range(1, 2 if quick else 4), 10 if quick else 200
     settings = [
-        Training(width=width, rank=rank, seed=seed, steps=steps)
+        CompressionRankSetting(width=width, rank=rank, seed=seed, steps=steps)
         for width in widths
-        for rank in (0, *(width // part for part in parts))
+        for rank in (0, *(width // divisor for divisor in divisors))
         for seed in seeds
     ]
     results = trials.run(trial, settings, "training priors")
-    losses = {of: float(np.mean(r["loss"][-_LAST:])) for of, r in zip(settings, results, strict=True)}
-    rows, curves, chosen = [], {}, {}
+    losses = {setting: float(np.mean(r["loss"][-_LAST:])) for setting, r in zip(settings, results, strict=True)}
+    rows, curves, ranks = [], {}, {}
     for width in widths:
-        alike = {
-            rank: [(of, r) for of, r in zip(settings, results, strict=True) if (of.width, of.rank) == (width, rank)]
-            for rank in dict.fromkeys(of.rank for of in settings if of.width == width)
+        runs_by_rank = {
+            rank: [(s, r) for s, r in zip(settings, results, strict=True) if (s.width, s.rank) == (width, rank)]
+            for rank in dict.fromkeys(s.rank for s in settings if s.width == width)
         }
-        plain = np.array([losses[of] for of, _ in alike[0]])
+        plain = np.array([losses[setting] for setting, _ in runs_by_rank[0]])
         noise = float(plain.std(ddof=1)) if len(plain) > 1 else 0.0
         gaps = {}
-        for rank, some in alike.items():
-            gap = np.array([losses[of] for of, _ in some]) - plain
+        for rank, runs in runs_by_rank.items():
+            gap = np.array([losses[setting] for setting, _ in runs]) - plain
             error = gap.std(ddof=1) / len(gap) ** 0.5 if len(gap) > 1 else 0.0
-            sent = some[0][1]["sent"] / alike[0][0][1]["sent"]
+            sent = runs[0][1]["sent"] / runs_by_rank[0][0][1]["sent"]
             rows.append(
                 (
                     width,
@@ -97,21 +97,21 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
             )
             if rank:
                 gaps[rank] = float(gap.mean())
-        chosen[width] = smallest(gaps, noise)
+        ranks[width] = smallest_rank(gaps, noise)
         curves[f"width {width}: loss above the uncompressed one, over rank / width"] = {
             "mean of seeds": [(rank / width, gap) for rank, gap in sorted(gaps.items())],
-            "what seeds alone make": [(rank / width, noise) for rank in sorted(gaps)],
+            "standard deviation over seeds": [(rank / width, noise) for rank in sorted(gaps)],
         }
-    rates = [rank / width for width, rank in chosen.items() if rank]
-    same = len(rates) == len(widths) and max(rates) <= 2 * min(rates)
-    said = ", ".join(f"{rank or 'none of these'} at width {width}" for width, rank in chosen.items())
+    rates = [rank / width for width, rank in ranks.items() if rank]
+    same_rate = len(rates) == len(widths) and max(rates) <= 2 * min(rates)
+    listed = ", ".join(f"{rank or 'none'} at width {width}" for width, rank in ranks.items())
     return Finding(
         name="compression-rank",
         claim=CLAIM,
         source=SOURCE,
-        holds=same,
-        verdict=f"The smallest rank without a gap is {said}. The rate counts as the same if rank / width differs by no "
-        "more than a factor of two, which is the step between ranks.",
+        holds=same_rate,
+        verdict=f"The smallest rank without a gap is {listed}. The rate counts as the same if rank / width differs by "
+        "at most a factor of two, the step between ranks.",
         header=(
             "width",
             "rank",

@@ -31,12 +31,10 @@ from limner.distributed.powersgd import Matrix, PowerSGD, PowerSGDConfig
 from limner.optim.optimizers import AdamWConfig, MuonConfig
 from limner.optim.param_groups import block_matrices
 from limner.reproduce.report import Finding
-from limner.reproduce.sweep import Result, Trials
+from limner.reproduce.sweep import Result, TrialRunner
 
-CLAIM = (
-    "At equal rank, and so with as many bytes, Dion learns as fast as with whole gradients, and faster than PowerSGD"
-)
-SOURCE = "Ahn et al. 2025, arXiv:2504.05295, beside Ramesh et al. 2021, App. E.2"
+CLAIM = "At equal rank and bytes, Dion learns as fast as with uncompressed gradients, and faster than PowerSGD"
+SOURCE = "Ahn et al. 2025, arXiv:2504.05295, compared with Ramesh et al. 2021, App. E.2"
 
 _LAST = 50  # last updates whose loss is averaged
 _DECAY = 0.05  # decay of the momentum in the directions of an update: 1 - mu
@@ -54,21 +52,21 @@ class Dion(PowerSGD):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsGiven:
+class UpdateFromGradientConfig:
     """An optimizer config: block matrices use their gradients as updates, other parameters use AdamW."""
 
     lr: float
-    others: AdamWConfig
+    adamw: AdamWConfig
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         matrices = block_matrices(model)
         group: dict[str, Any] = {"params": matrices, "initial_lr": self.lr}
-        return [torch.optim.SGD([group], lr=self.lr, weight_decay=0.01), *self.others.build(model, frozenset(matrices))]
+        return [torch.optim.SGD([group], lr=self.lr, weight_decay=0.01), *self.adamw.build(model, frozenset(matrices))]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
-    """Settings of a small prior with two replicas. `kind` is one of `KINDS`."""
+class DionSetting:
+    """Settings of a small prior with two replicas. `kind` is a key of `LR`."""
 
     kind: str
     rank: int
@@ -76,62 +74,62 @@ class Training:
     seed: int
     steps: int
     width: int = 96
-    others: float = 0.032  # learning rate of parameters other than block matrices
+    fallback_lr: float = 0.032  # learning rate of parameters other than block matrices
 
 
-#: Learning rates: the best of those tried on seed 0
+#: The best learning rates on seed 0
 #: (docs/log/2026-11-25.md, "Dion against PowerSGD at equal rank").
-KINDS = {"AdamW": 8e-3, "Muon": 0.02, "PowerSGD, AdamW": 8e-3, "PowerSGD, Muon": 0.02, "Dion": 0.02}
+LR = {"AdamW": 8e-3, "Muon": 0.02, "PowerSGD, AdamW": 8e-3, "PowerSGD, Muon": 0.02, "Dion": 0.02}
 
 
-def trial(of: Training) -> Result:
+def trial(setting: DionSetting) -> Result:
     """Return the losses, and bytes sent per step."""
     from limner.reproduce import replicas
 
-    others = AdamWConfig(lr=of.others, betas=(0.9, 0.98))
-    if of.kind == "Dion":
-        optimizer: Any = AsGiven(lr=of.lr, others=others)
+    adamw = AdamWConfig(lr=setting.fallback_lr, betas=(0.9, 0.98))
+    if setting.kind == "Dion":
+        optimizer: Any = UpdateFromGradientConfig(lr=setting.lr, adamw=adamw)
     else:
         optimizer = (
-            MuonConfig(lr=of.lr, fallback_adamw=others)
-            if "Muon" in of.kind
-            else AdamWConfig(lr=of.lr, betas=(0.9, 0.98))
+            MuonConfig(lr=setting.lr, fallback_adamw=adamw)
+            if "Muon" in setting.kind
+            else AdamWConfig(lr=setting.lr, betas=(0.9, 0.98))
         )
-    config = PowerSGDConfig(rank=of.rank or None)
+    config = PowerSGDConfig(rank=setting.rank or None)
     trained = replicas.train(
-        lambda: Plain() if not of.rank else Dion(config) if of.kind == "Dion" else PowerSGD(config),
-        width=of.width, steps=of.steps, seed=of.seed, optimizer=optimizer,
-        clip_norm=None if of.kind == "Dion" else 1.0,  # all Dion updates have the same norm
+        lambda: Plain() if not setting.rank else Dion(config) if setting.kind == "Dion" else PowerSGD(config),
+        width=setting.width, steps=setting.steps, seed=setting.seed, optimizer=optimizer,
+        clip_norm=None if setting.kind == "Dion" else 1.0,  # all Dion updates have the same norm
     )  # fmt: skip
     strategy = trained.run.parallel
     assert isinstance(strategy, replicas.SimulatedReplicas)
-    return {"loss": trained.loss.tolist(), "sent": strategy.groups[0].sent / of.steps}
+    return {"loss": trained.loss.tolist(), "sent": strategy.groups[0].sent / setting.steps}
 
 
-def reproduce(trials: Trials, quick: bool) -> Finding:
+def reproduce(trials: TrialRunner, quick: bool) -> Finding:
     """Compare Dion with PowerSGD and uncompressed gradients under AdamW and Muon."""
     ranks, seeds, steps = ((8,), range(1, 2), 10) if quick else ((4, 16), range(1, 4), 300)
-    cases = [(kind, rank) for kind in KINDS for rank in ((0,) if kind in ("AdamW", "Muon") else ranks)]
+    cases = [(kind, rank) for kind in LR for rank in ((0,) if kind in ("AdamW", "Muon") else ranks)]
     settings = [
-        Training(kind=kind, rank=rank, lr=KINDS[kind], seed=seed, steps=steps) for kind, rank in cases for seed in seeds
+        DionSetting(kind=kind, rank=rank, lr=LR[kind], seed=seed, steps=steps) for kind, rank in cases for seed in seeds
     ]
     results = iter(trials.run(trial, settings, "training priors"))
-    found = {case: [next(results) for _ in seeds] for case in cases}
-    losses = {case: np.array([np.mean(r["loss"][-_LAST:]) for r in some]) for case, some in found.items()}
-    whole = min((("AdamW", 0), ("Muon", 0)), key=lambda case: losses[case].mean())
-    noise = float(losses[whole].std(ddof=1)) if len(seeds) > 1 else 0.0
+    cells = {case: [next(results) for _ in seeds] for case in cases}
+    losses = {case: np.array([np.mean(r["loss"][-_LAST:]) for r in runs]) for case, runs in cells.items()}
+    reference = min((("AdamW", 0), ("Muon", 0)), key=lambda case: losses[case].mean())
+    noise = float(losses[reference].std(ddof=1)) if len(seeds) > 1 else 0.0
     rows = [
         (
             kind,
             rank or "-",
-            f"{some[0]['sent'] / 1e6:.2f} MB",
+            f"{runs[0]['sent'] / 1e6:.2f} MB",
             f"{losses[kind, rank].mean():.4f}",
             f"{losses[kind, rank].min():.4f} to {losses[kind, rank].max():.4f}",
         )
-        for (kind, rank), some in found.items()
+        for (kind, rank), runs in cells.items()
     ]
-    gaps = [losses["Dion", rank].mean() - losses[whole].mean() for rank in ranks]
-    ahead = [
+    gaps = [losses["Dion", rank].mean() - losses[reference].mean() for rank in ranks]
+    leads = [
         min(losses["PowerSGD, AdamW", rank].mean(), losses["PowerSGD, Muon", rank].mean()) - losses["Dion", rank].mean()
         for rank in ranks
     ]
@@ -139,18 +137,18 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
         name="dion",
         claim=CLAIM,
         source=SOURCE,
-        holds=all(gap < noise for gap in gaps) and all(more > 0 for more in ahead),
+        holds=all(gap < noise for gap in gaps) and all(lead > 0 for lead in leads),
         verdict=". ".join(
-            f"At rank {rank} Dion's loss is {gap:+.4f} against {whole[0]} with whole gradients, and {-more:+.4f} "
-            "against the better of PowerSGD's"
-            for rank, gap, more in zip(ranks, gaps, ahead, strict=True)
+            f"At rank {rank} the loss of Dion differs by {gap:+.4f} from uncompressed {reference[0]} and by "
+            f"{-lead:+.4f} from the better PowerSGD"
+            for rank, gap, lead in zip(ranks, gaps, leads, strict=True)
         )
-        + f". Seeds differ by {noise:.4f}.",
-        header=("optimiser", "rank", "sent per update", "loss at the end", "of seeds"),
+        + f". The standard deviation over seeds is {noise:.4f}.",
+        header=("optimizer", "rank", "sent per update", "loss at the end", "of seeds"),
         rows=rows,
         curves={
             f"loss, first seed, rank {ranks[-1]}": {
-                kind: list(enumerate(some[0]["loss"])) for (kind, rank), some in found.items() if rank in (0, ranks[-1])
+                kind: list(enumerate(runs[0]["loss"])) for (kind, rank), runs in cells.items() if rank in (0, ranks[-1])
             }
         },
         settings={"seeds": list(seeds), **{k: asdict(settings[0])[k] for k in ("steps", "width")}},

@@ -16,32 +16,33 @@ from torch import Tensor
 from limner.distributed.gradient_reducers import GradientReducer, Plain
 from limner.distributed.powersgd import Matrix, PowerSGD, PowerSGDConfig
 from limner.reproduce.report import Finding
-from limner.reproduce.sweep import Result, Trials
+from limner.reproduce.sweep import Result, TrialRunner
 
 CLAIM = (
-    "A Q that stays as it was drawn does as well as the last update's, and leaves more out; drawn anew it does worse"
+    "A fixed random Q does as well as the last update's Q, with larger error buffers; a new random Q in each update "
+    "does worse"
 )
 SOURCE = "Ramesh et al. 2021, §2.5, footnote 10"
 
 _LAST = 50  # last updates whose loss is averaged
 
 
-class Fixed(PowerSGD):
-    """PowerSGD with the paper's fixed Q. `left` records shares left in buffers."""
+class FixedQ(PowerSGD):
+    """PowerSGD with the paper's fixed Q. `residual_shares` records shares left in error buffers."""
 
     def __init__(self, config: PowerSGDConfig) -> None:
         super().__init__(config)
-        self.left: list[Tensor] = []  # share of a buffer's squared norm left after each update
+        self.residual_shares: list[Tensor] = []  # share of a buffer's squared norm left after each update
 
     def take(
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
     ) -> None:
         super().take(matrix, error, p, q)
-        rest, taken = matrix.error().square().sum(), q.square().sum()
-        self.left.append(rest / (rest + taken))
+        residual, sent = matrix.error().square().sum(), q.square().sum()
+        self.residual_shares.append(residual / (residual + sent))
 
 
-class Warm(Fixed):
+class WarmStartQ(FixedQ):
     """PowerSGD warm-started from the last update's Q."""
 
     def take(
@@ -52,22 +53,22 @@ class Warm(Fixed):
             matrix.start = q
 
 
-class Anew(Fixed):
+class RedrawnQ(FixedQ):
     """PowerSGD with a new random Q in each update, the same on all replicas."""
 
     def take(
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
     ) -> None:
         super().take(matrix, error, p, q)
-        generator = torch.Generator().manual_seed(len(self.left))
+        generator = torch.Generator().manual_seed(len(self.residual_shares))
         matrix.start = torch.randn(matrix.start.shape, generator=generator)
 
 
-KINDS: dict[str, type[Fixed] | None] = {"uncompressed": None, "fixed": Fixed, "the last": Warm, "drawn anew": Anew}
+KINDS = {"uncompressed": None, "fixed": FixedQ, "warm start": WarmStartQ, "redrawn": RedrawnQ}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class FixedQSetting:
     """Settings of a small prior with two replicas. `kind` is one of `KINDS`."""
 
     kind: str
@@ -77,31 +78,31 @@ class Training:
     width: int = 96
 
 
-def trial(of: Training) -> Result:
+def trial(setting: FixedQSetting) -> Result:
     """Return the losses, and the mean share left in error buffers."""
     from limner.reproduce import replicas
 
-    kind = KINDS[of.kind]
+    kind = KINDS[setting.kind]
 
-    def make() -> GradientReducer:
-        return kind(PowerSGDConfig(rank=of.rank)) if kind else Plain()
+    def make_reducer() -> GradientReducer:
+        return kind(PowerSGDConfig(rank=setting.rank)) if kind else Plain()
 
-    trained = replicas.train(make, width=of.width, steps=of.steps, seed=of.seed)
+    trained = replicas.train(make_reducer, width=setting.width, steps=setting.steps, seed=setting.seed)
     strategy = trained.run.parallel
     assert isinstance(strategy, replicas.SimulatedReplicas)
     first = strategy.reducers[0]
-    left = torch.stack(first.left).mean().item() if isinstance(first, Fixed) else 0.0
-    return {"loss": trained.loss.tolist(), "left": left}
+    residual = torch.stack(first.residual_shares).mean().item() if isinstance(first, FixedQ) else 0.0
+    return {"loss": trained.loss.tolist(), "residual": residual}
 
 
-def reproduce(trials: Trials, quick: bool) -> Finding:
+def reproduce(trials: TrialRunner, quick: bool) -> Finding:
     """Compare each choice of Q with uncompressed gradients."""
     ranks, seeds, steps = ((8,), range(1, 2), 10) if quick else ((4, 16), range(1, 6), 300)
     cases = [("uncompressed", 0), *((kind, rank) for rank in ranks for kind in list(KINDS)[1:])]
-    settings = [Training(kind=kind, rank=rank, seed=seed, steps=steps) for kind, rank in cases for seed in seeds]
+    settings = [FixedQSetting(kind=kind, rank=rank, seed=seed, steps=steps) for kind, rank in cases for seed in seeds]
     results = iter(trials.run(trial, settings, "training priors"))
-    found = {case: [next(results) for _ in seeds] for case in cases}
-    losses = {case: np.array([np.mean(r["loss"][-_LAST:]) for r in some]) for case, some in found.items()}
+    cells = {case: [next(results) for _ in seeds] for case in cases}
+    losses = {case: np.array([np.mean(r["loss"][-_LAST:]) for r in runs]) for case, runs in cells.items()}
     plain = losses["uncompressed", 0]
     noise = float(plain.std(ddof=1)) if len(plain) > 1 else 0.0
 
@@ -110,41 +111,41 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
         gap = losses[kind, rank] - plain
         return float(gap.mean()), float(1.96 * gap.std(ddof=1) / len(gap) ** 0.5) if len(gap) > 1 else 0.0
 
-    def left(kind: str, rank: int) -> float:
-        return float(np.mean([r["left"] for r in found[kind, rank]]))
+    def residual_share(kind: str, rank: int) -> float:
+        return float(np.mean([r["residual"] for r in cells[kind, rank]]))
 
     rows = [
         (
             kind,
             rank or "-",
             f"{losses[kind, rank].mean():.4f}",
-            "{:+.4f} ± {:.4f}".format(*cost(kind, rank)) if rank else f"seeds differ by {noise:.4f}",
-            f"{left(kind, rank):.1%}" if rank else "-",
+            "{:+.4f} ± {:.4f}".format(*cost(kind, rank)) if rank else f"± {noise:.4f} over seeds",
+            f"{residual_share(kind, rank):.1%}" if rank else "-",
         )
         for kind, rank in cases
     ]
-    as_good = [cost("fixed", rank)[0] < cost("the last", rank)[0] + noise for rank in ranks]
-    leaves_more = [left("fixed", rank) > left("the last", rank) for rank in ranks]
-    worse = [cost("drawn anew", rank)[0] > cost("fixed", rank)[0] + noise for rank in ranks]
-    middle = ranks[-1]
+    as_good = [cost("fixed", rank)[0] < cost("warm start", rank)[0] + noise for rank in ranks]
+    leaves_more = [residual_share("fixed", rank) > residual_share("warm start", rank) for rank in ranks]
+    worse = [cost("redrawn", rank)[0] > cost("fixed", rank)[0] + noise for rank in ranks]
+    last = ranks[-1]
     return Finding(
         name="fixed-q",
         claim=CLAIM,
         source=SOURCE,
         holds=all(as_good) and all(leaves_more) and all(worse),
-        verdict="As good as the last update's, up to what seeds make: "
-        f"{_said(ranks, as_good)}. Leaves more in the buffers: {_said(ranks, leaves_more)}. "
-        f"Drawn anew is worse than fixed: {_said(ranks, worse)}.",
-        header=("Q", "rank", "loss at the end", "above uncompressed, 95% interval", "left in the buffers"),
+        verdict="A fixed Q is as good as a warm start, up to one standard deviation over seeds: "
+        f"{_by_rank(ranks, as_good)}. It leaves more in the error buffers: {_by_rank(ranks, leaves_more)}. "
+        f"A redrawn Q is worse than a fixed one: {_by_rank(ranks, worse)}.",
+        header=("Q", "rank", "loss at the end", "above uncompressed, 95% interval", "left in error buffers"),
         rows=rows,
         curves={
-            f"loss, first seed, rank {middle}": {
-                kind: list(enumerate(found[kind, middle if kind != "uncompressed" else 0][0]["loss"])) for kind in KINDS
+            f"loss, first seed, rank {last}": {
+                kind: list(enumerate(cells[kind, last if kind != "uncompressed" else 0][0]["loss"])) for kind in KINDS
             }
         },
         settings={"seeds": list(seeds), **{k: asdict(settings[0])[k] for k in ("steps", "width")}},
     )
 
 
-def _said(ranks: tuple[int, ...], holds: list[bool]) -> str:
-    return ", ".join(f"{'yes' if one else 'no'} at rank {rank}" for rank, one in zip(ranks, holds, strict=True))
+def _by_rank(ranks: tuple[int, ...], criterion: list[bool]) -> str:
+    return ", ".join(f"{'yes' if met else 'no'} at rank {rank}" for rank, met in zip(ranks, criterion, strict=True))

@@ -20,25 +20,25 @@ from limner.numerics.precision import Fp32
 from limner.optim.optimizers import AdamWConfig
 from limner.reproduce import tiny_clip
 from limner.reproduce.report import Finding
-from limner.reproduce.sweep import Result, Trials
+from limner.reproduce.sweep import Result, TrialRunner
 from limner.reproduce.tiny_train import scenes
 
 CLAIM = "Tensor-wise float8 diverges or falls behind where layer-scale from zero trains, since features stay small"
 SOURCE = "Wortsman et al. 2023, §2.3, Figure 2"
 
 _LAST = 50  # last steps whose loss is averaged
-WAYS = {
+KINDS = {
     "fp32": {},
     "float8": {"fp8": True},
     "float8, clipped": {"fp8": True, "clip": 1.0},
-    "float8, q and k normalised": {"fp8": True, "qk_norm": True},
+    "float8, q and k normalized": {"fp8": True, "qk_norm": True},
     "fp32, layer-scale": {"layer_scale": True},
     "float8, layer-scale": {"fp8": True, "layer_scale": True},
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class Fp8Setting:
     """Settings of a small contrastive model."""
 
     seed: int
@@ -52,24 +52,24 @@ class Training:
     lr: float = 4e-3
 
 
-def trial(of: Training) -> Result:
+def trial(setting: Fp8Setting) -> Result:
     """Return the losses, accuracy on new scenes, and each block's mean feature magnitude."""
-    model = replace(tiny_clip.MODEL, depth=of.depth, qk_norm=of.qk_norm, layer_scale=of.layer_scale)
+    config = replace(tiny_clip.MODEL, depth=setting.depth, qk_norm=setting.qk_norm, layer_scale=setting.layer_scale)
     trained = tiny_clip.train(
-        of.steps, model=model, seed=of.seed, batch=of.batch, precision=Fp8TensorWise() if of.fp8 else Fp32(),
-        optimizer=AdamWConfig(lr=of.lr, betas=(0.9, 0.98)), clip_norm=of.clip,
+        setting.steps, model=config, seed=setting.seed, batch=setting.batch, clip_norm=setting.clip,
+        optimizer=AdamWConfig(lr=setting.lr, betas=(0.9, 0.98)), precision=Fp8TensorWise() if setting.fp8 else Fp32(),
     )  # fmt: skip
-    built = trained.run.model
-    assert isinstance(built, Contrastive)
-    return {"loss": trained.loss.tolist(), "accuracy": tiny_clip.accuracy(built), "features": features(built)}
+    model = trained.run.model
+    assert isinstance(model, Contrastive)
+    return {"loss": trained.loss.tolist(), "accuracy": tiny_clip.accuracy(model), "features": feature_magnitudes(model)}
 
 
 @torch.no_grad()
-def features(model: Contrastive) -> list[float]:
+def feature_magnitudes(model: Contrastive) -> list[float]:
     """Return the mean magnitude of each image block's output (Figure 2, right)."""
-    found: list[float] = []
+    magnitudes: list[float] = []
     handles = [
-        block.register_forward_hook(lambda _, args, x: found.append(x.abs().mean().item()))
+        block.register_forward_hook(lambda _, args, x: magnitudes.append(x.abs().mean().item()))
         for block in model.image_blocks
     ]
     model.eval()
@@ -77,37 +77,37 @@ def features(model: Contrastive) -> list[float]:
     model.train()
     for handle in handles:
         handle.remove()
-    return found
+    return magnitudes
 
 
-def reproduce(trials: Trials, quick: bool) -> Finding:
+def reproduce(trials: TrialRunner, quick: bool) -> Finding:
     """Compare float8 and fp32, each with and without layer-scale."""
     seeds, steps, depth = (range(1), 8, 2) if quick else (range(2), 400, 8)
-    settings = [Training(seed=seed, steps=steps, depth=depth, **way) for way in WAYS.values() for seed in seeds]
+    settings = [Fp8Setting(seed=seed, steps=steps, depth=depth, **flags) for flags in KINDS.values() for seed in seeds]
     results = trials.run(trial, settings, "training contrastive models")
-    found = {way: results[i * len(seeds) : (i + 1) * len(seeds)] for i, way in enumerate(WAYS)}
-    losses = {way: np.array([_end(r["loss"], steps) for r in some]) for way, some in found.items()}
-    lost = losses["float8"].mean() - losses["fp32"].mean()
-    lost_scaled = losses["float8, layer-scale"].mean() - losses["fp32, layer-scale"].mean()
-    plain, scaled = (np.mean([r["features"] for r in found[way]], 0) for way in ("fp32", "fp32, layer-scale"))
+    by_kind = {kind: results[i * len(seeds) : (i + 1) * len(seeds)] for i, kind in enumerate(KINDS)}
+    losses = {kind: np.array([_final_loss(r["loss"], steps) for r in runs]) for kind, runs in by_kind.items()}
+    gap = losses["float8"].mean() - losses["fp32"].mean()
+    scaled_gap = losses["float8, layer-scale"].mean() - losses["fp32, layer-scale"].mean()
+    plain, scaled = (np.mean([r["features"] for r in by_kind[kind]], 0) for kind in ("fp32", "fp32, layer-scale"))
     rows = [
-        (way, f"{losses[way].mean():.3f}", f"{losses[way].min():.3f} to {losses[way].max():.3f}",
-         f"{np.mean([r['accuracy'] for r in some]):.1%}", f"{np.mean([r['features'][-1] for r in some]):.2f}")
-        for way, some in found.items()
+        (kind, f"{losses[kind].mean():.3f}", f"{losses[kind].min():.3f} to {losses[kind].max():.3f}",
+         f"{np.mean([r['accuracy'] for r in runs]):.1%}", f"{np.mean([r['features'][-1] for r in runs]):.2f}")
+        for kind, runs in by_kind.items()
     ]  # fmt: skip
-    fails = losses["float8"].min() > losses["fp32"].max() and lost > 2 * max(lost_scaled, 0)
+    float8_fails = losses["float8"].min() > losses["fp32"].max() and gap > 2 * max(scaled_gap, 0)
     return Finding(
         name="fp8-layerscale",
         claim=CLAIM,
         source=SOURCE,
-        holds=bool(fails and scaled[-1] < plain[-1]),
-        verdict=f"float8 costs {lost:+.3f} of the loss without layer-scale and {lost_scaled:+.3f} with it. Features "
+        holds=bool(float8_fails and scaled[-1] < plain[-1]),
+        verdict=f"float8 changes the loss by {gap:+.3f} without layer-scale and {scaled_gap:+.3f} with it. Features "
         f"after the last block have a mean magnitude of {plain[-1]:.2f} without and {scaled[-1]:.2f} with it, after "
         f"the first {plain[0]:.2f} and {scaled[0]:.2f}.",
         header=("training", "loss", "of seeds", "accuracy among 64", "features after the last block"),
         rows=rows,
         curves={
-            "loss, first seed": {way: list(enumerate(some[0]["loss"])) for way, some in found.items()},
+            "loss, first seed": {kind: list(enumerate(runs[0]["loss"])) for kind, runs in by_kind.items()},
             "mean magnitude of features, over blocks": {
                 "without layer-scale": list(enumerate(plain.tolist())), "with": list(enumerate(scaled.tolist()))
             },
@@ -116,6 +116,6 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
     )  # fmt: skip
 
 
-def _end(loss: list[float], steps: int) -> float:
+def _final_loss(loss: list[float], steps: int) -> float:
     """Return the mean of a run's last losses, or its highest loss if the run diverged."""
     return float(np.mean(loss[-_LAST:])) if len(loss) == steps else float(np.nanmax(loss))

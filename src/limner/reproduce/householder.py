@@ -21,7 +21,7 @@ from limner.distributed.gradient_reducers import GradientReducer, Plain
 from limner.distributed.powersgd import EPS, PowerSGD, PowerSGDConfig, orthonormal
 from limner.numerics.formats import E6M9
 from limner.reproduce.report import Finding
-from limner.reproduce.sweep import Result, Trials
+from limner.reproduce.sweep import Result, TrialRunner
 
 CLAIM = "Householder's reflections, with eps I added, keep columns orthonormal where Gram-Schmidt loses them"
 SOURCE = "Ramesh et al. 2021, §2.5, App. E.2 step 5"
@@ -55,7 +55,7 @@ def reflections(p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
     return orthonormal(p, eps=0.0)
 
 
-WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+METHODS: dict[str, Callable[[Tensor], Tensor]] = {
     "Gram-Schmidt, classical": classical,
     "Gram-Schmidt, modified": modified,
     "Householder": reflections,
@@ -64,8 +64,8 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Settings of matrices P with condition number 10^`digits`. With `digits` None, columns are repeated."""
+class ColumnsSetting:
+    """Matrices P with condition number 10^`digits`. With `digits` None, columns are repeated."""
 
     digits: int | None
     seed: int
@@ -74,97 +74,97 @@ class Columns:
     r: int = 32
 
 
-def trial(of: Columns) -> Result:
+def trial(setting: ColumnsSetting) -> Result:
     """Return the largest entry of |P^T P - I| for each method, for P in fp32 and in 1-6-9."""
-    generator = torch.Generator().manual_seed(of.seed)
+    generator = torch.Generator().manual_seed(setting.seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(of.matrices, *shape, generator=generator, dtype=torch.float64)
+        return torch.randn(setting.matrices, *shape, generator=generator, dtype=torch.float64)
 
-    left, right = torch.linalg.qr(draw(of.m, of.r))[0], torch.linalg.qr(draw(of.r, of.r))[0]
-    if of.digits is None:
-        p = draw(of.m, of.r // 2).repeat(1, 1, 2)
+    left, right = torch.linalg.qr(draw(setting.m, setting.r))[0], torch.linalg.qr(draw(setting.r, setting.r))[0]
+    if setting.digits is None:
+        p = draw(setting.m, setting.r // 2).repeat(1, 1, 2)
     else:
-        p = left * torch.logspace(0, -of.digits, of.r, dtype=torch.float64) @ right.mT
-    found = {}
+        p = left * torch.logspace(0, -setting.digits, setting.r, dtype=torch.float64) @ right.mT
+    errors = {}
     for form, values in {"fp32": p.float(), "1-6-9": E6M9.rounded(p.float())}.items():
-        for name, way in WAYS.items():
-            columns = way(values).double()
-            error = (columns.mT @ columns - torch.eye(of.r, dtype=torch.float64)).abs().amax().item()
-            found[f"{name}/{form}"] = error if np.isfinite(error) else None
-    return found
+        for name, method in METHODS.items():
+            columns = method(values).double()
+            error = (columns.mT @ columns - torch.eye(setting.r, dtype=torch.float64)).abs().amax().item()
+            errors[f"{name}/{form}"] = error if np.isfinite(error) else None
+    return errors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
-    """Settings of a small prior with two replicas; `way` is one of `WAYS`, or "uncompressed"."""
+class HouseholderSetting:
+    """Settings of a small prior with two replicas; `method` is a key of `METHODS`, or "uncompressed"."""
 
-    way: str
+    method: str
     seed: int
     steps: int
     rank: int = 24
     width: int = 96
 
 
-def training(of: Training) -> Result:
+def train(setting: HouseholderSetting) -> Result:
     """Return the losses, and the number of skipped updates."""
     from limner.reproduce import replicas
 
-    class Other(PowerSGD):
+    class PowerSGDWithMethod(PowerSGD):
         def orthonormal(self, p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
-            return WAYS[of.way](p)
+            return METHODS[setting.method](p)
 
-    def make() -> GradientReducer:
-        return Plain() if of.way == "uncompressed" else Other(PowerSGDConfig(rank=of.rank))
+    def make_reducer() -> GradientReducer:
+        return Plain() if setting.method == "uncompressed" else PowerSGDWithMethod(PowerSGDConfig(rank=setting.rank))
 
-    trained = replicas.train(make, width=of.width, steps=of.steps, seed=of.seed)
+    trained = replicas.train(make_reducer, width=setting.width, steps=setting.steps, seed=setting.seed)
     return {"loss": trained.loss.tolist(), "skipped": trained.run.skipped}
 
 
-def reproduce(trials: Trials, quick: bool) -> Finding:
+def reproduce(trials: TrialRunner, quick: bool) -> Finding:
     """Measure each method's error on nearly parallel columns, and its training loss."""
     digits = (0, 4, None) if quick else (0, 1, 2, 3, 4, 5, 6, 7, 8, None)
     seeds, steps = range(1, 2 if quick else 5), 10 if quick else 300
-    settings = [Columns(digits=digit, seed=seed) for digit in digits for seed in seeds]
+    settings = [ColumnsSetting(digits=digit, seed=seed) for digit in digits for seed in seeds]
     results = iter(trials.run(trial, settings, "orthonormal columns"))
-    worst: dict[str, list[float]] = {f"{name}/{form}": [] for name in WAYS for form in ("fp32", "1-6-9")}
+    worst: dict[str, list[float]] = {f"{name}/{form}": [] for name in METHODS for form in ("fp32", "1-6-9")}
     for _ in digits:
-        some = [next(results) for _ in seeds]
+        results_of_seeds = [next(results) for _ in seeds]
         for key, values in worst.items():
-            values.append(max(np.inf if r[key] is None else r[key] for r in some))
-    ways = ["uncompressed", *WAYS]
-    runs = [Training(way=way, seed=seed, steps=steps) for way in ways for seed in seeds]
-    trained = iter(trials.run(training, runs, "training priors"))
-    losses = {way: [next(trained) for _ in seeds] for way in ways}
-    last = {way: float(np.mean([np.mean(r["loss"][-_LAST:]) for r in some])) for way, some in losses.items()}
-    named = [f"10^{digit}" if digit is not None else "columns repeat" for digit in digits]
+            values.append(max(np.inf if r[key] is None else r[key] for r in results_of_seeds))
+    methods = ["uncompressed", *METHODS]
+    train_settings = [HouseholderSetting(method=method, seed=seed, steps=steps) for method in methods for seed in seeds]
+    trained = iter(trials.run(train, train_settings, "training priors"))
+    losses = {method: [next(trained) for _ in seeds] for method in methods}
+    final = {method: float(np.mean([np.mean(r["loss"][-_LAST:]) for r in runs])) for method, runs in losses.items()}
+    conditions = [f"10^{digit}" if digit is not None else "columns repeat" for digit in digits]
     rows: list[tuple[object, ...]] = [
         (
             name,
             form,
             *(f"{value:.1e}" for value in worst[f"{name}/{form}"]),
-            f"{last[name]:.4f}" if form == "1-6-9" else "-",
+            f"{final[name]:.4f}" if form == "1-6-9" else "-",
         )
-        for name in WAYS
+        for name in METHODS
         for form in ("fp32", "1-6-9")
     ]
-    rows.append(("uncompressed", "-", *("-" for _ in digits), f"{last['uncompressed']:.4f}"))
-    ours = max(max(worst[f"{list(WAYS)[-1]}/{form}"]) for form in ("fp32", "1-6-9"))
-    others = {name: max(worst[f"{name}/fp32"]) for name in list(WAYS)[:2]}
+    rows.append(("uncompressed", "-", *("-" for _ in digits), f"{final['uncompressed']:.4f}"))
+    householder = max(max(worst[f"{list(METHODS)[-1]}/{form}"]) for form in ("fp32", "1-6-9"))
+    gram_schmidt = {name: max(worst[f"{name}/fp32"]) for name in list(METHODS)[:2]}
     return Finding(
         name="householder",
         claim=CLAIM,
         source=SOURCE,
-        holds=ours < 1e-5 and min(others.values()) > 1e-2,
-        verdict=f"With Householder's reflections and {EPS:g} I products of two columns differ from those of "
-        f"orthonormal ones by {ours:.1e} at most; with Gram-Schmidt by up to "
-        + " and ".join(f"{value:.1e} ({name.split(', ')[1]})" for name, value in others.items())
-        + ". What it does to a training's loss is in the last column.",
+        holds=householder < 1e-5 and min(gram_schmidt.values()) > 1e-2,
+        verdict=f"With Householder's reflections and {EPS:g} I, the inner products of two columns differ from "
+        f"those of orthonormal ones by at most {householder:.1e}, with Gram-Schmidt by up to "
+        + " and ".join(f"{value:.1e} ({name.split(', ')[1]})" for name, value in gram_schmidt.items())
+        + ". The last column shows the training loss.",
         header=(
-            "way",
+            "method",
             "P in",
-            *(f"condition number {name}" if name[0] == "1" else name for name in named),
-            "loss of a training",
+            *(f"condition number {name}" if name[0] == "1" else name for name in conditions),
+            "training loss",
         ),
         rows=rows,
         curves={
@@ -174,9 +174,9 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
                     for digit, value in zip(digits, worst[f"{name}/fp32"], strict=True)
                     if digit is not None and np.isfinite(value)
                 ]
-                for name in WAYS
+                for name in METHODS
             },
-            "loss, first seed": {way: list(enumerate(some[0]["loss"])) for way, some in losses.items()},
+            "loss, first seed": {method: list(enumerate(runs[0]["loss"])) for method, runs in losses.items()},
         },
-        settings={"seeds": list(seeds), **{k: v for k, v in asdict(runs[0]).items() if k not in ("way", "seed")}},
+        settings={"seeds": list(seeds), **{k: asdict(train_settings[0])[k] for k in ("steps", "rank", "width")}},
     )

@@ -14,24 +14,24 @@ import numpy as np
 
 from limner.metrics import spikes
 from limner.reproduce.report import Finding
-from limner.reproduce.spike_sweep import QUICK, SEEDS, WINDOW, Setting, points, trial
-from limner.reproduce.sweep import Trials
+from limner.reproduce.spike_sweep import QUICK, SEEDS, WINDOW, SpikeSetting, points, trial
+from limner.reproduce.sweep import TrialRunner
 
 CLAIM = "Loss spikes grow with model size, batch size and learning rate, and shrink with a lower beta2"
 SOURCE = "Wortsman et al. 2023, §3.3, Figures 3, 12 and 13"
 
-_BASE = Setting(batch=64)
-_VARIED = {"width": (16, 32, 64), "batch": (32, 64, 128), "lr": (2e-3, 4e-3, 8e-3)}
+_BASE = SpikeSetting(batch=64)
+_AXES = {"width": (16, 32, 64), "batch": (32, 64, 128), "lr": (2e-3, 4e-3, 8e-3)}
 _BETAS = (0.9, 0.99, 0.999)
 _SEEDS = SEEDS[:3]
 
 
-def reproduce(trials: Trials, quick: bool) -> Finding:
+def reproduce(trials: TrialRunner, quick: bool) -> Finding:
     """Count the spikes of all seeds, along each axis and for each beta2."""
     base = replace(_BASE, steps=QUICK) if quick else _BASE
-    varied = {"lr": (2e-3, 8e-3)} if quick else _VARIED
+    axes = {"lr": (2e-3, 8e-3)} if quick else _AXES
     betas, seeds = (_BETAS[1:], _SEEDS[:1]) if quick else (_BETAS, _SEEDS)
-    cells = {(key, value, beta): _runs(base, key, value, beta, seeds) for key in varied for value in varied[key]
+    cells = {(key, value, beta): _runs(base, key, value, beta, seeds) for key in axes for value in axes[key]
              for beta in betas}  # fmt: skip
     settings = list(dict.fromkeys(run for runs in cells.values() for run in runs))  # all three axes include the base
     results = dict(zip(settings, trials.run(trial, settings, "training"), strict=True))
@@ -39,28 +39,28 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
         cell: sum(len(spikes.loss_spikes(np.array(results[run]["loss"]), WINDOW)) for run in runs)
         for cell, runs in cells.items()
     }
-    by_axis = {key: [counts[key, value, betas[-1]] for value in varied[key]] for key in varied}
+    by_axis = {key: [counts[key, value, betas[-1]] for value in axes[key]] for key in axes}
     by_beta = [sum(count for (*_, beta), count in counts.items() if beta == b) for b in betas]
-    growing = judge(by_axis, by_beta)
-    rows = [(key, value, *(counts[key, value, b] for b in betas)) for key in varied for value in varied[key]]
+    growing = spikes_grow(by_axis, by_beta)
+    rows = [(key, value, *(counts[key, value, b] for b in betas)) for key in axes for value in axes[key]]
     curves = {
         f"Loss spikes over {key}": {
-            f"beta2 {b}": [(value, counts[key, value, b]) for value in varied[key]] for b in betas
+            f"beta2 {b}": [(value, counts[key, value, b]) for value in axes[key]] for b in betas
         }
-        for key in varied
+        for key in axes
     }
-    shown = [replace(base, beta2=b, seed=seeds[0]) for b in (betas[0], betas[-1])]
-    curves |= {"Loss": {f"beta2 {run.beta2}": points(results[run]["loss"]) for run in shown if run in results}}
+    charted = [replace(base, beta2=b, seed=seeds[0]) for b in (betas[0], betas[-1])]
+    curves |= {"Loss": {f"beta2 {run.beta2}": points(results[run]["loss"]) for run in charted if run in results}}
     return Finding(
         name="loss-spikes",
         claim=CLAIM,
         source=SOURCE,
         holds=all(growing.values()) if sum(by_beta) else None,
-        verdict=f"At beta2 {betas[-1]}, from the least to the largest value: "
-        + "; ".join(f"{key} {', '.join(map(str, by_axis[key]))} spikes" for key in varied)
+        verdict=f"At beta2 {betas[-1]}, from the lowest to the highest value: "
+        + "; ".join(f"{key} {', '.join(map(str, by_axis[key]))} spikes" for key in axes)
         + f". With beta2 {', '.join(map(str, betas))}: {', '.join(map(str, by_beta))} spikes in all settings. "
-        + _said(growing)
-        + " Nothing is injected: batches are a large share of few scenes.",
+        + _describe(growing)
+        + " No change is injected: batches are a large share of few scenes.",
         header=("varied", "value", *(f"spikes, beta2 {b}" for b in betas)),
         rows=rows,
         curves=curves,
@@ -68,12 +68,12 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
     )
 
 
-def _runs(base: Setting, key: str, value: float, beta: float, seeds: Sequence[int]) -> list[Setting]:
+def _runs(base: SpikeSetting, key: str, value: float, beta: float, seeds: Sequence[int]) -> list[SpikeSetting]:
     changed: Mapping[str, float] = {key: value}
     return [replace(base, beta2=beta, seed=seed, **changed) for seed in seeds]
 
 
-def judge(by_axis: Mapping[str, Sequence[int]], by_beta: Sequence[int]) -> dict[str, bool]:
+def spikes_grow(by_axis: Mapping[str, Sequence[int]], by_beta: Sequence[int]) -> dict[str, bool]:
     """Return for each axis, and beta2, if spikes grow: the counts never fall, and the last exceeds the first.
 
     Args:
@@ -87,6 +87,6 @@ def _grows(counts: Sequence[int]) -> bool:
     return counts[-1] > counts[0] and all(a <= b for a, b in pairwise(counts))
 
 
-def _said(growing: Mapping[str, bool]) -> str:
-    with_it, without = ([key for key, grows in growing.items() if grows is wanted] for wanted in (True, False))
-    return f"Spikes grow with {', '.join(with_it) or 'nothing'}" + (f", not with {', '.join(without)}." * bool(without))
+def _describe(growing: Mapping[str, bool]) -> str:
+    grown, stable = ([key for key, grows in growing.items() if grows is value] for value in (True, False))
+    return f"Spikes grow with {', '.join(grown) or 'nothing'}" + (f", not with {', '.join(stable)}." * bool(stable))

@@ -16,7 +16,7 @@ def process_pool(workers: int, initializer: Callable[[], None] | None = None) ->
         context.Lock()
     except (OSError, ImportError) as error:
         raise UserError(
-            f"there is no shared memory for several processes ({error}): mount a writable /dev/shm with free space "
+            f"no shared memory for several processes ({error}): mount a writable /dev/shm with free space "
             "(for a container, docker run --shm-size 1g)"
         ) from None
     return ProcessPoolExecutor(workers, context, initializer)

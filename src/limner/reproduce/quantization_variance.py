@@ -19,17 +19,17 @@ import torch
 from limner.layers import int8
 from limner.layers.quantize import row_wise
 from limner.reproduce.report import Finding
-from limner.reproduce.sweep import Result, Trials
+from limner.reproduce.sweep import Result, TrialRunner
 
 CLAIM = "The variance that 8-bit rounding adds to an inner product grows with its length, as equation 12 says"
 SOURCE = "Wortsman et al. 2023, App. D.1"
 
-_LEVELS = 127  # of int8, on each side of zero
+_INT8_MAX = 127
 
 
 @dataclass(frozen=True, kw_only=True)
-class Products:
-    """Settings of inner products of all pairs from two sets of `vectors` vectors with `length` numbers."""
+class InnerProductSetting:
+    """Inner products of all pairs from two sets of `vectors` vectors with `length` numbers."""
 
     length: int
     kind: str
@@ -37,37 +37,38 @@ class Products:
     vectors: int = 256
 
 
-def trial(of: Products) -> Result:
+def trial(setting: InnerProductSetting) -> Result:
     """Return the variance of the quantization error, measured and by equation 12."""
-    torch.manual_seed(of.seed)
-    shape = (of.vectors, of.length)
-    u, v = (torch.rand(shape) * 2 - 1 if of.kind == "uniform" else torch.randn(shape) for _ in range(2))
+    torch.manual_seed(setting.seed)
+    shape = (setting.vectors, setting.length)
+    u, v = (torch.rand(shape) * 2 - 1 if setting.kind == "uniform" else torch.randn(shape) for _ in range(2))
     (a, scale_a), (b, scale_b) = row_wise(u), row_wise(v)
     error = int8.product(a, b, scale_a, scale_b).double() - u.double() @ v.double().mT
-    largest = (u.abs().amax(1).square().mean() + v.abs().amax(1).square().mean()).item() / 2
-    s_q = largest / _LEVELS**2 / 12  # error of rounding to multiples of largest / 127
-    s_u = s_v = 1 / 3 if of.kind == "uniform" else 1.0
-    return {"measured": error.var().item(), "expected": of.length * s_q * (s_u + s_v + s_q), "rounding": s_q}
+    max_square = (u.abs().amax(1).square().mean() + v.abs().amax(1).square().mean()).item() / 2
+    s_q = max_square / _INT8_MAX**2 / 12  # error of rounding to multiples of the maximum / 127
+    s_u = s_v = 1 / 3 if setting.kind == "uniform" else 1.0
+    return {"measured": error.var().item(), "expected": setting.length * s_q * (s_u + s_v + s_q), "rounding": s_q}
 
 
-def reproduce(trials: Trials, quick: bool) -> Finding:
+def reproduce(trials: TrialRunner, quick: bool) -> Finding:
     """Compare the variance of products of increasing length with the paper's formula."""
     lengths = [4**n for n in range(3, 6 if quick else 9)]
     seeds = range(1 if quick else 5)
-    settings = [Products(length=k, kind=kind, seed=s) for kind in ("uniform", "normal") for k in lengths for s in seeds]
+    kinds = ("uniform", "normal")
+    settings = [InnerProductSetting(length=k, kind=kind, seed=s) for kind in kinds for k in lengths for s in seeds]
     results = iter(trials.run(trial, settings, "multiplying"))
     rows, curves, worst, growth = [], {}, 0.0, {}
-    for kind in ("uniform", "normal"):
-        means = []
+    for kind in kinds:
+        points = []
         for k in lengths:
-            some = [next(results) for _ in seeds]
-            measured, expected, rounding = (sum(r[key] for r in some) / len(some) for key in some[0])
+            runs = [next(results) for _ in seeds]
+            measured, expected, rounding = (sum(r[key] for r in runs) / len(runs) for key in runs[0])
             ratio = measured / expected
             worst = max(worst, abs(ratio - 1))
-            means.append((k, measured))
+            points.append((k, measured))
             rows.append((kind, k, f"{measured:.4g}", f"{expected:.4g}", f"{ratio:.3f}", f"{rounding:.3g}"))
-        curves[kind] = [(math.log2(k), math.log2(value)) for k, value in means]
-        growth[kind] = [later / earlier for (_, earlier), (_, later) in pairwise(means)]
+        curves[kind] = [(math.log2(k), math.log2(value)) for k, value in points]
+        growth[kind] = [later / earlier for (_, earlier), (_, later) in pairwise(points)]
     holds = worst < 0.05 and min(map(min, growth.values())) > 3.5
     return Finding(
         name="quantization-variance",
@@ -75,9 +76,9 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
         source=SOURCE,
         holds=holds,
         verdict=f"Measured and expected variance differ by {worst:.1%} at most. Vectors four times as long have "
-        f"{min(growth['uniform']):.2f} to {max(growth['uniform']):.2f} times the variance where the largest number "
-        f"stays the same, and {min(growth['normal']):.2f} to {max(growth['normal']):.2f} times with normal numbers, "
-        "whose rounding errors grow too.",
+        f"{min(growth['uniform']):.2f} to {max(growth['uniform']):.2f} times the variance with uniform numbers, and "
+        f"{min(growth['normal']):.2f} to {max(growth['normal']):.2f} times with normal numbers, whose maximum grows "
+        "with the length.",
         header=("numbers", "length k", "variance added", "equation 12", "ratio", "s_q^2"),
         rows=rows,
         curves={"log2 of the variance added, over log2 of the length": curves},

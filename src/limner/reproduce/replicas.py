@@ -27,44 +27,44 @@ from limner.training.parallel import Single
 from limner.training.train_module import Trainable
 
 
-class Exchange:
+class SimulatedNetwork:
     """The simulated network: `all` holds the values of the last exchange."""
 
     def __init__(self) -> None:
-        self._brought: list[Tensor] = []
+        self._pending: list[Tensor] = []
         self.all = torch.empty(0)  # [R, n]
 
-    def put(self, values: Float[Tensor, " n"]) -> None:
-        self._brought.append(values.clone())
+    def send(self, values: Float[Tensor, " n"]) -> None:
+        self._pending.append(values.clone())
 
-    def meet(self) -> None:
-        """Exchange the values, after each replica has called `put`."""
-        self.all, self._brought = torch.stack(self._brought), []
+    def exchange(self) -> None:
+        """Exchange the values, after each replica has called `send`."""
+        self.all, self._pending = torch.stack(self._pending), []
 
 
 class SimulatedGroup(Replicas):
     """A simulated process group of one replica. `sent` counts bytes of a ring all-reduce."""
 
-    def __init__(self, exchange: Exchange, count: int) -> None:
-        self.exchange, self._count, self.sent = exchange, count, 0
+    def __init__(self, network: SimulatedNetwork, count: int) -> None:
+        self.network, self._count, self.sent = network, count, 0
 
     @property
     def count(self) -> int:
         return self._count
 
     def _exchange(self, values: Tensor, size: int) -> Iterator[Any]:
-        self.exchange.put(values)
+        self.network.send(values)
         self.sent += 2 * size * (self.count - 1) // self.count
         yield self
 
     def mean(self, values: Float[Tensor, " n"]) -> Waiting:
         yield from self._exchange(values, values.nbytes)
-        values.copy_(self.exchange.all.mean(0))
+        values.copy_(self.network.all.mean(0))
 
     def coded_mean(self, values: Float[Tensor, " n"], codec: Codec) -> Waiting:
         codes = codec.pack(values)
         yield from self._exchange(codec.unpack(codes), codes.nbytes)
-        values.copy_(codec.unpack(codec.pack(self.exchange.all.mean(0))))
+        values.copy_(codec.unpack(codec.pack(self.network.all.mean(0))))
 
 
 class SimulatedReplicas(Single):
@@ -81,47 +81,47 @@ class SimulatedReplicas(Single):
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         module = super().prepare(trainable, device, dtype)
-        self._exchange, self._buckets = Exchange(), buckets(trainable.model)
-        self.groups = [SimulatedGroup(self._exchange, self.count) for _ in range(self.count)]
+        self._network, self._buckets = SimulatedNetwork(), buckets(trainable.model)
+        self.groups = [SimulatedGroup(self._network, self.count) for _ in range(self.count)]
         self.reducers = [self._make() for _ in range(self.count)]
         # A replica's parameters share memory with the model's, but have separate gradients.
-        self._shared = dict(trainable.model.named_parameters())
-        self._own = [{name: nn.Parameter(p.detach()) for name, p in self._shared.items()} for _ in range(self.count)]
-        for reducer, own, group in zip(self.reducers, self._own, self.groups, strict=True):
-            mine = {
-                name: replace(bucket, parameters={one: own[one] for one in bucket.parameters})
+        self._params = dict(trainable.model.named_parameters())
+        self._views = [{name: nn.Parameter(p.detach()) for name, p in self._params.items()} for _ in range(self.count)]
+        for reducer, parameters, group in zip(self.reducers, self._views, self.groups, strict=True):
+            replica_buckets = {
+                name: replace(bucket, parameters={key: parameters[key] for key in bucket.parameters})
                 for name, bucket in self._buckets.items()
             }
-            reducer.attach(mine, group)
+            reducer.attach(replica_buckets, group)
         return module
 
     @contextmanager
     def part(self, last: bool) -> Iterator[None]:
         """Run one replica's share, and undo the gradient's division by the number of replicas."""
         yield
-        for name, p in self._shared.items():
+        for name, p in self._params.items():
             if p.grad is not None:
-                self._own[self._replica][name].grad = p.grad.mul_(self.count)
+                self._views[self._replica][name].grad = p.grad.mul_(self.count)
                 p.grad = None
         self._replica = 0 if last else self._replica + 1
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         for bucket in reversed(self._buckets):
-            self._together([reducer.reduce(bucket) for reducer in self.reducers])
-        self._together([reducer.finish() for reducer in self.reducers])
-        for name, p in self._shared.items():
-            p.grad = self._own[0][name].grad
-            for own in self._own:
-                own[name].grad = None
+            self._run_lockstep([reducer.reduce(bucket) for reducer in self.reducers])
+        self._run_lockstep([reducer.finish() for reducer in self.reducers])
+        for name, p in self._params.items():
+            p.grad = self._views[0][name].grad
+            for view in self._views:
+                view[name].grad = None
         super().reduce(parameters)
 
-    def _together(self, waiting: list[Waiting]) -> None:
+    def _run_lockstep(self, pending: list[Waiting]) -> None:
         while True:
-            through = [next(one, None) is None for one in waiting]
-            if all(through):
+            finished = [next(work, None) is None for work in pending]
+            if all(finished):
                 return
-            assert not any(through)  # all wait for the same exchanges
-            self._exchange.meet()
+            assert not any(finished)  # all wait for the same exchanges
+            self._network.exchange()
 
 
 def train(

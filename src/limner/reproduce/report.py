@@ -41,25 +41,25 @@ class Finding:
 
     @property
     def answer(self) -> str:
-        return {True: "holds here", False: "does not hold here", None: "cannot be told here"}[self.holds]
+        return {True: "holds here", False: "does not hold here", None: "is undecided here"}[self.holds]
 
     def text(self) -> str:
         """Format for a terminal."""
-        shown = text_table.table(self.header, self.rows)
-        return f"{self.claim} ({self.source})\n\n{shown}\n\nThis {self.answer}. {self.verdict}"
+        rows = text_table.table(self.header, self.rows)
+        return f"{self.claim} ({self.source})\n\n{rows}\n\nThis {self.answer}. {self.verdict}"
 
     def save(self, folder: Path) -> Path:
         """Write `NAME.json`, charts `NAME-1.svg` and so on, and the page `NAME.html`. Returns the page's path."""
         folder.mkdir(parents=True, exist_ok=True)
-        facts = {key: value for key, value in vars(self).items() if key != "curves"}
-        write_json(folder / f"{self.name}.json", facts, indent=1, ensure_ascii=False)
+        values = {key: value for key, value in vars(self).items() if key != "curves"}
+        write_json(folder / f"{self.name}.json", values, indent=1, ensure_ascii=False)
         charts = [_chart(title, curves) for title, curves in self.curves.items()]
-        for i, one in enumerate(charts, 1):
-            atomic_write_text(folder / f"{self.name}-{i}.svg", chart_svg(one))
-        mark = {True: "good", False: "bad", None: "dim"}[self.holds]
+        for i, svg in enumerate(charts, 1):
+            atomic_write_text(folder / f"{self.name}-{i}.svg", chart_svg(svg))
+        css_class = {True: "good", False: "bad", None: "dim"}[self.holds]
         body = (
             f"<h1>{escape(self.name)}</h1><p class=lead>{escape(self.claim)} <small>{escape(self.source)}</small></p>"
-            f"<p class={mark}><b>This {self.answer}.</b> {escape(self.verdict)}</p>"
+            f"<p class={css_class}><b>This {self.answer}.</b> {escape(self.verdict)}</p>"
             + table(self.rows, self.header)
             + (f'<h2>Curves</h2><div class="charts">{"".join(charts)}</div>' if charts else "")
             + "<h2>Settings</h2>"
@@ -69,5 +69,5 @@ class Finding:
 
 
 def _chart(title: str, curves: Mapping[str, Points]) -> str:
-    title, _, over = title.partition(" over ")
-    return chart(title.rstrip(","), curves, over or "steps")
+    title, _, axis = title.partition(" over ")
+    return chart(title.rstrip(","), curves, axis or "steps")

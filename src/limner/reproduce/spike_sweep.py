@@ -6,9 +6,9 @@ billion weights and batches of 16,384 pictures:
 - *Few scenes, at a high learning rate.* A batch is a large share of `SCENES` scenes, or all of them. The loss falls
   fast, then spikes occasionally, without injected changes.
 - *A new signal.* The blue channel contains only noise of one level, so u_t of its weights is small. At one step half
-  of its pixels, in rows that repeat with the patches, brighten by `LIGHT` permanently; at a later step the other half
-  does. This injected change creates the paper's scenario: patch-embedding gradients for which u_t is far too small.
-  The change is dim, so it barely affects the loss directly.
+  of its pixels, in rows that repeat with the patches, brighten by `BRIGHTENING` permanently; at a later step the other
+  half does. This injected change creates the paper's scenario: patch-embedding gradients for which u_t is far too
+  small. The change is dim, so it barely affects the loss directly.
 
 Shapes: T steps, B pictures in a batch.
 """
@@ -39,13 +39,13 @@ PATCHES, MIDDLE = (
 )  # the later of two layers
 WINDOW = 20  # steps of the running mean; the paper's 100 (in runs of 20,000) would span a large fall of the loss
 WARMUP = 60  # steps
-LIGHT = 38  # of 255, added to blue pixels
+BRIGHTENING = 38  # of 255, added to blue pixels
 PATCH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Settings of a run: with `injected` a new signal on all scenes of `tiny_train`, else `SCENES` scenes."""
+class SpikeSetting:
+    """Settings of a run: with `injected` an `InjectedSignal` on all scenes of `tiny_train`, else `SCENES` scenes."""
 
     lr: float = 8e-3
     beta2: float = 0.999
@@ -57,32 +57,32 @@ class Setting:
     seed: int = 0
 
 
-def trial(of: Setting) -> Result:
+def trial(setting: SpikeSetting) -> Result:
     """Return the loss and RMS_t of both tensors for each step, and the accuracy on held-out scenes."""
-    injected = of.injected
+    injected = setting.injected
     model = replace(
-        tiny_clip.MODEL, width=of.width, depth=2, embedding=of.width, patch=PATCH if injected else 4, patch_dropout=0.0,
-        patch_norm=False,
+        tiny_clip.MODEL, width=setting.width, depth=2, embedding=setting.width, patch=PATCH if injected else 4,
+        patch_dropout=0.0, patch_norm=False,
     )  # fmt: skip
-    kind = StableAdamWConfig if of.method == "StableAdamW" else AdamWConfig
-    found = tiny_clip.train(
-        of.steps,
+    optimizer_config = StableAdamWConfig if setting.method == "StableAdamW" else AdamWConfig
+    trained = tiny_clip.train(
+        setting.steps,
         model=model,
-        optimizer=kind(lr=of.lr, betas=(0.9, of.beta2), eps=1e-8, weight_decay=0.2),
-        batch=of.batch,
+        optimizer=optimizer_config(lr=setting.lr, betas=(0.9, setting.beta2), eps=1e-8, weight_decay=0.2),
+        batch=setting.batch,
         count=tiny_train.SCENES if injected else SCENES,
-        seed=of.seed,
-        change=NewSignal(of.steps, of.seed) if injected else None,
-        watch=(PATCHES, MIDDLE),
-        clip_norm=1.0 if of.method == "gradient clipping" else None,
+        seed=setting.seed,
+        change=InjectedSignal(setting.steps, setting.seed) if injected else None,
+        rms_of=(PATCHES, MIDDLE),
+        clip_norm=1.0 if setting.method == "gradient clipping" else None,
         warmup_steps=WARMUP,
         schedule=Constant(),
     )
-    rms = {name: values.tolist() for name, values in found.rms.items()}
-    return {"loss": found.loss.tolist(), "rms": rms, "accuracy": tiny_clip.accuracy(cast(Contrastive, found.run.model))}
+    rms, accuracy = trained.rms, tiny_clip.accuracy(cast(Contrastive, trained.run.model))
+    return {"loss": trained.loss.tolist(), "rms": {name: rms[name].tolist() for name in rms}, "accuracy": accuracy}
 
 
-class NewSignal:
+class InjectedSignal:
     """Replace the blue channel by noise; half of its rows brighten at one step, the other half at a later one.
 
     A `change` for `tiny_train.train`: uint8 [B, 3, H, W] to the same shape.
@@ -91,15 +91,15 @@ class NewSignal:
     def __init__(self, steps: int, seed: int) -> None:
         self.rng = np.random.default_rng([3, seed])
         self.rows = self.rng.permutation([0, PATCH // 2])  # first brighter row within each patch
-        part = 2 * steps // 10  # each part ends with steps to observe the effect
-        self.when = [5 * steps // 10 + i * part + int(self.rng.integers(part * 3 // 4)) for i in range(2)]
+        window = 2 * steps // 10  # each window ends with steps to observe the effect
+        self.onsets = [5 * steps // 10 + i * window + int(self.rng.integers(window * 3 // 4)) for i in range(2)]
 
     def __call__(self, step: int, pictures: UInt8[Tensor, "B 3 H W"]) -> UInt8[Tensor, "B 3 H W"]:
         blue = torch.from_numpy(self.rng.integers(127, 129, pictures[:, 2].shape, dtype=np.uint8))
-        for when, begin in zip(self.when, self.rows.tolist(), strict=True):
-            if step >= when:
+        for onset, begin in zip(self.onsets, self.rows.tolist(), strict=True):
+            if step >= onset:
                 for row in range(begin, begin + PATCH // 2):
-                    blue[:, row::PATCH] += LIGHT
+                    blue[:, row::PATCH] += BRIGHTENING
         return torch.cat([pictures[:, :2], blue[:, None]], 1)
 
 

@@ -14,21 +14,21 @@ import numpy as np
 
 from limner.metrics import spikes
 from limner.reproduce.report import Finding
-from limner.reproduce.spike_sweep import QUICK, SEEDS, WINDOW, Method, Setting, points, trial
-from limner.reproduce.sweep import Result, Trials
+from limner.reproduce.spike_sweep import QUICK, SEEDS, WINDOW, Method, SpikeSetting, points, trial
+from limner.reproduce.sweep import Result, TrialRunner
 
 CLAIM = "Update clipping removes loss spikes, and ends more accurate than gradient clipping or a lower beta2"
 SOURCE = "Wortsman et al. 2023, §3.5, Figure 5"
 
-_BASE = Setting(batch=64)
+_BASE = SpikeSetting(batch=64)
 _METHODS: tuple[Method, ...] = ("AdamW", "gradient clipping", "StableAdamW")
 _BETAS = (0.9, 0.99, 0.999)
-_COMPARED = 0.99  # beta2 of the left plot of Figure 5
-_ERRORS = 2  # standard errors that a difference must exceed
+_BETA2 = 0.99  # beta2 of the left plot of Figure 5
+_MARGIN = 2  # standard errors that a difference must exceed
 _LAST = 40  # last steps whose loss is averaged
 
 
-def reproduce(trials: Trials, quick: bool) -> Finding:
+def reproduce(trials: TrialRunner, quick: bool) -> Finding:
     """Compare spikes, final loss and accuracy of the methods per seed."""
     base = replace(_BASE, steps=QUICK) if quick else _BASE
     seeds, betas = (SEEDS[:1], _BETAS[:2]) if quick else (SEEDS, _BETAS)
@@ -38,63 +38,63 @@ def reproduce(trials: Trials, quick: bool) -> Finding:
         for beta in betas
     }
     settings = [run for runs in cells.values() for run in runs]
-    found = iter(trials.run(trial, settings, "training"))
-    results = {cell: [next(found) for _ in runs] for cell, runs in cells.items()}
-    counts = {cell: sum(_spikes(result) for result in some) for cell, some in results.items()}
-    right = {cell: [float(result["accuracy"]) for result in some] for cell, some in results.items()}
-    ours: tuple[Method, float] = ("StableAdamW", _COMPARED)
-    others: dict[str, tuple[Method, float]] = {
-        "AdamW": ("AdamW", _COMPARED),
-        "gradient clipping": ("gradient clipping", _COMPARED),
+    results_in_order = iter(trials.run(trial, settings, "training"))
+    results = {cell: [next(results_in_order) for _ in runs] for cell, runs in cells.items()}
+    counts = {cell: sum(_spikes(result) for result in runs) for cell, runs in results.items()}
+    accuracies = {cell: [float(result["accuracy"]) for result in runs] for cell, runs in results.items()}
+    stable: tuple[Method, float] = ("StableAdamW", _BETA2)
+    alternatives: dict[str, tuple[Method, float]] = {
+        "AdamW": ("AdamW", _BETA2),
+        "gradient clipping": ("gradient clipping", _BETA2),
         f"beta2 {betas[0]}": ("AdamW", betas[0]),
     }
     rows = [
         (*cell, counts[cell], f"{np.mean([np.mean(r['loss'][-_LAST:]) for r in results[cell]]):.3f}",
-         f"{np.mean(right[cell]):.1%}", f"{min(right[cell]):.1%} to {max(right[cell]):.1%}")
+         f"{np.mean(accuracies[cell]):.1%}", f"{min(accuracies[cell]):.1%} to {max(accuracies[cell]):.1%}")
         for cell in cells
     ]  # fmt: skip
-    against = {name: difference(right[ours], right[cell]) for name, cell in others.items()}
+    differences = {name: difference(accuracies[stable], accuracies[cell]) for name, cell in alternatives.items()}
     return Finding(
         name="stable-adamw",
         claim=CLAIM,
         source=SOURCE,
-        holds=judge(counts[ours], counts["AdamW", _COMPARED], against),
-        verdict=f"At beta2 {_COMPARED}, {counts[ours]} loss spikes with StableAdamW, {counts['AdamW', _COMPARED]} with "
-        f"AdamW and {counts['gradient clipping', _COMPARED]} with gradient clipping; {counts['AdamW', betas[0]]} with "
+        holds=is_better(counts[stable], counts["AdamW", _BETA2], differences),
+        verdict=f"At beta2 {_BETA2}, {counts[stable]} loss spikes with StableAdamW, {counts['AdamW', _BETA2]} with "
+        f"AdamW and {counts['gradient clipping', _BETA2]} with gradient clipping; {counts['AdamW', betas[0]]} with "
         f"AdamW at beta2 {betas[0]}. Held-out accuracy of StableAdamW, less that of the others: "
-        + ", ".join(f"{name} {mean:+.1%} ± {error:.1%}" for name, (mean, error) in against.items())
-        + " (standard errors over seeds). Nothing is injected: batches are half of few scenes.",
+        + ", ".join(f"{name} {mean:+.1%} ± {error:.1%}" for name, (mean, error) in differences.items())
+        + " (standard errors over seeds). No change is injected: a batch is half of the scenes.",
         header=("method", "beta2", "loss spikes", "final loss", "accuracy", "over seeds"),
         rows=rows,
         curves={
-            f"Loss, beta2 {_COMPARED}": {method: points(results[method, _COMPARED][0]["loss"]) for method in _METHODS},
+            f"Loss, beta2 {_BETA2}": {method: points(results[method, _BETA2][0]["loss"]) for method in _METHODS},
             "Held-out accuracy over beta2": {
-                method: [(b, float(np.mean(right[method, b]))) for b in betas] for method in _METHODS
+                method: [(b, float(np.mean(accuracies[method, b]))) for b in betas] for method in _METHODS
             },
         },
         settings={**asdict(base), "seed": list(seeds), "window": WINDOW},
     )
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+def difference(stable: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
     """Return the mean difference of runs paired by seed, and its standard error (infinite for one pair)."""
-    pairs = np.array(ours) - np.array(theirs)
+    pairs = np.array(stable) - np.array(other)
     error = float(pairs.std(ddof=1)) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.inf
     return float(pairs.mean()), error
 
 
-def judge(ours: int, adamw: int, against: Mapping[str, tuple[float, float]]) -> bool | None:
-    """Return True if StableAdamW has fewer spikes than AdamW and exceeds each other accuracy by `_ERRORS` standard
+def is_better(stable: int, adamw: int, differences: Mapping[str, tuple[float, float]]) -> bool | None:
+    """Return True if StableAdamW has fewer spikes than AdamW and exceeds each other accuracy by `_MARGIN` standard
     errors.
 
-    False if StableAdamW has at least as many spikes, or is less accurate than another method by more than `_ERRORS`.
+    False if StableAdamW has at least as many spikes, or is less accurate than another method by more than `_MARGIN`.
     None otherwise, and if AdamW does not spike.
     """
     if not adamw:
         return None
-    if ours >= adamw or any(mean < -_ERRORS * error for mean, error in against.values()):
+    if stable >= adamw or any(mean < -_MARGIN * error for mean, error in differences.values()):
         return False
-    return True if all(mean > _ERRORS * error for mean, error in against.values()) else None
+    return True if all(mean > _MARGIN * error for mean, error in differences.values()) else None
 
 
 def _spikes(result: Result) -> int:

@@ -33,17 +33,17 @@ from limner.version import __version__
 T = TypeVar("T")
 Result = dict[str, Any]  # JSON values
 
-_KILLED = (
-    "the process of a trial was killed, probably because memory ran out: end other programs, or allow fewer cores and "
-    "so fewer trials at a time (on Linux with taskset -c 0); finished trials are kept, and the same command continues"
+_KILLED_MESSAGE = (
+    "the process of a trial was killed, probably because memory ran out: close other programs, or run one trial at a "
+    "time (on Linux with taskset -c 0); finished trials are saved, and the same command resumes"
 )
 
 
-class Trials:
-    """A runner of trials that saves their results in `folder`."""
+class TrialRunner:
+    """A runner of trials, `workers` at a time (default: all cores), that saves their results in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, workers: int | None = None) -> None:
+        self.folder, self.workers = folder, workers or _cores()
 
     def run(self, trial: Callable[[T], Result], settings: Sequence[T], title: str) -> list[Result]:
         """Return the results of `trial` for all settings, in their order.
@@ -55,43 +55,42 @@ class Trials:
 
         Raises `UserError` if a trial's process is killed; results of finished trials are saved.
         """
-        paths = [self.folder / f"{self._key(trial, one)}.json" for one in settings]
-        results = [_kept(path) for path in paths]
-        todo = [i for i, result in enumerate(results) if result is None]
+        paths = [self.path(trial, setting) for setting in settings]
+        results = [_load(path) for path in paths]
+        missing = [i for i, result in enumerate(results) if result is None]
         self.folder.mkdir(parents=True, exist_ok=True)
         with progress(title, len(settings), unit="trial") as bar:
-            bar.resume(len(settings) - len(todo))
-            with process_pool(_cores(), _begin) as pool:
+            bar.resume(len(settings) - len(missing))
+            with process_pool(self.workers, begin_process) as pool:
                 try:
-                    running = {pool.submit(trial, settings[i]): i for i in todo}
-                    for done in as_completed(running):
-                        results[running[done]] = _keep(paths[running[done]], done.result())
+                    running = {pool.submit(trial, settings[i]): i for i in missing}
+                    for future in as_completed(running):
+                        results[running[future]] = _save(paths[running[future]], future.result())
                         bar.advance()
                 except BaseException as error:  # Ctrl-C: do not wait for running trials
                     pool.shutdown(wait=False, cancel_futures=True)
                     for process in multiprocessing.active_children():
                         process.terminate()
                     if isinstance(error, BrokenProcessPool):
-                        raise UserError(_KILLED) from error
+                        raise UserError(_KILLED_MESSAGE) from error
                     raise
         return [result for result in results if result is not None]
 
-    @staticmethod
-    def _key(trial: Callable[[T], Result], settings: T) -> str:
-        """Return a file name that depends on the settings, the source of the trial's module, and limner's version."""
+    def path(self, trial: Callable[[T], Result], setting: T) -> Path:
+        """Return the file of a result, named by setting, source of the trial's module, and limner's version."""
         source = inspect.getsource(sys.modules[trial.__module__])
-        said = f"{__version__} {trial.__module__}.{trial.__qualname__} {settings!r} {source}"
-        return hashlib.sha256(said.encode()).hexdigest()[:24]
+        text = f"{__version__} {trial.__module__}.{trial.__qualname__} {setting!r} {source}"
+        return self.folder / f"{_digest(text)[:24]}.json"
 
 
-def _keep(path: Path, result: Result) -> Result:
-    """Write a trial's result. Returns the value that `_kept` reads back."""
+def _save(path: Path, result: Result) -> Result:
+    """Write a trial's result. Returns the value that `_load` reads back."""
     text = json.dumps(result)  # lossless in Python, including NaN and infinities
     atomic_write_text(path, f'{{"result": {text}, "sha256": "{_digest(text)}"}}\n')
     return json.loads(text)
 
 
-def _kept(path: Path) -> Result | None:
+def _load(path: Path) -> Result | None:
     """Return the result in a file. None if the file is missing or, with a warning, damaged."""
     if not path.exists():
         return None
@@ -111,18 +110,18 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _begin() -> None:
+def begin_process() -> None:
     """Initialize a process that runs trials."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent handles it
-    threading.Thread(target=_end_with_the_first, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     import torch
 
     torch.set_num_threads(1)
 
 
-def _end_with_the_first() -> None:
+def _exit_with_parent() -> None:
     """End this process when its parent ends, also if the parent is killed."""
-    first = multiprocessing.parent_process()
-    assert first is not None
-    first.join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)

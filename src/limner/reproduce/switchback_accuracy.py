@@ -23,10 +23,10 @@ from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.optim.optimizers import AdamWConfig
 from limner.reproduce import tiny_clip
 from limner.reproduce.report import Finding
-from limner.reproduce.sweep import Result, Trials
+from limner.reproduce.sweep import Result, TrialRunner
 from limner.reproduce.tiny_train import scenes
 
-CLAIM = "Models trained with SwitchBack in int8 are as accurate as with bf16; with LLM.int8() they are behind"
+CLAIM = "Models trained with SwitchBack in int8 are as accurate as with bf16; with LLM.int8() they are less accurate"
 SOURCE = "Wortsman et al. 2023, §2.3, Figure 1"
 
 KINDS: Mapping[str, Fp32] = {"bf16": Bf16(), "SwitchBack": SwitchBack(), "LLM.int8()": LLMInt8()}
@@ -34,7 +34,7 @@ _LAST = 50  # last steps whose loss is averaged
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class SwitchBackSetting:
     """Settings of a small contrastive model. `batches` are batch sizes for comparing gradients after training."""
 
     kind: str
@@ -45,26 +45,26 @@ class Training:
     batches: tuple[int, ...] = ()
 
 
-def trial(of: Training) -> Result:
+def trial(setting: SwitchBackSetting) -> Result:
     """Return the losses, accuracy on new scenes, and the errors of int8 gradients."""
     model = replace(tiny_clip.MODEL, patch_dropout=0.0)  # use all positions
     trained = tiny_clip.train(
-        of.steps, model=model, seed=of.seed, batch=of.batch, precision=KINDS[of.kind],
-        optimizer=AdamWConfig(lr=of.lr, betas=(0.9, 0.98)),
+        setting.steps, model=model, seed=setting.seed, batch=setting.batch, precision=KINDS[setting.kind],
+        optimizer=AdamWConfig(lr=setting.lr, betas=(0.9, 0.98)),
     )  # fmt: skip
-    found = {"loss": trained.loss.tolist(), "accuracy": tiny_clip.accuracy(trained.run.model)}  # pyright: ignore[reportArgumentType]
-    return found | {"errors": [errors(trained.run.model, n) for n in of.batches]}
+    result = {"loss": trained.loss.tolist(), "accuracy": tiny_clip.accuracy(trained.run.model)}  # pyright: ignore[reportArgumentType]
+    return result | {"errors": [gradient_errors(trained.run.model, n) for n in setting.batches]}
 
 
-def errors(model: nn.Module, batch: int) -> dict[str, float]:
+def gradient_errors(model: nn.Module, batch: int) -> dict[str, float]:
     """Return the relative error (L2 norm) of int8 weight gradients against fp32, the maximum over block matrices."""
     exact = gradients(model, batch)
-    found = {}
-    for name, kind in KINDS.items():
-        if isinstance(kind, SwitchBack):
-            rounded = gradients(convert(copy.deepcopy(model), kind.layer.of, in_blocks), batch)
-            found[name] = max(((rounded[key] - exact[key]).norm() / exact[key].norm()).item() for key in exact)
-    return found
+    errors = {}
+    for name, precision in KINDS.items():
+        if isinstance(precision, SwitchBack):
+            rounded = gradients(convert(copy.deepcopy(model), precision.layer.of, in_blocks), batch)
+            errors[name] = max(((rounded[key] - exact[key]).norm() / exact[key].norm()).item() for key in exact)
+    return errors
 
 
 def gradients(model: nn.Module, batch: int) -> dict[str, Tensor]:
@@ -80,53 +80,53 @@ def gradients(model: nn.Module, batch: int) -> dict[str, Tensor]:
     }
 
 
-def reproduce(trials: Trials, quick: bool) -> Finding:
+def reproduce(trials: TrialRunner, quick: bool) -> Finding:
     """Compare the accuracy of SwitchBack and LLM.int8() with bf16."""
-    seeds, steps, sizes = (range(1), 8, (16, 32)) if quick else (range(4), 400, (64, 256, 1_024))
+    seeds, steps, batch, sizes = (range(1), 8, 32, (16, 32)) if quick else (range(4), 400, 128, (64, 256, 1_024))
     settings = [
-        Training(kind=kind, seed=seed, steps=steps, batch=32 if quick else 128, batches=sizes if kind == "bf16" else ())
+        SwitchBackSetting(kind=kind, seed=seed, steps=steps, batch=batch, batches=sizes if kind == "bf16" else ())
         for kind in KINDS
         for seed in seeds
     ]
     results = trials.run(trial, settings, "training contrastive models")
-    found = {kind: results[i * len(seeds) : (i + 1) * len(seeds)] for i, kind in enumerate(KINDS)}
-    accuracy = {kind: np.array([r["accuracy"] for r in some]) for kind, some in found.items()}
-    ours, theirs = (accuracy[kind] - accuracy["bf16"] for kind in ("SwitchBack", "LLM.int8()"))
+    by_kind = {kind: results[i * len(seeds) : (i + 1) * len(seeds)] for i, kind in enumerate(KINDS)}
+    accuracy = {kind: np.array([r["accuracy"] for r in runs]) for kind, runs in by_kind.items()}
+    switchback, llm_int8 = (accuracy[kind] - accuracy["bf16"] for kind in ("SwitchBack", "LLM.int8()"))
     noise = 2 * accuracy["bf16"].std(ddof=1 if len(seeds) > 1 else 0) / len(seeds) ** 0.5
-    level, behind = abs(ours.mean()) <= noise, theirs.mean() < ours.mean() - noise
-    wrong = {
-        kind: [float(np.mean([r["errors"][i][kind] for r in found["bf16"]])) for i in range(len(sizes))]
+    equal, behind = abs(switchback.mean()) <= noise, llm_int8.mean() < switchback.mean() - noise
+    errors = {
+        kind: [float(np.mean([r["errors"][i][kind] for r in by_kind["bf16"]])) for i in range(len(sizes))]
         for kind in ("SwitchBack", "LLM.int8()")
     }
     rows = [
-        (kind, f"{np.mean([np.mean(r['loss'][-_LAST:]) for r in some]):.3f}", f"{accuracy[kind].mean():.1%}",
+        (kind, f"{np.mean([np.mean(r['loss'][-_LAST:]) for r in runs]):.3f}", f"{accuracy[kind].mean():.1%}",
          f"{accuracy[kind].min():.1%} to {accuracy[kind].max():.1%}",
-         *(f"{wrong[kind][i]:.1%}" if kind in wrong else "-" for i in range(len(sizes))))
-        for kind, some in found.items()
+         *(f"{errors[kind][i]:.1%}" if kind in errors else "-" for i in range(len(sizes))))
+        for kind, runs in by_kind.items()
     ]  # fmt: skip
     return Finding(
         name="switchback-accuracy",
         claim=CLAIM,
         source=SOURCE,
-        holds=bool(level and behind),
-        verdict=f"SwitchBack's models are {100 * ours.mean():+.1f} points more accurate than bf16's, LLM.int8()'s "
-        f"{100 * theirs.mean():+.1f}, and {100 * noise:.1f} are noise (two standard errors over {len(seeds)} seeds): "
-        f"SwitchBack is {'level' if level else 'not level'}, LLM.int8() is {'behind' if behind else 'not behind'}. "
-        f"Of the worst matrix's gradient LLM.int8() loses {wrong['LLM.int8()'][0]:.0%} with {sizes[0]} samples and "
-        f"{wrong['LLM.int8()'][-1]:.0%} with {sizes[-1]:,}, SwitchBack {wrong['SwitchBack'][0]:.0%} and "
-        f"{wrong['SwitchBack'][-1]:.0%}.",
+        holds=bool(equal and behind),
+        verdict=f"The accuracy differs from bf16 by {100 * switchback.mean():+.1f} points with SwitchBack and by "
+        f"{100 * llm_int8.mean():+.1f} with LLM.int8(); two standard errors over seeds are {100 * noise:.1f}. "
+        f"SwitchBack {'matches' if equal else 'does not match'} bf16, LLM.int8() is {'' if behind else 'not '}less "
+        f"accurate. The worst matrix's gradient has a relative error of {errors['LLM.int8()'][0]:.0%} with LLM.int8() "
+        f"and {errors['SwitchBack'][0]:.0%} with SwitchBack for {sizes[0]} samples, {errors['LLM.int8()'][-1]:.0%} and "
+        f"{errors['SwitchBack'][-1]:.0%} for {sizes[-1]:,}.",
         header=(
             "products",
             "training loss",
             "accuracy among 64",
             "of seeds",
-            *(f"gradient lost, {n:,}" for n in sizes),
+            *(f"gradient error, {n:,}" for n in sizes),
         ),
         rows=rows,
         curves={
-            "loss, first seed": {kind: list(enumerate(some[0]["loss"])) for kind, some in found.items()},
-            "share of the worst gradient that is lost, over log2 of the batch": {
-                kind: list(zip(np.log2(sizes).tolist(), values, strict=True)) for kind, values in wrong.items()
+            "loss, first seed": {kind: list(enumerate(runs[0]["loss"])) for kind, runs in by_kind.items()},
+            "relative error of the worst gradient, over log2 of the batch": {
+                kind: list(zip(np.log2(sizes).tolist(), values, strict=True)) for kind, values in errors.items()
             },
         },
         settings={"seeds": list(seeds), **{k: v for k, v in asdict(settings[0]).items() if k not in ("kind", "seed")}},

@@ -17,7 +17,7 @@ MODEL = ContrastiveConfig(
     patch_norm=True,
 )  # fmt: skip
 PATCHES = "patches.weight"
-_FRESH, _AMONG = 1_024, 64  # new scenes, and candidate captions per picture
+_HELD_OUT, _CANDIDATES = 1_024, 64  # scenes, and candidate captions per picture
 
 
 def train(
@@ -33,12 +33,12 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: Contrastive) -> float:
-    """Return the share of new scenes whose true caption is the nearest among `_AMONG`."""
-    pictures, tokens = scenes(_FRESH, seed=1)
+    """Return the share of held-out scenes whose true caption is the nearest among `_CANDIDATES`."""
+    pictures, tokens = scenes(_HELD_OUT, seed=1)
     model.eval()
     right = 0
-    for p, t in zip(pictures.split(_AMONG), tokens.split(_AMONG), strict=True):
-        likeness = model.encode_image(p) @ model.encode_text(t).mT
-        right += int((likeness.argmax(1) == torch.arange(len(p))).sum())
+    for p, t in zip(pictures.split(_CANDIDATES), tokens.split(_CANDIDATES), strict=True):
+        similarity = model.encode_image(p) @ model.encode_text(t).mT
+        right += int((similarity.argmax(1) == torch.arange(len(p))).sum())
     model.train()
-    return right / _FRESH
+    return right / _HELD_OUT

@@ -44,7 +44,7 @@ class Trained:
 
     Attributes:
         loss: [T], shorter if the run diverged.
-        rms: RMS_t of the watched tensors, [T] each; 1 where undefined.
+        rms: RMS_t of the recorded tensors, [T] each; 1 where undefined.
         run: the final state, with the model.
     """
 
@@ -53,33 +53,33 @@ class Trained:
     run: Run
 
 
-class Watch(Hook):
+class RMSRecorder(Hook):
     """A hook that records RMS_t of the named tensors; 1 where RMS_t is undefined."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.found: dict[str, list[float]] = {name: [] for name in names}
+        self.values: dict[str, list[float]] = {name: [] for name in names}
 
     def before_step(self, run: Run) -> None:
-        for found in self.found.values():
-            found.append(1.0)
+        for series in self.values.values():
+            series.append(1.0)
 
     def before_update(self, run: Run) -> None:
-        values = {id(p): value for p, value in rms(run.optimizers)} if self.found else {}
-        for name, found in self.found.items():
-            if (value := values.get(id(run.model.get_parameter(name)))) is not None:
-                found[-1] = value.item()
+        rms_by_id = {id(p): value for p, value in rms(run.optimizers)} if self.values else {}
+        for name, series in self.values.items():
+            if (value := rms_by_id.get(id(run.model.get_parameter(name)))) is not None:
+                series[-1] = value.item()
 
 
 @cache
 def scenes(count: int = SCENES, seed: int = 0) -> tuple[UInt8[Tensor, "N 3 H W"], Int64[Tensor, "N T"]]:
     """Return pictures and the tokens of their captions."""
-    pictures, said = [], []
+    pictures, captions = [], []
     for i in range(count):
         rng = np.random.default_rng([seed, i])
         scene = sample_scene(rng, count=1 + i % 2)
         pictures.append(torch.from_numpy(render(scene, SIZE)).permute(2, 0, 1))
-        said.append(describe(scene, rng))
-    return torch.stack(pictures), _tokenizer().encode(said, TEXT)
+        captions.append(describe(scene, rng))
+    return torch.stack(pictures), _tokenizer().encode(captions, TEXT)
 
 
 @cache
@@ -98,7 +98,7 @@ def train(
     batch: int = 64,
     seed: int = 0,
     change: Change | None = None,
-    watch: Sequence[str] = (),
+    rms_of: Sequence[str] = (),
     hooks: Callable[[Run], Sequence[Hook]] = scaling,
     parallel: Parallel | None = None,
     **settings: Any,
@@ -108,7 +108,7 @@ def train(
     Args:
         samples: tensors by name, [N, ...] each; a batch has the same rows of each.
         change: maps the step and the first tensor of a batch to a new tensor.
-        watch: names of parameters whose RMS_t is recorded.
+        rms_of: names of parameters whose RMS_t is recorded.
         hooks: makes the training hooks; default `grad_scaler.scaling`.
         parallel: the strategy of several replicas; None for a single process.
         settings: further fields of `TrainConfig`.
@@ -118,18 +118,18 @@ def train(
         seed=seed, max_bad_steps=50,
     )  # fmt: skip
     run = Run(model, objective, replace(config, **settings), parallel=parallel)
-    watched, rng, losses = Watch(watch), np.random.default_rng(seed), []
-    all_hooks, first = [*hooks(run), watched], next(iter(samples))
+    recorder, rng, losses = RMSRecorder(rms_of), np.random.default_rng(seed), []
+    all_hooks, first = [*hooks(run), recorder], next(iter(samples))
     for step in range(steps):
         rows = rng.choice(len(samples[first]), batch, replace=False)
-        taken = {name: tensor[rows] for name, tensor in samples.items()}
+        batch_samples = {name: tensor[rows] for name, tensor in samples.items()}
         if change:
-            taken[first] = change(step, taken[first])
+            batch_samples[first] = change(step, batch_samples[first])
         try:
-            update(run, taken, all_hooks)
+            update(run, batch_samples, all_hooks)
         except Diverged:
             break
         losses.append(run.loss)
     for hook in all_hooks:
         hook.close()
-    return Trained(np.array(losses), {name: np.array(values) for name, values in watched.found.items()}, run)
+    return Trained(np.array(losses), {name: np.array(values) for name, values in recorder.values.items()}, run)

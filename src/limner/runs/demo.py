@@ -1,7 +1,7 @@
 """The whole pipeline, from data to pictures, in a few minutes: `limner demo`.
 
     OUT/data/                generated scenes of one and two objects
-    OUT/crowds/              crowded scenes for the dVAE with --from-scratch
+    OUT/crowded/             crowded scenes for the dVAE with --from-scratch
     OUT/steps.json           training steps that fit the time limit on this machine
     OUT/run/                 the training run, with its bundle
     OUT/composition.json     the score over the held-out captions
@@ -40,14 +40,14 @@ from limner.progress import progress
 from limner.recipes.recipe import ContrastiveStage, PretrainedDVAE, PriorStage, Recipe
 from limner.runs.demo_options import Demo
 from limner.runs.demo_report import page
-from limner.runs.time_estimate import COMPANY, seconds_per_step, trial
+from limner.runs.time_estimate import PARALLEL_SLOWDOWN, seconds_per_step, timing_inputs
 from limner.runs.train import train_all
 from limner.tasks.build_scenes import write_scenes
 from limner.tasks.scenes import Scene
 
-THINGS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one, two, three and four objects
-_TRAINING = 540  # seconds; the other phases take about 90, and the limit for all is twelve minutes on a busy machine
-_ROOM = 5.0  # seconds that a timed batch may take: enough for a full batch on most machines
+COUNT_WEIGHTS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one to four objects
+_MAX_TRAINING_SECONDS = 540  # other phases take about 90, and all together at most twelve minutes under load
+_TARGET_SECONDS = 5.0  # of a timed batch: enough for a full batch on most machines
 
 
 def run(demo: Demo) -> composition.CompositionResult:
@@ -58,88 +58,90 @@ def run(demo: Demo) -> composition.CompositionResult:
 
 def _run(demo: Demo) -> composition.CompositionResult:
     recipe, out = demo.recipe(), demo.out
-    _claim(out, {"scenes": demo.scenes, "recipe": to_dict(recipe)})
+    claim_folder(out, {"scenes": demo.scenes, "recipe": to_dict(recipe)})
     if not isinstance(recipe.dvae, PretrainedDVAE) and not (out / "run" / "bundle").exists():
-        minutes = seconds_per_step(*trial(recipe, "dvae"), _ROOM) * recipe.dvae.training.steps / 60
-        _say(f"the dVAE alone takes about {max(1, round(minutes))} minutes on this machine")
-    with _timed(out, "writing scenes"):
-        _write(demo)
-    with _timed(out, "training"):
-        recipe = paced(recipe, out)
+        minutes = seconds_per_step(*timing_inputs(recipe, "dvae"), _TARGET_SECONDS) * recipe.dvae.training.steps / 60
+        _print(f"training the dVAE takes about {max(1, round(minutes))} minutes on this machine")
+    with timed_phase(out, "writing scenes"):
+        write_data(demo)
+    with timed_phase(out, "training"):
+        recipe = limit_steps(recipe, out)
         pipe = _train(demo, recipe)
-    asked = composition.sample_captions("held-out", (1, 2), max(demo.captions, demo.evaluated), demo.seed)
-    with _timed(out, "drawing"):
-        result, pictures = _draw(demo, pipe, asked)
-    drawings = scene_samples(asked, pictures, result)
-    report.save_png(render_samples(drawings), out / "contact.png")
-    took = _numbers(out / "timings.json")
-    report.save_page(out / "report.html", "limner demo", page(demo, recipe, pipe, drawings, result, took))
+    captioned = composition.sample_captions("held-out", (1, 2), max(demo.captions, demo.evaluated), demo.seed)
+    with timed_phase(out, "drawing"):
+        result, pictures = _draw(demo, pipe, captioned)
+    samples = scene_samples(captioned, pictures, result)
+    report.save_png(render_samples(samples), out / "contact.png")
+    timings = read_numbers(out / "timings.json")
+    report.save_page(out / "report.html", "limner demo", page(demo, recipe, pipe, samples, result, timings))
     return result
 
 
 # ---------------------------------------------------------------------------- phases
 
 
-def paced(recipe: Recipe, out: Path) -> Recipe:
-    """Return the recipe, with fewer steps if training would take more than `_TRAINING` seconds on this machine.
+def limit_steps(recipe: Recipe, out: Path, max_seconds: float = _MAX_TRAINING_SECONDS) -> Recipe:
+    """Return the recipe, with fewer steps if training would take more than `max_seconds` on this machine.
 
     Steps are timed once. Their number is saved in `out/steps.json`, so that a resumed demo uses the same number.
     """
     path = out / "steps.json"
-    if not (steps := _numbers(path)).keys() >= {"prior", "contrastive"}:
-        write_json(path, steps := _affordable(recipe))
+    if not (steps := read_numbers(path)).keys() >= {"prior", "contrastive"}:
+        write_json(path, steps := affordable_steps(recipe, max_seconds))
 
     def with_steps(stage: Any, name: str) -> Any:
         count = max(1, min(stage.training.steps, int(steps[name])))
         return replace(stage, training=replace(stage.training, steps=count))
 
-    return replace(
-        recipe,
-        prior=with_steps(recipe.prior, "prior"),
-        contrastive=with_steps(recipe.contrastive, "contrastive"),
-    )
+    prior, contrastive = with_steps(recipe.prior, "prior"), with_steps(recipe.contrastive, "contrastive")
+    return replace(recipe, prior=prior, contrastive=contrastive)
 
 
-def _affordable(recipe: Recipe) -> dict[str, int]:
+def affordable_steps(recipe: Recipe, max_seconds: float) -> dict[str, int]:
+    """Return the number of steps of each stage that fit `max_seconds`, at most those of the recipe."""
     stages: dict[str, PriorStage | ContrastiveStage] = {"prior": recipe.prior, "contrastive": recipe.contrastive}
     steps = {name: stage.training.steps for name, stage in stages.items()}
     if torch.cuda.is_available():
         return steps
     threads = torch.get_num_threads()
-    beside = threads > 1  # each gets half of the threads, and slows the other
+    in_parallel = threads > 1  # with half of the threads each, which slows both
     torch.set_num_threads(threads - threads // 2)
-    company = COMPANY if beside else 1
-    costs = {name: seconds_per_step(*trial(recipe, name), _ROOM) * steps[name] * company for name in stages}
+    step_seconds = {name: seconds_per_step(*timing_inputs(recipe, name), _TARGET_SECONDS) for name in stages}
     torch.set_num_threads(threads)
-    longest = max(costs.values()) if beside else sum(costs.values())
-    if longest > _TRAINING:
-        _say(f"training is cut to {_TRAINING / 60:.0f} minutes; all of the recipe would take {longest / 60:.0f} here")
-    rooms = {name: _TRAINING if beside else _TRAINING * cost / longest for name, cost in costs.items()}
-    return {name: max(1, min(steps[name], int(steps[name] * rooms[name] / costs[name]))) for name in stages}
+    slowdown = PARALLEL_SLOWDOWN if in_parallel else 1
+    seconds = {name: step_seconds[name] * steps[name] * slowdown for name in stages}
+    total = max(seconds.values()) if in_parallel else sum(seconds.values())
+    if total > max_seconds:
+        _print(f"training is shortened to {max_seconds / 60:.0f} of {total / 60:.0f} minutes")
+    available = {name: max_seconds if in_parallel else max_seconds * seconds[name] / total for name in stages}
+    return {name: max(1, min(steps[name], int(steps[name] * available[name] / seconds[name]))) for name in stages}
 
 
-def _claim(out: Path, settings: dict[str, Any]) -> None:
+def claim_folder(out: Path, settings: dict[str, Any]) -> None:
     """Record the settings in the folder. Raises `UserError` if it holds other files or a demo with other settings."""
     path = out / "demo.json"
     if path.exists():
         if read_json(path) != settings:
-            raise UserError(f"{out} holds a demo with other settings: name another folder with --out, or delete it")
+            raise UserError(
+                f"{out} contains a demo with other settings: delete it, or choose another folder with --out"
+            )
     elif any(not entry.name.startswith(".") for entry in out.iterdir()):  # except the lock and a killed run's leftovers
-        raise UserError(f"{out} is not empty and holds no demo: name another folder with --out")
+        raise UserError(f"{out} contains files and no demo: choose an empty folder with --out")
     else:
         write_json(path, settings, indent=2)
 
 
-def _write(demo: Demo) -> None:
+def write_data(demo: Demo) -> None:
+    """Write the scenes to train on, unless they are complete."""
     kinds: dict[str, Literal["described", "crowded"]] = {"data": "described"}
     if demo.from_scratch:
-        kinds["crowds"] = "crowded"
+        kinds["crowded"] = "crowded"
     for folder, kind in kinds.items():
         if is_complete(demo.out / folder):
             continue
         with progress(f"writing {kind} scenes", demo.scenes, unit="scene") as bar:
             write_scenes(
-                demo.out / folder, demo.scenes, seed=1, kind=kind, pairs=0.0, things=THINGS, progress=bar.advance
+                demo.out / folder, demo.scenes, seed=1, kind=kind, pairs=0.0, things=COUNT_WEIGHTS, progress=bar.advance
             )
 
 
@@ -147,62 +149,63 @@ def _train(demo: Demo, recipe: Recipe) -> TextToImage:
     folder = demo.out / "run"
     if not (folder / "bundle" / "config.json").exists():
         if demo.from_scratch:
-            train_all(recipe, demo.out / "crowds", folder, ("dvae",))
+            train_all(recipe, demo.out / "crowded", folder, ("dvae",))
         train_all(recipe, demo.out / "data", folder)
     return TextToImage.from_pretrained(folder)  # the stored weights, which later calls use
 
 
 def _draw(
-    demo: Demo, pipe: TextToImage, asked: Sequence[tuple[str, Scene]]
+    demo: Demo, pipe: TextToImage, captioned: Sequence[tuple[str, Scene]]
 ) -> tuple[composition.CompositionResult, Tensor]:
     """Return the scores, and the candidates of the captions to show, uint8 [B, N, 3, H, W]."""
-    path, kept = demo.out / "composition.json", demo.out / "drawings.safetensors"
-    if path.exists() and (found := _saved(demo, path, [caption for caption, _ in asked])):
+    path, drawings_file = demo.out / "composition.json", demo.out / "drawings.safetensors"
+    if path.exists() and (saved := load_result(demo, path, [caption for caption, _ in captioned])):
         with suppress(FileNotFoundError, SafetensorError, KeyError):
-            pictures = load_file(kept)["pictures"]
+            pictures = load_file(drawings_file)["pictures"]
             if len(pictures) >= demo.captions:
-                return found, pictures[: demo.captions]
-    shown: list[Tensor] = []
+                return saved, pictures[: demo.captions]
+    first_pictures: list[Tensor] = []
 
-    def keep(start: int, made: Candidates) -> None:
-        shown.extend(made.pictures[: max(0, demo.captions - start)])
+    def keep_first(start: int, candidates: Candidates) -> None:
+        first_pictures.extend(candidates.pictures[: max(0, demo.captions - start)])
 
     settings = composition.CompositionSettings(candidates=demo.candidates, best_of=(1,), seed=demo.seed)
-    with progress("drawing", len(asked) * demo.candidates, unit="picture") as bar:
-        result = composition.score(pipe, asked, settings, progress=bar.advance, on_candidates=keep)
-    pictures = torch.stack(shown)
-    atomic_write_bytes(kept, save({"pictures": pictures}))
+    with progress("drawing", len(captioned) * demo.candidates, unit="picture") as bar:
+        result = composition.score(pipe, captioned, settings, progress=bar.advance, on_candidates=keep_first)
+    pictures = torch.stack(first_pictures)
+    atomic_write_bytes(drawings_file, save({"pictures": pictures}))
     result.save(path)
     return result, pictures
 
 
-def _saved(demo: Demo, path: Path, captions: list[str]) -> composition.CompositionResult | None:
+def load_result(demo: Demo, path: Path, captions: list[str]) -> composition.CompositionResult | None:
+    """Return the saved result if it has the same captions and settings, else None."""
     with suppress(UserError):  # damaged: draw again
-        found = composition.CompositionResult.load(path)
-        same = found.captions == captions and found.settings["candidates"] == demo.candidates
-        return found if same and found.settings.get("seed") == demo.seed else None
+        result = composition.CompositionResult.load(path)
+        settings = result.settings["candidates"], result.settings["seed"]
+        return result if result.captions == captions and settings == (demo.candidates, demo.seed) else None
     return None
 
 
 @contextmanager
-def _timed(out: Path, phase: str) -> Iterator[None]:
+def timed_phase(out: Path, phase: str) -> Iterator[None]:
     """Add the time of a phase to `timings.json`, also if the phase is interrupted."""
-    path, begun = out / "timings.json", time.monotonic()
+    path, start = out / "timings.json", time.monotonic()
     try:
         yield
     finally:
-        seconds = time.monotonic() - begun
-        known = _numbers(path)
-        write_json(path, {**known, phase: known.get(phase, 0.0) + seconds}, indent=2)
+        seconds = time.monotonic() - start
+        recorded = read_numbers(path)
+        write_json(path, {**recorded, phase: recorded.get(phase, 0.0) + seconds}, indent=2)
 
 
-def _numbers(path: Path) -> dict[str, Any]:
+def read_numbers(path: Path) -> dict[str, Any]:
     """Return the finite numbers of a JSON file by name: none if the file is missing or malformed."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     with suppress(UserError):
-        found = read_mapping(path)
-    return {name: value for name, value in found.items() if type(value) in (int, float) and math.isfinite(value)}
+        values = read_mapping(path)
+    return {name: value for name, value in values.items() if type(value) in (int, float) and math.isfinite(value)}
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

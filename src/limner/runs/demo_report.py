@@ -27,24 +27,24 @@ def page(
     demo: Demo,
     recipe: Recipe,
     pipe: TextToImage,
-    shown: Sequence[SceneSample],
+    samples: Sequence[SceneSample],
     result: composition.CompositionResult,
-    took: Mapping[str, float],
+    timings: Mapping[str, float],
 ) -> str:
-    """Return the body of the web page. `recipe` is the trained one; `took` has seconds by phase."""
+    """Return the body of the web page. `recipe` is the trained one; `timings` has seconds by phase."""
     k = demo.candidates
     best, first = result.rate(k), result.rate(1)
     trained = "Three models were" if demo.from_scratch else "A prior and a contrastive model were"
     parts = [
         "<h1>limner demo</h1>",
         f'<p class="lead">{trained} trained here, from random weights, on {demo.scenes:,} pictures of a small '
-        f"synthetic world. Of {best.total} captions whose combinations were held out of training, the chosen "
-        f"drawing has everything right for <b>{best.value:.0%}</b> (best of {k}), "
-        f"against {first.value:.0%} with a single drawing.</p>",
+        f"synthetic world. Of {best.total} captions with held-out combinations, the chosen "
+        f"drawing is right for <b>{best.value:.0%}</b> (best of {k}), "
+        f"compared with {first.value:.0%} for a single drawing.</p>",
         "<h2>Drawings</h2>",
-        '<p class="dim">The best of each row was chosen by the contrastive model (blue frame); an oracle that reads '
-        "pictures without a learned model says what is right (green line).</p>",
-        *(_article(one) for one in shown),
+        '<p class="dim">The best of each row was chosen by the contrastive model (blue frame); a scene '
+        "parser without learned parts found the right ones (green line).</p>",
+        *(_article(sample) for sample in samples),
         f"<h2>Score over {best.total} held-out captions</h2>",
         report.table(
             [
@@ -53,12 +53,12 @@ def page(
             ],
             ("captions", "any candidate", "best of 1", f"best of {k}", f"any of {k} right"),
         ),
-        '<p class="dim">With 95% intervals. Right means: number, size, fill, color and shape of all things, their '
+        '<p class="dim">With 95% intervals. Right means: number, size, fill, color and shape of all objects, their '
         "relation, and the background.</p>",
         "<h2>Training</h2>",
         f'<div class="charts">{"".join(_charts(demo.out / "run"))}</div>',
         "<h2>Time</h2>",
-        report.table([*((name, clock(s)) for name, s in took.items()), ("in all", clock(sum(took.values())))]),
+        report.table([*((name, clock(s)) for name, s in timings.items()), ("total", clock(sum(timings.values())))]),
         "<h2>Settings</h2>",
         report.table(_settings(demo, recipe, pipe)),
     ]
@@ -69,21 +69,21 @@ def _cells(result: composition.CompositionResult, k: int, kind: str | None) -> t
     return str(result.rate(1, kind)), str(result.rate(k, kind)), str(result.ceiling(k, kind))
 
 
-def _article(one: SceneSample) -> str:
-    right = bool(one.right[one.best])
-    verdict = '<span class="good">right</span>' if right else '<span class="bad">not as the caption says</span>'
+def _article(sample: SceneSample) -> str:
+    right = bool(sample.right[sample.best])
+    verdict = '<span class="good">right</span>' if right else '<span class="bad">wrong</span>'
     strip = []
-    for i in range(len(one.pictures)):
-        kind = " ".join(name for name, on in (("chosen", i == one.best), ("right", one.right[i])) if on)
-        tag = report.img_tag(one.picture(i), f"candidate {i + 1}", 48)
-        title = f"candidate {i + 1}, score {float(one.scores[i]):.3f}"
+    for i in range(len(sample.pictures)):
+        kind = " ".join(name for name, on in (("chosen", i == sample.best), ("right", sample.right[i])) if on)
+        tag = report.img_tag(sample.picture(i), f"candidate {i + 1}", 48)
+        title = f"candidate {i + 1}, score {float(sample.scores[i]):.3f}"
         strip.append(tag.replace("<img ", f'<img class="{kind}" title="{title}" ', 1))
     return (
-        f"<article><h3>{escape(one.caption)}</h3>"
-        f'<div class="pair"><figure>{report.img_tag(one.picture(one.best), "best drawing", 192)}'
-        f"<figcaption>drawn: {verdict}, score {float(one.scores[one.best]):.3f}</figcaption></figure>"
-        f"<figure>{report.img_tag(one.real(), 'real scene', 192)}<figcaption>a real scene</figcaption></figure></div>"
-        f'<div class="strip">{"".join(strip)}</div><small>{int(one.right.sum())} of {len(one.right)} candidates '
+        f"<article><h3>{escape(sample.caption)}</h3>"
+        f'<div class="pair"><figure>{report.img_tag(sample.picture(sample.best), "best drawing", 192)}'
+        f"<figcaption>drawn: {verdict}, score {float(sample.scores[sample.best]):.3f}</figcaption></figure>"
+        f"<figure>{report.img_tag(sample.real(), 'real scene', 192)}<figcaption>real scene</figcaption></figure></div>"
+        f'<div class="strip">{"".join(strip)}</div><small>{int(sample.right.sum())} of {len(sample.right)} candidates '
         "are right</small></article>"
     )
 

@@ -29,20 +29,20 @@ from limner.training.hooks import Hook
 from limner.training.metrics_log import read_metrics
 from limner.training.train_state import SKIPPED, Run
 
-LOG = "contrastive.log"
-_REASON = re.compile(r"(limner|[\w.]*(Error|Exception))(: |$)")  # start of the line with the error
+LOG_FILE = "contrastive.log"
+_ERROR_LINE = re.compile(r"(limner|[\w.]*(Error|Exception))(: |$)")  # start of the log line that names the error
 
 
-def trained_together(stages: Sequence[str], device: torch.device) -> bool:
+def trains_in_parallel(stages: Sequence[str], device: torch.device) -> bool:
     """Return True if a run trains the prior and the contrastive model in parallel."""
     return {"prior", "contrastive"} <= set(stages) and device.type == "cpu" and torch.get_num_threads() > 1
 
 
-class _Watch(Hook):
+class WorkerHook(Hook):
     """A hook that gives the prior all `threads` when the other process is done, and raises if that process failed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, threads: int) -> None:
-        self.process, self.log, self.threads = process, log, threads
+    def __init__(self, process: subprocess.Popen[bytes], log_file: Path, threads: int) -> None:
+        self.process, self.log_file, self.threads = process, log_file, threads
 
     def on_report(self, run: Run, row: dict[str, Any]) -> None:
         self.check()
@@ -52,15 +52,15 @@ class _Watch(Hook):
     def check(self) -> None:
         """Raise `UserError` with the error of the other process if that process failed."""
         if code := self.process.poll():
-            lines = self.log.read_text("utf-8", "replace").strip().splitlines() or ["it said nothing"]
-            said = next(filter(_REASON.match, reversed(lines)), lines[-1])  # a thread may log a warning after the error
+            lines = self.log_file.read_text("utf-8", "replace").strip().splitlines() or ["no output"]
+            reason = next(filter(_ERROR_LINE.match, reversed(lines)), lines[-1])  # a warning may follow the error
             if code < 0:
-                said = f"signal {-code} killed it, perhaps because memory ran out"
-            raise UserError(f"training the contrastive model beside the prior failed ({said}): see {self.log}")
+                reason = f"signal {-code} killed the process, perhaps because memory ran out"
+            raise UserError(f"training the contrastive model in parallel failed ({reason}): see {self.log_file}")
 
 
 @contextmanager
-def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -> Iterator[Hook]:
+def contrastive_in_parallel(recipe: Recipe, data: str | Path, out: Path, lock: int) -> Iterator[Hook]:
     """Train the contrastive model of the run `out` in another process, with half of the threads, during the block.
 
     Yields a hook for the prior's training, and waits for the other process at the end of the block. Needs the run's
@@ -68,24 +68,24 @@ def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -
     (`atomic_io.locked`), since it briefly outlives this one if this one is killed.
     """
     threads = torch.get_num_threads()
-    log = out / LOG
+    log_file = out / LOG_FILE
     command = [sys.executable, "-P", "-m", "limner.runs.worker", str(data), str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads // 2)}
-    with log.open("ab") as written:
+    with log_file.open("ab") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=written, stderr=written, start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
             pass_fds=() if lock < 0 else (lock,),
             env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},  # -P: no imports from the current folder
         )  # fmt: skip
     assert process.stdin is not None
-    print(f"training the contrastive model beside it: {printable(log)}", file=sys.stderr)
-    watch = _Watch(process, log, threads)
+    print(f"training the contrastive model in parallel: log in {printable(log_file)}", file=sys.stderr)
+    hook = WorkerHook(process, log_file, threads)
     torch.set_num_threads(threads - threads // 2)
     try:
-        yield watch
+        yield hook
         if process.poll() is None:
             _wait(process, recipe.contrastive.training.steps, out / "contrastive" / "metrics.jsonl")
-        watch.check()
+        hook.check()
         skipped, steps = skipped_updates(out / "contrastive")
         if skipped:
             print(f"{skipped:,} of {steps:,} updates of the contrastive model {SKIPPED}", file=sys.stderr)
@@ -98,13 +98,13 @@ def contrastive_beside(recipe: Recipe, data: str | Path, out: Path, lock: int) -
 def _wait(process: subprocess.Popen[bytes], steps: int, metrics: Path) -> None:
     """Show the progress of the other process until it ends."""
     with progress("training the contrastive model", steps) as bar:
-        bar.resume(_step(metrics))
+        bar.resume(_last_step(metrics))
         while process.poll() is None:
-            bar.advance(_step(metrics) - bar.done)
+            bar.advance(_last_step(metrics) - bar.done)
             time.sleep(1)
-        bar.advance(_step(metrics) - bar.done)
+        bar.advance(_last_step(metrics) - bar.done)
 
 
-def _step(metrics: Path) -> int:
+def _last_step(metrics: Path) -> int:
     rows = read_metrics(metrics)
     return int(rows[-1]["step"]) if rows else 0

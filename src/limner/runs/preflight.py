@@ -17,43 +17,41 @@ from limner.recipes.recipe import (
     resolve_dvae_config,
     resolve_prior_config,
 )
-from limner.runs.run_data import Material
+from limner.runs.run_data import RunData
 from limner.training.checkpoint import completed, step_of
 from limner.training.config import refuse_changes
 from limner.training.parallel import Single
 from limner.training.train_state import set_up
 
 
-def check(material: Material, stages: Sequence[str]) -> None:
+def check(run_data: RunData, stages: Sequence[str]) -> None:
     """Build the models and optimizers on the meta device. Raises `UserError` if the models do not fit together, or if a
     stage has a checkpoint with other settings."""
-    recipe, out = material.recipe, material.out
-    found: dict[str, tuple[AnyStage, Any]] = {}
+    recipe, out = run_data.recipe, run_data.out
+    stage_configs: dict[str, tuple[AnyStage, Any]] = {}
     try:
-        pictures = resolve_dvae_config(recipe)
+        dvae = resolve_dvae_config(recipe)
         if not isinstance(recipe.dvae, PretrainedDVAE):
-            found["dvae"] = recipe.dvae, pictures
-        known = material.known_tokenizer()
-        vocab = known.vocab_size if known else recipe.text.vocab
-        found["prior"] = recipe.prior, resolve_prior_config(recipe.prior, recipe.text, vocab, pictures)
-        fitted = resolve_contrastive_config(recipe.contrastive, recipe.text, vocab, pictures)
-        found["contrastive"] = recipe.contrastive, fitted
+            stage_configs["dvae"] = recipe.dvae, dvae
+        tokenizer = run_data.existing_tokenizer()
+        vocab = tokenizer.vocab_size if tokenizer else recipe.text.vocab
+        stage_configs["prior"] = recipe.prior, resolve_prior_config(recipe.prior, recipe.text, vocab, dvae)
+        contrastive = resolve_contrastive_config(recipe.contrastive, recipe.text, vocab, dvae)
+        stage_configs["contrastive"] = recipe.contrastive, contrastive
         with torch.device("meta"):
-            for stage, config in found.values():
+            for stage, config in stage_configs.values():
                 set_up(config.build(), stage.objective, stage.training, torch.device("meta"), Single())
     except (ValueError, ZeroDivisionError, RuntimeError, OverflowError) as error:
-        raise UserError(f"the recipe describes no models that fit together: {error}".splitlines()[0]) from None
-    for name, (stage, config) in found.items():
+        raise UserError(f"the models of the recipe do not fit together: {error}".splitlines()[0]) from None
+    for name, (stage, config) in stage_configs.items():
         if name in stages:
-            share_of(stage.training.batch_size, material.parallel.world, f"{name}.training.batch_size")
-        saved = out / name / "config.json"
-        if name in stages and saved.exists() and completed(out / name):
-            ours = {"training": stage.training, "model": config, "objective": stage.objective}
-            before = read_mapping(saved)
-            refuse_changes(out / name, before, {**before, **ours})
+            share_of(stage.training.batch_size, run_data.parallel.world, f"{name}.training.batch_size")
+        config_file = out / name / "config.json"
+        if name in stages and config_file.exists() and completed(out / name):
+            current = {"training": stage.training, "model": config, "objective": stage.objective}
+            recorded = read_mapping(config_file)
+            refuse_changes(out / name, recorded, {**recorded, **current})
     if "dvae" in stages and not isinstance(recipe.dvae, PretrainedDVAE) and completed(out / "prior"):
         done = completed(out / "dvae")
         if not done or step_of(done[-1]) < recipe.dvae.training.steps:
-            raise UserError(
-                f"the prior in {out} has learned from its dVAE as it is: train another dVAE in a new folder"
-            )
+            raise UserError(f"the prior in {out} was trained on tokens of its dVAE: train another dVAE in a new folder")

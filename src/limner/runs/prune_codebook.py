@@ -1,7 +1,7 @@
 """Codebook pruning: remove the codes that no picture uses. The pictures stay the same.
 
-A dVAE trained to use few codes (a `price`) still has weights for each unused code. So does the prior, which has
-learned never to sample them.
+A dVAE trained to use few codes (by a usage penalty) still has weights for each unused code, and so does the prior,
+which has learned never to sample them.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ def used_codes(dvae: AnyDVAE, source: Source) -> Tensor:
                 used[dvae.tokens(pixels.to(device)).unique().cpu()] = True
             bar.advance(len(part))
     if not used.any():
-        raise UserError("no picture of the data can be read, so no code is in use: `limner data show` says why")
+        raise UserError("no picture of the data is readable, so no code is in use: `limner data show` lists the errors")
     return used.nonzero()[:, 0]
 
 
 def prune(pipe: TextToImage, used: Tensor) -> TextToImage:
     """Return a pipeline whose code k is code `used[k]` of `pipe`; `used` is int64 [K]."""
     k = len(used)
-    dvae = _kept(pipe.dvae, replace(pipe.dvae.config, vocab=k).build(), used)
-    prior = _kept(pipe.prior, replace(pipe.prior.config, image_vocab=k).build(), used)
-    contrastive = _kept(pipe.contrastive, pipe.contrastive.config.build(), used)  # weights independent of the codes
+    dvae = _copy_weights(pipe.dvae, replace(pipe.dvae.config, vocab=k).build(), used)
+    prior = _copy_weights(pipe.prior, replace(pipe.prior.config, image_vocab=k).build(), used)
+    contrastive = _copy_weights(pipe.contrastive, pipe.contrastive.config.build(), used)  # no codes
     return TextToImage(dvae, prior, contrastive, pipe.tokenizer, pipe.info)
 
 
-def _kept(model: nn.Module, smaller: M, used: Tensor) -> M:
+def _copy_weights(model: nn.Module, smaller: M, used: Tensor) -> M:
     """Copy the weights of `model` into `smaller`, on the CPU, keeping the positions `used` of each longer axis."""
     values = {name: value.cpu() for name, value in model.state_dict().items()}
-    for name, there in smaller.state_dict().items():
-        for dim in range(there.ndim):
-            if values[name].shape[dim] != there.shape[dim]:
+    for name, target in smaller.state_dict().items():
+        for dim in range(target.ndim):
+            if values[name].shape[dim] != target.shape[dim]:
                 values[name] = values[name].index_select(dim, used)
     smaller.load_state_dict(values)
     return smaller.eval().requires_grad_(False)

@@ -31,13 +31,13 @@ from limner.tasks.caption_truth import falsehood
 from limner.text.bpe import Tokenizer
 from limner.training.parallel import Parallel, Single
 
-_KEPT_BYTES = 1 << 30  # of decoded pictures cached in memory
-_CLUSTERED = 8_000  # pictures whose patches are clustered
-_EVALUATED = 512  # held-out samples of an evaluation during training
+_IMAGE_CACHE_BYTES = 1 << 30  # of decoded pictures
+_MAX_CLUSTERING_PICTURES = 8_000
+_MAX_EVALUATION_SAMPLES = 512  # during training
 
 
 @dataclass(frozen=True, kw_only=True)
-class Material:
+class RunData:
     """The data of a recipe's run in `out`. Training samples have the stage's augmentation and dropout; held-out samples
     have neither, and an evaluation uses at most 512 of them."""
 
@@ -48,31 +48,31 @@ class Material:
     parallel: Parallel = field(default_factory=Single)
 
     @classmethod
-    def of(cls, recipe: Recipe, data: str | Path, out: str | Path, parallel: Parallel | None = None) -> Material:
+    def open(cls, recipe: Recipe, data: str | Path, out: str | Path, parallel: Parallel | None = None) -> RunData:
         """Open the data. Raises `UserError` if no sample is in the split 'train'."""
         source = open_source(str(data))
         splits = by_split(source)
         train, held_out = (splits.get(name) or Selection(source, []) for name in ("train", "held-out"))
-        if lost := unread({name: len(chosen) for name, chosen in splits.items()}):
-            warnings.warn(f"{data}: {lost}", stacklevel=2)
+        if warning := unread({name: len(selection) for name, selection in splits.items()}):
+            warnings.warn(f"{data}: {warning}", stacklevel=2)
         if len(train) == 0:
-            raise UserError(f"{data} has no sample in the split 'train': check its metadata")
+            raise UserError(f"the split 'train' of {data} is empty: check the key 'split' of its metadata")
         return cls(recipe=recipe, train=train, held_out=held_out, out=Path(out), parallel=parallel or Single())
 
-    def credited(self) -> list[dict[str, Any]]:
+    def save_attribution(self) -> list[dict[str, Any]]:
         """Return and save the attribution (`data/attribution.py`) of the data of this call, of earlier calls, and of
         the bundles that the recipe starts from."""
-        path, begun = self.out / "attribution.json", [self.recipe.start]
+        path, starts = self.out / "attribution.json", [self.recipe.start]
         if isinstance(self.recipe.dvae, PretrainedDVAE):
-            begun.append(self.recipe.dvae.bundle)
-        earlier = [bundles.read_info(name).get("attribution") for name in begun if name]
-        known = read_json(path) if path.exists() else []
-        rows = united(known, *earlier, attribution(self.train))
-        if rows and rows != known:
+            starts.append(self.recipe.dvae.bundle)
+        inherited = [bundles.read_info(name).get("attribution") for name in starts if name]
+        saved = read_json(path) if path.exists() else []
+        rows = united(saved, *inherited, attribution(self.train))
+        if rows and rows != saved:
             write_json(path, rows, indent=1, ensure_ascii=False)
         return rows
 
-    def known_tokenizer(self) -> Tokenizer | None:
+    def existing_tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer of the run, else of the recipe's start, else None."""
         path, start = self.out / "tokenizer.json", self.recipe.start
         if path.exists():
@@ -85,36 +85,36 @@ class Material:
         path = self.out / "tokenizer.json"
         with self.parallel.first():
             if not path.exists():
-                (self.known_tokenizer() or Tokenizer.train(_captions(self.train), self.recipe.text.vocab)).save(path)
+                (self.existing_tokenizer() or Tokenizer.train(_captions(self.train), self.recipe.text.vocab)).save(path)
         return Tokenizer.load(path)
 
-    def pictures(self, source: Source, size: int) -> Tensor:
+    def evaluation_pictures(self, source: Source, size: int) -> Tensor:
         """Return at most 512 evenly spaced pictures of the source, not augmented: uint8 [B, 3, size, size]."""
-        some = _some(source)
-        return ImageCaptionDataset(some, size).load(np.arange(len(some)))[1]
+        subset = _evaluation_subset(source)
+        return ImageCaptionDataset(subset, size).load(np.arange(len(subset)))[1]
 
-    def images(self, stage: DVAEStage | PatchStage) -> Dataset:
-        """Return the dVAE's dataset: pictures."""
+    def dvae_dataset(self, stage: DVAEStage | PatchStage) -> Dataset:
+        """Return the dVAE's training data: pictures."""
         augment = "dvae" if stage.augment else "none"
-        return ImageCaptionDataset(self.train, stage.model.size, augment, keep_bytes=_KEPT_BYTES)
+        return ImageCaptionDataset(self.train, stage.model.size, augment, keep_bytes=_IMAGE_CACHE_BYTES)
 
-    def clustered(self, stage: DVAEStage | PatchStage) -> Tensor:
+    def clustering_pictures(self, stage: DVAEStage | PatchStage) -> Tensor:
         """Return at most 8,000 evenly spaced pictures to cluster patches of: uint8 [B, 3, size, size]."""
-        images = self.images(stage)
-        rows = _spread(len(images), _CLUSTERED)
+        images = self.dvae_dataset(stage)
+        rows = _evenly_spaced(len(images), _MAX_CLUSTERING_PICTURES)
         return images.batch(rows, hash64(stage.training.seed, rows))["pixels"]
 
-    def tokens(self, source: Source, tokenizer: Tokenizer, dvae: AnyDVAE) -> Dataset:
+    def prior_dataset(self, source: Source, tokenizer: Tokenizer, dvae: AnyDVAE) -> Dataset:
         """Return the prior's dataset: caption and image tokens. Augmented pictures are encoded per batch, others once
         and cached."""
-        stage, text, trains = self.recipe.prior, self.recipe.text, source is self.train
-        source, size = source if trains else _some(source), dvae.config.size
-        dropout = (text.dropout, stage.caption_dropout) if trains else (0.0, 0.0)
+        stage, text, training = self.recipe.prior, self.recipe.text, source is self.train
+        source, size = source if training else _evaluation_subset(source), dvae.config.size
+        dropout = (text.dropout, stage.caption_dropout) if training else (0.0, 0.0)
 
         def encode(pixels: Tensor) -> Tensor:
             return dvae.tokens(pixels.to(next(dvae.parameters()).device)).cpu()
 
-        if trains and stage.augment:
+        if training and stage.augment:
             return EncodedDataset(ImageCaptionDataset(source, size, "prior", tokenizer, text.length, *dropout), encode)
         with (
             self.parallel.first(),
@@ -125,21 +125,21 @@ class Material:
             )
         return TokenDataset(cache.tokens, cache.captions, tokenizer, text.length, *dropout)
 
-    def captioned(self, source: Source, tokenizer: Tokenizer, size: int) -> ImageCaptionDataset:
+    def contrastive_dataset(self, source: Source, tokenizer: Tokenizer, size: int) -> ImageCaptionDataset:
         """Return the contrastive model's dataset: pictures, captions and distractors."""
-        stage, text, trains = self.recipe.contrastive, self.recipe.text, source is self.train
+        stage, text, training = self.recipe.contrastive, self.recipe.text, source is self.train
         distractors = None
         if stage.distractors:
             distractors = Distractors(_captions(self.train), _captions(self.held_out), falsehood), stage.distractors
         return ImageCaptionDataset(
-            source if trains else _some(source),
+            source if training else _evaluation_subset(source),
             size,
-            "prior" if stage.augment and trains else "none",
+            "prior" if stage.augment and training else "none",
             tokenizer,
             text.length,
-            text.dropout if trains else 0.0,
+            text.dropout if training else 0.0,
             distractors=distractors,
-            keep_bytes=_KEPT_BYTES,
+            keep_bytes=_IMAGE_CACHE_BYTES,
         )
 
 
@@ -151,11 +151,11 @@ def _captions(source: Source) -> Iterable[str]:
             continue
 
 
-def _some(source: Source) -> Source:
+def _evaluation_subset(source: Source) -> Source:
     """Return at most 512 evenly spaced samples."""
-    return Selection(source, _spread(len(source), _EVALUATED))
+    return Selection(source, _evenly_spaced(len(source), _MAX_EVALUATION_SAMPLES))
 
 
-def _spread(count: int, most: int) -> np.ndarray:
-    """Return at most `most` evenly spaced indices below `count`."""
-    return np.linspace(0, count - 1, min(most, count)).astype(int)
+def _evenly_spaced(count: int, limit: int) -> np.ndarray:
+    """Return at most `limit` evenly spaced indices below `count`."""
+    return np.linspace(0, count - 1, min(limit, count)).astype(int)

@@ -40,7 +40,7 @@ from limner.recipes.recipe import (
     resolve_prior_config,
 )
 from limner.runs.codebook_monitor import CollapseWarning
-from limner.runs.run_data import Material
+from limner.runs.run_data import RunData
 from limner.text.bpe import Tokenizer
 from limner.training.checkpoint import completed, load_weights
 from limner.training.hooks import Hook
@@ -56,18 +56,18 @@ Stage = Literal["dvae", "prior", "contrastive"]
 STAGES: tuple[Stage, ...] = ("dvae", "prior", "contrastive")
 
 
-class Stages:
+class StageTrainer:
     """The stages of a run, one method each. With `train=False` a method only loads the weights of the run, or those
     that the recipe starts from."""
 
-    def __init__(self, material: Material) -> None:
-        self.material, self.recipe, self.out = material, material.recipe, material.out
+    def __init__(self, run_data: RunData) -> None:
+        self.run_data, self.recipe, self.out = run_data, run_data.recipe, run_data.out
         self.device = _device()
 
     def has_dvae(self) -> bool:
         """Return True if a dVAE exists: pretrained, from the recipe's start, or trained here."""
-        there = isinstance(self.recipe.dvae, PretrainedDVAE) or self.recipe.start is not None
-        return there or bool(completed(self.out / "dvae"))
+        pretrained_or_start = isinstance(self.recipe.dvae, PretrainedDVAE) or self.recipe.start is not None
+        return pretrained_or_start or bool(completed(self.out / "dvae"))
 
     def dvae(self, train: bool = True) -> AnyDVAE:
         """Train or load the dVAE (stage one, §2.1), or load the recipe's pretrained one.
@@ -75,93 +75,93 @@ class Stages:
         Weights are rounded to the bundle's format, so that the prior trains on the bundle's tokens. Raises `UserError`
         if there is nothing to load.
         """
-        stage, material = self.recipe.dvae, self.material
+        stage, run_data = self.recipe.dvae, self.run_data
         if isinstance(stage, PretrainedDVAE):
             return bundles.load_model(stage.bundle, "dvae").to(self.device)
-        if not train and self.recipe.start and not completed(self.out / "dvae"):  # settings may differ
+        if not train and self.recipe.start and not completed(self.out / "dvae"):  # not compared with the recipe
             return bundles.load_model(self.recipe.start, "dvae").to(self.device)
         if not train:
             model = stage.model.build()
-            if not self._load("dvae", model):
-                raise UserError(f"there is no dVAE in {self.out / 'dvae'}: train the stage 'dvae' first")
+            if not self._load_checkpoint_or_start("dvae", model):
+                raise UserError(f"no dVAE in {self.out / 'dvae'}: train the stage 'dvae' first")
             return bundles.rounded(model).to(self.device).eval()
         model = self._build(stage.model, stage.training.seed)
         size = stage.model.size
-        checked = material.pictures(material.held_out if len(material.held_out) else material.train, size)
-        checked = checked.to(self.device)
+        pixels = run_data.evaluation_pictures(run_data.held_out if len(run_data.held_out) else run_data.train, size)
+        pixels = pixels.to(self.device)
 
         def evaluate(model: Any, step: int) -> Mapping[str, float]:
-            found = codebook_metrics(model, checked)
+            metrics = codebook_metrics(model, pixels)
             if isinstance(stage, PatchStage):
-                return found
-            return found | relaxation_gap(model, checked, stage.objective.tau(step), found["psnr"])
+                return metrics
+            return metrics | relaxation_gap(model, pixels, stage.objective.tau(step), metrics["psnr"])
 
         record = {"model": stage.model, "objective": stage.objective}
-        watching = []
+        hooks = []
         if isinstance(model, PatchDVAE):
             if not self.recipe.start and not completed(self.out / "dvae"):
-                with progress("finding codes", ROUNDS, unit="round", shown=material.parallel.is_main) as bar:
-                    codes = torch.Generator().manual_seed(folded(stage.training.seed))
-                    model.fit(material.clustered(stage), codes, progress=bar.advance)
+                with progress("clustering patches", ROUNDS, unit="round", shown=run_data.parallel.is_main) as bar:
+                    generator = torch.Generator().manual_seed(folded(stage.training.seed))
+                    model.fit(run_data.clustering_pictures(stage), generator, progress=bar.advance)
         elif not (isinstance(stage.objective, BalancedELB) and stage.objective.priced_from is not None):
-            watching = [CollapseWarning(stage.model.vocab)]
-        trained = self._run("dvae", model, stage, material.images(stage), evaluate, record, watching)
-        return bundles.rounded(self._whole(model, trained)).eval()
+            hooks = [CollapseWarning(stage.model.vocab)]
+        trained = self._train("dvae", model, stage, run_data.dvae_dataset(stage), evaluate, record, hooks)
+        return bundles.rounded(self._unsharded(model, trained)).eval()
 
     def prior(
         self, tokenizer: Tokenizer, dvae: AnyDVAE, train: bool = True, hooks: Sequence[Hook] = ()
     ) -> Transformer | None:
         """Train or load the prior (stage two, §2.2). Returns None on all processes but the first."""
-        stage, material = self.recipe.prior, self.material
+        stage, run_data = self.recipe.prior, self.run_data
         config = resolve_prior_config(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
         if not train:
-            return self._earlier("prior", config)
+            return self._load_stage("prior", config)
         model = self._build(config, stage.training.seed)
         if isinstance(dvae, PatchDVAE):
-            relate(model, dvae.codes)
+            init_from_codebook(model, dvae.codes)
         dvae = dvae.to(self.device).eval()
         evaluate = None
-        if len(material.held_out):
-            checked = material.tokens(material.held_out, tokenizer, dvae)
-            evaluate = held_out_metrics(stage.objective, checked, 64, self.device)
+        if len(run_data.held_out):
+            held_out = run_data.prior_dataset(run_data.held_out, tokenizer, dvae)
+            evaluate = held_out_metrics(stage.objective, held_out, 64, self.device)
         record = {"model": config, "objective": stage.objective, "dvae": weights_hash(dvae)}
-        data = material.tokens(material.train, tokenizer, dvae)
-        trained = self._run("prior", model, stage, data, evaluate, record, hooks)
-        return self._whole(model, trained).eval() if material.parallel.is_main else None
+        data = run_data.prior_dataset(run_data.train, tokenizer, dvae)
+        trained = self._train("prior", model, stage, data, evaluate, record, hooks)
+        return self._unsharded(model, trained).eval() if run_data.parallel.is_main else None
 
     def contrastive(self, tokenizer: Tokenizer, dvae: AnyDVAEConfig, train: bool = True) -> Contrastive | None:
         """Train or load the reranker (§2.6) of the dVAE's size. Returns None on all processes but the first."""
-        stage, material = self.recipe.contrastive, self.material
+        stage, run_data = self.recipe.contrastive, self.run_data
         config = resolve_contrastive_config(stage, self.recipe.text, tokenizer.vocab_size, dvae)
         if not train:
-            return self._earlier("contrastive", config)
+            return self._load_stage("contrastive", config)
         model = self._build(config, stage.training.seed)
         evaluate = None
-        if len(material.held_out):
-            checked = material.captioned(material.held_out, tokenizer, config.size)
-            evaluate = held_out_metrics(stage.objective, checked, 128, self.device)
+        if len(run_data.held_out):
+            held_out = run_data.contrastive_dataset(run_data.held_out, tokenizer, config.size)
+            evaluate = held_out_metrics(stage.objective, held_out, 128, self.device)
         record = {"model": config, "objective": stage.objective}
-        data = material.captioned(material.train, tokenizer, config.size)
-        trained = self._run("contrastive", model, stage, data, evaluate, record)
-        return self._whole(model, trained).eval() if material.parallel.is_main else None
+        data = run_data.contrastive_dataset(run_data.train, tokenizer, config.size)
+        trained = self._train("contrastive", model, stage, data, evaluate, record)
+        return self._unsharded(model, trained).eval() if run_data.parallel.is_main else None
 
-    def trained(self, name: Stage) -> tuple[Run, Dataset]:
+    def restore(self, name: Stage) -> tuple[Run, Dataset]:
         """Return a stage's newest checkpoint, in training mode, and its data. Raises `UserError` without one."""
-        stage, material = getattr(self.recipe, name), self.material
+        stage, run_data = getattr(self.recipe, name), self.run_data
         if isinstance(stage, PretrainedDVAE) or not completed(self.out / name):
-            raise UserError(f"there is no checkpoint in {self.out / name}: train the stage {name!r} first")
+            raise UserError(f"no checkpoint in {self.out / name}: train the stage {name!r} first")
         if name == "dvae":
-            model, data = stage.model.build(), material.images(stage)
+            model, data = stage.model.build(), run_data.dvae_dataset(stage)
         else:
-            tokenizer = material.tokenizer()
+            tokenizer = run_data.tokenizer()
             if name == "prior":
                 dvae = self.dvae(train=False)
                 config = resolve_prior_config(stage, self.recipe.text, tokenizer.vocab_size, dvae.config)
-                data = material.tokens(material.train, tokenizer, dvae)
+                data = run_data.prior_dataset(run_data.train, tokenizer, dvae)
             else:
                 dvae = self.dvae(train=False).config if self.has_dvae() else resolve_dvae_config(self.recipe)
                 config = resolve_contrastive_config(stage, self.recipe.text, tokenizer.vocab_size, dvae)
-                data = material.captioned(material.train, tokenizer, config.size)
+                data = run_data.contrastive_dataset(run_data.train, tokenizer, config.size)
             model = config.build()
         load_weights(model, self.out / name)
         return Run(model.train(), stage.objective, stage.training, self.device), data
@@ -169,38 +169,38 @@ class Stages:
     def _build(self, config: Any, seed: int) -> Any:
         """Build a model with initial weights from `seed`."""
         torch.manual_seed(folded(seed))
-        with self.material.parallel.building():
+        with self.run_data.parallel.building():
             return config.build()
 
     @torch.no_grad()
-    def _begin(self, name: Stage, model: AnyDVAE | Transformer | Contrastive) -> bool:
+    def _load_start(self, name: Stage, model: AnyDVAE | Transformer | Contrastive) -> bool:
         """Load the weights that the recipe starts from. Returns False if the recipe starts from random weights."""
         start = self.recipe.start
         if start is None:
             return False
-        with self.material.parallel.building() if any(map(is_dtensor, model.parameters())) else nullcontext():
-            begun = bundles.load_model(start, name)
-        if wrong := differences(to_dict(begun.config), to_dict(model.config)):
-            what = f"the {name} of {start} has other settings than the recipe ({', '.join(wrong)})"
-            raise UserError(f"{what}: give the recipe those of its config.json")
-        fill_model(model, model_tensors(begun), start)
+        with self.run_data.parallel.building() if any(map(is_dtensor, model.parameters())) else nullcontext():
+            start_model = bundles.load_model(start, name)
+        if changed := differences(to_dict(start_model.config), to_dict(model.config)):
+            problem = f"the {name} of {start} has other settings than the recipe ({', '.join(changed)})"
+            raise UserError(f"{problem}: copy the settings of its config.json to the recipe")
+        fill_model(model, model_tensors(start_model), start)
         return True
 
-    def _load(self, name: Stage, model: AnyDVAE | Transformer | Contrastive) -> bool:
+    def _load_checkpoint_or_start(self, name: Stage, model: AnyDVAE | Transformer | Contrastive) -> bool:
         """Load the run's newest checkpoint, or the recipe's start. Returns False if there is neither."""
         if not completed(self.out / name):
-            return self._begin(name, model)
+            return self._load_start(name, model)
         load_weights(model, self.out / name)
         return True
 
-    def _earlier(self, name: Stage, config: Any) -> Any:
-        """Return the model loaded by `_load`, or None; None on all processes but the first."""
-        if not self.material.parallel.is_main:
+    def _load_stage(self, name: Stage, config: Any) -> Any:
+        """Return the model loaded by `_load_checkpoint_or_start`, or None; None on all processes but the first."""
+        if not self.run_data.parallel.is_main:
             return None
         model = config.build()
-        return model.to(self.device).eval() if self._load(name, model) else None
+        return model.to(self.device).eval() if self._load_checkpoint_or_start(name, model) else None
 
-    def _run(
+    def _train(
         self,
         name: Stage,
         model: AnyDVAE | Transformer | Contrastive,
@@ -214,10 +214,10 @@ class Stages:
         config = stage.training
         if config.precision.converts:
             hooks = [*hooks, KernelCounts(self.out / name)]
-        if self._begin(name, model):
+        if self._load_start(name, model):
             record = {**record, "start": self.recipe.start}
         stream = Stream(data, config.batch_size, config.seed, prefetch=2)
-        with progress(f"training the {STAGE_TITLES[name]}", config.steps, shown=self.material.parallel.is_main) as bar:
+        with progress(f"training the {STAGE_TITLES[name]}", config.steps, shown=self.run_data.parallel.is_main) as bar:
             trained = train(
                 model,
                 stage.objective,
@@ -228,13 +228,13 @@ class Stages:
                 record=record,
                 hooks=[*hooks, Stability(self.out / name)],
                 device=self.device,
-                parallel=self.material.parallel,
+                parallel=self.run_data.parallel,
                 bar=bar,
             )
         stream.close()
         return trained.checkpoint
 
-    def _whole(self, model: M, checkpoint: Path) -> M:
+    def _unsharded(self, model: M, checkpoint: Path) -> M:
         """Return the model, or an unsharded copy if its weights are sharded over processes."""
         if any(map(is_dtensor, model.parameters())):
             model = model.config.build()  # type: ignore[assignment]
@@ -244,20 +244,20 @@ class Stages:
 
 
 @torch.no_grad()
-def relate(prior: Transformer, codes: Float[Tensor, "V D"]) -> None:
+def init_from_codebook(prior: Transformer, codes: Float[Tensor, "V D"]) -> None:
     """Initialize embeddings and head rows of image tokens: similar patches get similar vectors.
 
     Half of the variance stays random; the other half is a random projection of the codes. The prior then need not
     learn for each of V codes what similar codes share.
     """
-    alike = codes.cpu() - codes.cpu().mean(0)
+    centered = codes.cpu() - codes.cpu().mean(0)
     for weight in (prior.embed.image.weight, prior.head.image.weight):
-        drawn, projected = full_tensor(weight).cpu(), alike @ torch.randn(alike.shape[1], weight.shape[1])
-        mixed = (drawn + projected * (drawn.std() / projected.std())) * 0.5**0.5
+        initial, projected = full_tensor(weight).cpu(), centered @ torch.randn(centered.shape[1], weight.shape[1])
+        mixed = (initial + projected * (initial.std() / projected.std())) * 0.5**0.5
         weight.copy_(shard_like(mixed, weight))
 
 
-def reranker(name_or_folder: str | Path) -> tuple[Contrastive, Tokenizer, str]:
+def load_reranker(name_or_folder: str | Path) -> tuple[Contrastive, Tokenizer, str]:
     """Return the contrastive model of a bundle or of a run without one, its tokenizer, and its name."""
     run = Path(name_or_folder)
     if pretrained.is_bundle(run) or pretrained.is_bundle(run / "bundle") or not completed(run / "contrastive"):

@@ -26,79 +26,79 @@ from limner.recipes.recipe import (
     resolve_dvae_config,
     resolve_prior_config,
 )
-from limner.runs.parallel_stage import trained_together
+from limner.runs.parallel_stage import trains_in_parallel
 from limner.training.checkpoint import completed, step_of
 from limner.training.step import update
 from limner.training.train_state import Run
 
-COMPANY = 1.25  # slowdown of a step while the other stage trains in parallel
-_ROOM = 1.2  # seconds that a timed batch may take
-_FEW = 100  # steps: shorter stages are not timed
-_WORK = 5e11  # FLOPs per sample, at most, of a timed stage: some seconds on a slow processor
-_DAY = 86_400  # seconds
+PARALLEL_SLOWDOWN = 1.25  # slowdown of a step while the other stage trains in parallel
+_TARGET_SECONDS = 1.2  # of a timed batch
+_MIN_STEPS = 100  # shorter stages are not timed
+_MAX_FLOPS = 5e11  # FLOPs per sample, at most, of a timed stage: some seconds on a slow processor
+_SECONDS_PER_DAY = 86_400
 
 Batches = Callable[[int], dict[str, Tensor]]
 
 
-def tell(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None = None) -> None:
-    """Print the estimated remaining time of the stages to stderr. Beyond a day, suggest the recipe `smaller` or fewer
+def print_estimate(recipe: Recipe, out: Path, stages: Sequence[str], fallback: str | None = None) -> None:
+    """Print the estimated remaining time of the stages to stderr. Beyond a day, suggest the recipe `fallback` or fewer
     steps. Prints nothing if few steps remain, and raises no exception."""
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())):
-            lines = _lines(recipe, out, stages, smaller)
+            lines = _estimate_lines(recipe, out, stages, fallback)
     except Exception as error:  # if the error affects training, training raises it
-        lines = [f"how long training will take cannot be tried ({type(error).__name__})"]
+        lines = [f"cannot estimate the training time ({type(error).__name__})"]
     if lines:
         print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
-def _lines(recipe: Recipe, out: Path, stages: Sequence[str], smaller: str | None) -> list[str]:
+def _estimate_lines(recipe: Recipe, out: Path, stages: Sequence[str], fallback: str | None) -> list[str]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    beside = {"prior", "contrastive"} if trained_together(stages, device) else set()
+    in_parallel = {"prior", "contrastive"} if trains_in_parallel(stages, device) else set()
     threads = torch.get_num_threads()
-    said, took, untried = {}, dict.fromkeys(STAGE_TITLES, 0.0), False
-    freed = 1.0  # time of a prior step after the contrastive model is done, relative to one in parallel
+    lines_by_stage, seconds, incomplete = {}, dict.fromkeys(STAGE_TITLES, 0.0), False
+    all_threads_ratio = 1.0  # time of a prior step after the contrastive model is done, relative to one in parallel
     for name, title in STAGE_TITLES.items():
         stage = getattr(recipe, name)
         if name not in stages or isinstance(stage, PretrainedDVAE):
             continue
         done = completed(out / name)
         steps = stage.training.steps - (step_of(done[-1]) if done else 0)
-        if steps <= _FEW:
+        if steps <= _MIN_STEPS:
             continue
-        said[name] = f"  {title}: {steps:,} steps"
-        if _work(recipe, name) > _WORK:
-            said[name] += " of a model that is too large to be tried"
-            untried = True
+        lines_by_stage[name] = f"  {title}: {steps:,} steps"
+        if _flops_per_sample(recipe, name) > _MAX_FLOPS:
+            lines_by_stage[name] += ", too large to time"
+            incomplete = True
             continue
         try:
-            torch.set_num_threads(threads - threads // 2 if name in beside else threads)
-            tried = trial(recipe, name)
-            each = seconds_per_step(*tried, _ROOM, device)
+            torch.set_num_threads(threads - threads // 2 if name in in_parallel else threads)
+            inputs = timing_inputs(recipe, name)
+            step_seconds = seconds_per_step(*inputs, _TARGET_SECONDS, device)
         finally:
             torch.set_num_threads(threads)
-        took[name] = each * steps * (COMPANY if name in beside else 1)
-        if name in beside and name == "prior":
-            freed = seconds_per_step(*tried, _ROOM, device) / (each * COMPANY)
-        if took[name] > _DAY:
-            what, total = f"the {title} alone", took[name]
+        seconds[name] = step_seconds * steps * (PARALLEL_SLOWDOWN if name in in_parallel else 1)
+        if name in in_parallel and name == "prior":
+            all_threads_ratio = seconds_per_step(*inputs, _TARGET_SECONDS, device) / (step_seconds * PARALLEL_SLOWDOWN)
+        if seconds[name] > _SECONDS_PER_DAY:
+            scope, total = f"the {title} alone", seconds[name]
             break
     else:
-        if beside:
-            took["prior"] -= max(0, took["prior"] - took["contrastive"]) * (1 - freed)
-        side_by_side = max if beside else sum
-        what, total = "all of it", took["dvae"] + side_by_side((took["prior"], took["contrastive"]))
+        if in_parallel:
+            seconds["prior"] -= max(0, seconds["prior"] - seconds["contrastive"]) * (1 - all_threads_ratio)
+        combine = max if in_parallel else sum
+        scope, total = "training", seconds["dvae"] + combine((seconds["prior"], seconds["contrastive"]))
     lines = [
-        said[name] + (f", about {_duration(took[name])}{' beside the other' * (name in beside)}" if took[name] else "")
-        for name in said
+        line + (f", about {_duration(seconds[name])}{' in parallel' * (name in in_parallel)}" if seconds[name] else "")
+        for name, line in lines_by_stage.items()
     ]
     if not lines:
         return []
-    known = f"{'more than' if untried else 'about'} {_duration(total)}" if total else "longer than can be tried"
-    end = f"{what} takes {known}"
-    if untried or total > _DAY:
-        end += f": {f'--recipe {smaller} is a smaller one' if smaller else 'lower the steps'}"
-    return ["a few steps of each stage were tried, on this machine as busy as it is now:", *lines, end]
+    estimate = f"{'more than' if incomplete else 'about'} {_duration(total)}" if total else "an unknown time"
+    summary = f"{scope} takes {estimate}"
+    if incomplete or total > _SECONDS_PER_DAY:
+        summary += f": {f'--recipe {fallback} is smaller' if fallback else 'reduce the steps'}"
+    return ["estimate from a few steps of each stage, at the current load of this machine:", *lines, summary]
 
 
 def _duration(seconds: float) -> str:
@@ -108,27 +108,27 @@ def _duration(seconds: float) -> str:
     return f"{count:,} {unit}{'s' * (count > 1)}"
 
 
-def _model(recipe: Recipe, name: str, dvae: AnyDVAEConfig) -> nn.Module:
+def _build_model(recipe: Recipe, name: str, dvae: AnyDVAEConfig) -> nn.Module:
     """Build the model of a stage with initial weights."""
     if name == "dvae":
         return dvae.build()
-    fitted = resolve_prior_config if name == "prior" else resolve_contrastive_config
-    return fitted(getattr(recipe, name), recipe.text, recipe.text.vocab, dvae).build()
+    resolve = resolve_prior_config if name == "prior" else resolve_contrastive_config
+    return resolve(getattr(recipe, name), recipe.text, recipe.text.vocab, dvae).build()
 
 
-def _work(recipe: Recipe, name: str) -> float:
+def _flops_per_sample(recipe: Recipe, name: str) -> float:
     """Estimate the FLOPs of a training step per sample: 6 per parameter and position. Each group of a dVAE is counted
     like the innermost one, which has most of the parameters and works at the grid's resolution."""
     dvae = resolve_dvae_config(recipe)
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in _model(recipe, name, dvae).parameters())
-    places = prod(dvae.grid)
+        parameters = sum(p.numel() for p in _build_model(recipe, name, dvae).parameters())
+    positions = prod(dvae.grid)
     if name == "contrastive":
-        places = (dvae.size // recipe.contrastive.model.patch) ** 2
-    return 6 * parameters * (places * dvae.groups if name == "dvae" else places + recipe.text.length)
+        positions = (dvae.size // recipe.contrastive.model.patch) ** 2
+    return 6 * parameters * (positions * dvae.groups if name == "dvae" else positions + recipe.text.length)
 
 
-def trial(recipe: Recipe, name: str) -> tuple[nn.Module, AnyStage, Batches]:
+def timing_inputs(recipe: Recipe, name: str) -> tuple[nn.Module, AnyStage, Batches]:
     """Return the model of a stage, the stage, and a function that generates random batches of a given size."""
     stage, text, dvae = getattr(recipe, name), recipe.text, resolve_dvae_config(recipe)
     encoder = dvae.build() if isinstance(stage, PriorStage) and stage.augment else None
@@ -145,34 +145,30 @@ def trial(recipe: Recipe, name: str) -> tuple[nn.Module, AnyStage, Batches]:
             batch["distractors"] = torch.randint(0, text.vocab, (n, stage.distractors, text.length))
         return {**batch, "pixels": pixels}
 
-    return _model(recipe, name, dvae), stage, batches
+    return _build_model(recipe, name, dvae), stage, batches
 
 
 def seconds_per_step(
-    model: nn.Module,
-    stage: AnyStage,
-    batches: Batches,
-    room: float,
-    device: torch.device | str = "cpu",
+    model: nn.Module, stage: AnyStage, batches: Batches, target_seconds: float, device: torch.device | str = "cpu"
 ) -> float:
-    """Estimate the seconds of a training step. Times one sample, and as many (at least two) as take about `room`
-    seconds; extrapolates linearly to the whole batch."""
+    """Estimate the seconds of a training step. Times one sample, then as many (at least two) as take about
+    `target_seconds`, and extrapolates linearly to the whole batch."""
     run, size = Run(model, stage.objective, stage.training, device), stage.training.batch_size
 
-    def took(samples: int) -> float:
-        begun = time.monotonic()
+    def time_update(samples: int) -> float:
+        start = time.monotonic()
         update(run, batches(samples))
-        return time.monotonic() - begun
+        return time.monotonic() - start
 
-    def shortest(samples: int) -> float:
+    def min_seconds(samples: int) -> float:
         """Return the shortest of three timings, since other processes only add time; of one if that is slow."""
-        once = took(samples)
-        return once if once > 1.5 * room else min(once, took(samples), took(samples))
+        first = time_update(samples)
+        return first if first > 1.5 * target_seconds else min(first, time_update(samples), time_update(samples))
 
-    took(1)  # warms up
-    one = shortest(1)
+    time_update(1)  # warms up
+    single = min_seconds(1)
     if size == 1:
-        return one
-    some = max(2, min(size, int(room / one)))
-    found = shortest(some)
-    return found + (size - some) * max(0.0, found - one) / (some - 1)
+        return single
+    count = max(2, min(size, int(target_seconds / single)))
+    batch_seconds = min_seconds(count)
+    return batch_seconds + (size - count) * max(0.0, batch_seconds - single) / (count - 1)

@@ -19,10 +19,10 @@ from limner.config import save_json, to_dict
 from limner.errors import UserError
 from limner.pipeline import TextToImage
 from limner.recipes.recipe import STAGE_TITLES, Recipe, resolve_dvae_config
-from limner.runs.parallel_stage import contrastive_beside, trained_together
+from limner.runs.parallel_stage import contrastive_in_parallel, trains_in_parallel
 from limner.runs.preflight import check
-from limner.runs.run_data import Material
-from limner.runs.stages import STAGES, Stage, Stages
+from limner.runs.run_data import RunData
+from limner.runs.stages import STAGES, Stage, StageTrainer
 from limner.training.checkpoint import skipped_updates
 from limner.training.parallel import Parallel, Single
 from limner.training.train_state import SKIPPED
@@ -33,49 +33,49 @@ def train_all(
     data: str | Path,
     out: str | Path,
     stages: Sequence[Stage] | None = None,
-    before: Callable[[Sequence[Stage]], object] | None = None,
+    on_start: Callable[[Sequence[Stage]], object] | None = None,
     parallel: Parallel | None = None,
 ) -> TextToImage | None:
     """Train the stages (default: all) and write `out/bundle`.
 
-    Returns the bundle on the first process once all three models exist, else None. `before` is called with the stages
+    Returns the bundle on the first process once all three models exist, else None. `on_start` is called with the stages
     after the checks. Raises `UserError` if the stages cannot be trained, or after writing if most updates of a stage
     were skipped. On a CPU with several threads the prior and the contrastive model train in parallel. With several
     processes (`parallel`) all train every stage together, and the first writes the files.
     """
-    parallel, wanted, out = parallel or Single(), stages or STAGES, Path(out)
-    material = Material.of(recipe, data, out, parallel)
-    run = Stages(material)
-    with locked(out) if parallel.is_main else nullcontext(-1) as lock, _mostly_updated(out, wanted, parallel):
-        check(material, wanted)
+    parallel, selected, out = parallel or Single(), stages or STAGES, Path(out)
+    run_data = RunData.open(recipe, data, out, parallel)
+    trainer = StageTrainer(run_data)
+    with locked(out) if parallel.is_main else nullcontext(-1) as lock, _check_skipped(out, selected, parallel):
+        check(run_data, selected)
         with parallel.first():
             if parallel.is_main:
                 save_json(recipe, out / "recipe.json")
-            credited = material.credited()
-            if before and parallel.is_main:
-                before(wanted)
-        tokenizer = material.tokenizer() if {"prior", "contrastive"} & set(wanted) else None
-        if tokenizer and set(wanted) == {"contrastive"} and not run.has_dvae():  # needs only the dVAE's config
-            run.contrastive(tokenizer, resolve_dvae_config(recipe))
+            attribution = run_data.save_attribution()
+            if on_start and parallel.is_main:
+                on_start(selected)
+        tokenizer = run_data.tokenizer() if {"prior", "contrastive"} & set(selected) else None
+        if tokenizer and set(selected) == {"contrastive"} and not trainer.has_dvae():  # needs only the dVAE's config
+            trainer.contrastive(tokenizer, resolve_dvae_config(recipe))
             return None
-        dvae = run.dvae(train="dvae" in wanted)
+        dvae = trainer.dvae(train="dvae" in selected)
         if tokenizer is None:
             return None
-        alone = parallel.world == 1 and not torch.are_deterministic_algorithms_enabled()
-        both = alone and trained_together(wanted, run.device)
-        with contrastive_beside(recipe, data, out, lock) if both else nullcontext() as watch:
-            prior = run.prior(tokenizer, dvae, "prior" in wanted, [watch] if watch else [])
-        contrastive = run.contrastive(tokenizer, dvae.config, train="contrastive" in wanted and not both)
+        parallel_allowed = parallel.world == 1 and not torch.are_deterministic_algorithms_enabled()
+        in_parallel = parallel_allowed and trains_in_parallel(selected, trainer.device)
+        with contrastive_in_parallel(recipe, data, out, lock) if in_parallel else nullcontext() as hook:
+            prior = trainer.prior(tokenizer, dvae, "prior" in selected, [hook] if hook else [])
+        contrastive = trainer.contrastive(tokenizer, dvae.config, train="contrastive" in selected and not in_parallel)
         if prior is None or contrastive is None:
             return None
         info = {
             "data": Path(data).name,
-            "samples": len(material.train),
+            "samples": len(run_data.train),
             "recipe": to_dict(recipe),
             "temperature": recipe.prior.temperature,
             "guidance": recipe.prior.guidance,
             "likelihood": recipe.contrastive.prior_score_weight,
-        } | ({"attribution": credited} if credited else {})
+        } | ({"attribution": attribution} if attribution else {})
         bundle = TextToImage(dvae, prior, contrastive, tokenizer, info)
         if parallel.is_main:
             bundle.save_pretrained(out / "bundle")
@@ -83,12 +83,12 @@ def train_all(
 
 
 @contextmanager
-def _mostly_updated(out: Path, stages: Sequence[Stage], parallel: Parallel) -> Iterator[None]:
+def _check_skipped(out: Path, stages: Sequence[Stage], parallel: Parallel) -> Iterator[None]:
     """Raise `UserError` on the first process, after the block, if a stage has skipped most of its updates."""
     yield
     counts = {name: skipped_updates(out / name) for name in stages} if parallel.is_main else {}
-    if bad := [f"{n:,} of {m:,} updates of the {STAGE_TITLES[name]}" for name, (n, m) in counts.items() if n > m / 2]:
+    if parts := [f"{n:,} of {m:,} updates of the {STAGE_TITLES[name]}" for name, (n, m) in counts.items() if n > m / 2]:
         raise UserError(
-            f"{' and '.join(bad)} {SKIPPED}: the run in {out} is saved but has hardly learned; lower the learning "
+            f"{' and '.join(parts)} {SKIPPED}: the run in {out} is saved but barely trained; lower the learning "
             "rate or lengthen the warm-up, and train in another folder"
         )

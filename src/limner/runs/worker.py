@@ -10,22 +10,22 @@ from pathlib import Path
 
 from limner.config import load_json
 from limner.recipes.recipe import Recipe
-from limner.runs.run_data import Material
-from limner.runs.stages import Stages
+from limner.runs.run_data import RunData
+from limner.runs.stages import StageTrainer
 
 
 def main(data: str, out: str) -> None:
     """Train the contrastive model of the run `out`, and stop early if standard input closes. Needs the run's recipe
     and tokenizer."""
 
-    def until_the_end() -> None:
+    def interrupt_when_stdin_closes() -> None:
         os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer would be locked at Python's exit
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=until_the_end, daemon=True).start()
-    material = Material.of(load_json(Recipe, Path(out) / "recipe.json"), data, out)
-    stages = Stages(material)
-    stages.contrastive(material.tokenizer(), stages.dvae(train=False).config)
+    threading.Thread(target=interrupt_when_stdin_closes, daemon=True).start()
+    run_data = RunData.open(load_json(Recipe, Path(out) / "recipe.json"), data, out)
+    trainer = StageTrainer(run_data)
+    trainer.contrastive(run_data.tokenizer(), trainer.dvae(train=False).config)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from limner.cli.data import main
-from limner.runs.run_data import Material
+from limner.runs.run_data import RunData
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_show_and_prepare_count_everything(folder, tmp_path, capsys):
 
 def test_train_tells_what_it_never_reads(folder, tmp_path):
     with pytest.warns(UserWarning, match="never read") as warned:
-        plan = Material.of(None, folder, tmp_path / "run")
+        plan = RunData.open(None, folder, tmp_path / "run")
     assert [str(warning.message) for warning in warned] == [f"{folder}: {UNREAD}"]
     assert len(plan.train) == 5 and len(plan.held_out) == 1  # what is broken is met, and counted, in training
 

@@ -24,7 +24,7 @@ from limner.objectives.elbo import RelaxedELB
 from limner.optim.dtensor import full_tensor, is_dtensor
 from limner.optim.optimizers import AdamWConfig
 from limner.profiling.memory_tracker import MemoryTracker, storage_bytes
-from limner.runs.stages import relate
+from limner.runs.stages import init_from_codebook
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single
 from limner.training.step import update
@@ -79,7 +79,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def begun(kind: str, replicas: int, seed: bool) -> tuple[Any, ...]:
-    """A model's values in shards, then those after `relate`; the generator's state; which parameters are whole."""
+    """A model's shards before and after `init_from_codebook`; the generator's state; which parameters are whole."""
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     parallel = Sharded(replicas) if distributed.is_initialized() else Single()
     torch.manual_seed(0 if seed else rank)
@@ -87,7 +87,7 @@ def begun(kind: str, replicas: int, seed: bool) -> tuple[Any, ...]:
         model: Any = build(kind)
     found = values(model), torch.get_rng_state()
     if kind == "prior":
-        relate(model, CODES)
+        init_from_codebook(model, CODES)
         found = values(model) | {f"before.{name}": x for name, x in found[0].items()}, torch.get_rng_state()
     ties = kind == "odd" and model.one.weight is model.other.weight
     return *found, ties, [name for name, p in model.named_parameters() if not is_dtensor(p)]

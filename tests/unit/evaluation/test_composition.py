@@ -109,7 +109,7 @@ def test_best_of_k_is_the_highest_score_among_the_first_k():
     assert result.best_of == (1, 2, 3)
     assert [result.rate(k).right for k in (1, 2, 3)] == [1, 2, 2]
     assert [result.ceiling(k).right for k in (1, 2, 3)] == [1, 2, 3]
-    assert [result.rate(3, kind).right for kind in ("1 thing", "2 things")] == [0, 2]
+    assert [result.rate(3, kind).right for kind in ("1 object", "2 objects")] == [0, 2]
     assert result.single().value == pytest.approx(3 / 12)
     assert sum(advanced) == 12
     assert painter.seeds == [5_000_000, 5_000_001, 5_000_002, 5_000_003]  # one per caption
@@ -137,11 +137,11 @@ def test_saved_results_load_unchanged_and_the_table_has_all_groups(tmp_path):
     result.save(path)
     table = json.loads(path.read_text())["table"]
     assert table["all"]["best of 3"]["rate"] == 0.5
-    assert table["1 thing"]["best of 3"]["total"] == 2
+    assert table["1 object"]["best of 3"]["total"] == 2
     loaded = CompositionResult.load(path)
     assert loaded.table() == result.table()
     assert loaded.settings == result.settings
-    for text in ("all, 4 captions", "1 thing, 2", "2 things, 2", "best of 3", "ceiling", "best of 3 over best of 1: "):
+    for text in ("all, 4 captions", "1 object, 2", "2 objects, 2", "best of 3", "ceiling", "best of 3 over best of 1"):
         assert text in result.table()
     assert all(len(line) < 80 for line in result.table().splitlines())
     assert loaded.to_dict() == result.to_dict()

@@ -199,8 +199,8 @@ def test_a_grid_frames_held_out_cells_and_places_each_drawing(icons, real):
         x = icon_grid.LEFT + sorted(STYLES).index(style) * width
         y = icon_grid.TOP + ["square", "cross"].index(subject) * (side + gap)
         for which, pixels in enumerate((drawings[place], icons.references.pictures[i])[: 2 if real else 1]):
-            shown = sheet.crop((x + which * offset, y, x + which * offset + side, y + side)).resize((24, 24), 0)
-            assert torch.equal(tensor(shown), pixels)
+            cell = sheet.crop((x + which * offset, y, x + which * offset + side, y + side)).resize((24, 24), 0)
+            assert torch.equal(tensor(cell), pixels)
         around = [(x - 3, y), (x, y - 3), (x + width - gap + 2, y), (x, y + side + 2)]
         frame = [sheet.getpixel(at) == ImageColor.getrgb(icon_grid.FRAME) for at in around]
         assert frame == [(subject, style) == HELD_OUT] * 4

@@ -79,10 +79,10 @@ def test_lines_of_any_kind_are_left_out_and_null_is_infinite(tmp_path, capsys):
     wrong += ['{"step": 31, "rms": []}', '{"step": 31, "rms": null}']
     lines = wrong + [json.dumps(row) for row in good] + wrong
     (tmp_path / "stability.jsonl").write_text("\n".join(lines))
-    found = spike_report(tmp_path)
-    assert len(found.loss) == 30 and np.isinf(found.loss[19]) and np.isfinite(np.delete(found.loss, 19)).all()
-    assert found.rms["a"][18:21].tolist() == [1, np.inf, 1] and found.rms["b"][18:21].tolist() == [1, np.inf, 1]
-    assert found.features == {"c": [(20, np.inf)], "d": [(20, 1.0)]}
+    report = spike_report(tmp_path)
+    assert len(report.loss) == 30 and np.isinf(report.loss[19]) and np.isfinite(np.delete(report.loss, 19)).all()
+    assert report.rms["a"][18:21].tolist() == [1, np.inf, 1] and report.rms["b"][18:21].tolist() == [1, np.inf, 1]
+    assert report.features == {"c": [(20, np.inf)], "d": [(20, 1.0)]}
     assert main(["inspect", "spikes", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
     assert "30 steps" in capsys.readouterr().out
     (tmp_path / "stability.jsonl").write_text("\n".join(wrong))

@@ -57,7 +57,7 @@ def test_right_and_related_are_counted(references, tmp_path):
     assert written[1]["right"]["rate"] == 1.0
     assert "best of 3" in trained.table()
     again = evaluate(pipe, references, "held-out", candidates=3, repeats=5, seed=0)
-    assert again.wanted == [1] * 5
+    assert again.targets == [1] * 5
     assert again.rates()[0].total == 5
     assert not torch.equal(again.pictures[0], again.pictures[1])  # independent noise
     assert "1 captions of 1 families, drawn 5 times" in again.table()

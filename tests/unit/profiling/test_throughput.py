@@ -42,7 +42,7 @@ def test_a_copied_cache_gives_the_same_logits():
     text, tokens = torch.randint(0, 40, (1, 5)), torch.randint(0, 30, (24, 3))
     with torch.inference_mode():
         cache = model.prefill(text)[0].expand(3)
-        copied = throughput._repeat_prefix(cache, 3)
+        copied = throughput.repeat_prefix(cache, 3)
         for position, token in enumerate(tokens):
             cache.length = copied.length = position
             torch.testing.assert_close(model.step(cache, token), model.step(copied, token))

@@ -18,20 +18,20 @@ def gradient(shape: tuple[int, int], step: int, rank: int) -> Tensor:
 
 def updates() -> list[tuple[Tensor, list[Tensor], Tensor]]:
     """For each shape Q at the start, the updates, and the mean momentum at the end."""
-    found = []
+    results = []
     for rows, columns in SHAPES:
         model = nn.ModuleDict({"list": nn.ModuleList([nn.Linear(columns, rows, bias=False)])})
         reducer = Dion(PowerSGDConfig(rank=RANK, narrow=False))
         reduction = Reduction(reducer, buckets(model), Replicas(distributed.group.WORLD))
-        (matrix,), weight, given = reducer._all(), model["list"][0].weight, []
+        (matrix,), weight, returned = reducer._all(), model["list"][0].weight, []
         start = matrix.start.clone()
         for step in range(STEPS):
             weight.grad = None
             (weight * gradient((rows, columns), step, distributed.get_rank())).sum().backward()
             reduction.complete()
-            given.append(weight.grad.clone())
-        found.append((start, given, reduction.mean_errors()["list.0.weight"]))
-    return found
+            returned.append(weight.grad.clone())
+        results.append((start, returned, reduction.mean_errors()["list.0.weight"]))
+    return results
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Replicas that take turns do what processes do; what the findings on compressed gradients compute, and can fail by."""
+"""Simulated replicas match processes; formulas and criteria of the findings on compressed gradients."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
 from limner.reproduce import bandwidth, householder
-from limner.reproduce.compression_rank import smallest
+from limner.reproduce.compression_rank import smallest_rank
 from limner.reproduce.replicas import SimulatedReplicas
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, Single
@@ -48,12 +48,12 @@ def learn_on_rank() -> list[torch.Tensor]:
     return learn(Replicated(compressed))
 
 
-def test_replicas_that_take_turns_are_one_process_where_nothing_is_compressed():
+def test_uncompressed_simulated_replicas_match_one_process():
     for ours, theirs in zip(learn(SimulatedReplicas(Plain, 4), 4), learn(Single()), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_replicas_that_take_turns_compress_as_processes_do():
+def test_simulated_replicas_compress_like_processes():
     strategy = SimulatedReplicas(compressed, 2)
     ours = learn(strategy, 2)
     for theirs in on_ranks(2, learn_on_rank):
@@ -64,7 +64,7 @@ def test_replicas_that_take_turns_compress_as_processes_do():
 
 
 @pytest.mark.parametrize(
-    ("gaps", "found"),
+    ("gaps", "smallest"),
     [
         ({4: 0.5, 8: 0.2, 16: 0.01, 32: -0.01}, 16),
         ({4: 0.5, 8: 0.01, 16: 0.2, 32: 0.01}, 32),  # luck below a gap does not count
@@ -72,34 +72,37 @@ def test_replicas_that_take_turns_compress_as_processes_do():
         ({4: 0.0, 8: 0.0}, 4),
     ],
 )
-def test_the_smallest_rank_has_no_gap_above_it(gaps: dict[int, float], found: int | None):
-    assert smallest(gaps, noise=0.1) == found
+def test_the_smallest_rank_has_no_gap_above_it(gaps: dict[int, float], smallest: int | None):
+    assert smallest_rank(gaps, noise=0.1) == smallest
 
 
-@pytest.mark.parametrize("way", householder.WAYS.values())
-def test_all_ways_give_the_same_columns_where_that_is_easy(way: Callable[[Any], Any]):
+@pytest.mark.parametrize("method", householder.METHODS.values())
+def test_all_methods_agree_on_well_conditioned_columns(method: Callable[[Any], Any]):
     p = torch.randn(3, 40, 6, generator=torch.Generator().manual_seed(0))
-    ours, theirs = way(p), torch.linalg.qr(p)[0]
+    ours, theirs = method(p), torch.linalg.qr(p)[0]
     torch.testing.assert_close(ours @ ours.mT, theirs @ theirs.mT, rtol=0, atol=1e-5)
     torch.testing.assert_close(ours.mT @ ours, torch.eye(6).expand(3, 6, 6), rtol=0, atol=1e-5)
 
 
 def test_only_reflections_stay_orthonormal():
-    found = householder.trial(householder.Columns(digits=None, seed=0, matrices=2, m=64, r=8))
-    wrong = {key: value is None or value > 1e-2 for key, value in found.items()}
+    errors = householder.trial(householder.ColumnsSetting(digits=None, seed=0, matrices=2, m=64, r=8))
+    wrong = {key: value is None or value > 1e-2 for key, value in errors.items()}
     assert all(is_wrong == ("Gram" in key) for key, is_wrong in wrong.items())
 
 
 def test_the_formulas_count_the_factors_of_all_matrices_of_a_resblock():
     r, d, m = 16, 64, 4
     ours = [(3 * d / m, d), (d / m, d), (4 * d / m, d), (d, 4 * d / m)]
-    assert bandwidth.ours(r, d, m) == pytest.approx(sum(r / m * (h + w) for h, w in ours) / sum(h * w for h, w in ours))
+    assert bandwidth.our_share(r, d, m) == pytest.approx(
+        sum(r / m * (h + w) for h, w in ours) / sum(h * w for h, w in ours)
+    )
     cut = [(d, d / m)] * 4 + [(d, 4 * d / m)] * 2  # Table 2
-    assert bandwidth.papers(r, d, m) == pytest.approx(sum(r / m * (h + w) for h, w in cut) / sum(h * w for h, w in cut))
-    assert bandwidth.papers(8, 5, 8) == pytest.approx(1)
+    assert bandwidth.paper_share(r, d, m) == pytest.approx(
+        sum(r / m * (h + w) for h, w in cut) / sum(h * w for h, w in cut)
+    )
+    assert bandwidth.paper_share(8, 5, 8) == pytest.approx(1)
 
 
-def test_bytes_that_are_not_counted_anywhere_are_said_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(bandwidth, "_COUNTER", tmp_path / "absent")
-    with pytest.raises(bandwidth.UserError, match="which only Linux has"):
-        bandwidth._written()
+def test_missing_counters_raise(tmp_path: Path):
+    with pytest.raises(bandwidth.UserError, match="on Linux only"):
+        bandwidth.written_bytes(tmp_path / "absent")

@@ -1,51 +1,50 @@
-"""The demonstration trains for as many steps as the machine has time for, and remembers how many."""
+"""Phases of the demo: number of training steps, its folder, and resuming after damage."""
 
 import pytest
 
 from limner.errors import UserError
 from limner.recipes import presets
 from limner.runs import demo
-from limner.runs.demo import paced
+from limner.runs.demo import limit_steps
 
 
 @pytest.mark.parametrize(("seconds", "prior", "contrastive"), [(0.01, 3_000, 1_000), (1.0, 240, 240), (1e4, 1, 1)])
-def test_steps_are_those_of_the_recipe_or_what_fits(tmp_path, monkeypatch, seconds, prior, contrastive):
+def test_steps_are_those_of_the_recipe_or_fewer(tmp_path, monkeypatch, seconds, prior, contrastive):
     monkeypatch.setattr(demo, "seconds_per_step", lambda *_: seconds)
-    monkeypatch.setattr(demo, "_TRAINING", 300)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     monkeypatch.setattr("torch.set_num_threads", lambda n: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    recipe = paced(presets.demo(), tmp_path)
+    recipe = limit_steps(presets.demo(), tmp_path, max_seconds=300)
     assert (recipe.prior.training.steps, recipe.contrastive.training.steps) == (prior, contrastive)
     monkeypatch.setattr(demo, "seconds_per_step", lambda *_: 5 * seconds)
-    assert paced(presets.demo(), tmp_path) == recipe
+    assert limit_steps(presets.demo(), tmp_path) == recipe
 
 
 def test_a_step_is_timed(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    recipe = paced(presets.demo(), tmp_path)
+    recipe = limit_steps(presets.demo(), tmp_path)
     assert 1 <= recipe.contrastive.training.steps <= 1_000
     assert 1 <= recipe.prior.training.steps <= 3_000
 
 
-def test_what_a_killed_demo_left_is_no_stranger(tmp_path):
+def test_files_of_a_killed_demo_are_accepted(tmp_path):
     for name in (".demo.json.0123abcd.tmp", ".lock"):
         (tmp_path / name).touch()
-    demo._claim(tmp_path, {"scenes": 1})
-    demo._claim(tmp_path, {"scenes": 1})
+    demo.claim_folder(tmp_path, {"scenes": 1})
+    demo.claim_folder(tmp_path, {"scenes": 1})
     with pytest.raises(UserError, match="other settings"):
-        demo._claim(tmp_path, {"scenes": 2})
+        demo.claim_folder(tmp_path, {"scenes": 2})
     (tmp_path / "demo.json").unlink()
     (tmp_path / "thesis.txt").touch()
-    with pytest.raises(UserError, match="holds no demo"):
-        demo._claim(tmp_path, {"scenes": 1})
+    with pytest.raises(UserError, match="no demo"):
+        demo.claim_folder(tmp_path, {"scenes": 1})
 
 
-def test_scenes_that_a_kill_left_marked_are_written_again(tmp_path):
+def test_incomplete_scenes_are_written_again(tmp_path):
     small = demo.Demo(out=tmp_path, scenes=3)
-    demo._write(small)
-    (tmp_path / "data" / "INCOMPLETE").touch()  # the mark goes last
-    demo._write(small)
+    demo.write_data(small)
+    (tmp_path / "data" / "INCOMPLETE").touch()  # removed last when complete
+    demo.write_data(small)
     assert not (tmp_path / "data" / "INCOMPLETE").exists()
 
 
@@ -55,17 +54,17 @@ WRONG = (
 )  # fmt: skip
 
 
-def test_numbers_that_are_damaged_are_taken_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "_affordable", lambda recipe: {"prior": 5, "contrastive": 7})
+def test_damaged_numbers_are_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "affordable_steps", lambda *_: {"prior": 5, "contrastive": 7})
     for content in WRONG:
         for name in ("steps.json", "timings.json"):
             (tmp_path / name).write_bytes(content)
-        recipe = paced(presets.demo(), tmp_path)
+        recipe = limit_steps(presets.demo(), tmp_path)
         assert (recipe.prior.training.steps, recipe.contrastive.training.steps) == (5, 7)
-        with demo._timed(tmp_path, "prior"), demo._timed(tmp_path, "drawing"):
+        with demo.timed_phase(tmp_path, "prior"), demo.timed_phase(tmp_path, "drawing"):
             pass
-        assert {"prior", "drawing"} <= demo._numbers(tmp_path / "timings.json").keys()
-        assert demo._saved(demo.Demo(out=tmp_path), tmp_path / "steps.json", []) is None
-    (tmp_path / "steps.json").write_text('{"prior": 1e9, "contrastive": -3.5}')  # within what a recipe has
-    recipe = paced(presets.demo(), tmp_path)
+        assert {"prior", "drawing"} <= demo.read_numbers(tmp_path / "timings.json").keys()
+        assert demo.load_result(demo.Demo(out=tmp_path), tmp_path / "steps.json", []) is None
+    (tmp_path / "steps.json").write_text('{"prior": 1e9, "contrastive": -3.5}')  # clamped to the recipe's steps
+    recipe = limit_steps(presets.demo(), tmp_path)
     assert (recipe.prior.training.steps, recipe.contrastive.training.steps) == (3_000, 1)

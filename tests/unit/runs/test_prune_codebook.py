@@ -1,4 +1,4 @@
-"""A bundle without the codes that nothing uses draws what it drew."""
+"""A bundle pruned of unused codes generates the same pictures."""
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from limner.tasks.build_scenes import write_scenes
 from tiny import tiny_pipe
 
 
-def test_pictures_and_likelihoods_of_the_kept_codes_stay(tmp_path, capsys):
+def test_pictures_and_likelihoods_of_used_codes_stay(tmp_path, capsys):
     write_scenes(tmp_path / "data", 70, 0, size=24, pairs=0.0)
     pipe, source = tiny_pipe(), open_source(str(tmp_path / "data"))
     used = used_codes(pipe.dvae, source)
@@ -32,11 +32,11 @@ def test_pictures_and_likelihoods_of_the_kept_codes_stay(tmp_path, capsys):
     assert load(tmp_path / "less").dvae.config.vocab == len(used)
 
 
-def test_data_without_a_good_picture_is_said(tmp_path, capsys):
+def test_data_without_a_readable_picture_raises(tmp_path, capsys):
     tiny_pipe().save_pretrained(tmp_path / "whole")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.png").write_text("no picture")
     (tmp_path / "data" / "a.txt").write_text("a caption")
     assert main(["bundle", str(tmp_path / "whole"), str(tmp_path / "less"), "--prune", str(tmp_path / "data")]) == 2
-    assert "no picture of the data can be read" in capsys.readouterr().err
+    assert "no picture of the data is readable" in capsys.readouterr().err
     assert not (tmp_path / "less").exists()

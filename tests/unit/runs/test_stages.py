@@ -1,4 +1,4 @@
-"""What a whole run promises beside its stages: nothing is trained or overwritten by a command that is refused."""
+"""Whole runs: checks before training, resumed and loaded stages, datasets, and the reranker."""
 
 import json
 import re
@@ -22,8 +22,8 @@ from limner.objectives.hard_negatives import HardContrastiveLoss
 from limner.optim.optimizers import AdamWConfig
 from limner.pipeline import TextToImage, load
 from limner.recipes.recipe import PatchStage, Recipe
-from limner.runs.run_data import Material
-from limner.runs.stages import Stages, relate, reranker
+from limner.runs.run_data import RunData
+from limner.runs.stages import StageTrainer, init_from_codebook, load_reranker
 from limner.runs.train import train_all
 from limner.tasks.build_scenes import write_scenes
 from limner.training.metrics_log import read_metrics
@@ -52,43 +52,43 @@ def with_steps(recipe, steps, **more):
 RECIPE = with_steps(tiny_recipe(), 2)
 
 
-def test_a_refused_command_changes_nothing(data, tmp_path):
+def test_an_invalid_command_changes_no_file(data, tmp_path):
     run, prior, dvae = tmp_path / "run", RECIPE.prior, RECIPE.dvae
     train_all(RECIPE, data, run)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     wider = replace(prior, model=replace(prior.model, width=64))
-    for change, says in (
+    for change, message in (
         ({"prior": wider}, "run/prior holds a run with another model.width"),
         ({"dvae": replace(dvae, training=replace(dvae.training, seed=9))}, "dvae holds .* another training.seed"),
         ({"contrastive": replace(RECIPE.contrastive, objective=HardContrastiveLoss())}, "another objective.spoiled"),
-        ({"dvae": with_steps(RECIPE, 3).dvae}, "the prior in .* has learned from its dVAE as it is"),
+        ({"dvae": with_steps(RECIPE, 3).dvae}, "the prior in .* was trained on tokens of its dVAE"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             train_all(replace(RECIPE, **change), data, run)
         assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    more = replace(RECIPE, prior=with_steps(RECIPE, 3).prior)  # what may change
-    assert train_all(more, data, run) is not None
+    longer = replace(RECIPE, prior=with_steps(RECIPE, 3).prior)  # steps may change
+    assert train_all(longer, data, run) is not None
     assert json.loads((run / "recipe.json").read_text())["prior"]["training"]["steps"] == 3
 
 
 def test_a_contrastive_model_needs_no_dvae(data, tmp_path):
-    """It is trained alone, knows classes of pictures, and is part of the bundle that a later call completes."""
+    """The model trains alone, classifies pictures, and is part of the bundle that a later call completes."""
     run = tmp_path / "run"
     assert train_all(RECIPE, data, run, ["contrastive"]) is None
     assert not (run / "dvae").exists() and not (run / "bundle").exists()
-    model, tokenizer, name = reranker(run)
+    model, tokenizer, name = load_reranker(run)
     task = scene_task(4, model.config.size)
-    found = evaluate(model, tokenizer, task)
-    assert name == "run" and len(found.right[1]) == 4
+    result = evaluate(model, tokenizer, task)
+    assert name == "run" and len(result.right[1]) == 4
     pipe = train_all(RECIPE, data, run, ["dvae", "prior"])
     assert pipe is not None
-    for one, other in zip(pipe.contrastive.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert reranker(run)[2] == pipe.name
+    for bundled, trained in zip(pipe.contrastive.parameters(), model.parameters(), strict=True):
+        assert torch.equal(bundled, trained)
+    assert load_reranker(run)[2] == pipe.name
 
 
 def test_the_second_papers_models_are_recipes(data, tmp_path):
-    """In small: ViT-B/32 with the optimiser, the warm-up and the patch dropout of that paper."""
+    """In small: ViT-B/32 with the optimizer, the warm-up and the patch dropout of that paper."""
     recipe = recipes.get("clip-b")
     model = replace(recipe.contrastive.model, patch=8, width=16, depth=1, heads=2, text_tower=(16, 1, 2), embedding=8)
     training = replace(recipe.contrastive.training, steps=3, batch_size=4, warmup_steps=2)
@@ -99,17 +99,17 @@ def test_the_second_papers_models_are_recipes(data, tmp_path):
         contrastive=replace(recipe.contrastive, model=model, training=training),
     )
     assert train_all(recipe, data, tmp_path / "run", ["contrastive"]) is None
-    assert reranker(tmp_path / "run")[0].config.patch_norm
+    assert load_reranker(tmp_path / "run")[0].config.patch_norm
 
 
-def test_what_cannot_be_trained_is_found_before_the_first_stage(data, tmp_path):
+def test_an_invalid_stage_raises_before_the_first_stage(data, tmp_path):
     wrong = replace(RECIPE, contrastive=replace(RECIPE.contrastive, model=ContrastiveConfig(patch=7, width=32)))
     with pytest.raises(UserError, match="patch must divide"):
         train_all(wrong, data, tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_batch_of_a_later_stage_that_cannot_be_divided_is_found_then_too(data, tmp_path):
+def test_an_indivisible_batch_of_a_later_stage_raises_before_the_first(data, tmp_path):
     class First(Single):
         world = 3
 
@@ -119,11 +119,11 @@ def test_a_batch_of_a_later_stage_that_cannot_be_divided_is_found_then_too(data,
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_pattern_from_outside_trains_by_its_name_in_a_recipe(data, tmp_path, monkeypatch):
+def test_a_registered_pattern_trains_by_its_name_in_a_recipe(data, tmp_path, monkeypatch):
     monkeypatch.setitem(PATTERNS, "dilated", dilated)
-    told = with_steps(RECIPE, 8)
-    prior = replace(told.prior, model=replace(told.prior.model, pattern="dilated"))
-    save_json(replace(told, prior=prior), tmp_path / "recipe.json")
+    longer = with_steps(RECIPE, 8)
+    prior = replace(longer.prior, model=replace(longer.prior.model, pattern="dilated"))
+    save_json(replace(longer, prior=prior), tmp_path / "recipe.json")
     pipe = train_all(load_json(Recipe, tmp_path / "recipe.json"), data, tmp_path / "run")
     assert pipe is not None and {pattern.name for pattern in pipe.prior.config.patterns} == {"dilated"}
     first, *_, last = (row["loss"] for row in read_metrics(tmp_path / "run/prior/metrics.jsonl"))
@@ -137,13 +137,13 @@ def test_a_run_has_one_writer(data, tmp_path):
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_evaluations_of_a_stopped_run_are_those_of_a_whole_one(data, tmp_path):
+def test_evaluations_of_a_resumed_run_equal_those_of_an_uninterrupted_one(data, tmp_path):
     """Spoiled pictures are drawn at random: the same ones in each evaluation, whenever the process began."""
     often = {"eval_every": 1, "log_every": 1, "checkpoint_every": 1}
     dvae = tiny_recipe().dvae.model.build()  # type: ignore[union-attr]
     for name, steps in (("whole", 2), ("parts", 1), ("parts", 2)):
-        material = Material.of(with_steps(tiny_recipe(), steps, **often), data, tmp_path / name)
-        Stages(material).contrastive(material.tokenizer(), dvae.config)
+        run_data = RunData.open(with_steps(tiny_recipe(), steps, **often), data, tmp_path / name)
+        StageTrainer(run_data).contrastive(run_data.tokenizer(), dvae.config)
     whole, stopped = (
         [row["eval/kept"] for row in read_metrics(tmp_path / name / "contrastive" / "metrics.jsonl")]
         for name in ("whole", "parts")
@@ -151,13 +151,13 @@ def test_evaluations_of_a_stopped_run_are_those_of_a_whole_one(data, tmp_path):
     assert whole == stopped and len(whole) == 2
 
 
-def test_codes_of_patches_are_found_once_and_stay(data, tmp_path):
+def test_codes_are_clustered_once_and_stay(data, tmp_path):
     training = replace(RECIPE.dvae.training, steps=4, checkpoint_every=1)
     patches = PatchStage(model=PatchDVAEConfig(size=24, vocab=32, width=8, blocks=1), training=training)
     recipe = replace(RECIPE, dvae=patches)
-    begun = replace(recipe, dvae=replace(patches, training=replace(training, steps=2)))
-    first = Stages(Material.of(begun, data, tmp_path / "parts")).dvae()
-    again = Stages(Material.of(recipe, data, tmp_path / "parts")).dvae()
+    interrupted = replace(recipe, dvae=replace(patches, training=replace(training, steps=2)))
+    first = StageTrainer(RunData.open(interrupted, data, tmp_path / "parts")).dvae()
+    again = StageTrainer(RunData.open(recipe, data, tmp_path / "parts")).dvae()
     assert torch.equal(first.state_dict()["codes"], again.state_dict()["codes"])
     assert len(again.state_dict()["codes"].unique(dim=0)) > 8
     assert not torch.equal(first.state_dict()["output.w"], again.state_dict()["output.w"])
@@ -168,23 +168,23 @@ def test_codes_of_patches_are_found_once_and_stay(data, tmp_path):
     assert TextToImage.from_pretrained(bundle)("a red circle")[0].image.size == (24, 24)
 
 
-def test_codes_are_found_in_pictures_as_training_sees_them(data, tmp_path):
+def test_clustered_pictures_are_augmented_as_in_training(data, tmp_path):
     plain = PatchStage(model=PatchDVAEConfig(size=16, vocab=32, width=8, blocks=1), training=RECIPE.dvae.training)
     cropped = replace(plain, augment=True)
-    material = Material.of(replace(RECIPE, dvae=plain), data, tmp_path / "run")
-    whole, crops = material.clustered(plain), material.clustered(cropped)
-    assert torch.equal(whole, material.pictures(material.train, 16))
+    run_data = RunData.open(replace(RECIPE, dvae=plain), data, tmp_path / "run")
+    whole, crops = run_data.clustering_pictures(plain), run_data.clustering_pictures(cropped)
+    assert torch.equal(whole, run_data.evaluation_pictures(run_data.train, 16))
     assert crops.shape == whole.shape and (crops != whole).flatten(1).any(1).all()
-    assert torch.equal(crops, material.clustered(cropped))
+    assert torch.equal(crops, run_data.clustering_pictures(cropped))
 
 
-def test_a_prior_begins_with_like_rows_for_like_patches():
+def test_similar_patches_start_with_similar_rows():
     torch.manual_seed(0)
     config = TransformerConfig(text_vocab=20, image_vocab=64, text_len=4, grid=(2, 2), width=256, depth=1, heads=2)
     prior, codes = config.build(), torch.rand(64, 48)
     codes[1::2] = codes[::2] + 0.01 * torch.randn(32, 48)  # each second patch looks like the one before it
     before = [w.clone() for w in (prior.embed.image.weight, prior.head.image.weight)]
-    relate(prior, codes)
+    init_from_codebook(prior, codes)
     for weight, old in zip((prior.embed.image.weight, prior.head.image.weight), before, strict=True):
         assert weight.std().item() == pytest.approx(old.std().item(), rel=0.1)
         alike = F.cosine_similarity(weight[::2], weight[1::2])
@@ -193,15 +193,15 @@ def test_a_prior_begins_with_like_rows_for_like_patches():
         assert F.cosine_similarity(weight, old).min() > 0.4  # half of the variance is what it was
 
 
-def test_a_run_that_skipped_most_updates_is_saved_and_an_error(data, tmp_path, capsys):
+def test_a_run_that_skipped_most_updates_is_saved_and_raises(data, tmp_path, capsys):
     """Also where the command is given again, and all is trained."""
     far = with_steps(RECIPE, 15, warmup_steps=0, optimizer=AdamWConfig(lr=1e30))
     recipes = {"prior": replace(RECIPE, prior=far.prior), "contrastive": replace(RECIPE, contrastive=far.contrastive)}
-    said = "1[34] of 15 updates of the {} were skipped, since .* finite: the run in .* is saved but has hardly learned"
+    error = "1[34] of 15 updates of the {} were skipped, since .* finite: the run in .* is saved but barely trained"
     for name, title in (("prior", "prior"), ("contrastive", "contrastive model")):
         run = tmp_path / name
         for _ in range(2 if name == "prior" else 1):
-            with pytest.raises(UserError, match=said.format(title)):
+            with pytest.raises(UserError, match=error.format(title)):
                 train_all(recipes[name], data, run)
             assert load(run).name == name
         assert re.search("1[34] of 15 updates .*were skipped", capsys.readouterr().err)

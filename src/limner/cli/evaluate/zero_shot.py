@@ -41,9 +41,9 @@ def main(argv: Sequence[str]) -> None:
         place(options.output)
     from limner.data.open_source import open_source
     from limner.evaluation import zero_shot as evaluation
-    from limner.runs.stages import reranker
+    from limner.runs.stages import load_reranker
 
-    model, tokenizer, name = reranker(options.model)
+    model, tokenizer, name = load_reranker(options.model)
     size = model.config.size
     if options.data is None:
         require_scenes(size, "give --data")

@@ -47,10 +47,10 @@ def main(argv: Sequence[str]) -> None:
     from limner.layers.low_precision import plain
     from limner.profiling.grad_histogram import SMALLEST_SUBNORMAL, gradient_exponents
     from limner.recipes.recipe import Recipe
-    from limner.runs.run_data import Material
-    from limner.runs.stages import Stages
+    from limner.runs.run_data import RunData
+    from limner.runs.stages import StageTrainer
 
-    run, data = Stages(Material.of(load_json(Recipe, recipe), options.data, options.run)).trained(options.stage)
+    run, data = StageTrainer(RunData.open(load_json(Recipe, recipe), options.data, options.run)).restore(options.stage)
     plain(run.model)
     stream = Stream(data, run.config.batch_size, options.seed)
     parts = gradient_exponents(run, next(stream))
