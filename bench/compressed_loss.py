@@ -32,7 +32,9 @@ def main() -> None:
     options = parser.parse_args()
     rank, seeds = options.rank or options.width // 12, range(1, options.seeds + 1)
     settings = [
-        CompressionRankSetting(width=options.width, rank=r, seed=seed, steps=options.steps) for r in (0, rank) for seed in seeds
+        CompressionRankSetting(width=options.width, rank=r, seed=seed, steps=options.steps)
+        for r in (0, rank)
+        for seed in seeds
     ]
     results = TrialRunner(options.folder).run(trial, settings, "training priors")
     losses = [statistics.fmean(result["loss"][-LAST_UPDATES:]) for result in results]

@@ -58,13 +58,13 @@ class Limner:
         kernel with a dense mask."""
         from torch.nn.functional import scaled_dot_product_attention
 
-        from limner.layers.attention import visible
+        from limner.layers.attention import attention_mask
         from limner.layers.patterns import row
         from limner.layers.sparse import SparseAttention
 
         c = self.config
         prefix = c.text_len + 1
-        path, mask = SparseAttention(row(c.grid), prefix), visible(row(c.grid), prefix)
+        path, mask = SparseAttention(row(c.grid), prefix), attention_mask(row(c.grid), prefix)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return scaled_dot_product_attention(q, k, v, attn_mask=mask) if self.dense else path(q, k, v)

@@ -98,7 +98,7 @@ def ours(options: argparse.Namespace, folder: Path, captions: list[str]) -> Tens
 def _coarse(recipe: Recipe) -> Recipe:
     """Return the recipe with 8 x 8 tokens: a wider decoder, and twice the batch size."""
     assert isinstance(recipe.dvae, PatchStage)
-    model = replace(recipe.dvae.model, patch=8, width=256, refinements=3)
+    model = replace(recipe.dvae.model, patch=8, width=256, pixel_blocks=3)
     return replace(
         recipe,
         dvae=replace(recipe.dvae, model=model, training=replace(recipe.dvae.training, steps=3_000), augment=False),

@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 torch.manual_seed(0)
 codes, blocks, head = nn.Embedding(CODES, WIDTH), nn.Sequential(Block(), Block()), nn.Linear(WIDTH, CODES)
-convert(blocks, SwitchBackLinear.of)  # of the blocks alone, as in the paper
+convert(blocks, SwitchBackLinear.from_linear)  # of the blocks alone, as in the paper
 optimizer = StableAdamW(
     [
         {"params": blocks.parameters(), "quantize_state": True},  # moments in 1-6-9 and 0-6-10
@@ -58,5 +58,5 @@ print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at the end")
 print(f"{len(found.loss)} loss spikes, {len(found.following)} after a spike of the embedding's RMS")
 state = optimizer.state[blocks[0].up.weight]
 print(f"moments of a block's matrix: {state['exp_avg'].dtype} and {state['exp_avg_sq'].dtype}")
-for (product, kernel, _), count in sorted(blocks[0].up.tally.counts.items()):
+for (product, kernel, _), count in sorted(blocks[0].up.counter.counts.items()):
     print(f"{product}: {kernel}, {count} times")

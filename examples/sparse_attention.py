@@ -9,7 +9,7 @@ and backward. What it gives equals softmax attention under the pattern's dense m
 import torch
 from torch import Tensor, nn
 
-from limner.layers.attention import attend, visible
+from limner.layers.attention import attend, attention_mask
 from limner.layers.patterns import column, row
 from limner.layers.sparse import SparseAttention
 
@@ -47,5 +47,5 @@ for step in range(5):
 
 q, k, v = torch.randn(3, 1, HEADS, PREFIX + GRID[0] * GRID[1], WIDTH // HEADS)
 for pattern in (row(GRID), column(GRID)):
-    sparse, dense = SparseAttention(pattern, PREFIX)(q, k, v), attend(q, k, v, visible(pattern, PREFIX))
+    sparse, dense = SparseAttention(pattern, PREFIX)(q, k, v), attend(q, k, v, attention_mask(pattern, PREFIX))
     torch.testing.assert_close(sparse, dense, atol=1e-5, rtol=1e-5)

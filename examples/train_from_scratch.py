@@ -17,12 +17,12 @@ from limner.data.open_source import open_source
 from limner.data.stream import Stream
 from limner.data.token_cache import encode_tokens, weights_hash
 from limner.evaluation.composition import sample_captions
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
-from limner.objectives.hard_negatives import HardContrastiveLoss
-from limner.objectives.reconstruction_loss import PixelError
+from limner.objectives.hard_negatives import HardNegativeLoss
+from limner.objectives.reconstruction_loss import ReconstructionLoss
 from limner.optim.optimizers import AdamWConfig, MuonConfig
 from limner.optim.schedules import Cosine
 from limner.pipeline import TextToImage
@@ -57,18 +57,18 @@ torch.manual_seed(0)
 
 # 1. Image tokenizer: codes are k-means centers of 4 x 4 patches, and the decoder learns to join them.
 dvae = PatchDVAEConfig(size=SIZE, vocab=CODES, width=64, blocks=2).build()
-dvae.fit(images.batch(np.arange(2_000), np.arange(2_000))["pixels"], torch.Generator().manual_seed(0))
-fit("dvae", dvae, PixelError(), images, 200, 16, AdamWConfig(lr=2e-3))
+dvae.fit_codebook(images.batch(np.arange(2_000), np.arange(2_000))["pixels"], torch.Generator().manual_seed(0))
+fit("dvae", dvae, ReconstructionLoss(), images, 200, 16, AdamWConfig(lr=2e-3))
 
 # 2. Prior: a transformer over the tokens of a caption and of its picture.
-cache = encode_tokens(source, dvae.tokens, key=weights_hash(dvae), size=SIZE, cache_dir=OUT / "tokens")
+cache = encode_tokens(source, dvae.tokenize, key=weights_hash(dvae), size=SIZE, cache_dir=OUT / "tokens")
 tokens = TokenDataset(cache.tokens, cache.captions, tokenizer, LENGTH)
 prior = TransformerConfig(**text, image_vocab=CODES, grid=dvae.config.grid, width=96, depth=6, heads=4).build()
 fit("prior", prior, Autoregressive(), tokens, 1500, 16, MuonConfig(fallback_adamw=AdamWConfig(lr=5e-3)), ema_decay=0.99)
 
 # 3. CLIP: how well a picture fits a caption.
-clip = ContrastiveConfig(**text, size=SIZE, patch=8, width=96, depth=4, heads=4, embedding=128).build()
-fit("clip", clip, HardContrastiveLoss(), images, 200, 128, MuonConfig(fallback_adamw=AdamWConfig(lr=1e-3)))
+clip = CLIPConfig(**text, size=SIZE, patch=8, width=96, depth=4, heads=4, embedding=128).build()
+fit("clip", clip, HardNegativeLoss(), images, 200, 128, MuonConfig(fallback_adamw=AdamWConfig(lr=1e-3)))
 
 # 4. Draw new captions, keep the best candidate of each, and let a program without learned parts check it.
 pipe = TextToImage(dvae, prior, clip, tokenizer, {"likelihood": 2.0})  # the prior's likelihood counts in the score

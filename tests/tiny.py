@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
@@ -33,7 +33,7 @@ def tiny_pipe(seed: int = 0, sharp: float = 20.0, patches: bool = False) -> Text
     ).build()
     with torch.no_grad():
         prior.head.image.weight *= sharp
-    contrastive = ContrastiveConfig(
+    contrastive = CLIPConfig(
         text_vocab=vocab, text_len=30, size=24, patch=8, width=16, depth=1, heads=2, embedding=8
     ).build()
     return TextToImage(dvae, prior, contrastive, tokenizer, {"name": "tiny"})
@@ -63,7 +63,7 @@ def tiny_recipe() -> Recipe:
         ),
         contrastive=replace(
             r.contrastive,
-            model=ContrastiveConfig(patch=8, width=32, depth=1, heads=2, embedding=16),
+            model=CLIPConfig(patch=8, width=32, depth=1, heads=2, embedding=16),
             training=replace(r.contrastive.training, steps=STEPS, **{**often, "batch_size": 8}),
         ),
     )

@@ -30,7 +30,7 @@ from limner.data.attribution import KEYS, united
 from limner.errors import UserError
 from limner.json_files import parse_json, read_mapping, to_json, write_json
 from limner.layers.quantize import row_wise
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.optim.dtensor import shard_like
@@ -41,7 +41,7 @@ M = TypeVar("M", bound=nn.Module)
 
 DVAE_FORMAT = "limner-dvae-1"
 
-_PARTS: dict[str, Any] = {"dvae": AnyDVAEConfig, "prior": TransformerConfig, "contrastive": ContrastiveConfig}
+_PARTS: dict[str, Any] = {"dvae": AnyDVAEConfig, "prior": TransformerConfig, "contrastive": CLIPConfig}
 _POSITIONS = 1 << 12  # maximum in a caption or a picture: masks grow with the square
 _WIDTH = 1 << 14
 _TENSORS = 1 << 14  # maximum in one model
@@ -282,7 +282,7 @@ def _check_size(config: Any, tensors: int, where: str) -> None:
     layers = config.groups * config.blocks if isinstance(config, AnyDVAEConfig) else config.depth
     if layers > tensors:
         raise UserError(f"{where} has {layers} layers: more than the {tensors} tensors of its file")
-    reranker = isinstance(config, ContrastiveConfig)
+    reranker = isinstance(config, CLIPConfig)
     positions = (config.size // config.patch) ** 2 if reranker else math.prod(config.grid)
     longest = max(positions, getattr(config, "text_len", 0))
     if positions < 1 or longest > _POSITIONS:

@@ -34,9 +34,9 @@ from limner.data.augment import augment_none
 from limner.data.image_decode import to_rgb
 from limner.drawing import Drawing, Drawings
 from limner.errors import UserError
-from limner.layers.cache import Int8Store, Store
-from limner.layers.inference_linear import int8, prepacked
-from limner.models.contrastive import Contrastive, ContrastiveConfig
+from limner.layers.cache import Int8KVStore, KVStore
+from limner.layers.inference_linear import pack_linears, quantize_linears
+from limner.models.contrastive import CLIP, CLIPConfig
 from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Auto, Precision
@@ -115,8 +115,8 @@ class Runtime:
             )
 
     @property
-    def store(self) -> type[Store]:
-        return Int8Store if self.int8_cache else Store
+    def store(self) -> type[KVStore]:
+        return Int8KVStore if self.int8_cache else KVStore
 
 
 class TextToImage:
@@ -135,7 +135,7 @@ class TextToImage:
         self,
         dvae: AnyDVAE,
         prior: Transformer,
-        contrastive: Contrastive,
+        contrastive: CLIP,
         tokenizer: Tokenizer,
         info: Mapping[str, Any] | None = None,
         runtime: Runtime = Runtime(),
@@ -149,7 +149,7 @@ class TextToImage:
         except OutOfRange as error:
             raise UserError(f"the model's own {error}: correct its config.json") from None
         _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
-        self._drawing: tuple[TokenDecoder, Contrastive] | None = None
+        self._drawing: tuple[TokenDecoder, CLIP] | None = None
         self._free = 0  # free bytes of GPU memory before the first drawing
 
     def _own(self, setting: str, default: float = 1.0) -> float:
@@ -220,7 +220,7 @@ class TextToImage:
             raise UserError("say what to keep, as top:N, or give a mask of what to draw anew: one of the two")
         size, (h, w) = self.dvae.config.size, self.dvae.config.grid
         pixels = torch.from_numpy(augment_none(np.array(to_rgb(image)), size)).permute(2, 0, 1)
-        tokens = self.dvae.tokens(pixels[None].to(self.device))[0]
+        tokens = self.dvae.tokenize(pixels[None].to(self.device))[0]
         free = torch.ones(h, w, dtype=torch.bool)
         if keep is not None:
             rows = {f"top:{n}": n for n in range(1, h)}
@@ -351,7 +351,7 @@ class TextToImage:
         codes, states = math.prod(c.grid) * c.vocab, c.size**2 * c.width
         each = 8 * codes + 4 * 4 * states  # int64 codes, and about four fp32 tensors of the widest layer
         parts = tokens.flatten(0, 1).split(max(1, _PICTURE_BYTES // each))
-        shown = torch.cat([self.dvae.pictures(part, (rows, c.grid[1])) for part in parts])
+        shown = torch.cat([self.dvae.decode_tokens(part, (rows, c.grid[1])) for part in parts])
         return shown.unflatten(0, tokens.shape[:2])
 
     def _encode(self, captions: Sequence[str], length: int) -> Tensor:
@@ -366,7 +366,7 @@ class TextToImage:
         """Return the number of candidates per batch, limited by the memory of keys and values."""
         c, dtype = self.prior.config, self.runtime.precision.dtype(self.device)
         like = torch.empty(1, c.heads, 0, c.width // c.heads, dtype=dtype, device="meta")
-        stores = (self.runtime.store(like, 1, pattern.held) for pattern in c.patterns)
+        stores = (self.runtime.store(like, 1, pattern.cache_slots) for pattern in c.patterns)
         each = 2 * sum(store.bytes_per_candidate for store in stores)
         most, room = _ROWS, _CACHE_BYTES
         if self.device.type == "cuda":
@@ -375,19 +375,19 @@ class TextToImage:
         return max(1, min(most, room // each))
 
     @torch.inference_mode(False)  # the compiler does not support inference tensors
-    def _models(self) -> tuple[TokenDecoder, Contrastive]:
+    def _models(self) -> tuple[TokenDecoder, CLIP]:
         """Return decoder and contrastive model in the format of drawing, built once."""
         if self._drawing is None:
             prior, contrastive = self.prior, self.contrastive
             dtype = self.runtime.precision.dtype(self.device)
             if dtype == torch.bfloat16:
-                contrastive = prepacked(copy.deepcopy(contrastive).to(dtype))
+                contrastive = pack_linears(copy.deepcopy(contrastive).to(dtype))
             if dtype == torch.bfloat16 or self.runtime.int8_weights:
                 prior = copy.deepcopy(prior).to(dtype)
                 if self.runtime.int8_weights:
-                    prior = int8(prior)
+                    prior = quantize_linears(prior)
                 elif not self.runtime.compiled:  # the compiler chooses the layout of weights
-                    prior = prepacked(prior)
+                    prior = pack_linears(prior)
             self._drawing = build_decoder(prior, self.runtime.compiled), contrastive
         return self._drawing
 
@@ -460,9 +460,7 @@ def _batches(seeds: Sequence[int], count: int, rows: int) -> list[tuple[list[int
     ]
 
 
-def _check_fit(
-    dvae: AnyDVAEConfig, prior: TransformerConfig, contrastive: ContrastiveConfig, tokenizer: Tokenizer
-) -> None:
+def _check_fit(dvae: AnyDVAEConfig, prior: TransformerConfig, contrastive: CLIPConfig, tokenizer: Tokenizer) -> None:
     pairs = (
         ("grid of the prior", tuple(prior.grid), "grid of the dVAE", tuple(dvae.grid)),
         ("image vocabulary of the prior", prior.image_vocab, "codebook of the dVAE", dvae.vocab),

@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from limner.config import save_json
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
@@ -46,7 +46,7 @@ def recipe(steps: int = 4, every: int = 2) -> Recipe:
         ),
         contrastive=replace(
             scenes.contrastive,
-            model=ContrastiveConfig(patch=8, width=32, depth=1, heads=2, embedding=16),
+            model=CLIPConfig(patch=8, width=32, depth=1, heads=2, embedding=16),
             training=replace(scenes.contrastive.training, **{**often, "batch_size": 8}),
         ),
     )

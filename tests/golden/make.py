@@ -26,17 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from limner.data.stream import Stream
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.codebook_elbo import BalancedELB
-from limner.objectives.contrastive import ContrastiveLoss
+from limner.objectives.contrastive import CLIPLoss
 from limner.objectives.elbo import RelaxedELB
-from limner.objectives.hard_negatives import HardContrastiveLoss
-from limner.objectives.reconstruction_loss import PixelError
+from limner.objectives.hard_negatives import HardNegativeLoss
+from limner.objectives.reconstruction_loss import ReconstructionLoss
 from limner.optim.optimizers import AdamWConfig
 from limner.optim.schedules import Anneal, Cosine, Plateau
 from limner.recipes.presets import paper
@@ -162,7 +162,7 @@ def paper_contrastive() -> dict[str, list[float]]:
         stage.model, text_vocab=VOCAB, text_len=TEXT, size=SIDE, patch=8, width=32, depth=2, heads=2, embedding=16
     )
     config = times(stage.training, lr=4, eps=1_000, weight_decay=10, clip_norm=1 / 40, warmup_steps=1 / 500)
-    return curve(model.build(), ContrastiveLoss(), Squares("text", "pixels"), config)
+    return curve(model.build(), CLIPLoss(), Squares("text", "pixels"), config)
 
 
 def dvae() -> nn.Module:
@@ -184,7 +184,7 @@ def balanced_elb() -> dict[str, list[float]]:
         size=SIDE, width=16, groups=3, blocks=1, vocab=VOCAB, code_width=16, gain=0.5, init_gain=2**0.5, code_gain=3.0,
         context_groups=0,
     ).build()  # fmt: skip
-    objective = BalancedELB(tau=Anneal(start=1.0, end=0.1, steps=10), hard_from=14)
+    objective = BalancedELB(tau=Anneal(start=1.0, end=0.1, steps=10), freeze_encoder_from=14)
     return curve(model, objective, Squares("pixels"), clip_norm=1.0, warmup_steps=5)
 
 
@@ -192,9 +192,9 @@ def balanced_elb() -> dict[str, list[float]]:
 def pixel_error() -> dict[str, list[float]]:
     """The decoder of a dVAE of patches, with blocks at both resolutions; from step 14 on of absolute error. Its codes
     are random: those that k-means finds in flat pictures may be equal, and rounding would choose among them."""
-    model = PatchDVAEConfig(size=SIDE, width=16, blocks=2, refinements=1, vocab=VOCAB).build()
+    model = PatchDVAEConfig(size=SIDE, width=16, blocks=2, pixel_blocks=1, vocab=VOCAB).build()
     model.codes.uniform_(0.1, 0.9)
-    return curve(model, PixelError(absolute_from=14), Squares("pixels"), clip_norm=1.0)
+    return curve(model, ReconstructionLoss(l1_from=14), Squares("pixels"), clip_norm=1.0)
 
 
 def prior(grid: tuple[int, int], **settings: object) -> dict[str, list[float]]:
@@ -220,11 +220,11 @@ def prior_masked() -> dict[str, list[float]]:
 @double()
 def contrastive() -> dict[str, list[float]]:
     """With two spoiled copies of each picture and two wrong captions."""
-    model = ContrastiveConfig(
+    model = CLIPConfig(
         text_vocab=VOCAB, text_len=TEXT, size=SIDE, patch=8, width=32, depth=2, heads=2, embedding=16
     ).build()
     data = Squares("text", "pixels", "distractors")
-    return curve(model, HardContrastiveLoss(spoiled=2), data, clip_norm=1.0, schedule=Cosine(end=0.02))
+    return curve(model, HardNegativeLoss(cut_paste_negatives=2), data, clip_norm=1.0, schedule=Cosine(end=0.02))
 
 
 CURVES: tuple[Callable[[], dict[str, list[float]]], ...] = (

@@ -59,7 +59,7 @@ def test_a_reconstruction_read_as_another_shape_looks_like_that_shape() -> None:
             thing = Thing(shape=shape, color=color, size="small", fill=fill, x=x, y=y)
             scenes.append(Scene(things=(thing,), background=backgrounds[rng.integers(len(backgrounds))]))
         pictures = torch.from_numpy(np.stack([rendering.render(scene) for scene in scenes])).permute(0, 3, 1, 2)
-        drawn = dvae.pictures(dvae.tokens(pictures)).permute(0, 2, 3, 1).numpy()
+        drawn = dvae.decode_tokens(dvae.tokenize(pictures)).permute(0, 2, 3, 1).numpy()
         for scene, picture in zip(scenes, drawn, strict=True):
             (original,), read = scene.things, scene_reader.read(picture).things
             if len(read) != 1 or read[0].look == original.look:

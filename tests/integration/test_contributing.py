@@ -17,7 +17,7 @@ import limner.cli
 from limner.config import from_dict
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.open_source import KINDS
-from limner.layers.attention import attend, visible
+from limner.layers.attention import attend, attention_mask
 from limner.layers.patterns import PATTERNS
 from limner.layers.sparse import SparseAttention
 from limner.models.transformer import TransformerConfig
@@ -40,7 +40,7 @@ def test_a_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = PATTERNS["diagonal"]((6, 5), 3)
     assert pattern.offsets == (0, 6, 12)
     q, k, v = torch.randn(3, 2, 2, 4 + 30, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(SparseAttention(pattern, 4)(q, k, v), attend(q, k, v, visible(pattern, 4)))
+    torch.testing.assert_close(SparseAttention(pattern, 4)(q, k, v), attend(q, k, v, attention_mask(pattern, 4)))
     stage = {"model": {"pattern": "diagonal", "depth": 3}, "training": {"steps": 1}}
     assert {made.name for made in from_dict(recipe.PriorStage, stage).model.patterns} == {"diagonal"}
 

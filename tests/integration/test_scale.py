@@ -19,7 +19,7 @@ SMALL = {
     "contrastive": "model.width=32 model.depth=1 model.heads=2 training.steps=2 training.batch-size=8",
 }
 OPTIONS = " ".join(f"--{stage}.{setting}" for stage, settings in SMALL.items() for setting in settings.split())
-OPTIONS += " --contrastive.objective.spoiled=0"
+OPTIONS += " --contrastive.objective.cut-paste-negatives=0"
 
 
 @pytest.fixture(scope="module")

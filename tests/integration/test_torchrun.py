@@ -33,7 +33,7 @@ OPTIONS = [
         "64",
         "--dvae.model.width",
         "8",
-        "--contrastive.objective.spoiled",
+        "--contrastive.objective.cut-paste-negatives",
         "0",
     ),
     *("--prior.model.width", "32", "--prior.model.heads", "2", "--prior.model.depth", "2"),

@@ -154,7 +154,7 @@ def test_any_recipe_takes_an_imported_dvae_and_keeps_its_tokens(data, monkeypatc
     assert main([*train, "--out", "run", "--dvae.bundle", "dvae"]) == 0
     pixels = torch.randint(0, 256, (8, 3, 24, 24), dtype=torch.uint8)
     bundle = bundles.read(data / "run" / "bundle")[0]
-    assert torch.equal(bundle["dvae"].tokens(pixels), theirs.tokens(pixels))
+    assert torch.equal(bundle["dvae"].tokenize(pixels), theirs.tokenize(pixels))
     assert (bundle["prior"].config.grid, bundle["prior"].config.image_vocab) == ((6, 6), 32)
     assert bundle["contrastive"].config.size == 24
     assert main(["draw", "a red circle", "--model", "run", "--candidates", "2", "-o", "drawing.png"]) == 0

@@ -137,7 +137,7 @@ def test_published_files_convert_exactly_without_their_package(published, tmp_pa
         logits = encoder(map_pixels(pixels))
         torch.testing.assert_close(ours.encode(pixels), logits, atol=1e-5, rtol=1e-4)
         tokens = logits.argmax(1)
-        assert torch.equal(ours.tokens(pixels), tokens.flatten(1))
+        assert torch.equal(ours.tokenize(pixels), tokens.flatten(1))
         z = F.one_hot(tokens, 64).movedim(-1, 1).float()
         torch.testing.assert_close(torch.cat(ours.decode(z), 1), decoder(z), atol=1e-5, rtol=1e-4)
 
@@ -259,7 +259,7 @@ def test_a_hostile_file_is_a_user_error_and_runs_nothing(published, spoil, capsy
 def test_parts_of_another_model_are_rejected(published, capsys):
     torch.save(small().encoder, "ours.pkl")
     assert convert("ours.pkl", "decoder.pkl", "out") == 2
-    assert "holds a 'limner.models.dvae" in capsys.readouterr().err
+    assert "does not load its 'limner.models.dvae" in capsys.readouterr().err
     assert convert("encoder.pkl", "encoder.pkl", "out") == 2
     assert convert("encoder.pkl", "decoder.pkl", "out", "--size", 520) == 2
     assert "multiple of 8 up to 512" in capsys.readouterr().err

@@ -107,7 +107,7 @@ def test_all_implementations_of_stable_adamw_agree(monkeypatch: pytest.MonkeyPat
         )
         close(run(build)[0], expected, 1e-12)
     with monkeypatch.context() as patch:
-        patch.setattr(compile_elementwise, "LARGE", 1000)
+        patch.setattr(compile_elementwise, "MIN_COMPILED_SIZE", 1000)
         patch.setattr(adam_base, "_CPU_CHUNK_VALUES", 1000)
         close(run(build, torch.float32)[0], expected, 2e-5)
 
@@ -162,8 +162,8 @@ def test_quantized_moments_are_rounded(make: type[torch.optim.Optimizer]) -> Non
         hat = variance / (1 - 0.95**t)
         rms = 1.0 if make is AdamW16 else (g**2 / hat.clamp_min(1e-12)).mean().sqrt().clamp_min(1).item()
         quantized = theta.ndim >= 2
-        v.copy_(E6M9.rounded(mean) if quantized else mean)
-        u.copy_(UE6M10.rounded(variance) if quantized else variance)
+        v.copy_(E6M9.round(mean) if quantized else mean)
+        u.copy_(UE6M10.round(variance) if quantized else variance)
         return theta - lr / rms * (0.3 * theta + mean / (1 - 0.9**t) / (hat.sqrt() + 1e-6))
 
     settings = {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.3}

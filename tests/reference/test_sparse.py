@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from compare import assert_same_with_gradients
 from limner.layers import sparse
-from limner.layers.attention import attend, visible
+from limner.layers.attention import attend, attention_mask
 from limner.layers.sparse import SparseAttention
 from limner.models.transformer import TransformerConfig
 from more_patterns import ALL
@@ -26,10 +26,10 @@ SPARSE = sorted(ALL.keys() - {"dense"})
 )
 def test_sparse_attention_equals_the_dense_mask(make, grid, prefix, kernel, queries, weights, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse, "_QUERIES", queries)
-        patch.setattr(sparse, "_WEIGHTS", weights)
+        patch.setattr(sparse, "MIN_QUERIES", queries)
+        patch.setattr(sparse, "CPU_WEIGHTS_PER_PART", weights)
         pattern = make(grid, kernel)
-        mask, fast = visible(pattern, prefix), SparseAttention(pattern, prefix)
+        mask, fast = attention_mask(pattern, prefix), SparseAttention(pattern, prefix)
         assert_same_with_gradients(fast, lambda q, k, v: attend(q, k, v, mask), (2, 3, len(mask), 8), seed)
 
 
@@ -37,7 +37,7 @@ def test_sparse_attention_equals_the_dense_mask(make, grid, prefix, kernel, quer
 def test_errors_in_bf16_are_those_of_the_dense_mask(kind):
     torch.manual_seed(0)
     pattern = ALL[kind]((8, 6), 5)
-    mask, fast = visible(pattern, 5), SparseAttention(pattern, 5)
+    mask, fast = attention_mask(pattern, 5), SparseAttention(pattern, 5)
     q, k, v = (torch.randn(2, 3, len(mask), 16) for _ in range(3))
     exact = attend(q, k, v, mask)
     half = [x.bfloat16() for x in (q, k, v)]
@@ -57,7 +57,7 @@ def test_scores_are_not_rounded_to_16_bits(kind):
 
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_one_compiled_graph_gives_the_same_loss_and_gradients(monkeypatch):
-    monkeypatch.setattr(sparse, "_SHORT", 0)  # sparse at any size
+    monkeypatch.setattr(sparse, "DENSE_MAX_POSITIONS", 0)  # sparse at any size
     torch.manual_seed(0)
     config = TransformerConfig(
         text_vocab=40, image_vocab=30, text_len=5, grid=(6, 4), width=32, depth=4, heads=2, kernel=3

@@ -62,7 +62,7 @@ def test_kernels_of_int8_layers_compile_for_gpus(capability, dtype):
 
     x = f"*{dtype}"
     code(module.row_wise_kernel, {"x": x, "values": "*i8", "scale": "*fp32"}, BLOCK=1024)
-    code(module.scaled_kernel, {"x": x, "values": "*i8", "inverse": "*fp32"}, TILE=64)
+    code(module.quantize_kernel, {"x": x, "values": "*i8", "inverse": "*fp32"}, TILE=64)
     pointers = {"a": "*i8", "b": "*i8", "y": x, "scale_a": "*fp32", "scale_b": "*fp32", "bias": "*fp32"}
     flags = {"BY_ROW": True, "BY_COLUMN": True, "BIAS": True, "EVEN": capability == 90}
     ptx = code(module.product_kernel.fn, pointers, **flags, M=64, N=64, K=64)["ptx"]
@@ -70,15 +70,20 @@ def test_kernels_of_int8_layers_compile_for_gpus(capability, dtype):
 
 
 @CAPABILITIES
-@pytest.mark.parametrize(("dtype", "some"), [("fp32", 16), ("bf16", 1), ("bf16", 16)])
-def test_the_decoding_kernel_compiles_for_gpus(capability, dtype, some):
+@pytest.mark.parametrize(("dtype", "candidates"), [("fp32", 16), ("bf16", 1), ("bf16", 16)])
+def test_the_decoding_kernel_compiles_for_gpus(capability, dtype, candidates):
     from limner.layers import triton_decode as module
 
-    constants = {"C": 64, "SOME": some, "KEYS": module._KEYS, "SLOTS": module._SLOTS[some]}
-    states = ("q", "k", "v", "prefix_keys", "prefix_values", "keys", "values", "hole_bias", "out")
+    constants = {
+        "C": 64,
+        "CANDIDATES": candidates,
+        "KEYS": module.KEYS_PER_BLOCK,
+        "SLOTS": module.SLOTS_PER_BLOCK[candidates],
+    }
+    states = ("q", "k", "v", "prefix_keys", "prefix_values", "keys", "values", "gap_bias", "out")
     kinds = {**dict.fromkeys(states, f"*{dtype}"), "position": "*i64", "scale": "fp32"}
-    stages = compiled(module.attend_kernel, capability, kinds, "i32", constants, num_warps=module._WARPS[some])
-    assert ("mma" in stages["ptx"]) == (some > 1 and dtype == "bf16")
+    stages = compiled(module.attend_kernel, capability, kinds, "i32", constants, num_warps=module.WARPS[candidates])
+    assert ("mma" in stages["ptx"]) == (candidates > 1 and dtype == "bf16")
 
 
 @CAPABILITIES

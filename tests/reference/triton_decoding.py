@@ -6,7 +6,7 @@ import torch
 import triton
 
 from limner.layers import cache, triton_decode
-from limner.layers.cache import LayerCache
+from limner.layers.cache import LayerKVCache
 from more_patterns import ALL
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -23,7 +23,7 @@ def test_decoding_equals_torch(kind, captions, candidates, dtype, tolerance, mon
     grid, heads, c, rows = (5, 4), 2, 16, captions * candidates
     pattern = ALL[kind](grid, 3)
     prefix = [torch.randn(captions, heads, 140, c).to(DEVICE, dtype) for _ in range(2)]
-    ours, theirs = (LayerCache.of(pattern, *prefix).expand(candidates) for _ in range(2))
+    ours, theirs = (LayerKVCache.from_prefix(pattern, *prefix).expand(candidates) for _ in range(2))
     calls = []
     attend = triton_decode.attend
     monkeypatch.setattr(triton_decode, "attend", lambda *args: calls.append(1) or attend(*args))
@@ -31,13 +31,13 @@ def test_decoding_equals_torch(kind, captions, candidates, dtype, tolerance, mon
         states = torch.randn(rows, 1, 3 * heads * c).to(DEVICE, dtype)  # in the layout of an attention layer
         q, k, v = (y.view(rows, 1, heads, c).transpose(1, 2) for y in states.chunk(3, -1))
         position = torch.full((1,), step, device=DEVICE)
-        monkeypatch.setattr(cache, "triton_launches", lambda x: True)
+        monkeypatch.setattr(cache, "can_launch_triton", lambda x: True)
         output = ours.append(position, q, k, v)
-        monkeypatch.setattr(cache, "triton_launches", lambda x: False)
+        monkeypatch.setattr(cache, "can_launch_triton", lambda x: False)
         expected = theirs.append(position, q, k, v)
         assert len(calls) == step + 1 and output.shape == expected.shape and output.dtype == dtype
         torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
-        assert all(torch.equal(x, y) for x, y in zip(ours.memory, theirs.memory, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(ours.buffers, theirs.buffers, strict=True))
 
 
 def test_unsupported_layouts_use_torch():

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from limner.layers import int8, quantize, triton_int8
-from limner.layers.scales import INT8, scales
+from limner.layers.scales import INT8, scale_and_inverse
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 SHAPES = [(1, 1, 1), (3, 5, 7), (65, 33, 130), (64, 64, 64), (100, 70, 16)]  # m, n, k
@@ -32,9 +32,9 @@ def test_integers_and_scales_equal_those_of_torch(shape, dtype):
         for result, expected in zip(triton_int8.row_wise(y.to(DEVICE)), quantize.row_wise(y), strict=True):
             assert torch.equal(result.cpu(), expected)
     whole, _ = quantize.tensor_wise(x)
-    inverse = scales(x.abs().amax(), INT8)[1].to(DEVICE)
-    assert torch.equal(triton_int8.scaled(x.to(DEVICE), inverse).cpu(), whole)
-    transposed = triton_int8.scaled(x.to(DEVICE), inverse, transposed=True)
+    inverse = scale_and_inverse(x.abs().amax(), INT8)[1].to(DEVICE)
+    assert torch.equal(triton_int8.quantize(x.to(DEVICE), inverse).cpu(), whole)
+    transposed = triton_int8.quantize(x.to(DEVICE), inverse, transposed=True)
     assert transposed.is_contiguous() and torch.equal(transposed.cpu(), whole.mT)
     assert torch.equal(quantize.tensor_wise_transposed(x)[0], transposed.cpu())
 

@@ -64,7 +64,7 @@ def loss() -> list[torch.Tensor]:
     [
         lambda: list(row_wise(numbers(5, 7))),
         loss,
-        *(lambda kind=kind: layer(kind.of) for kind in (SwitchBackLinear, SwitchBackQLinear, LLMInt8Linear)),
+        *(lambda kind=kind: layer(kind.from_linear) for kind in (SwitchBackLinear, SwitchBackQLinear, LLMInt8Linear)),
         *(lambda make=make: optimised(make) for make in (AdamW16, Beta2WarmupAdamW, StableAdamW)),
         *(lambda kind=kind: scales(kind) for kind in ("resblocks", "loss", "tensors")),
     ],

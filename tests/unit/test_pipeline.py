@@ -84,7 +84,7 @@ def picture(pipe):
 
 def test_an_edit_keeps_the_rows_it_was_told_to_keep(pipe):
     image = picture(pipe)
-    own = pipe.dvae.tokens(torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)[None])[0].view(6, 6)
+    own = pipe.dvae.tokenize(torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)[None])[0].view(6, 6)
     for keep, mask in (("top:4", None), (None, Image.new("L", (24, 24)))):
         if mask:
             mask.paste(255, (9, 8, 15, 12))  # of tokens 4 x 4, it touches columns 2 and 3 of row 2
@@ -450,10 +450,10 @@ def test_a_dvae_is_stored_without_loss_in_16_bits_where_these_do(pipe, tmp_path)
     again = load(whole.save_pretrained(tmp_path / "bundle"))
     third = load(again.save_pretrained(tmp_path / "copy"), device="cpu")
     assert all(torch.equal(value, state[key]) for key, value in third.dvae.state_dict().items())
-    assert torch.equal(third.dvae.tokens(pixels), dvae.tokens(pixels))
+    assert torch.equal(third.dvae.tokenize(pixels), dvae.tokenize(pixels))
     small = bundles.save_dvae(bundles.rounded(dvae), tmp_path / "small", {})
     assert {value.dtype for value in load_file(small / "dvae.safetensors").values()} == {torch.float16}
-    assert torch.equal(bundles.load_model(small, "dvae").tokens(pixels), dvae.tokens(pixels))
+    assert torch.equal(bundles.load_model(small, "dvae").tokenize(pixels), dvae.tokenize(pixels))
 
 
 def edit(bundle, change):

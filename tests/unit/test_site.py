@@ -17,15 +17,15 @@ import pytest
 import torch
 
 import limner.cli
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.elbo import RelaxedELB
-from limner.objectives.hard_negatives import HardContrastiveLoss
-from limner.objectives.reconstruction_loss import PixelError
+from limner.objectives.hard_negatives import HardNegativeLoss
+from limner.objectives.reconstruction_loss import ReconstructionLoss
 from limner.training.config import TrainConfig
 from limner.training.train_state import Run
 
@@ -161,12 +161,12 @@ def test_every_logged_metric_is_documented():
     batch = {"pixels": pixels, "text": captions, "image": captions}
     dvae = DVAEConfig(size=16, width=8, groups=2, blocks=1, vocab=16, code_width=8)
     prior = TransformerConfig(text_vocab=32, image_vocab=32, text_len=4, grid=(2, 2), width=16, depth=2, heads=2)
-    clip = ContrastiveConfig(text_vocab=32, text_len=4, size=16, patch=8, width=16, depth=1, heads=2, embedding=8)
+    clip = CLIPConfig(text_vocab=32, text_len=4, size=16, patch=8, width=16, depth=1, heads=2, embedding=8)
     logged = defaultdict(set)
     patches = PatchDVAEConfig(size=16, vocab=16, width=8, blocks=1)
     for config, objective in (
-        (dvae, RelaxedELB()), (dvae, BalancedELB()), (patches, PixelError()), (prior, Autoregressive()),
-        (clip, HardContrastiveLoss()),
+        (dvae, RelaxedELB()), (dvae, BalancedELB()), (patches, ReconstructionLoss()), (prior, Autoregressive()),
+        (clip, HardNegativeLoss()),
     ):  # fmt: skip
         run = Run(config.build(), objective, TrainConfig(steps=1))
         metrics = objective(run.model, batch, 0, run.generator)[1]

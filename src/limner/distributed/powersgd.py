@@ -50,7 +50,7 @@ from torch import Tensor, distributed, nn
 from limner.data.stream import hash64
 from limner.distributed.gradient_reducers import Bucket, Replicas, Waiting, averaged, unpacked
 from limner.errors import UserError
-from limner.numerics.formats import E6M9, HALVES
+from limner.numerics.formats import E6M9, HALF_FORMATS
 from limner.optim import grad_access
 from limner.optim.dtensor import from_local, is_dtensor, shard_like, to_local
 from limner.validation import Checked, Range
@@ -213,7 +213,7 @@ class PowerSGD:
             p = self._orthonormal(p)
             sound = _finite(p)  # 1-6-9 has only finite codes: NaN would become the largest
             if self.config.narrow:
-                p = [E6M9.rounded(x) for x in p]
+                p = [E6M9.round(x) for x in p]
             q = [
                 matrix.oriented(error).T @ x * _root(len(x))
                 for matrix, error, x in zip(matrices, errors, p, strict=True)
@@ -269,7 +269,7 @@ class PowerSGD:
     ) -> None:
         """Run step 12, which may overwrite `error`, and keep P and Q for step 11."""
         left, right = matrix.product(p, q)
-        if matrix.parameter.dtype in HALVES:
+        if matrix.parameter.dtype in HALF_FORMATS:
             error.sub_(matrix.rounded(left @ right))
         else:
             error.addmm_(left, right, alpha=-1)

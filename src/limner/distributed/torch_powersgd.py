@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from limner.distributed.gradient_reducers import Bucket, Plain, Replicas, Waiting, averaged, unpacked
 from limner.errors import UserError
-from limner.numerics.formats import HALVES
+from limner.numerics.formats import HALF_FORMATS
 from limner.optim import grad_access
 from limner.optim.dtensor import is_dtensor
 
@@ -124,7 +124,7 @@ class TorchPowerSGD(Plain):
                 self._state.p_memory_dict.clear()  # makes the hook draw a new Q
             elif grad is None or skip:
                 error.add_(part)
-            elif grad.dtype in HALVES:  # the buffer keeps the rounding error
+            elif grad.dtype in HALF_FORMATS:  # the buffer keeps the rounding error
                 error.add_(part)
                 part.copy_(grad_access.round_to_storage(part, grad.dtype, grad_access.pending_scale(grad)))
                 error.sub_(part)

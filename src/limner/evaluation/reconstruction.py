@@ -80,8 +80,8 @@ def reconstructions(dvae: AnyDVAE, pictures: Tensor) -> Iterator[tuple[Tensor, T
     """Yield (pictures, tokens, reconstructions) for batches of uint8 [B, 3, H, W], on the dVAE's device."""
     device = next(dvae.parameters()).device
     for part in (batch.to(device) for batch in pictures.split(_BATCH_SIZE)):
-        tokens = dvae.tokens(part)
-        yield part, tokens, dvae.pictures(tokens)
+        tokens = dvae.tokenize(part)
+        yield part, tokens, dvae.decode_tokens(tokens)
 
 
 def measure(

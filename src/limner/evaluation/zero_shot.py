@@ -27,7 +27,7 @@ from limner.evaluation.confidence import TEST_SEEDS_FROM, Proportion
 from limner.evaluation.generate_batches import attribute_key
 from limner.evaluation.nearest_neighbor import ReferenceSet
 from limner.json_files import write_json
-from limner.models.contrastive import Contrastive
+from limner.models.contrastive import CLIP
 from limner.progress import Advance
 from limner.tasks.rendering import render
 from limner.tasks.scenes import BACKGROUNDS, COLORS, SHAPES, SIZES, Split, sample_scene
@@ -112,9 +112,7 @@ class ZeroShotResult:
         write_json(path, {"rates": rates, "classes": self.classes, "settings": settings}, indent=1)
 
 
-def evaluate(
-    model: Contrastive, tokenizer: Tokenizer, task: ZeroShotTask, progress: Advance | None = None
-) -> ZeroShotResult:
+def evaluate(model: CLIP, tokenizer: Tokenizer, task: ZeroShotTask, progress: Advance | None = None) -> ZeroShotResult:
     """Classify the pictures. `progress` advances by prompts and pictures."""
     length, device = model.config.text_len, next(model.parameters()).device
     text = [tokenizer.encode([prompt.format(name) for prompt in task.prompts], length) for name in task.names]
@@ -127,7 +125,7 @@ def evaluate(
 
 @torch.inference_mode()
 def cosine_similarity(
-    model: Contrastive, prompts: Tensor, pictures: UInt8[Tensor, "B 3 H W"], progress: Advance | None = None
+    model: CLIP, prompts: Tensor, pictures: UInt8[Tensor, "B 3 H W"], progress: Advance | None = None
 ) -> Float[Tensor, "B C"]:
     """Return the cosine similarity of pictures uint8 [B, 3, H, W] and classes, prompts int64 [C, K, T] -> [B, C]."""
     device = next(model.parameters()).device

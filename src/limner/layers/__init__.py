@@ -3,7 +3,7 @@
 from limner.layers import SwitchBackLinear
 from limner.layers.convert import convert
 
-convert(model.blocks, SwitchBackLinear.of)
+convert(model.blocks, SwitchBackLinear.from_linear)
 """
 
 from limner.layers.float8 import Fp8SwitchBackLinear, Fp8TensorWiseLinear

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from limner.layers.patterns import Pattern
 
-Core = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, H, n, C] -> [B, H, n, C]
+AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, H, n, C] -> [B, H, n, C]
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention. The core applies the pattern; the layer is independent of patterns.
+    """Multi-head self-attention. `attention_fn` applies the pattern; the layer is independent of patterns.
 
     With `qk_norm`, queries and keys are normalized (Dehghani et al. 2023), which bounds their products.
     """
@@ -37,20 +37,20 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
         self.q_norm, self.k_norm = (nn.LayerNorm(width // heads) if qk_norm else nn.Identity() for _ in range(2))
 
-    def forward(self, x: Float[Tensor, "B n D"], core: Core) -> Float[Tensor, "B n D"]:
+    def forward(self, x: Float[Tensor, "B n D"], attention_fn: AttentionFn) -> Float[Tensor, "B n D"]:
         """Return the attention output: x [B, n, D] -> [B, n, D]."""
         b, n, d = x.shape
         q, k, v = (y.view(b, n, self.heads, d // self.heads).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        return self.out(core(q, k, v).transpose(1, 2).reshape(b, n, d))
+        return self.out(attention_fn(q, k, v).transpose(1, 2).reshape(b, n, d))
 
 
-def visible(pattern: Pattern, prefix: int) -> Bool[Tensor, "N N"]:
+def attention_mask(pattern: Pattern, prefix: int) -> Bool[Tensor, "N N"]:
     """Return the mask of Figure 11: bool [N, N], True where the row's position sees the column's."""
     n = prefix + pattern.grid[0] * pattern.grid[1]
     mask = torch.ones(n, n, dtype=torch.bool, device="cpu").tril()
     t = torch.arange(n - prefix, device="cpu")
-    mask[prefix:, prefix:] = pattern.sees(t[:, None] - t[None, :])
+    mask[prefix:, prefix:] = pattern.allows(t[:, None] - t[None, :])
     return mask
 
 

@@ -13,12 +13,12 @@ from typing import TypeVar
 from torch import nn
 
 M = TypeVar("M", bound=nn.Module)
-Where = Callable[[str, nn.Linear], bool]
+LayerFilter = Callable[[str, nn.Linear], bool]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def everywhere(name: str, layer: nn.Linear) -> bool:
+def all_layers(name: str, layer: nn.Linear) -> bool:
     """Return True: choose all linear layers."""
     return True
 
@@ -28,7 +28,7 @@ def unhooked(name: str, layer: nn.Linear) -> bool:
     return not any(getattr(layer, kind) for kind in _HOOKS)
 
 
-def convert(model: M, make: Callable[[nn.Linear], nn.Module], where: Where = everywhere) -> M:
+def convert(model: M, make: Callable[[nn.Linear], nn.Module], where: LayerFilter = all_layers) -> M:
     """Replace each linear layer by `make(layer)`, in place, and return the model.
 
     Args:
@@ -42,22 +42,22 @@ def convert(model: M, make: Callable[[nn.Linear], nn.Module], where: Where = eve
     layers = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     chosen = {name: x for name, x in layers.items() if isinstance(x, nn.Linear) and where(name, x)}
     if not chosen:
-        raise ValueError(f"no linear layer of the {type(model).__name__} was chosen: there is nothing to convert")
+        raise ValueError(f"`where` selects no linear layer of the {type(model).__name__}: check the names it accepts")
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     for name, layer in chosen.items():
         if type(layer) is not nn.Linear:
             raise ValueError(
-                f"{name} is a {type(layer).__name__}, and only a plain nn.Linear can be converted: leave it out with "
+                f"{name} is a {type(layer).__name__}, not an nn.Linear: exclude it with "
                 "convert(..., where=lambda name, layer: ...)"
             )
         if any(uses[id(p)] > 1 for p in layer.parameters()):
             raise ValueError(
-                f"{name} or its weight is used in several places: untie them, or leave it out with "
+                f"{name} or its weight is used in several places: untie it, or exclude it with "
                 "convert(..., where=lambda name, layer: ...)"
             )
         if not unhooked(name, layer):
-            raise ValueError(f"{name} has hooks, which another layer in its place would not have: convert first")
+            raise ValueError(f"{name} has hooks, which its replacement would lose: convert before adding hooks")
     for name, layer in chosen.items():
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, make(layer).train(layer.training))
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, make(layer).train(layer.training))
     return model

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from limner.numerics.precision import acc_type, product
 
-LOGITS = 1 << 23  # logits of a chunk, which takes twice their size in fp32
+LOGITS_PER_CHUNK = 1 << 23  # logits of a chunk, which takes twice their size in fp32
 
 
 def linear_cross_entropy(x: Float[Tensor, "N D"], layer: nn.Linear, target: Int64[Tensor, " N"]) -> Float[Tensor, ""]:
@@ -28,37 +28,37 @@ def linear_cross_entropy(x: Float[Tensor, "N D"], layer: nn.Linear, target: Int6
     x [N, D], target int64 [N]. Matrix products take autocast's format; logits and softmax are fp32. For x in fp64,
     everything is fp64. Equals `F.cross_entropy(layer(x).float(), target, ignore_index=-1, reduction="sum")`.
     """
-    there = (target >= 0).nonzero().squeeze(1)
-    if len(there) < len(target):
-        x, target = x[there], target[there]
-    return _Summed.apply(x, layer.weight, layer.bias, target)
+    labeled = (target >= 0).nonzero().squeeze(1)
+    if len(labeled) < len(target):
+        x, target = x[labeled], target[labeled]
+    return _SummedCrossEntropy.apply(x, layer.weight, layer.bias, target)
 
 
-class _Summed(torch.autograd.Function):
+class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
-        kind, learns = x.device.type, any(ctx.needs_input_grad)
+        kind, needs_grad = x.device.type, any(ctx.needs_input_grad)
         casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # autocast skips fp64
         dtype = torch.get_autocast_dtype(kind) if casts else x.dtype
-        wide, matrix, rows = acc_type(dtype), weight.to(dtype), max(1, LOGITS // len(weight))
+        wide, matrix, rows = acc_type(dtype), weight.to(dtype), max(1, LOGITS_PER_CHUNK // len(weight))
         offset, loss = bias.to(wide), torch.zeros((), dtype=wide, device=x.device)
-        by_x = torch.empty_like(x)
-        by_weight, by_bias = (torch.zeros_like(y if learns else y[:0], dtype=wide) for y in (weight, bias))
+        x_grad = torch.empty_like(x)
+        weight_grad, bias_grad = (torch.zeros_like(y if needs_grad else y[:0], dtype=wide) for y in (weight, bias))
 
-        def add(part: Tensor, aim: Tensor, by_part: Tensor) -> None:  # frees its logits on return
+        def add(part: Tensor, targets: Tensor, part_grad: Tensor) -> None:  # frees its logits on return
             values = product(part, matrix.mT).add_(offset).log_softmax(-1)
-            loss.sub_(values.gather(1, aim[:, None]).sum())
-            if learns:  # d loss / d logits = softmax - 1 at the target
-                values.exp_().scatter_add_(1, aim[:, None], values.new_full((len(aim), 1), -1))
-                by_bias.add_(values.sum(0))
+            loss.sub_(values.gather(1, targets[:, None]).sum())
+            if needs_grad:  # d loss / d logits = softmax - 1 at the target
+                values.exp_().scatter_add_(1, targets[:, None], values.new_full((len(targets), 1), -1))
+                bias_grad.add_(values.sum(0))
                 values = values.to(dtype)
-                by_part.copy_(values @ matrix)
-                by_weight.add_(product(values.mT, part))
+                part_grad.copy_(values @ matrix)
+                weight_grad.add_(product(values.mT, part))
 
         with torch.autocast(kind, enabled=False):
-            for some in zip(x.to(dtype).split(rows), target.split(rows), by_x.split(rows), strict=True):
-                add(*some)
-        ctx.save_for_backward(by_x, by_weight, by_bias)
+            for chunk in zip(x.to(dtype).split(rows), target.split(rows), x_grad.split(rows), strict=True):
+                add(*chunk)
+        ctx.save_for_backward(x_grad, weight_grad, bias_grad)
         return loss
 
     @staticmethod

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-_WRITTEN_OUT = 512**2  # mask entries up to which a CPU computes explicit products
+EXPLICIT_MAX_MASK = 512**2  # mask entries up to which a CPU computes explicit products
 
 
-class MaskedAttention(nn.Module):
+class DenseAttention(nn.Module):
     """softmax(q k^T / sqrt(C)) v over the keys that `mask`, bool [n, m], lets each query see.
 
     On a CPU, torch's kernel takes five times as long to train short sequences as explicit products, which store
@@ -30,7 +30,7 @@ class MaskedAttention(nn.Module):
         self, q: Float[Tensor, "B H n C"], k: Float[Tensor, "B H n C"], v: Float[Tensor, "B H n C"]
     ) -> Float[Tensor, "B H n C"]:
         """Return the attention output: q [B, H, n, C], k and v [B, H, m, C] -> [B, H, n, C]."""
-        if q.device.type != "cpu" or self.mask.numel() > _WRITTEN_OUT:
+        if q.device.type != "cpu" or self.mask.numel() > EXPLICIT_MAX_MASK:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
         bias = torch.zeros_like(self.mask, dtype=q.dtype).masked_fill_(~self.mask, -torch.inf)
         rows = q.shape[0] * q.shape[1]

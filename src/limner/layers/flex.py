@@ -23,16 +23,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from limner.layers.patterns import Pattern
-from limner.numerics.compile_elementwise import specialised, triton_runs
+from limner.numerics.compile_elementwise import specialize_ints, triton_supports
 
-_RUNS = 8  # at most: a kernel compares runs of consecutive offsets one by one
+_MAX_RUNS = 8  # a kernel compares runs of consecutive offsets one by one
 _BLOCK = 128  # queries and keys of a block
-_NARROWEST = 16  # least head width of a product on tensor cores
+_MIN_HEAD_WIDTH = 16  # smallest head width of a product on tensor cores
 
-Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class _Kernel:
+class _CompiledFlexAttention:
     """The compiled FlexAttention of all models. `works` is False after a compilation failed."""
 
     def __init__(self) -> None:
@@ -44,21 +44,21 @@ class _Kernel:
         if torch.compiler.is_compiling():
             return flex_attention(q, k, v, block_mask=mask)
         self._compiled = self._compiled or torch.compile(flex_attention, fullgraph=True)
-        with specialised():
+        with specialize_ints():
             return self._compiled(q, k, v, block_mask=mask)
 
 
-_kernel = _Kernel()
+compiled_flex_attention = _CompiledFlexAttention()
 
 
-def takes(pattern: Pattern, q: Tensor) -> bool:
+def supports(pattern: Pattern, q: Tensor) -> bool:
     """Return True if `attend` supports q: a GPU tensor with Triton, not fake, and a pattern of few runs."""
     return (
-        _kernel.works
-        and triton_runs(q)
-        and q.shape[-1] >= _NARROWEST
+        compiled_flex_attention.works
+        and triton_supports(q)
+        and q.shape[-1] >= _MIN_HEAD_WIDTH
         and q.dtype != torch.float64  # scores are fp32
-        and len(runs(pattern)) <= _RUNS
+        and len(runs(pattern)) <= _MAX_RUNS
         and not isinstance(q, FakeTensor)
     )
 
@@ -66,49 +66,49 @@ def takes(pattern: Pattern, q: Tensor) -> bool:
 def attend(
     pattern: Pattern, prefix: int, q: Float[Tensor, "B H N C"], k: Float[Tensor, "B H N C"], v: Float[Tensor, "B H N C"]
 ) -> Float[Tensor, "B H N C"] | None:
-    """Return softmax(q k^T / sqrt(C)) v under the mask `visible(pattern, prefix)`; None, with one warning, if the
-    kernel fails to compile or run."""
+    """Return softmax(q k^T / sqrt(C)) v under the mask `attention_mask(pattern, prefix)`; None, with one warning, if
+    the kernel fails to compile or run."""
     if pattern.by_column:
-        q, k, v = (_turned(x, prefix, pattern.grid) for x in (q, k, v))
+        q, k, v = (to_column_order(x, prefix, pattern.grid) for x in (q, k, v))
     try:
-        y = _kernel(q, k, v, _block_mask(pattern, prefix, q.device))
+        y = compiled_flex_attention(q, k, v, _block_mask(pattern, prefix, q.device))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # torch's compiler raises many kinds
-        _kernel.works = False
+        compiled_flex_attention.works = False
         reason = str(error).strip().partition("\n")[0]
-        warnings.warn(f"FlexAttention does not work here ({reason}): sparse attention is slower", stacklevel=2)
+        warnings.warn(f"FlexAttention failed ({reason}): attention runs more slowly", stacklevel=2)
         return None
     h, w = pattern.grid
-    return _turned(y, prefix, (w, h)) if pattern.by_column else y
+    return to_column_order(y, prefix, (w, h)) if pattern.by_column else y
 
 
 @lru_cache(maxsize=32)
 def runs(pattern: Pattern) -> list[tuple[int, int]]:
-    """Return first and last step of each run of consecutive visible steps back along a line."""
-    steps = [back // pattern.lines for back in pattern.offsets]
-    firsts, lasts = ([n for n in steps if n + aside not in steps] for aside in (-1, 1))
+    """Return first and last step of each run of consecutive visible steps back along a lane."""
+    steps = [back // pattern.num_lanes for back in pattern.offsets]
+    firsts, lasts = ([n for n in steps if n + neighbor not in steps] for neighbor in (-1, 1))
     return list(zip(firsts, lasts, strict=True))
 
 
-def sees(pattern: Pattern, prefix: int, device: torch.device) -> Seen:
-    """Return FlexAttention's mask function, (batch, head, query, key) -> True if the query sees the key. Arguments are
+def mask_mod(pattern: Pattern, prefix: int, device: torch.device) -> MaskMod:
+    """Return FlexAttention's `mask_mod`, (batch, head, query, key) -> True if the query sees the key. Arguments are
     indices; if `pattern.by_column`, the image is in column order."""
-    (least, most), *others = runs(pattern)
-    places = torch.arange(prefix + pattern.grid[0] * pattern.grid[1], device=device) - prefix
-    length = len(places) - prefix if pattern.lines == 1 else pattern.grid[0]
-    begin = (prefix + places - places % length).int()  # of the line; division is slow in a kernel
+    (nearest, farthest), *others = runs(pattern)
+    positions = torch.arange(prefix + pattern.grid[0] * pattern.grid[1], device=device) - prefix
+    length = len(positions) - prefix if pattern.num_lanes == 1 else pattern.grid[0]
+    start = (prefix + positions - positions % length).int()  # of the lane; division is slow in a kernel
 
-    def seen(_b: Tensor, _h: Tensor, q: Int64[Tensor, ""], k: Int64[Tensor, ""]) -> Bool[Tensor, ""]:
+    def allows(_b: Tensor, _h: Tensor, q: Int64[Tensor, ""], k: Int64[Tensor, ""]) -> Bool[Tensor, ""]:
         back = q - k
-        near = (back >= least) & (back <= most)
+        visible = (back >= nearest) & (back <= farthest)
         for first, last in others:
-            near = near | ((back >= first) & (back <= last))
+            visible = visible | ((back >= first) & (back <= last))
         if pattern.by_column:
-            near = near & (k >= begin[q])
-        return torch.where(k < prefix, back >= 0, near)
+            visible = visible & (k >= start[q])
+        return torch.where(k < prefix, back >= 0, visible)
 
-    return seen
+    return allows
 
 
 @lru_cache(maxsize=32)
@@ -117,9 +117,9 @@ def _block_mask(pattern: Pattern, prefix: int, device: torch.device) -> Any:
 
     n = prefix + pattern.grid[0] * pattern.grid[1]
     with torch.inference_mode(False):
-        return create_block_mask(sees(pattern, prefix, device), None, None, n, n, device=device, BLOCK_SIZE=_BLOCK)  # pyright: ignore[reportArgumentType]
+        return create_block_mask(mask_mod(pattern, prefix, device), None, None, n, n, device=device, BLOCK_SIZE=_BLOCK)  # pyright: ignore[reportArgumentType]
 
 
-def _turned(x: Tensor, prefix: int, grid: tuple[int, int]) -> Tensor:
+def to_column_order(x: Tensor, prefix: int, grid: tuple[int, int]) -> Tensor:
     """Return x [B, H, N, C] with the image's positions by columns instead of rows."""
     return torch.cat([x[:, :, :prefix], x[:, :, prefix:].unflatten(2, grid).transpose(2, 3).flatten(2, 3)], 2)

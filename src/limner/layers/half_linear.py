@@ -22,7 +22,7 @@ class HalfLinear(nn.Linear):
     in the weight's format, also under autocast."""
 
     @classmethod
-    def of(cls, linear: nn.Linear, dtype: torch.dtype) -> Self:
+    def from_linear(cls, linear: nn.Linear, dtype: torch.dtype) -> Self:
         """Return a layer with the bias of `linear` and its weight rounded to `dtype`."""
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         layer.weight = nn.Parameter(linear.weight.detach().to(dtype), linear.weight.requires_grad)

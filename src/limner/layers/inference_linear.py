@@ -20,9 +20,9 @@ from limner.numerics.precision import acc_type
 
 M = TypeVar("M", bound=nn.Module)
 
-_FEW = 4  # rows up to which 8-bit weights are multiplied without conversion
-_PART = 16  # inputs that the 8-bit kernel reads together in bf16; without a multiple, it reads beyond the end of a row
-_ROWS = 64  # oneDNN packs weights for this many rows; other numbers of rows are nearly as fast
+_MAX_ROWS = 4  # rows up to which 8-bit weights are multiplied without conversion
+_STEP = 16  # inputs that the 8-bit kernel reads together in bf16; for others, it reads beyond the end of a row
+_PACKED_ROWS = 64  # oneDNN packs weights for this many rows; other numbers of rows are nearly as fast
 
 
 class PackedLinear(nn.Module):
@@ -35,7 +35,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         with torch.inference_mode():
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _PACKED_ROWS)
             self.bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows m"]:
@@ -78,7 +78,12 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows m"]:
         rows = x.reshape(-1, x.shape[-1])
-        if len(rows) <= _FEW and x.device.type == "cpu" and rows.shape[1] % _PART == 0 and x.dtype != torch.float64:
+        if (
+            len(rows) <= _MAX_ROWS
+            and x.device.type == "cpu"
+            and rows.shape[1] % _STEP == 0
+            and x.dtype != torch.float64
+        ):
             y = torch._weight_int8pack_mm(rows.contiguous(), self.weight, self.scale)
         else:
             y = F.linear(rows, self.weight.to(x.dtype)) * self.scale
@@ -86,21 +91,21 @@ class Int8Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def packs() -> bool:
+def supports_packed_linear() -> bool:
     """Return True if `PackedLinear` works on this machine."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def prepacked(model: M) -> M:
-    """Replace the linear layers of a bf16 model on a CPU by `PackedLinear`, in place, if `packs()`. Other models, and
-    layers with hooks, are unchanged. `packs` needs a torch with oneDNN and, for example, AVX-512."""
+def pack_linears(model: M) -> M:
+    """Replace the linear layers of a bf16 model on a CPU by `PackedLinear`, in place, if `PackedLinear` works
+    here (with oneDNN and, for example, AVX-512). Other models, and layers with hooks, are unchanged."""
     kinds = {(p.dtype, p.device.type) for p in model.parameters()}
-    some = any(isinstance(layer, nn.Linear) and unhooked(name, layer) for name, layer in model.named_modules())
-    if kinds != {(torch.bfloat16, "cpu")} or not packs() or not some:
+    convertible = any(isinstance(layer, nn.Linear) and unhooked(name, layer) for name, layer in model.named_modules())
+    if kinds != {(torch.bfloat16, "cpu")} or not supports_packed_linear() or not convertible:
         return model
     return convert(model, PackedLinear, unhooked)
 
 
-def int8(model: M) -> M:
+def quantize_linears(model: M) -> M:
     """Replace the linear layers of a model by `Int8Linear`, in place."""
     return convert(model, Int8Linear)

@@ -29,12 +29,12 @@ from jaxtyping import Float, Int8, Int32, Shaped
 from torch import Tensor
 
 from limner.layers.kernel_counter import Product, count_product
-from limner.layers.vmap_loop import looped
-from limner.numerics.compile_elementwise import triton_runs
+from limner.layers.vmap_loop import vmap_by_loop
+from limner.numerics.compile_elementwise import triton_supports
 
-_AT_ONCE = 1 << 20  # int32 sums of a part of a product on a CPU: 4 MB
-_ROWS = 64  # of a part at least, since oneDNN reorders the weights for each part
-_MOST = (2**31 - 1) // 127**2  # largest k whose sums fit into 32 bits
+_CPU_SUMS_PER_PART = 1 << 20  # int32 sums of a part of a product on a CPU: 4 MB
+_MIN_ROWS_PER_PART = 64  # oneDNN reorders the weights for each part, so parts are not smaller
+_MAX_K = (2**31 - 1) // 127**2  # largest k whose sums fit into 32 bits
 
 
 def product(
@@ -45,19 +45,19 @@ def product(
     bias: Float[Tensor, " n"] | None = None,
     dtype: torch.dtype = torch.float32,
     *,
-    tally: Tensor | None = None,
-    of: Product = "forward",
+    counter: Tensor | None = None,
+    role: Product = "forward",
 ) -> Float[Tensor, "m n"]:
     """Return scale_a scale_b^T * (a b^T) + bias, [m, n] in `dtype`.
 
     Args:
-        a, b: int8 [m, k] and [n, k], no entry -128, with any strides.
+        a, b: int8 [m, k] and [n, k] without -128, with any strides.
         scale_a, scale_b: fp32 [m] or [], [n] or [].
         bias: [n].
-        tally: `Tally.number` of the tally that counts the product, if any.
-        of: the product's role, for the tally.
+        counter: `KernelCounter.id` of the counter of this product, if any.
+        role: which of a layer's three products this is, for the counter.
     """
-    return _product(a, b, scale_a, scale_b, bias, dtype, tally, of)
+    return _product(a, b, scale_a, scale_b, bias, dtype, counter, role)
 
 
 def reference(a: Int8[Tensor, "m k"], b: Int8[Tensor, "n k"]) -> Float[Tensor, "m n"]:
@@ -65,7 +65,7 @@ def reference(a: Int8[Tensor, "m k"], b: Int8[Tensor, "n k"]) -> Float[Tensor, "
     return a.double() @ b.double().mT
 
 
-def sums(
+def int32_sums(
     a: Int8[Tensor, "m k"], b: Int8[Tensor, "n k"], out: Int32[Tensor, "m n"] | None = None
 ) -> Int32[Tensor, "m n"]:
     """Return a b^T by `_int_mm`, in `out` if given."""
@@ -88,19 +88,19 @@ def _gemm_operand(x: Shaped[Tensor, "m k"]) -> Shaped[Tensor, "m k"]:
     return x if (row >= k if column == 1 else row == 1 and column >= m) else row_major(x)
 
 
-def kernel(a: Tensor, b: Tensor) -> tuple[str, str]:
+def select_kernel(a: Tensor, b: Tensor) -> tuple[str, str]:
     """Return the name of the kernel for a b^T, and why it is not the fast one ("" if it is)."""
     (m, k), n = a.shape, len(b)
-    if k > _MOST:
-        return "reference", f"sums of more than {_MOST:,} products may not fit into 32 bits"
-    if triton_runs(a):
+    if k > _MAX_K:
+        return "reference", f"sums of more than {_MAX_K:,} products may not fit into 32 bits"
+    if triton_supports(a):
         return "triton", ""
     if a.device.type not in ("cpu", "cuda"):
-        return "reference", f"there is no kernel for {a.device.type}"
+        return "reference", f"no int8 kernel supports {a.device.type} tensors"
     if a.is_cuda and (m <= 16 or k % 8 or n % 8):
         return "reference", "_int_mm on a GPU needs more than 16 rows, and multiples of 8"
     if not is_exact(a.device):
-        return "reference", "_int_mm of this processor is not exact"
+        return "reference", "_int_mm is not exact on this device"
     return "_int_mm", ""
 
 
@@ -116,10 +116,12 @@ def is_exact(device: torch.device) -> bool:
     if device.type == "cpu":  # only CPUs pass small products to `_int_mm`
         for m, n, k in itertools.product((1, 2, 3), repeat=3):
             pairs += itertools.product(_layouts(a[-m:, :k]), _layouts(a[16 : 16 + n, :k]))
-    no_sum = torch.iinfo(torch.int32).max  # marks sums that a kernel does not write
+    fill = torch.iinfo(torch.int32).max  # marks sums that a kernel does not write
     try:
         return all(
-            torch.equal(sums(x, y, a.new_full((len(x), len(y)), no_sum, dtype=torch.int32)).double(), reference(x, y))
+            torch.equal(
+                int32_sums(x, y, a.new_full((len(x), len(y)), fill, dtype=torch.int32)).double(), reference(x, y)
+            )
             for x, y in pairs
         )
     except RuntimeError:  # a GPU without `_int_mm`
@@ -132,7 +134,7 @@ def _layouts(x: Tensor) -> list[Tensor]:
     return [rows, columns.mT]
 
 
-@looped
+@vmap_by_loop
 @torch.library.custom_op("limner::int8_product", mutates_args=())
 def _product(
     a: Tensor,
@@ -141,11 +143,11 @@ def _product(
     scale_b: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
-    tally: Tensor | None,
-    of: str,
+    counter: Tensor | None,
+    role: str,
 ) -> Tensor:
-    chosen, why = kernel(a, b)
-    count_product(tally, of, chosen, why)
+    chosen, reason = select_kernel(a, b)
+    count_product(counter, role, chosen, reason)
     if chosen == "triton":
         from limner.layers import triton_int8
 
@@ -153,32 +155,25 @@ def _product(
     y = torch.empty(len(a), len(b), dtype=dtype, device=a.device)
     if not y.numel():
         return y
-    rows = max(_ROWS, _AT_ONCE // len(b)) if a.device.type == "cpu" else len(a)
-    room = torch.empty(min(rows, len(a)), len(b), dtype=torch.int32, device=a.device)
+    rows = max(_MIN_ROWS_PER_PART, _CPU_SUMS_PER_PART // len(b)) if a.device.type == "cpu" else len(a)
+    buffer = torch.empty(min(rows, len(a)), len(b), dtype=torch.int32, device=a.device)
     by_row = scale_a[:, None] if scale_a.ndim else scale_a.expand(len(a), 1)
     by_row = by_row if scale_b.ndim else by_row * scale_b
-    for part, own, to in zip(a.split(rows), by_row.split(rows), y.split(rows), strict=True):
-        exact = sums(part, b, room[: len(part)]) if chosen == "_int_mm" else reference(part, b)
-        scaled = to if dtype == torch.float32 else torch.empty_like(to, dtype=torch.float32)
-        scaled.copy_(exact).mul_(own)  # faster than one product of int32 and fp32
+    for part, part_scale, out in zip(a.split(rows), by_row.split(rows), y.split(rows), strict=True):
+        exact = int32_sums(part, b, buffer[: len(part)]) if chosen == "_int_mm" else reference(part, b)
+        scaled = out if dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        scaled.copy_(exact).mul_(part_scale)  # faster than one product of int32 and fp32
         if scale_b.ndim:
             scaled.mul_(scale_b)
         if bias is not None:
             scaled.add_(bias)
-        if scaled is not to:
-            to.copy_(scaled)
+        if scaled is not out:
+            out.copy_(scaled)
     return y
 
 
 @_product.register_fake
 def _(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    tally: Tensor | None,
-    of: str,
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: object, dtype: torch.dtype, counter: object, role: str
 ) -> Tensor:
     return a.new_empty(len(a), len(b), dtype=dtype)

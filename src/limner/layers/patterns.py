@@ -33,78 +33,78 @@ class Pattern:
     offsets: tuple[int, ...]
 
     @classmethod
-    def of(cls, name: str, grid: Grid, offsets: Iterable[int]) -> Pattern:
+    def from_offsets(cls, name: str, grid: Grid, offsets: Iterable[int]) -> Pattern:
         """Return a pattern from offsets in any order, without offsets beyond the grid.
 
         Raises `ValueError` if a position would see a later one, or not itself.
         """
-        kept = sorted({back for back in offsets if back < grid[0] * grid[1]})
-        if not kept or kept[0] != 0:
-            raise ValueError(f"the offsets of pattern {name!r} must begin with 0, a position itself: {kept[:4]}")
-        return cls(name, grid, tuple(kept))
+        ascending = sorted({back for back in offsets if back < grid[0] * grid[1]})
+        if not ascending or ascending[0] != 0:
+            raise ValueError(f"the smallest offset of pattern {name!r} must be 0, the position itself: {ascending[:4]}")
+        return cls(name, grid, tuple(ascending))
 
     @cached_property
     def by_column(self) -> bool:
-        """True if a position sees only its own column. A line is then a column, otherwise the whole image in raster
+        """True if a position sees only its own column. A lane is then a column, otherwise the whole image in raster
         order."""
-        return self.reach > 0 and all(back % self.grid[1] == 0 for back in self.offsets)
+        return self.span > 0 and all(back % self.grid[1] == 0 for back in self.offsets)
 
     @property
-    def reach(self) -> int:
+    def span(self) -> int:
         """Raster steps back to the farthest visible position."""
         return self.offsets[-1]
 
     @property
-    def lines(self) -> int:
-        """Number of lines, which do not see each other."""
+    def num_lanes(self) -> int:
+        """Number of lanes, which do not see each other."""
         return self.grid[1] if self.by_column else 1
 
     @property
-    def ring(self) -> int:
-        """Number of positions in a line from the farthest visible position to the current one."""
-        return self.reach // self.lines + 1
+    def lane_window(self) -> int:
+        """Number of positions in a lane from the farthest visible position to the current one."""
+        return self.span // self.num_lanes + 1
 
     @property
-    def held(self) -> int:
+    def cache_slots(self) -> int:
         """Number of positions whose keys and values a cache holds for each candidate."""
-        return self.lines * self.ring
+        return self.num_lanes * self.lane_window
 
     @property
-    def holes(self) -> bool:
-        """True if a ring holds positions that are not visible."""
-        return len(self.offsets) < self.ring
+    def has_gaps(self) -> bool:
+        """True if the window of a lane holds positions that are not visible."""
+        return len(self.offsets) < self.lane_window
 
-    def sees(self, back: Int64[Tensor, "*places"]) -> Bool[Tensor, "*places"]:
+    def allows(self, back: Int64[Tensor, "*places"]) -> Bool[Tensor, "*places"]:
         """Return True where a position sees the position `back` raster steps before, int64 [...] -> bool [...].
 
         A table replaces `torch.isin`, which sorts and takes gigabytes for the masks of long sequences. It is on the CPU
         for every default device, so that models can be built on the meta device.
         """
-        table = torch.zeros(self.reach + 2, dtype=torch.bool, device="cpu")  # the last entry: all other offsets
+        table = torch.zeros(self.span + 2, dtype=torch.bool, device="cpu")  # the last entry: all other offsets
         table[torch.tensor(self.offsets, device="cpu")] = True
-        return table[torch.where((back < 0) | (back > self.reach), self.reach + 1, back)]
+        return table[torch.where((back < 0) | (back > self.span), self.span + 1, back)]
 
 
 def row(grid: Grid, kernel: int = 11) -> Pattern:
     """The position and the w before it in raster order, back to the same column of the row above."""
-    return Pattern.of("row", grid, range(grid[1] + 1))
+    return Pattern.from_offsets("row", grid, range(grid[1] + 1))
 
 
 def column(grid: Grid, kernel: int = 11) -> Pattern:
     """The position and its column in the rows above."""
-    return Pattern.of("column", grid, range(0, grid[0] * grid[1], grid[1]))
+    return Pattern.from_offsets("column", grid, range(0, grid[0] * grid[1], grid[1]))
 
 
 def conv(grid: Grid, kernel: int = 11) -> Pattern:
     """A causal k x k window around the position, in raster order (it wraps around row ends)."""
     half = kernel // 2
-    window = (up * grid[1] + across for up in range(half + 1) for across in range(-half, half + 1))
-    return Pattern.of("conv", grid, (back for back in window if back >= 0))
+    window = (rows * grid[1] + columns for rows in range(half + 1) for columns in range(-half, half + 1))
+    return Pattern.from_offsets("conv", grid, (back for back in window if back >= 0))
 
 
 def dense(grid: Grid, kernel: int = 11) -> Pattern:
     """The position and all positions before it; not in the paper, for comparison and small grids."""
-    return Pattern.of("dense", grid, range(grid[0] * grid[1]))
+    return Pattern.from_offsets("dense", grid, range(grid[0] * grid[1]))
 
 
 #: Functions of a grid and `TransformerConfig.kernel`, a length for patterns whose reach depends on more than the grid.

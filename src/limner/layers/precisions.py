@@ -6,7 +6,7 @@ heads and the patch convolution are unchanged. With eight bits, operations betwe
 layers are in `switchback.py`, `float8.py` and `half_linear.py`.
 
 Precisions in `TrainingPrecision` are without settings, so a recipe and the command line name them in one word:
-`--prior.training.precision switchback`. `Narrow` has a setting, and is for experiments in Python.
+`--prior.training.precision switchback`. `SimulatedGradients` has a setting, and is for experiments in Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from limner.layers.convert import convert
 from limner.layers.float8 import Fp8SwitchBackLinear, Fp8TensorWiseLinear
 from limner.layers.half_linear import HalfLinear
 from limner.layers.low_precision import LowPrecisionLinear
-from limner.layers.simulated_gradients import NarrowLinear
+from limner.layers.simulated_gradients import SimulatedGradientLinear
 from limner.layers.switchback import LLMInt8Linear, SwitchBackLinear, SwitchBackMLinear, SwitchBackQLinear
 from limner.numerics.formats import FloatFormat
 from limner.numerics.precision import Auto, Bf16, Fp16, Fp32, Precision
@@ -35,7 +35,7 @@ class SwitchBack(Auto):
     layer: ClassVar[type[LowPrecisionLinear]] = SwitchBackLinear
 
     def apply(self, model: nn.Module) -> nn.Module:
-        return convert(model, self.layer.of, in_blocks)
+        return convert(model, self.layer.from_linear, in_blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Fp16Weights(Fp16):
     converts = True
 
     def apply(self, model: nn.Module) -> nn.Module:
-        return convert(model, lambda layer: HalfLinear.of(layer, torch.float16), in_blocks)
+        return convert(model, lambda layer: HalfLinear.from_linear(layer, torch.float16), in_blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,18 +91,18 @@ class Bf16Weights(Bf16):
     converts = True
 
     def apply(self, model: nn.Module) -> nn.Module:
-        return convert(model, lambda layer: HalfLinear.of(layer, torch.bfloat16), in_blocks)
+        return convert(model, lambda layer: HalfLinear.from_linear(layer, torch.bfloat16), in_blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Narrow(Fp32):
-    """fp32, with the gradients of the blocks' linear layers rounded to `form`."""
+class SimulatedGradients(Fp32):
+    """fp32, with the gradients of the blocks' linear layers rounded to `gradient_format`."""
 
     converts = True
-    form: FloatFormat
+    gradient_format: FloatFormat
 
     def apply(self, model: nn.Module) -> nn.Module:
-        return convert(model, lambda layer: NarrowLinear(layer, self.form), in_blocks)
+        return convert(model, lambda layer: SimulatedGradientLinear(layer, self.gradient_format), in_blocks)
 
 
 TrainingPrecision = (

@@ -20,17 +20,15 @@ Shapes: m rows, n columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from jaxtyping import Float, Int8
 from torch import Tensor
 
-from limner.layers.scales import INT8, scales
-from limner.layers.vmap_loop import looped
-from limner.numerics.compile_elementwise import triton_runs
+from limner.layers.scales import INT8, scale_and_inverse
+from limner.layers.vmap_loop import vmap_by_loop
+from limner.numerics.compile_elementwise import triton_supports
 
-_AT_ONCE = 1 << 18  # entries quantized together on a CPU, 1 MB in fp32: the second pass reads them from the cache
+_CPU_VALUES_PER_PART = 1 << 18  # 1 MB in fp32: on a CPU the second pass reads them from the cache
 
 
 def row_wise(x: Float[Tensor, "m n"]) -> tuple[Int8[Tensor, "m n"], Float[Tensor, " m"]]:
@@ -60,19 +58,19 @@ def dequantize(values: Int8[Tensor, "m n"], scale: Float[Tensor, ...]) -> Float[
     return values * (scale[:, None] if scale.ndim else scale)
 
 
-@looped
+@vmap_by_loop
 @torch.library.custom_op("limner::row_wise", mutates_args=())  # opaque to torch.compile, which would unroll the loop
 def _row_wise(x: Tensor) -> tuple[Tensor, Tensor]:
-    if triton_runs(x):
+    if triton_supports(x):
         from limner.layers import triton_int8
 
         return triton_int8.row_wise(x)
     values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    for part, to, own in zip(*(_parts(y, x.shape) for y in (x, values, scale)), strict=True):
-        found, inverse = scales(_absmax(part), INT8)
-        own.copy_(found)
-        to.copy_((part * inverse[:, None]).round_())
+    for part, out, part_scale in zip(*(_parts(y, x.shape) for y in (x, values, scale)), strict=True):
+        scale_values, inverse = scale_and_inverse(_absmax(part), INT8)
+        part_scale.copy_(scale_values)
+        out.copy_((part * inverse[:, None]).round_())
     return values, scale
 
 
@@ -81,33 +79,33 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
-@looped
+@vmap_by_loop
 @torch.library.custom_op("limner::column_wise", mutates_args=())
 def _column_wise(x: Tensor) -> tuple[Tensor, Tensor]:
-    if triton_runs(x):
+    if triton_supports(x):
         from limner.layers import triton_int8
 
         values, scale = triton_int8.row_wise(x.mT)
         return values.mT, scale
-    scale, inverse = scales(_absmax(x, 0), INT8)
+    scale, inverse = scale_and_inverse(_absmax(x, 0), INT8)
     return _scaled(x, inverse), scale
 
 
 @_column_wise.register_fake
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    shape = x.mT.shape if triton_runs(x) else x.shape
+    shape = x.mT.shape if triton_supports(x) else x.shape
     values = x.new_empty(shape, dtype=torch.int8)
-    return values.mT if triton_runs(x) else values, x.new_empty(x.shape[1:], dtype=torch.float32)
+    return values.mT if triton_supports(x) else values, x.new_empty(x.shape[1:], dtype=torch.float32)
 
 
-@looped
+@vmap_by_loop
 @torch.library.custom_op("limner::tensor_wise", mutates_args=())
 def _tensor_wise(x: Tensor) -> tuple[Tensor, Tensor]:
-    scale, inverse = scales(_absmax(x).amax(), INT8)
-    if triton_runs(x):
+    scale, inverse = scale_and_inverse(_absmax(x).amax(), INT8)
+    if triton_supports(x):
         from limner.layers import triton_int8
 
-        return triton_int8.scaled(x, inverse), scale
+        return triton_int8.quantize(x, inverse), scale
     return _scaled(x, inverse), scale
 
 
@@ -116,37 +114,19 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((), dtype=torch.float32)
 
 
-@looped
+@vmap_by_loop
 @torch.library.custom_op("limner::tensor_wise_transposed", mutates_args=())
 def _tensor_wise_transposed(x: Tensor) -> tuple[Tensor, Tensor]:
-    if not triton_runs(x):
+    if not triton_supports(x):
         values, scale = _tensor_wise(x)
         return values.mT, scale
     from limner.layers import triton_int8
 
-    scale, inverse = scales(_absmax(x).amax(), INT8)
-    return triton_int8.scaled(x, inverse, transposed=True), scale
+    scale, inverse = scale_and_inverse(_absmax(x).amax(), INT8)
+    return triton_int8.quantize(x, inverse, transposed=True), scale
 
 
 @_tensor_wise_transposed.register_fake
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
     values = torch.empty_like(x, dtype=torch.int8, memory_format=torch.contiguous_format).mT
-    return values.contiguous() if triton_runs(x) else values, x.new_empty((), dtype=torch.float32)
-
-
-def _absmax(x: Tensor, dim: int = 1) -> Tensor:
-    """Return the largest magnitudes along `dim`, NaN if any entry is. On CPUs two reductions are faster than one."""
-    return torch.maximum(x.amax(dim), -x.amin(dim))
-
-
-def _scaled(x: Tensor, inverse: Tensor) -> Tensor:
-    """Return int8 of a matrix times inverse scales, one [] or one for each column [n]."""
-    values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    for part, to in zip(_parts(x, x.shape), _parts(values, x.shape), strict=True):
-        to.copy_((part.float() * inverse).round_())
-    return values
-
-
-def _parts(x: Tensor, shape: torch.Size) -> Iterator[Tensor]:
-    """Split a matrix of this shape, or a vector with an entry per row, by rows into parts that fit a cache."""
-    return iter(x.split(max(1, _AT_ONCE // max(1, shape[1]))))
+    return values.contiguous() if triton_supports(x) else values, x.new_empty((), dtype=torch.float32)

@@ -20,41 +20,41 @@ from torch import Tensor, nn
 from limner.numerics.formats import FloatFormat
 
 
-def narrowed(x: Float[Tensor, "..."], form: FloatFormat) -> Float[Tensor, "..."]:
+def simulate_cast(x: Float[Tensor, "..."], format: FloatFormat) -> Float[Tensor, "..."]:
     """Round x to a format, in fp32, with infinities beyond its largest number; NaN stays NaN."""
-    _, exponent = math.frexp(form.maximum)
-    limit = math.ldexp(1 - 2.0 ** -(form.mantissa + 2), exponent)  # halfway from the largest number to the next
-    return torch.where(x.abs() < limit, form.rounded(x), x * math.inf)
+    _, exponent = math.frexp(format.max)
+    limit = math.ldexp(1 - 2.0 ** -(format.mantissa + 2), exponent)  # halfway from the largest number to the next
+    return torch.where(x.abs() < limit, format.round(x), x * math.inf)
 
 
-class _Narrow(torch.autograd.Function):
+class _LinearWithSimulatedGradients(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, form: FloatFormat) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, format: FloatFormat) -> Tensor:
         return F.linear(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, ctx.form = inputs
+        x, weight, bias, ctx.format = inputs
         ctx.save_for_backward(x, weight)
         ctx.biased = bias is not None
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        grad = narrowed(grad, ctx.form)
-        rows = grad.reshape(-1, len(weight))
-        by_x = narrowed(grad @ weight, ctx.form) if ctx.needs_input_grad[0] else None
-        by_weight = narrowed(rows.T @ x.reshape(-1, weight.shape[1]), ctx.form) if ctx.needs_input_grad[1] else None
-        by_bias = narrowed(rows.sum(0), ctx.form) if ctx.biased and ctx.needs_input_grad[2] else None
+        grad = simulate_cast(grad, ctx.format)
+        rows, inputs = grad.reshape(-1, len(weight)), x.reshape(-1, weight.shape[1])
+        by_x = simulate_cast(grad @ weight, ctx.format) if ctx.needs_input_grad[0] else None
+        by_weight = simulate_cast(rows.T @ inputs, ctx.format) if ctx.needs_input_grad[1] else None
+        by_bias = simulate_cast(rows.sum(0), ctx.format) if ctx.biased and ctx.needs_input_grad[2] else None
         return by_x, by_weight, by_bias, None
 
 
-class NarrowLinear(nn.Module):
-    """`nn.Linear` with the parameters of `linear` and gradients rounded to `form`: x [..., n] -> [..., m]."""
+class SimulatedGradientLinear(nn.Module):
+    """`nn.Linear` with the parameters of `linear` and gradients rounded to `format`: x [..., n] -> [..., m]."""
 
-    def __init__(self, linear: nn.Linear, form: FloatFormat) -> None:
+    def __init__(self, linear: nn.Linear, format: FloatFormat) -> None:
         super().__init__()
-        self.weight, self.bias, self.form = linear.weight, linear.bias, form
+        self.weight, self.bias, self.format = linear.weight, linear.bias, format
 
     def forward(self, x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows m"]:
-        return _Narrow.apply(x, self.weight, self.bias, self.form)  # type: ignore[no-any-return]
+        return _LinearWithSimulatedGradients.apply(x, self.weight, self.bias, self.format)  # type: ignore[no-any-return]

@@ -26,28 +26,35 @@ from torch import Tensor
 from torch.autograd import Function
 
 from limner.layers import int8
-from limner.layers.low_precision import Gradients, LowPrecisionLinear, Saves, bias_gradient, once, weight_gradient
+from limner.layers.low_precision import (
+    Gradients,
+    LowPrecisionLinear,
+    SaveInputs,
+    bias_gradient,
+    once_differentiable,
+    weight_gradient,
+)
 from limner.layers.quantize import column_wise, dequantize, row_wise, tensor_wise, tensor_wise_transposed
 
 
-class _SwitchBack(Saves):
+class _SwitchBack(SaveInputs):
     """Algorithm 1."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, counter: Tensor) -> Tensor:
         (q, state_x), (w, state_w) = row_wise(x), tensor_wise(weight)
-        return int8.product(q, w, state_x, state_w, bias, x.dtype, tally=tally)  # equation 2
+        return int8.product(q, w, state_x, state_w, bias, x.dtype, counter=counter)  # equation 2
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Gradients:
-        x, weight, tally = ctx.saved_tensors
+        x, weight, counter = ctx.saved_tensors
         by_x = by_weight = by_bias = None
         if ctx.needs_input_grad[0]:
             (q, state_g), (w, state_w) = row_wise(g), tensor_wise_transposed(weight)
-            by_x = int8.product(q, w, state_g, state_w, None, g.dtype, tally=tally, of="input gradient")
+            by_x = int8.product(q, w, state_g, state_w, None, g.dtype, counter=counter, role="input gradient")
         if ctx.needs_input_grad[1]:
-            by_weight = weight_gradient(g, x, weight.dtype, tally)
+            by_weight = weight_gradient(g, x, weight.dtype, counter)
         if ctx.needs_input_grad[2]:
             by_bias = bias_gradient(g, weight.dtype)
         return by_x, by_weight, by_bias, None
@@ -59,58 +66,58 @@ class _SwitchBackM(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor) -> tuple[Tensor, ...]:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, counter: Tensor) -> tuple[Tensor, ...]:
         (q, state_x), (w, state_w) = row_wise(x), tensor_wise(weight)
-        return int8.product(q, w, state_x, state_w, bias, x.dtype, tally=tally), q, state_x, w, state_w
+        return int8.product(q, w, state_x, state_w, bias, x.dtype, counter=counter), q, state_x, w, state_w
 
     @staticmethod
     def setup_context(
         ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor], output: tuple[Tensor, ...]
     ) -> None:
-        _, weight, _, tally = inputs
+        _, weight, _, counter = inputs
         ctx.format = weight.dtype
-        ctx.mark_non_differentiable(output[1], output[3])  # integers; via the scales `once` reaches x and the weight
-        ctx.save_for_backward(*output[1:], tally)
+        ctx.mark_non_differentiable(output[1], output[3])  # integers; the scales connect to x and the weight
+        ctx.save_for_backward(*output[1:], counter)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, g: Tensor, *_: Any) -> Gradients:
-        q, state_x, w, state_w, tally = ctx.saved_tensors
+        q, state_x, w, state_w, counter = ctx.saved_tensors
         by_x = by_weight = by_bias = None
         if ctx.needs_input_grad[0]:
             values, state_g = row_wise(g)
-            by_x = int8.product(values, w.mT, state_g, state_w, None, g.dtype, tally=tally, of="input gradient")
+            by_x = int8.product(values, w.mT, state_g, state_w, None, g.dtype, counter=counter, role="input gradient")
         if ctx.needs_input_grad[1]:
-            by_weight = weight_gradient(g, dequantize(q, state_x).to(g.dtype), ctx.format, tally)
+            by_weight = weight_gradient(g, dequantize(q, state_x).to(g.dtype), ctx.format, counter)
         if ctx.needs_input_grad[2]:
             by_bias = bias_gradient(g, ctx.format)
         return by_x, by_weight, by_bias, None
 
 
-class _SwitchBackQ(Saves):
+class _SwitchBackQ(SaveInputs):
     """Algorithm 4: the weight has a scale for each output (forward) or input (backward)."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, counter: Tensor) -> Tensor:
         (q, state_x), (w, state_w) = row_wise(x), row_wise(weight)
-        return int8.product(q, w, state_x, state_w, bias, x.dtype, tally=tally)  # equation 4
+        return int8.product(q, w, state_x, state_w, bias, x.dtype, counter=counter)  # equation 4
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Gradients:
-        x, weight, tally = ctx.saved_tensors
+        x, weight, counter = ctx.saved_tensors
         by_x = by_weight = by_bias = None
         if ctx.needs_input_grad[0]:
-            by_x = _by_columns(g, weight, tally)
+            by_x = _by_columns(g, weight, counter)
         if ctx.needs_input_grad[1]:
-            by_weight = weight_gradient(g, x, weight.dtype, tally)
+            by_weight = weight_gradient(g, x, weight.dtype, counter)
         if ctx.needs_input_grad[2]:
             by_bias = bias_gradient(g, weight.dtype)
         return by_x, by_weight, by_bias, None
 
 
-class _LLMInt8(Saves):
+class _LLMInt8(SaveInputs):
     """LLM.int8() as in the paper's comparison (§2.2.3): `_SwitchBackQ` with the weight gradient in 8 bits as well.
 
     Columns of g and x have separate scales, since the weight gradient sums over rows. Dettmers et al. (2022) also keep
@@ -120,33 +127,33 @@ class _LLMInt8(Saves):
     forward = _SwitchBackQ.forward
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Gradients:
-        x, weight, tally = ctx.saved_tensors
+        x, weight, counter = ctx.saved_tensors
         by_x = by_weight = by_bias = None
         if ctx.needs_input_grad[0]:
-            by_x = _by_columns(g, weight, tally)
+            by_x = _by_columns(g, weight, counter)
         if ctx.needs_input_grad[1]:
             (values, state_g), (q, state_x) = column_wise(g), column_wise(x)
             by_weight = int8.product(
-                values.mT, q.mT, state_g, state_x, None, weight.dtype, tally=tally, of="weight gradient"
+                values.mT, q.mT, state_g, state_x, None, weight.dtype, counter=counter, role="weight gradient"
             )
         if ctx.needs_input_grad[2]:
             by_bias = bias_gradient(g, weight.dtype)
         return by_x, by_weight, by_bias, None
 
 
-def _by_columns(g: Tensor, weight: Tensor, tally: Tensor) -> Tensor:
+def _by_columns(g: Tensor, weight: Tensor, counter: Tensor) -> Tensor:
     """Return the input gradient g W in 8 bits, with a scale for each row of g and each column of the weight."""
     (q, state_g), (w, state_w) = row_wise(g), column_wise(weight)
-    return int8.product(q, w.mT, state_g, state_w, None, g.dtype, tally=tally, of="input gradient")
+    return int8.product(q, w.mT, state_g, state_w, None, g.dtype, counter=counter, role="input gradient")
 
 
-class _Standard(Saves):
+class _Standard(SaveInputs):
     """Algorithm 5: a linear layer as an autograd function without 8 bits, for speed comparisons."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tally: Tensor) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, counter: Tensor) -> Tensor:
         y = x @ weight.to(x.dtype).mT
         return y if bias is None else y + bias.to(x.dtype)
 

@@ -1,7 +1,7 @@
 """The steps of an int8 linear layer as Triton kernels (Wortsman et al. 2023, §2.2.1, Algorithm 1), for GPUs.
 
     row_wise    absmax, scale and integers of each row, in one kernel
-    scaled      integers of a whole matrix or of its transpose: a tile is read once and written transposed
+    quantize    integers of a whole matrix or of its transpose: a tile is read once and written transposed
                 (`tensor-wise_quantize_transpose`). GPUs multiply only A B^T, so the gradient needs W transposed
     product     a b^T in int32 on tensor cores, with scales and bias applied before the result is written
 
@@ -25,12 +25,12 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from limner.layers.scales import INT8, SMALLEST
+from limner.layers.scales import INT8, MIN_ABSMAX
 
-_LARGEST = tl.constexpr(INT8)
-_SMALLEST = tl.constexpr(SMALLEST)
-_FRACTIONS_END = tl.constexpr(1.5 * 2**23)
-_NEAR = tl.constexpr(8)  # rows of tiles in a group
+_INT8_MAX = tl.constexpr(INT8)
+_MIN_ABSMAX = tl.constexpr(MIN_ABSMAX)
+_ROUNDING_OFFSET = tl.constexpr(1.5 * 2**23)
+_GROUP_ROWS = tl.constexpr(8)  # rows of tiles in a group
 _TILE = 64
 
 
@@ -46,13 +46,13 @@ def row_wise(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scale
 
 
-def scaled(x: Tensor, inverse: Tensor, transposed: bool = False) -> Tensor:
+def quantize(x: Tensor, inverse: Tensor, transposed: bool = False) -> Tensor:
     """Return int8 [m, n] of x [m, n] times a scale's inverse, fp32 []; [n, m] if `transposed`."""
     m, n = x.shape
     values = torch.empty((n, m) if transposed else (m, n), dtype=torch.int8, device=x.device)
     strides = values.mT.stride() if transposed else values.stride()
     if x.numel():
-        launch: Any = scaled_kernel[triton.cdiv(m, _TILE), triton.cdiv(n, _TILE)]
+        launch: Any = quantize_kernel[triton.cdiv(m, _TILE), triton.cdiv(n, _TILE)]
         launch(x, values, inverse, m, n, *x.stride(), *strides, TILE=_TILE, enable_fp_fusion=False)
     return values
 
@@ -65,19 +65,19 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor
     if not y.numel():
         return y
 
-    def grid(chosen: dict[str, Any]) -> tuple[int]:
-        return (triton.cdiv(m, chosen["M"]) * triton.cdiv(n, chosen["N"]),)
+    def grid(config: dict[str, Any]) -> tuple[int]:
+        return (triton.cdiv(m, config["M"]) * triton.cdiv(n, config["N"]),)
 
     product_kernel[grid](
         a, b, y, scale_a, scale_b, scale_a if bias is None else bias, m, n, k, *a.stride(), *b.stride(), y.stride(0),
-        BY_ROW=scale_a.ndim == 1, BY_COLUMN=scale_b.ndim == 1, BIAS=bias is not None, EVEN=k % _MOST == 0,
+        BY_ROW=scale_a.ndim == 1, BY_COLUMN=scale_b.ndim == 1, BIAS=bias is not None, EVEN=k % _MAX_BLOCK_K == 0,
     )  # fmt: skip
     return y
 
 
 @triton.jit
-def _rounded(x):
-    return (x + _FRACTIONS_END) - _FRACTIONS_END
+def _round(x):
+    return (x + _ROUNDING_OFFSET) - _ROUNDING_OFFSET
 
 
 @triton.jit
@@ -93,27 +93,27 @@ def row_wise_kernel(x, values, scale, n, x_row, x_column, v_row, v_column, BLOCK
     x, values = x + row * x_row, values + row * v_row
     largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, n, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        part = tl.load(x + at.to(tl.int64) * x_column, mask=at < n, other=0.0).to(tl.float32)
+        columns = start + tl.arange(0, BLOCK)
+        part = tl.load(x + columns.to(tl.int64) * x_column, mask=columns < n, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, _magnitude(part))
-    absmax = tl.maximum(tl.max(largest, 0), _SMALLEST)
-    tl.store(scale + row, tl.div_rn(absmax, _LARGEST * 1.0))
-    inverse = tl.div_rn(_LARGEST * 1.0, absmax)
+    absmax = tl.maximum(tl.max(largest, 0), _MIN_ABSMAX)
+    tl.store(scale + row, tl.div_rn(absmax, _INT8_MAX * 1.0))
+    inverse = tl.div_rn(_INT8_MAX * 1.0, absmax)
     for start in range(0, n, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        part = tl.load(x + at.to(tl.int64) * x_column, mask=at < n, other=0.0).to(tl.float32)
-        tl.store(values + at.to(tl.int64) * v_column, _rounded(part * inverse).to(tl.int8), mask=at < n)
+        columns = start + tl.arange(0, BLOCK)
+        part = tl.load(x + columns.to(tl.int64) * x_column, mask=columns < n, other=0.0).to(tl.float32)
+        tl.store(values + columns.to(tl.int64) * v_column, _round(part * inverse).to(tl.int8), mask=columns < n)
 
 
 @triton.jit
-def scaled_kernel(x, values, inverse, m, n, x_row, x_column, v_row, v_column, TILE: tl.constexpr):
+def quantize_kernel(x, values, inverse, m, n, x_row, x_column, v_row, v_column, TILE: tl.constexpr):
     """One program for each tile."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
-    there = (row < m) & (column < n)
-    tile = tl.load(x + row * x_row + column * x_column, mask=there, other=0.0).to(tl.float32)
-    whole = _rounded(tile * tl.load(inverse)).to(tl.int8)
-    tl.store(values + row * v_row + column * v_column, whole, mask=there)
+    in_bounds = (row < m) & (column < n)
+    tile = tl.load(x + row * x_row + column * x_column, mask=in_bounds, other=0.0).to(tl.float32)
+    quantized = _round(tile * tl.load(inverse)).to(tl.int8)
+    tl.store(values + row * v_row + column * v_column, quantized, mask=in_bounds)
 
 
 _CONFIGS = [
@@ -131,7 +131,7 @@ _CONFIGS = [
         (256, 128, 128, 8, 4),
     )
 ]
-_MOST = 128  # largest K above
+_MAX_BLOCK_K = 128  # largest K above
 
 
 @triton.autotune(_CONFIGS[: 1 if knobs.runtime.interpret else None], key=["m", "n", "k"])
@@ -143,23 +143,23 @@ def product_kernel(
 ):  # fmt: skip
     """One program for each tile [M, N] of the result; `EVEN` if every K divides k. Concurrent programs compute nearby
     tiles, whose rows and columns share the cache."""
-    across, tile = tl.cdiv(n, N), tl.program_id(0)
-    group = tile // (_NEAR * across) * _NEAR
-    rows = tl.minimum(tl.cdiv(m, M) - group, _NEAR)
-    inside = tile % (_NEAR * across)
-    row = (group + inside % rows) * M + tl.arange(0, M)
-    column = inside // rows * N + tl.arange(0, N)
-    in_m, in_n, at = row < m, column < n, tl.arange(0, K)
+    n_tiles, tile = tl.cdiv(n, N), tl.program_id(0)
+    group = tile // (_GROUP_ROWS * n_tiles) * _GROUP_ROWS
+    rows = tl.minimum(tl.cdiv(m, M) - group, _GROUP_ROWS)
+    within_group = tile % (_GROUP_ROWS * n_tiles)
+    row = (group + within_group % rows) * M + tl.arange(0, M)
+    column = within_group // rows * N + tl.arange(0, N)
+    in_m, in_n, inner = row < m, column < n, tl.arange(0, K)
     # Indices beyond the matrices wrap around to their beginning, and their products are not written.
-    a += (row % m).to(tl.int64)[:, None] * a_row + at.to(tl.int64)[None, :] * a_column
-    b += (column % n).to(tl.int64)[None, :] * b_row + at.to(tl.int64)[:, None] * b_column
+    a += (row % m).to(tl.int64)[:, None] * a_row + inner.to(tl.int64)[None, :] * a_column
+    b += (column % n).to(tl.int64)[None, :] * b_row + inner.to(tl.int64)[:, None] * b_column
     sums = tl.zeros((M, N), tl.int32)
     for start in range(0, k, K):
         if EVEN:
             left, right = tl.load(a), tl.load(b)
         else:
-            left = tl.load(a, mask=at[None, :] < k - start, other=0)
-            right = tl.load(b, mask=at[:, None] < k - start, other=0)
+            left = tl.load(a, mask=inner[None, :] < k - start, other=0)
+            right = tl.load(b, mask=inner[:, None] < k - start, other=0)
         sums = tl.dot(left, right, sums, out_dtype=tl.int32)
         a += K * a_column
         b += K * b_column
@@ -168,10 +168,10 @@ def product_kernel(
     else:
         by_row = tl.load(scale_a)
     if BY_COLUMN:
-        found = sums.to(tl.float32) * by_row * tl.load(scale_b + column, mask=in_n, other=0.0)[None, :]
+        scaled = sums.to(tl.float32) * by_row * tl.load(scale_b + column, mask=in_n, other=0.0)[None, :]
     else:
-        found = sums.to(tl.float32) * (by_row * tl.load(scale_b))
+        scaled = sums.to(tl.float32) * (by_row * tl.load(scale_b))
     if BIAS:
-        found += tl.load(bias + column, mask=in_n, other=0.0).to(tl.float32)[None, :]
+        scaled += tl.load(bias + column, mask=in_n, other=0.0).to(tl.float32)[None, :]
     y += row.to(tl.int64)[:, None] * y_row + column[None, :]
-    tl.store(y, found.to(y.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+    tl.store(y, scaled.to(y.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])

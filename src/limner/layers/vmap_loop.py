@@ -14,18 +14,18 @@ from torch import Tensor
 Op = TypeVar("Op", bound=Any)
 
 
-def looped(op: Op) -> Op:
+def vmap_by_loop(op: Op) -> Op:
     """Register a loop as the `vmap` rule of a custom operation, and return the operation. Results are stacked along
     dimension 0."""
 
     def call_each(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        def of(i: int) -> list[Any]:
+        def element(i: int) -> list[Any]:
             return [x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True)]
 
-        found = [op(*of(i)) for i in range(info.batch_size)]
-        if isinstance(found[0], Tensor):
-            return torch.stack(found), 0
-        return tuple(torch.stack(parts) for parts in zip(*found, strict=True)), (0,) * len(found[0])
+        results = [op(*element(i)) for i in range(info.batch_size)]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
 
     torch.library.register_vmap(op, call_each)
     return op

@@ -1,4 +1,4 @@
-"""Contrastive model that reranks drawings, in CLIP's form (Radford et al. 2021; Ramesh et al. §2.6).
+"""CLIP, which reranks generated pictures (Radford et al. 2021; Ramesh et al. §2.6).
 
 A vision transformer encodes the picture, a causal text transformer the caption, each as one vector of unit length.
 The logit of a pair is `exp(log_scale)` times their inner product.
@@ -18,10 +18,10 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
 from limner.errors import UserError
-from limner.layers.dense_attention import MaskedAttention
-from limner.models.patch_embedding import sinusoids, some_patches
+from limner.layers.dense_attention import DenseAttention
+from limner.models.patch_embedding import drop_patches, sinusoids
 from limner.models.transformer import Block
-from limner.numerics.precision import widened
+from limner.numerics.precision import upcast
 from limner.text import PAD
 from limner.validation import Checked, OutOfRange, Range
 
@@ -29,7 +29,7 @@ MAX_LOG_SCALE = log(100)  # the temperature is learned and clipped, as in CLIP
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContrastiveConfig(Checked):
+class CLIPConfig(Checked):
     """Sizes of the two towers.
 
     Args:
@@ -68,18 +68,16 @@ class ContrastiveConfig(Checked):
         """Width, depth and heads of the picture's tower."""
         return self.width, self.depth, self.heads
 
-    def build(self) -> Contrastive:
+    def build(self) -> CLIP:
         """Build the model. Raises `UserError` if the patch does not divide the picture, whose size the dVAE may set."""
         if self.size % self.patch:
-            raise UserError(
-                f"the contrastive model's patch must divide the picture's {self.size} pixels, not {self.patch}"
-            )
-        return Contrastive(self)
+            raise UserError(f"the CLIP model's patch must divide the picture size {self.size}: {self.patch} does not")
+        return CLIP(self)
 
 
 #: Sizes of ViT-B/32, L/14 and H/14 as OpenCLIP trains them, and one for two cores, with patch dropout and patch norm.
 SIZES = {
-    name: ContrastiveConfig(
+    name: CLIPConfig(
         size=size, patch=patch, width=width, depth=depth, heads=heads, text_tower=text, embedding=embedding,
         text_vocab=16_384, text_len=77, patch_dropout=0.5, patch_norm=True,
     )
@@ -92,14 +90,14 @@ SIZES = {
 }  # fmt: skip
 
 
-class Contrastive(nn.Module):
+class CLIP(nn.Module):
     """Two encoders, `encode_image` and `encode_text`, and a learned inverse temperature, `scale`."""
 
     causal: Tensor
-    waves: Tensor
+    position_sinusoids: Tensor
     no_weight_decay = ("image_position",)
 
-    def __init__(self, config: ContrastiveConfig) -> None:
+    def __init__(self, config: CLIPConfig) -> None:
         super().__init__()
         self.config = config
         d, side = config.width, config.size // config.patch
@@ -124,34 +122,34 @@ class Contrastive(nn.Module):
         nn.init.normal_(self.text_position.weight, std=0.02)
         t = config.text_len
         self.register_buffer("causal", torch.ones(t, t, dtype=torch.bool, device="cpu").tril(), persistent=False)
-        self.register_buffer("waves", F.pad(sinusoids(side, d), (0, 0, 1, 0)), persistent=False)
-        kept = max(1, round((1 - config.patch_dropout) * side**2))
-        self.everywhere, self.among_kept = (
-            MaskedAttention(torch.ones(n + 1, n + 1, dtype=torch.bool, device="cpu")) for n in (side**2, kept)
+        self.register_buffer("position_sinusoids", F.pad(sinusoids(side, d), (0, 0, 1, 0)), persistent=False)
+        n_kept = max(1, round((1 - config.patch_dropout) * side**2))
+        self.full_attention, self.kept_attention = (
+            DenseAttention(torch.ones(n + 1, n + 1, dtype=torch.bool, device="cpu")) for n in (side**2, n_kept)
         )
 
     def encode_image(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B E"]:
         """uint8 [B, 3, H, W] -> float32 (or float64) [B, E] of unit length. Position 0 is the class token."""
         x = self.patches(pixels.to(self.patches.weight.dtype) / 127.5 - 1).flatten(2).transpose(1, 2)
-        x = F.pad(self.patch_norm(x), (0, 0, 1, 0)) + self.image_position + self.waves
-        core = self.everywhere
+        x = F.pad(self.patch_norm(x), (0, 0, 1, 0)) + self.image_position + self.position_sinusoids
+        attention_fn = self.full_attention
         if self.training and self.config.patch_dropout:
-            core = self.among_kept
-            x = some_patches(x, len(core.mask) - 1)
+            attention_fn = self.kept_attention
+            x = drop_patches(x, len(attention_fn.mask) - 1)
         for block in self.image_blocks:
-            x = block(x, core)
-        return F.normalize(widened(self.image_out(self.image_norm(x[:, 0]))), dim=-1)
+            x = block(x, attention_fn)
+        return F.normalize(upcast(self.image_out(self.image_norm(x[:, 0]))), dim=-1)
 
     def encode_text(self, text: Int64[Tensor, "B T"]) -> Float[Tensor, "B E"]:
         """int64 [B, T] with PAD -> float32 (or float64) [B, E] of unit length, read at the last token."""
         last = (text != PAD).sum(1).sub(1).clamp_min(0)
         n = int(last.max()) + 1  # causal attention: positions after the longest caption have no effect
         x = self.text(text[:, :n].clamp_min(0)) + self.text_position.weight[:n]
-        causal = MaskedAttention(self.causal[:n, :n])
+        causal = DenseAttention(self.causal[:n, :n])
         for block in self.text_blocks:
             x = block(x, causal)
         x = x[torch.arange(len(x), device=x.device), last]
-        return F.normalize(widened(self.text_out(self.text_norm(x))), dim=-1)
+        return F.normalize(upcast(self.text_out(self.text_norm(x))), dim=-1)
 
     def scale(self) -> Float[Tensor, ""]:
         """Return the inverse of the learned temperature, which `constrain` bounds by 100."""

@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
+from limner.layers.patterns import Grid
 from limner.models.patch_encoder import PatchEncoder
-from limner.numerics.precision import widened
+from limner.numerics.precision import upcast
 from limner.validation import Checked, OutOfRange, Range
 
 EPSILON = 0.1  # of Equation 3: keeps the pixels away from the poles of the logit
@@ -80,7 +81,7 @@ class ConvBlock(nn.Module):
 
 
 def _group(config: DVAEConfig, n_in: int, n_out: int, kernels: tuple[int, ...], **after: nn.Module) -> nn.Sequential:
-    """`config.blocks` resblocks, of which the first changes the width, and what comes after them."""
+    """`config.blocks` resblocks, of which the first changes the width, followed by `after`."""
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
     for b in range(1, config.blocks + 1):
         blocks[f"block_{b}"] = ConvBlock(
@@ -95,12 +96,12 @@ class Encoder(nn.Module):
     def __init__(self, config: DVAEConfig) -> None:
         super().__init__()
         widths = [config.width * 2**g for g in range(config.groups)]
-        near = config.context_groups or config.groups
+        n_context = config.context_groups or config.groups
         parts: OrderedDict[str, nn.Module] = OrderedDict(input=Conv2d(3, config.width, 7))
         logits = Conv2d(widths[-1], config.vocab, 1)
         for g, (n_in, n_out) in enumerate(pairwise([config.width, *widths]), 1):
             pool = {"pool": nn.MaxPool2d(2)} if g < config.groups else {}
-            parts[f"group_{g}"] = _group(config, n_in, n_out, (3, 3, 3, 1) if g <= near else (1, 1, 1, 1), **pool)
+            parts[f"group_{g}"] = _group(config, n_in, n_out, (3, 3, 3, 1) if g <= n_context else (1, 1, 1, 1), **pool)
         parts["output"] = nn.Sequential(OrderedDict(relu=nn.ReLU(), conv=logits))
         self.blocks = nn.Sequential(parts)
 
@@ -141,8 +142,9 @@ class DVAEConfig(Checked):
         code_width: width of the decoder's first layer (n_init), that is of a code's embedding.
         gain: of the residual branches; None is the released code's `1 / (groups * blocks)^2`.
         init_gain, code_gain: of the initial weights in the branches and of the codebook.
-        context_groups: encoder groups whose blocks look around (3x3); later ones are 1x1. None is all of them, as
-            in the paper. With 0 every patch of `stride` x `stride` pixels is encoded alone (`patch_encoder.py`).
+        context_groups: encoder groups with 3x3 kernels, which see adjacent positions; later ones have
+            1x1 kernels. None is all of them, as in the paper. With 0 every patch of `stride` x `stride` pixels is
+            encoded alone (`patch_encoder.py`).
     """
 
     size: Annotated[int, Range(1, 4_096)] = 256
@@ -198,20 +200,20 @@ class DVAE(nn.Module):
     def encode(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B V h w"]:
         """uint8 [B, 3, H, W] -> logits float32 [B, V, h, w]; float64 of weights in float64."""
         x = map_pixels(pixels).to(next(self.parameters()).dtype, memory_format=torch.channels_last)
-        return widened(self.encoder(x))
+        return upcast(self.encoder(x))
 
     def decode(self, z: Float[Tensor, "B V h w"]) -> tuple[Float[Tensor, "B 3 H W"], Float[Tensor, "B 3 H W"]]:
         """Codes [B, V, h, w] -> mu, ln b, each float32 (or float64) [B, 3, H, W]."""
-        mu, log_b = widened(self.decoder(z)).chunk(2, dim=1)
+        mu, log_b = upcast(self.decoder(z)).chunk(2, dim=1)
         return mu, log_b
 
     @torch.no_grad()
-    def tokens(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Int64[Tensor, "B S"]:
+    def tokenize(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Int64[Tensor, "B S"]:
         """uint8 [B, 3, H, W] -> int64 [B, S], the argmax code of each position (§2.2)."""
         return self.encode(pixels).argmax(1).flatten(1)
 
     @torch.no_grad()
-    def pictures(self, tokens: Int64[Tensor, "B S"], grid: tuple[int, int] | None = None) -> UInt8[Tensor, "B 3 H W"]:
+    def decode_tokens(self, tokens: Int64[Tensor, "B S"], grid: Grid | None = None) -> UInt8[Tensor, "B 3 H W"]:
         """int64 [B, S] -> uint8 [B, 3, H, W]: phi^-1(sigmoid(mu)), without regard to b (App. A.3)."""
         tokens = tokens.unflatten(1, grid or self.config.grid)
         z = F.one_hot(tokens, self.config.vocab).movedim(-1, 1)

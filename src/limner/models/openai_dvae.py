@@ -4,8 +4,9 @@ Its encoder and decoder equal ours at another size: names, shapes and arithmetic
 config. See https://github.com/openai/DALL-E (`dall_e/encoder.py`, `decoder.py`).
 
 They were published as `encoder.pkl` and `decoder.pkl`, whole modules pickled by torch. A pickle names functions to
-call. This reader looks none of them up: torch's reader for weights makes the tensors, and a `_Part` replaces each class
-of the dVAE and keeps its pickled attributes. A file with any other name raises `UserError` before it is read.
+call. This reader looks none of them up: torch's reader for weights makes the tensors, and a `_ModuleState` replaces
+each class of the dVAE and keeps its pickled attributes. A file with any other name raises `UserError` before it is
+read.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from limner.errors import UserError
 from limner.models.dvae import DVAE, DVAEConfig
 
 _BLOCK = re.compile(r"blocks\.group_(\d)\.block_(\d{1,2})\.")
-_STORED = (torch.float32, torch.float16, torch.bfloat16)
-_GRID = 64  # longest side of a grid of tokens
-_PICKLE_BYTES = 1 << 20  # without the tensors; the published files have about 20 kB
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MAX_GRID = 64  # longest side of a grid of tokens
+_MAX_PICKLE_BYTES = 1 << 20  # without the tensors; the published files have about 20 kB
 
-_CLASSES = (
+_DVAE_CLASSES = (
     "dall_e.encoder.Encoder",
     "dall_e.encoder.EncoderBlock",
     "dall_e.decoder.Decoder",
@@ -44,7 +45,7 @@ _CLASSES = (
     "torch.nn.modules.pooling.MaxPool2d",
     "torch.nn.modules.upsampling.Upsample",
 )
-_VALUES = (  # what torch makes of tensors, devices, sets and dictionaries
+_TORCH_NAMES = (  # what torch makes of tensors, devices, sets and dictionaries
     "collections.OrderedDict",
     "torch._utils._rebuild_tensor_v2",
     "torch._utils._rebuild_parameter",
@@ -57,7 +58,7 @@ _VALUES = (  # what torch makes of tensors, devices, sets and dictionaries
 )
 
 
-class _Part:
+class _ModuleState:
     """Attributes of a module in the file, without its methods."""
 
     def __setstate__(self, state: Any) -> None:
@@ -73,75 +74,73 @@ def read(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        found = _unpickled(path)
+        tensors = _unpickle(path)
     except UserError:
         raise
     except (SafetensorError, FileNotFoundError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     except Exception as error:  # a stranger's pickle makes torch's reader fail in any way
-        raise UserError(f"{path} is damaged, or not a file of torch: {type(error).__name__}") from None
-    for name, value in found.items():
+        raise UserError(f"{path} is damaged or was not written by torch ({type(error).__name__})") from None
+    for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise UserError(f"{path} is not a state dict, a mapping of names to tensors")
-    if sum(value.numel() * value.element_size() for value in found.values()) > path.stat().st_size:
+    if sum(value.numel() * value.element_size() for value in tensors.values()) > path.stat().st_size:
         raise UserError(f"{path} is damaged: it is smaller than its tensors")
-    return found
+    return tensors
 
 
-def _unpickled(path: Path) -> dict[str, Tensor]:
+def _unpickle(path: Path) -> dict[str, Tensor]:
     if not zipfile.is_zipfile(path):
-        with path.open("rb"):  # what is missing or forbidden says so
+        with path.open("rb"):  # raises if the file is missing or cannot be read
             pass
-        raise UserError(
-            f"{path} is not a file of torch 1.6 or later: load it where it was made and save it again there"
-        )
+        raise UserError(f"{path} was not written by torch 1.6 or later: save it again with a newer torch")
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         if any(e.compress_type for e in entries) or len({e.filename for e in entries}) < len(entries):
-            raise UserError(f"{path} is not as torch writes it: parts of it are compressed, or there twice")
+            raise UserError(f"{path} was not written by torch: it contains compressed or duplicate entries")
         (pickled,) = (e for e in entries if re.fullmatch(r"[^/]*/data\.pkl", e.filename))
-        if pickled.file_size > _PICKLE_BYTES:
-            raise UserError(f"{path} holds {pickled.file_size} bytes beside its tensors: more than a dVAE has")
+        if pickled.file_size > _MAX_PICKLE_BYTES:
+            raise UserError(f"{path} contains a pickle of {pickled.file_size} bytes, more than a published dVAE has")
         raw = archive.read(pickled)
     for name in sorted(_names(raw)):
-        if name not in _CLASSES + _VALUES:
-            raise UserError(f"{path} is not a dVAE that OpenAI published: it holds a {name[:80]!r}, which was not run")
-    with torch.serialization.safe_globals([(_Part, name) for name in _CLASSES]), warnings.catch_warnings():
+        if name not in _DVAE_CLASSES + _TORCH_NAMES:
+            raise UserError(f"{path} is not a dVAE published by OpenAI: limner does not load its {name[:80]!r}")
+    with torch.serialization.safe_globals([(_ModuleState, name) for name in _DVAE_CLASSES]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return dict(_tensors(found)) if isinstance(found, _Part) else dict(found)
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return dict(_tensors(loaded)) if isinstance(loaded, _ModuleState) else dict(loaded)
 
 
 def _names(raw: bytes) -> set[str]:
     """Return the names that unpickling would look up."""
-    found = set()
+    names = set()
     for opcode, value, _ in pickletools.genops(raw):
         if opcode.name in ("GLOBAL", "INST"):
-            found.add(str(value).replace(" ", "."))
-        elif opcode.name in ("STACK_GLOBAL", "EXT1", "EXT2", "EXT4"):  # which torch does not write
-            found.add(opcode.name)
-    return found
+            names.add(str(value).replace(" ", "."))
+        elif opcode.name in ("STACK_GLOBAL", "EXT1", "EXT2", "EXT4"):  # torch does not write these
+            names.add(opcode.name)
+    return names
 
 
-def _tensors(module: _Part) -> Iterator[tuple[str, Tensor]]:
+def _tensors(module: _ModuleState) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors as in `state_dict`. A malformed module may raise any exception."""
-    todo, met = [("", module)], set()
-    while todo:
-        prefix, part = todo.pop()
-        if id(part) in met:
-            raise ValueError("a module is there twice, or part of itself")
-        met.add(id(part))
+    pending, seen = [("", module)], set()
+    while pending:
+        prefix, part = pending.pop()
+        if id(part) in seen:
+            raise ValueError("a module occurs twice or contains itself")
+        seen.add(id(part))
         for name, value in {**part.state["_parameters"], **part.state["_buffers"]}.items():
             if value is not None:
-                yield _joined(prefix, name), value
+                yield _join_name(prefix, name), value
         for name, inner in part.state["_modules"].items():
             if inner is not None:
-                todo.append((_joined(prefix, name) + ".", inner))
+                pending.append((_join_name(prefix, name) + ".", inner))
 
 
-def _joined(prefix: str, name: object) -> str:
+def _join_name(prefix: str, name: object) -> str:
     if not isinstance(name, str) or len(prefix) > 1_000:
-        raise ValueError("a name is no text, or too long")
+        raise ValueError("a name is not a string, or is too long")
     return prefix + name
 
 
@@ -161,10 +160,10 @@ def from_openai(encoder: Mapping[str, Tensor], decoder: Mapping[str, Tensor], si
         if groups * blocks > len(encoder):
             raise ValueError
     except (KeyError, ValueError, IndexError):
-        raise UserError("these are not the parameters of a published dVAE: their names differ") from None
+        raise UserError("these are not the parameters of a published dVAE: the tensor names differ") from None
     stride = 2 ** (groups - 1)
-    if not stride <= size <= _GRID * stride or size % stride:
-        raise UserError(f"size must be a multiple of {stride} up to {_GRID * stride}, not {size}")
+    if not stride <= size <= _MAX_GRID * stride or size % stride:
+        raise UserError(f"size must be a multiple of {stride} up to {_MAX_GRID * stride}, not {size}")
     try:
         config = DVAEConfig(size=size, width=width, groups=groups, blocks=blocks, vocab=vocab, code_width=code_width)
         with torch.device("meta"):  # nothing is as large as a file says before its tensors were found to be
@@ -172,16 +171,14 @@ def from_openai(encoder: Mapping[str, Tensor], decoder: Mapping[str, Tensor], si
     except (RuntimeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"these are not the parameters of a published dVAE: {error}".splitlines()[0]) from None
     for name, part, state in (("encoder", model.encoder, encoder), ("decoder", model.decoder, decoder)):
-        own = part.state_dict()
-        for key in dict.fromkeys([*own, *state]):
-            if key not in own or key not in state or own[key].shape != state[key].shape:
+        expected = part.state_dict()
+        for key in dict.fromkeys([*expected, *state]):
+            if key not in expected or key not in state or expected[key].shape != state[key].shape:
                 raise UserError(
-                    f"the {name} is not of a published dVAE: {key[:80]!r} is missing, unknown or of another shape"
+                    f"the {name} is from another model: {key[:80]!r} is missing, unknown or has another shape"
                 )
-            if state[key].dtype not in _STORED or not state[key].isfinite().all():
-                raise UserError(
-                    f"the {name} is not of a published dVAE: {key[:80]!r} is no fp32 or 16-bit tensor, or not finite"
-                )
+            if state[key].dtype not in _DTYPES or not state[key].isfinite().all():
+                raise UserError(f"the {name} is from another model: {key[:80]!r} is not fp32 or 16-bit, or not finite")
     model = model.to_empty(device="cpu")
     model.encoder.load_state_dict(encoder)
     model.decoder.load_state_dict(decoder)

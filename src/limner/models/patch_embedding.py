@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def some_patches(x: Float[Tensor, "B n D"], kept: int) -> Float[Tensor, "B k D"]:
-    """Keep the class token and `kept` random patches of each picture: [B, 1 + S, D] -> [B, 1 + kept, D]."""
-    chosen = 1 + torch.rand(len(x), x.shape[1] - 1, device=x.device).argsort(1)[:, :kept]
+def drop_patches(x: Float[Tensor, "B n D"], count: int) -> Float[Tensor, "B k D"]:
+    """Keep the class token and `count` random patches of each picture: [B, 1 + S, D] -> [B, 1 + count, D]."""
+    chosen = 1 + torch.rand(len(x), x.shape[1] - 1, device=x.device).argsort(1)[:, :count]
     index = F.pad(chosen, (1, 0))[..., None].expand(-1, -1, x.shape[2])
     return x.gather(1, index)
 

@@ -31,12 +31,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from limner.layers.attention import Attention, Core
-from limner.layers.cache import Cache, LayerCache, Position, Store, Together
-from limner.layers.dense_attention import MaskedAttention
+from limner.layers.attention import Attention, AttentionFn
+from limner.layers.cache import KVCache, KVStore, LayerKVCache, Position, RaggedBatch
+from limner.layers.dense_attention import DenseAttention
 from limner.layers.patterns import PATTERNS, Pattern, paper_pattern
-from limner.layers.sparse import training_core
-from limner.numerics.precision import widened
+from limner.layers.sparse import training_attention
+from limner.numerics.precision import upcast
 from limner.text import PAD
 from limner.validation import Checked, OutOfRange, Range, short
 
@@ -70,8 +70,8 @@ class TransformerConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pattern not in (known := ["paper", *PATTERNS]):
-            raise OutOfRange("pattern", f"must be {', '.join(known[:-1])} or {known[-1]}, not {short(self.pattern)}")
+        if self.pattern not in (names := ["paper", *PATTERNS]):
+            raise OutOfRange("pattern", f"must be {', '.join(names[:-1])} or {names[-1]}, not {short(self.pattern)}")
         if self.width % self.heads:
             raise OutOfRange("width", f"must be a multiple of heads, {self.heads}, not {self.width}")
         if self.kernel % 2 == 0:
@@ -83,8 +83,8 @@ class TransformerConfig(Checked):
     def patterns(self) -> tuple[Pattern, ...]:
         """Attention patterns of the layers, first to last."""
         names = paper_pattern(self.depth) if self.pattern == "paper" else (self.pattern,) * self.depth
-        made = {name: PATTERNS[name](self.grid, self.kernel) for name in sorted(set(names))}
-        return tuple(made[name] for name in names)
+        by_name = {name: PATTERNS[name](self.grid, self.kernel) for name in sorted(set(names))}
+        return tuple(by_name[name] for name in names)
 
     def build(self) -> Transformer:
         return Transformer(self)
@@ -117,15 +117,15 @@ class Embedding(nn.Module):
 
     def prefix(self, text: Int64[Tensor, "B T"]) -> Float[Tensor, "B T+1 D"]:
         """Embed text [B, T] with PAD, followed by START: [B, P, D]."""
-        there = (text != PAD)[..., None]
+        has_token = (text != PAD)[..., None]
         tokens = self.text(text.clamp_min(0)) + self.text_position.weight
-        x = torch.where(there, tokens, self.padding.weight)
+        x = torch.where(has_token, tokens, self.padding.weight)
         return torch.cat([x, self.start.expand(len(x), 1, -1)], 1)
 
     def tokens(self, image: Int64[Tensor, "B n"], begin: Position = 0) -> Float[Tensor, "B n D"]:
         """Embed image tokens [B, n] at raster positions begin ... begin + n - 1: [B, n, D]."""
-        at = begin + torch.arange(image.shape[1], device=image.device)
-        return self.image(image) + self.row(at // self.grid[1]) + self.column(at % self.grid[1])
+        position = begin + torch.arange(image.shape[1], device=image.device)
+        return self.image(image) + self.row(position // self.grid[1]) + self.column(position % self.grid[1])
 
 
 class MLP(nn.Module):
@@ -163,8 +163,8 @@ class Resblock(nn.Module):
         self.norm, self.branch = nn.LayerNorm(width), branch
         self.scale = LayerScale(width) if layer_scale else nn.Identity()
 
-    def forward(self, x: Tensor, *core: Core) -> Tensor:
-        return x + self.scale(self.branch(self.norm(x), *core))
+    def forward(self, x: Tensor, *attention_fn: AttentionFn) -> Tensor:
+        return x + self.scale(self.branch(self.norm(x), *attention_fn))
 
 
 class Block(nn.Module):
@@ -175,8 +175,8 @@ class Block(nn.Module):
         self.attention = Resblock(width, Attention(width, heads, qk_norm), layer_scale)
         self.mlp = Resblock(width, MLP(width), layer_scale)
 
-    def forward(self, x: Tensor, core: Core) -> Tensor:
-        return self.mlp(self.attention(x, core))
+    def forward(self, x: Tensor, attention_fn: AttentionFn) -> Tensor:
+        return self.mlp(self.attention(x, attention_fn))
 
 
 class Head(nn.Module):
@@ -202,7 +202,7 @@ class Transformer(nn.Module):
         self.head = Head(config)
         self.checkpointing = False
         patterns = {pattern.name: pattern for pattern in config.patterns}
-        self.cores = nn.ModuleDict({name: training_core(patterns[name], config.text_len + 1) for name in patterns})
+        self.attention_fns = nn.ModuleDict({n: training_attention(p, config.text_len + 1) for n, p in patterns.items()})
         self.apply(self._init)
         nn.init.normal_(self.embed.start, std=0.02)
         for block in self.blocks:  # residual branches start small, as in GPT-2
@@ -229,11 +229,11 @@ class Transformer(nn.Module):
         """Return teacher-forced logits in fp32 (or fp64): [B, T - 1, V_text] and [B, S, V_image]."""
         states, heads = self.states(text, image), (self.head.text, self.head.image)
         with torch.autocast(text.device.type, enabled=False):
-            by_text, by_image = (
-                F.linear(widened(x), widened(head.weight), widened(head.bias))
+            text_logits, image_logits = (
+                F.linear(upcast(x), upcast(head.weight), upcast(head.bias))
                 for x, head in zip(states, heads, strict=True)
             )
-        return by_text, by_image
+        return text_logits, image_logits
 
     def states(
         self, text: Int64[Tensor, "B T"], image: Int64[Tensor, "B S"]
@@ -256,43 +256,45 @@ class Transformer(nn.Module):
         x: Float[Tensor, "B n D"],
         start: int = 0,
         stop: int | None = None,
-        cores: Iterable[Core] | None = None,
+        attention_fns: Iterable[AttentionFn] | None = None,
     ) -> Float[Tensor, "B n D"]:
         """Apply the blocks from `start` to before `stop`: [B, n, D] -> [B, n, D].
 
-        `cores` are the attention functions of all blocks; the default is that of training, with n = P + S.
+        `attention_fns` are the attention functions of all blocks; the default is that of training, with n = P + S.
         """
-        if cores is None:
-            cores = [self.cores[pattern.name] for pattern in self.config.patterns]
-        for block, core in islice(zip(self.blocks, cores, strict=True), start, stop):
+        if attention_fns is None:
+            attention_fns = [self.attention_fns[pattern.name] for pattern in self.config.patterns]
+        for block, attention_fn in islice(zip(self.blocks, attention_fns, strict=True), start, stop):
             if self.checkpointing and self.training:
-                x = checkpoint(block, x, core, use_reentrant=False)
+                x = checkpoint(block, x, attention_fn, use_reentrant=False)
             else:
-                x = block(x, core)
+                x = block(x, attention_fn)
         return x
 
-    def prefill(self, text: Int64[Tensor, "B T"], store: type[Store] = Store) -> tuple[Cache, Float[Tensor, "B V"]]:
+    def prefill(
+        self, text: Int64[Tensor, "B T"], store: type[KVStore] = KVStore
+    ) -> tuple[KVCache, Float[Tensor, "B V"]]:
         """Encode the captions: text [B, T] -> a cache with one candidate each, and logits [B, V] of image_0.
 
         `store` is the storage format of the candidates' keys and values.
         """
         x = self.embed.prefix(text)
-        causal = MaskedAttention(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril())
-        layers: list[LayerCache] = []
+        causal = DenseAttention(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril())
+        layers: list[LayerKVCache] = []
 
-        def read(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            layers.append(LayerCache.of(pattern, k.contiguous(), v.contiguous(), store))
+        def attend_and_cache(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            layers.append(LayerKVCache.from_prefix(pattern, k.contiguous(), v.contiguous(), store))
             return causal(q, k, v)
 
-        x = self.run(x, cores=[partial(read, pattern) for pattern in self.config.patterns])
-        return Cache(layers), self._logits(x)
+        x = self.run(x, attention_fns=[partial(attend_and_cache, pattern) for pattern in self.config.patterns])
+        return KVCache(layers), self._logits(x)
 
-    def step(self, cache: Cache | Together, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]:
+    def step(self, cache: KVCache | RaggedBatch, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]:
         """Append one image token per row, [M], and return the fp32 logits [M, V] of the next token."""
         x = self.embed.tokens(token[:, None], cache.length)
-        x = self.run(x, cores=cache.cores())
+        x = self.run(x, attention_fns=cache.attention_fns())
         cache.advance()
         return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return widened(self.head.image(self.head.norm(x[:, -1])))
+        return upcast(self.head.image(self.head.norm(x[:, -1])))

@@ -19,67 +19,67 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._triton import has_triton_package
 
-_KINDS = 64  # compiled variants of a function, by constants and kinds of tensors; torch's limit is 8
-LARGE = 1 << 17  # values from which a call of compiled code pays
+_MAX_VARIANTS = 64  # compiled variants of a function, by constants and kinds of tensors; torch's limit is 8
+MIN_COMPILED_SIZE = 1 << 17  # values from which a call of compiled code pays
 
 
-class Fused:
+class CompiledElementwise:
     """`function`, compiled if its first argument is large. It must be safe to restart after a failed compilation, which
     warns and falls back to `function`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self._compiled: Callable[..., Any] | None = None
-        self._works = True
+        self.compiled: Callable[..., Any] | None = None
+        self.works = True
 
     def __call__(self, first: Tensor, *others: Any) -> Any:
-        if not self._works or not self.compiles(first):
+        if not self.works or not self.compiles(first):
             return self.function(first, *others)
         from torch._dynamo.exc import TorchDynamoException  # takes a second to import
 
-        if self._compiled is None:
-            self._compiled = torch.compile(self.function, dynamic=True)
+        if self.compiled is None:
+            self.compiled = torch.compile(self.function, dynamic=True)
         try:
-            with specialised():
-                return self._compiled(first, *others)
+            with specialize_ints():
+                return self.compiled(first, *others)
         except TorchDynamoException as error:  # no compiler, or one that does not work
-            self._works = False
+            self.works = False
             reason = str(error).strip().partition("\n")[0]
-            warnings.warn(f"torch.compile does not work here ({reason}): number formats are slower", stacklevel=2)
+            warnings.warn(f"torch.compile failed ({reason}): rounding to number formats runs more slowly", stacklevel=2)
             return self.function(first, *others)
 
     def compiles(self, x: Tensor) -> bool:
         """Return True if a tensor is large enough to compile for, and on a CPU or CUDA."""
-        return self._works and x.numel() >= LARGE and x.device.type in ("cpu", "cuda")
+        return self.works and x.numel() >= MIN_COMPILED_SIZE and x.device.type in ("cpu", "cuda")
 
 
 @contextmanager
-def specialised() -> Iterator[None]:
+def specialize_ints() -> Iterator[None]:
     """Context for calls of compiled functions: Python integers, such as numbers of bits, become constants of the code;
     sizes of tensors do not. With integers as variables, code is slower and may not compile on a GPU."""
     from torch._dynamo import config
 
     before = config.specialize_int, config.recompile_limit
-    config.specialize_int, config.recompile_limit = True, max(_KINDS, config.recompile_limit)
+    config.specialize_int, config.recompile_limit = True, max(_MAX_VARIANTS, config.recompile_limit)
     try:
         yield
     finally:
         config.specialize_int, config.recompile_limit = before
 
 
-def triton_runs(x: Tensor) -> bool:
+def triton_supports(x: Tensor) -> bool:
     """Return True if Triton's kernels can compute on this tensor, which may be fake: it is on a GPU, and Triton is
     installed and works."""
-    return x.is_cuda and (has_triton_package() if torch.compiler.is_compiling() else _triton_works())
+    return x.is_cuda and (has_triton_package() if torch.compiler.is_compiling() else triton_works())
 
 
-def triton_launches(x: Tensor) -> bool:
+def can_launch_triton(x: Tensor) -> bool:
     """Return True if eager code can launch a Triton kernel on this tensor: not fake, and outside `torch.compile`."""
-    return x.is_cuda and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor) and _triton_works()
+    return x.is_cuda and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor) and triton_works()
 
 
 @cache
-def _triton_works() -> bool:
+def triton_works() -> bool:
     """Run a test kernel, since Triton needs a C compiler that some machines lack. Without a GPU, where CUDA tensors are
     fake, return True if Triton is installed."""
     if not has_triton_package() or not torch.cuda.is_available():
@@ -91,5 +91,5 @@ def _triton_works() -> bool:
             return triton_probe.works()
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        warnings.warn(f"Triton does not work here ({reason}): what it would compute is slower", stacklevel=3)
+        warnings.warn(f"Triton failed ({reason}): torch operations replace its kernels, more slowly", stacklevel=3)
         return False

@@ -34,14 +34,14 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from limner.numerics.compile_elementwise import Fused
+from limner.numerics.compile_elementwise import CompiledElementwise
 from limner.validation import Checked, Range
 
-_FRACTION = 23  # bits of an fp32 significand
+_FP32_MANTISSA = 23  # bits of an fp32 significand
 _FP32_BIAS = 127
-_MAGNITUDE = 0x7FFFFFFF
-_EXPONENT = 0x7F800000
-_PIECE = 1 << 15  # values whose intermediate results stay in a core's cache
+_MAGNITUDE_MASK = 0x7FFFFFFF
+_EXPONENT_MASK = 0x7F800000
+_CPU_VALUES_PER_PART = 1 << 15  # values whose intermediate results stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class FloatFormat(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits > 16:
-            raise ValueError(f"{self} is no format of 16 bits or less")
-        if 1 - self._bias - self.mantissa < -126 or self._highest + _FRACTION - self.mantissa > 127:
-            raise ValueError(f"{self} reaches beyond fp32: choose a bias nearer to {2 ** (self.exponent - 1) - 1}")
+            raise ValueError(f"{self} has {self.bits} bits: choose at most 16")
+        if 1 - self._bias - self.mantissa < -126 or self._max_exponent + _FP32_MANTISSA - self.mantissa > 127:
+            raise ValueError(f"{self} exceeds the range of fp32: choose a bias near {2 ** (self.exponent - 1) - 1}")
 
     def __reduce__(self) -> tuple[type[FloatFormat], tuple[int | None, ...]]:
         return FloatFormat, (self.sign, self.exponent, self.mantissa, self.bias)  # without compiled functions
@@ -81,12 +81,12 @@ class FloatFormat(Checked):
         return torch.uint8 if self.bits <= 8 else torch.int16
 
     @property
-    def maximum(self) -> float:
+    def max(self) -> float:
         """The largest number."""
-        return 2.0**self._highest * (2 - 2.0**-self.mantissa)
+        return 2.0**self._max_exponent * (2 - 2.0**-self.mantissa)
 
     @property
-    def smallest(self) -> float:
+    def smallest_subnormal(self) -> float:
         """The smallest number above zero."""
         return 2.0 ** (1 - self._bias - self.mantissa)
 
@@ -104,36 +104,36 @@ class FloatFormat(Checked):
         x = _dense(x.detach().float())
         codes = torch.empty_like(x, dtype=self.dtype) if out is None else out
         if codes.dtype != self.dtype or codes.shape != x.shape:
-            raise ValueError(f"codes in {self} of {list(x.shape)} need an `out` of {self.dtype} and of that shape")
+            raise ValueError(f"`out` must be {self.dtype} {list(x.shape)}, not {codes.dtype} {list(codes.shape)}")
         if codes is not _dense(codes):
             return codes.copy_(self.pack(x, generator))
         if codes.stride() != x.stride():
             x = torch.empty_like(codes, dtype=x.dtype).copy_(x)
-        values, into = _flat(x), _flat(codes)
+        values, flat_out = _flat(x), _flat(codes)
         if generator is not None:
-            for part, place in _pieces(values, into):
+            for part, part_out in _parts(values, flat_out):
                 noise = torch.rand(part.shape, generator=generator, device=part.device)
-                place.copy_(self._encoded(part, noise))
-        elif self._pack.compiles(values):
-            self._pack(values, into)
+                part_out.copy_(self.encode(part, noise))
+        elif self.compiled_pack.compiles(values):
+            self.compiled_pack(values, flat_out)
         else:
-            for part, place in _pieces(values, into):
-                self._pack(part, place)
+            for part, part_out in _parts(values, flat_out):
+                self.compiled_pack(part, part_out)
         return codes
 
     def unpack(self, codes: Integer[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return the numbers of codes, exact in fp32."""
         codes = _dense(codes)
         x = torch.empty_like(codes, dtype=torch.float32)
-        source, into = _flat(codes), _flat(x)
-        if self._unpack.compiles(source):
-            self._unpack(source, into)
+        source, flat_out = _flat(codes), _flat(x)
+        if self.compiled_unpack.compiles(source):
+            self.compiled_unpack(source, flat_out)
         else:
-            for part, place in _pieces(source, into):
-                self._unpack(part, place)
+            for part, part_out in _parts(source, flat_out):
+                self.compiled_unpack(part, part_out)
         return x
 
-    def rounded(self, x: Float[Tensor, "*shape"], generator: torch.Generator | None = None) -> Float[Tensor, "*shape"]:
+    def round(self, x: Float[Tensor, "*shape"], generator: torch.Generator | None = None) -> Float[Tensor, "*shape"]:
         """Round x to the format by packing and unpacking, in fp32."""
         return self.unpack(self.pack(x, generator))
 
@@ -142,42 +142,42 @@ class FloatFormat(Checked):
         return 2 ** (self.exponent - 1) - 1 if self.bias is None else self.bias
 
     @property
-    def _highest(self) -> int:
+    def _max_exponent(self) -> int:
         """Exponent of the largest number."""
         return 2**self.exponent - 1 - self._bias
 
     @property
-    def lowest(self) -> int:
+    def min_exponent_field(self) -> int:
         """The exponent field, in fp32, of the smallest normal number."""
         return 1 - self._bias + _FP32_BIAS
 
     @property
-    def largest(self) -> int:
+    def max_bits(self) -> int:
         """The bits, in fp32, of the largest number."""
-        return ((self._highest + _FP32_BIAS + 1) << _FRACTION) - (1 << _FRACTION - self.mantissa)
+        return ((self._max_exponent + _FP32_BIAS + 1) << _FP32_MANTISSA) - (1 << _FP32_MANTISSA - self.mantissa)
 
     @cached_property
-    def _pack(self) -> Fused:
-        return Fused(lambda x, codes: codes.copy_(self._encoded(x, None)))
+    def compiled_pack(self) -> CompiledElementwise:
+        return CompiledElementwise(lambda x, codes: codes.copy_(self.encode(x, None)))
 
     @cached_property
-    def _unpack(self) -> Fused:
-        return Fused(lambda codes, x: x.copy_(self._decoded(codes)))
+    def compiled_unpack(self) -> CompiledElementwise:
+        return CompiledElementwise(lambda codes, x: x.copy_(self.decode(codes)))
 
-    def _encoded(self, x: Tensor, noise: Tensor | None) -> Tensor:
+    def encode(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Return codes of fp32 values [n]; `noise` in [0, 1) [n] rounds stochastically."""
-        m, shift = self.mantissa, _FRACTION - self.mantissa
-        lowest, largest = self.lowest, self.largest
+        m, shift = self.mantissa, _FP32_MANTISSA - self.mantissa
+        lowest, largest = self.min_exponent_field, self.max_bits
         bits = x.view(torch.int32)
-        magnitude = (bits & _MAGNITUDE).clamp_max(largest) if self.sign else bits.clamp(0, largest)
-        exponent = (magnitude & _EXPONENT).clamp_min(lowest << _FRACTION)
-        adder = exponent + (shift << _FRACTION)
+        magnitude = (bits & _MAGNITUDE_MASK).clamp_max(largest) if self.sign else bits.clamp(0, largest)
+        exponent = (magnitude & _EXPONENT_MASK).clamp_min(lowest << _FP32_MANTISSA)
+        adder = exponent + (shift << _FP32_MANTISSA)
         total = magnitude.view(torch.float32) + adder.view(torch.float32)
         significand = total.view(torch.int32) - adder  # with the leading one, in steps
         codes = significand + (exponent >> shift) - (lowest << m)
         if noise is not None:
             left = magnitude.view(torch.float32) - (total - adder.view(torch.float32))  # exact, half a step at most
-            step = (exponent - (m << _FRACTION)).view(torch.float32)
+            step = (exponent - (m << _FP32_MANTISSA)).view(torch.float32)
             codes = codes + (left.sign() * (noise * step < left.abs())).int()
         if self.sign:
             codes = codes | ((bits >> 31 << (self.bits - 1)) & (-1 if self.bits == 16 else 2**self.bits - 1))
@@ -185,16 +185,16 @@ class FloatFormat(Checked):
             codes = codes << 16 >> 16  # sign extension, for int16
         return codes.to(self.dtype)
 
-    def _decoded(self, codes: Tensor) -> Tensor:
+    def decode(self, codes: Tensor) -> Tensor:
         """Return fp32 values of codes [n]."""
         m, codes = self.mantissa, codes.int()
         number = codes & (2 ** (self.exponent + m) - 1)
         exponent = (number >> m).clamp_min(1)  # subnormals have the exponent of E = 1
         significand = number - ((exponent - 1) << m)  # with the leading one, in steps
-        x = significand.float() * ((exponent + (_FP32_BIAS - self._bias - m)) << _FRACTION).view(torch.float32)
+        x = significand.float() * ((exponent + (_FP32_BIAS - self._bias - m)) << _FP32_MANTISSA).view(torch.float32)
         if not self.sign:
             return x
-        negative = codes << (32 - self.bits) & ~_MAGNITUDE
+        negative = codes << (32 - self.bits) & ~_MAGNITUDE_MASK
         return (x.view(torch.int32) | negative).view(torch.float32)
 
 
@@ -204,7 +204,7 @@ E6M9 = FloatFormat(1, 6, 9, bias=60)
 UE6M10 = FloatFormat(0, 6, 10, bias=60)
 """0-6-10, for Adam's running variance: up to 15.99, steps of 2^-69 near zero (B.2)."""
 
-HALVES = {torch.float16: FloatFormat(1, 5, 10), torch.bfloat16: FloatFormat(1, 7, 7)}
+HALF_FORMATS = {torch.float16: FloatFormat(1, 5, 10), torch.bfloat16: FloatFormat(1, 7, 7)}
 """torch's 16-bit formats, each with a format that rounds for it: fp16 without infinities, and bfloat16 with the middle
 of its exponents only, 2^-69 to 2^64, which holds weights."""
 
@@ -219,8 +219,8 @@ def _flat(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
-def _pieces(*flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _parts(*flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split tensors [n] into parts: small ones on a CPU, so that intermediate results stay in its cache, larger ones on
     a GPU, to bound the memory of these results."""
-    size = _PIECE if flat[0].device.type == "cpu" else 1 << 24
+    size = _CPU_VALUES_PER_PART if flat[0].device.type == "cpu" else 1 << 24
     return zip(*(x.split(size) for x in flat), strict=True)

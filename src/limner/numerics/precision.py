@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from limner.numerics.formats import HALVES
+from limner.numerics.formats import HALF_FORMATS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def acc_type(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def widened(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """Return x in fp32, or unchanged in fp64."""
     return x.to(acc_type(x.dtype))
 
@@ -101,7 +101,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     up to 0.06 (App. D.2 of Ramesh et al. 2021 keeps logits in 32 bits).
     """
     result = acc_type(a.dtype, b.dtype)
-    if a.device.type == "cuda" and a.dtype == b.dtype in HALVES:
+    if a.device.type == "cuda" and a.dtype == b.dtype in HALF_FORMATS:
         flat = (x.reshape(-1, *x.shape[-2:]) for x in (a, b))
         return torch.bmm(*flat, out_dtype=result).view(*a.shape[:-1], b.shape[-1])
     if not a.dtype == b.dtype == torch.bfloat16:

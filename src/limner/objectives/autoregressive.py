@@ -37,14 +37,14 @@ class Autoregressive(Checked):
         text, image = batch["text"], batch["image"]
         by_text, by_image = model.states(text, image)
         expected = text[:, 1:].flatten()  # PAD is negative, which the loss ignores
-        per_sample = (batch if "text_tokens" in batch else self.shared(batch))["text_tokens"]
+        per_sample = (batch if "text_tokens" in batch else self.batch_stats(batch))["text_tokens"]
         tokens = per_sample.sum().clamp_min(1e-9)  # 0 if all captions are empty
         text_loss = linear_cross_entropy(by_text.flatten(0, 1), model.head.text, expected) / tokens
         image_loss = linear_cross_entropy(by_image.flatten(0, 1), model.head.image, image.flatten()) / image.numel()
         loss = self.text_weight * text_loss + (1 - self.text_weight) * image_loss
         return loss, {"text": text_loss.detach(), "image": image_loss.detach()}
 
-    def shared(self, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " B"]]:
+    def batch_stats(self, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " B"]]:
         """Return statistics of the whole batch for its micro-batches: {"text_tokens": mean targets per text, [B]}."""
         targets = (batch["text"][:, 1:] != PAD).sum()
         return {"text_tokens": (targets / len(batch["text"])).expand(len(batch["text"]))}

@@ -46,35 +46,36 @@ class BalancedELB(Checked):
       uniform prior. It favors use of all codes and lets each position be certain. The mean is weighted by local
       contrast: otherwise flat patches, which are most of a picture, take most of the codes, and a hundred codes for one
       shade cannot be predicted;
-    - ln b is clamped from below at `log_b_floor`, which bounds the weight of a pixel.
+    - ln b is clamped from below at `min_log_b`, which bounds the weight of a pixel.
 
     The other two help a prior to combine attributes that it has not seen together
     (docs/log/2026-11-25.md, "Price for codes within one training"):
 
-    - `detail` weighs the reconstruction of patches by local contrast within each picture: objects on a plain
+    - `contrast_weight` weighs the reconstruction of patches by local contrast within each picture: objects on a plain
       background are a tenth of its pixels and most of its content;
-    - from step `priced_from` on the first change is reversed: rare codes cost more than frequent ones, so the model
-      gives up codes that its decoder can infer from context.
+    - from step `usage_penalty_from` on the first change is reversed: rare codes cost more than frequent ones, so the
+      model gives up codes that its decoder can infer from context.
 
-    From step `hard_from` on the encoder is frozen and the decoder is trained on argmax codes, its inputs for drawing.
+    From step `freeze_encoder_from` on the encoder is frozen and the decoder is trained on argmax codes, as in
+    generation.
 
     Args:
-        balance: weight of the aggregate posterior's KL.
-        price: weight, times -1, of that KL from step `priced_from` on.
-        priced_from: step from which the price replaces the balance; None: never.
-        detail: share of a picture's weight that follows contrast, from 0 to 1; the rest is uniform.
-        log_b_floor: lower bound of ln b.
+        usage_kl_weight: weight of the aggregate posterior's KL.
+        usage_penalty: weight, times -1, of that KL from step `usage_penalty_from` on.
+        usage_penalty_from: step from which the penalty replaces the weight; None: never.
+        contrast_weight: share of a picture's weight that follows contrast, from 0 to 1; the rest is uniform.
+        min_log_b: lower bound of ln b.
         tau: temperature of the relaxation.
-        hard_from: step from which the encoder is frozen; None: never.
+        freeze_encoder_from: step from which the encoder is frozen; None: never.
     """
 
-    balance: Annotated[float, Range(0, 1_000)] = 0.05
-    price: Annotated[float, Range(0, 1_000)] = 0.004
-    priced_from: Annotated[int | None, Range(0, 10**9)] = None
-    detail: Annotated[float, Range(0, 1)] = 0.0
-    log_b_floor: Annotated[float, Range(-100, 100)] = -1.0
+    usage_kl_weight: Annotated[float, Range(0, 1_000)] = 0.05
+    usage_penalty: Annotated[float, Range(0, 1_000)] = 0.004
+    usage_penalty_from: Annotated[int | None, Range(0, 10**9)] = None
+    contrast_weight: Annotated[float, Range(0, 1)] = 0.0
+    min_log_b: Annotated[float, Range(-100, 100)] = -1.0
     tau: Anneal = field(default=Anneal(start=1.0, end=0.1, steps=4_000))
-    hard_from: Annotated[int | None, Range(0, 10**9)] = None
+    freeze_encoder_from: Annotated[int | None, Range(0, 10**9)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,9 +86,9 @@ class BalancedELB(Checked):
     ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         return self._loss(model, batch, step, generator, lambda rows: rows)
 
-    def across(self, join: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
-        """The objective of one of several processes, which balances the codes of all; `join` puts rows together."""
-        return lambda model, batch, step, generator: self._loss(model, batch, step, generator, join)
+    def gathered(self, all_gather: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+        """Return the objective for one of several processes, with the usage of all; `all_gather` joins their rows."""
+        return lambda model, batch, step, generator: self._loss(model, batch, step, generator, all_gather)
 
     def _loss(
         self,
@@ -95,32 +96,28 @@ class BalancedELB(Checked):
         batch: dict[str, Tensor],
         step: int,
         generator: torch.Generator | None,
-        join: Callable[[Tensor], Tensor],
+        all_gather: Callable[[Tensor], Tensor],
     ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         pixels, tau = batch["pixels"], self.tau(step)
-        hard = self.hard_from is not None and step >= self.hard_from
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not hard):
+        frozen = self.freeze_encoder_from is not None and step >= self.freeze_encoder_from
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
             logits = model.encode(pixels)
-        mu, log_b = model.decode(one_hot(logits) if hard else gumbel_softmax(logits, tau, generator))
-        nll = logit_laplace_nll(map_pixels(pixels), mu, log_b.clamp_min(self.log_b_floor))
+        mu, log_b = model.decode(one_hot(logits) if frozen else gumbel_softmax(logits, tau, generator))
+        nll = logit_laplace_nll(map_pixels(pixels), mu, log_b.clamp_min(self.min_log_b))
         weight = contrast(pixels, logits.shape[-1])
         q = logits.movedim(1, -1).flatten(0, 2).softmax(-1)
-        share = weight / join(weight.sum().view(1)).sum()
-        mean_q = join((q * share.view(-1, 1)).sum(0, keepdim=True)).sum(0)
+        share = weight / all_gather(weight.sum().view(1)).sum()
+        mean_q = all_gather((q * share.view(-1, 1)).sum(0, keepdim=True)).sum(0)
         imbalance = (mean_q * (mean_q.clamp_min(1e-9) * len(mean_q)).log()).sum()
-        priced = self.priced_from is not None and step >= self.priced_from
-        loss = self._mean(nll, weight) + (-self.price if priced else self.balance) * imbalance
-        metrics = {
-            "nll": nll.detach().mean(),
-            "imbalance": imbalance.detach(),
-            **usage(logits.argmax(1), logits.shape[1]),
-        }
-        return loss, metrics | {"tau": torch.tensor(tau)}
+        penalized = self.usage_penalty_from is not None and step >= self.usage_penalty_from
+        loss = self.mean_nll(nll, weight) + (-self.usage_penalty if penalized else self.usage_kl_weight) * imbalance
+        metrics = {"nll": nll.detach().mean(), "imbalance": imbalance.detach()}
+        return loss, metrics | usage(logits.argmax(1), logits.shape[1]) | {"tau": torch.tensor(tau)}
 
-    def _mean(self, nll: Float[Tensor, "B 3 H W"], weight: Float[Tensor, "B 1 h w"]) -> Float[Tensor, ""]:
-        """Over pixels, of which those in patches with more contrast count more."""
-        if not self.detail:
+    def mean_nll(self, nll: Float[Tensor, "B 3 H W"], weight: Float[Tensor, "B 1 h w"]) -> Float[Tensor, ""]:
+        """Return the mean of `nll` over pixels, of which those in patches with more contrast count more."""
+        if not self.contrast_weight:
             return nll.mean()
         patches = F.avg_pool2d(nll.mean(1, keepdim=True), nll.shape[-1] // weight.shape[-1])
         by_contrast = (patches * weight).sum((1, 2, 3)) / weight.sum((1, 2, 3))
-        return (self.detail * by_contrast + (1 - self.detail) * nll.mean((1, 2, 3))).mean()
+        return (self.contrast_weight * by_contrast + (1 - self.contrast_weight) * nll.mean((1, 2, 3))).mean()

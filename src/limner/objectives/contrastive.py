@@ -2,7 +2,7 @@
 
 Each picture of a batch is classified among its captions, and each caption among its pictures.
 
-Runs train with `HardContrastiveLoss` (`hard_negatives.py`), which equals this loss if captions differ, one process has
+Runs train with `HardNegativeLoss` (`hard_negatives.py`), which equals this loss if captions differ, one process has
 the whole batch, and there are no further negatives.
 
 Shapes: B batch.
@@ -17,26 +17,26 @@ import torch.nn.functional as F
 from jaxtyping import Float, Num
 from torch import Tensor
 
-from limner.models.contrastive import Contrastive
+from limner.models.contrastive import CLIP
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContrastiveLoss:
+class CLIPLoss:
     """Cross-entropy over the batch in both directions.
 
-    Metrics: `accuracy` is the share of pictures that rank their caption first, `kept` the share of captions that rank
-    their picture first.
+    Metrics: `accuracy` is the share of pictures that rank their caption first, `text_to_image_acc` the share of
+    captions that rank their picture first.
     """
 
     def __call__(
-        self, model: Contrastive, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
+        self, model: CLIP, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
     ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         images, texts, scale = model.encode_image(batch["pixels"]), model.encode_text(batch["text"]), model.scale()
-        to_choose = logits(scale, images, texts)  # [B, B], a row for each picture
-        own = torch.arange(len(to_choose), device=to_choose.device)
-        loss = (F.cross_entropy(to_choose, own) + F.cross_entropy(to_choose.T, own)) / 2
-        accuracy, kept = ((choices.argmax(1) == own).float().mean() for choices in (to_choose, to_choose.T))
-        return loss, {"accuracy": accuracy, "kept": kept, "scale": scale.detach()}
+        image_logits = logits(scale, images, texts)  # [B, B], a row for each picture
+        target = torch.arange(len(image_logits), device=image_logits.device)
+        loss = (F.cross_entropy(image_logits, target) + F.cross_entropy(image_logits.T, target)) / 2
+        accuracy, text_to_image_acc = ((x.argmax(1) == target).float().mean() for x in (image_logits, image_logits.T))
+        return loss, {"accuracy": accuracy, "text_to_image_acc": text_to_image_acc, "scale": scale.detach()}
 
 
 def logits(scale: Float[Tensor, ""], rows: Float[Tensor, "B E"], choices: Float[Tensor, "N E"]) -> Float[Tensor, "B N"]:

@@ -5,7 +5,7 @@ one thing. So both sides get further negatives: a picture the `distractors` of t
 (`data/hard_negative_captions.py`), and a caption copies of its picture in which something is missing, doubled or cut.
 Two samples with the same caption are positives of each other.
 
-If several processes share a batch, the negatives are those of all processes (`across`).
+If several processes share a batch, the negatives are those of all processes (`gathered`).
 
 Shapes: B batch (of a process), N that of all processes, K distractors or altered copies, T text positions, E embedding.
 """
@@ -21,74 +21,78 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Num, UInt8
 from torch import Tensor
 
-from limner.models.contrastive import Contrastive
+from limner.models.contrastive import CLIP
 from limner.objectives.contrastive import logits
 from limner.text import PAD
 from limner.validation import Checked, Range
 
-_TOUCHED = 0.03  # share of the pasted rectangle's pixels that must change, otherwise the copy counts as intact
+_MIN_CHANGED = 0.03  # share of the pasted rectangle's pixels that must change, otherwise the copy counts as intact
 
 
 @dataclass(frozen=True, kw_only=True)
-class HardContrastiveLoss(Checked):
-    """Cross-entropy in both directions, with `spoiled` copies of each picture and the batch's `distractors`, if any.
+class HardNegativeLoss(Checked):
+    """Cross-entropy in both directions, with altered copies of each picture and the batch's `distractors`, if any.
 
-    Metrics: `accuracy` is the share of pictures that rank their caption first, `kept` the share of captions that rank
-    their picture first.
+    Metrics: `accuracy` is the share of pictures that rank their caption first, `text_to_image_acc` the share of
+    captions that rank their picture first.
 
     Args:
-        spoiled: number of copies of each picture into which a rectangle of another picture is pasted.
+        cut_paste_negatives: number of copies of each picture into which a rectangle of another picture is pasted.
     """
 
-    spoiled: Annotated[int, Range(0, 1_000)] = 0
+    cut_paste_negatives: Annotated[int, Range(0, 1_000)] = 0
 
     def __call__(
-        self, model: Contrastive, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
+        self, model: CLIP, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
     ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         return self._loss(model, batch, generator, lambda rows: rows)
 
-    def across(self, join: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
-        """Return the objective for one of several processes; `join` gathers the rows of all processes."""
-        return lambda model, batch, step, generator: self._loss(model, batch, generator, join)
+    def gathered(self, all_gather: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+        """Return the objective for one of several processes; `all_gather` gathers the rows of all processes."""
+        return lambda model, batch, step, generator: self._loss(model, batch, generator, all_gather)
 
     def _loss(
         self,
-        model: Contrastive,
+        model: CLIP,
         batch: dict[str, Tensor],
         generator: torch.Generator | None,
-        join: Callable[[Tensor], Tensor],
+        all_gather: Callable[[Tensor], Tensor],
     ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         text, pixels = batch["text"], batch["pixels"]
-        copies = [spoil(pixels, shift, generator) for shift in range(self.spoiled)]
+        copies = [cut_paste(pixels, shift, generator) for shift in range(self.cut_paste_negatives)]
         wrong = batch["distractors"].unbind(1) if "distractors" in batch else ()
         # Each tower runs once: a sharded one reduces its gradients after its first backward pass.
-        images, *spoiled = model.encode_image(torch.cat([pixels, *(copy for copy, _ in copies)])).split(len(text))
+        images, *pasted = model.encode_image(torch.cat([pixels, *(copy for copy, _ in copies)])).split(len(text))
         texts, *distractors = model.encode_text(torch.cat([text, *wrong])).split(len(text))
         scale = model.scale()
-        captions, pictures = logits(scale, images, join(texts)), logits(scale, texts, join(images))  # to choose from
-        same = (text[:, None] == join(text)[None]).all(-1).to(texts.dtype)
+        captions, pictures = (
+            logits(scale, images, all_gather(texts)),
+            logits(scale, texts, all_gather(images)),
+        )
+        same = (text[:, None] == all_gather(text)[None]).all(-1).to(texts.dtype)
         target = same / same.sum(1, keepdim=True)
         if wrong:
             empty = torch.stack([(rows == PAD).all(-1) for rows in wrong])
-            captions = torch.cat([captions, own_logits(scale, images, torch.stack(distractors), empty)], 1)
+            captions = torch.cat([captions, candidate_logits(scale, images, torch.stack(distractors), empty)], 1)
         if copies:
             intact = torch.stack([unchanged for _, unchanged in copies])
-            pictures = torch.cat([pictures, own_logits(scale, texts, torch.stack(spoiled), intact)], 1)
+            pictures = torch.cat([pictures, candidate_logits(scale, texts, torch.stack(pasted), intact)], 1)
         n = same.shape[1]
         picked = captions.log_softmax(1)[:, :n] + pictures.log_softmax(1)[:, :n]
         loss = -(target * picked).sum() / (2 * len(text))
-        found = {"accuracy": _accuracy(captions, same), "kept": _accuracy(pictures, same), "scale": scale}
-        return loss, {name: value.detach() for name, value in found.items()}
+        accuracy, text_to_image_acc = _accuracy(captions, same), _accuracy(pictures, same)
+        metrics = {"accuracy": accuracy, "text_to_image_acc": text_to_image_acc, "scale": scale}
+        return loss, {name: value.detach() for name, value in metrics.items()}
 
 
-def own_logits(
+def candidate_logits(
     scale: Float[Tensor, ""], rows: Float[Tensor, "B E"], choices: Float[Tensor, "K B E"], none: Bool[Tensor, "K B"]
 ) -> Float[Tensor, "B K"]:
     """Return the logits of each row against its own K choices, [B, K]; -inf where `none` is true."""
     return (scale * (choices * rows).sum(-1)).masked_fill(none, -torch.inf).T
 
 
-def spoil(
+def cut_paste(
     pixels: UInt8[Tensor, "B 3 H W"], shift: int, generator: torch.Generator | None
 ) -> tuple[UInt8[Tensor, "B 3 H W"], Bool[Tensor, " B"]]:
     """Paste into each picture a rectangle of the picture `shift` places later in the batch.
@@ -110,9 +114,9 @@ def spoil(
     y = (rows + source[0] - to[0]).long().clamp(0, h - 1)
     x = (columns + source[1] - to[1]).long().clamp(0, w - 1)
     moved = pixels.roll(-shift, 0).flatten(2).gather(2, (y * w + x).flatten(1)[:, None].expand(b, 3, -1))
-    spoiled = torch.where(inside[:, None], moved.view_as(pixels), pixels)
-    changed = ((spoiled.int() - pixels.int()).abs().amax(1) > 32).sum((1, 2))
-    return spoiled, changed < _TOUCHED * inside.sum((1, 2))
+    pasted = torch.where(inside[:, None], moved.view_as(pixels), pixels)
+    changed = ((pasted.int() - pixels.int()).abs().amax(1) > 32).sum((1, 2))
+    return pasted, changed < _MIN_CHANGED * inside.sum((1, 2))
 
 
 def _accuracy(choices: Tensor, same: Tensor) -> Tensor:

@@ -26,24 +26,24 @@ from limner.validation import Checked, Range
 
 
 @dataclass(frozen=True, kw_only=True)
-class PixelError(Checked):
+class ReconstructionLoss(Checked):
     """Mean squared error of pixels in per cent of the whole range's square, then mean absolute error in per cent of the
     range.
 
     Args:
-        absolute_from: step from which the error is the absolute one; None never lets it.
+        l1_from: step from which the error is absolute; None: never.
     """
 
-    absolute_from: Annotated[int | None, Range(0, 10**9)] = None
+    l1_from: Annotated[int | None, Range(0, 10**9)] = None
 
     def __call__(
         self, model: PatchDVAE, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
     ) -> tuple[Float[Tensor, ""], dict[str, Num[Tensor, ""]]]:
         pixels = batch["pixels"]
-        tokens = model.tokens(pixels)
+        tokens = model.tokenize(pixels)
         side = model.config.patch
         drawn = model.decode(tokens.unflatten(1, (pixels.shape[2] // side, pixels.shape[3] // side)))
         error = drawn - map_pixels(pixels)
-        absolute = self.absolute_from is not None and step >= self.absolute_from
+        absolute = self.l1_from is not None and step >= self.l1_from
         loss = 100 * (error.abs() if absolute else error.square()).mean()
         return loss, usage(tokens, model.config.vocab)

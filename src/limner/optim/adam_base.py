@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from limner.numerics.compile_elementwise import triton_launches
-from limner.numerics.formats import E6M9, HALVES, UE6M10
+from limner.numerics.compile_elementwise import can_launch_triton
+from limner.numerics.formats import E6M9, HALF_FORMATS, UE6M10
 from limner.optim.dtensor import to_local
 from limner.optim.grad_access import grad_values
 
@@ -60,7 +60,7 @@ def check_settings(group: Mapping[str, Any]) -> None:
 
 def reject_half_weights(optimizer: str, parameters: Iterable[Tensor]) -> None:
     """Raise `ValueError` if a parameter is in 16 bits. The named optimizer would round small updates away."""
-    if any(p.dtype in HALVES for p in parameters):
+    if any(p.dtype in HALF_FORMATS for p in parameters):
         raise ValueError(f"{optimizer} cannot update weights in 16 bits: keep them in fp32, or use AdamW16")
 
 
@@ -133,16 +133,16 @@ class MomentOptimizer(torch.optim.Optimizer):
         states = [self._state(p, group.get("quantize_state", False)) for p in params]
         torch._foreach_add_([state["step"] for state in states], 1)
         grads = [grad_values(p.grad) for p in params if p.grad is not None]
-        weights = [to_local(p).float() if p.dtype in HALVES else to_local(p) for p in params]
+        weights = [to_local(p).float() if p.dtype in HALF_FORMATS else to_local(p) for p in params]
         exp_avgs, exp_avg_sqs = ([to_local(state[moment]) for state in states] for moment in MOMENT_FORMATS)
         if not (use_triton := supports_triton(weights, grads, exp_avgs, exp_avg_sqs)):
             exp_avgs, exp_avg_sqs = ([read_moment(state, moment) for state in states] for moment in MOMENT_FORMATS)
         counts = [int(state["step"]) for state in states]
         self._update(group, params, StepTensors(weights, grads, exp_avgs, exp_avg_sqs, use_triton), counts)
         for p, weight, count, index in zip(params, weights, counts, indices, strict=True):
-            if p.dtype in HALVES:
+            if p.dtype in HALF_FORMATS:
                 generator = torch.Generator(weight.device).manual_seed(_rounding_seed(count, index))
-                to_local(p).copy_(HALVES[p.dtype].rounded(weight, generator))
+                to_local(p).copy_(HALF_FORMATS[p.dtype].round(weight, generator))
         if not use_triton:
             for moment, values in zip(MOMENT_FORMATS, (exp_avgs, exp_avg_sqs), strict=True):
                 for state, value in zip(states, values, strict=True):
@@ -154,7 +154,7 @@ class MomentOptimizer(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for moment, moment_format in MOMENT_FORMATS.items():
-                unquantized = torch.float32 if p.dtype in HALVES else p.dtype
+                unquantized = torch.float32 if p.dtype in HALF_FORMATS else p.dtype
                 dtype = moment_format.dtype if quantize else unquantized  # code 0 is the number 0
                 state[moment] = torch.zeros_like(p, dtype=dtype)
         return state
@@ -198,7 +198,7 @@ def update_chunks(params: Iterable[Tensor], quantize: bool = False) -> Iterator[
 def _chunk_values(p: Tensor) -> int:
     if not p.is_cuda:
         return _CPU_CHUNK_VALUES
-    return _TRITON_CHUNK_VALUES if p.dtype == torch.float32 and triton_launches(p) else _GPU_CHUNK_VALUES
+    return _TRITON_CHUNK_VALUES if p.dtype == torch.float32 and can_launch_triton(p) else _GPU_CHUNK_VALUES
 
 
 def adamw_(
@@ -249,7 +249,7 @@ def supports_triton(*lists: list[Tensor]) -> bool:
     Weights and gradients are fp32, moments of one dtype, all without gaps and with the strides of the weight.
     """
     params, grads, *moments = lists
-    if not triton_launches(params[0]):
+    if not can_launch_triton(params[0]):
         return False
     return (
         {x.dtype for x in (*params, *grads)} == {torch.float32}

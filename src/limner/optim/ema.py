@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from limner.errors import UserError
-from limner.numerics.precision import widened
+from limner.numerics.precision import upcast
 from limner.optim.dtensor import shard_like
 
 
@@ -39,7 +39,7 @@ class Ema:
 
     @staticmethod
     def _copies(model: nn.Module) -> dict[str, Tensor]:
-        return {name: widened(p.detach()).clone() for name, p in model.named_parameters()}
+        return {name: upcast(p.detach()).clone() for name, p in model.named_parameters()}
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ class Ema:
 
     def _average(self, current: Mapping[str, Tensor], decay: float) -> None:
         for name, average in self._averages.items():
-            average.lerp_(widened(current[name]), 1 - decay)
+            average.lerp_(upcast(current[name]), 1 - decay)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:

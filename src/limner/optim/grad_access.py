@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from limner.numerics.formats import HALVES
+from limner.numerics.formats import HALF_FORMATS
 from limner.optim.dtensor import full_tensor, split_by_placement, sum_over_shards, to_local
 
 
@@ -26,7 +26,7 @@ def pending_scale(grad: Tensor) -> Tensor | None:
 
 def unscale(grad: Tensor, scale: Tensor) -> None:
     """Divide a gradient by a scale, []. A gradient in 16 bits records the scale and keeps its stored values."""
-    if grad.dtype in HALVES:
+    if grad.dtype in HALF_FORMATS:
         recording: Any = grad
         recording.pending_scale = scale.clone() if (before := pending_scale(grad)) is None else before * scale
     else:
@@ -43,7 +43,7 @@ def unscale_all(scales: Mapping[Tensor, Tensor | None]) -> None:
 def grad_values(grad: Tensor) -> Tensor:
     """Values of the local shard of a gradient: the stored tensor, or an unscaled fp32 copy of one in 16 bits."""
     stored, scale = to_local(grad), pending_scale(grad)
-    if grad.dtype not in HALVES:
+    if grad.dtype not in HALF_FORMATS:
         return stored
     return stored.float() if scale is None else stored.float().div_(scale)
 
@@ -56,7 +56,7 @@ def set_grad_values(grad: Tensor, values: Tensor) -> None:
 
 def round_to_storage(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     """Round fp32 values as storing them in a gradient of this format and scale would. 16-bit formats saturate."""
-    if dtype not in HALVES:
+    if dtype not in HALF_FORMATS:
         return values
     end = torch.finfo(dtype).max
     stored = (values if scale is None else values * scale).clamp(-end, end).to(dtype).float()
@@ -80,7 +80,7 @@ def total_norm(grads: Iterable[Tensor]) -> Tensor:
 def clip_grads_with_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Scale gradients, whose `total_norm` is `norm`, to a norm of at most `max_norm`."""
     parameters = [p for p in parameters if p.grad is not None]
-    for part in split_by_placement(p for p in parameters if p.dtype not in HALVES):
+    for part in split_by_placement(p for p in parameters if p.dtype not in HALF_FORMATS):
         nn.utils.clip_grads_with_norm_(part, max_norm, norm)
     for grad in _split_by_width(p.grad for p in parameters if p.grad is not None)[1]:
         unscale(grad, ((norm + 1e-6) / max_norm).clamp_min(1))  # 1e-6 as in torch
@@ -89,4 +89,4 @@ def clip_grads_with_norm(parameters: Iterable[nn.Parameter], max_norm: float, no
 def _split_by_width(grads: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients in 32 bits or more, and gradients in 16 bits."""
     grads = list(grads)
-    return [g for g in grads if g.dtype not in HALVES], [g for g in grads if g.dtype in HALVES]
+    return [g for g in grads if g.dtype not in HALF_FORMATS], [g for g in grads if g.dtype in HALF_FORMATS]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import nn
 
-from limner.numerics.formats import HALVES
+from limner.numerics.formats import HALF_FORMATS
 from limner.optim import adamw16, beta2_warmup, lion, muon, stable_adamw
 from limner.optim.param_groups import DecayScope, block_matrices, parameter_groups
 from limner.validation import Checked, Range
@@ -52,7 +52,7 @@ class AdamWConfig(_Settings):
         for group in groups:
             group["initial_lr"] = self.lr
         if any(
-            p.dtype in HALVES for group in groups for p in group["params"]
+            p.dtype in HALF_FORMATS for group in groups for p in group["params"]
         ):  # torch's AdamW would keep moments in 16 bits
             groups = [{**group, "quantize_state": False} for group in groups]
             return [adamw16.AdamW16(groups, lr=self.lr, betas=self.betas, eps=self.eps, max_exp_avg_sq=inf)]

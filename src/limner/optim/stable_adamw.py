@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from limner.numerics.compile_elementwise import Fused
+from limner.numerics.compile_elementwise import CompiledElementwise
 from limner.optim.adam_base import SMALLEST_NORMAL, MomentOptimizer, StepTensors, adamw_, bias_corrections
 from limner.optim.dtensor import mean_over_shards
 
@@ -134,4 +134,4 @@ def _sum_of_squares_of(grad: Tensor, exp_avg_sq: Tensor, constants: Tensor) -> T
     return (square / torch.maximum(beta2 * exp_avg_sq + (1 - beta2) * square, floor)).sum()
 
 
-_sum_of_squares = Fused(_sum_of_squares_of)
+_sum_of_squares = CompiledElementwise(_sum_of_squares_of)

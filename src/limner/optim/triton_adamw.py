@@ -101,7 +101,7 @@ def _to(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _constants(form: FloatFormat) -> tuple[int, ...]:
-    return form.sign, form.mantissa, form.lowest, form.largest
+    return form.sign, form.mantissa, form.min_exponent_field, form.max_bits
 
 
 _MEAN, _VARIANCE = (tl.constexpr(_constants(form)) for form in (E6M9, UE6M10))
@@ -109,7 +109,7 @@ _MEAN, _VARIANCE = (tl.constexpr(_constants(form)) for form in (E6M9, UE6M10))
 
 @triton.jit
 def _decode(codes, FORM: tl.constexpr):
-    """Codes to fp32: `FloatFormat._decoded` for 16-bit formats."""
+    """Codes to fp32: `FloatFormat.decode` for 16-bit formats."""
     SIGN: tl.constexpr = FORM[0]
     M: tl.constexpr = FORM[1]
     LOWEST: tl.constexpr = FORM[2]
@@ -126,7 +126,7 @@ def _decode(codes, FORM: tl.constexpr):
 
 @triton.jit
 def _encode(x, FORM: tl.constexpr):
-    """fp32 to codes, rounded to nearest: `FloatFormat._encoded` for 16-bit formats."""
+    """fp32 to codes, rounded to nearest: `FloatFormat.encode` for 16-bit formats."""
     SIGN: tl.constexpr = FORM[0]
     M: tl.constexpr = FORM[1]
     LOWEST: tl.constexpr = FORM[2]

@@ -74,10 +74,10 @@ def matmuls(x: Float[Tensor, "b n"], weight: Float[Tensor, "m n"]) -> dict[str, 
     functions: dict[str, Callable[[], object]] = {
         "fp32": lambda: x32 @ w32.mT,
         "bf16": lambda: x16 @ w16.mT,
-        f"int8 ({int8.kernel(q, w)[0]})": lambda: int8.product(q, w, scale_x, scale_w, None, x.dtype),
+        f"int8 ({int8.select_kernel(q, w)[0]})": lambda: int8.product(q, w, scale_x, scale_w, None, x.dtype),
     }
-    if int8.kernel(q, w)[0] == "_int_mm":
-        functions["int8, sums alone"] = lambda: int8.sums(q, w)
+    if int8.select_kernel(q, w)[0] == "_int_mm":
+        functions["int8, sums alone"] = lambda: int8.int32_sums(q, w)
     return functions
 
 
@@ -97,7 +97,7 @@ def layer_steps(x: Float[Tensor, "b n"], g: Float[Tensor, "b m"], simulated: boo
         "nn.Linear bf16": partial(_fwd_bwd, nn.Linear(n, m, device=x.device).bfloat16(), x.bfloat16(), g.bfloat16()),
     }
     for kind in (StandardLinear, *LAYERS, *(SIMULATED if simulated else ())):
-        functions[kind.__name__] = partial(_fwd_bwd, kind.of(linear), x, g)
+        functions[kind.__name__] = partial(_fwd_bwd, kind.from_linear(linear), x, g)
     return functions
 
 

@@ -18,9 +18,9 @@ from math import ceil
 
 import torch
 
-from limner.layers.cross_entropy import LOGITS
+from limner.layers.cross_entropy import LOGITS_PER_CHUNK
 from limner.layers.patterns import Pattern
-from limner.layers.sparse import SparseAttention, training_core
+from limner.layers.sparse import SparseAttention, training_attention
 from limner.models.transformer import TransformerConfig
 from limner.profiling.compression import default_rank, table2
 from limner.profiling.gpus import GPUS
@@ -67,9 +67,9 @@ def attended_pairs(config: TransformerConfig, pattern: Pattern) -> int:
 @lru_cache(maxsize=16)
 def _attention_size(config: TransformerConfig, pattern: Pattern, device: str = "cpu") -> tuple[bool, int, int, int]:
     """Return the size of an attention: sparse or not, weights and keys of one sequence, sequences per kernel call."""
-    path = training_core(pattern, config.text_len + 1)
+    path = training_attention(pattern, config.text_len + 1)
     if isinstance(path, SparseAttention):
-        return True, path.bias.numel(), path.bias.numel() // path.queries, path.at_once_on(device)
+        return True, path.bias.numel(), path.bias.numel() // path.queries, path.sequences_per_part_on(device)
     n = config.text_len + 1 + config.grid[0] * config.grid[1]
     return False, n**2, n, 1 << 62
 
@@ -176,12 +176,12 @@ class Cost:
 
     @property
     def _logits(self) -> float:
-        """Bytes of a chunk of at most `LOGITS` logits and log-probabilities, and of the gradients of the head's inputs
-        and weights, all in 32 bits."""
+        """Bytes of a chunk of at most `LOGITS_PER_CHUNK` logits and log-probabilities, and of the gradients of the
+        head's inputs and weights, all in 32 bits."""
         c = self.config
         vocab = max(c.text_vocab, c.image_vocab)
         gradients = (self.samples * self.positions + 2 * vocab) * c.width * _FP32
-        return 2 * _FP32 * min(LOGITS, self.samples * self.positions * vocab) + gradients
+        return 2 * _FP32 * min(LOGITS_PER_CHUNK, self.samples * self.positions * vocab) + gradients
 
     @property
     def workspace(self) -> float:
@@ -218,7 +218,7 @@ class Cost:
         position = 2 * c.width * _HALF
         if dense:
             return 0, c.depth * (p + s) * position
-        return c.depth * p * position, sum(pattern.held for pattern in c.patterns) * position
+        return c.depth * p * position, sum(pattern.cache_slots for pattern in c.patterns) * position
 
     # ------------------------------------------------------------------ arithmetic
 

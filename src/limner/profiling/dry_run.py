@@ -73,9 +73,9 @@ def dry_run(launch: Launch) -> DryRun:
         parallel = KINDS[launch.kind](launch.replicas)  # outside FakeTensorMode: the device mesh needs values
         with torch.random.fork_rng([]), FakeTensorMode(), _FakeValueTracker() as tracker:
             model: Any = launch.config.build()
-            for name, core in model.cores.items():
+            for name, core in model.attention_fns.items():
                 if isinstance(core, SparseAttention):
-                    model.cores[name] = _GPUSparseAttention(core.pattern, core.prefix)
+                    model.attention_fns[name] = _GPUSparseAttention(core.pattern, core.prefix)
             full_shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
             run = Run(model, Autoregressive(), training, "cpu", parallel)
             for p in run.parameters:  # allocate moments, as after the first step
@@ -116,8 +116,8 @@ class _GPUSparseAttention(SparseAttention):
     """Sparse attention with the chunk size of a GPU."""
 
     @property
-    def at_once(self) -> int:
-        return self.at_once_on("cuda")
+    def sequences_per_part(self) -> int:
+        return self.sequences_per_part_on("cuda")
 
 
 class MemoryHook(Hook):

@@ -31,7 +31,7 @@ import torch
 
 from limner.data.stream import share_of
 from limner.errors import UserError
-from limner.layers.cross_entropy import LOGITS
+from limner.layers.cross_entropy import LOGITS_PER_CHUNK
 from limner.layers.precisions import Bf16Weights, Fp16Weights
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto, Bf16, Fp16
@@ -260,7 +260,7 @@ class Launch:
         unsharded = _FP32 * sum(self.shard_values[:2]) * self.shards  # all blocks in fp32
         if self.training.accumulate > 1:  # gradients of earlier micro-batches
             resident += unsharded + rest
-        logits = 2 * _FP32 * min(LOGITS, self.samples * self._cost.positions * self.config.text_vocab)
+        logits = 2 * _FP32 * min(LOGITS_PER_CHUNK, self.samples * self._cost.positions * self.config.text_vocab)
         workspace = self._workspace + max(last, min(2, self.config.depth) * block) + unsharded / self.config.depth
         loss = layers + head + logits + last
         return resident + max(loss, max(layers, gradients) + head + workspace, gradients + 2 * rest)

@@ -17,8 +17,8 @@ from math import prod
 import torch
 from torch import nn
 
-from limner.layers.cache import Cache
-from limner.layers.inference_linear import prepacked
+from limner.layers.cache import KVCache
+from limner.layers.inference_linear import pack_linears
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto
 from limner.objectives.autoregressive import Autoregressive
@@ -110,7 +110,7 @@ def time_generation(
     with torch.inference_mode(False), torch.random.fork_rng(devices=()), device:
         torch.manual_seed(0)  # equal weights hit the cache of compiled steps
         model = config.build().to(device, Auto().dtype(device)).eval()
-    model = build_decoder(model if compiled else prepacked(model), compiled)
+    model = build_decoder(model if compiled else pack_linears(model), compiled)
     sampler, uniform = Sampler(), torch.rand(candidates, device=device)
     text = torch.randint(0, config.text_vocab, (1, config.text_len), device=device)
     prefill = median_seconds(lambda: model.prefill(text), 1)
@@ -164,7 +164,7 @@ def utilization(config: TransformerConfig, batch: int, step: float, rates: Devic
     return Cost(config=config, gpus=1, batch=batch).flops() / step / rates.gemm
 
 
-def repeat_prefix(cache: Cache, n: int) -> Cache:
+def repeat_prefix(cache: KVCache, n: int) -> KVCache:
     """Return the cache with a copy of the prefix per candidate."""
     layers = [
         replace(
@@ -172,7 +172,7 @@ def repeat_prefix(cache: Cache, n: int) -> Cache:
         )
         for x in cache.layers
     ]
-    return Cache(layers, cache.length)
+    return KVCache(layers, cache.length)
 
 
 def _synchronize() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from limner.layers.precisions import Fp16Weights
-from limner.models.contrastive import SIZES as VITS, ContrastiveConfig
+from limner.models.contrastive import SIZES as CLIP_SIZES, CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import SIZES, TransformerConfig
 from limner.numerics.precision import Auto
 from limner.objectives.codebook_elbo import BalancedELB
-from limner.objectives.hard_negatives import HardContrastiveLoss
+from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.optim.optimizers import AdamW16Config, AdamWConfig, MuonConfig, StableAdamWConfig
 from limner.optim.schedules import Anneal, Cosine, Plateau
 from limner.recipes.recipe import (
@@ -34,7 +34,7 @@ def scenes() -> Recipe:
     """
     return Recipe(
         text=TextConfig(vocab=1_024, length=32, dropout=0.0),
-        dvae=_small_dvae(48, groups=3, vocab=512, steps=8_000, context=0, detail=0.7, priced_from=5_000),
+        dvae=_small_dvae(48, groups=3, vocab=512, steps=8_000, context=0, contrast=0.7, penalty_from=5_000),
         prior=PriorStage(
             model=TransformerConfig(width=256, depth=6, heads=4),
             training=_training(steps=12_000, batch=16, ema=0.999),
@@ -149,7 +149,7 @@ def photos() -> Recipe:
             ),
         ),
         contrastive=ContrastiveStage(
-            model=ContrastiveConfig(patch=16, width=384, depth=8, heads=6),
+            model=CLIPConfig(patch=16, width=384, depth=8, heads=6),
             training=TrainConfig(
                 steps=30_000, batch_size=256, optimizer=AdamWConfig(lr=5e-4, betas=(0.9, 0.98), weight_decay=0.1),
                 warmup_steps=1_000, schedule=Cosine(), eval_every=1_000,
@@ -211,7 +211,7 @@ def clip(size: str) -> Recipe:
         text=TextConfig(length=77),
         dvae=replace(tiny.dvae, model=DVAEConfig(size=224)),
         contrastive=ContrastiveStage(
-            model=VITS[size],
+            model=CLIP_SIZES[size],
             training=TrainConfig(
                 steps=20_000,
                 batch_size=16_384,
@@ -236,7 +236,7 @@ def _training(steps: int, batch: int, ema: float) -> TrainConfig:
 
 
 def _small_dvae(
-    size: int, groups: int, vocab: int, steps: int, context: int, detail: float = 0.0, priced_from: int | None = None
+    size: int, groups: int, vocab: int, steps: int, context: int, contrast: float = 0.0, penalty_from: int | None = None
 ) -> DVAEStage:
     """dVAE for small, flat pictures.
     docs/log/2026-11-21.md, "dVAE objectives for small flat pictures" compares settings, but not the three gains."""
@@ -246,8 +246,8 @@ def _small_dvae(
             code_gain=3.0, context_groups=context,
         ),
         objective=BalancedELB(
-            tau=Anneal(start=1.0, end=0.1, steps=steps // 2), hard_from=steps * 3 // 4, detail=detail,
-            priced_from=priced_from,
+            tau=Anneal(start=1.0, end=0.1, steps=steps // 2), freeze_encoder_from=steps * 3 // 4,
+            contrast_weight=contrast, usage_penalty_from=penalty_from,
         ),
         training=TrainConfig(
             steps=steps, batch_size=16, optimizer=AdamWConfig(lr=3e-3, betas=(0.9, 0.99), weight_decay=1e-4),
@@ -275,8 +275,8 @@ def _small_contrastive(steps: int, width: int = 128, distractors: int = 3) -> Co
     """Contrastive model for small pictures. Muon is more accurate than AdamW after equal time
     (docs/log/2026-11-21.md, "Muon for the reranker")."""
     return ContrastiveStage(
-        model=ContrastiveConfig(patch=8, width=width, depth=4, heads=4, embedding=128),
-        objective=HardContrastiveLoss(spoiled=1),
+        model=CLIPConfig(patch=8, width=width, depth=4, heads=4, embedding=128),
+        objective=HardNegativeLoss(cut_paste_negatives=1),
         training=TrainConfig(
             steps=steps, batch_size=128, optimizer=MuonConfig(fallback_adamw=AdamWConfig(lr=1e-3, betas=(0.9, 0.98),
             weight_decay=0.05)), clip_norm=1.0, warmup_steps=min(50, steps // 10), schedule=Cosine(end=0.02),

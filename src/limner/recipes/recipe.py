@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from limner.bundles import load_model
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import AnyDVAEConfig, PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.elbo import RelaxedELB
-from limner.objectives.hard_negatives import HardContrastiveLoss
-from limner.objectives.reconstruction_loss import PixelError
+from limner.objectives.hard_negatives import HardNegativeLoss
+from limner.objectives.reconstruction_loss import ReconstructionLoss
 from limner.training.config import TrainConfig
 from limner.validation import Checked, OutOfRange, Range
 
@@ -81,7 +81,7 @@ class PatchStage:
     """
 
     model: PatchDVAEConfig = field(default_factory=PatchDVAEConfig)
-    objective: PixelError = field(default_factory=PixelError)
+    objective: ReconstructionLoss = field(default_factory=ReconstructionLoss)
     training: TrainConfig
     augment: bool = False
 
@@ -127,8 +127,8 @@ class ContrastiveStage(Checked):
             0, as in the paper, ranks by the contrastive model alone.
     """
 
-    model: ContrastiveConfig = field(default_factory=ContrastiveConfig)
-    objective: HardContrastiveLoss = field(default_factory=HardContrastiveLoss)
+    model: CLIPConfig = field(default_factory=CLIPConfig)
+    objective: HardNegativeLoss = field(default_factory=HardNegativeLoss)
     training: TrainConfig
     augment: bool = True
     distractors: Annotated[int, Range(0, 1_000)] = 0
@@ -177,6 +177,6 @@ def resolve_prior_config(
 
 def resolve_contrastive_config(
     stage: ContrastiveStage, text: TextConfig, text_vocab: int, dvae: AnyDVAEConfig
-) -> ContrastiveConfig:
+) -> CLIPConfig:
     """Config of the contrastive model, with sizes taken from the tokenizer and the dVAE."""
     return replace(stage.model, text_vocab=text_vocab, text_len=text.length, size=dvae.size)

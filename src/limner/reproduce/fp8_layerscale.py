@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from limner.layers.precisions import Fp8TensorWise
-from limner.models.contrastive import Contrastive
+from limner.models.contrastive import CLIP
 from limner.numerics.precision import Fp32
 from limner.optim.optimizers import AdamWConfig
 from limner.reproduce import tiny_clip
@@ -60,12 +60,12 @@ def trial(setting: Fp8Setting) -> Result:
         optimizer=AdamWConfig(lr=setting.lr, betas=(0.9, 0.98)), precision=Fp8TensorWise() if setting.fp8 else Fp32(),
     )  # fmt: skip
     model = trained.run.model
-    assert isinstance(model, Contrastive)
+    assert isinstance(model, CLIP)
     return {"loss": trained.loss.tolist(), "accuracy": tiny_clip.accuracy(model), "features": feature_magnitudes(model)}
 
 
 @torch.no_grad()
-def feature_magnitudes(model: Contrastive) -> list[float]:
+def feature_magnitudes(model: CLIP) -> list[float]:
     """Return the mean magnitude of each image block's output (Figure 2, right)."""
     magnitudes: list[float] = []
     handles = [

@@ -74,7 +74,7 @@ def grad_scaler_hooks(kind: str, run: Run) -> Sequence[Hook]:
 
 def trial(setting: GradScaleSetting) -> Result:
     """Return the losses, skipped updates, and scales: of resblocks after each update, of the loss at the end."""
-    from limner.layers.precisions import Narrow
+    from limner.layers.precisions import SimulatedGradients
     from limner.numerics.precision import Fp32
     from limner.optim.optimizers import AdamWConfig
     from limner.reproduce import tiny_prior
@@ -89,7 +89,7 @@ def trial(setting: GradScaleSetting) -> Result:
         setting.steps, model=replace(tiny_prior.MODEL, depth=setting.depth), seed=setting.seed, batch=setting.batch,
         clip_norm=1.0, hooks=make_hooks,
         optimizer=AdamWConfig(lr=setting.lr, betas=(0.9, 0.98)), precision=Fp32() if setting.kind == "fp32" else
-        Narrow(form=NARROW_FORMAT), max_bad_steps=setting.steps,
+        SimulatedGradients(gradient_format=NARROW_FORMAT), max_bad_steps=setting.steps,
     )  # fmt: skip
     return {
         "loss": trained.loss.tolist(),

@@ -87,7 +87,7 @@ def trial(setting: ColumnsSetting) -> Result:
     else:
         p = left * torch.logspace(0, -setting.digits, setting.r, dtype=torch.float64) @ right.mT
     errors = {}
-    for form, values in {"fp32": p.float(), "1-6-9": E6M9.rounded(p.float())}.items():
+    for form, values in {"fp32": p.float(), "1-6-9": E6M9.round(p.float())}.items():
         for name, method in METHODS.items():
             columns = method(values).double()
             error = (columns.mT @ columns - torch.eye(setting.r, dtype=torch.float64)).abs().amax().item()

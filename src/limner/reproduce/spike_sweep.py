@@ -24,7 +24,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from limner.models.contrastive import Contrastive
+from limner.models.contrastive import CLIP
 from limner.optim.optimizers import AdamWConfig, StableAdamWConfig
 from limner.optim.schedules import Constant
 from limner.reproduce import tiny_clip, tiny_train
@@ -78,7 +78,7 @@ def trial(setting: SpikeSetting) -> Result:
         warmup_steps=WARMUP,
         schedule=Constant(),
     )
-    rms, accuracy = trained.rms, tiny_clip.accuracy(cast(Contrastive, trained.run.model))
+    rms, accuracy = trained.rms, tiny_clip.accuracy(cast(CLIP, trained.run.model))
     return {"loss": trained.loss.tolist(), "rms": {name: rms[name].tolist() for name in rms}, "accuracy": accuracy}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from limner.layers.convert import convert
 from limner.layers.precisions import LLMInt8, SwitchBack, in_blocks
 from limner.numerics.precision import Bf16, Fp32
-from limner.objectives.hard_negatives import HardContrastiveLoss
+from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.optim.optimizers import AdamWConfig
 from limner.reproduce import tiny_clip
 from limner.reproduce.report import Finding
@@ -62,7 +62,7 @@ def gradient_errors(model: nn.Module, batch: int) -> dict[str, float]:
     errors = {}
     for name, precision in KINDS.items():
         if isinstance(precision, SwitchBack):
-            rounded = gradients(convert(copy.deepcopy(model), precision.layer.of, in_blocks), batch)
+            rounded = gradients(convert(copy.deepcopy(model), precision.layer.from_linear, in_blocks), batch)
             errors[name] = max(((rounded[key] - exact[key]).norm() / exact[key].norm()).item() for key in exact)
     return errors
 
@@ -71,7 +71,7 @@ def gradients(model: nn.Module, batch: int) -> dict[str, Tensor]:
     """Return the gradients of the block matrices on the first `batch` scenes."""
     pictures, tokens = scenes()
     model.zero_grad()
-    loss, _ = HardContrastiveLoss()(model, {"pixels": pictures[:batch], "text": tokens[:batch]}, 0, None)  # pyright: ignore[reportArgumentType]
+    loss, _ = HardNegativeLoss()(model, {"pixels": pictures[:batch], "text": tokens[:batch]}, 0, None)  # pyright: ignore[reportArgumentType]
     loss.backward()
     return {
         name: p.grad.clone()

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from limner.models.contrastive import Contrastive, ContrastiveConfig
-from limner.objectives.hard_negatives import HardContrastiveLoss
+from limner.models.contrastive import CLIP, CLIPConfig
+from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.reproduce import tiny_train
 from limner.reproduce.tiny_train import SCENES, SIZE, TEXT, WORDS, Trained, scenes
 
-MODEL = ContrastiveConfig(
+MODEL = CLIPConfig(
     text_vocab=WORDS, text_len=TEXT, size=SIZE, patch=4, width=64, depth=3, heads=2, embedding=64, patch_dropout=0.5,
     patch_norm=True,
 )  # fmt: skip
@@ -20,19 +20,17 @@ PATCHES = "patches.weight"
 _HELD_OUT, _CANDIDATES = 1_024, 64  # scenes, and candidate captions per picture
 
 
-def train(
-    steps: int, *, model: ContrastiveConfig = MODEL, count: int = SCENES, seed: int = 0, **settings: Any
-) -> Trained:
+def train(steps: int, *, model: CLIPConfig = MODEL, count: int = SCENES, seed: int = 0, **settings: Any) -> Trained:
     """Train a model on the first `count` scenes. `settings` go to `tiny_train.train`, whose first tensor is the
     pictures."""
     pictures, tokens = scenes(count)
     torch.manual_seed(seed)
     samples = {"pixels": pictures, "text": tokens}
-    return tiny_train.train(model.build(), HardContrastiveLoss(), samples, steps, seed=seed, **settings)
+    return tiny_train.train(model.build(), HardNegativeLoss(), samples, steps, seed=seed, **settings)
 
 
 @torch.no_grad()
-def accuracy(model: Contrastive) -> float:
+def accuracy(model: CLIP) -> float:
     """Return the share of held-out scenes whose true caption is the nearest among `_CANDIDATES`."""
     pictures, tokens = scenes(_HELD_OUT, seed=1)
     model.eval()

@@ -32,8 +32,8 @@ MODEL = TransformerConfig(
 @cache
 def _tokens(count: int, seed: int) -> Int64[Tensor, "N S"]:
     dvae = PatchDVAEConfig(size=SIZE, vocab=CODES).build()
-    dvae.fit(scenes()[0][:1_024], torch.Generator().manual_seed(0), samples=20_000)
-    return dvae.tokens(scenes(count, seed)[0])
+    dvae.fit_codebook(scenes()[0][:1_024], torch.Generator().manual_seed(0), samples=20_000)
+    return dvae.tokenize(scenes(count, seed)[0])
 
 
 def train(steps: int, *, model: TransformerConfig = MODEL, seed: int = 0, **settings: Any) -> Trained:

@@ -31,8 +31,8 @@ class CollapseWarning(Hook):
             self.warned = True
             warnings.warn(
                 f"the codebook has collapsed: {codes:.0f} of {self.vocab} codes are in use after {run.step} steps; "
-                "for small or flat pictures train with objective BalancedELB (or raise its balance), raise "
-                "log_b_floor, or lower the learning rate",
+                "for small or flat pictures train with objective BalancedELB (or raise its usage_kl_weight), raise "
+                "min_log_b, or lower the learning rate",
                 stacklevel=2,
             )
 

@@ -31,7 +31,7 @@ def used_codes(dvae: AnyDVAE, source: Source) -> Tensor:
         for part in np.array_split(np.arange(len(source)), -(-len(source) // 64)):
             pixels = images.load(part)[1]
             if len(pixels):
-                used[dvae.tokens(pixels.to(device)).unique().cpu()] = True
+                used[dvae.tokenize(pixels.to(device)).unique().cpu()] = True
             bar.advance(len(part))
     if not used.any():
         raise UserError("no picture of the data is readable, so no code is in use: `limner data show` lists the errors")

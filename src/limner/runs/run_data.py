@@ -112,7 +112,7 @@ class RunData:
         dropout = (text.dropout, stage.caption_dropout) if training else (0.0, 0.0)
 
         def encode(pixels: Tensor) -> Tensor:
-            return dvae.tokens(pixels.to(next(dvae.parameters()).device)).cpu()
+            return dvae.tokenize(pixels.to(next(dvae.parameters()).device)).cpu()
 
         if training and stage.augment:
             return EncodedDataset(ImageCaptionDataset(source, size, "prior", tokenizer, text.length, *dropout), encode)

@@ -21,9 +21,9 @@ from limner.data.token_cache import weights_hash
 from limner.errors import UserError
 from limner.evaluation.reconstruction import codebook_metrics, relaxation_gap
 from limner.evaluation.validation import held_out_metrics
-from limner.models.contrastive import Contrastive
+from limner.models.contrastive import CLIP
 from limner.models.dvae import DVAE
-from limner.models.patch_dvae import ROUNDS, AnyDVAE, AnyDVAEConfig, PatchDVAE
+from limner.models.patch_dvae import KMEANS_ITERS, AnyDVAE, AnyDVAEConfig, PatchDVAE
 from limner.models.transformer import Transformer
 from limner.objectives.codebook_elbo import BalancedELB
 from limner.optim.dtensor import full_tensor, is_dtensor, shard_like
@@ -51,7 +51,7 @@ from limner.training.rms_monitor import Stability
 from limner.training.state_tensors import fill_model, model_tensors
 from limner.training.train_state import Evaluate, Run
 
-M = TypeVar("M", bound=PatchDVAE | DVAE | Transformer | Contrastive)
+M = TypeVar("M", bound=PatchDVAE | DVAE | Transformer | CLIP)
 Stage = Literal["dvae", "prior", "contrastive"]
 STAGES: tuple[Stage, ...] = ("dvae", "prior", "contrastive")
 
@@ -100,10 +100,10 @@ class StageTrainer:
         hooks = []
         if isinstance(model, PatchDVAE):
             if not self.recipe.start and not completed(self.out / "dvae"):
-                with progress("clustering patches", ROUNDS, unit="round", shown=run_data.parallel.is_main) as bar:
+                with progress("clustering patches", KMEANS_ITERS, unit="round", shown=run_data.parallel.is_main) as bar:
                     generator = torch.Generator().manual_seed(folded(stage.training.seed))
-                    model.fit(run_data.clustering_pictures(stage), generator, progress=bar.advance)
-        elif not (isinstance(stage.objective, BalancedELB) and stage.objective.priced_from is not None):
+                    model.fit_codebook(run_data.clustering_pictures(stage), generator, progress=bar.advance)
+        elif not (isinstance(stage.objective, BalancedELB) and stage.objective.usage_penalty_from is not None):
             hooks = [CollapseWarning(stage.model.vocab)]
         trained = self._train("dvae", model, stage, run_data.dvae_dataset(stage), evaluate, record, hooks)
         return bundles.rounded(self._unsharded(model, trained)).eval()
@@ -129,7 +129,7 @@ class StageTrainer:
         trained = self._train("prior", model, stage, data, evaluate, record, hooks)
         return self._unsharded(model, trained).eval() if run_data.parallel.is_main else None
 
-    def contrastive(self, tokenizer: Tokenizer, dvae: AnyDVAEConfig, train: bool = True) -> Contrastive | None:
+    def contrastive(self, tokenizer: Tokenizer, dvae: AnyDVAEConfig, train: bool = True) -> CLIP | None:
         """Train or load the reranker (§2.6) of the dVAE's size. Returns None on all processes but the first."""
         stage, run_data = self.recipe.contrastive, self.run_data
         config = resolve_contrastive_config(stage, self.recipe.text, tokenizer.vocab_size, dvae)
@@ -173,7 +173,7 @@ class StageTrainer:
             return config.build()
 
     @torch.no_grad()
-    def _load_start(self, name: Stage, model: AnyDVAE | Transformer | Contrastive) -> bool:
+    def _load_start(self, name: Stage, model: AnyDVAE | Transformer | CLIP) -> bool:
         """Load the weights that the recipe starts from. Returns False if the recipe starts from random weights."""
         start = self.recipe.start
         if start is None:
@@ -186,7 +186,7 @@ class StageTrainer:
         fill_model(model, model_tensors(start_model), start)
         return True
 
-    def _load_checkpoint_or_start(self, name: Stage, model: AnyDVAE | Transformer | Contrastive) -> bool:
+    def _load_checkpoint_or_start(self, name: Stage, model: AnyDVAE | Transformer | CLIP) -> bool:
         """Load the run's newest checkpoint, or the recipe's start. Returns False if there is neither."""
         if not completed(self.out / name):
             return self._load_start(name, model)
@@ -203,7 +203,7 @@ class StageTrainer:
     def _train(
         self,
         name: Stage,
-        model: AnyDVAE | Transformer | Contrastive,
+        model: AnyDVAE | Transformer | CLIP,
         stage: AnyStage,
         data: Dataset,
         evaluate: Evaluate | None,
@@ -257,7 +257,7 @@ def init_from_codebook(prior: Transformer, codes: Float[Tensor, "V D"]) -> None:
         weight.copy_(shard_like(mixed, weight))
 
 
-def load_reranker(name_or_folder: str | Path) -> tuple[Contrastive, Tokenizer, str]:
+def load_reranker(name_or_folder: str | Path) -> tuple[CLIP, Tokenizer, str]:
     """Return the contrastive model of a bundle or of a run without one, its tokenizer, and its name."""
     run = Path(name_or_folder)
     if pretrained.is_bundle(run) or pretrained.is_bundle(run / "bundle") or not completed(run / "contrastive"):

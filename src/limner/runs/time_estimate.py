@@ -139,7 +139,7 @@ def timing_inputs(recipe: Recipe, name: str) -> tuple[nn.Module, AnyStage, Batch
             return {"pixels": pixels}
         batch = {"text": torch.randint(0, text.vocab, (n, text.length))}
         if isinstance(stage, PriorStage):  # with augmentation, each step encodes its pictures
-            image = encoder.tokens(pixels) if encoder else torch.randint(0, dvae.vocab, (n, prod(dvae.grid)))
+            image = encoder.tokenize(pixels) if encoder else torch.randint(0, dvae.vocab, (n, prod(dvae.grid)))
             return {**batch, "image": image}
         if stage.distractors:
             batch["distractors"] = torch.randint(0, text.vocab, (n, stage.distractors, text.length))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from limner.atomic_io import atomic_write_bytes, atomic_write_text, file_hash
 from limner.errors import UserError
-from limner.layers.cache import Cache, LayerCache
+from limner.layers.cache import KVCache, LayerKVCache
 from limner.layers.convert import convert
 from limner.layers.inference_linear import DotLinear
 from limner.models.transformer import Transformer
@@ -33,13 +33,15 @@ _INDUCTOR_CONFIG = {"freezing": True, "realize_opcount_threshold": 1}
 _MAX_CACHED_STEPS = 16  # the least recently used file is deleted first
 
 
-def load_or_compile(model: Transformer, layers: Sequence[LayerCache], token: Tensor, position: Tensor) -> CompiledStep:
+def load_or_compile(
+    model: Transformer, layers: Sequence[LayerKVCache], token: Tensor, position: Tensor
+) -> CompiledStep:
     """Compile a step for caches shaped like `layers`, or load it from the folder.
 
     The step maps token [M], position [1] and the memory of the caches, which it updates, to logits [M, V]. Later
     changes of the model's weights have no effect on it. On a CPU, compiling needs a C++ compiler.
     """
-    memory = Cache(layers).memory
+    memory = KVCache(layers).buffers
     path = _folder() / f"{_name(model, memory)}.pt2"
     digest = path.with_suffix(".sha256")
     if not (path.is_file() and digest.is_file() and digest.read_bytes() == file_hash(path).encode()):
@@ -77,14 +79,14 @@ def _for_rows(model: Transformer, rows: int) -> Transformer:
 class _Step(nn.Module):
     """A step as a function of token, position and cache memory."""
 
-    def __init__(self, model: Transformer, layers: Sequence[LayerCache]) -> None:
+    def __init__(self, model: Transformer, layers: Sequence[LayerKVCache]) -> None:
         super().__init__()
         self.model, self.layers = model, layers
 
     def forward(self, token: Tensor, position: Tensor, memory: Sequence[Tensor]) -> Tensor:
         buffers = iter(memory)
-        layers = [layer.at(buffers) for layer in self.layers]
-        return self.model.step(Cache(layers, position.clone()), token)
+        layers = [layer.bind(buffers) for layer in self.layers]
+        return self.model.step(KVCache(layers, position.clone()), token)
 
 
 def _name(model: Transformer, memory: Sequence[Tensor]) -> str:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from limner.layers.cache import Cache, Store, Together
+from limner.layers.cache import KVCache, KVStore, RaggedBatch
 from limner.models.transformer import Transformer, TransformerConfig
 
 Thunk = Callable[[], object]
@@ -34,9 +34,11 @@ class TokenDecoder(Protocol):
     @property
     def config(self) -> TransformerConfig: ...
 
-    def prefill(self, text: Int64[Tensor, "B T"], store: type[Store] = Store) -> tuple[Cache, Float[Tensor, "B V"]]: ...
+    def prefill(
+        self, text: Int64[Tensor, "B T"], store: type[KVStore] = KVStore
+    ) -> tuple[KVCache, Float[Tensor, "B V"]]: ...
 
-    def step(self, cache: Cache | Together, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]: ...
+    def step(self, cache: KVCache | RaggedBatch, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]: ...
 
 
 def build_decoder(model: Transformer, compile: bool = False) -> TokenDecoder:
@@ -89,16 +91,18 @@ class GraphedDecoder:
     def config(self) -> TransformerConfig:
         return self.model.config
 
-    def prefill(self, text: Int64[Tensor, "B T"], store: type[Store] = Store) -> tuple[Cache, Float[Tensor, "B V"]]:
+    def prefill(
+        self, text: Int64[Tensor, "B T"], store: type[KVStore] = KVStore
+    ) -> tuple[KVCache, Float[Tensor, "B V"]]:
         return self.model.prefill(text, store)
 
-    def step(self, cache: Cache | Together, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]:
-        if isinstance(cache, Together):
+    def step(self, cache: KVCache | RaggedBatch, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]:
+        if isinstance(cache, RaggedBatch):
             return self.model.step(cache, token)
         with torch.inference_mode(False), torch.no_grad():  # torch.compile cannot use inference tensors
             return self._step_of(cache, token)(cache, token)
 
-    def _step_of(self, cache: Cache, token: Tensor) -> GraphedStep:
+    def _step_of(self, cache: KVCache, token: Tensor) -> GraphedStep:
         loaded = next((step for step in self._steps if step.layers is cache.layers), None)
         if loaded is not None:
             return loaded
@@ -118,39 +122,39 @@ class GraphedStep:
 
     logits: Tensor
 
-    def __init__(self, decoder: GraphedDecoder, cache: Cache, token: Tensor) -> None:
+    def __init__(self, decoder: GraphedDecoder, cache: KVCache, token: Tensor) -> None:
         self.layers, self.token = cache.copy().layers, token.clone()
         self.position = torch.full((1,), int(cache.length), device=token.device)
-        self.owner: Callable[[], Cache | None] = lambda: None
+        self.owner: Callable[[], KVCache | None] = lambda: None
 
         if decoder.compile:
             from limner.sampling.aot_inductor import load_or_compile
 
             step = load_or_compile(decoder.model, self.layers, self.token, self.position)
-            memory = Cache(self.layers).memory
+            memory = KVCache(self.layers).buffers
 
             def run() -> None:
                 self.logits = step(self.token, self.position, memory)
         else:
 
             def run() -> None:
-                self.logits = decoder.model.step(Cache(self.layers, self.position.clone()), self.token)
+                self.logits = decoder.model.step(KVCache(self.layers, self.position.clone()), self.token)
 
         self.replay = decoder.capture(run)
 
-    def fits(self, cache: Cache) -> bool:
-        ours, theirs = ([(x.shape, x.dtype) for x in Cache(layers).memory] for layers in (self.layers, cache.layers))
+    def fits(self, cache: KVCache) -> bool:
+        ours, theirs = ([(x.shape, x.dtype) for x in KVCache(layers).buffers] for layers in (self.layers, cache.layers))
         return ours == theirs
 
-    def load(self, cache: Cache) -> None:
+    def load(self, cache: KVCache) -> None:
         """Copy the cache into the fixed memory. The cache that was there moves to new memory."""
         if (before := self.owner()) is not None and before.layers is self.layers:
             before.layers = before.copy().layers
-        for ours, theirs in zip(Cache(self.layers).memory, cache.memory, strict=True):
+        for ours, theirs in zip(KVCache(self.layers).buffers, cache.buffers, strict=True):
             ours.copy_(theirs)
         cache.layers, self.owner = self.layers, ref(cache)
 
-    def __call__(self, cache: Cache, token: Tensor) -> Tensor:
+    def __call__(self, cache: KVCache, token: Tensor) -> Tensor:
         self.token.copy_(token)
         self.position.fill_(int(cache.length))
         self.replay()

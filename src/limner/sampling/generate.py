@@ -20,7 +20,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from limner.errors import UserError
-from limner.layers.cache import Store, Together
+from limner.layers.cache import KVStore, RaggedBatch
 from limner.sampling.cuda_graph import TokenDecoder
 from limner.sampling.generation_config import Sampler
 from limner.text import PAD
@@ -82,7 +82,7 @@ class GenerationGroup:
         sampler: Sampler,
         seed: int,
         prompt_tokens: Int64[Tensor, "B S"] | None,
-        store: type[Store],
+        store: type[KVStore],
     ) -> None:
         b, n, length = len(text), len(candidates), prod(model.config.grid)
         self.sampler, self.guidance = sampler, 1.0 if sampler.guidance is None else sampler.guidance
@@ -137,7 +137,7 @@ class GenerationGroup:
         rows = (offsets + torch.tensor(candidates)).flatten().to(self._tokens.device)
         if self.position > self.prompt_length:
             both = torch.cat([rows, rows + len(self._tokens)]) if self.guided else rows
-            self.cache, self.logits, self._nll = self.cache.keep(both), self.logits[both], self._nll[rows]
+            self.cache, self.logits, self._nll = self.cache.select(both), self.logits[both], self._nll[rows]
         self._tokens, self._uniform, self.n = self._tokens[rows], self._uniform[rows], len(candidates)
 
 
@@ -148,7 +148,7 @@ class Scheduler:
     for groups that joined at different times (selective batching: Yu et al. 2022, Orca, §3.2).
     """
 
-    def __init__(self, model: TokenDecoder, store: type[Store] = Store) -> None:
+    def __init__(self, model: TokenDecoder, store: type[KVStore] = KVStore) -> None:
         self.model, self.store = model, store
         self.groups: list[GenerationGroup] = []
 
@@ -191,7 +191,7 @@ class Scheduler:
             group.logits = self.model.step(group.cache, tokens[group])
         elif self.groups:
             parts = [tokens[group] for group in self.groups]
-            logits = self.model.step(Together([group.cache for group in self.groups]), torch.cat(parts))
+            logits = self.model.step(RaggedBatch([group.cache for group in self.groups]), torch.cat(parts))
             for group, part in zip(self.groups, logits.split([len(part) for part in parts]), strict=True):
                 group.logits = part
 
@@ -204,7 +204,7 @@ def generate(
     *,
     seed: int = 0,
     prompt_tokens: Int64[Tensor, "B S"] | None = None,
-    store: type[Store] = Store,
+    store: type[KVStore] = KVStore,
     progress: Callable[[int], object] | None = None,
     on_preview: Callable[[Tensor, int], None] | None = None,
 ) -> GenerationGroup:
@@ -213,7 +213,7 @@ def generate(
     `Scheduler.add` explains the other arguments.
 
     Args:
-        store: storage of keys and values; `Int8Store` takes half the memory of bf16.
+        store: storage of keys and values; `Int8KVStore` takes half the memory of bf16.
         progress: called with 1 after each position.
         on_preview: called with the tokens so far [B, N, S] and the number of finished grid rows, after each row.
 

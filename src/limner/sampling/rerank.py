@@ -15,13 +15,11 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from limner.errors import UserError
-from limner.models.contrastive import Contrastive
+from limner.models.contrastive import CLIP
 
 
 @torch.inference_mode()
-def scores(
-    model: Contrastive, text: Int64[Tensor, "B T"], pictures: UInt8[Tensor, "B N 3 H W"]
-) -> Float[Tensor, "B N"]:
+def scores(model: CLIP, text: Int64[Tensor, "B T"], pictures: UInt8[Tensor, "B N 3 H W"]) -> Float[Tensor, "B N"]:
     """Cosine similarity of captions and pictures: text [B, T], pictures uint8 [B, N, 3, H, W] -> [B, N].
 
     Raises `UserError` if a score is not finite.

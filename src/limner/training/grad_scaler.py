@@ -33,10 +33,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from limner.errors import UserError
-from limner.layers.simulated_gradients import narrowed
+from limner.layers.simulated_gradients import simulate_cast
 from limner.models.transformer import Resblock
-from limner.numerics.formats import HALVES, FloatFormat
-from limner.numerics.precision import widened
+from limner.numerics.formats import HALF_FORMATS, FloatFormat
+from limner.numerics.precision import upcast
 from limner.optim.dtensor import split_by_placement, sum_over_shards, to_local
 from limner.training.hooks import Hook
 from limner.training.train_state import Run
@@ -51,7 +51,7 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor, form: FloatFormat | None) -> Tensor:
-        return widened(x).view_as(x)
+        return upcast(x).view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -61,8 +61,8 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        scaled = widened(grad) * ctx.saved_tensors[0]
-        return filtered(narrowed(scaled, ctx.form) if ctx.form else scaled.to(ctx.format)), None, None
+        scaled = upcast(grad) * ctx.saved_tensors[0]
+        return filtered(simulate_cast(scaled, ctx.form) if ctx.form else scaled.to(ctx.format)), None, None
 
 
 class _Unscaled(torch.autograd.Function):
@@ -78,7 +78,7 @@ class _Unscaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return filtered(widened(grad)) / ctx.saved_tensors[0], None
+        return filtered(upcast(grad)) / ctx.saved_tensors[0], None
 
 
 def filtered(x: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def _around(module: nn.Module, context: Callable[[], AbstractContextManager[obje
 def _sizes(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
     """Return the L1 norm of each gradient, [n] on the device of `like`; it is finite if all values are."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    format = torch.float32 if any(grad.dtype in HALVES for grad in grads) else None  # sums overflow fp16
+    format = torch.float32 if any(grad.dtype in HALF_FORMATS for grad in grads) else None  # sums overflow fp16
     found: dict[int, Tensor] = {}
     for some in split_by_placement(grads):
         if some:

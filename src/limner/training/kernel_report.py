@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from limner.json_files import write_json
-from limner.layers.kernel_counter import Counts, from_rows, to_rows
+from limner.layers.kernel_counter import Counts, counts_from_json, counts_to_json
 from limner.layers.low_precision import LowPrecisionLinear
 from limner.training.hooks import Hook
 from limner.training.train_state import Run
@@ -33,7 +33,7 @@ class KernelCounts(Hook):
 
     def on_save(self, run: Run) -> None:
         layers = {name: x for name, x in run.model.named_modules() if isinstance(x, nn.Linear)}
-        counts = {name: x.tally.counts for name, x in layers.items() if isinstance(x, LowPrecisionLinear)}
+        counts = {name: x.counter.counts for name, x in layers.items() if isinstance(x, LowPrecisionLinear)}
         self._now = {name: self._before.get(name, Counter()) + now for name, now in counts.items()}
         if run.parallel.is_main:
             found = {
@@ -44,7 +44,7 @@ class KernelCounts(Hook):
                         "name": name,
                         "kind": type(layer).__name__,
                         "weight": str(layer.weight.dtype).removeprefix("torch."),
-                        "products": to_rows(self._now.get(name, Counter())),
+                        "products": counts_to_json(self._now.get(name, Counter())),
                     }
                     for name, layer in layers.items()
                 ],
@@ -52,7 +52,7 @@ class KernelCounts(Hook):
             write_json(self.out / FILE, found, indent=1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"layers": {name: to_rows(counts) for name, counts in self._now.items()}}
+        return {"layers": {name: counts_to_json(counts) for name, counts in self._now.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._before = {name: from_rows(rows) for name, rows in state["layers"].items()}
+        self._before = {name: counts_from_json(rows) for name, rows in state["layers"].items()}

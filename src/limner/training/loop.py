@@ -28,7 +28,7 @@ from torch import nn
 from limner.atomic_io import locked
 from limner.errors import UserError
 from limner.json_files import write_json
-from limner.layers.low_precision import plain
+from limner.layers.low_precision import to_linear
 from limner.progress import Progress
 from limner.training.checkpoint import Checkpointer, Files
 from limner.training.config import TrainConfig, description
@@ -166,7 +166,7 @@ def train(
             good = f"the last good state is {saved}" if saved else "there is no checkpoint yet"
             raise UserError(f"{error}; {good}") from None
         assert saved is not None  # config.steps >= 1: the loop has run now or before
-        plain(run.model)
+        to_linear(run.model)
         if run.ema:  # in fp32, also if weights were in 16 bits
             run.ema.copy_to(run.model)
         if run.skipped:

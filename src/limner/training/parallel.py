@@ -4,8 +4,8 @@ Each of `world` ranks runs the same loop on its share of each batch. The seed al
 only divide it. Consequences:
 
 - Losses, gradients and weights equal those of one process on the whole batch, up to the order of sums. The objective
-  must be a mean over samples, or provide values of the whole batch (`shared`), or join the ranks' results (`across`:
-  the contrastive loss takes negatives from all ranks, and `BalancedELB` balances the codes of all ranks).
+  must be a mean over samples, or provide values of the whole batch (`batch_stats`), or join the ranks' results
+  (`gathered`: the contrastive loss takes negatives from all ranks, and `BalancedELB` balances the codes of all ranks).
 - Dropout and gumbel noise differ between ranks, because ranks hold different samples. With such noise a run on two
   ranks is equivalent to a run on one, but not equal. A run resumed on the same number of ranks is equal.
 

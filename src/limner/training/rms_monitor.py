@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from limner.metrics.spikes import MERGE_STEPS, RMS_SPIKE
 from limner.models.transformer import Block
-from limner.numerics.precision import widened
+from limner.numerics.precision import upcast
 from limner.optim import grad_access
 from limner.optim.adam_base import SMALLEST_NORMAL, read_moment
 from limner.optim.dtensor import mean_over_shards, split_by_placement
@@ -146,8 +146,8 @@ def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tenso
                 warms = "power" in group  # beta2 with warm-up begins at 0: no bias correction
                 step = state["step"].double() + 1  # stays on its device: avoids a synchronization
                 beta = 1 - step ** -group["power"] if warms else torch.full_like(step, group["betas"][1])
-                square = widened(grad_access.grad_values(p.grad)).square()
-                v = beta * widened(read_moment(state, "exp_avg_sq")) + (1 - beta) * square
+                square = upcast(grad_access.grad_values(p.grad)).square()
+                v = beta * upcast(read_moment(state, "exp_avg_sq")) + (1 - beta) * square
                 v = v.clamp_max(group.get("max_exp_avg_sq", inf))
                 u = (v if warms else v / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST_NORMAL))
                 found[p] = (square / u).sum()

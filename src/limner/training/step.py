@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from limner.numerics.precision import widened
+from limner.numerics.precision import upcast
 from limner.optim.grad_access import clip_grads_with_norm, total_norm
 from limner.optim.schedules import cooldown, warmup
 from limner.training.hooks import Hook
@@ -73,7 +73,7 @@ def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tens
 def _gradients(run: Run, batch: Batch, rows: int) -> dict[str, Tensor]:
     """Run forward and backward of all micro-batches; return their metrics, weighted by samples."""
     config, parallel = run.config, run.parallel
-    if config.accumulate * parallel.world > 1 and (shared := getattr(run.trainable.objective, "shared", None)):
+    if config.accumulate * parallel.world > 1 and (shared := getattr(run.trainable.objective, "batch_stats", None)):
         batch = {**batch, **{name: parallel.mean(value) for name, value in shared(batch).items()}}
     metrics: dict[str, Tensor] = {}
     parts = list(_split(batch, rows, config.accumulate))
@@ -85,7 +85,7 @@ def _gradients(run: Run, batch: Batch, rows: int) -> dict[str, Tensor]:
                 loss, found = run.compute(part, run.step, run.generator)
             (loss * weight).backward()
         for name, value in {"loss": loss, **found}.items():
-            metrics[name] = metrics.get(name, 0.0) + widened(value.detach()) * weight
+            metrics[name] = metrics.get(name, 0.0) + upcast(value.detach()) * weight
     return metrics
 
 

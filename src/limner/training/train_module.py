@@ -20,8 +20,8 @@ class Objective(Protocol):
     the whole batch that its parts (micro-batches, shares of processes) need: a row per sample, such that the mean over
     equal shares is the value of the whole batch.
 
-    An objective that compares samples may have a method `across(join)`, which returns the objective for one of several
-    processes. `join` concatenates the rows of all processes (`Parallel.join`).
+    An objective that compares samples may have a method `gathered(all_gather)`, which returns the objective for one of
+    several processes. `all_gather` concatenates the rows of all processes (`Parallel.join`).
     """
 
     def __call__(

@@ -48,8 +48,8 @@ def set_up(
         if not hasattr(model, "set_checkpointing"):
             raise UserError(f"a {type(model).__name__} cannot do without checkpoint_activations=False")
         model.set_checkpointing(True)  # type: ignore[operator]
-    if parallel.world > 1 and (across := getattr(objective, "across", None)):
-        objective = across(parallel.join)
+    if parallel.world > 1 and (gathered := getattr(objective, "gathered", None)):
+        objective = gathered(parallel.join)
     trainable = Trainable(model, objective)
     compute = parallel.prepare(trainable, device, config.precision.dtype(device))
     optimizers = config.optimizer.build(model)

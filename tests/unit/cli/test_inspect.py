@@ -91,7 +91,7 @@ def test_what_is_no_such_run_is_told(run, capsys, tmp_path):
     assert "has no layers of low precision: train with" in says(tmp_path / "run")
     wrong = tmp_path / "run" / "prior" / FILE
     good = json.loads((run / "prior" / FILE).read_text())
-    product = {"product": "forward", "kernel": "reference", "why": "", "count": math.inf}
+    product = {"product": "forward", "kernel": "reference", "fallback_reason": "", "count": math.inf}
     endless = [{**good["layers"][0], "products": [product]}]
     others = {**good, "step": "x"}, {**good, "step": math.inf}, {**good, "layers": endless}
     for content in ([], {}, None, {**good, "layers": [{}]}, {**good, "layers": 3}, *others):

@@ -11,9 +11,9 @@ from limner.distributed.gradient_reducers import Plain
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
 from limner.errors import UserError
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 from limner.numerics.precision import Fp32
-from limner.objectives.hard_negatives import HardContrastiveLoss
+from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.optim.dtensor import full_tensor
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
@@ -25,7 +25,7 @@ from ranks import on_ranks
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
 
 PARTS, BATCH = 2, 8
-MODEL = ContrastiveConfig(
+MODEL = CLIPConfig(
     text_vocab=20, text_len=6, size=8, patch=4, width=16, depth=2, heads=2, embedding=8, qk_norm=True
 )  # fmt: skip
 WAYS = {
@@ -49,14 +49,14 @@ def share(rank: int, world: int) -> dict[str, Tensor]:
     return {name: x.unflatten(0, (PARTS, world, -1))[:, rank].flatten(0, 1) for name, x in batch.items()}
 
 
-class Twice(HardContrastiveLoss):
+class Twice(HardNegativeLoss):
     """Encodes captions a second time."""
 
     def __call__(self, model: Any, batch: Any, *others: Any) -> Any:
         loss, found = super().__call__(model, batch, *others)
         return loss + model.encode_text(batch["text"]).square().sum(), found
 
-    across = None  # type: ignore[assignment]
+    gathered = None  # type: ignore[assignment]
 
 
 class Kept(Hook):
@@ -74,7 +74,7 @@ def gradients(parallel: Parallel) -> dict[str, Tensor]:
     """Of two updates."""
     torch.manual_seed(0)
     config = TrainConfig(steps=2, batch_size=BATCH, accumulate=PARTS, precision=Fp32())
-    run = Run(MODEL.build(), HardContrastiveLoss(), config, parallel=parallel)
+    run = Run(MODEL.build(), HardNegativeLoss(), config, parallel=parallel)
     found = {}
     for step in range(2):
         update(run, share(parallel.rank, parallel.world), [kept := Kept()])

@@ -146,7 +146,7 @@ def test_errors_of_many_replicas_are_their_mean_in_a_checkpoint(narrow, most):
     config = PowerSGDConfig(rank=3, narrow=narrow)
     for count in (1, most, most + 1):
         reduction = Reduction(PowerSGD(config), buckets(model := One(12, 20)), Many(count))
-        own = {"blocks.0.weight": E6M9.rounded(torch.randn(12, 20))}
+        own = {"blocks.0.weight": E6M9.round(torch.randn(12, 20))}
         reduction.load(own)
         kept, shared = reduction.errors(), reduction.tensors()
         assert bool(kept) == (not shared) == (count <= most)
@@ -159,7 +159,7 @@ def test_errors_of_many_replicas_are_their_mean_in_a_checkpoint(narrow, most):
 def test_errors_of_another_number_of_replicas_are_averaged_whatever_their_format():
     numbers = [torch.randn(12, 20) for _ in range(3)]
     parts = [{"blocks.0.weight": x} for x in (E6M9.pack(numbers[0]), *numbers[1:])]
-    numbers[0] = E6M9.rounded(numbers[0])
+    numbers[0] = E6M9.round(numbers[0])
     for count in (1, 2, 3):
         reduction = Reduction(PowerSGD(PowerSGDConfig(rank=3, narrow=False)), buckets(One(12, 20)), Many(2))
         reduction.load({"blocks.0.weight": torch.ones(12, 20)}, iter(parts[:count]))  # in the place of that
@@ -199,7 +199,7 @@ class Reference:
 
     def __init__(self, replicas: int, start: Tensor, narrow: bool) -> None:
         self.start, self.replicas = start, replicas
-        self.rounded: Callable[[Tensor], Tensor] = E6M9.rounded if narrow else lambda x: x
+        self.rounded: Callable[[Tensor], Tensor] = E6M9.round if narrow else lambda x: x
         self.errors: list[Tensor] = []
 
     def step(self, gradients: list[Tensor]) -> Tensor:

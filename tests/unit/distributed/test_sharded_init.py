@@ -14,7 +14,7 @@ from limner.bundles import load_model
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.sharded import Sharded, Zero2
 from limner.layers.precisions import SwitchBack
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
@@ -40,8 +40,8 @@ PRIOR = TransformerConfig(
 CONFIGS: dict[str, Any] = {
     "prior": PRIOR,
     "dvae": DVAEConfig(size=16, width=8, groups=2, blocks=1, vocab=10, code_width=8),
-    "patches": PatchDVAEConfig(size=16, vocab=10, width=12, refinements=1),
-    "contrastive": ContrastiveConfig(
+    "patches": PatchDVAEConfig(size=16, vocab=10, width=12, pixel_blocks=1),
+    "contrastive": CLIPConfig(
         size=16, patch=8, width=16, depth=1, heads=2, embedding=8, text_vocab=20, text_len=8, patch_norm=True
     ),
 }

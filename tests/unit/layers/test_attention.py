@@ -6,8 +6,8 @@ from hypothesis import given, settings, strategies as st
 
 from compare import assert_same_with_gradients
 from limner.layers import dense_attention
-from limner.layers.attention import attend, visible
-from limner.layers.dense_attention import MaskedAttention
+from limner.layers.attention import attend, attention_mask
+from limner.layers.dense_attention import DenseAttention
 from limner.layers.patterns import PATTERNS, conv, paper_pattern, row
 from more_patterns import ALL
 
@@ -32,7 +32,7 @@ def sees(kind: str, back: int, width: int, kernel: int) -> bool:
     kernel=st.sampled_from([1, 3, 5, 11]),
 )
 def test_mask_is_figure_11(kind, grid, prefix, kernel):
-    mask = visible(PATTERNS[kind](grid, kernel), prefix)
+    mask = attention_mask(PATTERNS[kind](grid, kernel), prefix)
     n = prefix + grid[0] * grid[1]
     assert mask.shape == (n, n)
     for i in range(n):
@@ -47,12 +47,12 @@ def test_mask_is_figure_11(kind, grid, prefix, kernel):
 
 
 def test_row_mask_of_the_figure_sees_itself_and_four_before_on_a_4x4_grid():
-    image = visible(row((4, 4)), 6)[6:, 6:]
+    image = attention_mask(row((4, 4)), 6)[6:, 6:]
     assert image.sum(1).tolist() == [1, 2, 3, 4] + [5] * 12
 
 
 def test_convolution_of_the_paper_sees_61_image_positions():
-    assert int(visible(conv((32, 32)), 0).sum(1).max()) == 5 * 11 + 6
+    assert int(attention_mask(conv((32, 32)), 0).sum(1).max()) == 5 * 11 + 6
 
 
 def test_layer_pattern_of_the_paper():
@@ -66,17 +66,17 @@ def test_layer_pattern_of_the_paper():
 @given(make=st.sampled_from(list(ALL.values())), prefix=st.integers(1, 5), seed=st.integers(0, 99))
 @pytest.mark.parametrize("written_out", [0, 512**2])
 def test_either_way_of_masked_attention_equals_the_reference(written_out, make, prefix, seed):
-    mask = visible(make((3, 4), 3), prefix)
+    mask = attention_mask(make((3, 4), 3), prefix)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense_attention, "_WRITTEN_OUT", written_out)  # torch's kernel, or the products written out
+        patch.setattr(dense_attention, "EXPLICIT_MAX_MASK", written_out)  # torch's kernel, or the products written out
         assert_same_with_gradients(
-            MaskedAttention(mask), lambda q, k, v: attend(q, k, v, mask), (2, 3, len(mask), 8), seed
+            DenseAttention(mask), lambda q, k, v: attend(q, k, v, mask), (2, 3, len(mask), 8), seed
         )
 
 
 def test_the_reference_is_torchs_attention():
     torch.manual_seed(0)
-    mask = visible(conv((3, 4), 3), 2)
+    mask = attention_mask(conv((3, 4), 3), 2)
     q, k, v = (torch.randn(2, 3, 14, 8) for _ in range(3))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     torch.testing.assert_close(attend(q, k, v, mask), expected)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from limner.layers.attention import Attention, attend, visible
-from limner.layers.cache import Cache, Int8Store, LayerCache, Store
+from limner.layers.attention import Attention, attend, attention_mask
+from limner.layers.cache import Int8KVStore, KVCache, KVStore, LayerKVCache
 from limner.layers.patterns import PATTERNS
 from limner.models.transformer import TransformerConfig
 from more_patterns import ALL
@@ -24,7 +24,7 @@ def test_step_by_step_equals_the_whole(make, grid, prefix, recorded, kernel, can
     size = grid[0] * grid[1]
     before = min(before, size)  # image positions that all candidates of a caption share
     pattern = make(grid, kernel)
-    layer, mask = Attention(32, 4), visible(pattern, prefix)
+    layer, mask = Attention(32, 4), attention_mask(pattern, prefix)
     text, shared = torch.randn(2, prefix, 32), torch.randn(2, before, 32)
     own = torch.randn(2 * candidates, size - before, 32)
     whole = layer(
@@ -37,7 +37,7 @@ def test_step_by_step_equals_the_whole(make, grid, prefix, recorded, kernel, can
         return attend(q, k, v, torch.ones(prefix, prefix, dtype=torch.bool).tril())
 
     outputs = [layer(text, read).repeat_interleave(candidates, 0)]
-    cache = LayerCache.of(pattern, *stored)
+    cache = LayerKVCache.from_prefix(pattern, *stored)
     for t in range(size):
         if t == before:
             cache = cache.expand(candidates)
@@ -50,10 +50,10 @@ def test_step_by_step_equals_the_whole(make, grid, prefix, recorded, kernel, can
 
 def test_a_candidate_costs_no_text():
     layers = [
-        LayerCache.of(PATTERNS[kind]((4, 4), 3), torch.zeros(1, 2, 100, 8), torch.zeros(1, 2, 100, 8))
+        LayerKVCache.from_prefix(PATTERNS[kind]((4, 4), 3), torch.zeros(1, 2, 100, 8), torch.zeros(1, 2, 100, 8))
         for kind in ("row", "column")
     ]
-    cache = Cache(layers).expand(5)
+    cache = KVCache(layers).expand(5)
     assert cache.bytes_per_candidate == 2 * 4 * 2 * 8 * (5 + 16)
     assert [x.keys.parts[0].shape for x in cache.layers] == [(1, 5, 2, 5, 8), (4, 5, 2, 4, 8)]
 
@@ -67,10 +67,10 @@ def test_an_8_bit_cache_takes_half_of_bf16s_memory_and_gives_nearly_the_same_log
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.05)
     with torch.inference_mode():
-        caches = [model.prefill(text, store)[0].expand(3) for store in (Store, Int8Store)]
+        caches = [model.prefill(text, store)[0].expand(3) for store in (KVStore, Int8KVStore)]
         for _ in range(36):
             token = torch.randint(0, 12, (6,))
             whole, small = (model.step(cache, token) for cache in caches)
             torch.testing.assert_close(small, whole, atol=0.02 * whole.std().item(), rtol=0)
-        half, small = (model.bfloat16().prefill(text, store)[0].bytes_per_candidate for store in (Store, Int8Store))
+        half, small = (model.bfloat16().prefill(text, store)[0].bytes_per_candidate for store in (KVStore, Int8KVStore))
     assert small / half == pytest.approx((64 + 2) / 128)

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from limner.layers import SwitchBackLinear
 from limner.layers.convert import convert
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 
 
 class Twice(nn.Module):
@@ -44,9 +44,7 @@ def test_all_layers_or_those_that_are_chosen_by_name_and_shape():
 
 
 def test_blocks_of_a_model_alone():
-    tower = ContrastiveConfig(
-        text_vocab=9, text_len=4, size=8, patch=4, width=16, depth=2, heads=2, embedding=8
-    ).build()
+    tower = CLIPConfig(text_vocab=9, text_len=4, size=8, patch=4, width=16, depth=2, heads=2, embedding=8).build()
     convert(tower, Twice, lambda name, layer: "_blocks." in name)
     assert sum(isinstance(m, Twice) for m in tower.modules()) == 2 * 2 * 4
     assert {name for name, m in tower.named_modules() if isinstance(m, nn.Linear)} == {"image_out", "text_out"}
@@ -87,25 +85,25 @@ def watched(register):
 
 
 @pytest.mark.parametrize(
-    ("net", "where", "says"),
+    ("net", "where", "error"),
     [
-        (model, lambda name, layer: name == "blocks", "no linear layer of the Sequential was chosen"),
-        (model, lambda name, layer: layer.out_features == 99, "there is nothing to convert"),
+        (model, lambda name, layer: name == "blocks", "selects no linear layer of the Sequential"),
+        (model, lambda name, layer: layer.out_features == 99, "selects no linear layer"),
         (tied, lambda name, layer: True, "2.0 or its weight is used in several places"),
         (shared, lambda name, layer: True, "2.0 or its weight is used in several places"),
         (shared, lambda name, layer: name == "again", "again or its weight is used in several places"),
         (embedded, lambda name, layer: True, "2.1 or its weight is used in several places"),
-        (parametrized, lambda name, layer: True, "2.0 is a ParametrizedLinear, and only a plain nn.Linear.* where="),
+        (parametrized, lambda name, layer: True, "2.0 is a ParametrizedLinear, not an nn.Linear: .* where="),
         *(
-            (watched(f"register_{kind}_hook"), lambda name, layer: True, "2.1 has hooks.*: convert first")
+            (watched(f"register_{kind}_hook"), lambda name, layer: True, "2.1 has hooks.*: convert before adding hooks")
             for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")
         ),
     ],
 )
-def test_what_cannot_be_changed_is_refused_and_nothing_was_changed(net, where, says):
+def test_invalid_conversions_raise_and_change_nothing(net, where, error):
     net = net()
     before = [id(m) for m in net.modules()]
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=error):
         convert(net, Twice, where)
     assert [id(m) for m in net.modules()] == before
 
@@ -161,9 +159,9 @@ def test_the_page_converts_nanogpt_and_openclip():
     page = (Path(__file__).parents[3] / "docs/guides/low-precision.md").read_text()
     lines = re.findall(r"^convert\((?:gpt|clip).*", page, re.MULTILINE)
     gpt, clip = GPT(), CLIP()
-    for model, says in ((gpt, "lm_head or its weight.*where="), (clip, "attn.out_proj is a .*where=")):
-        with pytest.raises(ValueError, match=says):
-            convert(model, SwitchBackLinear.of)
+    for model, error in ((gpt, "lm_head or its weight.*where="), (clip, "attn.out_proj is a .*where=")):
+        with pytest.raises(ValueError, match=error):
+            convert(model, SwitchBackLinear.from_linear)
     exec("\n".join(lines), {"convert": convert, "SwitchBackLinear": SwitchBackLinear, "gpt": gpt, "clip": clip})
     for model, layers in ((gpt, 2 * 4), (clip, 2 * 2 * 2)):
         assert sum(isinstance(m, SwitchBackLinear) for m in model.modules()) == layers

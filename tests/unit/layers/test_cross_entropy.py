@@ -39,7 +39,7 @@ def both(n: int, width: int, vocab: int, seed: int, upstream: float, absent: flo
 )
 def test_it_equals_the_loss_of_all_logits_and_its_gradients(n, width, vocab, logits, upstream, absent, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_entropy, "LOGITS", logits)
+        patch.setattr(cross_entropy, "LOGITS_PER_CHUNK", logits)
         for got, want in zip(*both(n, width, vocab, seed, upstream, absent), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * abs(upstream))
 

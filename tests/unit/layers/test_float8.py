@@ -36,11 +36,11 @@ def nearest(x, format):
 def test_numbers_of_a_format_and_what_lies_between_two(format):
     there = numbers(format)
     exact = torch.tensor(there)
-    assert torch.equal(float8.rounded(exact, format).float(), exact)
+    assert torch.equal(float8.round_to_float8(exact, format).float(), exact)
     assert there[-1] == torch.finfo(format).max
     between = [(a + b) / 2 for a, b in itertools.pairwise(there)]
     near = [x for y in between for x in (y, y * (1 - 2**-20), y * (1 + 2**-20))]
-    found = float8.rounded(torch.tensor(near), format).float().tolist()
+    found = float8.round_to_float8(torch.tensor(near), format).float().tolist()
     assert found == [nearest(x, format) for x in near]
 
 
@@ -48,7 +48,7 @@ def test_numbers_of_a_format_and_what_lies_between_two(format):
 @settings(max_examples=200, deadline=None)
 @given(st.floats(width=32, allow_nan=False))
 def test_any_number_goes_to_the_nearest_and_the_largest_is_never_passed(format, x):
-    found = float8.rounded(torch.tensor(x), format)
+    found = float8.round_to_float8(torch.tensor(x), format)
     assert found.float().item() == nearest(x, format)
     if abs(x) <= torch.finfo(format).max:
         assert torch.equal(found.view(torch.uint8), torch.tensor(x).to(format).view(torch.uint8))
@@ -93,7 +93,7 @@ def test_a_gpu_gets_rows_whatever_the_strides_of_a_side_of_1(monkeypatch, m, by_
         assert a.stride() == (a.shape[1], 1) and b.stride() == (1, len(b))
         return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
 
-    monkeypatch.setattr(float8, "kernel", lambda a, b: ("_scaled_mm", ""))
+    monkeypatch.setattr(float8, "select_kernel", lambda a, b: ("_scaled_mm", ""))
     monkeypatch.setattr(torch, "_scaled_mm", scaled)
     torch.manual_seed(0)
     a, b = torch.randn(32, m).to(E5M2), torch.randn(32, 16).to(E4M3)
@@ -108,7 +108,7 @@ def test_a_gpu_gets_rows_whatever_the_strides_of_a_side_of_1(monkeypatch, m, by_
 def test_the_gpus_product_is_the_simulated_one(by_row):
     a, b = torch.randn(64, 128, device="cuda"), torch.randn(48, 128, device="cuda")
     (x, s), (y, t) = (float8.row_wise if by_row else float8.tensor_wise)(a, E5M2), float8.tensor_wise(b, E4M3)
-    if float8.kernel(x, y)[0] == "simulated":
-        pytest.skip(float8.kernel(x, y)[1])
+    if float8.select_kernel(x, y)[0] == "simulated":
+        pytest.skip(float8.select_kernel(x, y)[1])
     found, expected = float8.product(x, y, s, t), float8.product(x.cpu(), y.cpu(), s.cpu(), t.cpu())
     torch.testing.assert_close(found.cpu(), expected, rtol=2e-2, atol=2e-2)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from limner.layers import inference_linear
-from limner.layers.inference_linear import DotLinear, Int8Linear, PackedLinear, packs, prepacked
+from limner.layers.inference_linear import DotLinear, Int8Linear, PackedLinear, pack_linears, supports_packed_linear
 from limner.models.transformer import TransformerConfig
 
-needs_packing = pytest.mark.skipif(not packs(), reason="oneDNN packs no bf16 weights on this processor")
+needs_packing = pytest.mark.skipif(not supports_packed_linear(), reason="oneDNN does not pack bf16 weights here")
 
 
 @needs_packing
@@ -80,8 +80,8 @@ def test_sums_of_products_are_the_layer_for_one_row(dtype, bias):
 
 
 def test_a_processor_that_packs_no_bf16_keeps_ordinary_layers(monkeypatch):
-    monkeypatch.setattr(inference_linear, "packs", lambda: False)
-    assert type(prepacked(nn.Linear(4, 4).bfloat16())) is nn.Linear
+    monkeypatch.setattr(inference_linear, "supports_packed_linear", lambda: False)
+    assert type(pack_linears(nn.Linear(4, 4).bfloat16())) is nn.Linear
 
 
 @needs_packing
@@ -91,7 +91,7 @@ def test_a_packed_model_draws_what_the_plain_one_draws():
         text_vocab=20, image_vocab=12, text_len=3, grid=(4, 4), width=32, depth=3, heads=2, kernel=3
     ).build()
     model = model.eval().bfloat16()
-    fast = prepacked(copy.deepcopy(model))
+    fast = pack_linears(copy.deepcopy(model))
     assert not any(type(module) is nn.Linear for module in fast.modules())
     with torch.inference_mode():
         text = torch.randint(0, 20, (2, 3))
@@ -106,13 +106,13 @@ def test_no_rows_in_8_bits_are_no_rows():
     assert Int8Linear(nn.Linear(8, 4))(torch.randn(3, 0, 8)).shape == (3, 0, 4)
 
 
-@pytest.mark.skipif(not packs(), reason="this processor or build packs nothing")
+@pytest.mark.skipif(not supports_packed_linear(), reason="this processor or build packs nothing")
 def test_a_layer_that_is_watched_is_not_packed():
     model, seen = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16(), []
     model[1].register_forward_hook(lambda *_: seen.append(1))
-    assert [type(layer) for layer in prepacked(model)] == [PackedLinear, nn.Linear]
+    assert [type(layer) for layer in pack_linears(model)] == [PackedLinear, nn.Linear]
     with torch.inference_mode():
         model(torch.ones(2, 8, dtype=torch.bfloat16))
     assert seen == [1]
     alone = nn.Sequential(model[1])
-    assert prepacked(alone) is alone and type(alone[0]) is nn.Linear
+    assert pack_linears(alone) is alone and type(alone[0]) is nn.Linear

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from limner.layers import int8
-from limner.layers.kernel_counter import Tally, from_rows, to_rows
+from limner.layers.kernel_counter import KernelCounter, counts_from_json, counts_to_json
 from limner.layers.quantize import dequantize, row_wise, tensor_wise
 
 
@@ -38,7 +38,7 @@ def test_the_fast_product_is_exact(m, n, k):
     ones = torch.ones(())
     expected = (a.long()[:, None] * b.long()).sum(-1)
     assert torch.equal(int8.reference(a, b), expected.double())
-    assert int8.kernel(a, b) == ("_int_mm", "")
+    assert int8.select_kernel(a, b) == ("_int_mm", "")
     assert torch.equal(int8.product(a, b, ones, ones), expected.float())
     assert torch.equal(torch._int_mm(a, b.mT), expected.int())
 
@@ -63,12 +63,12 @@ def test_small_products_are_exact_whatever_their_strides(m):
         a, b = integers(m, k, 1), integers(n, k, 2)
         expected = int8.reference(a, b)
         for left, right in product(layouts(a), layouts(b)):
-            assert int8.kernel(left, right) == ("_int_mm", "")
-            found = int8.sums(left, right, torch.full((m, n), 2**31 - 1, dtype=torch.int32))
+            assert int8.select_kernel(left, right) == ("_int_mm", "")
+            found = int8.int32_sums(left, right, torch.full((m, n), 2**31 - 1, dtype=torch.int32))
             assert torch.equal(found.double(), expected), (left.stride(), right.stride())
             assert torch.equal(int8.product(left, right, ones, ones), expected.float())
     same = torch.tensor([[5]], dtype=torch.int8).expand(m, 3)  # rows that are one in memory
-    assert int8.sums(same, same).eq(75).all()
+    assert int8.int32_sums(same, same).eq(75).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (3, 1), (2, 3)])
@@ -81,12 +81,12 @@ def test_a_matrix_by_rows_has_the_strides_of_one(shape):
 
 
 def test_a_product_that_does_not_fit_goes_to_the_reference_and_is_counted():
-    tally = Tally()
+    counter = KernelCounter()
     a = torch.full((1, 140_000), 127, dtype=torch.int8)  # the sum is above 2^31
     ones = torch.ones(())
-    found = int8.product(a, a, ones, ones, tally=tally.number, of="weight gradient")
+    found = int8.product(a, a, ones, ones, counter=counter.id, role="weight gradient")
     assert found.item() == pytest.approx(140_000 * 127**2, rel=1e-7)
-    ((key, times),) = tally.counts.items()
+    ((key, times),) = counter.counts.items()
     assert key[:2] == ("weight gradient", "reference") and "32 bits" in key[2] and times == 1
 
 
@@ -109,10 +109,10 @@ def test_a_processor_that_is_not_exact_is_found_out(monkeypatch, kernel):
     int8.is_exact.cache_clear()
     try:
         a, b, ones = integers(4, 8, 1), integers(5, 8, 2), torch.ones(())
-        tally = Tally()
-        found = int8.product(a, b, ones, ones, tally=tally.number)
+        counter = KernelCounter()
+        found = int8.product(a, b, ones, ones, counter=counter.id)
         assert torch.equal(found, int8.reference(a, b).float())
-        assert list(tally.counts) == [("forward", "reference", "_int_mm of this processor is not exact")]
+        assert list(counter.counts) == [("forward", "reference", "_int_mm is not exact on this device")]
     finally:
         int8.is_exact.cache_clear()
 
@@ -143,11 +143,11 @@ def test_error_grows_with_the_terms_summed_as_equation_12_says():
 
 
 def test_a_copy_counts_for_itself():
-    tally, one = Tally(), torch.ones(1, 1, dtype=torch.int8)
-    for other in (copy.deepcopy(tally), pickle.loads(pickle.dumps(tally))):
-        int8.product(one, one, torch.ones(()), torch.ones(()), tally=other.number)
-        assert other.counts.total() == 1 and tally.counts.total() == 0
-        assert from_rows(to_rows(other.counts)) == other.counts
+    counter, one = KernelCounter(), torch.ones(1, 1, dtype=torch.int8)
+    for other in (copy.deepcopy(counter), pickle.loads(pickle.dumps(counter))):
+        int8.product(one, one, torch.ones(()), torch.ones(()), counter=other.id)
+        assert other.counts.total() == 1 and counter.counts.total() == 0
+        assert counts_from_json(counts_to_json(other.counts)) == other.counts
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from limner.config import from_dict, to_dict
 from limner.errors import UserError
 from limner.layers.low_precision import LowPrecisionLinear
 from limner.layers.precisions import Fp8SwitchBack, Fp8TensorWise, LLMInt8, SwitchBack, SwitchBackM, SwitchBackQ
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto
 from limner.recipes import get
@@ -35,10 +35,10 @@ def test_a_recipe_names_it_in_one_word(name):
 def test_an_unknown_name_lists_the_known_ones(capsys):
     with pytest.raises(UserError, match=r"precision cannot be 'switchbak': choose 'auto'.*did you mean 'switchback'"):
         from_dict(TrainConfig, {"steps": 1, "precision": "switchbak"})
-    said = ["train", "data", "--out", "run", "--recipe", "demo", "--prior.training.precision", "int8"]
-    assert main(said) == 2
-    said = capsys.readouterr().err
-    assert all(name in said for name in ("auto", "bf16", "fp32", *NAMES))
+    argv = ["train", "data", "--out", "run", "--recipe", "demo", "--prior.training.precision", "int8"]
+    assert main(argv) == 2
+    output = capsys.readouterr().err
+    assert all(name in output for name in ("auto", "bf16", "fp32", *NAMES))
 
 
 def test_a_dvae_has_no_blocks_to_convert():
@@ -54,7 +54,7 @@ def test_a_dvae_has_no_blocks_to_convert():
 @pytest.mark.parametrize("precision", NAMES.values())
 def test_all_linear_layers_of_the_blocks_change_and_no_others(precision):
     prior = TransformerConfig(text_vocab=9, image_vocab=9, text_len=3, grid=(2, 2), width=16, depth=2, heads=2)
-    towers = ContrastiveConfig(text_vocab=9, text_len=4, size=8, patch=4, width=16, depth=2, heads=2, embedding=8)
+    towers = CLIPConfig(text_vocab=9, text_len=4, size=8, patch=4, width=16, depth=2, heads=2, embedding=8)
     for config, blocks, rest in ((prior, 2, {"head.text", "head.image"}), (towers, 4, {"image_out", "text_out"})):
         model = config.build()
         names = list(model.state_dict())

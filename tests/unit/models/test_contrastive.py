@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from limner.models.contrastive import SIZES, ContrastiveConfig
-from limner.models.patch_embedding import some_patches
+from limner.models.contrastive import SIZES, CLIPConfig
+from limner.models.patch_embedding import drop_patches
 from limner.validation import OutOfRange
 
-SMALL = ContrastiveConfig(text_vocab=30, text_len=6, size=16, patch=4, width=16, depth=2, heads=2, embedding=8)
+SMALL = CLIPConfig(text_vocab=30, text_len=6, size=16, patch=4, width=16, depth=2, heads=2, embedding=8)
 
 
 def pictures(n=3):
@@ -19,7 +19,7 @@ def pictures(n=3):
 def test_dropped_patches_are_others_for_each_picture_and_never_the_class_token():
     torch.manual_seed(0)
     x = torch.arange(17.0).expand(40, 17)[..., None].contiguous()
-    kept = some_patches(x, 8)[..., 0]
+    kept = drop_patches(x, 8)[..., 0]
     assert kept.shape == (40, 9) and (kept[:, 0] == 0).all()
     assert all(len(set(row)) == 9 for row in kept.tolist())
     assert len({frozenset(row) for row in kept.tolist()}) > 30
@@ -46,7 +46,7 @@ def test_with_all_patches_kept_the_order_does_not_matter():
     model = SMALL.build().eval()
     images = pictures()
     expected = model.encode_image(images)
-    model.image_blocks[0].register_forward_pre_hook(lambda _, args: (some_patches(args[0], 16), *args[1:]))
+    model.image_blocks[0].register_forward_pre_hook(lambda _, args: (drop_patches(args[0], 16), *args[1:]))
     torch.testing.assert_close(model.encode_image(images), expected)
 
 

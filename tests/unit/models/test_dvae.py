@@ -51,14 +51,14 @@ def test_shapes_follow_the_number_of_groups(groups):
     pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     assert config.grid == (side, side)
     assert model.encode(pixels).shape == (2, 20, side, side)
-    tokens = model.tokens(pixels)
+    tokens = model.tokenize(pixels)
     assert tokens.shape == (2, side * side)
-    pictures = model.pictures(tokens)
+    pictures = model.decode_tokens(tokens)
     assert pictures.shape == pixels.shape
     assert pictures.dtype == torch.uint8
 
 
-def test_a_size_that_the_stride_does_not_divide_is_refused():
+def test_a_size_not_divisible_by_the_stride_raises():
     with pytest.raises(ValueError, match="size must be a multiple of the stride, 4, not 18"):
         DVAEConfig(size=18, groups=3)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from limner.models.dvae import map_pixels
-from limner.models.patch_dvae import ROUNDS, PatchDVAEConfig, centres, nearest_code
-from limner.objectives.reconstruction_loss import PixelError
+from limner.models.patch_dvae import KMEANS_ITERS, PatchDVAEConfig, kmeans, nearest_code
+from limner.objectives.reconstruction_loss import ReconstructionLoss
 from limner.validation import OutOfRange
 
 SMALL = PatchDVAEConfig(size=16, patch=4, vocab=12, width=8, blocks=1)
@@ -26,7 +26,7 @@ def test_a_token_is_the_nearest_code():
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8, generator=generator)
     model.codes.copy_(map_pixels(torch.randint(0, 256, (12, 48), dtype=torch.uint8, generator=generator)))
-    tokens = model.tokens(pixels).view(3, 4, 4)
+    tokens = model.tokenize(pixels).view(3, 4, 4)
     for b, y, x in ((0, 0, 0), (1, 2, 3), (2, 3, 1)):
         patch = map_pixels(pixels[b, :, 4 * y : 4 * y + 4, 4 * x : 4 * x + 4]).flatten()
         assert tokens[b, y, x] == (model.codes - patch).square().sum(1).argmin()
@@ -42,16 +42,16 @@ def test_centres_find_each_group_of_points():
     groups = 10 * torch.randn(7, 5, generator=generator)
     points = groups.repeat(40, 1) + 0.01 * torch.randn(280, 5, generator=generator)
     rounds = []
-    codes = centres(points, 20, generator, rounds.append)
-    assert len(rounds) == ROUNDS
+    codes = kmeans(points, 20, generator, rounds.append)
+    assert len(rounds) == KMEANS_ITERS
     assert (points - codes[nearest_code(points, codes)]).norm(dim=1).max() < 0.1
 
 
 def test_fitted_codes_and_an_untrained_decoder_give_back_what_they_were_fitted_to():
     model = SMALL.build()
-    model.fit(squares(50), torch.Generator().manual_seed(0))
+    model.fit_codebook(squares(50), torch.Generator().manual_seed(0))
     unseen = squares(8, seed=1)
-    again = model.pictures(model.tokens(unseen))
+    again = model.decode_tokens(model.tokenize(unseen))
     assert again.shape == unseen.shape
     assert (again.int() - unseen.int()).abs().float().mean() < 8
 
@@ -62,7 +62,7 @@ def test_contrast_decides_which_patches_are_clustered():
     edge[:, :, 2:] = 255
     flat[:, :, :4, :4] = edge  # one patch in sixteen
     model = SMALL.build()
-    model.fit(flat, torch.Generator().manual_seed(0), samples=200)
+    model.fit_codebook(flat, torch.Generator().manual_seed(0), samples=200)
     assert (model.codes - map_pixels(edge).flatten()).abs().amax(1).min() < 1e-5
 
 
@@ -73,11 +73,11 @@ def test_flat_areas_have_codes_of_one_color():
     edges = torch.rand(100, 1, 16, 16, generator=generator) < 0.05
     pictures = torch.where(edges, 255 - pictures, pictures)
     model = replace(SMALL, vocab=64).build()
-    model.fit(pictures, generator)
+    model.fit_codebook(pictures, generator)
     spread = model.codes.unflatten(1, (3, -1)).std(2).amax(1)
     assert (spread == 0).sum() == 5  # an eighth of 64 are more than there are colors
     plain = squares(8, seed=1)
-    found = model.codes[model.tokens(plain)]
+    found = model.codes[model.tokenize(plain)]
     patches = map_pixels(plain).unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).reshape(8, 16, 48)
     assert (found - patches).abs().max() < 1e-6  # so near that rounding never chooses another
 
@@ -88,7 +88,7 @@ def test_a_small_vocabulary_has_codes_of_both_kinds(vocab):
     pixels = colors.repeat_interleave(4, 2).repeat_interleave(4, 3)  # 64 colors
     pixels[:, :, :4] = torch.randint(256, (4, 3, 4, 16), dtype=torch.uint8)
     model = replace(SMALL, vocab=vocab).build()
-    model.fit(pixels, torch.Generator().manual_seed(1))
+    model.fit_codebook(pixels, torch.Generator().manual_seed(1))
     assert model.codes.isfinite().all() and len(model.codes.unique(dim=0)) == vocab
 
 
@@ -100,11 +100,11 @@ def test_the_decoder_learns_what_pasted_patches_miss():
         -1, 3, 16, -1
     )
     batch = {"pixels": ramps.to(torch.uint8).contiguous()}
-    model.fit(batch["pixels"], generator)
+    model.fit_codebook(batch["pixels"], generator)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     losses = []
     for _ in range(60):
-        loss, metrics = PixelError()(model, batch, 0, None)
+        loss, metrics = ReconstructionLoss()(model, batch, 0, None)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -114,8 +114,8 @@ def test_the_decoder_learns_what_pasted_patches_miss():
     assert not model.codes.requires_grad
 
 
-@pytest.mark.parametrize(("absolute_from", "drawn"), [(None, 90), (200, 40)])
-def test_where_codes_leave_two_colors_open_the_last_error_decides(absolute_from, drawn):
+@pytest.mark.parametrize(("l1_from", "drawn"), [(None, 90), (200, 40)])
+def test_where_codes_leave_two_colors_open_the_last_error_decides(l1_from, drawn):
     """Of three pictures with one code two are of level 40 and one of 190: the mean is 90, the median 40."""
     torch.manual_seed(0)
     model = SMALL.build()
@@ -123,24 +123,24 @@ def test_where_codes_leave_two_colors_open_the_last_error_decides(absolute_from,
     model.codes[0] = map_pixels(torch.tensor(140, dtype=torch.uint8))
     levels = torch.tensor([40, 40, 190], dtype=torch.uint8).view(3, 1, 1, 1)
     batch = {"pixels": levels.expand(-1, 3, 16, 16).contiguous()}
-    assert model.tokens(batch["pixels"]).unique().tolist() == [0]
+    assert model.tokenize(batch["pixels"]).unique().tolist() == [0]
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     for step in range(400):
-        loss, _ = PixelError(absolute_from=absolute_from)(model, batch, step, None)
+        loss, _ = ReconstructionLoss(l1_from=l1_from)(model, batch, step, None)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    pictures = model.pictures(torch.zeros(1, 16, dtype=torch.long)).float()
+    pictures = model.decode_tokens(torch.zeros(1, 16, dtype=torch.long)).float()
     assert pictures.mean().item() == pytest.approx(drawn, abs=3) and pictures.std() < 3
 
 
 def test_half_a_picture_has_half_the_grid():
     model = SMALL.build()
-    model.fit(squares(50), torch.Generator().manual_seed(0))
+    model.fit_codebook(squares(50), torch.Generator().manual_seed(0))
     pixels = squares(2)
-    upper = model.tokens(pixels[:, :, :8])
-    assert torch.equal(upper, model.tokens(pixels)[:, :8])
-    assert model.pictures(upper, (2, 4)).shape == (2, 3, 8, 16)
+    upper = model.tokenize(pixels[:, :, :8])
+    assert torch.equal(upper, model.tokenize(pixels)[:, :8])
+    assert model.decode_tokens(upper, (2, 4)).shape == (2, 3, 8, 16)
 
 
 def test_sizes_that_do_not_fit():
@@ -151,7 +151,7 @@ def test_sizes_that_do_not_fit():
 def test_refinements_begin_as_almost_nothing_and_see_across_the_seams_of_patches() -> None:
     torch.manual_seed(0)
     plain = SMALL.build()
-    refined = replace(SMALL, refinements=1).build()
+    refined = replace(SMALL, pixel_blocks=1).build()
     refined.load_state_dict(plain.state_dict(), strict=False)
     for model in (plain, refined):
         model.codes.uniform_(0.2, 0.8, generator=torch.Generator().manual_seed(1))

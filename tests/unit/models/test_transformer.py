@@ -30,7 +30,7 @@ def batch(model, rows=3):
 @pytest.mark.parametrize("short", [0, 1000])
 @pytest.mark.parametrize("pattern", ["paper", *PATTERNS])
 def test_cached_logits_equal_teacher_forced_ones(pattern, short, monkeypatch):
-    monkeypatch.setattr(sparse, "_SHORT", short)  # sparse attention, or a dense mask
+    monkeypatch.setattr(sparse, "DENSE_MAX_POSITIONS", short)  # sparse attention, or a dense mask
     model = small(pattern=pattern)
     text, image = batch(model)
     with torch.inference_mode():
@@ -44,7 +44,7 @@ def test_cached_logits_equal_teacher_forced_ones(pattern, short, monkeypatch):
 
 @pytest.mark.parametrize("short", [0, 1000])
 def test_in_float64_cached_logits_are_as_near_as_float64_is(short, monkeypatch):
-    monkeypatch.setattr(sparse, "_SHORT", short)
+    monkeypatch.setattr(sparse, "DENSE_MAX_POSITIONS", short)
     model = small().double()
     text, image = batch(model)
     with torch.inference_mode():
@@ -57,7 +57,7 @@ def test_in_float64_cached_logits_are_as_near_as_float64_is(short, monkeypatch):
 
 @pytest.mark.parametrize("short", [0, 1000])
 def test_it_trains_and_draws_with_patterns_that_are_new(short, monkeypatch):
-    monkeypatch.setattr(sparse, "_SHORT", short)
+    monkeypatch.setattr(sparse, "DENSE_MAX_POSITIONS", short)
     for name, make in {"row": dilated, "column": alternate}.items():
         monkeypatch.setitem(PATTERNS, name, make)
     model = small(grid=(6, 4))
@@ -70,7 +70,7 @@ def test_it_trains_and_draws_with_patterns_that_are_new(short, monkeypatch):
     torch.testing.assert_close(torch.stack(found, 1), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_layer_scale_and_normalised_queries_train_and_draw_alike():
+def test_layer_scale_and_qk_norm_train_and_decode_equally():
     model, text, image = small(layer_scale=True, qk_norm=True), *batch(small())
     with torch.inference_mode():
         first = model(text, image)[1]
@@ -78,16 +78,16 @@ def test_layer_scale_and_normalised_queries_train_and_draw_alike():
         assert torch.equal(block.mlp.scale.gain, torch.zeros(32))
         for resblock in (block.attention, block.mlp):
             resblock.scale.gain.data.fill_(0.5)
-        core = block.attention.branch
-        core.q_norm.weight.data.uniform_(0.5, 2)
+        attention = block.attention.branch
+        attention.q_norm.weight.data.uniform_(0.5, 2)
     with torch.inference_mode():
         expected = model(text, image)[1]
         cache, logits = model.prefill(text)
         found = [logits, *(model.step(cache, token) for token in image.T[:-1])]
     torch.testing.assert_close(torch.stack(found, 1), expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(first, expected)  # at first each block was the identity
-    core.qkv.weight.data[:64] *= 100  # queries and keys, whose length is normalised away; no bias
-    core.qkv.bias.data.zero_()
+    attention.qkv.weight.data[:64] *= 100  # queries and keys, whose length is normalised away; no bias
+    attention.qkv.bias.data.zero_()
     with torch.inference_mode():
         torch.testing.assert_close(model(text, image)[1], expected, atol=1e-3, rtol=1e-3)
 

@@ -15,9 +15,9 @@ def test_codes_keep_shape_and_layout() -> None:
     codes = E6M9.pack(x)
     assert codes.dtype == torch.int16 and codes.stride() == x.stride()
     assert torch.equal(codes, E6M9.pack(x.contiguous()))
-    assert torch.equal(E6M9.unpack(codes), E6M9.rounded(x.contiguous()))
+    assert torch.equal(E6M9.unpack(codes), E6M9.round(x.contiguous()))
     for odd in (x[:, ::2], x.mT, torch.randn(3, 1).expand(3, 4), torch.zeros(0, 2), torch.tensor(1.5)):
-        assert torch.equal(E6M9.rounded(odd), E6M9.rounded(odd.contiguous()))
+        assert torch.equal(E6M9.round(odd), E6M9.round(odd.contiguous()))
     out = torch.empty_like(x.contiguous(), dtype=torch.int16)
     assert E6M9.pack(x, out=out) is out and torch.equal(out, codes)
     assert FloatFormat(1, 4, 3).pack(x).dtype == torch.uint8
@@ -40,16 +40,16 @@ def test_codes_go_to_a_part_of_a_tensor_and_nowhere_else(seed: int | None) -> No
 
 def test_pieces_make_no_difference() -> None:
     x = torch.randn(100_001)
-    assert torch.equal(E6M9.pack(x), E6M9._encoded(x, None))
+    assert torch.equal(E6M9.pack(x), E6M9.encode(x, None))
 
 
-def test_formats_that_cannot_be_are_refused() -> None:
+def test_invalid_formats_raise() -> None:
     for parts in ((1, 8, 7), (2, 4, 3), (1, 7, 9), (1, 6, 0), (0, 0, 4)):
-        with pytest.raises(ValueError, match=r"is no format|must be at (least|most)"):
+        with pytest.raises(ValueError, match=r"choose at most 16|must be at (least|most)"):
             FloatFormat(*parts)
-    with pytest.raises(ValueError, match="1-6-9 reaches beyond fp32: choose a bias nearer to 31"):
+    with pytest.raises(ValueError, match="1-6-9 exceeds the range of fp32: choose a bias near 31"):
         FloatFormat(1, 6, 9, bias=-60)
-    with pytest.raises(ValueError, match="need an `out` of torch.int16"):
+    with pytest.raises(ValueError, match="`out` must be torch.int16"):
         E6M9.pack(torch.zeros(3), out=torch.zeros(3, dtype=torch.uint8))
 
 
@@ -63,10 +63,10 @@ def test_what_cannot_be_compiled_runs_as_it_is_written(monkeypatch: pytest.Monke
         return call
 
     monkeypatch.setattr(torch, "compile", broken)
-    double = compile_elementwise.Fused(lambda x: 2 * x)
-    with pytest.warns(UserWarning, match=r"does not work here \(no compiler\)") as said:
-        once = double(torch.ones(compile_elementwise.LARGE))
-    assert len(said) == 1 and torch.equal(double(torch.ones(compile_elementwise.LARGE)), once)
+    double = compile_elementwise.CompiledElementwise(lambda x: 2 * x)
+    with pytest.warns(UserWarning, match=r"torch.compile failed \(no compiler\)") as warned:
+        once = double(torch.ones(compile_elementwise.MIN_COMPILED_SIZE))
+    assert len(warned) == 1 and torch.equal(double(torch.ones(compile_elementwise.MIN_COMPILED_SIZE)), once)
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda form: pickle.loads(pickle.dumps(form))])

@@ -9,35 +9,39 @@ from torch.autograd import gradcheck
 from torch.func import functional_call
 
 from limner.layers import sparse
-from limner.models.contrastive import MAX_LOG_SCALE, ContrastiveConfig
+from limner.models.contrastive import MAX_LOG_SCALE, CLIPConfig
 from limner.models.dvae import DVAEConfig, map_pixels
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.codebook_elbo import BalancedELB, contrast
-from limner.objectives.contrastive import ContrastiveLoss
+from limner.objectives.contrastive import CLIPLoss
 from limner.objectives.elbo import (
     RelaxedELB,
     gumbel_softmax,
     kl_to_uniform,
     logit_laplace_nll,
 )
-from limner.objectives.hard_negatives import HardContrastiveLoss, spoil
-from limner.objectives.reconstruction_loss import PixelError
+from limner.objectives.hard_negatives import HardNegativeLoss, cut_paste
+from limner.objectives.reconstruction_loss import ReconstructionLoss
 from limner.text import PAD
 from limner.training.train_module import Trainable
 
 PRIOR = TransformerConfig(text_vocab=9, image_vocab=7, text_len=3, grid=(4, 3), width=8, depth=3, heads=2, kernel=3)
-CLIP = ContrastiveConfig(text_vocab=9, text_len=3, size=8, patch=4, width=8, depth=1, heads=2, embedding=8)
+CLIP = CLIPConfig(text_vocab=9, text_len=3, size=8, patch=4, width=8, depth=1, heads=2, embedding=8)
 DVAE = DVAEConfig(size=8, width=8, groups=2, blocks=1, vocab=12, code_width=8)
 IN_FLOAT64 = {
     "prior, sparse": (PRIOR, Autoregressive(), 0),
     "prior, masked": (PRIOR, Autoregressive(), 1_000),
-    "contrastive": (CLIP, ContrastiveLoss(), 0),
-    "hard negatives": (CLIP, HardContrastiveLoss(spoiled=1), 0),
+    "contrastive": (CLIP, CLIPLoss(), 0),
+    "hard negatives": (CLIP, HardNegativeLoss(cut_paste_negatives=1), 0),
     "dVAE": (DVAE, RelaxedELB(), 0),
     "dVAE, balanced": (DVAE, BalancedELB(), 0),
-    "dVAE of patches": (PatchDVAEConfig(size=8, patch=4, vocab=12, width=8, blocks=1, refinements=1), PixelError(), 0),
+    "dVAE of patches": (
+        PatchDVAEConfig(size=8, patch=4, vocab=12, width=8, blocks=1, pixel_blocks=1),
+        ReconstructionLoss(),
+        0,
+    ),
 }
 
 
@@ -45,7 +49,7 @@ IN_FLOAT64 = {
 def test_losses_in_float64_have_the_gradients_of_finite_differences(case, monkeypatch):
     """Nothing on the way is fp32: differences of 1e-6 would drown in its rounding."""
     config, objective, short = IN_FLOAT64[case]
-    monkeypatch.setattr(sparse, "_SHORT", short)
+    monkeypatch.setattr(sparse, "DENSE_MAX_POSITIONS", short)
     torch.manual_seed(0)
     trainable = Trainable(config.build().double(), objective)
     batch = {"pixels": torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8), "text": torch.randint(0, 9, (4, 3))}
@@ -121,7 +125,7 @@ def test_the_codes_that_were_to_be_used_have_a_price_later():
     torch.manual_seed(0)
     model = DVAEConfig(size=8, width=8, groups=1, vocab=4, code_width=8).build()
     pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
-    objective = BalancedELB(balance=0.3, price=0.2, priced_from=7, log_b_floor=-9.0)
+    objective = BalancedELB(usage_kl_weight=0.3, usage_penalty=0.2, usage_penalty_from=7, min_log_b=-9.0)
     for step, weight in ((6, 0.3), (7, -0.2)):
         loss, metrics = objective(model, {"pixels": pixels}, step, torch.Generator().manual_seed(0))
         torch.testing.assert_close(loss.detach(), metrics["nll"] + weight * metrics["imbalance"])
@@ -142,9 +146,9 @@ def test_patches_with_contrast_have_most_of_their_pictures_weight():
             for y in range(8) for x in range(8)
         )  # fmt: skip
         by_hand += (0.7 * total / weight[picture].sum() + 0.3 * nll[picture].mean()) / 2
-    torch.testing.assert_close(BalancedELB(detail=0.7)._mean(nll, weight), by_hand)
-    assert BalancedELB()._mean(nll, weight) == nll.mean()
-    loss, _ = BalancedELB(detail=1.0, balance=0.0)(model, {"pixels": pixels}, 0, torch.Generator())
+    torch.testing.assert_close(BalancedELB(contrast_weight=0.7).mean_nll(nll, weight), by_hand)
+    assert BalancedELB().mean_nll(nll, weight) == nll.mean()
+    loss, _ = BalancedELB(contrast_weight=1.0, usage_kl_weight=0.0)(model, {"pixels": pixels}, 0, torch.Generator())
     loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
@@ -181,20 +185,18 @@ def test_the_decoder_finishes_on_argmax_codes_while_the_encoder_rests():
     model.decoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     for step in (4, 5):
         model.zero_grad()
-        loss, _ = BalancedELB(hard_from=5)(model, {"pixels": pixels}, step, torch.Generator().manual_seed(0))
+        loss, _ = BalancedELB(freeze_encoder_from=5)(model, {"pixels": pixels}, step, torch.Generator().manual_seed(0))
         loss.backward()
         moves = [any(p.grad is not None for p in part.parameters()) for part in (model.encoder, model.decoder)]
         assert moves == [step < 5, True]
-    tokens = model.tokens(pixels).unflatten(1, (4, 4))
+    tokens = model.tokenize(pixels).unflatten(1, (4, 4))
     assert torch.equal(seen[1], F.one_hot(tokens, 20).movedim(-1, 1).float())
     assert not torch.equal(seen[0], seen[1])
 
 
 def contrastive():
     torch.manual_seed(0)
-    return ContrastiveConfig(
-        text_vocab=30, text_len=6, size=16, patch=8, width=32, depth=2, heads=4, embedding=16
-    ).build()
+    return CLIPConfig(text_vocab=30, text_len=6, size=16, patch=8, width=32, depth=2, heads=4, embedding=16).build()
 
 
 def test_contrastive_loss_equals_clips_when_captions_differ():
@@ -203,14 +205,14 @@ def test_contrastive_loss_equals_clips_when_captions_differ():
         "pixels": torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8),
         "text": torch.randint(0, 30, (5, 6)),
     }
-    loss, metrics = ContrastiveLoss()(model, batch, 0, None)
+    loss, metrics = CLIPLoss()(model, batch, 0, None)
     logits = model.scale() * model.encode_image(batch["pixels"]) @ model.encode_text(batch["text"]).T
     labels = torch.arange(5)
     torch.testing.assert_close(loss, (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2)
-    torch.testing.assert_close((loss, metrics), HardContrastiveLoss()(model, batch, 0, None))
+    torch.testing.assert_close((loss, metrics), HardNegativeLoss()(model, batch, 0, None))
 
 
-@pytest.mark.parametrize("loss", [ContrastiveLoss(), HardContrastiveLoss()])
+@pytest.mark.parametrize("loss", [CLIPLoss(), HardNegativeLoss()])
 def test_contrastive_logits_have_32_bits_where_products_run_in_16(loss, monkeypatch):
     model = contrastive()
     images, texts = F.normalize(torch.randn(2, 5, 8), dim=-1)
@@ -227,7 +229,7 @@ def test_equal_captions_are_not_negatives_of_each_other():
     model = contrastive()
     pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     text = torch.randint(0, 30, (1, 6)).expand(2, 6)
-    loss, metrics = HardContrastiveLoss()(model, {"pixels": pixels, "text": text}, 0, None)
+    loss, metrics = HardNegativeLoss()(model, {"pixels": pixels, "text": text}, 0, None)
     assert metrics["accuracy"] == 1
     assert loss >= math.log(2) - 1e-6  # the best there is: both count half
 
@@ -237,7 +239,7 @@ def test_a_picture_picks_among_its_distractors_too_and_padding_is_none():
     pixels = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
     text, wrong = torch.randint(0, 30, (3, 6)), torch.randint(0, 30, (3, 2, 6))
     wrong[1, 1] = PAD
-    loss, _ = HardContrastiveLoss()(model, {"pixels": pixels, "text": text, "distractors": wrong}, 0, None)
+    loss, _ = HardNegativeLoss()(model, {"pixels": pixels, "text": text, "distractors": wrong}, 0, None)
     images, right = model.encode_image(pixels), model.encode_text(text)
     losses = []
     for i in range(3):
@@ -250,8 +252,8 @@ def test_a_picture_picks_among_its_distractors_too_and_padding_is_none():
 @pytest.mark.parametrize("shift", [0, 1])
 def test_a_spoiled_picture_differs_in_one_rectangle_from_its_own_picture_or_the_next(shift):
     pixels = torch.randint(0, 256, (40, 3, 16, 24), dtype=torch.uint8)
-    spoiled, intact = spoil(pixels, shift, torch.Generator().manual_seed(0))
-    again, _ = spoil(pixels, shift, torch.Generator().manual_seed(0))
+    spoiled, intact = cut_paste(pixels, shift, torch.Generator().manual_seed(0))
+    again, _ = cut_paste(pixels, shift, torch.Generator().manual_seed(0))
     assert torch.equal(spoiled, again) and not intact.any()
     for i in range(40):
         changed = (spoiled[i] != pixels[i]).any(0)
@@ -265,11 +267,11 @@ def test_a_spoiled_picture_differs_in_one_rectangle_from_its_own_picture_or_the_
 
 def test_a_copy_that_shows_no_change_is_no_negative():
     flat = torch.full((4, 3, 16, 16), 90, dtype=torch.uint8)
-    assert spoil(flat, 0, None)[1].all()
+    assert cut_paste(flat, 0, None)[1].all()
     model = contrastive()
     batch = {"pixels": flat, "text": torch.randint(0, 30, (4, 6))}
     torch.testing.assert_close(
-        HardContrastiveLoss(spoiled=1)(model, batch, 0, None)[0], ContrastiveLoss()(model, batch, 0, None)[0]
+        HardNegativeLoss(cut_paste_negatives=1)(model, batch, 0, None)[0], CLIPLoss()(model, batch, 0, None)[0]
     )
 
 
@@ -279,9 +281,9 @@ def test_a_caption_picks_among_the_spoiled_copies_of_its_picture_too():
         "pixels": torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8),
         "text": torch.randint(0, 30, (3, 6)),
     }
-    loss, metrics = HardContrastiveLoss(spoiled=2)(model, batch, 0, torch.Generator().manual_seed(0))
+    loss, metrics = HardNegativeLoss(cut_paste_negatives=2)(model, batch, 0, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
-    wrong = [spoil(batch["pixels"], shift, generator)[0] for shift in (0, 1)]
+    wrong = [cut_paste(batch["pixels"], shift, generator)[0] for shift in (0, 1)]
     images, texts = model.encode_image(batch["pixels"]), model.encode_text(batch["text"])
     losses = []
     for i in range(3):
@@ -289,7 +291,7 @@ def test_a_caption_picks_among_the_spoiled_copies_of_its_picture_too():
         losses.append(F.cross_entropy(model.scale() * choices @ texts[i], torch.tensor(i)))
     by_picture = F.cross_entropy(model.scale() * images @ texts.T, torch.arange(3))
     torch.testing.assert_close(loss, (torch.stack(losses).mean() + by_picture) / 2)
-    assert 0 <= metrics["kept"] <= 1
+    assert 0 <= metrics["text_to_image_acc"] <= 1
 
 
 def test_contrastive_towers_read_to_the_last_token_and_give_unit_vectors():
@@ -308,7 +310,7 @@ def test_a_clipped_temperature_comes_back():
     model.constrain()
     assert model.scale().item() == pytest.approx(100)
     batch = {"pixels": torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8), "text": torch.randint(0, 30, (4, 6))}
-    ContrastiveLoss()(model, batch, 0, None)[0].backward()  # sure and wrong: it wants to be less sure
+    CLIPLoss()(model, batch, 0, None)[0].backward()  # sure and wrong: it wants to be less sure
     assert model.log_scale.grad is not None and model.log_scale.grad.item() > 0
 
 
@@ -328,7 +330,7 @@ def test_micro_batches_of_the_prior_add_up_to_its_batch_whatever_their_captions(
             (objective(model, part, 0, None)[0] * len(part["text"]) / 4).backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    shared = {**batch, **objective.shared(batch)}
-    parts = [{name: tensor[rows] for name, tensor in shared.items()} for rows in (slice(1), slice(1, 4))]
+    batch_stats = {**batch, **objective.batch_stats(batch)}
+    parts = [{name: tensor[rows] for name, tensor in batch_stats.items()} for rows in (slice(1), slice(1, 4))]
     for whole, added in zip(gradients([batch]), gradients(parts), strict=True):
         torch.testing.assert_close(added, whole, rtol=1e-4, atol=1e-7)

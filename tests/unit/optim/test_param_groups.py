@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 from limner.optim.param_groups import parameter_groups
 
 
@@ -37,7 +37,7 @@ def test_all_decays_everything() -> None:
 
 
 def test_learned_positions_of_patches_decay_only_in_scope_all() -> None:
-    model = ContrastiveConfig(text_vocab=9, text_len=4, size=8, patch=4, width=8, depth=1, heads=2, embedding=4).build()
+    model = CLIPConfig(text_vocab=9, text_len=4, size=8, patch=4, width=8, depth=1, heads=2, embedding=4).build()
     decayed, exempt = parameter_groups(model, 0.1)
     in_group = [any(p is model.image_position for p in group["params"]) for group in (decayed, exempt)]
     assert in_group == [False, True]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from limner import recipes
-from limner.layers.attention import visible
-from limner.layers.inference_linear import packs
+from limner.layers.attention import attention_mask
+from limner.layers.inference_linear import supports_packed_linear
 from limner.layers.patterns import PATTERNS
 from limner.models.transformer import SIZES, TransformerConfig
 from limner.optim.optimizers import AdamW16Config, AdamWConfig
@@ -71,12 +71,12 @@ def test_the_papers_model_fits_the_papers_gpu_only_in_the_papers_format():
 def test_attended_pairs_match_the_attention_mask(kind):
     config = TransformerConfig(text_len=5, grid=(4, 6), kernel=3, width=16, heads=2, depth=1)
     pattern = PATTERNS[kind](config.grid, config.kernel)
-    assert cost.attended_pairs(config, pattern) == visible(pattern, 6).sum()
+    assert cost.attended_pairs(config, pattern) == attention_mask(pattern, 6).sum()
 
 
 def test_kv_cache_of_the_papers_model():
     config = SIZES["dalle-12b"]
-    mean = sum(pattern.held for pattern in config.patterns) / config.depth
+    mean = sum(pattern.cache_slots for pattern in config.patterns) / config.depth
     assert round(mean) == 283
     shared, each = PAPER.kv_cache()
     assert each == mean * config.depth * 2 * config.width * 2
@@ -146,7 +146,9 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads the peak from /proc")
-@pytest.mark.skipif(not packs(), reason="the plan assumes oneDNN's bf16 products; the fallback takes less memory")
+@pytest.mark.skipif(
+    not supports_packed_linear(), reason="the plan assumes oneDNN's bf16 products; the fallback takes less memory"
+)
 @pytest.mark.parametrize(
     ("config", "batch", "checkpointing"),
     [

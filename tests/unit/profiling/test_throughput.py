@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from limner.layers.attention import visible
+from limner.layers.attention import attention_mask
 from limner.models.transformer import TransformerConfig
 from limner.profiling import throughput
 from limner.profiling.cost import Cost
@@ -19,7 +19,7 @@ def test_a_sampling_step_counts_the_pattern():
     flops, bytes_read = Cost(config=SMALL).decode_step(7)
     matrices = 12 * 4 * 32**2 + 32 * 30
     p = 6
-    image = sum(float(visible(pattern, p)[p:, p:].sum()) / 24 for pattern in SMALL.patterns)
+    image = sum(float(attention_mask(pattern, p)[p:, p:].sum()) / 24 for pattern in SMALL.patterns)
     assert flops == pytest.approx(7 * (2 * matrices + 4 * 32 * (image + 4 * p)))
     assert bytes_read == pytest.approx(2 * (matrices + 2 * 32 * (7 * image + 4 * p)))
     rates = DeviceRates(gemm=1e9, copy=1e8)
@@ -28,7 +28,9 @@ def test_a_sampling_step_counts_the_pattern():
 
 def test_cache_bytes_with_a_shared_and_a_copied_prefix():
     shared, copied = (throughput.time_generation(SMALL, 3, CPU, shared=share) for share in (True, False))
-    size = shared.cache_bytes // sum(pattern.held for pattern in SMALL.patterns)  # bytes per position, keys and values
+    size = shared.cache_bytes // sum(
+        pattern.cache_slots for pattern in SMALL.patterns
+    )  # bytes per position, keys and values
     assert size in (2 * 32 * 2, 2 * 32 * 4)
     assert shared.shared_bytes == 4 * 6 * size
     assert (copied.cache_bytes, copied.shared_bytes) == (shared.cache_bytes + shared.shared_bytes, 0)

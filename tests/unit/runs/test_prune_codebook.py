@@ -19,9 +19,9 @@ def test_pictures_and_likelihoods_of_used_codes_stay(tmp_path, capsys):
     assert 1 < len(used) < pipe.dvae.config.vocab
     small = prune(pipe, used)
     pixels = ImageCaptionDataset(source, 24).load(np.arange(70))[1]
-    tokens, fewer = pipe.dvae.tokens(pixels), small.dvae.tokens(pixels)
+    tokens, fewer = pipe.dvae.tokenize(pixels), small.dvae.tokenize(pixels)
     assert torch.equal(used[fewer], tokens)
-    assert torch.equal(small.dvae.pictures(fewer), pipe.dvae.pictures(tokens))
+    assert torch.equal(small.dvae.decode_tokens(fewer), pipe.dvae.decode_tokens(tokens))
     text = torch.randint(0, 99, (70, 30))
     for got, want in zip(small.prior(text, fewer), pipe.prior(text, tokens), strict=True):
         torch.testing.assert_close(got, want if got.shape == want.shape else want[..., used])

@@ -14,11 +14,11 @@ from limner.config import load_json, save_json
 from limner.errors import UserError
 from limner.evaluation.zero_shot import evaluate, scene_task
 from limner.layers.patterns import PATTERNS
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
-from limner.objectives.hard_negatives import HardContrastiveLoss
+from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.optim.optimizers import AdamWConfig
 from limner.pipeline import TextToImage, load
 from limner.recipes.recipe import PatchStage, Recipe
@@ -60,7 +60,10 @@ def test_an_invalid_command_changes_no_file(data, tmp_path):
     for change, message in (
         ({"prior": wider}, "run/prior holds a run with another model.width"),
         ({"dvae": replace(dvae, training=replace(dvae.training, seed=9))}, "dvae holds .* another training.seed"),
-        ({"contrastive": replace(RECIPE.contrastive, objective=HardContrastiveLoss())}, "another objective.spoiled"),
+        (
+            {"contrastive": replace(RECIPE.contrastive, objective=HardNegativeLoss())},
+            "another objective.cut_paste_negatives",
+        ),
         ({"dvae": with_steps(RECIPE, 3).dvae}, "the prior in .* was trained on tokens of its dVAE"),
     ):
         with pytest.raises(UserError, match=message):
@@ -103,7 +106,7 @@ def test_the_second_papers_models_are_recipes(data, tmp_path):
 
 
 def test_an_invalid_stage_raises_before_the_first_stage(data, tmp_path):
-    wrong = replace(RECIPE, contrastive=replace(RECIPE.contrastive, model=ContrastiveConfig(patch=7, width=32)))
+    wrong = replace(RECIPE, contrastive=replace(RECIPE.contrastive, model=CLIPConfig(patch=7, width=32)))
     with pytest.raises(UserError, match="patch must divide"):
         train_all(wrong, data, tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []

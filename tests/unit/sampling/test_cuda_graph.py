@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from limner.errors import UserError
-from limner.layers.cache import Int8Store, Store
+from limner.layers.cache import Int8KVStore, KVStore
 from limner.models.transformer import TransformerConfig
 from limner.sampling import aot_inductor
 from limner.sampling.cuda_graph import GraphedDecoder, build_decoder
@@ -32,7 +32,7 @@ def replay_eagerly(run):
     return run
 
 
-@pytest.mark.parametrize("store", [Store, Int8Store])
+@pytest.mark.parametrize("store", [KVStore, Int8KVStore])
 @pytest.mark.parametrize("pattern", ["paper", "dense"])
 def test_logits_equal_those_of_the_model(pattern, store):
     model = prior(pattern)
@@ -85,7 +85,7 @@ def test_alternating_caches_of_one_shape_do_not_mix():
     model = prior()
     graphed = GraphedDecoder(model, replay_eagerly)
     with torch.inference_mode():
-        caches = [[x.prefill(torch.full((1, 4), i), Store)[0].expand(3) for x in (model, graphed)] for i in range(2)]
+        caches = [[x.prefill(torch.full((1, 4), i), KVStore)[0].expand(3) for x in (model, graphed)] for i in range(2)]
         for position in range(6):
             for pair in caches[: 1 + position % 2]:
                 token = torch.randint(0, 12, (3,))

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 from limner.errors import UserError
-from limner.layers.cache import Int8Store, Store
+from limner.layers.cache import Int8KVStore, KVStore
 from limner.models.transformer import TransformerConfig
 from limner.sampling.cuda_graph import GraphedDecoder
 from limner.sampling.generate import UNSET, Scheduler, candidate_noise, generate, sample_token
@@ -276,7 +276,7 @@ def requests():
 @given(
     joins=st.lists(st.integers(0, 20), min_size=6, max_size=6),
     leaves=st.lists(st.integers(1, 20), min_size=6, max_size=6),
-    store=st.sampled_from([Store, Int8Store]), pattern=st.sampled_from(["paper", "dense"]), graphed=st.booleans(),
+    store=st.sampled_from([KVStore, Int8KVStore]), pattern=st.sampled_from(["paper", "dense"]), graphed=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=12, deadline=None)
 def test_groups_that_join_and_leave_sample_what_they_sample_alone(joins, leaves, store, pattern, graphed):

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from limner.errors import UserError
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 from limner.sampling.rerank import best, distinct_first, scores
 from limner.text import PAD
 
 
 def test_scores_are_cosines_of_each_pair():
     torch.manual_seed(0)
-    model = ContrastiveConfig(
+    model = CLIPConfig(
         text_vocab=20, text_len=4, size=16, patch=8, width=16, depth=1, heads=2, embedding=8
     ).build().eval()  # fmt: skip
     text = torch.tensor([[1, 2, PAD, PAD], [3, 4, 5, PAD]])

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from limner.errors import UserError
-from limner.layers.precisions import Narrow
-from limner.models.contrastive import ContrastiveConfig
+from limner.layers.precisions import SimulatedGradients
+from limner.models.contrastive import CLIPConfig
 from limner.models.transformer import TransformerConfig
 from limner.numerics.formats import FloatFormat
 from limner.numerics.precision import Fp16, Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.objectives.contrastive import ContrastiveLoss
+from limner.objectives.contrastive import CLIPLoss
 from limner.optim.optimizers import AdamWConfig
 from limner.text import PAD
 from limner.training.config import TrainConfig
@@ -112,7 +112,7 @@ def test_resblock_scales_lift_gradients_that_fp16_loses():
 
 def test_outside_the_resblocks_nothing_is_lost_since_it_is_in_fp32():
     """What reads patches, both output layers and the objective's product have no scale (D.2)."""
-    towers = ContrastiveConfig(
+    towers = CLIPConfig(
         text_vocab=20, text_len=6, size=16, patch=4, width=16, depth=2, heads=2, embedding=8, layer_scale=True
     )
     generator = torch.Generator().manual_seed(0)
@@ -122,7 +122,7 @@ def test_outside_the_resblocks_nothing_is_lost_since_it_is_in_fp32():
     }
 
     def small(model, batch, step, generator):
-        loss, found = ContrastiveLoss()(model, batch, step, generator)
+        loss, found = CLIPLoss()(model, batch, step, generator)
         return loss * 1e-6, found
 
     torch.manual_seed(1)
@@ -158,7 +158,7 @@ def test_a_simulated_format_enters_a_block_as_fp16_does():
 
 def test_an_overflow_in_a_simulated_format_leaves_the_block_alone():
     """As it does in fp16: what is too large on the way into a block is zero there, and no update of it is skipped."""
-    run = run_of("none", precision=Narrow(form=FloatFormat(1, 4, 3)))
+    run = run_of("none", precision=SimulatedGradients(gradient_format=FloatFormat(1, 4, 3)))
     hook = ResblockScales(run, FloatFormat(1, 4, 3))
     hook.scales.fill_(ResblockScales.HIGHEST)
     found = gradients(run, [hook])

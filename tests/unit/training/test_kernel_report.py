@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from limner.layers.kernel_counter import from_rows
+from limner.layers.kernel_counter import counts_from_json
 from limner.layers.precisions import Fp8SwitchBack, Fp8TensorWise, LLMInt8, SwitchBack, SwitchBackM, SwitchBackQ
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
@@ -35,7 +35,7 @@ def run(out, config):
 
 def counted(out):
     found = json.loads((out / FILE).read_text())
-    return found, sum((from_rows(layer["products"]) for layer in found["layers"]), Counter())
+    return found, sum((counts_from_json(layer["products"]) for layer in found["layers"]), Counter())
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: type(precision).__name__)

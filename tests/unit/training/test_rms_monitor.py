@@ -96,7 +96,7 @@ def of_the_step(optimizer, p, before):
     v = (beta * before + (1 - beta) * g**2).clamp_max(group.get("max_exp_avg_sq", math.inf))
     packed = not state["exp_avg_sq"].is_floating_point()
     tolerance = {"rtol": 1e-3 if packed else 1e-5, "atol": 2**-60 if packed else 0}
-    end = UE6M10.maximum if packed else math.inf
+    end = UE6M10.max if packed else math.inf
     torch.testing.assert_close(read_moment(state, "exp_avg_sq").double(), v.clamp_max(end), **tolerance)
     u = (v / (1 if warms else 1 - beta**t)).clamp_min(group["eps"] ** 2)
     return (g**2 / u).mean().sqrt().item()

@@ -54,14 +54,14 @@ def main(argv: Sequence[str]) -> None:
 def _report(title: str, path: Path) -> Iterator[str]:
     """Yield the lines of the report on one model."""
     from limner.layers.half_linear import HalfLinear
-    from limner.layers.kernel_counter import Product, from_rows
+    from limner.layers.kernel_counter import Product, counts_from_json
 
     products, ordinary = get_args(Product), ("Linear", HalfLinear.__name__)
     try:
         found = read_json(path)
         head = f"{title}: {found['precision']}, {int(found['step']):,} steps"
         layers = [
-            (str(x["name"]), str(x["kind"]), str(x.get("weight", "float32")), from_rows(x["products"]))
+            (str(x["name"]), str(x["kind"]), str(x.get("weight", "float32")), counts_from_json(x["products"]))
             for x in found["layers"]
         ]
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):

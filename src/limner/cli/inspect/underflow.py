@@ -44,14 +44,14 @@ def main(argv: Sequence[str]) -> None:
     if not recipe.exists():
         raise UserError(f"{options.run} is no run: it has no recipe.json, as `limner train --out` writes it")
     from limner.data.stream import Stream
-    from limner.layers.low_precision import plain
+    from limner.layers.low_precision import to_linear
     from limner.profiling.grad_histogram import SMALLEST_SUBNORMAL, gradient_exponents
     from limner.recipes.recipe import Recipe
     from limner.runs.run_data import RunData
     from limner.runs.stages import StageTrainer
 
     run, data = StageTrainer(RunData.open(load_json(Recipe, recipe), options.data, options.run)).restore(options.stage)
-    plain(run.model)
+    to_linear(run.model)
     stream = Stream(data, run.config.batch_size, options.seed)
     parts = gradient_exponents(run, next(stream))
     stream.close()

@@ -3,21 +3,21 @@
 import pytest
 import torch
 
-from limner.models.contrastive import ContrastiveConfig
+from limner.models.contrastive import CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.objectives.codebook_elbo import BalancedELB
-from limner.objectives.hard_negatives import HardContrastiveLoss
+from limner.objectives.hard_negatives import HardNegativeLoss
 
 DVAE = DVAEConfig(size=16, width=8, groups=2, blocks=1, vocab=16, code_width=8)
-CLIP = ContrastiveConfig(text_vocab=10, text_len=4, size=16, patch=8, width=16, depth=1, heads=2, embedding=8)
+CLIP = CLIPConfig(text_vocab=10, text_len=4, size=16, patch=8, width=16, depth=1, heads=2, embedding=8)
 
 
 @pytest.mark.parametrize(
     ("config", "objective"),
     [
-        (CLIP, HardContrastiveLoss()),
-        (DVAE, BalancedELB(hard_from=0, balance=10.0)),
-        (DVAE, BalancedELB(hard_from=0, priced_from=0, price=10.0, detail=0.7)),
+        (CLIP, HardNegativeLoss()),
+        (DVAE, BalancedELB(freeze_encoder_from=0, usage_kl_weight=10.0)),
+        (DVAE, BalancedELB(freeze_encoder_from=0, usage_penalty_from=0, usage_penalty=10.0, contrast_weight=0.7)),
     ],
 )
 def test_the_mean_over_processes_is_the_loss_of_the_whole(config, objective):
@@ -45,7 +45,7 @@ def test_the_mean_over_processes_is_the_loss_of_the_whole(config, objective):
                 others = [calls[call] if call < len(calls) else rows for calls in given]
                 return torch.cat([rows if i == k else other for i, other in enumerate(others)])
 
-            losses.append(objective.across(join)(model, share, 0, None)[0])
+            losses.append(objective.gathered(join)(model, share, 0, None)[0])
     torch.testing.assert_close(torch.stack(losses).mean(), whole)
     alone = torch.stack([objective(model, share, 0, None)[0] for share in shares]).mean()
     assert (alone - whole).abs() > 1e-3  # shares that know nothing of each other have another loss
