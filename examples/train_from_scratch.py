@@ -48,10 +48,10 @@ def fit(name, model, objective, dataset, steps, batch, optimizer, **settings):
 
 # Data: scenes of one object on a background, with captions such as "a small striped red cross on a pink background".
 if not (OUT / "data/dataset.json").exists():
-    write_scenes(OUT / "data", 8_000, seed=0, things=(1, 0, 0, 0), pairs=0, held_out=0)
+    write_scenes(OUT / "data", 8_000, seed=0, count_weights=(1, 0, 0, 0), pairs=0, held_out=0)
 source = open_source(str(OUT / "data"))
 tokenizer = Tokenizer.train((caption for i in range(len(source)) for caption in source[i].captions), CODES)
-images = ImageCaptionDataset(source, SIZE, tokenizer=tokenizer, text_len=LENGTH, keep_bytes=1 << 30)
+images = ImageCaptionDataset(source, SIZE, tokenizer=tokenizer, text_len=LENGTH, cache_bytes=1 << 30)
 text = {"text_vocab": tokenizer.vocab_size, "text_len": LENGTH}
 torch.manual_seed(0)
 

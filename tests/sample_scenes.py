@@ -6,19 +6,19 @@ import numpy as np
 from PIL import Image
 
 from limner.tasks import captions, scenes
-from limner.tasks.scenes import Scene, Thing
+from limner.tasks.scenes import Scene, SceneObject
 
-ONE = Thing(shape="circle", color="red", size="small", fill="solid", x=2, y=3)
-TWO = Thing(shape="square", color="blue", size="large", fill="solid", x=6, y=7)
-SCENE = Scene(things=(ONE, TWO), background="gray")
+ONE = SceneObject(shape="circle", color="red", size="small", fill="solid", x=2, y=3)
+TWO = SceneObject(shape="square", color="blue", size="large", fill="solid", x=6, y=7)
+SCENE = Scene(objects=(ONE, TWO), background="gray")
 
 
-def world(n, seed=0, **options):
+def random_scenes(n, seed=0, **options):
     rng = np.random.default_rng(seed)
     return [scenes.sample_scene(rng, **options) for _ in range(n)]
 
 
-def mixed_world(n, seed=0, **options):
+def mixed_scenes(n, seed=0, **options):
     """Scenes of either split in turn."""
     rng = np.random.default_rng(seed)
     return [scenes.sample_scene(rng, split=("train", "held-out")[i % 2], **options) for i in range(n)]
@@ -29,7 +29,7 @@ def pairs(n, seed=0):
     return [scenes.sample_pair(rng, split=("train", "held-out")[i % 2]) for i in range(n)]
 
 
-def sayings(n: int, seed: int = 0) -> list[str]:
+def random_captions(n: int, seed: int = 0) -> list[str]:
     rng = np.random.default_rng(seed)
     return [captions.describe(scenes.sample_scene(rng), rng) for _ in range(n)]
 

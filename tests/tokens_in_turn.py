@@ -20,7 +20,7 @@ class Tokens:
         self.at += 1
         return {"text": torch.randint(11, (8, 4), generator=generator), "image": torch.full((8, 9), 3)}
 
-    def divide(self, rank, world):
+    def shard(self, rank, world):
         pass
 
     def state_dict(self):

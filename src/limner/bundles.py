@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from limner.atomic_io import atomic_folder, atomic_write_bytes, atomic_write_text, require_file
 from limner.config import from_dict, to_dict
-from limner.data.attribution import KEYS, united
+from limner.data.attribution import KEYS, merge_attributions
 from limner.errors import UserError
 from limner.json_files import parse_json, read_mapping, to_json, write_json
 from limner.layers.quantize import row_wise
@@ -162,7 +162,7 @@ def model_card(models: Mapping[str, Any], tokenizer: Tokenizer, info: Mapping[st
         "", "## Use", "", "```python", "import limner", "",
         'limner.load("THIS/FOLDER")("a caption", n=4, candidates=64, seed=0).save("drawing.png")', "```",
     ]  # fmt: skip
-    if rows := united(info.get("attribution")):
+    if rows := merge_attributions(info.get("attribution")):
         lines += ["", "## Attribution", "", "It has learned from pictures of:", "", *map(_credit, rows)]
     for key, title in (("scores", "Scores"), ("recipe", "Recipe")):
         if info.get(key):

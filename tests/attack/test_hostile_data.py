@@ -31,7 +31,7 @@ def totals(ended):
     if kept:
         rejected = re.findall(r"^rejected: .* ([\d,]+) +[\d.]+%$", ended.out, re.MULTILINE)
         return int(kept[1].replace(",", "")), sum(int(n.replace(",", "")) for n in rejected)
-    none = re.search(r"not one of the ([\d,]+) samples", ended.err)
+    none = re.search(r"none of the ([\d,]+) samples", ended.err)
     return (0, int(none[1].replace(",", ""))) if none else None
 
 

@@ -11,7 +11,7 @@ import torch
 from limner import load, pretrained
 from limner.cli.draw import main
 from limner.tasks import rendering, scene_reader
-from limner.tasks.scenes import BACKGROUNDS, COLORS, EXTENT, FILLS, SHAPES, UNITS, Scene, Thing
+from limner.tasks.scenes import BACKGROUNDS, COLORS, EXTENT, FILLS, SHAPES, UNITS, Scene, SceneObject
 
 CAPTIONS = {
     "scenes": ["a large red circle on a white background", "a small blue square on a black background"],
@@ -56,18 +56,18 @@ def test_a_reconstruction_read_as_another_shape_looks_like_that_shape() -> None:
         scenes = []
         for shape, color, fill in ((s, c, f) for s in SHAPES for c in COLORS for f in FILLS):
             x, y = map(int, rng.integers(0, UNITS - EXTENT["small"] + 1, 2))
-            thing = Thing(shape=shape, color=color, size="small", fill=fill, x=x, y=y)
-            scenes.append(Scene(things=(thing,), background=backgrounds[rng.integers(len(backgrounds))]))
+            thing = SceneObject(shape=shape, color=color, size="small", fill=fill, x=x, y=y)
+            scenes.append(Scene(objects=(thing,), background=backgrounds[rng.integers(len(backgrounds))]))
         pictures = torch.from_numpy(np.stack([rendering.render(scene) for scene in scenes])).permute(0, 3, 1, 2)
         drawn = dvae.decode_tokens(dvae.tokenize(pictures)).permute(0, 2, 3, 1).numpy()
         for scene, picture in zip(scenes, drawn, strict=True):
-            (original,), read = scene.things, scene_reader.read(picture).things
-            if len(read) != 1 or read[0].look == original.look:
+            (original,), read = scene.objects, scene_reader.read(picture).objects
+            if len(read) != 1 or read[0].attributes == original.attributes:
                 continue
             changed += 1
             seen = replace(read[0], x=original.x, y=original.y)
             far, near = (
-                np.square(rendering.render(replace(scene, things=(thing,))) - picture.astype(float)).mean()
+                np.square(rendering.render(replace(scene, objects=(thing,))) - picture.astype(float)).mean()
                 for thing in (original, seen)
             )
             assert near < 0.92 * far, (scene, seen)

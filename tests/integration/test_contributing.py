@@ -16,7 +16,7 @@ import torch
 import limner.cli
 from limner.config import from_dict
 from limner.data.datasets import ImageCaptionDataset
-from limner.data.open_source import KINDS
+from limner.data.open_source import READERS
 from limner.layers.attention import attend, attention_mask
 from limner.layers.patterns import PATTERNS
 from limner.layers.sparse import SparseAttention
@@ -47,7 +47,7 @@ def test_a_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_source_and_an_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(KINDS, ("gray",), None)
+    monkeypatch.setitem(READERS, ("gray",), None)
     names: dict = {"__name__": "example"}
     exec(READER + OBJECTIVE + LOOP, names)
     assert names["result"].step == 3

@@ -15,11 +15,11 @@ from functools import lru_cache
 import numpy as np
 
 _BAND = 4  # output rows in a band; measured fastest of 2 .. 32 for ratios near 2
-_ROWS = 128  # output rows per gathering of the input, which then stays in the cache
-_GATHERED = 1 << 24  # most input values per gathering
+_ROWS_PER_GATHER = 128  # output rows per gathering of the input, which then stays in the cache
+MAX_GATHERED_VALUES = 1 << 24  # most input values per gathering
 #: The most multiplications in one product. OpenBLAS divides larger products among its threads, which
 #: all callers share: with several concurrent callers this was up to forty times slower.
-_PRODUCT = 1 << 18
+_MAX_MULTIPLICATIONS = 1 << 18
 _local = threading.local()
 
 
@@ -104,7 +104,7 @@ def area_resize(
     x0, x1 = b0 * step + start, (b1 - 1) * step + start + span // channels
     inside = slice(max(x0, 0), min(x1, n_columns))
     a0, a1 = top // _BAND, -(-(top + rows) // _BAND)
-    parts = -(-(a1 - a0) * _BAND * span * band * channels // _PRODUCT)
+    parts = -(-(a1 - a0) * _BAND * span * band * channels // _MAX_MULTIPLICATIONS)
     part_rows = -(-(a1 - a0) // parts) * _BAND
     mid = _scratch("mid", parts * part_rows, x1 - x0, channels)
     mid[:, : inside.start - x0] = 0
@@ -114,16 +114,16 @@ def area_resize(
 
     # Wv @ image
     reads, down = (array[a0:a1] for array in _vertical(n_rows, height))
-    for a in range(0, a1 - a0, _ROWS // _BAND):
-        some = slice(a, min(a + _ROWS // _BAND, a1 - a0))
-        wide = max(1, _GATHERED // (reads[some].size * channels))  # pixels across; fewer than all for huge pictures
-        for begin in range(inside.start, inside.stop, wide):
-            gathered = image[:, begin : min(begin + wide, inside.stop)][reads[some]]
-            tall = _scratch("tall", *reads[some].shape, gathered.shape[2] * channels)
+    for a in range(0, a1 - a0, _ROWS_PER_GATHER // _BAND):
+        part = slice(a, min(a + _ROWS_PER_GATHER // _BAND, a1 - a0))
+        gather_width = max(1, MAX_GATHERED_VALUES // (reads[part].size * channels))  # of a huge picture
+        for begin in range(inside.start, inside.stop, gather_width):
+            gathered = image[:, begin : min(begin + gather_width, inside.stop)][reads[part]]
+            tall = _scratch("tall", *reads[part].shape, gathered.shape[2] * channels)
             tall[:] = gathered.reshape(tall.shape)
-            at = (begin - inside.start) * channels
+            offset = (begin - inside.start) * channels
             for x in _chunks(tall.shape[2], down[0].size):
-                np.matmul(down[some], tall[:, :, x], out=inner[some, :, at + x.start : at + x.stop])
+                np.matmul(down[part], tall[:, :, x], out=inner[part, :, offset + x.start : offset + x.stop])
 
     # ... @ Wh^T, with the bands and the parts as the axes of a batch
     line = (x1 - x0) * channels
@@ -151,6 +151,6 @@ def _scratch(name: str, *shape: int) -> np.ndarray:
 
 
 def _chunks(length: int, cost: int) -> list[slice]:
-    """Split `range(length)`, at `cost` multiplications per item, into slices within `_PRODUCT`."""
-    step = max(1, _PRODUCT // cost)
+    """Split `range(length)`, at `cost` multiplications per item, into slices within `_MAX_MULTIPLICATIONS`."""
+    step = max(1, _MAX_MULTIPLICATIONS // cost)
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]

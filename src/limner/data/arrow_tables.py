@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from limner.data.sample import Rejected
-from limner.data.sanitize import environmental
+from limner.data.sanitize import is_environment_error
 from limner.errors import UserError
 
-_MAX_GROUP = 1 << 31  # bytes of a row group, which is read as a whole
-_KEPT_BYTES = 1 << 28  # of row groups in memory
-_VALUE = 16  # bytes of a value in memory, without the characters of a text
+MAX_GROUP_BYTES = 1 << 31  # bytes of a row group, which is read as a whole
+_MAX_CACHED_BYTES = 1 << 28  # of row groups in memory
+_CELL_BYTES = 16  # bytes of a value in memory, without the characters of a text
 
 
-class _Groups:
+class _RowGroups:
     """Arrow tables, loaded on demand; the last few stay in memory. Random reads are slow from a file whose row groups
     hold many pictures: `limner data prepare` converts it to shards."""
 
@@ -44,12 +44,12 @@ class _Groups:
                 try:
                     table = self._load(group)
                 except Exception as error:  # OSError, ArrowException, UnicodeDecodeError, MemoryError ...
-                    if environmental(error):
+                    if is_environment_error(error):
                         raise
                     table = None
                 self._groups[group] = table if table is not None and table.num_rows == self._counts[group] else None
                 sizes = [getattr(table, "nbytes", 0) for table in self._groups.values()]
-                while len(sizes) > 1 and sum(sizes) > _KEPT_BYTES:
+                while len(sizes) > 1 and sum(sizes) > _MAX_CACHED_BYTES:
                     self._groups.popitem(last=False)
                     sizes.pop(0)
             self._groups.move_to_end(group)
@@ -59,7 +59,7 @@ class _Groups:
         return _arrow_row(table, index - int(self._ends[group] - self._counts[group]))
 
 
-class Parquet(_Groups):
+class Parquet(_RowGroups):
     """A Parquet file."""
 
     def __init__(self, path: Path) -> None:
@@ -75,9 +75,9 @@ class Parquet(_Groups):
             # DELTA_BYTE_ARRAY shares prefixes, which pyarrow expands: each value may be as long as the column.
             self._prefixed = {i for g in groups for i in columns if "DELTA_BYTE_ARRAY" in g.column(i).encodings}
             # A dictionary holds a repeated value once: without it, 50 kB may expand to 20,000 texts of 1 MB.
-            kinds = {i: meta.schema.column(i) for i in columns if i not in self._prefixed}
-            shared = [kind.path for kind in kinds.values() if kind.physical_type == "BYTE_ARRAY"]
-            self._file = parquet.ParquetFile(path, metadata=meta, read_dictionary=shared)
+            schemas = {i: meta.schema.column(i) for i in columns if i not in self._prefixed}
+            repeated = [column.path for column in schemas.values() if column.physical_type == "BYTE_ARRAY"]
+            self._file = parquet.ParquetFile(path, metadata=meta, read_dictionary=repeated)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise UserError(f"{path} is not a Parquet file: {_first_line(error)}") from None
         # Each row holds a caption or a picture, so a number of rows above that of bytes is damaged.
@@ -87,21 +87,21 @@ class Parquet(_Groups):
         import pyarrow
 
         meta, schema = self._file.metadata.row_group(group), self._file.metadata.schema
-        sizes = [meta.column(i).num_values * max(_VALUE, schema.column(i).length) for i in range(meta.num_columns)]
-        if max(sum(sizes), meta.total_byte_size) > _MAX_GROUP:
+        sizes = [meta.column(i).num_values * max(_CELL_BYTES, schema.column(i).length) for i in range(meta.num_columns)]
+        if max(sum(sizes), meta.total_byte_size) > MAX_GROUP_BYTES:
             raise Rejected("damaged table")
         if not self._prefixed:
             return self._file.read_row_group(group)
         batches, size = [], 0
-        for batch in self._file.iter_batches(max(1, _MAX_GROUP // max(1, meta.total_byte_size)), [group]):
+        for batch in self._file.iter_batches(max(1, MAX_GROUP_BYTES // max(1, meta.total_byte_size)), [group]):
             batches.append(batch)
             size += batch.nbytes
-            if size > _MAX_GROUP:
+            if size > MAX_GROUP_BYTES:
                 raise Rejected("damaged table")
         return pyarrow.Table.from_batches(batches)
 
 
-class Arrow(_Groups):
+class Arrow(_RowGroups):
     """An Arrow IPC file: a stream, as `datasets` writes, or a file with a footer. Memory-mapping leaves its batches in
     the file."""
 
@@ -110,24 +110,24 @@ class Arrow(_Groups):
         import pyarrow.ipc as ipc
 
         self._batches: list[Any] = []
-        whole, names = True, []
+        intact, names = True, []
         try:
             with open(path, "rb") as start:
-                footed = start.read(6) == b"ARROW1"
+                has_footer = start.read(6) == b"ARROW1"
             mapped = pyarrow.memory_map(str(path))
-            file = ipc.open_file(mapped) if footed else ipc.open_stream(mapped)
-            batches = (file.get_batch(n) for n in range(file.num_record_batches)) if footed else file
+            file = ipc.open_file(mapped) if has_footer else ipc.open_stream(mapped)
+            batches = (file.get_batch(n) for n in range(file.num_record_batches)) if has_footer else file
             names = file.schema.names
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise UserError(f"{path} is not an Arrow file: {_first_line(error)}") from None
         try:
             self._batches += batches
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            warnings.warn(f"{path} is damaged ({_first_line(error)}): what follows is left out", stacklevel=2)
-            whole = False
+            warnings.warn(f"{path} is damaged ({_first_line(error)}): the rest of the file is skipped", stacklevel=2)
+            intact = False
         size = path.stat().st_size
         counts = [len(batch) if len(batch) <= size else 1 for batch in self._batches]
-        super().__init__(names, counts + [1] * (not whole))
+        super().__init__(names, counts + [1] * (not intact))
 
     def _load(self, group: int) -> Any:
         import pyarrow

@@ -1,7 +1,7 @@
 """Attribution of training pictures from their metadata: set, author, license and source.
 
 A table is a list of rows {"set", "author", "license", "source": text if known, "pictures": their number}, sorted by
-descending number. It has at most `ROWS` such rows; a last row that holds only "pictures" counts the remaining ones.
+descending number. It has at most `MAX_ROWS` such rows; a last row that holds only "pictures" counts the remaining ones.
 Rows count only pictures with a license or an author.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 from limner.data.sample import Rejected, Source
 from limner.errors import printable
 
-ROWS = 1_000
+MAX_ROWS = 1_000
 KEYS = ("set", "author", "license", "source")
-_LONGEST = 200  # characters of a value
-_MOST = 1 << 53  # pictures
+_MAX_LENGTH = 200  # characters of a value
+_MAX_COUNT = 1 << 53  # pictures in a row
 _OTHERS = ("",) * len(KEYS)
 _Row = tuple[str, ...]
 
@@ -35,17 +35,17 @@ def _rows(meta: Mapping[str, Any]) -> set[_Row]:
     return {_row(part) for part in parts if part.get("license") or part.get("author")}
 
 
-def united(*tables: object) -> list[dict[str, Any]]:
+def merge_attributions(*tables: object) -> list[dict[str, Any]]:
     """Merge tables. The tables are untrusted: invalid rows are omitted.
 
     Tables may count the same pictures, so a row in several tables gets its largest count, not the sum.
     """
-    most: dict[_Row, int] = {}
+    largest: dict[_Row, int] = {}
     for table in tables:
-        for found in table if isinstance(table, list) else ():
-            if isinstance(found, dict) and type(count := found.get("pictures")) is int and 0 < count < _MOST:
-                most[_row(found)] = max(count, most.get(_row(found), 0))
-    return _table(most.items())
+        for row in table if isinstance(table, list) else ():
+            if isinstance(row, dict) and type(count := row.get("pictures")) is int and 0 < count < _MAX_COUNT:
+                largest[_row(row)] = max(count, largest.get(_row(row), 0))
+    return _table(largest.items())
 
 
 def _metadata(source: Source) -> Iterable[Mapping[str, Any]]:
@@ -57,15 +57,15 @@ def _metadata(source: Source) -> Iterable[Mapping[str, Any]]:
 
 
 def _row(meta: Mapping[str, Any]) -> _Row:
-    return tuple("" if (value := meta.get(key)) is None else printable(value)[:_LONGEST] for key in KEYS)
+    return tuple("" if (value := meta.get(key)) is None else printable(value)[:_MAX_LENGTH] for key in KEYS)
 
 
 def _table(counted: Iterable[tuple[_Row, int]]) -> list[dict[str, Any]]:
-    """Sum counts by row. After `ROWS` different rows, one row counts the rest, to bound memory."""
+    """Sum counts by row. After `MAX_ROWS` different rows, one row counts the rest, to bound memory."""
     counts: Counter[_Row] = Counter()
     others = 0
     for row, count in counted:
-        if row == _OTHERS or (row not in counts and len(counts) == ROWS):
+        if row == _OTHERS or (row not in counts and len(counts) == MAX_ROWS):
             others += count
         else:
             counts[row] += count

@@ -80,5 +80,5 @@ def largest_side(augment: str, size: int) -> int:
 def get_augment(name: str) -> Augment:
     """Return an augmentation by name. Raises `UserError` if the name is unknown."""
     if name not in AUGMENTS:
-        raise UserError(f'there is no augmentation "{name}": choose one of {", ".join(AUGMENTS)}')
+        raise UserError(f'unknown augmentation "{name}": choose one of {", ".join(AUGMENTS)}')
     return AUGMENTS[name]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from limner.data.augment import get_augment, largest_side
 from limner.data.filters import Filters
-from limner.data.hard_negative_captions import Distractors, Falsehood
+from limner.data.hard_negative_captions import Distractors, FalsityTest
 from limner.data.image_decode import decoded
 from limner.data.sample import Rejected, Source
 from limner.data.stream import Dataset
@@ -59,7 +59,7 @@ class ImageCaptionDataset:
     reject samples during reading. Decoding and resizing release the GIL and run in `threads` threads.
 
     Large JPEGs are decoded at a smaller scale if resizing then still shrinks them at least twofold
-    (see `decoded`). With `augment="none"`, if all pictures fit into `keep_bytes` of memory, each is
+    (see `decoded`). With `augment="none"`, if all pictures fit into `cache_bytes` of memory, each is
     decoded once. Raises `UserError` if `source` is empty or `augment` is unknown.
     """
 
@@ -75,10 +75,10 @@ class ImageCaptionDataset:
         filters: Filters | None = None,
         distractors: tuple[Distractors, int] | None = None,
         threads: int | None = None,
-        keep_bytes: int = 0,
+        cache_bytes: int = 0,
     ) -> None:
         if len(source) == 0:
-            raise UserError("the data set is empty: there is nothing to read")
+            raise UserError("the data set is empty: give it samples")
         self.source, self.size, self.augment = source, size, get_augment(augment)
         self.tokenizer, self.text_len = tokenizer, text_len
         self.bpe_dropout, self.caption_dropout, self.filters = bpe_dropout, caption_dropout, filters
@@ -86,9 +86,9 @@ class ImageCaptionDataset:
         self._target = largest_side(augment, size)
         self._defects: dict[int, str] = {}
         # One array for all pictures: small arrays among large ones that are freed would fragment the heap.
-        keeps = augment == "none" and len(source) * 3 * size**2 <= keep_bytes
-        self._kept = np.empty((len(source), 3, size, size), np.uint8) if keeps else None
-        self._kept_words: dict[int, tuple[tuple[str, ...], Falsehood | None]] = {}
+        caches = augment == "none" and len(source) * 3 * size**2 <= cache_bytes
+        self._cached_pixels = np.empty((len(source), 3, size, size), np.uint8) if caches else None
+        self._cached_captions: dict[int, tuple[tuple[str, ...], FalsityTest | None]] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -106,9 +106,9 @@ class ImageCaptionDataset:
         are false for it (None if unknown, or without distractors), and the reason if the sample is bad."""
         if index in self._defects:
             return (), None, self._defects[index]
-        if self._kept is not None and index in self._kept_words:
-            out[:] = self._kept[index]
-            return *self._kept_words[index], None
+        if self._cached_pixels is not None and index in self._cached_captions:
+            out[:] = self._cached_pixels[index]
+            return *self._cached_captions[index], None
         try:
             sample = self.source[index]
             captions = self.filters.captions(sample.captions) if self.filters else sample.captions
@@ -120,24 +120,24 @@ class ImageCaptionDataset:
             with self._lock:
                 self._defects[index] = rejected.reason
             return (), None, rejected.reason
-        wrong = self.distractors[0].falsehood(sample.meta) if self.distractors else None
-        if self._kept is not None:
-            self._kept[index] = out
-            self._kept_words[index] = captions, wrong
+        wrong = self.distractors[0].falsity_test(sample.meta) if self.distractors else None
+        if self._cached_pixels is not None:
+            self._cached_pixels[index] = out
+            self._cached_captions[index] = captions, wrong
         return captions, wrong, None
 
     def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[int, str | None, Any, Any]:
         """Write one training sample into `out`. Returns its index, its caption (None if dropped), its generator, and
         the test for captions that are false for it."""
         n = len(self.source)
-        for which in ((index + step) % n for step in range(n)):
+        for candidate in ((index + step) % n for step in range(n)):
             rng = sample_rng(seed)
-            captions, wrong, reason = self._read(which, rng, out)
+            captions, wrong, reason = self._read(candidate, rng, out)
             if reason is None:
                 caption = captions[int(rng.integers(len(captions)))]
-                return which, (None if rng.random() < self.caption_dropout else caption), rng, wrong
+                return candidate, (None if rng.random() < self.caption_dropout else caption), rng, wrong
         reasons = ", ".join(f"{reason}: {k}" for reason, k in self.rejected.most_common())
-        raise UserError(f"not one of the {n} samples can be used ({reasons}): check the data")
+        raise UserError(f"none of the {n} samples can be used ({reasons}): check the data")
 
     def _map(self, function: Any, *arguments: Any) -> list[Any]:
         if self.threads == 1:
@@ -154,18 +154,18 @@ class ImageCaptionDataset:
         """
         pixels = np.empty((len(indices), 3, self.size, self.size), np.uint8)
         samples = self._map(self._sample, indices.tolist(), seeds.tolist(), pixels)
-        batch = {"pixels": torch.from_numpy(pixels), "index": torch.tensor([which for which, *_ in samples])}
+        batch = {"pixels": torch.from_numpy(pixels), "index": torch.tensor([index for index, *_ in samples])}
         if self.tokenizer:
             texts = [(caption, rng) for _, caption, rng, _ in samples]
             batch["text"] = _encode(self.tokenizer, texts, self.text_len, self.bpe_dropout)
         if self.tokenizer and self.distractors:
-            distract, count = self.distractors[0].distract, self.distractors[1]
-            made = [
-                (caption and distract(caption, rng, wrong), rng)
+            make_negative, count = self.distractors[0].make_negative, self.distractors[1]
+            negatives = [
+                (caption and make_negative(caption, rng, wrong), rng)
                 for _, caption, rng, wrong in samples
                 for _ in range(count)
             ]
-            encoded = _encode(self.tokenizer, made, self.text_len, self.bpe_dropout)
+            encoded = _encode(self.tokenizer, negatives, self.text_len, self.bpe_dropout)
             batch["distractors"] = encoded.unflatten(0, (-1, count))
         return batch
 
@@ -230,9 +230,9 @@ class TokenDataset:
             text = _encode(self.tokenizer, texts, self.text_len, self.bpe_dropout)
         else:
             text = torch.full((len(texts), self.text_len), PAD)
-            kept = [b for b, (caption, _) in enumerate(texts) if caption is not None]
+            captioned = [b for b, (caption, _) in enumerate(texts) if caption is not None]
             rows = [self._rows[caption] for caption, _ in texts if caption is not None]
-            text[kept] = self._encoded[rows].long()
+            text[captioned] = self._encoded[rows].long()
         image = torch.from_numpy(self.tokens[indices].astype(np.int64))
         return {"text": text, "image": image}
 
@@ -251,15 +251,15 @@ def _encode(
 ) -> Tensor:
     """Encode captions to Long [B, length], each with its generator; None becomes all padding."""
     out = torch.full((len(texts), length), PAD)
-    kept = [b for b, (caption, _) in enumerate(texts) if caption is not None]
+    captioned = [b for b, (caption, _) in enumerate(texts) if caption is not None]
     captions = [caption for caption, _ in texts if caption is not None]
     if not captions:
         return out
     if dropout:
-        rows = [tokenizer.encode([texts[b][0] or ""], length, dropout, texts[b][1]) for b in kept]
-        out[kept] = torch.cat(rows)
+        rows = [tokenizer.encode([texts[b][0] or ""], length, dropout, texts[b][1]) for b in captioned]
+        out[captioned] = torch.cat(rows)
     else:
-        out[kept] = tokenizer.encode(captions, length)
+        out[captioned] = tokenizer.encode(captions, length)
     return out
 
 

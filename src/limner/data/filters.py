@@ -80,25 +80,8 @@ _BOILERPLATE = re.compile(
     re.IGNORECASE,
 )
 _WORDS = re.compile(r"[^\W\d_]{2,}")
-_GLUE = frozenset(
-    [
-        "on",
-        "at",
-        "in",
-        "of",
-        "the",
-        "and",
-        "by",
-        "with",
-        "from",
-        "was",
-        "this",
-        "to",
-        "no",
-        "nr",
-        "am",
-        "pm",
-    ]
+_FUNCTION_WORDS = frozenset(
+    ["on", "at", "in", "of", "the", "and", "by", "with", "from", "was", "this", "to", "no", "nr", "am", "pm"]
 )
 
 
@@ -115,9 +98,9 @@ def boilerplate(caption: str, share: float = 0.5) -> str | None:
     rest = _BOILERPLATE.sub(" ", caption)
     if rest == caption:
         return None
-    words = [word for word in _WORDS.findall(rest) if word.lower() not in _GLUE]
-    kept = sum(map(len, words)) / max(1, sum(character.isalnum() for character in caption))
-    return BOILERPLATE if not words or (len(words) == 1 and kept < share) else None
+    words = [word for word in _WORDS.findall(rest) if word.lower() not in _FUNCTION_WORDS]
+    word_share = sum(map(len, words)) / max(1, sum(character.isalnum() for character in caption))
+    return BOILERPLATE if not words or (len(words) == 1 and word_share < share) else None
 
 
 def not_english(caption: str, confidence: float = 0.6) -> str | None:

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image, features
 
 from limner.data.sample import Rejected
-from limner.data.sanitize import environmental
+from limner.data.sanitize import is_environment_error
 from limner.errors import UserError
 
 simplejpeg: Any
@@ -33,17 +33,17 @@ MAX_PIXELS = 1 << 26  # 8192 x 8192; a header that claims more counts as a decom
 MAX_SIDE = 1 << 16
 #: Most scans of a JPEG (encoders write about ten), and most scans times pixels: a scan covers all pixels.
 MAX_SCANS, MAX_SCANNED = 64, 16 * MAX_PIXELS
-_MAX_SLOW = 1 << 24  # bytes of a file that Pillow decodes in Python: plain-text PPM, run-length encoded BMP
-_MAX_NUMBERS = 1 << 20  # in the directory of a TIFF
-_BYTES = (1, 2, 6, 7)  # TIFF types with values of one byte
-_STRIPS = (273, 279, 324, 325)  # TIFF tags: offsets and lengths of strips and tiles
-_STRIP = 1 << 20  # pixels per conversion
-_REUSED = 1 << 25  # bytes of the largest buffer that is kept
+_MAX_SLOW_BYTES = 1 << 24  # bytes of a file that Pillow decodes in Python: plain-text PPM, run-length encoded BMP
+_MAX_TIFF_VALUES = 1 << 20  # in the directory of a TIFF
+_BYTE_TYPES = (1, 2, 6, 7)  # TIFF types with values of one byte
+_STRIP_TAGS = (273, 279, 324, 325)  # TIFF tags: offsets and lengths of strips and tiles
+PIXELS_PER_STRIP = 1 << 20  # pixels per conversion
+_MAX_REUSED_BYTES = 1 << 25  # bytes of the largest buffer that is kept
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _DECODERS = ("jpg", "zlib", "libtiff", "webp")
 #: Bytes per pixel of each decoder, without Pillow's picture and the result (measured at 8192 x 8192).
-_WORK = {"JPEG": 8, "WEBP": 16, "TIFF": 8, "GIF": 8, "PNG": 2, "BMP": 4, "PPM": 4}
-_TURNING = (b"Exif\0", b"tiff:Orientation")  # marks of an orientation in a JPEG, which Pillow reads
+_BYTES_PER_PIXEL = {"JPEG": 8, "WEBP": 16, "TIFF": 8, "GIF": 8, "PNG": 2, "BMP": 4, "PPM": 4}
+_ORIENTATION_MARKS = (b"Exif\0", b"tiff:Orientation")  # marks of an orientation in a JPEG, which Pillow reads
 _local = threading.local()
 
 
@@ -53,21 +53,21 @@ class Budget:
 
     def __init__(self, total: int) -> None:
         self.total, self.used = total, 0
-        self._turn, self._change = threading.Lock(), threading.Condition()
+        self._queue, self._released = threading.Lock(), threading.Condition()
 
     @contextmanager
-    def share(self, size: int) -> Iterator[None]:
+    def reserve(self, size: int) -> Iterator[None]:
         """Hold `size` bytes for the block."""
-        with self._turn, self._change:
+        with self._queue, self._released:
             while self.used and self.used + size > self.total:
-                self._change.wait()
+                self._released.wait()
             self.used += size
         try:
             yield
         finally:
-            with self._change:
+            with self._released:
                 self.used -= size
-                self._change.notify()
+                self._released.notify()
 
 
 BUDGET = Budget(1 << 30)
@@ -97,40 +97,40 @@ def decoded(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0, reuse
 
     With `reuse`, this thread's next call may overwrite the result.
     """
-    several = False
+    multiscan = False
     if data[:2] == b"\xff\xd8":
-        several = _has_several_scans(data)
-        if simplejpeg is not None and not any(mark in data[:65536] for mark in _TURNING):
+        multiscan = _has_several_scans(data)
+        if simplejpeg is not None and not any(mark in data[:65536] for mark in _ORIENTATION_MARKS):
             header = _jpeg_header(data)
             if header is not None:
                 height, width = header
                 _check_pixels(width, height, max_pixels)
-                _check_scans(data, several, width * height)
+                _check_scans(data, multiscan, width * height)
                 scale = _jpeg_scale(width, height, target)
-                needed = 3 * height * width // scale**2 + (_WORK["JPEG"] * height * width if several else 0)
-                with BUDGET.share(needed):
+                needed = 3 * height * width // scale**2 + multiscan * _BYTES_PER_PIXEL["JPEG"] * height * width
+                with BUDGET.reserve(needed):
                     image = _decode_jpeg(data, height, width, target, reuse)
                     if image is not None:
                         yield image
                         return
-    size = _webp_size(data)
+    size = webp_size(data)
     if size is not None:  # Pillow allocates memory for a whole WebP on opening
         _check_pixels(*size, max_pixels)
-        with BUDGET.share(size[0] * size[1] * (_WORK["WEBP"] + 7)):
+        with BUDGET.reserve(size[0] * size[1] * (_BYTES_PER_PIXEL["WEBP"] + 7)):
             yield _decode_with_pillow(_open(data, max_pixels))
         return
-    if _tiff_numbers(data) > _MAX_NUMBERS:
+    if _count_tiff_values(data) > _MAX_TIFF_VALUES:
         raise Rejected("too many strips")
     picture = _open(data, max_pixels)
-    _check_scans(data, several, picture.width * picture.height)  # also for MPO: several JPEGs in one file
-    if len(data) > _MAX_SLOW and _is_slow(data):
+    _check_scans(data, multiscan, picture.width * picture.height)  # also for MPO: several JPEGs in one file
+    if len(data) > _MAX_SLOW_BYTES and _is_slow(data):
         raise Rejected("file too large")
     if picture.mode == "F":
         raise Rejected("floating-point pixels")
     if picture.format == "TIFF" and _jpegs_in_tiff(picture) < data.count(b"\xff\xda"):
         raise Rejected("too many scans")
-    needed = picture.width * picture.height * (_WORK.get(picture.format or "", 8) + 7)
-    with BUDGET.share(needed):
+    needed = picture.width * picture.height * (_BYTES_PER_PIXEL.get(picture.format or "", 8) + 7)
+    with BUDGET.reserve(needed):
         scale = _jpeg_scale(*picture.size, target)
         if picture.format == "JPEG" and scale > 1:
             picture.draft(None, (picture.width // scale, picture.height // scale))
@@ -143,7 +143,7 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise Rejected("decompression bomb") from None
     except Exception as error:  # Pillow's readers raise OSError, SyntaxError, struct.error ...
-        raise _broken(error) from None
+        raise _as_rejection(error) from None
     _check_pixels(*picture.size, max_pixels)
     return picture
 
@@ -151,8 +151,8 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
 def _decode_with_pillow(picture: Image.Image) -> np.ndarray:
     try:
         picture.load()
-        turn = _TURNS.get(picture.getexif().get(0x0112, 1))
-        rows = max(1, _STRIP // picture.width)
+        orient = _ORIENTATIONS.get(picture.getexif().get(0x0112, 1))
+        rows = max(1, PIXELS_PER_STRIP // picture.width)
         if rows >= picture.height:
             image = np.asarray(to_rgb(picture))
         else:  # in strips, since each of Pillow's conversions copies its whole input
@@ -161,34 +161,34 @@ def _decode_with_pillow(picture: Image.Image) -> np.ndarray:
                 bottom = min(top + rows, picture.height)
                 image[top:bottom] = np.asarray(to_rgb(picture.crop((0, top, picture.width, bottom))))
         picture.close()
-        return np.ascontiguousarray(turn(image)) if turn else image
+        return np.ascontiguousarray(orient(image)) if orient else image
     except Exception as error:
-        raise _broken(error) from None
+        raise _as_rejection(error) from None
 
 
-def _broken(error: Exception) -> Exception:
+def _as_rejection(error: Exception) -> Exception:
     """Return the exception for a failure of Pillow. Raises `UserError` if Pillow lacks a format."""
-    if environmental(error):
+    if is_environment_error(error):
         return error
-    _require_formats()
+    require_formats()
     return Rejected("broken image")
 
 
 @cache
-def _require_formats() -> None:
+def require_formats() -> None:
     """Raise `UserError` if Pillow lacks a reader or a decoder: Pillow skips those that it cannot import."""
     Image.init()
     missing = [name for name in _FORMATS if name not in Image.OPEN]
     missing += [name for name in _DECODERS if not features.check(name)]
     if missing:
         raise UserError(
-            f"Pillow lacks {', '.join(missing)}, so a picture may seem broken that is not: install it as a wheel (pip "
-            "install --force-reinstall --only-binary :all: pillow)"
+            f"Pillow lacks {', '.join(missing)}, so valid pictures may be rejected as broken: install a wheel with "
+            "pip install --force-reinstall --only-binary :all: pillow"
         )
 
 
 #: The transform of [H, W, 3] for each EXIF orientation.
-_TURNS = {
+_ORIENTATIONS = {
     2: lambda a: a[:, ::-1],
     3: lambda a: a[::-1, ::-1],
     4: lambda a: a[::-1],
@@ -213,7 +213,7 @@ def _decode_jpeg(data: bytes, height: int, width: int, target: int, reuse: bool)
     scale = _jpeg_scale(width, height, target)
     height, width = -(-height // scale), -(-width // scale)
     buffer, size = None, height * width * 3
-    if reuse and size <= _REUSED:  # new memory pages for each picture would take 10% of the decoding time
+    if reuse and size <= _MAX_REUSED_BYTES:  # new memory pages for each picture would take 10% of the decoding time
         if len(getattr(_local, "pixels", ())) < size:
             _local.pixels = np.empty(size, np.uint8)
         buffer = _local.pixels[:size]
@@ -237,8 +237,8 @@ def _check_pixels(width: int, height: int, max_pixels: int) -> None:
         raise Rejected("broken image")
 
 
-def _check_scans(data: bytes, several: bool, pixels: int) -> None:
-    if several:
+def _check_scans(data: bytes, multiscan: bool, pixels: int) -> None:
+    if multiscan:
         scans = data.count(b"\xff\xda")  # compressed data escapes 0xff with a zero
         if scans > MAX_SCANS or scans * pixels > MAX_SCANNED:
             raise Rejected("too many scans")
@@ -270,7 +270,7 @@ def _jpegs_in_tiff(picture: Any) -> int:
     return max(MAX_SCANS, len(parts) if isinstance(parts, tuple) else 1)
 
 
-def _tiff_numbers(data: bytes) -> int:
+def _count_tiff_values(data: bytes) -> int:
     """Count the numbers, such as offsets of strips, in the first directory of a TIFF; 0 for other files. Pillow creates
     a Python object for each, and more for a strip, before it gives the picture's size."""
     order, big = "<" if data[:2] == b"II" else ">", 43 in data[2:4]
@@ -281,12 +281,12 @@ def _tiff_numbers(data: bytes) -> int:
         (at,) = struct.unpack_from(offset, data, 8 if big else 4)
         (n,) = struct.unpack_from(length, data, at)
         entries = struct.iter_unpack(entry, data[at + struct.calcsize(length) :][: n * struct.calcsize(entry)])
-        return sum(count for tag, kind, count in entries if kind not in _BYTES or tag in _STRIPS)
+        return sum(count for tag, kind, count in entries if kind not in _BYTE_TYPES or tag in _STRIP_TAGS)
     except (struct.error, OverflowError):
         return 0
 
 
-def _webp_size(data: bytes) -> tuple[int, int] | None:
+def webp_size(data: bytes) -> tuple[int, int] | None:
     """Width and height of a WebP from its first chunk (RFC 9649); None for other files."""
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
         return None

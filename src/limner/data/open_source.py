@@ -29,16 +29,16 @@ from typing import Any
 
 from limner.data.image_folder import FolderSource
 from limner.data.sample import Rejected, Source, select_split
-from limner.data.sanitize import MAX_META, read_file, split_in, split_named
+from limner.data.sanitize import MAX_META, normalize_split, read_file, split_from_names
 from limner.data.shard_reader import IMAGE_SUFFIXES, ShardReader
-from limner.data.shard_writer import MARK
+from limner.data.shard_writer import INCOMPLETE_MARK
 from limner.data.tables import TableSource
 from limner.errors import UserError
 from limner.json_files import parse_json
 
 
 @dataclass(frozen=True)
-class Given:
+class SourceSpec:
     """Files in or below the folder `root`, with the options of `open_source` for tables."""
 
     files: Sequence[Path]
@@ -53,20 +53,20 @@ class Given:
         A single file gets None, so that it is always read.
         """
         several = len(self.files) > 1
-        return [split_in(file.relative_to(self.root).parts) for file in self.files] if several else [None]
+        return [split_from_names(file.relative_to(self.root).parts) for file in self.files] if several else [None]
 
 
-def _tables(given: Given) -> Source:
-    return TableSource(given.files, given.caption, given.image, given.allow_outside, given.splits())
+def _tables(spec: SourceSpec) -> Source:
+    return TableSource(spec.files, spec.caption, spec.image, spec.allow_outside, spec.splits())
 
 
 TABLES = ("jsonl", "ndjson", "csv", "tsv", "parquet", "arrow")
 
 #: The opener for each set of suffixes; the suffixes of all files must be in one set.
-KINDS: dict[tuple[str, ...], Callable[[Given], Source]] = {
-    (*IMAGE_SUFFIXES, "txt"): lambda given: FolderSource(given.files, given.root),
+READERS: dict[tuple[str, ...], Callable[[SourceSpec], Source]] = {
+    (*IMAGE_SUFFIXES, "txt"): lambda spec: FolderSource(spec.files, spec.root),
     TABLES: _tables,
-    ("tar",): lambda given: ShardReader(given.files, given.splits()),
+    ("tar",): lambda spec: ShardReader(spec.files, spec.splits()),
 }
 
 
@@ -89,13 +89,13 @@ def open_source(
     """
     source = _open(os.fspath(path), caption, image, allow_outside)
     if len(source) == 0:
-        raise UserError(f"{path} has no pictures: give a folder of pictures, a table or tar shards")
+        raise UserError(f"found no pictures in {path}: give a folder of pictures, a table or tar shards")
     if split is None:
         return source
     chosen = select_split(source, split)
     if len(chosen) == 0:
         other = "train" if split == "held-out" else "held-out"
-        raise UserError(f'{path} has no samples of the split "{split}": take "{other}", or `limner data prepare` it')
+        raise UserError(f'{path} lacks samples of the split "{split}": use "{other}", or run `limner data prepare`')
     return chosen
 
 
@@ -103,8 +103,8 @@ def _open(path: str, caption: str | None, image: str | None, allow_outside: bool
     if "\0" in path:
         raise UserError("a path cannot hold a zero byte: give a folder, a file or a glob")
     if os.path.isdir(path):
-        return _open_folder(Given([], Path(path), caption, image, allow_outside))
-    names = [path] if os.path.lexists(path) else _globbed(path)
+        return _open_folder(SourceSpec([], Path(path), caption, image, allow_outside))
+    names = [path] if os.path.lexists(path) else _expand_glob(path)
     files = [Path(name) for name in names if not os.path.isdir(name)]
     if not files:
         raise UserError(f"{path} does not exist: give a folder, a file or a glob")
@@ -112,51 +112,49 @@ def _open(path: str, caption: str | None, image: str | None, allow_outside: bool
         raise UserError(f"{path} is not a regular file: give a folder, a file or a glob")
     root = Path(os.path.commonpath([file.parent for file in files]))
     suffixes = {file.suffix[1:].lower() for file in files}
-    for known, opened in KINDS.items():
+    for known, reader in READERS.items():
         if suffixes <= set(known):
-            return opened(Given(files, root, caption, image, allow_outside))
+            return reader(SourceSpec(files, root, caption, image, allow_outside))
     raise UserError(
-        f"{path} is a mixture or of an unknown kind ({', '.join(sorted(suffixes)[:10])}): "
+        f"{path} mixes kinds of files or has an unknown kind ({', '.join(sorted(suffixes)[:10])}): "
         f"give pictures, tar shards or one of {', '.join(TABLES)}"
     )
 
 
-def _globbed(pattern: str) -> list[str]:
+def _expand_glob(pattern: str) -> list[str]:
     """The paths that match a glob, sorted, one per file of a real folder. "**" follows links to folders, even in a
     circle, so a picture could otherwise be trained on under one path and held out under another."""
     real = cache(os.path.realpath)
-    found: dict[tuple[str, str], str] = {}
+    unique: dict[tuple[str, str], str] = {}
     for name in sorted(globbing.glob(pattern, recursive=True), key=lambda name: (name.count(os.sep), name)):
-        folder, own = os.path.split(name)
-        found.setdefault((real(folder), own), name)
-    return sorted(found.values())
+        folder, base = os.path.split(name)
+        unique.setdefault((real(folder), base), name)
+    return sorted(unique.values())
 
 
-def _open_folder(given: Given) -> Source:
-    folder = given.root
-    if (folder / MARK).exists():
+def _open_folder(spec: SourceSpec) -> Source:
+    folder = spec.root
+    if (folder / INCOMPLETE_MARK).exists():
         return ShardReader([folder / "00000.tar"])
-    if saved := _saved(folder):
-        return TableSource(list(saved), given.caption, given.image, given.allow_outside, list(saved.values()))
+    if saved := _saved_files(folder):
+        return TableSource(list(saved), spec.caption, spec.image, spec.allow_outside, list(saved.values()))
     files: list[Path] = []
-    for base, folders, names in os.walk(folder, onerror=_unlisted):
+    for base, folders, names in os.walk(folder, onerror=_warn_unlisted):
         folders[:] = _visible(folders)
         files += [Path(base, name) for name in _visible(names)]
     tars = [file for file in files if file.suffix.lower() == ".tar"]
     tables = [file for file in files if file.suffix[1:].lower() in TABLES]
     # Files directly in the folder take precedence over those in subfolders.
-    tars, tables = ([file for file in some if file.parent == folder] or some for some in (tars, tables))
+    tars, tables = ([file for file in group if file.parent == folder] or group for group in (tars, tables))
     pictures = FolderSource(files, folder)
     if tars and (tars[0].parent == folder or not (pictures.captioned or tables)):
-        return ShardReader(tars, replace(given, files=tars).splits())
+        return ShardReader(tars, replace(spec, files=tars).splits())
     # Hugging Face's "imagefolder" has its captions in metadata.jsonl (or .csv, .parquet).
     if tables and not pictures.captioned:
-        return _tables(replace(given, files=tables))
-    left = len(tars) + len(tables)
-    if left and pictures.captioned:
-        warnings.warn(
-            f"{folder} holds captioned pictures: {left} tables or tars beside them are left out", stacklevel=2
-        )
+        return _tables(replace(spec, files=tables))
+    ignored = len(tars) + len(tables)
+    if ignored and pictures.captioned:
+        warnings.warn(f"{folder} has captioned pictures: ignoring its {ignored} tables and tars", stacklevel=2)
     return pictures
 
 
@@ -165,26 +163,26 @@ def _visible(names: Sequence[str]) -> list[str]:
     return sorted(name for name in names if not name.startswith("."))
 
 
-def _unlisted(error: OSError) -> None:
-    warnings.warn(f"{error.filename} cannot be listed ({error.strerror}): it is left out", stacklevel=2)
+def _warn_unlisted(error: OSError) -> None:
+    warnings.warn(f"{error.filename} cannot be listed ({error.strerror}): skipping it", stacklevel=2)
 
 
-def _saved(folder: Path) -> dict[Path, str | None]:
+def _saved_files(folder: Path) -> dict[Path, str | None]:
     """The Arrow files of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote, and their splits."""
     state, both = _object(folder / "state.json"), _object(folder / "dataset_dict.json")
-    found: dict[Path, str | None] = {}
+    splits: dict[Path, str | None] = {}
     for part in _list(state.get("_data_files")):
         name = part.get("filename") if isinstance(part, dict) else None
         if isinstance(name, str) and name.endswith(".arrow") and "/" not in name and "\0" not in name:
-            found[folder / name] = None  # not other .arrow files: `map` writes caches there
+            splits[folder / name] = None  # not other .arrow files: `map` writes caches there
     for split in _list(both.get("splits")):
         if isinstance(split, str) and split not in ("", ".", "..") and "/" not in split and "\0" not in split:
-            found |= {file: split_named(split) or split for file in _saved_part(folder / split)}
-    return found
+            splits |= {file: normalize_split(split) or split for file in _saved_split_files(folder / split)}
+    return splits
 
 
-def _saved_part(folder: Path) -> list[Path]:
-    return list(_saved(folder)) if not os.path.exists(folder / "dataset_dict.json") else []
+def _saved_split_files(folder: Path) -> list[Path]:
+    return list(_saved_files(folder)) if not os.path.exists(folder / "dataset_dict.json") else []
 
 
 def _object(path: Path) -> dict[str, Any]:

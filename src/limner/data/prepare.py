@@ -75,32 +75,32 @@ def prepare(
     """
     if isinstance(source, str | os.PathLike):
         source = open_source(source)
-    data, rules = source, filters or Filters()
+    data, sample_filters = source, filters or Filters()
 
-    def work(index: int) -> tuple[Sample, str] | str:
+    def process(index: int) -> tuple[Sample, str] | str:
         try:
-            return _prepare_one(data[index], rules, size)
-        except Rejected as rejected:
-            return rejected.reason
+            return _prepare_one(data[index], sample_filters, size)
+        except Rejected as rejection:
+            return rejection.reason
 
-    unnamed = 0
+    without_split = 0
     with ShardWriter(out) as writer:
-        for result in _map_ahead(work, range(len(data)), threads):
+        for result in _map_ahead(process, range(len(data)), threads):
             if isinstance(result, str):
                 writer.reject(result)
             else:
                 sample, suffix = result
                 meta = {k: v for k, v in sample.meta.items() if k != "key"}
                 if held_out and "split" not in meta:
-                    meta["split"] = "held-out" if _kept_back(unnamed, held_out) else "train"
-                    unnamed += 1
+                    meta["split"] = "held-out" if _is_held_out(without_split, held_out) else "train"
+                    without_split += 1
                 writer.write(sample.image, sample.captions, meta, suffix)
             if progress:
                 progress(1)
         counts = Counts(writer.kept, dict(writer.rejected.most_common()), dict(writer.splits))
         if not writer.kept:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in counts.rejected.items())
-            raise UserError(f"not one of the {counts.total} samples can be used ({reasons})")
+            raise UserError(f"none of the {counts.total} samples can be used ({reasons}): check data and filters")
     return counts
 
 
@@ -121,7 +121,7 @@ def _prepare_one(sample: Sample, filters: Filters, size: int | None) -> tuple[Sa
     return Sample(sample.image, captions, sample.meta), suffix
 
 
-def _kept_back(n: int, share: float) -> bool:
+def _is_held_out(n: int, share: float) -> bool:
     """Return True if sample `n` is held out: a `share` of all, evenly spaced from the second sample on, so that small
     data sets have one, too."""
     return n > 0 and floor((n - 1) * share) > floor((n - 2) * share)
@@ -144,14 +144,14 @@ def _map_ahead(function: Callable[[_T], _R], items: Iterable[_T], threads: int |
     """`map` in threads, in order, with a bounded number of pending results."""
     threads = threads or os.cpu_count() or 1
     with ThreadPoolExecutor(threads) as pool:
-        waiting = deque()
+        pending = deque()
         try:
             for item in items:
-                waiting.append(pool.submit(function, item))
-                if len(waiting) > 4 * threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                pending.append(pool.submit(function, item))
+                if len(pending) > 4 * threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         finally:
-            for future in waiting:
+            for future in pending:
                 future.cancel()

@@ -6,7 +6,7 @@ a reader can skip the sample and count the reason. Every element of a source is 
 rejected for one reason: the numbers of kept and rejected elements add up to the source's length.
 
 The metadata of a sample names its split. Training and evaluation never read splits other than "train" and "held-out";
-`unread` reports them. A sample without a split is for training.
+`describe_unread` reports them. A sample without a split is for training.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Source(Protocol):
         ...
 
 
-class Selection:
+class Subset:
     """A source of some elements of another source."""
 
     def __init__(self, source: Source, indices: Sequence[int] | np.ndarray) -> None:
@@ -76,7 +76,7 @@ class Selection:
         return digest(self.source.fingerprint(), self.indices.tobytes())
 
 
-def by_split(source: Source) -> dict[str, Selection]:
+def group_by_split(source: Source) -> dict[str, Subset]:
     """Return the samples of each split. "train" includes samples without a split, and those with unreadable metadata,
     which are rejected and counted when they are read."""
     indices: dict[str, list[int]] = {}
@@ -86,15 +86,15 @@ def by_split(source: Source) -> dict[str, Selection]:
         except Rejected:
             split = TRAIN
         indices.setdefault(split, []).append(index)
-    return {split: Selection(source, chosen) for split, chosen in indices.items()}
+    return {split: Subset(source, chosen) for split, chosen in indices.items()}
 
 
-def select_split(source: Source, split: str) -> Selection:
-    """Return the samples of one split ("train", "held-out"); see `by_split`."""
-    return by_split(source).get(split) or Selection(source, [])
+def select_split(source: Source, split: str) -> Subset:
+    """Return the samples of one split ("train", "held-out"); see `group_by_split`."""
+    return group_by_split(source).get(split) or Subset(source, [])
 
 
-def unread(splits: Mapping[str, int]) -> str:
+def describe_unread(splits: Mapping[str, int]) -> str:
     """Return a sentence on the samples in splits other than "train" and "held-out", or "" without any; `splits`
     maps the name of a split to its number of samples."""
     others = {name: count for name, count in splits.items() if name not in (TRAIN, HELD_OUT)}

@@ -37,22 +37,22 @@ _SPLITS = {
 _Read = TypeVar("_Read", bound=Callable[..., Any])
 
 
-def environmental(error: Exception) -> bool:
+def is_environment_error(error: Exception) -> bool:
     """Return True for a fault of the installation or the machine, which is not a sample's defect: a package that cannot
     be imported, too many open files, or any `UserError`."""
     files = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
     return files or isinstance(error, ImportError | UserError)
 
 
-def counted(read: _Read) -> _Read:
+def reject_on_error(read: _Read) -> _Read:
     """Decorate a method of a source to turn unexpected exceptions into `Rejected`, "unreadable sample".
 
     A bad sample therefore never ends a loop over a source. An index out of range raises `IndexError`. Faults of the
-    environment (`environmental`) pass unchanged.
+    environment (`is_environment_error`) pass unchanged.
     """
 
     @functools.wraps(read)
-    def reads(source: Any, index: int) -> Any:
+    def guarded(source: Any, index: int) -> Any:
         if not -len(source) <= index < len(source):
             raise IndexError(index)
         try:
@@ -60,25 +60,25 @@ def counted(read: _Read) -> _Read:
         except Rejected:
             raise
         except Exception as error:
-            if environmental(error):
+            if is_environment_error(error):
                 raise
             raise Rejected("unreadable sample") from error
 
-    return cast(_Read, reads)
+    return cast(_Read, guarded)
 
 
 # ------------------------------------------------------------------------------------------ files
 
 
 #: Flags to open a regular file for reading, without blocking if a FIFO has replaced it.
-READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
     """Open a regular file for reading and return its descriptor; never block. Raises `OSError` for other paths."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device can have an effect
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    descriptor = os.open(path, READ)
+    descriptor = os.open(path, READ_FLAGS)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # it was replaced in between
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
@@ -94,7 +94,7 @@ def read_file(
         with open(open_regular(path), "rb") as file:
             data = file.read(limit + 1)
     except (OSError, ValueError) as error:  # ValueError for an invalid name
-        if environmental(error):
+        if is_environment_error(error):
             raise
         raise Rejected(missing) from None
     if len(data) > limit:
@@ -117,7 +117,7 @@ def fingerprint(paths: Iterable[Path]) -> str:
 # --------------------------------------------------------------------------------------- metadata
 
 
-def facts(raw: Any) -> dict[str, Any]:
+def sanitize_metadata(raw: Any) -> dict[str, Any]:
     """Convert metadata to JSON values in UTF-8, and a known name of a split to "train" or "held-out".
 
     Omits top-level bytes, turns dates and decimals into text and NaN into null. Raises `Rejected`: "metadata too
@@ -125,38 +125,38 @@ def facts(raw: Any) -> dict[str, Any]:
     """
     if not isinstance(raw, dict):
         return {}
-    meta = _plain({k: v for k, v in raw.items() if not isinstance(v, bytes | bytearray)}, [MAX_META], 0)
+    meta = _to_json({k: v for k, v in raw.items() if not isinstance(v, bytes | bytearray)}, [MAX_META], 0)
     split = meta.get("split")
     if split is None or split == "":
         meta.pop("split", None)
     elif not isinstance(split, str) or not split.isprintable() or len(split) > _MAX_NAME:
         raise Rejected("broken metadata")
     else:
-        meta["split"] = split_named(split) or split
+        meta["split"] = normalize_split(split) or split
     return meta
 
 
-def split_named(word: str) -> str | None:
+def normalize_split(word: str) -> str | None:
     """Return "train" or "held-out" for a known name of a split, else None."""
     return _SPLITS.get(word.strip().lower())
 
 
-def split_in(names: Sequence[str]) -> str | None:
+def split_from_names(names: Sequence[str]) -> str | None:
     """Return the split from the last name that contains a known word, or None."""
     for name in reversed(names):
         for word in re.split(r"[-._ 0-9]+", name):
-            if split := split_named(word):
+            if split := normalize_split(word):
                 return split
     return None
 
 
-def _plain(value: Any, room: list[int], depth: int) -> Any:
+def _to_json(value: Any, remaining: list[int], depth: int) -> Any:
     kind = type(value)
-    room[0] -= 8 + len(value) if kind is str else 8
-    if room[0] < 0:
+    remaining[0] -= 8 + len(value) if kind is str else 8
+    if remaining[0] < 0:
         raise Rejected("metadata too large")
     if kind is str:
-        return value if value.isascii() else writable(value)
+        return value if value.isascii() else escape_surrogates(value)
     if value is None or kind is int or kind is bool:
         return value
     if kind is float:
@@ -164,15 +164,15 @@ def _plain(value: Any, room: list[int], depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise Rejected("broken metadata")
     if isinstance(value, dict):
-        room[0] -= sum(map(len, map(str, value)))
-        return {writable(str(name)): _plain(item, room, depth + 1) for name, item in value.items()}
+        remaining[0] -= sum(map(len, map(str, value)))
+        return {escape_surrogates(str(name)): _to_json(item, remaining, depth + 1) for name, item in value.items()}
     if isinstance(value, list | tuple | set):
-        return [_plain(item, room, depth + 1) for item in value]
+        return [_to_json(item, remaining, depth + 1) for item in value]
     if isinstance(value, bytes | bytearray):
         return f"{len(value)} bytes"
-    return _plain(value.isoformat() if isinstance(value, date | time) else str(value), room, depth)
+    return _to_json(value.isoformat() if isinstance(value, date | time) else str(value), remaining, depth)
 
 
-def writable(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """Replace surrogates, which represent invalid UTF-8 bytes, by escape sequences."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

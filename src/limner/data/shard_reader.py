@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 
 from limner.data.sample import MAX_TEXT, Rejected, Sample, parse_captions
-from limner.data.sanitize import MAX_BYTES, MAX_META, READ, counted, facts, fingerprint
-from limner.data.shard_writer import MARK
+from limner.data.sanitize import MAX_BYTES, MAX_META, READ_FLAGS, fingerprint, reject_on_error, sanitize_metadata
+from limner.data.shard_writer import INCOMPLETE_MARK
 from limner.data.tar_index import DAMAGED, MISSING, Member, tar_members
 from limner.errors import UserError
 from limner.json_files import parse_json
 
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm")
-SECOND, AMBIGUOUS = -3, -4  # in place of an offset, like `MISSING` and `DAMAGED`
+DUPLICATE_NAME, AMBIGUOUS = -3, -4  # in place of an offset, like `MISSING` and `DAMAGED`
 _REASONS = {
     MISSING: "missing image",
-    SECOND: "second picture of a name",
+    DUPLICATE_NAME: "duplicate picture name",
     AMBIGUOUS: "duplicate key",
     DAMAGED: "damaged shard",
 }
@@ -46,8 +46,8 @@ class ShardReader:
         self.paths = [Path(path) for path in paths]
         self._splits = list(splits or [None] * len(self.paths))
         for folder in {path.parent for path in self.paths}:
-            if (folder / MARK).exists():
-                raise UserError(f"{folder} is incomplete: the command that writes it was interrupted; run it again")
+            if (folder / INCOMPLETE_MARK).exists():
+                raise UserError(f"{folder} is incomplete, since its writer was interrupted: write it again")
         index = array("q")
         for shard, path in enumerate(self.paths):
             for row in _samples(tar_members(path)):
@@ -60,40 +60,40 @@ class ShardReader:
 
     def _read(self, index: int, *slots: int) -> list[bytes | None]:
         """Read the members in `slots` (0 picture, 1 caption, 2 metadata) of a sample."""
-        shard, *where = self._index[index].tolist()
-        if where[0] < MISSING:
-            raise Rejected(_REASONS[where[0]])
-        descriptor = os.open(self.paths[shard], READ)
+        shard, *spans = self._index[index].tolist()
+        if spans[0] < MISSING:
+            raise Rejected(_REASONS[spans[0]])
+        descriptor = os.open(self.paths[shard], READ_FLAGS)
         try:
-            found = []
+            members: list[bytes | None] = []
             for slot in slots:
-                offset, size = where[2 * slot : 2 * slot + 2]
+                offset, size = spans[2 * slot : 2 * slot + 2]
                 limit, larger = _LIMITS[slot]
                 if size > limit:
                     raise Rejected(larger)
-                found.append(os.pread(descriptor, size, offset) if offset >= 0 else None)
-            return found
+                members.append(os.pread(descriptor, size, offset) if offset >= 0 else None)
+            return members
         finally:
             os.close(descriptor)
 
-    @counted
+    @reject_on_error
     def __getitem__(self, index: int) -> Sample:
         image, text, meta = self._read(index, 0, 1, 2)
-        facts = self._facts(index, meta)
+        metadata = self._metadata_of(index, meta)
         if image is None:
             raise Rejected("missing image")
-        captions = parse_captions(text if text is not None else facts.get("caption"))
+        captions = parse_captions(text if text is not None else metadata.get("caption"))
         if len(image) < self._index[index, 2]:
             raise Rejected("broken image")  # the tar is truncated
-        return Sample(image, captions, facts)
+        return Sample(image, captions, metadata)
 
-    @counted
+    @reject_on_error
     def meta(self, index: int) -> dict[str, Any]:
-        return self._facts(index, self._read(index, 2)[0])
+        return self._metadata_of(index, self._read(index, 2)[0])
 
-    def _facts(self, index: int, data: bytes | None) -> dict[str, Any]:
+    def _metadata_of(self, index: int, data: bytes | None) -> dict[str, Any]:
         try:
-            meta = facts(parse_json(data or b"{}"))
+            meta = sanitize_metadata(parse_json(data or b"{}"))
         except ValueError:
             raise Rejected("broken metadata") from None
         split = self._splits[self._index[index, 0]]
@@ -109,8 +109,8 @@ _LIMITS = ((MAX_BYTES, "file too large"), (MAX_TEXT, "caption too long"), (MAX_M
 
 def _samples(members: Iterable[Member]) -> Iterator[list[int]]:
     """Yield the elements of a tar: offset and size of picture, caption and metadata."""
-    nothing = (MISSING, 0)
-    found: dict[tuple[int, str], tuple[list, list, list]] = {}
+    absent = (MISSING, 0)
+    by_key: dict[tuple[int, str], tuple[list, list, list]] = {}
     damaged = False
     for member in members:
         damaged |= member.offset == DAMAGED
@@ -118,17 +118,17 @@ def _samples(members: Iterable[Member]) -> Iterator[list[int]]:
         suffix = suffix.lower()
         slot = {"txt": 1, "json": 2}.get(suffix, 0 if suffix in IMAGE_SUFFIXES else None)
         if slot is not None and stem.rpartition("/")[2]:
-            slots = found.setdefault((member.archive, stem), ([], [], []))
+            slots = by_key.setdefault((member.archive, stem), ([], [], []))
             slots[slot].append((member.offset, member.size))
-    for images, texts, metas in found.values():
+    for images, texts, metas in by_key.values():
         count = max(map(len, (images, texts, metas)))
         if all(len(slot) in (0, count) for slot in (images, texts, metas)):
-            for row in zip(*(slot or [nothing] * count for slot in (images, texts, metas)), strict=True):
+            for row in zip(*(slot or [absent] * count for slot in (images, texts, metas)), strict=True):
                 yield [value for pair in row for value in pair]
         elif len(texts) <= 1 and len(metas) <= 1:
-            yield [*images[0], *(texts or [nothing])[0], *(metas or [nothing])[0]]
-            yield from [[SECOND, 0, *nothing, *nothing]] * (count - 1)
+            yield [*images[0], *(texts or [absent])[0], *(metas or [absent])[0]]
+            yield from [[DUPLICATE_NAME, 0, *absent, *absent]] * (count - 1)
         else:
-            yield from [[AMBIGUOUS, 0, *nothing, *nothing]] * count
+            yield from [[AMBIGUOUS, 0, *absent, *absent]] * count
     if damaged:
-        yield [DAMAGED, 0, *nothing, *nothing]
+        yield [DAMAGED, 0, *absent, *absent]

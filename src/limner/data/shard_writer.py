@@ -24,12 +24,12 @@ from limner.atomic_io import LOCK, locked, naming
 from limner.errors import UserError
 from limner.json_files import to_json, write_json
 
-SUMMARY, MARK = "dataset.json", "INCOMPLETE"
+SUMMARY, INCOMPLETE_MARK = "dataset.json", "INCOMPLETE"
 
 
 def is_complete(folder: str | os.PathLike[str]) -> bool:
     """Return True if a writer has finished the data set in `folder`."""
-    return (Path(folder) / SUMMARY).exists() and not (Path(folder) / MARK).exists()
+    return (Path(folder) / SUMMARY).exists() and not (Path(folder) / INCOMPLETE_MARK).exists()
 
 
 class ShardWriter:
@@ -49,11 +49,11 @@ class ShardWriter:
         self._file: BinaryIO | None = None
         self._lock = ExitStack()
 
-    def _claim(self) -> None:
+    def _prepare_folder(self) -> None:
         present = {path.name for path in self.folder.iterdir() if path.name != LOCK}
-        if present and MARK not in present:
+        if present and INCOMPLETE_MARK not in present:
             raise UserError(f"{self.folder} is not empty: name a new folder, or delete this one first")
-        (self.folder / MARK).touch()
+        (self.folder / INCOMPLETE_MARK).touch()
         for name in present:
             if name.removesuffix(".tmp").endswith(".tar") or name == SUMMARY:
                 (self.folder / name).unlink()
@@ -95,7 +95,7 @@ class ShardWriter:
         """Complete the data set, with `extra` in `dataset.json`."""
         self._finish_shard()
         write_json(self.folder / SUMMARY, {**self.summary(), **extra}, indent=2, ensure_ascii=False)
-        (self.folder / MARK).unlink(missing_ok=True)
+        (self.folder / INCOMPLETE_MARK).unlink(missing_ok=True)
 
     def _path(self) -> Path:
         return self.folder / f"{(self.kept - 1) // self.per_shard:05d}.tar"
@@ -123,7 +123,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         with ExitStack() as stack:
             stack.enter_context(locked(self.folder))
-            self._claim()
+            self._prepare_folder()
             self._lock = stack.pop_all()
         return self
 

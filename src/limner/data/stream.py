@@ -6,7 +6,7 @@ randomness of the sample (crop, phrasing, BPE dropout). Batch size, number of ra
 no effect. Hence
 
 - the position suffices to resume (the state also holds the data set's size, to detect changed data);
-- `world` ranks only divide each batch (`Stream.divide`): rank r takes the r-th slice, and the slices together
+- `world` ranks only divide each batch (`Stream.shard`): rank r takes the r-th slice, and the slices together
   are the batch of a single rank;
 - the order is a sort by hash, which cannot change between library versions as a shuffle can.
 """
@@ -39,7 +39,7 @@ class Dataset(Protocol):
         ...
 
 
-def hash64(*values: int | np.ndarray) -> np.ndarray:
+def splitmix64(*values: int | np.ndarray) -> np.ndarray:
     """Hash integers, or broadcast arrays of them, to uint64 by chained splitmix64.
 
     Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
@@ -54,19 +54,19 @@ def hash64(*values: int | np.ndarray) -> np.ndarray:
     return np.asarray(state)
 
 
-def share_of(batch: int, world: int, setting: str = "") -> int:
+def per_rank_batch_size(batch: int, world: int, setting: str = "") -> int:
     """Return the samples of a batch per rank. Raises `UserError`, which names `setting` if given, if `world` does not
     divide `batch`."""
     if batch % world:
-        end = f" for {setting}" if setting else ""
-        raise UserError(f"a batch of {batch} cannot be divided among {world} ranks: choose a multiple of {world}{end}")
+        suffix = f" for {setting}" if setting else ""
+        raise UserError(f"a batch of {batch} cannot be divided among {world} ranks: use a multiple of {world}{suffix}")
     return batch // world
 
 
 @lru_cache(maxsize=4)
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of `n` elements in an epoch, int64 [n], by ascending hash."""
-    order = np.argsort(hash64(seed, epoch, np.arange(n)), kind="stable")
+    order = np.argsort(splitmix64(seed, epoch, np.arange(n)), kind="stable")
     order.setflags(write=False)  # callers share it through the cache
     return order
 
@@ -86,36 +86,36 @@ class Stream:
         prefetch: int = 0,
     ) -> None:
         if len(dataset) == 0:
-            raise UserError("the data set is empty: there is nothing to train on")
+            raise UserError("the data set is empty: give it samples")
         if batch_size < 1:
-            raise ValueError(f"a batch has one sample at least, not {batch_size}")
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         self.dataset, self.batch_size, self.seed, self.prefetch = dataset, batch_size, seed, prefetch
         self.rank, self.world = 0, 1
         self.position = 0  # samples consumed, over all ranks
-        self._ahead: deque[Future[dict[str, Tensor]]] = deque()
+        self._prefetched: deque[Future[dict[str, Tensor]]] = deque()
         self._thread: ThreadPoolExecutor | None = None
 
-    def divide(self, rank: int, world: int) -> None:
+    def shard(self, rank: int, world: int) -> None:
         """Restrict the stream to rank `rank` of `world`: `batch_size / world` samples of each batch."""
-        share_of(self.batch_size, world)
+        per_rank_batch_size(self.batch_size, world)
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not in [0, {world})")
-        self._drop_ahead()
+        self._cancel_prefetched()
         self.rank, self.world = rank, world
 
-    def plan(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+    def batch_indices(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the indices and seeds of this rank's share of the batch at `position`."""
-        n, share = len(self.dataset), self.batch_size // self.world
-        k = position + self.rank * share + np.arange(share)
+        n, size = len(self.dataset), self.batch_size // self.world
+        k = position + self.rank * size + np.arange(size)
         epochs, offsets = np.divmod(k, n)
         indices = np.empty_like(k)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            indices[here] = permutation(n, self.seed, int(epoch))[offsets[here]]
-        return indices, hash64(self.seed, 1 << 63, k)
+            in_epoch = epochs == epoch
+            indices[in_epoch] = permutation(n, self.seed, int(epoch))[offsets[in_epoch]]
+        return indices, splitmix64(self.seed, 1 << 63, k)
 
     def _load(self, position: int) -> dict[str, Tensor]:
-        indices, seeds = self.plan(position)
+        indices, seeds = self.batch_indices(position)
         return {"index": torch.from_numpy(indices), **self.dataset.batch(indices, seeds)}
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -124,10 +124,10 @@ class Stream:
     def __next__(self) -> dict[str, Tensor]:
         if self.prefetch:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="stream")
-            while len(self._ahead) <= self.prefetch:
-                ahead = self.position + len(self._ahead) * self.batch_size
-                self._ahead.append(self._thread.submit(self._load, ahead))
-            batch = self._ahead.popleft().result()
+            while len(self._prefetched) <= self.prefetch:
+                position = self.position + len(self._prefetched) * self.batch_size
+                self._prefetched.append(self._thread.submit(self._load, position))
+            batch = self._prefetched.popleft().result()
         else:
             batch = self._load(self.position)
         self.position += self.batch_size
@@ -142,19 +142,19 @@ class Stream:
         before, now = state.get("samples"), len(self.dataset)
         if before not in (None, now):
             warnings.warn(
-                f"the data has {now:,} samples and had {before:,} at the checkpoint: going on with other data",
+                f"the data has {now:,} samples, but had {before:,} at the checkpoint: training on changed data",
                 stacklevel=2,
             )
-        self._drop_ahead()
+        self._cancel_prefetched()
         self.position = int(state["position"])
 
     def close(self) -> None:
         """Stop the prefetch thread. The stream may be used again."""
-        self._drop_ahead()
+        self._cancel_prefetched()
         if self._thread:
             self._thread.shutdown(wait=True)
             self._thread = None
 
-    def _drop_ahead(self) -> None:
-        while self._ahead:
-            self._ahead.pop().cancel()
+    def _cancel_prefetched(self) -> None:
+        while self._prefetched:
+            self._prefetched.pop().cancel()

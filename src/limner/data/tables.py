@@ -20,7 +20,15 @@ import numpy as np
 
 from limner.data.arrow_tables import Arrow, Parquet
 from limner.data.sample import Rejected, Sample, parse_captions
-from limner.data.sanitize import MAX_BYTES, MAX_COLUMNS, counted, facts, fingerprint, open_regular, read_file
+from limner.data.sanitize import (
+    MAX_BYTES,
+    MAX_COLUMNS,
+    fingerprint,
+    open_regular,
+    read_file,
+    reject_on_error,
+    sanitize_metadata,
+)
 from limner.data.text_tables import Csv, Jsonl
 from limner.errors import UserError
 
@@ -59,12 +67,12 @@ class TableSource:
         """`splits` holds, for each file, the split of its rows that name none."""
         self.files, self.allow_outside = list(files), allow_outside
         self._splits = list(splits)
-        self._tables = [_open_table(file, alone=len(files) == 1) for file in files]
-        self._ends = np.cumsum([len(table) for table in self._tables])
-        columns = list(dict.fromkeys(c for table in self._tables for c in table.columns))
+        self.tables = [_open_table(file, alone=len(files) == 1) for file in files]
+        self._ends = np.cumsum([len(table) for table in self.tables])
+        columns = list(dict.fromkeys(c for table in self.tables for c in table.columns))
         where = str(files[0])
         if len(columns) > MAX_COLUMNS:
-            raise UserError(f"{where} has {len(columns):,} columns: at most {MAX_COLUMNS:,} are read")
+            raise UserError(f"{where} has {len(columns):,} columns: a table may have at most {MAX_COLUMNS:,}")
         if len(self):
             self.caption = _find_column("caption", caption, CAPTION_COLUMNS, columns, where)
             self.image = _find_column("image", image, IMAGE_COLUMNS, columns, where)
@@ -72,25 +80,25 @@ class TableSource:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def _row(self, index: int) -> tuple[int, dict[str, Any]]:
+    def row(self, index: int) -> tuple[int, dict[str, Any]]:
         table = int(np.searchsorted(self._ends, index, side="right"))
         offset = index - (int(self._ends[table - 1]) if table else 0)
-        return table, self._tables[table].row(offset)
+        return table, self.tables[table].row(offset)
 
-    @counted
+    @reject_on_error
     def __getitem__(self, index: int) -> Sample:
-        table, row = self._row(index)
+        table, row = self.row(index)
         captions = parse_captions(row.get(self.caption))
-        meta = self._facts(table, row)
+        meta = self._metadata_of(table, row)
         picture = self._picture(table, row)
         return Sample(picture if isinstance(picture, bytes) else read_file(picture, "missing image"), captions, meta)
 
-    @counted
+    @reject_on_error
     def meta(self, index: int) -> dict[str, Any]:
-        return self._facts(*self._row(index))
+        return self._metadata_of(*self.row(index))
 
-    def _facts(self, table: int, row: dict[str, Any]) -> dict[str, Any]:
-        meta = facts({k: v for k, v in row.items() if k != self.image})
+    def _metadata_of(self, table: int, row: dict[str, Any]) -> dict[str, Any]:
+        meta = sanitize_metadata({k: v for k, v in row.items() if k != self.image})
         split = self._splits[table]
         return meta if split is None else {"split": split, **meta}
 
@@ -119,36 +127,36 @@ class TableSource:
         return path
 
     def fingerprint(self) -> str:
-        return fingerprint(chain(self.files, self._named()))
+        return fingerprint(chain(self.files, self._picture_files()))
 
-    def _named(self) -> Iterator[Path]:
+    def _picture_files(self) -> Iterator[Path]:
         """Yield the picture files that rows name. Stops reading a table at the first picture that it holds."""
         for first, end in pairwise((0, *self._ends.tolist())):
             for index in range(first, end):
                 try:
-                    found = self._where(index)
+                    picture = self._locate_picture(index)
                 except Rejected:
                     continue
-                if isinstance(found, bytes):
+                if isinstance(picture, bytes):
                     break
-                yield found
+                yield picture
 
-    @counted
-    def _where(self, index: int) -> bytes | Path:
-        return self._picture(*self._row(index))
+    @reject_on_error
+    def _locate_picture(self, index: int) -> bytes | Path:
+        return self._picture(*self.row(index))
 
 
-def _find_column(what: str, wanted: str | None, known: Sequence[str], columns: Sequence[str], where: str) -> str:
+def _find_column(role: str, wanted: str | None, known: Sequence[str], columns: Sequence[str], where: str) -> str:
     listed = ", ".join(column[:40] for column in columns[:20]) or "none"
     if wanted is not None:
         if wanted not in columns:
-            raise UserError(f'{where} has no column "{wanted}": its columns are {listed}')
+            raise UserError(f'{where} lacks the column "{wanted}": choose one of {listed}')
         return wanted
-    lowered = {column.lower(): column for column in reversed(columns)}
+    by_lowercase = {column.lower(): column for column in reversed(columns)}
     for name in known:
-        if name in lowered:
-            return lowered[name]
-    raise UserError(f"{where} has no {what} column with a known name: name one of {listed}")
+        if name in by_lowercase:
+            return by_lowercase[name]
+    raise UserError(f"{where} lacks a {role} column with a known name: name one of {listed}")
 
 
 def _open_table(path: Path, alone: bool) -> TableFile:
@@ -162,7 +170,7 @@ def _open_table(path: Path, alone: bool) -> TableFile:
         problem = error
     if alone or "pip install" in str(problem):
         raise problem from None
-    warnings.warn(f"{problem}; it is left out", stacklevel=2)
+    warnings.warn(f"{problem} (skipping it)", stacklevel=2)
     return _Unreadable()
 
 

@@ -40,13 +40,13 @@ def tar_members(path: str | os.PathLike[str]) -> Iterator[Member]:
     try:
         descriptor = open_regular(path)
     except OSError as error:
-        warnings.warn(f"{path} cannot be read ({error.strerror}): it is left out", stacklevel=2)
+        warnings.warn(f"{path} cannot be read ({error.strerror}): skipping it", stacklevel=2)
         yield Member(0, "", DAMAGED, 0)
         return
     try:
         for member in walk(partial(os.pread, descriptor), os.fstat(descriptor).st_size):
             if member.offset == DAMAGED:
-                warnings.warn(f"{path} is damaged at byte {member.size}: what follows is left out", stacklevel=2)
+                warnings.warn(f"{path} is damaged at byte {member.size}: the rest of the file is skipped", stacklevel=2)
             yield member
     finally:
         os.close(descriptor)
@@ -55,7 +55,7 @@ def tar_members(path: str | os.PathLike[str]) -> Iterator[Member]:
 def walk(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
     """`tar_members` of the `end` bytes that `read(size, offset)` returns, without warnings."""
     archive, at, ended = 0, 0, False
-    said: dict[str, str] = {}  # extensions' values for the next member
+    overrides: dict[str, str] = {}  # extensions' values for the next member
     while at < end:
         block = read(_BLOCK, at)
         if not block.strip(b"\0"):
@@ -65,35 +65,35 @@ def walk(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
             member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except (tarfile.HeaderError, ValueError):
             break
-        size = member.size if "size" not in said else int(said["size"])
+        size = member.size if "size" not in overrides else int(overrides["size"])
         if not 0 <= size < 1 << 60:  # base-256 numbers may have 95 bits
             break
         if ended:
             archive, ended = archive + 1, False
         at += _BLOCK
-        if member.type in _EXTENSIONS:
-            told = _extension(member.type, read(min(size, _MAX_EXTENSION), at))
-            if told is None or size > _MAX_EXTENSION:
+        if member.type in _EXTENSION_TYPES:
+            values = _parse_extension(member.type, read(min(size, _MAX_EXTENSION), at))
+            if values is None or size > _MAX_EXTENSION:
                 break
-            said.update(told)
+            overrides.update(values)
         else:
             if member.type == tarfile.GNUTYPE_SPARSE and block[482]:
                 while read(1, at + 504) not in (b"\0", b""):  # further blocks of the sparse map
                     at += _BLOCK
                 at += _BLOCK
-            name = said.get("path", member.name)
+            name = overrides.get("path", member.name)
             if member.isreg() and member.type != tarfile.GNUTYPE_SPARSE:
                 yield Member(archive, name, at, size)
             elif not member.isdir():
                 yield Member(archive, name, MISSING, 0)
-            said = {}
-        if member.isreg() or member.type in _EXTENSIONS or member.type not in tarfile.SUPPORTED_TYPES:
+            overrides = {}
+        if member.isreg() or member.type in _EXTENSION_TYPES or member.type not in tarfile.SUPPORTED_TYPES:
             at += -(-size // _BLOCK) * _BLOCK
     if at < end or not ended or end % _BLOCK:  # a partial block shows truncation
         yield Member(archive, "", DAMAGED, min(at, end))
 
 
-_EXTENSIONS = (
+_EXTENSION_TYPES = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
     tarfile.XHDTYPE,
@@ -102,13 +102,13 @@ _EXTENSIONS = (
 )
 
 
-def _extension(kind: bytes, data: bytes) -> dict[str, str] | None:
+def _parse_extension(kind: bytes, data: bytes) -> dict[str, str] | None:
     """Return the "path" and "size" of the next member from an extension; None if it is damaged."""
     if kind == tarfile.GNUTYPE_LONGNAME:
         return {"path": data.split(b"\0")[0].decode("utf-8", "surrogateescape")}
-    said: dict[str, str] = {}
+    overrides: dict[str, str] = {}
     if kind not in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
-        return said
+        return overrides
     while data.strip(b"\0"):  # pax: "LENGTH KEY=VALUE\n", where LENGTH counts the whole record
         length, _, rest = data.partition(b" ")
         if not length.isdigit() or len(length) > 9 or not len(length) + 3 <= int(length) <= len(data):
@@ -117,17 +117,17 @@ def _extension(kind: bytes, data: bytes) -> dict[str, str] | None:
         if not equals or (key == b"size" and not (value.isdigit() and len(value) < 18)):
             return None
         if key in (b"path", b"size"):
-            said[key.decode()] = value.decode("utf-8", "surrogateescape")
+            overrides[key.decode()] = value.decode("utf-8", "surrogateescape")
         data = data[int(length) :]
-    return said
+    return overrides
 
 
 def _skip_zeros(read: Callable[[int, int], bytes], at: int, end: int) -> int:
     """Return the offset of the first nonzero block from `at` on, or `end`."""
     while at < end:
-        some = read(1 << 20, at)
-        rest = some.lstrip(b"\0")
-        if rest or not some:
-            return at + (len(some) - len(rest)) // _BLOCK * _BLOCK if some else end
-        at += len(some)
+        chunk = read(1 << 20, at)
+        nonzero = chunk.lstrip(b"\0")
+        if nonzero or not chunk:
+            return at + (len(chunk) - len(nonzero)) // _BLOCK * _BLOCK if chunk else end
+        at += len(chunk)
     return end

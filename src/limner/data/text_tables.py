@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from limner.data.sample import Rejected
-from limner.data.sanitize import MAX_COLUMNS, READ
+from limner.data.sanitize import MAX_COLUMNS, READ_FLAGS
 from limner.errors import UserError
 from limner.json_files import parse_json
 
@@ -44,7 +44,7 @@ class _Lines:
             raise Rejected("broken row")
         if stop - start > MAX_ROW:
             raise Rejected("row too long")
-        descriptor = os.open(self.path, READ)
+        descriptor = os.open(self.path, READ_FLAGS)
         try:
             return os.pread(descriptor, stop - start, start).decode("utf-8-sig", "surrogateescape")
         finally:
@@ -100,9 +100,7 @@ class Csv(_Lines):
             for start, stop, fields in self._records(file):
                 if not self.columns:
                     if fields is None:
-                        raise UserError(
-                            f"{path} has a header that cannot be read: give it a first line of column names"
-                        )
+                        raise UserError(f"{path} has an unreadable header: put column names on the first line")
                     self.columns = fields
                 else:
                     spans.extend((start, stop) if fields is not None or stop - start > MAX_ROW else (stop, start))
@@ -112,10 +110,10 @@ class Csv(_Lines):
         """Yield start, end and fields of each record that is not empty (fields None if broken)."""
         at, size = 0, os.fstat(file.fileno()).st_size
         while at < size:
-            lines = _Pulled(file, at)
+            lines = _LineIterator(file, at)
             reader = csv.reader(lines, delimiter=self._delimiter, strict=True)
-            whole = True
-            while whole and at < size:
+            intact = True
+            while intact and at < size:
                 lines.ends.clear()
                 try:
                     fields = next(reader)
@@ -123,30 +121,31 @@ class Csv(_Lines):
                     fields = None
                 if not lines.ends:
                     return
-                whole = fields is not None and (len(lines.ends) == 1 or len(fields) == len(self.columns or fields))
-                stop = lines.ends[-1 if whole else 0]
-                if not whole:  # valid if only quotes within a field made it fail
-                    fields = self._lenient(lines.text) if lines.text is not None and len(lines.ends) == 1 else None
+                intact = fields is not None and (len(lines.ends) == 1 or len(fields) == len(self.columns or fields))
+                stop = lines.ends[-1 if intact else 0]
+                if not intact:  # valid if only quotes within a field made it fail
+                    text = lines.text if len(lines.ends) == 1 else None
+                    fields = None if text is None else self._parse_leniently(text)
                 if fields is None or (self.columns and any(fields[len(self.columns) :])):
                     yield at, stop, None
                 elif fields:
                     yield at, stop, fields
                 at = stop
 
-    def _lenient(self, text: str) -> list[str] | None:
+    def _parse_leniently(self, text: str) -> list[str] | None:
         try:
             return next(csv.reader(io.StringIO(text, newline=""), delimiter=self._delimiter), None)
         except csv.Error:
             return None
 
     def row(self, index: int) -> dict[str, Any]:
-        fields = self._lenient(self._text(index).replace("\0", ""))
+        fields = self._parse_leniently(self._text(index).replace("\0", ""))
         if fields is None:
             raise Rejected("broken row")
         return dict(zip(self.columns, fields, strict=False))
 
 
-class _Pulled:
+class _LineIterator:
     """An iterator over text lines from an offset on. `ends` collects the end offsets of a record's lines.
 
     Raises `ValueError` if a record has too many lines or a line is too long.
@@ -157,7 +156,7 @@ class _Pulled:
         self.file, self.at, self.ends = file, at, list[int]()
         self.text: str | None = None  # the last line, or None if it was too long
 
-    def __iter__(self) -> _Pulled:
+    def __iter__(self) -> _LineIterator:
         return self
 
     def __next__(self) -> str:

@@ -100,7 +100,7 @@ def _encode_part(
     batch_size: int,
     progress: Advance | None,
 ) -> TokenCache:
-    tokens, captions, kept = [], [], []
+    tokens, captions, good_indices = [], [], []
     rejected = Counter[str]()
     for start in range(0, len(indices), batch_size):
         rows = indices[start : start + batch_size]
@@ -109,15 +109,15 @@ def _encode_part(
         if len(good):
             tokens.append(encode(pixels).cpu().numpy())
             captions += texts
-            kept.append(good)
+            good_indices.append(good)
         if progress:
             progress(len(rows))
     values = np.concatenate(tokens) if tokens else np.zeros((0, 0), np.int64)
-    narrow = values.size == 0 or values.max() < 1 << 16
+    fits_uint16 = values.size == 0 or values.max() < 1 << 16
     return TokenCache(
-        tokens=values.astype(np.uint16 if narrow else np.int32),
+        tokens=values.astype(np.uint16 if fits_uint16 else np.int32),
         captions=captions,
-        indices=np.concatenate(kept) if kept else np.zeros(0, np.int64),
+        indices=np.concatenate(good_indices) if good_indices else np.zeros(0, np.int64),
         rejected=rejected,
     )
 

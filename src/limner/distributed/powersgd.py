@@ -47,7 +47,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, distributed, nn
 
-from limner.data.stream import hash64
+from limner.data.stream import splitmix64
 from limner.distributed.gradient_reducers import Bucket, Replicas, Waiting, averaged, unpacked
 from limner.errors import UserError
 from limner.numerics.formats import E6M9, HALF_FORMATS
@@ -184,7 +184,7 @@ class PowerSGD:
         r = max(1, min((self.config.rank or min(len(p), p[0].numel()) // 8) // shards, m))
         if r * (m + n) >= m * n:
             return None
-        seed = int(hash64(self.config.seed, *name.encode())) >> 1  # the same on all replicas; differs between names
+        seed = int(splitmix64(self.config.seed, *name.encode())) >> 1  # the same on all replicas; differs between names
         start = torch.randn(n, r, generator=torch.Generator().manual_seed(seed)).to(shard.device)
         buffer = torch.zeros(shard.shape, dtype=torch.float32, device=shard.device)
         return Matrix(name, p, E6M9.pack(buffer) if self.config.narrow else buffer, height > width, start)

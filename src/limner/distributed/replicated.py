@@ -68,7 +68,7 @@ class Replicated:
 
     def divide(self, stream: Any) -> None:
         """See `Parallel`."""
-        stream.divide(self.rank, self.world)
+        stream.shard(self.rank, self.world)
 
     def building(self) -> AbstractContextManager[object]:
         """See `Parallel`."""

@@ -38,7 +38,7 @@ from limner.progress import Advance
 from limner.sampling.generation_config import CANDIDATES, Sampler
 from limner.tasks import captions, scenes
 from limner.tasks.rendering import render_pair
-from limner.tasks.scenes import Pair, Scene, Split
+from limner.tasks.scenes import Scene, ScenePair, Split
 from limner.tasks.verify import pair_holds, satisfies
 from limner.validation import SEEDS, Checked
 
@@ -60,7 +60,7 @@ def sample_captions(
     return captioned
 
 
-def sample_pairs(split: Split = "held-out", n: int = 1_024, seed: int = TEST_SEEDS_FROM) -> list[tuple[str, Pair]]:
+def sample_pairs(split: Split = "held-out", n: int = 1_024, seed: int = TEST_SEEDS_FROM) -> list[tuple[str, ScenePair]]:
     """Sample `n` pairs with a caption each. Pair i depends only on the seed and i."""
     captioned = []
     for i in range(n):
@@ -73,7 +73,7 @@ def sample_pairs(split: Split = "held-out", n: int = 1_024, seed: int = TEST_SEE
 def _is_full(caption: str) -> bool:
     claims = captions.parse(caption)
     assert claims is not None, caption
-    return claims.background is not None and all(None not in attributes for attributes in claims.looks)
+    return claims.background is not None and all(None not in attributes for attributes in claims.attributes)
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def score(
 
     `on_candidates` is called with (index of the first caption, candidates) for each batch.
     """
-    counts = [len(scene.things) for _, scene in captions]
+    counts = [len(scene.objects) for _, scene in captions]
     kinds = [f"{count} object{'s' if count > 1 else ''}" for count in counts]
     checks = [(caption, partial(satisfies, caption=caption)) for caption, _ in captions]
     clusters = [attribute_key(scene) for _, scene in captions]
@@ -244,7 +244,7 @@ def score(
 
 def score_pairs(
     pipe: TextToImage,
-    pairs: Sequence[tuple[str, Pair]],
+    pairs: Sequence[tuple[str, ScenePair]],
     settings: CompositionSettings,
     *,
     progress: Advance | None = None,

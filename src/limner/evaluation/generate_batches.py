@@ -50,6 +50,6 @@ def verdicts(pictures: Tensor, predicate: Predicate) -> np.ndarray:
 
 def attribute_key(*panels: Scene) -> str:
     """Return the cluster of a caption: its first held-out attribute combination in sorted order, else its first one."""
-    combinations = [(item.look, panel.background) for panel in panels for item in panel.things]
+    combinations = [(item.attributes, panel.background) for panel in panels for item in panel.objects]
     attributes, background = min((pair for pair in combinations if scenes.held_out(*pair)), default=combinations[0])
     return f"{' '.join(attributes)} on {background}"

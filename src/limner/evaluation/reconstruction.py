@@ -132,4 +132,4 @@ def relaxation_gap(model: DVAE, pixels: Tensor, tau: float, hard: float) -> dict
 
 def _same_scene(original: np.ndarray, decoded: np.ndarray) -> bool:
     a, b = scene_reader.read(original).scene, scene_reader.read(decoded).scene
-    return a is not None and b is not None and verify.alike(a, b)
+    return a is not None and b is not None and verify.scenes_match(a, b)

@@ -69,7 +69,7 @@ def scene_task(count: int, size: int, split: Split = "held-out", seed: int = TES
     for i in range(count):
         scene = sample_scene(np.random.default_rng([seed, i]), count=1, split=split)
         pictures.append(torch.from_numpy(render(scene, size)).permute(2, 0, 1))
-        labels.append(names.index(f"{scene.things[0].color} {scene.things[0].shape}"))
+        labels.append(names.index(f"{scene.objects[0].color} {scene.objects[0].shape}"))
         clusters.append(attribute_key(scene))
     return ZeroShotTask(torch.stack(pictures), labels, clusters, names, SCENE_PROMPTS)
 

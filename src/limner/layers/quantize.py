@@ -20,6 +20,8 @@ Shapes: m rows, n columns.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Float, Int8
 from torch import Tensor
@@ -130,3 +132,21 @@ def _tensor_wise_transposed(x: Tensor) -> tuple[Tensor, Tensor]:
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
     values = torch.empty_like(x, dtype=torch.int8, memory_format=torch.contiguous_format).mT
     return values.contiguous() if triton_supports(x) else values, x.new_empty((), dtype=torch.float32)
+
+
+def _absmax(x: Tensor, dim: int = 1) -> Tensor:
+    """Return the largest magnitudes along `dim`, NaN if any entry is. On CPUs two reductions are faster than one."""
+    return torch.maximum(x.amax(dim), -x.amin(dim))
+
+
+def _scaled(x: Tensor, inverse: Tensor) -> Tensor:
+    """Return int8 of a matrix times inverse scales, one [] or one for each column [n]."""
+    values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    for part, out in zip(_parts(x, x.shape), _parts(values, x.shape), strict=True):
+        out.copy_((part.float() * inverse).round_())
+    return values
+
+
+def _parts(x: Tensor, shape: torch.Size) -> Iterator[Tensor]:
+    """Split a matrix of this shape, or a vector with an entry per row, by rows into parts that fit a cache."""
+    return iter(x.split(max(1, _CPU_VALUES_PER_PART // max(1, shape[1]))))

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import torch
 
-from limner.data.stream import share_of
+from limner.data.stream import per_rank_batch_size
 from limner.errors import UserError
 from limner.layers.cross_entropy import LOGITS_PER_CHUNK
 from limner.layers.precisions import Bf16Weights, Fp16Weights
@@ -107,7 +107,7 @@ class Launch:
         n, batch, parts = self.gpus, self.training.batch_size, self.training.accumulate
         if n % self.replicas:
             raise UserError(f"{n} processes cannot hold {self.replicas} replicas: choose a divisor of {n}")
-        if (share := share_of(batch, n)) % parts:
+        if (share := per_rank_batch_size(batch, n)) % parts:
             raise UserError(f"{share} samples per rank cannot be divided into {parts} micro-batches: choose a divisor")
         if self.rank is not None and (problem := self.rank_problem(self.rank)):
             raise UserError(problem)

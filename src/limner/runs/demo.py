@@ -141,7 +141,13 @@ def write_data(demo: Demo) -> None:
             continue
         with progress(f"writing {kind} scenes", demo.scenes, unit="scene") as bar:
             write_scenes(
-                demo.out / folder, demo.scenes, seed=1, kind=kind, pairs=0.0, things=COUNT_WEIGHTS, progress=bar.advance
+                demo.out / folder,
+                demo.scenes,
+                seed=1,
+                kind=kind,
+                pairs=0.0,
+                count_weights=COUNT_WEIGHTS,
+                progress=bar.advance,
             )
 
 

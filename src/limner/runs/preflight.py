@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from limner.data.stream import share_of
+from limner.data.stream import per_rank_batch_size
 from limner.errors import UserError
 from limner.json_files import read_mapping
 from limner.recipes.recipe import (
@@ -45,7 +45,7 @@ def check(run_data: RunData, stages: Sequence[str]) -> None:
         raise UserError(f"the models of the recipe do not fit together: {error}".splitlines()[0]) from None
     for name, (stage, config) in stage_configs.items():
         if name in stages:
-            share_of(stage.training.batch_size, run_data.parallel.world, f"{name}.training.batch_size")
+            per_rank_batch_size(stage.training.batch_size, run_data.parallel.world, f"{name}.training.batch_size")
         config_file = out / name / "config.json"
         if name in stages and config_file.exists() and completed(out / name):
             current = {"training": stage.training, "model": config, "objective": stage.objective}

@@ -15,19 +15,19 @@ import numpy as np
 from torch import Tensor
 
 from limner import bundles, pretrained
-from limner.data.attribution import attribution, united
+from limner.data.attribution import attribution, merge_attributions
 from limner.data.datasets import EncodedDataset, ImageCaptionDataset, TokenDataset
 from limner.data.hard_negative_captions import Distractors
 from limner.data.open_source import open_source
-from limner.data.sample import Rejected, Selection, Source, by_split, unread
-from limner.data.stream import Dataset, hash64
+from limner.data.sample import Rejected, Source, Subset, describe_unread, group_by_split
+from limner.data.stream import Dataset, splitmix64
 from limner.data.token_cache import encode_tokens, weights_hash
 from limner.errors import UserError
 from limner.json_files import read_json, write_json
 from limner.models.patch_dvae import AnyDVAE
 from limner.progress import progress
 from limner.recipes.recipe import DVAEStage, PatchStage, PretrainedDVAE, Recipe
-from limner.tasks.caption_truth import falsehood
+from limner.tasks.caption_truth import falsity_test
 from limner.text.bpe import Tokenizer
 from limner.training.parallel import Parallel, Single
 
@@ -51,9 +51,9 @@ class RunData:
     def open(cls, recipe: Recipe, data: str | Path, out: str | Path, parallel: Parallel | None = None) -> RunData:
         """Open the data. Raises `UserError` if no sample is in the split 'train'."""
         source = open_source(str(data))
-        splits = by_split(source)
-        train, held_out = (splits.get(name) or Selection(source, []) for name in ("train", "held-out"))
-        if warning := unread({name: len(selection) for name, selection in splits.items()}):
+        splits = group_by_split(source)
+        train, held_out = (splits.get(name) or Subset(source, []) for name in ("train", "held-out"))
+        if warning := describe_unread({name: len(selection) for name, selection in splits.items()}):
             warnings.warn(f"{data}: {warning}", stacklevel=2)
         if len(train) == 0:
             raise UserError(f"the split 'train' of {data} is empty: check the key 'split' of its metadata")
@@ -67,7 +67,7 @@ class RunData:
             starts.append(self.recipe.dvae.bundle)
         inherited = [bundles.read_info(name).get("attribution") for name in starts if name]
         saved = read_json(path) if path.exists() else []
-        rows = united(saved, *inherited, attribution(self.train))
+        rows = merge_attributions(saved, *inherited, attribution(self.train))
         if rows and rows != saved:
             write_json(path, rows, indent=1, ensure_ascii=False)
         return rows
@@ -96,13 +96,13 @@ class RunData:
     def dvae_dataset(self, stage: DVAEStage | PatchStage) -> Dataset:
         """Return the dVAE's training data: pictures."""
         augment = "dvae" if stage.augment else "none"
-        return ImageCaptionDataset(self.train, stage.model.size, augment, keep_bytes=_IMAGE_CACHE_BYTES)
+        return ImageCaptionDataset(self.train, stage.model.size, augment, cache_bytes=_IMAGE_CACHE_BYTES)
 
     def clustering_pictures(self, stage: DVAEStage | PatchStage) -> Tensor:
         """Return at most 8,000 evenly spaced pictures to cluster patches of: uint8 [B, 3, size, size]."""
         images = self.dvae_dataset(stage)
         rows = _evenly_spaced(len(images), _MAX_CLUSTERING_PICTURES)
-        return images.batch(rows, hash64(stage.training.seed, rows))["pixels"]
+        return images.batch(rows, splitmix64(stage.training.seed, rows))["pixels"]
 
     def prior_dataset(self, source: Source, tokenizer: Tokenizer, dvae: AnyDVAE) -> Dataset:
         """Return the prior's dataset: caption and image tokens. Augmented pictures are encoded per batch, others once
@@ -130,7 +130,7 @@ class RunData:
         stage, text, training = self.recipe.contrastive, self.recipe.text, source is self.train
         distractors = None
         if stage.distractors:
-            distractors = Distractors(_captions(self.train), _captions(self.held_out), falsehood), stage.distractors
+            distractors = Distractors(_captions(self.train), _captions(self.held_out), falsity_test), stage.distractors
         return ImageCaptionDataset(
             source if training else _evaluation_subset(source),
             size,
@@ -139,7 +139,7 @@ class RunData:
             text.length,
             text.dropout if training else 0.0,
             distractors=distractors,
-            keep_bytes=_IMAGE_CACHE_BYTES,
+            cache_bytes=_IMAGE_CACHE_BYTES,
         )
 
 
@@ -153,7 +153,7 @@ def _captions(source: Source) -> Iterable[str]:
 
 def _evaluation_subset(source: Source) -> Source:
     """Return at most 512 evenly spaced samples."""
-    return Selection(source, _evenly_spaced(len(source), _MAX_EVALUATION_SAMPLES))
+    return Subset(source, _evenly_spaced(len(source), _MAX_EVALUATION_SAMPLES))
 
 
 def _evenly_spaced(count: int, limit: int) -> np.ndarray:

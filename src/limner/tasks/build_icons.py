@@ -23,41 +23,42 @@ from limner.errors import UserError, suggestion
 from limner.progress import Advance
 from limner.tasks.icon_captions import CHANGES, Keywords, captions, noun, pair_captions
 from limner.tasks.iconify import IconSet
-from limner.tasks.icons import Drawn, stable, world
+from limner.tasks.icons import IconDrawing, join_sets, stable_hash
 from limner.tasks.svg_renderer import SVGRenderer
 
 #: Colors for recolored drawings: red, green and blue, from 0 to 255.
-INKS = {
+RECOLORS = {
     "red": (230, 40, 40),
     "orange": (245, 140, 20),
     "green": (40, 160, 60),
     "blue": (40, 90, 220),
     "pink": (240, 90, 170),
 }
-_KINDS = ("style", "style", "style", *CHANGES, "recolored")
+_PAIR_KINDS = ("style", "style", "style", *CHANGES, "recolored")
+_Partition = tuple[list[IconDrawing], list[IconDrawing]]
 
 
 @dataclass(frozen=True)
-class Pair:
+class IconPair:
     """A pair of drawings. `below` is the lower one, or None for a changed `above`; `caption` describes the change."""
 
-    above: Drawn
+    above: IconDrawing
     kind: str
     caption: str
-    below: Drawn | None = None
-    ink: str | None = None
+    below: IconDrawing | None = None
+    color: str | None = None
 
     @property
     def held_out(self) -> bool:
-        return stable("pair", self.above.base, self.above.style, self.caption) % 20 == 0
+        return stable_hash("pair", self.above.base, self.above.style, self.caption) % 20 == 0
 
     @property
-    def facts(self) -> dict[str, Any]:
-        told: dict[str, Any] = {"kind": self.kind, "caption": self.caption}
+    def metadata(self) -> dict[str, Any]:
+        pair: dict[str, Any] = {"kind": self.kind, "caption": self.caption}
         if self.below:
-            told |= {key: self.below.facts[key] for key in ("style", "set", "name", "license", "author", "source")}
+            pair |= {key: self.below.metadata[key] for key in ("style", "set", "name", "license", "author", "source")}
         split = {"split": "held-out", "held_out": "pair"} if self.held_out else {"split": "train"}
-        return {**self.above.facts, **split, "pair": told}
+        return {**self.above.metadata, **split, "pair": pair}
 
 
 def write_icons(
@@ -92,120 +93,121 @@ def write_icons(
     try:
         ImageColor.getrgb(background)
     except ValueError:
-        raise UserError(f"{background!r} is no color: name one of CSS, as white or #ffeecc") from None
-    drawn, rejected = world(sets)
-    drawn, others = _filed(drawn, categories)
-    rejected["a subject of another category"] += len(others)
-    drawn, rare = _common(drawn, styles)
-    rejected["a subject in too few styles"] += len(rare)
-    drawn, more = _fewer_tones(drawn, tones)
-    rejected["a further skin tone"] += len(more)
+        raise UserError(f"{background!r} is not a CSS color: use one such as white or #ffeecc") from None
+    drawings, rejected = join_sets(sets)
+    drawings, uncategorized = _split_by_category(drawings, categories)
+    rejected["subject of another category"] += len(uncategorized)
+    drawings, rare = _split_by_style_count(drawings, styles)
+    rejected["subject in too few styles"] += len(rare)
+    drawings, extra_tones = _limit_tones(drawings, tones)
+    rejected["additional skin tone"] += len(extra_tones)
     if progress:
-        progress(len(others) + len(rare) + len(more))
-    known, partners = Keywords.of(keywords), defaultdict[str, list[Drawn]](list)
-    for one in drawn:
-        if not one.held_out:
-            partners[one.subject].append(one)
+        progress(len(uncategorized) + len(rare) + len(extra_tones))
+    keywords_of, partners = Keywords.from_annotations(keywords), defaultdict[str, list[IconDrawing]](list)
+    for drawing in drawings:
+        if not drawing.held_out:
+            partners[drawing.subject].append(drawing)
     joined, kinds = Counter[str](), Counter[str]()
     with ShardWriter(out) as writer, SVGRenderer() as renderer:
         writer.rejected.update({reason: count for reason, count in rejected.items() if count})
-        for one in drawn:
+        for drawing in drawings:
             try:
-                picture = renderer.draw(one.set.svg(one.icon), size, background, margin)
+                picture = renderer.render(drawing.set.svg(drawing.icon), size, background, margin)
                 if picture.reshape(-1, 3).std(0).max() < 1:
-                    raise Rejected("a drawing of nothing")
-                writer.write(image_bytes(picture), captions(one, known(one)), one.facts)
-            except Rejected as defect:
-                writer.reject(defect.reason)
+                    raise Rejected("empty drawing")
+                writer.write(image_bytes(picture), captions(drawing, keywords_of(drawing)), drawing.metadata)
+            except Rejected as rejection:
+                writer.reject(rejection.reason)
             else:
-                joined["joined" if one.emoji else "not joined"] += 1
-                kinds[one.held_out or "train"] += 1
-                for pair in _pairs(one, partners[one.subject], pairs):
+                joined["joined" if drawing.emoji else "not joined"] += 1
+                kinds[drawing.held_out or "train"] += 1
+                for pair in _sample_pairs(drawing, partners[drawing.subject], pairs):
                     try:
-                        picture = _halves(renderer, pair, size, margin, background)
-                    except Rejected as defect:
-                        writer.reject(f"half of a pair: {defect.reason}")
+                        picture = _render_pair(renderer, pair, size, margin, background)
+                    except Rejected as rejection:
+                        writer.reject(f"half of a pair: {rejection.reason}")
                         continue
-                    writer.write(image_bytes(picture), pair_captions(one, pair.caption), pair.facts)
+                    writer.write(image_bytes(picture), pair_captions(drawing, pair.caption), pair.metadata)
                     kinds["held-out pair" if pair.held_out else "pair"] += 1
             if progress:
                 progress(1)
         if not writer.kept:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in writer.rejected.items())
-            raise UserError(f"there is nothing to draw in these sets ({reasons or 'they are empty'})")
+            raise UserError(f"these sets have nothing to draw ({reasons or 'they are empty'}): name other sets")
     return {**writer.summary(), "subjects": len(partners), "joined": dict(joined), "kinds": dict(kinds)}
 
 
-def _filed(drawn: Sequence[Drawn], categories: Sequence[str]) -> tuple[list[Drawn], list[Drawn]]:
+def _split_by_category(drawings: Sequence[IconDrawing], categories: Sequence[str]) -> _Partition:
     """Divide drawings by the category of their base in any set. Raises `UserError` for an unknown category."""
     if not categories:
-        return list(drawn), []
-    known = dict.fromkeys(one.category for one in drawn if one.category)
+        return list(drawings), []
+    known = dict.fromkeys(drawing.category for drawing in drawings if drawing.category)
     for category in categories:
         if category not in known:
             raise UserError(f"no set has a category {category!r}: {suggestion(category, known)}")
-    bases = {one.base for one in drawn if one.category in categories}
-    return _parted(drawn, lambda one: one.base in bases)
+    bases = {drawing.base for drawing in drawings if drawing.category in categories}
+    return _partition(drawings, lambda drawing: drawing.base in bases)
 
 
-def _common(drawn: Sequence[Drawn], styles: int) -> tuple[list[Drawn], list[Drawn]]:
+def _split_by_style_count(drawings: Sequence[IconDrawing], styles: int) -> _Partition:
     """Divide drawings by the number of styles of their base: at least `styles`, and fewer."""
-    of = defaultdict[str, set[str]](set)
-    for one in drawn:
-        of[one.base].add(one.style)
-    return _parted(drawn, lambda one: len(of[one.base]) >= styles)
+    by_base = defaultdict[str, set[str]](set)
+    for drawing in drawings:
+        by_base[drawing.base].add(drawing.style)
+    return _partition(drawings, lambda drawing: len(by_base[drawing.base]) >= styles)
 
 
-def _fewer_tones(drawn: Sequence[Drawn], most: int) -> tuple[list[Drawn], list[Drawn]]:
-    """Keep untoned drawings, and up to `most` toned ones per base and style, chosen by a hash; return kept and rest."""
-    toned = defaultdict[tuple[str, str], list[Drawn]](list)
-    for one in drawn:
-        if one.tones:
-            toned[one.base, one.style].append(one)
+def _limit_tones(drawings: Sequence[IconDrawing], max_tones: int) -> _Partition:
+    """Divide drawings: the untoned, with up to `max_tones` toned ones per base and style by hash, and the rest."""
+    toned = defaultdict[tuple[str, str], list[IconDrawing]](list)
+    for drawing in drawings:
+        if drawing.tones:
+            toned[drawing.base, drawing.style].append(drawing)
     dropped = {
-        (one.subject, one.style)
-        for some in toned.values()
-        for one in sorted(some, key=lambda one: stable("tone", one.subject, one.style))[most:]
+        (drawing.subject, drawing.style)
+        for group in toned.values()
+        for drawing in sorted(group, key=lambda item: stable_hash("tone", item.subject, item.style))[max_tones:]
     }
-    return _parted(drawn, lambda one: (one.subject, one.style) not in dropped)
+    return _partition(drawings, lambda drawing: (drawing.subject, drawing.style) not in dropped)
 
 
-def _parted(drawn: Sequence[Drawn], keep: Callable[[Drawn], bool]) -> tuple[list[Drawn], list[Drawn]]:
+def _partition(drawings: Sequence[IconDrawing], keep: Callable[[IconDrawing], bool]) -> _Partition:
     """Divide drawings into those that pass `keep` and the rest."""
     kept, others = [], []
-    for one in drawn:
-        (kept if keep(one) else others).append(one)
+    for drawing in drawings:
+        (kept if keep(drawing) else others).append(drawing)
     return kept, others
 
 
-def _pairs(above: Drawn, partners: Sequence[Drawn], number: float) -> Iterator[Pair]:
+def _sample_pairs(above: IconDrawing, partners: Sequence[IconDrawing], number: float) -> Iterator[IconPair]:
     """Sample `number` different pairs, on average: three in seven join two styles, while other styles are left."""
-    rng = np.random.default_rng(stable("pairs", above.subject, above.style))
+    rng = np.random.default_rng(stable_hash("pairs", above.subject, above.style))
     if above.held_out:
         return
     count = int(number) + (rng.random() < number % 1)
-    others = [one for one in partners if one.style != above.style]
-    left: dict[str, list[Any]] = {"style": others, **{kind: [None] for kind in CHANGES}, "recolored": list(INKS)}
-    while count and any(left.values()):
-        kind = _KINDS[rng.integers(len(_KINDS))]
-        if not left[kind]:
+    others = [drawing for drawing in partners if drawing.style != above.style]
+    available: dict[str, list[Any]] = {kind: [None] for kind in CHANGES}
+    available |= {"style": others, "recolored": list(RECOLORS)}
+    while count and any(available.values()):
+        kind = _PAIR_KINDS[rng.integers(len(_PAIR_KINDS))]
+        if not available[kind]:
             continue
-        below = left[kind].pop(rng.integers(len(left[kind])))
+        below = available[kind].pop(rng.integers(len(available[kind])))
         count -= 1
         if kind == "style":
-            yield Pair(above, kind, f"as a {noun(below.style)}", below)
+            yield IconPair(above, kind, f"as a {noun(below.style)}", below)
         elif kind == "recolored":
-            yield Pair(above, kind, f"in {below}", ink=below)
+            yield IconPair(above, kind, f"in {below}", color=below)
         else:
-            yield Pair(above, kind, CHANGES[kind])
+            yield IconPair(above, kind, CHANGES[kind])
 
 
-def _halves(renderer: SVGRenderer, pair: Pair, size: int, margin: int, background: str) -> np.ndarray:
+def _render_pair(renderer: SVGRenderer, pair: IconPair, size: int, margin: int, background: str) -> np.ndarray:
     """Render a pair, two drawings of half the side, as uint8 [size, size, 3]. Raises `Rejected`."""
     half = size // 2
-    above = renderer.draw(pair.above.set.svg(pair.above.icon), half, background, margin // 2)
+    above = renderer.render(pair.above.set.svg(pair.above.icon), half, background, margin // 2)
     if pair.below:
-        below = renderer.draw(pair.below.set.svg(pair.below.icon), half, background, margin // 2)
+        below = renderer.render(pair.below.set.svg(pair.below.icon), half, background, margin // 2)
     else:
         below = _changed(above, pair, np.asarray(ImageColor.getrgb(background)[:3]))
     canvas = np.empty((size, size, 3), np.uint8)
@@ -215,16 +217,16 @@ def _halves(renderer: SVGRenderer, pair: Pair, size: int, margin: int, backgroun
     return canvas
 
 
-def _changed(picture: np.ndarray, pair: Pair, background: np.ndarray) -> np.ndarray:
+def _changed(picture: np.ndarray, pair: IconPair, background: np.ndarray) -> np.ndarray:
     if pair.kind == "upside down":
         return picture[::-1]
-    ink = np.abs(picture.astype(float) - background).max(-1, keepdims=True)  # distance from the background
+    distance = np.abs(picture.astype(float) - background).max(-1, keepdims=True)
     if pair.kind == "silhouette":
-        alpha = np.clip(ink / 32, 0, 1)
+        alpha = np.clip(distance / 32, 0, 1)
         return np.rint(background * (1 - alpha)).astype(np.uint8)
     gray = picture @ np.array([0.299, 0.587, 0.114])[:, None]
     if pair.kind == "grayscale":
         return np.rint(np.repeat(gray, 3, -1)).astype(np.uint8)
-    alpha = np.clip(ink / 32, 0, 1)  # keep light and dark, in one color
-    tint = 255 - (255 - np.asarray(INKS[pair.ink or "red"])) * (1.2 - 0.8 * gray / 255)
+    alpha = np.clip(distance / 32, 0, 1)  # keep light and dark, in one color
+    tint = 255 - (255 - np.asarray(RECOLORS[pair.color or "red"])) * (1.2 - 0.8 * gray / 255)
     return np.rint(np.clip(tint, 0, 255) * alpha + background * (1 - alpha)).astype(np.uint8)

@@ -16,9 +16,9 @@ from limner.data.shard_writer import ShardWriter
 from limner.progress import Advance
 from limner.tasks.captions import describe, describe_pair
 from limner.tasks.rendering import render, render_pair
-from limner.tasks.scenes import Split, sample_crowd, sample_pair, sample_scene
+from limner.tasks.scenes import Split, sample_dense_scene, sample_pair, sample_scene
 
-THINGS = (3.0, 5.0, 1.0, 1.0)  # relative frequency of one, two, three and four objects
+COUNT_WEIGHTS = (3.0, 5.0, 1.0, 1.0)  # relative frequency of one, two, three and four objects
 PHRASINGS = 4
 
 
@@ -31,7 +31,7 @@ def write_scenes(
     kind: Literal["described", "crowded"] = "described",
     held_out: float = 0.05,
     pairs: float = 0.1,
-    things: tuple[float, float, float, float] = THINGS,
+    count_weights: tuple[float, float, float, float] = COUNT_WEIGHTS,
     in_order: float = 0.0,
     progress: Advance | None = None,
 ) -> dict[str, Any]:
@@ -43,11 +43,11 @@ def write_scenes(
             up to twelve, to train a dVAE, with the caption "a crowded scene".
         held_out: share of samples with a held-out combination, marked as that split.
         pairs: share of image-to-image pairs, for either kind.
-        things: relative frequencies of one, two, three and four objects in described scenes.
+        count_weights: relative frequencies of one, two, three and four objects in described scenes.
         in_order: probability that a relation between two objects names the upper or left one first.
         progress: called with 1 after every sample.
     """
-    shares = np.array(things) / sum(things)
+    probabilities = np.array(count_weights) / sum(count_weights)
     with ShardWriter(out) as writer:
         for i in range(count):
             rng = np.random.default_rng((seed, i))
@@ -57,10 +57,10 @@ def write_scenes(
                 picture, truth = render_pair(pair, size), {"pair": pair.to_dict()}
                 captions = [describe_pair(pair, rng) for _ in range(PHRASINGS)]
             elif kind == "crowded":
-                scene = sample_crowd(rng, split=split)
+                scene = sample_dense_scene(rng, split=split)
                 picture, truth, captions = render(scene, size), {"scene": scene.to_dict()}, ["a crowded scene"]
             else:
-                scene = sample_scene(rng, count=1 + int(rng.choice(4, p=shares)), split=split)
+                scene = sample_scene(rng, count=1 + int(rng.choice(4, p=probabilities)), split=split)
                 picture, truth = render(scene, size), {"scene": scene.to_dict()}
                 captions = [describe(scene, rng, in_order) for _ in range(PHRASINGS)]
             writer.write(image_bytes(picture), tuple(dict.fromkeys(captions)), {**truth, "split": split})

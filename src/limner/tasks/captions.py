@@ -1,7 +1,7 @@
 """Captions of synthetic scenes: describe scenes in words, and parse captions.
 
-`describe` samples one of many captions of a scene. `parse` turns a caption into `Claims`, which hold of a scene or not.
-`describe_pair` and `parse_pair` do the same for image-to-image captions.
+`describe` samples one of many captions of a scene. `parse` turns a caption into a `ParsedCaption`, which can be
+compared with a scene. `describe_pair` and `parse_pair` do the same for image-to-image captions.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from limner.tasks.scenes import (
     SHAPES,
     SIZES,
     UNITS,
-    Pair,
     Scene,
-    Thing,
+    SceneObject,
+    ScenePair,
     Transform,
 )
 
 Relation = Literal["above", "below", "left of", "right of"]
 
-_SAID = 0.95  # probability that a caption names sizes, and background
+_NAMED = 0.95  # probability that a caption names sizes, and background
 _RELATION_MARGIN = UNITS / 8  # least distance of two centers for a relation to hold, in units
 _OPPOSITE: dict[Relation, Relation] = {
     "above": "below", "below": "above", "left of": "right of", "right of": "left of",
 }  # fmt: skip
 _NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
 _PAIR = re.compile(r"the exact same (.+) on the top (.+) at the bottom")
-_HOW: dict[str, Transform] = {
+_TRANSFORM_PHRASES: dict[str, Transform] = {
     "as a sketch": "sketch",
     "upside down": "upside down",
     "in grayscale": "grayscale",
 }
 
 
-def _noun(look: tuple[str, ...], rng: np.random.Generator, sized: bool, count: int = 1) -> str:
-    size, fill, color, shape = look
+def _noun(attributes: tuple[str, ...], rng: np.random.Generator, sized: bool, count: int = 1) -> str:
+    size, fill, color, shape = attributes
     words = [size] if sized else []
     if fill != "solid" or rng.random() < 0.1:
         words.append(fill)
@@ -64,7 +64,7 @@ def describe(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> s
     it names the upper or left one first.
     """
     body = _body(scene, rng, in_order)
-    if rng.random() >= _SAID:
+    if rng.random() >= _NAMED:
         return body
     forms = (
         f"{body} on a {scene.background} background",
@@ -77,80 +77,80 @@ def describe(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> s
 
 def _body(scene: Scene, rng: np.random.Generator, in_order: float = 0.0) -> str:
     """Describe the objects in random order; two different ones with a relation, if one holds."""
-    sized = rng.random() < _SAID
-    things = [scene.things[i] for i in rng.permutation(len(scene.things))]
-    looks = [t.look for t in things]
-    if len(set(looks)) == 1:
-        return _noun(looks[0], rng, sized, len(looks))
-    nouns = [_noun(look, rng, sized) for look in looks]
-    if len(things) == 2 and (relations := relations_of(things[0], things[1])):
+    sized = rng.random() < _NAMED
+    objects = [scene.objects[i] for i in rng.permutation(len(scene.objects))]
+    attributes = [item.attributes for item in objects]
+    if len(set(attributes)) == 1:
+        return _noun(attributes[0], rng, sized, len(attributes))
+    nouns = [_noun(item, rng, sized) for item in attributes]
+    if len(objects) == 2 and (relations := spatial_relations(objects[0], objects[1])):
         link: Relation = relations[rng.integers(len(relations))]
         if in_order and link in ("below", "right of") and rng.random() < in_order:
             nouns, link = nouns[::-1], _OPPOSITE[link]
-        said = f"to the {link}" if link in ("left of", "right of") and rng.random() < 0.7 else link
-        return f"{nouns[0]} {said} {nouns[1]}"
+        phrase = f"to the {link}" if link in ("left of", "right of") and rng.random() < 0.7 else link
+        return f"{nouns[0]} {phrase} {nouns[1]}"
     return f"{', '.join(nouns[:-1])} and {nouns[-1]}"
 
 
-def describe_pair(pair: Pair, rng: np.random.Generator) -> str:
+def describe_pair(pair: ScenePair, rng: np.random.Generator) -> str:
     """Sample an image-to-image caption (Figure 14). Some say "scene" and do not describe it."""
-    what = "scene"
-    if rng.random() < _SAID:
-        what = f"{_body(pair.top, rng)} on a {pair.top.background} background"
-        what = what.removeprefix("an ").removeprefix("a ")
-    how = {
+    subject = "scene"
+    if rng.random() < _NAMED:
+        subject = f"{_body(pair.top, rng)} on a {pair.top.background} background"
+        subject = subject.removeprefix("an ").removeprefix("a ")
+    phrase = {
         "sketch": "as a sketch at the bottom",
         "upside down": "upside down at the bottom",
         "grayscale": "in grayscale at the bottom",
         "recolored": f"colored {pair.color} at the bottom",
     }[pair.transform]
-    return f"the exact same {what} on the top {how}"
+    return f"the exact same {subject} on the top {phrase}"
 
 
-def relations_of(a: Thing, b: Thing) -> list[Relation]:
+def spatial_relations(a: SceneObject, b: SceneObject) -> list[Relation]:
     """Return the relations of a to b; one holds if the boxes do not overlap along its axis."""
-    found: list[Relation] = []
+    relations: list[Relation] = []
     if a.y + EXTENT[a.size] <= b.y:
-        found.append("above")
+        relations.append("above")
     if b.y + EXTENT[b.size] <= a.y:
-        found.append("below")
+        relations.append("below")
     if a.x + EXTENT[a.size] <= b.x:
-        found.append("left of")
+        relations.append("left of")
     if b.x + EXTENT[b.size] <= a.x:
-        found.append("right of")
-    return found
+        relations.append("right of")
+    return relations
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claims:
-    """The content of a caption. `looks` are (size, fill, color, shape); None is left open."""
+class ParsedCaption:
+    """The content of a caption. `attributes` are (size, fill, color, shape) of each object; an unnamed size is None."""
 
-    looks: tuple[tuple[str | None, str, str, str], ...]
+    attributes: tuple[tuple[str | None, str, str, str], ...]
     relation: Relation | None = None  # of the first object to the second
     background: str | None = None
 
-    def hold(self, scene: Scene) -> bool:
-        """Return True if number, looks, relation and background all match the scene."""
+    def matches(self, scene: Scene) -> bool:
+        """Return True if number, attributes, relation and background all match the scene."""
         if self.background not in (None, scene.background):
             return False
-        if len(scene.things) != len(self.looks):
+        if len(scene.objects) != len(self.attributes):
             return False
-        return any(self._fits(order) for order in permutations(scene.things))
+        return any(self._fits(order) for order in permutations(scene.objects))
 
-    def _fits(self, things: Sequence[Thing]) -> bool:
-        for look, thing in zip(self.looks, things, strict=True):
-            if any(said not in (None, seen) for said, seen in zip(look, thing.look, strict=True)):
+    def _fits(self, objects: Sequence[SceneObject]) -> bool:
+        for named, item in zip(self.attributes, objects, strict=True):
+            if any(word not in (None, value) for word, value in zip(named, item.attributes, strict=True)):
                 return False
-        return self.relation is None or _relation_holds(self.relation, things[0], things[1])
+        return self.relation is None or _relation_holds(self.relation, objects[0], objects[1])
 
 
-def _relation_holds(relation: Relation, a: Thing, b: Thing) -> bool:
+def _relation_holds(relation: Relation, a: SceneObject, b: SceneObject) -> bool:
     (ax, ay), (bx, by) = a.center, b.center
     gap = {"above": by - ay, "below": ay - by, "left of": bx - ax, "right of": ax - bx}[relation]
     return gap >= _RELATION_MARGIN
 
 
-def parse(caption: str) -> Claims | None:
+def parse(caption: str) -> ParsedCaption | None:
     """Parse a caption of a synthetic scene; None for any other caption."""
     text = " ".join(caption.lower().replace(",", " , ").replace(".", " ").split())
     background = None
@@ -168,16 +168,16 @@ def parse(caption: str) -> Claims | None:
             relation, parts = candidate, text.split(f" {candidate} ")
     if relation is None:
         parts = text.replace(" and ", " , ").split(",")
-    looks: list[tuple[str | None, str, str, str]] = []
+    attributes: list[tuple[str | None, str, str, str]] = []
     for part in (p.strip(" ,") for p in parts):
-        if part and not _parse_noun(part, looks):
+        if part and not _parse_noun(part, attributes):
             return None
-    if not 1 <= len(looks) <= 4 or (relation and (len(parts) != 2 or len(looks) != 2)):
+    if not 1 <= len(attributes) <= 4 or (relation and (len(parts) != 2 or len(attributes) != 2)):
         return None
-    return Claims(looks=tuple(looks), relation=relation, background=background)
+    return ParsedCaption(attributes=tuple(attributes), relation=relation, background=background)
 
 
-def _parse_noun(part: str, looks: list[tuple[str | None, str, str, str]]) -> bool:
+def _parse_noun(part: str, attributes: list[tuple[str | None, str, str, str]]) -> bool:
     words = part.removeprefix("there is ").removeprefix("there are ").split()
     count = _NUMBERS.get(words[0], 1 if words[0] in ("a", "an") else 0)
     if not count or len(words) < 3:
@@ -192,29 +192,29 @@ def _parse_noun(part: str, looks: list[tuple[str | None, str, str, str]]) -> boo
     known = {size, color, fill}
     if shape not in SHAPES or color is None or any(w not in known for w in adjectives):
         return False
-    looks += [(size, fill, color, shape)] * count
+    attributes += [(size, fill, color, shape)] * count
     return True
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairClaims:
-    """The content of an image-to-image caption; `top` may be None: it only says "scene"."""
+class ParsedPairCaption:
+    """The content of an image-to-image caption; `top` is None if the caption only says "scene"."""
 
     transform: Transform
     color: str | None = None
-    top: Claims | None = None
+    top: ParsedCaption | None = None
 
 
-def parse_pair(caption: str) -> PairClaims | None:
+def parse_pair(caption: str) -> ParsedPairCaption | None:
     """Parse an image-to-image caption of synthetic scenes; None for any other caption."""
     match = _PAIR.fullmatch(" ".join(caption.lower().strip(" .").split()))
     if match is None:
         return None
-    what, how = match.groups()
-    top = None if what == "scene" else parse(what) or parse(f"a {what}")
-    if what != "scene" and top is None:
+    subject, phrase = match.groups()
+    top = None if subject == "scene" else parse(subject) or parse(f"a {subject}")
+    if subject != "scene" and top is None:
         return None
-    color = how.removeprefix("colored ")
-    if how.startswith("colored ") and color in COLORS:
-        return PairClaims(transform="recolored", color=color, top=top)
-    return PairClaims(transform=_HOW[how], top=top) if how in _HOW else None
+    color = phrase.removeprefix("colored ")
+    if phrase.startswith("colored ") and color in COLORS:
+        return ParsedPairCaption(transform="recolored", color=color, top=top)
+    return ParsedPairCaption(transform=_TRANSFORM_PHRASES[phrase], top=top) if phrase in _TRANSFORM_PHRASES else None

@@ -50,7 +50,7 @@ _NEUTRAL = str.maketrans(
         **dict.fromkeys(map(chr, _TONE_CODES), None),
     }
 )
-_FONTS = (  # usual paths, for systems without fontconfig
+FONT_PATHS = (  # usual paths, for systems without fontconfig
     "/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf",
     "/usr/share/fonts/noto/NotoColorEmoji.ttf",
     "/usr/share/fonts/google-noto-emoji/NotoColorEmoji.ttf",
@@ -58,15 +58,8 @@ _FONTS = (  # usual paths, for systems without fontconfig
     "/usr/local/share/fonts/NotoColorEmoji.ttf",
     "/System/Library/Fonts/Apple Color Emoji.ttc",
 )
-_SIZES = (
-    109,
-    160,
-    128,
-    136,
-    96,
-    64,
-)  # bitmap fonts exist at fixed sizes: Noto's is 109, Apple's 160
-_INSTALL = "install one (Debian, Ubuntu: apt-get install fonts-noto-color-emoji) or name a font file"
+_FONT_SIZES = (109, 160, 128, 136, 96, 64)  # bitmap fonts exist at fixed sizes: Noto's is 109, Apple's 160
+_INSTALL_HINT = "install one (Debian, Ubuntu: apt-get install fonts-noto-color-emoji) or name a font file"
 
 
 @dataclass(frozen=True)
@@ -105,11 +98,7 @@ class Emoji:
                 return (f"flag of {self.name}", f"{self.name} flag")
             return (self.name, f"{self.name} emoji")
         tones = " and ".join(dict.fromkeys(self.tones))
-        return (
-            self.name,
-            f"{self.base} with {tones} skin tone",
-            f"{self.base}, {tones} skin",
-        )
+        return (self.name, f"{self.base} with {tones} skin tone", f"{self.base}, {tones} skin")
 
 
 def all_emoji() -> list[Emoji]:
@@ -117,7 +106,7 @@ def all_emoji() -> list[Emoji]:
     return [Emoji(text, _plain(entry["en"])) for text, entry in _entries()]
 
 
-def other_names() -> dict[str, tuple[str, ...]]:
+def emoji_aliases() -> dict[str, tuple[str, ...]]:
     """Return the aliases of emoji in the `emoji` package, by code points. Raises `UserError` without it."""
     return {text: tuple(map(_plain, entry.get("alias", ()))) for text, entry in _entries()}
 
@@ -126,7 +115,7 @@ def _entries() -> list[tuple[str, dict[str, Any]]]:
     try:
         import emoji
     except ImportError:
-        raise UserError('the names of emoji need a package: pip install "limner[data]"') from None
+        raise UserError('emoji names need the emoji package: pip install "limner[data]"') from None
     qualified = emoji.STATUS["fully_qualified"]
     return [(text, entry) for text, entry in sorted(emoji.EMOJI_DATA.items()) if entry["status"] == qualified]
 
@@ -137,64 +126,64 @@ def _plain(name: str) -> str:
     return unicodedata.normalize("NFC", " ".join(name.split()))
 
 
-def splits(emoji: list[Emoji]) -> list[str]:
+def assign_splits(emoji: list[Emoji]) -> list[str]:
     """Return "train" or "held-out" for each emoji (see the module docstring)."""
     variants: dict[str, list[tuple[str, Emoji]]] = {}
-    for one in emoji:
-        if one.tones:
-            rank = hashlib.sha256(f"{one.base}|{'|'.join(one.tones)}".encode()).hexdigest()
-            variants.setdefault(one.base, []).append((rank, one))
+    for item in emoji:
+        if item.tones:
+            rank = hashlib.sha256(f"{item.base}|{'|'.join(item.tones)}".encode()).hexdigest()
+            variants.setdefault(item.base, []).append((rank, item))
     held_out = set()
     for ranked in variants.values():
-        chosen = [one for rank, one in sorted(ranked, key=itemgetter(0)) if int(rank, 16) % 10 == 0]
+        chosen = [item for rank, item in sorted(ranked, key=itemgetter(0)) if int(rank, 16) % 10 == 0]
         held_out |= set(chosen[: len(ranked) // 2])
-    return ["held-out" if one in held_out else "train" for one in emoji]
+    return ["held-out" if item in held_out else "train" for item in emoji]
 
 
 def find_font() -> Path:
     """Find a color-emoji font with fontconfig or at the usual paths. Raises `UserError` without one."""
     if program := shutil.which("fc-list"):
-        listed = subprocess.run([program, ":color=true", "file", "family"], capture_output=True, text=True, check=False)
-        found = [line for line in listed.stdout.splitlines() if "emoji" in line.lower()]
-        found.sort(key=lambda line: ("NotoColorEmoji" not in line, line))
-        for line in found:
+        result = subprocess.run([program, ":color=true", "file", "family"], capture_output=True, text=True, check=False)
+        lines = [line for line in result.stdout.splitlines() if "emoji" in line.lower()]
+        lines.sort(key=lambda line: ("NotoColorEmoji" not in line, line))
+        for line in lines:
             path = Path(line.split(": ")[0].rstrip(":"))
             if path.suffix.lower() in (".ttf", ".ttc", ".otf") and path.is_file():
                 return path
-    for name in _FONTS:
+    for name in FONT_PATHS:
         if os.path.isfile(name):
             return Path(name)
-    raise UserError(f"no color-emoji font is installed: {_INSTALL}")
+    raise UserError(f"no color-emoji font is installed: {_INSTALL_HINT}")
 
 
-class Drawer:
+class EmojiRenderer:
     """Renderer of emoji in one font. Raises `UserError` for an unusable font or shaping engine."""
 
     def __init__(self, font: str | os.PathLike[str] | None = None) -> None:
         self.path = Path(font) if font else find_font()
         if not self.path.is_file():
-            raise UserError(f"there is no font {self.path}: {_INSTALL}")
+            raise UserError(f"font file {self.path} does not exist: {_INSTALL_HINT}")
         self.font = self._load()
         self.em = self.font.getlength("\U0001f600")
-        self._unknown = self._paint("\U0010fffe").tobytes()  # the picture of a missing glyph
-        face = np.asarray(self._paint("\U0001f600").convert("RGB")).astype(int)
+        self._missing_glyph = self._render_glyph("\U0010fffe").tobytes()
+        face = np.asarray(self._render_glyph("\U0001f600").convert("RGB")).astype(int)
         if np.ptp(face, axis=2).max() < 64:
-            raise UserError(f"{self.path} draws no color emoji: {_INSTALL}")
+            raise UserError(f"{self.path} is not a color-emoji font: {_INSTALL_HINT}")
         if self.font.getlength("\U0001f469\u200d\U0001f692") > 1.5 * self.em:
             raise UserError(
-                "emoji of several code points cannot be shaped: install libfribidi "
+                "Pillow cannot shape emoji of several code points: install libfribidi "
                 "(Debian, Ubuntu: apt-get install libfribidi0) and Pillow from a wheel"
             )
 
     def _load(self) -> ImageFont.FreeTypeFont:
-        for size in _SIZES:
+        for size in _FONT_SIZES:
             try:
                 return ImageFont.truetype(self.path, size, layout_engine=ImageFont.Layout.RAQM)
             except OSError:  # "invalid pixel size": not a size of this bitmap font, or not a font
                 continue
-        raise UserError(f"{self.path} is no font that can be read: {_INSTALL}")
+        raise UserError(f"{self.path} is not a readable font: {_INSTALL_HINT}")
 
-    def _paint(self, text: str) -> Image.Image:
+    def _render_glyph(self, text: str) -> Image.Image:
         left, top, right, bottom = map(round, self.font.getbbox(text))
         side = max(round(self.em), right - left, bottom - top, 1)
         canvas = Image.new("RGB", (side, side), "white")
@@ -202,20 +191,20 @@ class Drawer:
         ImageDraw.Draw(canvas).text(corner, text, font=self.font, embedded_color=True)
         return canvas
 
-    def draw(self, text: str, size: int) -> np.ndarray:
+    def render(self, text: str, size: int) -> np.ndarray:
         """Render an emoji on white, uint8 [size, size, 3].
 
         Raises `Rejected` for a missing glyph ("not in the font") or several ("not one glyph").
         """
         if self.font.getlength(text) > 1.5 * self.em:
             raise Rejected("not one glyph")
-        picture = self._paint(text)
-        if picture.tobytes() == self._unknown:
+        picture = self._render_glyph(text)
+        if picture.tobytes() == self._missing_glyph:
             raise Rejected("not in the font")
         return area_resize(np.asarray(picture), size, size)
 
 
-def build(
+def write_emoji(
     out: str | os.PathLike[str],
     size: int = 64,
     font: str | os.PathLike[str] | None = None,
@@ -226,24 +215,19 @@ def build(
     The metadata of a sample: emoji, name, base, tones, family, split. Raises `UserError` without a
     color-emoji font or a shaping engine, or if `out` is not empty.
     """
-    drawer = Drawer(font)
-    everything = all_emoji()
+    renderer, every_emoji = EmojiRenderer(font), all_emoji()
     with ShardWriter(out) as writer:
-        for one, split in zip(everything, splits(everything), strict=True):
+        for emoji, split in zip(every_emoji, assign_splits(every_emoji), strict=True):
             try:
-                picture = drawer.draw(one.text, size)
-            except Rejected as rejected:
-                writer.reject(rejected.reason)
+                picture = renderer.render(emoji.text, size)
+            except Rejected as rejection:
+                writer.reject(rejection.reason)
             else:
                 meta = {
-                    "emoji": one.text,
-                    "name": one.name,
-                    "base": one.base,
-                    "tones": one.tones,
-                    "family": one.family,
-                    "split": split,
-                }
-                writer.write(encode_image(picture), one.captions, meta)
+                    "emoji": emoji.text, "name": emoji.name, "base": emoji.base,
+                    "tones": emoji.tones, "family": emoji.family, "split": split,
+                }  # fmt: skip
+                writer.write(encode_image(picture), emoji.captions, meta)
             if progress:
                 progress(1)
         return Counts(writer.kept, dict(writer.rejected.most_common()))

@@ -6,30 +6,31 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from limner.tasks.icons import Drawn
+from limner.tasks.icons import IconDrawing
 
 #: Words for the lower half by kind of pair. Captions of two-style pairs name the style instead.
 CHANGES = {"upside down": "upside down", "silhouette": "as a silhouette", "grayscale": "in grayscale"}
-_SHARED = 8  # most subjects that share a keyword
-_TAKEN = 3  # most keywords of a subject
+_MAX_SHARING = 8  # most subjects that share a keyword
+_MAX_KEYWORDS = 3  # most keywords of a subject
 
 
-def captions(drawn: Drawn, keywords: Sequence[str] = ()) -> tuple[str, ...]:
+def captions(drawing: IconDrawing, keywords: Sequence[str] = ()) -> tuple[str, ...]:
     """Return captions of a drawing, the plain one first. The last ones omit the style, or use a keyword."""
-    thing, subject, style = article(drawn.subject), drawn.subject, drawn.style
-    said = (
-        f"{thing}, {style}", f"{subject}, {style}", f"{noun(style)} of {thing}", f"{thing} in the {style} style",
-        f"{style} {subject}", f"{thing} as a {noun(style)}", subject, *(f"{word}, {style}" for word in keywords),
+    a_subject, subject, style = article(drawing.subject), drawing.subject, drawing.style
+    phrases = (
+        f"{a_subject}, {style}", f"{subject}, {style}", f"{noun(style)} of {a_subject}",
+        f"{a_subject} in the {style} style", f"{style} {subject}", f"{a_subject} as a {noun(style)}", subject,
+        *(f"{word}, {style}" for word in keywords),
     )  # fmt: skip
-    return tuple(dict.fromkeys(said))
+    return tuple(dict.fromkeys(phrases))
 
 
-def pair_captions(above: Drawn, below: str) -> tuple[str, ...]:
+def pair_captions(above: IconDrawing, below: str) -> tuple[str, ...]:
     """Return captions of a pair; `below` describes the lower half ("in grayscale")."""
-    thing = article(above.subject)
+    a_subject = article(above.subject)
     return (
         f"the exact same {above.subject} on the top {below} at the bottom",
-        f"{thing}, {above.style}, on the top, and the same thing {below} at the bottom",
+        f"{a_subject}, {above.style}, on the top, and the same thing {below} at the bottom",
         f"the exact same thing on the top {below} at the bottom",
     )
 
@@ -49,22 +50,23 @@ def article(subject: str) -> str:
 
 @dataclass(frozen=True)
 class Keywords:
-    """CLDR's specific keywords by emoji: those of at most `_SHARED` emoji."""
+    """CLDR's specific keywords by emoji: those of at most `_MAX_SHARING` emoji."""
 
     known: Mapping[str, Sequence[str]]
 
     @classmethod
-    def of(cls, found: Iterable[Mapping[str, Sequence[str]]]) -> Keywords:
-        known = {_bare(emoji): words for one in found for emoji, words in one.items()}
+    def from_annotations(cls, annotations: Iterable[Mapping[str, Sequence[str]]]) -> Keywords:
+        known = {_without_selector(emoji): words for table in annotations for emoji, words in table.items()}
         uses = Counter(word for words in known.values() for word in set(words))
-        return cls({emoji: [word for word in words if uses[word] <= _SHARED] for emoji, words in known.items()})
+        return cls({emoji: [word for word in words if uses[word] <= _MAX_SHARING] for emoji, words in known.items()})
 
-    def __call__(self, drawn: Drawn) -> Sequence[str]:
-        """Return up to `_TAKEN` keywords of a drawing other than its subject; () for toned drawings."""
-        if drawn.emoji is None or drawn.tones:
+    def __call__(self, drawing: IconDrawing) -> Sequence[str]:
+        """Return up to `_MAX_KEYWORDS` keywords of a drawing other than its subject; () for toned drawings."""
+        if drawing.emoji is None or drawing.tones:
             return ()
-        return [word for word in self.known.get(_bare(drawn.emoji), ()) if word.lower() != drawn.subject][:_TAKEN]
+        words = self.known.get(_without_selector(drawing.emoji), ())
+        return [word for word in words if word.lower() != drawing.subject][:_MAX_KEYWORDS]
 
 
-def _bare(emoji: str) -> str:
+def _without_selector(emoji: str) -> str:
     return emoji.replace("\ufe0f", "")

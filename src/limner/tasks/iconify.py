@@ -68,7 +68,7 @@ class IconSet:
 
     def category(self, icon: Icon) -> str | None:
         """Return the category of a drawing in its set, by any of its names."""
-        return next((told for name in self.names(icon) if (told := self.categories.get(name))), None)
+        return next((category for name in self.names(icon) if (category := self.categories.get(name))), None)
 
     def svg(self, icon: Icon) -> str:
         """Return a drawing as an SVG document. Raises `Rejected` if empty, too long or without a valid size."""
@@ -88,47 +88,47 @@ def read(path: str | Path) -> IconSet:
     path = Path(path)
     files = _files(path, "icons.json", "info.json", "chars.json", "metadata.json")
     if "icons.json" not in files:
-        raise UserError(f"{path} is no icon set: it has no package/icons.json")
+        raise UserError(f"{path} is not an icon set: package/icons.json is missing")
     data = _json(path, files, "icons.json")
     if not isinstance(data.get("icons"), dict) or not isinstance(data.get("prefix"), str):
-        raise UserError(f'{path} is no icon set: its JSON has no "prefix" and "icons", as Iconify\'s has')
+        raise UserError(f'{path} is not an icon set: its JSON lacks "prefix" or "icons"')
     info = _object(data, "info") or _json(path, files, "info.json")
-    author, licence = _object(info, "author"), _object(info, "license")
+    author, license_ = _object(info, "author"), _object(info, "license")
     prefix = _text(data["prefix"])
     codes = {name: code for code, name in _json(path, files, "chars.json").items() if isinstance(name, str)}
-    filed = _object(_json(path, files, "metadata.json"), "categories")
+    listed = _object(_json(path, files, "metadata.json"), "categories")
     categories = {
         name: _text(category)
-        for category, names in filed.items()
+        for category, names in listed.items()
         if isinstance(names, list)
         for name in names
         if isinstance(name, str)
     }
-    icons, aliases, rejected = _resolved(data)
+    icons, aliases, rejected = _resolve_aliases(data)
     return IconSet(
         prefix, _text(info.get("name")) or prefix, _text(author.get("name")) or "unknown",
-        _text(licence.get("spdx")) or "unknown", _text(author.get("url")), icons, aliases, codes, categories,
+        _text(license_.get("spdx")) or "unknown", _text(author.get("url")), icons, aliases, codes, categories,
         rejected, data,
     )  # fmt: skip
 
 
-def keywords(path: str | Path) -> dict[str, tuple[str, ...]] | None:
+def read_keywords(path: str | Path) -> dict[str, tuple[str, ...]] | None:
     """Read CLDR's keywords by emoji from `annotations.json` or the .tgz of `npm pack cldr-annotations-full`; None for
     other files."""
     path, name = Path(path), "annotations/en/annotations.json"
     try:
-        found: Any = _json(path, _files(path, name), name)
+        table: Any = _json(path, _files(path, name), name)
     except UserError:
         return None
     for key in ("annotations", "annotations"):
-        found = found.get(key) if isinstance(found, dict) else None
-    if not isinstance(found, dict):
+        table = table.get(key) if isinstance(table, dict) else None
+    if not isinstance(table, dict):
         return None
-    told = {emoji: entry.get("default") for emoji, entry in found.items() if isinstance(entry, dict)}
-    return {emoji: tuple(map(_text, words)) for emoji, words in told.items() if isinstance(words, list)}
+    keywords = {emoji: entry.get("default") for emoji, entry in table.items() if isinstance(entry, dict)}
+    return {emoji: tuple(map(_text, words)) for emoji, words in keywords.items() if isinstance(words, list)}
 
 
-def _resolved(data: Mapping[str, Any]) -> tuple[dict[str, Icon], dict[str, tuple[str, ...]], Counter[str]]:
+def _resolve_aliases(data: Mapping[str, Any]) -> tuple[dict[str, Icon], dict[str, tuple[str, ...]], Counter[str]]:
     """Return the icons by name, each picture once; the other names of each; and rejected entries by reason."""
     icons: dict[str, Icon] = {}
     names: dict[tuple[str, int, tuple[int, int]], list[str]] = {}
@@ -137,40 +137,40 @@ def _resolved(data: Mapping[str, Any]) -> tuple[dict[str, Icon], dict[str, tuple
     first: dict[str, str] = {}  # the first icon with each drawing
     for name in (*entries, *aliases):
         try:
-            icon = _follow(name, entries, aliases)
-        except Rejected as defect:
-            rejected[defect.reason] += 1
+            icon = _follow_alias(name, entries, aliases)
+        except Rejected as rejection:
+            rejected[rejection.reason] += 1
             continue
         drawing = repr([entries[icon.root].get(key) for key in ("body", "left", "top", "width", "height")])
-        same = first.setdefault(drawing, icon.root)
-        icon = Icon(icon.name, same, icon.turns, icon.mirror)
-        known = names.setdefault((same, icon.turns, icon.mirror), [])
-        known.append(name)
-        if len(known) == 1:
+        root = first.setdefault(drawing, icon.root)
+        icon = Icon(icon.name, root, icon.turns, icon.mirror)
+        same = names.setdefault((root, icon.turns, icon.mirror), [])
+        same.append(name)
+        if len(same) == 1:
             icons[name] = icon
         else:
-            rejected["the same picture under another name"] += 1
+            rejected["duplicate picture"] += 1
     return icons, {name: tuple(others) for name, *others in names.values()}, rejected
 
 
-def _follow(name: str, entries: Mapping[str, Any], aliases: Mapping[str, Any]) -> Icon:
+def _follow_alias(name: str, entries: Mapping[str, Any], aliases: Mapping[str, Any]) -> Icon:
     """Resolve an icon or alias, and combine turns and mirrors. Raises `Rejected` if hidden, missing or circular."""
-    turns, mirror, at = 0, [1, 1], name
+    turns, mirror, current = 0, [1, 1], name
     for _ in range(_MAX_CHAIN):
-        entry = entries.get(at, aliases.get(at))
+        entry = entries.get(current, aliases.get(current))
         if not isinstance(entry, dict):
-            raise Rejected("icon that is not there")
+            raise Rejected("missing icon")
         if entry.get("hidden"):
-            raise Rejected("icon that its set hides")
+            raise Rejected("hidden icon")
         turn = entry.get("rotate", 0)
         turns += turn if type(turn) is int else 0
         mirror = [
             side * (-1 if entry.get(flip) is True else 1) for side, flip in zip(mirror, ("hFlip", "vFlip"), strict=True)
         ]
-        if at in entries:
-            return Icon(name, at, turns % 4, (mirror[0], mirror[1]))
-        at = entry.get("parent", "") if isinstance(entry.get("parent"), str) else ""
-    raise Rejected("alias of itself")
+        if current in entries:
+            return Icon(name, current, turns % 4, (mirror[0], mirror[1]))
+        current = entry.get("parent", "") if isinstance(entry.get("parent"), str) else ""
+    raise Rejected("circular alias")
 
 
 def _object(data: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -187,13 +187,13 @@ def _json(path: Path, files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """Return the JSON object in one of the files; an empty one if missing. Raises `UserError`."""
     raw = files.get(name, b"{}")
     if len(raw) > MAX_BYTES:
-        raise UserError(f"{path} has more than {MAX_BYTES >> 20} MiB in {name}, which is more than an icon set takes")
+        raise UserError(f"{path} has more than {MAX_BYTES >> 20} MiB in {name}, more than an icon set needs")
     try:
         data = parse_json(raw)
     except ValueError as error:
-        raise UserError(f"{path} is no icon set: its {name} is not valid JSON ({error})") from None
+        raise UserError(f"{path} is not an icon set: its {name} is not valid JSON ({error})") from None
     if not isinstance(data, dict):
-        raise UserError(f"{path} is no icon set: its {name} holds no JSON object")
+        raise UserError(f"{path} is not an icon set: its {name} is not a JSON object")
     return data
 
 
@@ -225,15 +225,15 @@ def _members(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
     with gzip.open(path) as packed:
         data = packed.read(MAX_UNPACKED + 1)
     if len(data) > MAX_UNPACKED:
-        raise UserError(f"{path} unpacks to more than {MAX_UNPACKED >> 20} MiB, which no icon set takes")
-    found: dict[str, bytes] = {}
+        raise UserError(f"{path} unpacks to more than {MAX_UNPACKED >> 20} MiB, more than an icon set needs")
+    members: dict[str, bytes] = {}
     for member in walk(lambda size, at: data[at : at + size], len(data)):
         if member.offset == DAMAGED:
             raise UserError(f"{path} cannot be read: its tar is damaged at byte {member.size:,}")
         folder, _, name = member.name.partition("/")
         if folder == "package" and name in names and member.offset >= 0:
-            found.setdefault(name, data[member.offset : member.offset + min(member.size, MAX_BYTES + 1)])
-    return found
+            members.setdefault(name, data[member.offset : member.offset + min(member.size, MAX_BYTES + 1)])
+    return members
 
 
 def _read(path: Path) -> bytes:

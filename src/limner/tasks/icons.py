@@ -16,10 +16,10 @@ import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from limner.tasks.emoji import Emoji, all_emoji, other_names
+from limner.tasks.emoji import Emoji, all_emoji, emoji_aliases
 from limner.tasks.iconify import Icon, IconSet
 
 HeldOut = Literal["combination", "subject", "pair"]
@@ -37,11 +37,11 @@ STYLES = {
     "fxemoji": "simple",
     "openmoji": "comic",
 }
-_MANY = 4  # least number of styles of a base that may be held out
+_MIN_STYLES = 4  # least number of styles of a base that may be held out
 
 
 @dataclass(frozen=True)
-class Drawn:
+class IconDrawing:
     """A drawing with its metadata. `emoji` may be None (unmatched), as may `category` (unknown)."""
 
     set: IconSet
@@ -55,79 +55,80 @@ class Drawn:
     held_out: HeldOut | None = None
 
     @property
-    def facts(self) -> dict[str, object]:
+    def metadata(self) -> dict[str, object]:
         """The metadata of the drawing in a shard."""
-        told = {
+        metadata = {
             "subject": self.subject, "style": self.style, "set": self.set.prefix, "name": self.icon.name,
             "base": self.base, "tones": list(self.tones), "emoji": self.emoji, "category": self.category,
             "license": self.set.license, "author": self.set.author, "source": self.set.source,
             "split": "held-out" if self.held_out else "train", "held_out": self.held_out,
         }  # fmt: skip
-        return {key: value for key, value in told.items() if value is not None}
+        return {key: value for key, value in metadata.items() if value is not None}
 
 
-def world(sets: Sequence[IconSet]) -> tuple[list[Drawn], Counter[str]]:
+def join_sets(sets: Sequence[IconSet]) -> tuple[list[IconDrawing], Counter[str]]:
     """Return the drawings of all sets, one of each subject and style, and the number left out by reason."""
-    known = _Subjects(sets)
-    drawn: dict[tuple[str, str], Drawn] = {}
-    rejected = sum((Counter(one.rejected) for one in sets), Counter[str]())
-    for one in sets:
-        style = STYLES.get(one.prefix, one.title.lower())
-        for icon in one.icons.values():
-            emoji = known.find(one, icon)
+    emoji_index = _EmojiIndex(sets)
+    drawings: dict[tuple[str, str], IconDrawing] = {}
+    rejected = sum((Counter(icon_set.rejected) for icon_set in sets), Counter[str]())
+    for icon_set in sets:
+        style = STYLES.get(icon_set.prefix, icon_set.title.lower())
+        for icon in icon_set.icons.values():
+            emoji = emoji_index.find(icon_set, icon)
             name = _plain(icon.name) if emoji is None else _name(emoji)
             if not name:
-                rejected["a name without a caption"] += 1
+                rejected["name without words"] += 1
                 continue
             base, tones = (name, ()) if emoji is None else (_base(emoji), emoji.tones)
-            found = Drawn(one, icon, style, name, base, tones, emoji and emoji.text, one.category(icon))
-            if (name, style) in drawn:
-                rejected["the same subject in the same style again"] += 1
-            drawn.setdefault((name, style), found)
-    return _split(list(drawn.values())), rejected
+            category = icon_set.category(icon)
+            drawing = IconDrawing(icon_set, icon, style, name, base, tones, emoji and emoji.text, category)
+            if (name, style) in drawings:
+                rejected["duplicate subject and style"] += 1
+            drawings.setdefault((name, style), drawing)
+    return _assign_splits(list(drawings.values())), rejected
 
 
-def _split(drawn: list[Drawn]) -> list[Drawn]:
+def _assign_splits(drawings: list[IconDrawing]) -> list[IconDrawing]:
     styles: defaultdict[str, set[str]] = defaultdict(set)
-    for one in drawn:
-        styles[one.base].add(one.style)
-    kept_back: dict[tuple[str, str], HeldOut] = {}
-    for base, theirs in styles.items():
-        if len(theirs) >= _MANY:
-            if stable("subject", base) % 100 == 0:
-                kept_back |= {(base, style): "subject" for style in theirs}
-            elif stable("combination", base) % 20 == 0:
-                kept_back[base, sorted(theirs)[stable("style", base) % len(theirs)]] = "combination"
-    held = {(one.set.prefix, one.icon.root): kind for one in drawn if (kind := kept_back.get((one.base, one.style)))}
-    return [Drawn(**{**one.__dict__, "held_out": held.get((one.set.prefix, one.icon.root))}) for one in drawn]
+    for drawing in drawings:
+        styles[drawing.base].add(drawing.style)
+    held_out: dict[tuple[str, str], HeldOut] = {}
+    for base, names in styles.items():
+        if len(names) >= _MIN_STYLES:
+            if stable_hash("subject", base) % 100 == 0:
+                held_out |= {(base, style): "subject" for style in names}
+            elif stable_hash("combination", base) % 20 == 0:
+                held_out[base, sorted(names)[stable_hash("style", base) % len(names)]] = "combination"
+    kinds = {(d.set.prefix, d.icon.root): kind for d in drawings if (kind := held_out.get((d.base, d.style)))}
+    return [replace(d, held_out=kinds.get((d.set.prefix, d.icon.root))) for d in drawings]
 
 
-def stable(*parts: str) -> int:
+def stable_hash(*parts: str) -> int:
     """Return a 64-bit hash of the texts, equal in every process."""
     return int.from_bytes(hashlib.sha256("|".join(parts).encode()).digest()[:8], "big")
 
 
-class _Subjects:
+class _EmojiIndex:
     """An index of emoji by code points and by name."""
 
     def __init__(self, sets: Sequence[IconSet]) -> None:
-        self.by_codes = {_codes(one.text): one for one in all_emoji()}
+        self.by_codes = {_codes(emoji.text): emoji for emoji in all_emoji()}
         self.by_name: dict[str, Emoji] = {}
-        for one in self.by_codes.values():
-            self.by_name.setdefault(_key(one.name), one)
-        for text, names in other_names().items():
+        for emoji in self.by_codes.values():
+            self.by_name.setdefault(_key(emoji.name), emoji)
+        for text, names in emoji_aliases().items():
             for name in names:
                 self.by_name.setdefault(_key(name), self.by_codes[_codes(text)])
-        for one in sets:
-            for name, codes in one.codes.items():
-                if emoji := self.by_codes.get(_without_selectors(codes)):
-                    self.by_name.setdefault(_key(name), emoji)
+        for icon_set in sets:
+            for name, codes in icon_set.codes.items():
+                if known := self.by_codes.get(_without_selectors(codes)):
+                    self.by_name.setdefault(_key(name), known)
 
-    def find(self, one: IconSet, icon: Icon) -> Emoji | None:
-        names = one.names(icon)
-        told = [self.by_codes.get(_without_selectors(one.codes[name])) for name in names if name in one.codes]
-        named = [self.by_name.get(_key(name)) for name in names]
-        return next((emoji for emoji in (*told, *named) if emoji), None)
+    def find(self, icon_set: IconSet, icon: Icon) -> Emoji | None:
+        names = icon_set.names(icon)
+        codes = (_without_selectors(icon_set.codes[name]) for name in names if name in icon_set.codes)
+        matches = (*map(self.by_codes.get, codes), *(self.by_name.get(_key(name)) for name in names))
+        return next((emoji for emoji in matches if emoji), None)
 
 
 def _name(emoji: Emoji) -> str:

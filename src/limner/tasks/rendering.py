@@ -1,4 +1,4 @@
-"""Renderer of scenes: each object is an opacity stencil, blended onto the background in the object's paint.
+"""Renderer of scenes: each object is an alpha mask, blended onto the background in the object's paint.
 
 With `U` pixels per unit, a picture of a scene is uint8 [height U, width U, 3].
 """
@@ -9,11 +9,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from limner.tasks.scenes import BACKGROUNDS, COLORS, EXTENT, Fill, Pair, Scene, Shape, Size
+from limner.tasks.scenes import BACKGROUNDS, COLORS, EXTENT, Fill, Scene, ScenePair, Shape, Size
 
 
 @lru_cache(maxsize=256)
-def stencil(shape: Shape, size: Size, fill: Fill, unit: int) -> np.ndarray:
+def alpha_mask(shape: Shape, size: Size, fill: Fill, unit: int) -> np.ndarray:
     """Return the opacity of an object in its box, float32 [side, side] in [0, 1]; 8 x 8 supersampling."""
     side, over = EXTENT[size] * unit, 8
     # Coordinates in [-1, 1] across the box, +y down.
@@ -45,27 +45,27 @@ def _inside(shape: Shape, x: np.ndarray, y: np.ndarray, inset: float) -> np.ndar
 
 def render(scene: Scene, size: int = 48) -> np.ndarray:
     """Render a scene as uint8 [H, W, 3], `size` pixels wide. Raises `ValueError` if 12 does not divide `size`."""
-    unit, rest = divmod(size, scene.width)
-    if rest:
+    unit, remainder = divmod(size, scene.width)
+    if remainder:
         raise ValueError(f"size {size} is not a multiple of {scene.width}")
     paint = BACKGROUNDS.get(scene.background) or COLORS[scene.background]
     picture = np.empty((scene.height * unit, size, 3), np.float32)
     picture[:] = paint
-    for thing in scene.things:
-        alpha = stencil(thing.shape, thing.size, thing.fill, unit)[..., None]
-        top, left = round(thing.y * unit), round(thing.x * unit)
+    for item in scene.objects:
+        alpha = alpha_mask(item.shape, item.size, item.fill, unit)[..., None]
+        top, left = round(item.y * unit), round(item.x * unit)
         box = picture[top : top + len(alpha), left : left + len(alpha)]
-        box += alpha * (np.asarray(COLORS[thing.color], np.float32) - box)
+        box += alpha * (np.asarray(COLORS[item.color], np.float32) - box)
     return np.rint(picture).astype(np.uint8)
 
 
-def render_pair(pair: Pair, size: int = 48) -> np.ndarray:
+def render_pair(pair: ScenePair, size: int = 48) -> np.ndarray:
     """Render both panels as uint8 [size, size, 3]."""
     top = render(pair.top, size)
     return np.concatenate([top, transform_panel(pair, top, size)])
 
 
-def transform_panel(pair: Pair, top: np.ndarray, size: int) -> np.ndarray:
+def transform_panel(pair: ScenePair, top: np.ndarray, size: int) -> np.ndarray:
     """Return the lower panel, given the pixels `top` of the upper one."""
     if pair.transform == "upside down":
         return top[::-1]

@@ -41,8 +41,10 @@ def document(
         raise Rejected("SVG too long")
     left, top, width, height = box
     x, y = (height, width) if turns % 2 else (width, height)
-    placed = f"rotate({90 * turns}) scale({mirror[0]} {mirror[1]}) translate({-left - width / 2} {-top - height / 2})"
-    return f'<svg {_NAMESPACES} viewBox="{-x / 2} {-y / 2} {x} {y}"><g transform="{placed}">{body}</g></svg>'
+    transform = (
+        f"rotate({90 * turns}) scale({mirror[0]} {mirror[1]}) translate({-left - width / 2} {-top - height / 2})"
+    )
+    return f'<svg {_NAMESPACES} viewBox="{-x / 2} {-y / 2} {x} {y}"><g transform="{transform}">{body}</g></svg>'
 
 
 def draw(svg: str, size: int, background: str = "white", margin: int = 0) -> np.ndarray:
@@ -54,7 +56,7 @@ def draw(svg: str, size: int, background: str = "white", margin: int = 0) -> np.
     try:
         import resvg_py
     except ImportError:
-        raise UserError('drawing icons takes a package: pip install "limner[data]"') from None
+        raise UserError('drawing icons needs the resvg-py package: pip install "limner[data]"') from None
     try:
         png = resvg_py.svg_to_bytes(svg, width=inner, height=inner, background=background, skip_system_fonts=True)
     except BaseException as error:  # resvg's panics do not derive from `Exception`
@@ -79,8 +81,8 @@ def _check(text: str) -> None:
         raise Rejected("SVG that is not XML") from None
     for element in root.iter():
         if (name := str(element.tag).removeprefix(_SVG)) not in _ELEMENTS:
-            known = name if re.fullmatch(r"[A-Za-z]{1,20}", name) else "another kind"
-            raise Rejected(f"SVG with an element that icons do not need: {known}")
+            shown = name if re.fullmatch(r"[A-Za-z]{1,20}", name) else "another kind"
+            raise Rejected(f"SVG with an element that icons do not need: {shown}")
         for key, value in element.items():
             targets = [value.strip()] if key in _HREFS else []
             if not all(target.startswith("#") for target in (*targets, *_REFERENCE.findall(value))):

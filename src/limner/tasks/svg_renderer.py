@@ -27,7 +27,7 @@ from limner.errors import UserError
 from limner.tasks.svg import document, draw
 
 MAX_MEMORY = 1 << 31  # bytes of address space on top of Python and its packages
-_DRAWN, _REJECTED = b"+", b"-"
+_RENDERED, _REJECTED = b"+", b"-"
 _USER_ERROR = 2  # exit code
 _TOP_PAD = 1 << 26  # bytes that glibc keeps: without them each drawing causes 60 page faults
 
@@ -43,64 +43,64 @@ class SVGRenderer:
     def __init__(self, seconds: float = 2.0) -> None:
         self.seconds = seconds
 
-    def draw(self, svg: str, size: int, background: str = "white", margin: int = 0) -> np.ndarray:
+    def render(self, svg: str, size: int, background: str = "white", margin: int = 0) -> np.ndarray:
         """Run `svg.draw` in the child. Also raises `Rejected` if the document takes too long or ends the child."""
         try:
             limit = self.seconds + size**2 / 50_000
             self._connection.send_bytes(json.dumps((limit, svg, size, background, margin)).encode())
             answer = self._connection.recv_bytes()
         except (EOFError, OSError):
-            late = self._end() == -signal.SIGPROF
-            self._begin()
-            takes = "takes too long" if late else "crashes resvg or takes too much memory"
-            raise Rejected(f"SVG that {takes}") from None
+            timed_out = self._stop() == -signal.SIGPROF
+            self._start()
+            reason = "takes too long" if timed_out else "crashes resvg or takes too much memory"
+            raise Rejected(f"SVG that {reason}") from None
         if answer.startswith(_REJECTED):
             raise Rejected(answer[1:].decode())
         return np.frombuffer(answer, np.uint8, offset=1).reshape(size, size, 3)
 
     def __enter__(self) -> SVGRenderer:
-        self._begin()
+        self._start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self._stop()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         """Start a child. Raises `UserError` if it cannot draw, for example without resvg."""
-        self._connection, other = Pipe()
-        command = [sys.executable, "-P", "-m", "limner.tasks.svg_renderer", str(other.fileno())]
+        self._connection, child_end = Pipe()
+        command = [sys.executable, "-P", "-m", "limner.tasks.svg_renderer", str(child_end.fileno())]
         environment = {"PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_TOP_PAD_": str(_TOP_PAD)}
-        with other:
-            self._process = subprocess.Popen(
+        with child_end:
+            self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                env={**os.environ, **environment}, pass_fds=(other.fileno(),),
+                env={**os.environ, **environment}, pass_fds=(child_end.fileno(),),
                 start_new_session=True,  # Ctrl-C must reach only the parent
             )  # fmt: skip
-        assert self._process.stderr is not None
-        with self._process.stderr as stderr:
-            says = stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
+        assert self.process.stderr is not None
+        with self.process.stderr as stderr:
+            message = stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
         try:
             self._connection.recv_bytes()
         except (EOFError, OSError):
-            code = self._process.wait()
+            code = self.process.wait()
             if code != _USER_ERROR:
-                says = f"the process that draws SVG does not start ({says or f'code {code}'}): install limner again"
-            raise UserError(says) from None
+                message = f"the SVG process does not start ({message or f'code {code}'}): reinstall limner"
+            raise UserError(message) from None
 
-    def _end(self) -> int:
+    def _stop(self) -> int:
         """End the child and return its exit code, negative for a signal."""
         self._connection.close()
-        self._process.kill()
-        return self._process.wait()
+        self.process.kill()
+        return self.process.wait()
 
 
 def main(descriptor: int) -> None:
     """Draw the documents received through a connection until it closes."""
     pages = Path("/proc/self/statm")  # Linux only; other systems do not enforce RLIMIT_AS
     used = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 0
-    for kind, most in ((resource.RLIMIT_AS, used + MAX_MEMORY), (resource.RLIMIT_CORE, 0)):
+    for kind, limit in ((resource.RLIMIT_AS, used + MAX_MEMORY), (resource.RLIMIT_CORE, 0)):
         with suppress(ValueError):  # the limit is lower already
-            resource.setrlimit(kind, (most, most))
+            resource.setrlimit(kind, (limit, limit))
     with Connection(descriptor) as connection, suppress(EOFError, BrokenPipeError):
         try:
             draw(document("", (0, 0, 1, 1)), 8)
@@ -110,12 +110,12 @@ def main(descriptor: int) -> None:
         connection.send_bytes(b"ready")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides resvg's panics; the parent reads until here
         while True:
-            limit, *given = json.loads(connection.recv_bytes())
-            signal.setitimer(signal.ITIMER_PROF, limit)
+            seconds, *arguments = json.loads(connection.recv_bytes())
+            signal.setitimer(signal.ITIMER_PROF, seconds)
             try:
-                answer = _DRAWN + draw(*given).tobytes()
-            except Rejected as defect:
-                answer = _REJECTED + defect.reason.encode()
+                answer = _RENDERED + draw(*arguments).tobytes()
+            except Rejected as rejection:
+                answer = _REJECTED + rejection.reason.encode()
             connection.send_bytes(answer)
 
 

@@ -1,4 +1,4 @@
-"""Stencils of the scene parser: all looks of one size, sharp and blurred; and sums over squares."""
+"""Templates of the scene parser: all forms of one size, sharp and blurred; and sums over squares."""
 
 from __future__ import annotations
 
@@ -9,52 +9,52 @@ from itertools import product
 import numpy as np
 
 from limner.data.area_resize import area_weights
-from limner.tasks.rendering import stencil
+from limner.tasks.rendering import alpha_mask
 from limner.tasks.scenes import EXTENT, FILLS, SHAPES, Fill, Shape, Size
 
-LOOKS: tuple[tuple[Shape, Fill], ...] = tuple(product(SHAPES, FILLS))
-ALL_LOOKS = len(LOOKS) + len(SHAPES)  # with the distractors of `Bank`
+FORMS: tuple[tuple[Shape, Fill], ...] = tuple(product(SHAPES, FILLS))
+NUM_FORMS = len(FORMS) + len(SHAPES)  # with the distractors of `TemplateBank`
 BLURS = (0.0, 0.6, 0.9, 1.2)  # sigma of the Gaussian blur, in quarters of a unit
 SEARCH_BLUR = 2  # index into `BLURS` of the blur used in the search
-_MIDDLE = 4  # side of the distractors, in units
+_DISTRACTOR_SIDE = 4  # side of the distractors, in units
 
 
 @dataclass(frozen=True)
-class Bank:
-    """The stencils of one size, in windows that hold the box and the ring around it.
+class TemplateBank:
+    """The templates of one size, in windows that hold the box and the ring around it.
 
-    Distractors (`strangers`), solid shapes between small and large, follow the looks. No scene contains them, but
+    Distractors, solid shapes between small and large, follow the forms. No scene contains them, but
     without them a circle of four units would pass for a large diamond.
     """
 
     side: int  # side of the box, in pixels
     window: int  # w, in pixels
-    stencils: np.ndarray  # float32 [K, w * w], K = blurs x looks
+    templates: np.ndarray  # float32 [K, w * w], K = blurs x forms
     energy: np.ndarray  # float32 [K], |t|^2
     area: np.ndarray  # float32 [K]
 
 
 @lru_cache(maxsize=8)
-def bank_of(size: Size, unit: int) -> Bank:
-    """Return the stencils of one size, at `unit` pixels per unit."""
-    ring = ring_of(unit)
+def template_bank(size: Size, unit: int) -> TemplateBank:
+    """Return the templates of one size, at `unit` pixels per unit."""
+    ring = ring_width(unit)
     w = EXTENT[size] * unit + 2 * ring
-    known = [stencil(shape, size, fill, unit) for shape, fill in LOOKS]
-    shrink = area_weights(EXTENT["large"] * unit, _MIDDLE * unit).astype(np.float32)
-    strangers = [shrink @ stencil(s, "large", "solid", unit) @ shrink.T for s in SHAPES]
-    margins = [(w - len(s)) // 2 for s in known + strangers]
-    sharp = np.stack([np.pad(s, (m, w - len(s) - m)) for s, m in zip(known + strangers, margins, strict=True)])
+    forms = [alpha_mask(shape, size, fill, unit) for shape, fill in FORMS]
+    shrink = area_weights(EXTENT["large"] * unit, _DISTRACTOR_SIDE * unit).astype(np.float32)
+    distractors = [shrink @ alpha_mask(s, "large", "solid", unit) @ shrink.T for s in SHAPES]
+    margins = [(w - len(s)) // 2 for s in forms + distractors]
+    sharp = np.stack([np.pad(s, (m, w - len(s) - m)) for s, m in zip(forms + distractors, margins, strict=True)])
     distance = np.subtract.outer(np.arange(w), np.arange(w))
-    soft = [sharp]
+    blurred = [sharp]
     for sigma in BLURS[1:]:
         kernel = np.exp(-0.5 * (distance / (sigma * unit / 4)) ** 2)
         kernel /= kernel[w // 2].sum()
-        soft.append(kernel @ sharp @ kernel)
-    stencils = np.concatenate(soft).reshape(-1, w * w).astype(np.float32)
-    return Bank(w - 2 * ring, w, stencils, (stencils**2).sum(1), stencils.sum(1))
+        blurred.append(kernel @ sharp @ kernel)
+    templates = np.concatenate(blurred).reshape(-1, w * w).astype(np.float32)
+    return TemplateBank(w - 2 * ring, w, templates, (templates**2).sum(1), templates.sum(1))
 
 
-def ring_of(unit: int) -> int:
+def ring_width(unit: int) -> int:
     """Return the width of the ring around a box, half a unit, in pixels."""
     return (unit + 1) // 2
 

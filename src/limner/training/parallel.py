@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from limner.data.stream import hash64
+from limner.data.stream import splitmix64
 from limner.optim.grad_access import unscale_all
 from limner.training.checkpoint import Checkpointer, Files
 from limner.training.train_module import Trainable
@@ -196,4 +196,4 @@ class Single:
 def folded(seed: int, rank: int = 0, step: int = 0) -> int:
     """Return the seed of a rank for random numbers drawn from a step on. Rank 0 at step 0 has the seed of a single
     process. All 63 bits of `seed` enter the hash, because a CPU generator reads only the lower 32."""
-    return int(hash64(seed, rank, step)) >> 1 if rank or step or seed >= 2**32 else seed
+    return int(splitmix64(seed, rank, step)) >> 1 if rank or step or seed >= 2**32 else seed

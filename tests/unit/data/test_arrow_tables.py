@@ -1,4 +1,4 @@
-"""Parquet and Arrow of strangers: columns of any type, and damage that costs only what it hit."""
+"""Untrusted Parquet and Arrow files: columns of any type, and damage that affects only its rows."""
 
 import datetime
 import decimal
@@ -116,7 +116,7 @@ def test_values_that_rows_share_are_in_memory_once(tmp_path):
     parquet.write_table(pyarrow.table(table), path, compression="zstd", dictionary_pagesize_limit=1 << 28)
     assert path.stat().st_size < 20_000
     source, before = open_source(path), pyarrow.total_allocated_bytes()
-    assert source._tables[0].row(99)["lists"] == many[:2]
+    assert source.tables[0].row(99)["lists"] == many[:2]
     assert pyarrow.total_allocated_bytes() - before < 10_000_000
 
 
@@ -128,7 +128,7 @@ def test_values_that_rows_share_are_in_memory_once(tmp_path):
     ],
 )
 def test_a_row_group_that_takes_more_memory_than_its_size_says_is_damaged(tmp_path, monkeypatch, cell, options):
-    monkeypatch.setattr(arrow_tables, "_MAX_GROUP", 1 << 22)
+    monkeypatch.setattr(arrow_tables, "MAX_GROUP_BYTES", 1 << 22)
     for n in (10, 50):
         table = pyarrow.table({"text": [cell] * n, "image": ["b"] * n})
         parquet.write_table(table, tmp_path / f"{n}.parquet", compression="zstd", **options)

@@ -1,4 +1,4 @@
-"""Whose pictures: read from shards, kept with the run, written into the card; bounded, whatever the metadata says."""
+"""Attribution: read from shards, saved with the run, written to the model card, and bounded for any metadata."""
 
 import io
 import json
@@ -10,7 +10,7 @@ from PIL import Image
 
 from limner.cli import main
 from limner.data import attribution as module
-from limner.data.attribution import attribution, united
+from limner.data.attribution import attribution, merge_attributions
 from limner.data.open_source import open_source
 from limner.data.shard_writer import ShardWriter
 from limner.pipeline import load
@@ -61,7 +61,7 @@ def test_a_run_keeps_whose_pictures_it_learned_from_and_its_card_says_it(tmp_pat
         "- noto, Google Inc, Apache-2.0, https://example.org/noto: 2 pictures",
     ]
 
-    # What goes on from that bundle, or borrows its dVAE, owes the same, with data that says nothing as well.
+    # A run that starts from the bundle or uses its dVAE has the same attribution, also with data without metadata.
     unsaid = shards(tmp_path / "unsaid", [{}] * 8)
     again = train_all(replace(two_steps(), start=str(tmp_path / "packed")), unsaid, tmp_path / "started")
     assert again is not None and again.info["attribution"] == rows
@@ -83,21 +83,21 @@ def test_a_picture_made_of_two_is_in_the_rows_of_both(tmp_path):
 
 
 def test_rows_are_bounded_and_all_pictures_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "ROWS", 3)
+    monkeypatch.setattr(module, "MAX_ROWS", 3)
     metas = [{"license": f"L{i % 5}", "author": "x" * 999} for i in range(20)] + [{"license": "L4"}] * 2
     rows = attribution(open_source(shards(tmp_path / "data", metas)))
     assert [row.get("license") for row in rows] == ["L0", "L1", "L2", None]
     assert rows[-1] == {"pictures": 10} and sum(row["pictures"] for row in rows) == 22
     assert len(rows[0]["author"]) == 200
-    assert united(rows, rows, [{"license": "L0", "author": "x" * 200, "pictures": 3}]) == rows
+    assert merge_attributions(rows, rows, [{"license": "L0", "author": "x" * 200, "pictures": 3}]) == rows
 
 
 @pytest.mark.parametrize("table", [None, 3, "text", {"a": 1}, [1, None], [{"pictures": True}], [{"pictures": -1}]])
 def test_what_is_no_table_has_no_rows(table):
-    assert united(table) == []
+    assert merge_attributions(table) == []
 
 
-def test_a_strangers_row_is_a_line(tmp_path):
-    rows = united([{"author": ["a", {"b": "\n## x\x1b"}], "license": 7, "pictures": 2}])
+def test_an_untrusted_row_is_one_line(tmp_path):
+    rows = merge_attributions([{"author": ["a", {"b": "\n## x\x1b"}], "license": 7, "pictures": 2}])
     assert rows == [{"author": "['a', {'b': '\\n## x\\x1b'}]", "license": "7", "pictures": 2}]
-    assert united(json.loads(json.dumps(rows))) == rows
+    assert merge_attributions(json.loads(json.dumps(rows))) == rows

@@ -36,7 +36,7 @@ def test_weights_are_overlap_lengths(n_in, n_out):
     weights = area_weights(n_in, n_out)
     assert np.allclose(weights, dense_weights(n_in, n_out), atol=1e-12)
     assert np.allclose(weights.sum(1), 1)
-    assert np.allclose(weights.sum(0), n_out / n_in)  # every input pixel counts alike
+    assert np.allclose(weights.sum(0), n_out / n_in)  # all input pixels have equal weight
 
 
 @given(h=SIDE, w=SIDE, height=SIDE, width=SIDE, seed=st.integers(0, 9), data=st.data())
@@ -65,7 +65,7 @@ def test_large_pictures_in_several_products():
 def test_a_picture_is_gathered_in_parts_to_save_memory(gathered, monkeypatch):
     image = pictures(300, 500)
     whole = area_resize(image, 40, 33, (3, 2, 30, 29))
-    monkeypatch.setattr("limner.data.area_resize._GATHERED", gathered)
+    monkeypatch.setattr("limner.data.area_resize.MAX_GATHERED_VALUES", gathered)
     assert np.array_equal(area_resize(image, 40, 33, (3, 2, 30, 29)), whole)
 
 

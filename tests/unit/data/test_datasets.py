@@ -13,7 +13,7 @@ from limner.data.filters import Filters
 from limner.data.hard_negative_captions import Distractors
 from limner.data.prepare import encode_image
 from limner.data.sample import Rejected, Sample
-from limner.data.stream import Stream, hash64
+from limner.data.stream import Stream, splitmix64
 from limner.errors import UserError
 
 
@@ -56,7 +56,7 @@ class Memory:
 
 
 def batch(dataset, indices):
-    return dataset.batch(np.array(indices), hash64(7, np.array(indices)))
+    return dataset.batch(np.array(indices), splitmix64(7, np.array(indices)))
 
 
 def equal(a, b):
@@ -82,7 +82,7 @@ def test_a_sample_does_not_depend_on_its_surroundings(augment, dropout):
 
 def test_seeds_choose_crop_phrasing_and_dropout():
     dataset = ImageCaptionDataset(Memory(1), 16, "dvae", Words(), 6, caption_dropout=0.25)
-    out = dataset.batch(np.zeros(200, int), hash64(0, np.arange(200)))
+    out = dataset.batch(np.zeros(200, int), splitmix64(0, np.arange(200)))
     assert len({row.numpy().tobytes() for row in out["pixels"]}) > 50
     texts = [tuple(row.tolist()) for row in out["text"]]
     assert len(set(texts)) == 3  # two phrasings, or nothing
@@ -101,7 +101,7 @@ def test_pictures_that_are_kept_are_the_same_and_are_decoded_once():
     source = Memory(6, {2: "broken image"})
     read = []
     plain = ImageCaptionDataset(source, 8, tokenizer=Words(), text_len=6)
-    kept = ImageCaptionDataset(source, 8, tokenizer=Words(), text_len=6, keep_bytes=6 * 3 * 64)
+    kept = ImageCaptionDataset(source, 8, tokenizer=Words(), text_len=6, cache_bytes=6 * 3 * 64)
     original = Memory.__getitem__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Memory, "__getitem__", lambda self, i: (read.append(i), original(self, i))[1])
@@ -112,7 +112,7 @@ def test_pictures_that_are_kept_are_the_same_and_are_decoded_once():
         batch(kept, [0, 1, 2, 3, 5])
     assert read == []
     assert kept.rejected == plain.rejected == {"broken image": 1}
-    too_many = ImageCaptionDataset(source, 8, keep_bytes=6 * 3 * 64 - 1)
+    too_many = ImageCaptionDataset(source, 8, cache_bytes=6 * 3 * 64 - 1)
     assert equal(batch(too_many, [0, 1]), batch(ImageCaptionDataset(source, 8), [0, 1]))
 
 
@@ -160,7 +160,7 @@ def test_tokens():
     tokens = np.arange(40, dtype=np.uint16).reshape(10, 4) + 60000
     captions = [(f"row {n}", f"the row {n}") for n in range(10)]
     plain = TokenDataset(tokens, captions, Words(), 4)
-    indices, seeds = np.arange(10)[::-1].copy(), hash64(1, np.arange(10))
+    indices, seeds = np.arange(10)[::-1].copy(), splitmix64(1, np.arange(10))
     out = plain.batch(indices, seeds)
     assert torch.equal(out["image"], torch.from_numpy(tokens[indices].astype(np.int64)))
     assert out["text"].dtype == torch.int64
@@ -180,8 +180,8 @@ def test_tokens():
 def test_streams_over_data_sets_divide():
     dataset = ImageCaptionDataset(Memory(7), 16, "prior", Words(), 6, 0.2, 0.2)
     whole, left, right = (Stream(dataset, 4) for _ in range(3))
-    left.divide(0, 2)
-    right.divide(1, 2)
+    left.shard(0, 2)
+    right.shard(1, 2)
     for _ in range(4):
         parts = next(left), next(right)
         joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}

@@ -14,11 +14,11 @@ from limner.data import image_folder, sanitize, tables
 from limner.data.image_decode import decode_image
 from limner.data.open_source import open_source
 from limner.data.prepare import prepare
-from limner.data.sample import Rejected, by_split, select_split, unread
+from limner.data.sample import Rejected, describe_unread, group_by_split, select_split
 from limner.errors import UserError
 from no_filters import NO_FILTERS
 
-CAPTIONS = ["a red square", "two cats, asleep", 'she said "hi"']
+CAPTIONS = ["a red square", "two cats, asleep", 'a sign, "hi"']
 
 
 def encode(array, format="PNG", **options):
@@ -152,7 +152,7 @@ def test_columns(folder):
     check(open_source(path, caption="words", image="where"))
     with pytest.raises(UserError, match="words, where"):
         open_source(path)
-    with pytest.raises(UserError, match='no column "word"'):
+    with pytest.raises(UserError, match='lacks the column "word"'):
         open_source(path, caption="word", image="where")
 
 
@@ -277,7 +277,7 @@ def test_fingerprints_follow_the_pictures_that_a_table_names(tmp_path, kind):
 def test_a_table_that_holds_its_pictures_is_not_read_for_its_fingerprint(tmp_path, monkeypatch):
     path = table(tmp_path, "parquet", [{"caption": f"no {n}", "image": encode(picture(n))} for n in range(6)])
     source, read = open_source(path), []
-    monkeypatch.setattr(tables.TableSource, "_row", lambda self, index: read.append(index) or (0, {"image": b"a"}))
+    monkeypatch.setattr(tables.TableSource, "row", lambda self, index: read.append(index) or (0, {"image": b"a"}))
     source.fingerprint()
     assert read == [0]
 
@@ -324,7 +324,7 @@ def test_a_folder_of_anything(tmp_path):
         *["missing image"] * 5,
         *["missing caption"] * 2,
         ("caption h", None),
-        "second picture of a name",
+        "duplicate picture name",
         ("odd name", None),
     ]
     assert len(source.fingerprint()) == 64
@@ -334,7 +334,7 @@ def test_a_folder_of_anything(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["tar", "parquet", "arrow", "csv", "jsonl", "png"])
-def test_a_path_that_never_ends_is_refused(tmp_path, kind):
+def test_a_path_that_never_ends_raises_an_error(tmp_path, kind):
     path = tmp_path / f"x.{kind}"
     for make in (os.mkfifo, lambda p: p.symlink_to("/dev/zero"), lambda p: p.symlink_to(p.name)):
         make(path)
@@ -386,7 +386,7 @@ def test_a_clone_of_hugging_face(tmp_path):
 
 
 def save_to_disk(folder, rows):
-    """As `datasets.Dataset.save_to_disk` does."""
+    """Write the files of `datasets.Dataset.save_to_disk`."""
     pyarrow = pytest.importorskip("pyarrow")
     folder.mkdir(parents=True)
     name, rows = "data-00000-of-00001.arrow", pyarrow.Table.from_pylist(rows)
@@ -439,11 +439,13 @@ def test_every_split_is_read_or_told(tmp_path):
     rows = [{"caption": f"no {n}", "image": "1.png", "split": name} for n, name in enumerate(names)]
     rows += [{"caption": "x", "image": "1.png", "split": split} for split in (["a"], 3, True, {})]
     source = open_source(table(tmp_path, "jsonl", rows))
-    splits = {name: len(chosen) for name, chosen in by_split(source).items()}
+    splits = {name: len(chosen) for name, chosen in group_by_split(source).items()}
     # What cannot be read is for training: it is rejected there, and counted.
     assert splits == {"train": 8, "held-out": 5, "extra": 2}
-    assert unread(splits) == '2 samples are never read: their split ("extra") is neither "train" nor "held-out"'
-    assert unread({"train": 3, "held-out": 1}) == ""
+    assert (
+        describe_unread(splits) == '2 samples are never read: their split ("extra") is neither "train" nor "held-out"'
+    )
+    assert describe_unread({"train": 3, "held-out": 1}) == ""
     assert outcomes(select_split(source, "train"))[4:] == ["broken metadata"] * 4
 
 

@@ -1,4 +1,4 @@
-"""Shards of strangers: every picture is kept or counted."""
+"""Shards of other tools: every picture is kept or counted."""
 
 import os
 import pickle
@@ -83,7 +83,7 @@ def test_keys_that_come_twice(tmp_path):
 
     a, b, x, y = ("k.png", "A"), ("k.png", "B"), ("k.txt", "x"), ("k.txt", "y")
     assert found(a, x, b, y) == found(a, b, x, y) == [("A", "x"), ("B", "y")]
-    assert found(a, ("k.jpg", "B"), x) == [("A", "x"), "second picture of a name"]
+    assert found(a, ("k.jpg", "B"), x) == [("A", "x"), "duplicate picture name"]
     assert found(a, x, y) == ["duplicate key"] * 2
     assert found(a, b) == ["missing caption"] * 2
     assert found(x, y) == ["missing image"] * 2

@@ -1,4 +1,4 @@
-"""Shards: what is written comes back, in the same bytes each time; half a data set is refused."""
+"""Shards: reading returns the written samples, the same samples give the same bytes, and unfinished folders fail."""
 
 import json
 import math
@@ -84,7 +84,7 @@ def test_two_writers_do_not_share_a_folder(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["00000.tar", "dataset.json"]
 
 
-def test_a_folder_in_use_is_refused(tmp_path):
+def test_a_folder_in_use_raises_an_error(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(UserError, match="not empty"):
         ShardWriter(tmp_path).__enter__()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from limner.data.stream import Stream, hash64, permutation
+from limner.data.stream import Stream, permutation, splitmix64
 from limner.errors import UserError
 
 
@@ -30,7 +30,7 @@ def take(stream, count):
 
 
 def divided(stream, rank, world):
-    stream.divide(rank, world)
+    stream.shard(rank, world)
     return stream
 
 
@@ -83,22 +83,22 @@ def test_resuming_goes_on_where_it_stopped(prefetch):
     second.close()
 
 
-def test_other_data_is_pointed_out():
-    with pytest.warns(UserWarning, match="has 12 samples and had 11"):
+def test_changed_data_gives_a_warning():
+    with pytest.warns(UserWarning, match="has 12 samples, but had 11"):
         Stream(Numbers(12), 4, 1).load_state_dict(Stream(Numbers(11), 4, 1).state_dict())
 
 
 def test_the_order_is_pinned():
-    """A checkpoint of an older version must go on with the same data."""
+    """A checkpoint of an older version must resume with the same data."""
     assert permutation(10, 0, 0).tolist() == [4, 8, 0, 1, 7, 6, 2, 5, 3, 9]
     assert not np.array_equal(permutation(10, 0, 0), permutation(10, 0, 1))
     assert not np.array_equal(permutation(10, 0, 0), permutation(10, 1, 0))
 
 
 def test_hash_is_well_mixed():
-    bits = np.unpackbits(hash64(3, np.arange(4096)).view(np.uint8)).reshape(4096, 64)
+    bits = np.unpackbits(splitmix64(3, np.arange(4096)).view(np.uint8)).reshape(4096, 64)
     assert np.abs(bits.mean(0) - 0.5).max() < 0.05
-    flips = np.unpackbits((hash64(3, np.arange(4096)) ^ hash64(2, np.arange(4096))).view(np.uint8))
+    flips = np.unpackbits((splitmix64(3, np.arange(4096)) ^ splitmix64(2, np.arange(4096))).view(np.uint8))
     assert abs(flips.mean() - 0.5) < 0.01
 
 
@@ -115,4 +115,4 @@ def test_mistakes():
     with pytest.raises(UserError, match="empty"):
         Stream(Numbers(0), 4)
     with pytest.raises(UserError, match="multiple of 3"):
-        Stream(Numbers(9), 4).divide(0, 3)
+        Stream(Numbers(9), 4).shard(0, 3)

@@ -1,4 +1,4 @@
-"""Tables of any format: links that lead nowhere, and columns without end."""
+"""Tables of any format: broken links, and too many columns."""
 
 import json
 

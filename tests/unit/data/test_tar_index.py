@@ -32,7 +32,7 @@ def test_a_tar_cut_anywhere_says_so(tmp_path):
         assert found[-1] == "damaged shard"
         good = [pair for pair in found if pair in full]
         assert good == full[: len(good)] and len(good) >= cut // (3 * 1024) and len(found) <= len(good) + 2
-    erased = whole[: 6 * 3 * 1024] + bytes(3 * 1024 + 100)  # an end like any other, but that it is no whole block
+    erased = whole[: 6 * 3 * 1024] + bytes(3 * 1024 + 100)  # ends with zeros, but within a block
     assert outcomes(tmp_path / "0.tar", erased) == [*full[:6], "damaged shard"]
 
 
@@ -60,7 +60,7 @@ def test_a_size_beyond_all_numbers_is_damage(tmp_path):
     data[1024 + 148 : 1024 + 156] = b"%06o\0 " % sum(data[1024:1536])
     path.write_bytes(data)
     with pytest.warns(UserWarning, match="is damaged at byte 1024"):
-        assert len(ShardReader([path])) == 2  # a picture, and whatever lies behind the damage
+        assert len(ShardReader([path])) == 2  # a picture, and one element for the rest
 
 
 def test_sparse_members_do_not_derail_the_walk(tmp_path):

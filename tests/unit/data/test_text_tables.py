@@ -1,4 +1,4 @@
-"""CSV and JSONL of strangers: every record is kept or counted, and a broken one costs itself alone."""
+"""Untrusted CSV and JSONL: every record is kept or counted, and a broken one affects no other."""
 
 import csv
 import io

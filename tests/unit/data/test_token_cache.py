@@ -1,4 +1,4 @@
-"""The token cache: encoded once, resumed after an interruption, keyed by all that decides it."""
+"""The token cache: encoded once, resumed after an interruption, keyed by all inputs of the tokens."""
 
 import numpy as np
 import pytest

@@ -27,13 +27,13 @@ from limner.tasks.verify import satisfies
 @pytest.mark.parametrize("split", ["held-out", "train"])
 def test_captions_are_full_and_from_the_requested_split(split):
     captioned = sample_captions(split, (1, 2), 24, seed=3)
-    assert [len(scene.things) for _, scene in captioned] == [1, 2] * 12
+    assert [len(scene.objects) for _, scene in captioned] == [1, 2] * 12
     for caption, scene in captioned:
         claims = captions.parse(caption)
         assert claims is not None
         assert claims.background == scene.background
-        assert all(None not in look for look in claims.looks)
-        assert claims.hold(scene)
+        assert all(None not in look for look in claims.attributes)
+        assert claims.matches(scene)
         assert scene.split == split
 
 
@@ -83,7 +83,7 @@ class Painter:
         pictures, marks = [], []
         for caption in captions:
             scene, right, mark = self.scenes[caption]
-            real, empty = (rendering.render(s) for s in (scene, scenes.Scene(things=(), background=scene.background)))
+            real, empty = (rendering.render(s) for s in (scene, scenes.Scene(objects=(), background=scene.background)))
             pictures.append(as_tensor([real if r else empty for r in right]))
             marks.append(torch.tensor(mark))
         for _ in captions:

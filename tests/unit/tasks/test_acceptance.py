@@ -1,4 +1,4 @@
-"""What is malformed, bitten, off the palette or overlaps is not believed."""
+"""The scene parser rejects objects that are malformed, bitten, off the palette or overlapping."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from limner.tasks import rendering, scene_reader
-from limner.tasks.scenes import BACKGROUNDS, COLORS, EXTENT, SHAPES, UNITS, Scene, Thing
+from limner.tasks.scenes import BACKGROUNDS, COLORS, EXTENT, SHAPES, UNITS, Scene, SceneObject
 from sample_scenes import to_uint8
 
 
@@ -50,7 +50,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_things_are_unknown(name):
+def test_malformed_objects_are_unknown(name):
     for color in ("red", "white", "black", "yellow"):
         for background in ("gray", "brown"):
             canvas = Image.new("RGB", (480, 480), BACKGROUNDS[background])
@@ -58,18 +58,18 @@ def test_malformed_things_are_unknown(name):
             assert scene_reader.read(np.asarray(canvas.reduce(10))).scene is None
 
 
-def erased(scene, thing, angle, radius):
+def erased(scene, item, angle, radius):
     """The picture with a disk of `radius` pixels around the outline wiped to the background, and the share of
-    the thing that went with it."""
-    side, over = 4 * EXTENT[thing.size], 4
+    the object that was erased."""
+    side, over = 4 * EXTENT[item.size], 4
     alpha = np.zeros((48, 48))
-    alpha[4 * thing.y :, 4 * thing.x :][:side, :side] = rendering.stencil(thing.shape, thing.size, thing.fill, 4)
-    inside = rendering.stencil(thing.shape, thing.size, "solid", 4) > 0.5
+    alpha[4 * item.y :, 4 * item.x :][:side, :side] = rendering.alpha_mask(item.shape, item.size, item.fill, 4)
+    inside = rendering.alpha_mask(item.shape, item.size, "solid", 4) > 0.5
     steps = np.arange(side // 2)
     ys, xs = (side / 2 + np.outer([np.sin(angle), np.cos(angle)], steps)).astype(int)
     reach = steps[inside[ys, xs]].max()
     fine = (np.arange(48 * over) + 0.5) / over
-    cy, cx = (4 * at + side / 2 + reach * turn for at, turn in ((thing.y, np.sin(angle)), (thing.x, np.cos(angle))))
+    cy, cx = (4 * at + side / 2 + reach * turn for at, turn in ((item.y, np.sin(angle)), (item.x, np.cos(angle))))
     disk = (fine[:, None] - cy) ** 2 + (fine - cx) ** 2 <= radius**2
     disk = disk.reshape(48, over, 48, over).mean((1, 3))
     picture = rendering.render(scene) * (1 - disk[..., None]) + disk[..., None] * BACKGROUNDS[scene.background]
@@ -77,30 +77,30 @@ def erased(scene, thing, angle, radius):
 
 
 @pytest.mark.parametrize(("fill", "least"), [("solid", 0.085), ("outlined", 0.17)])
-def test_bitten_things_are_unknown(fill, least):
+def test_bitten_objects_are_unknown(fill, least):
     rng, tried = np.random.default_rng(7), 0
     while tried < 60:
         background, color = rng.choice(list(BACKGROUNDS)), rng.choice(list(COLORS))
         size, shape = ("small", "large")[tried % 3 == 0], ("circle", *SHAPES)[tried % 6]
         x, y = (int(v) for v in rng.integers(0, UNITS - EXTENT[size] + 1, 2))
-        thing = Thing(shape=shape, color=color, size=size, fill=fill, x=x, y=y)
-        scene = Scene(things=(thing,), background=background)
-        picture, share = erased(scene, thing, rng.uniform(0, 2 * np.pi), rng.uniform(1.5, 5))
-        if least <= share <= 0.22:  # of a thing bitten to half, what is left may look like another one
+        item = SceneObject(shape=shape, color=color, size=size, fill=fill, x=x, y=y)
+        scene = Scene(objects=(item,), background=background)
+        picture, share = erased(scene, item, rng.uniform(0, 2 * np.pi), rng.uniform(1.5, 5))
+        if least <= share <= 0.22:  # an object bitten to half may look like another one
             tried += 1
-            assert scene_reader.read(picture).scene != scene, (thing, share)
+            assert scene_reader.read(picture).scene != scene, (item, share)
 
 
 def test_colors_between_the_palette_are_unknown():
     for a, b in (("red", "blue"), ("yellow", "orange"), ("white", "black"), ("green", "purple")):
-        picture = rendering.render(Scene(things=(), background="pink"))
+        picture = rendering.render(Scene(objects=(), background="pink"))
         picture[9:27, 9:27] = np.mean([COLORS[a], COLORS[b]], 0)
         assert scene_reader.read(picture).scene is None
 
 
-def test_overlapping_things_are_unknown():
-    square = Thing(shape="square", color="red", size="large", fill="solid", x=2, y=2)
+def test_overlapping_objects_are_unknown():
+    square = SceneObject(shape="square", color="red", size="large", fill="solid", x=2, y=2)
     for dx, dy in ((2, 0), (3, 3), (1, 2)):
         other = replace(square, shape="circle", color="blue", x=2 + dx, y=2 + dy)
-        picture = rendering.render(Scene(things=(square, other), background="gray"))
+        picture = rendering.render(Scene(objects=(square, other), background="gray"))
         assert scene_reader.read(picture).scene is None

@@ -1,4 +1,4 @@
-"""The synthetic world as a data set: the same bytes from the same command, truth beside every picture."""
+"""Synthetic scenes as a data set: the same command writes the same bytes, with ground truth for every picture."""
 
 import io
 
@@ -9,7 +9,7 @@ from PIL import Image
 from limner.data.shard_reader import ShardReader
 from limner.tasks import rendering, verify
 from limner.tasks.build_scenes import write_scenes
-from limner.tasks.scenes import Pair, Scene
+from limner.tasks.scenes import Scene, ScenePair
 
 
 def samples(folder):
@@ -31,7 +31,7 @@ def test_captions_and_truth_are_those_of_the_picture(tmp_path):
     for sample in found:
         picture = pixels(sample)
         if "pair" in sample.meta:
-            pair = Pair.from_dict(sample.meta["pair"])
+            pair = ScenePair.from_dict(sample.meta["pair"])
             truth, split = rendering.render_pair(pair), pair.top.split
         else:
             scene = Scene.from_dict(sample.meta["scene"])
@@ -59,5 +59,5 @@ def test_kinds_and_sizes(tmp_path, kind, least):
     write_scenes(tmp_path / kind, 12, seed=0, size=24, kind=kind, pairs=0.0)
     for sample in samples(tmp_path / kind):
         assert pixels(sample).shape == (24, 24, 3)
-        assert len(sample.meta["scene"]["things"]) >= least - 1
+        assert len(sample.meta["scene"]["objects"]) >= least - 1
     assert len(samples(tmp_path / kind)) == 12

@@ -1,4 +1,4 @@
-"""Captions say what is so, and are read as what they say."""
+"""Captions describe their scenes, and parsing recovers what they describe."""
 
 from dataclasses import replace
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from limner.tasks import captions, scenes
-from limner.tasks.captions import Claims
+from limner.tasks.captions import ParsedCaption
 from limner.tasks.scenes import BACKGROUNDS, COLORS, FILLS, SHAPES, SIZES
-from sample_scenes import ONE, SCENE, TWO, pairs, world
+from sample_scenes import ONE, SCENE, TWO, pairs, random_scenes
 
 
 def fully_said(scene, rng):
@@ -17,17 +17,17 @@ def fully_said(scene, rng):
         caption = captions.describe(scene, rng)
         claims = captions.parse(caption)
         assert claims is not None, caption
-        if claims.background and all(None not in look for look in claims.looks):
+        if claims.background and all(None not in named for named in claims.attributes):
             return caption
 
 
 def test_captions_say_what_is_so():
     rng = np.random.default_rng(1)
-    for scene in world(400, seed=1):
+    for scene in random_scenes(400, seed=1):
         for _ in range(3):
             caption = captions.describe(scene, rng)
             claims = captions.parse(caption)
-            assert claims is not None and claims.hold(scene), caption
+            assert claims is not None and claims.matches(scene), caption
 
 
 def test_captions_vary():
@@ -40,27 +40,27 @@ def test_captions_vary():
 
 
 def mutations(scene, rng):
-    """Every scene that differs in one respect, from thing `k` of a scene."""
-    k = int(rng.integers(len(scene.things)))
-    thing = scene.things[k]
+    """Every scene that differs in one respect, in object `k`."""
+    k = int(rng.integers(len(scene.objects)))
+    item = scene.objects[k]
     for name, values in (("shape", SHAPES), ("color", COLORS), ("fill", FILLS), ("size", SIZES)):
         for value in values:
-            if value != getattr(thing, name):
-                changed = replace(thing, **{name: value})
-                yield replace(scene, things=(*scene.things[:k], changed, *scene.things[k + 1 :]))
+            if value != getattr(item, name):
+                changed = replace(item, **{name: value})
+                yield replace(scene, objects=(*scene.objects[:k], changed, *scene.objects[k + 1 :]))
     for background in BACKGROUNDS:
         if background != scene.background:
             yield replace(scene, background=background)
-    yield replace(scene, things=scene.things[:k] + scene.things[k + 1 :])
-    yield replace(scene, things=(*scene.things, thing))
+    yield replace(scene, objects=scene.objects[:k] + scene.objects[k + 1 :])
+    yield replace(scene, objects=(*scene.objects, item))
 
 
-def test_a_scene_with_one_thing_wrong_keeps_no_full_caption():
+def test_a_scene_with_one_object_wrong_keeps_no_full_caption():
     rng = np.random.default_rng(2)
-    for scene in world(60, seed=2):
+    for scene in random_scenes(60, seed=2):
         claims = captions.parse(fully_said(scene, rng))
-        assert claims is not None and claims.hold(scene)
-        assert not any(claims.hold(other) for other in mutations(scene, rng))
+        assert claims is not None and claims.matches(scene)
+        assert not any(claims.matches(other) for other in mutations(scene, rng))
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_a_scene_with_one_thing_wrong_keeps_no_full_caption():
 )
 def test_claims(caption, holds):
     claims = captions.parse(caption)
-    assert claims is not None and claims.hold(SCENE) is holds
+    assert claims is not None and claims.matches(SCENE) is holds
 
 
 def test_counts_and_unsaid_attributes():
     claims = captions.parse("three striped white crosses, pink background")
-    assert claims == Claims(looks=((None, "striped", "white", "cross"),) * 3, background="pink")
+    assert claims == ParsedCaption(attributes=((None, "striped", "white", "cross"),) * 3, background="pink")
     claims = captions.parse("two small red circles and a large blue square")
-    assert claims == Claims(looks=(ONE.look, ONE.look, TWO.look))
+    assert claims == ParsedCaption(attributes=(ONE.attributes, ONE.attributes, TWO.attributes))
 
 
 @pytest.mark.parametrize(
@@ -113,23 +113,23 @@ def test_captions_of_other_worlds_are_not_parsed(caption):
 
 
 def test_relations_of_places():
-    assert captions.relations_of(ONE, TWO) == ["above", "left of"]
-    assert captions.relations_of(TWO, ONE) == ["below", "right of"]
-    assert captions.relations_of(ONE, replace(ONE, x=6)) == ["left of"]
-    for scene in world(200, seed=3, count=2):
-        for relation in captions.relations_of(*scene.things):
-            looks = tuple(t.look for t in scene.things)
-            assert Claims(looks=looks, relation=relation).hold(scene)
+    assert captions.spatial_relations(ONE, TWO) == ["above", "left of"]
+    assert captions.spatial_relations(TWO, ONE) == ["below", "right of"]
+    assert captions.spatial_relations(ONE, replace(ONE, x=6)) == ["left of"]
+    for scene in random_scenes(200, seed=3, count=2):
+        for relation in captions.spatial_relations(*scene.objects):
+            attributes = tuple(t.attributes for t in scene.objects)
+            assert ParsedCaption(attributes=attributes, relation=relation).matches(scene)
 
 
-def test_in_order_the_upper_or_left_thing_is_said_first_more_often_and_stays_true():
+def test_in_order_the_upper_or_left_object_is_named_first_more_often_and_captions_stay_true():
     rng = np.random.default_rng(0)
     for in_order, low, high in ((0.0, 0.42, 0.58), (0.7, 0.8, 0.9), (1.0, 1.0, 1.0)):
         first = []
         for _ in range(300):
             scene = scenes.sample_scene(rng, count=2, identical=0)
             claims = captions.parse(captions.describe(scene, rng, in_order))
-            assert claims is not None and claims.hold(scene)
+            assert claims is not None and claims.matches(scene)
             first.append(claims.relation in ("above", "left of"))
         assert low <= sum(first) / len(first) <= high
 
@@ -140,7 +140,7 @@ def test_pair_captions_are_parsed():
         caption = captions.describe_pair(pair, rng)
         claims = captions.parse_pair(caption)
         assert claims is not None and (claims.transform, claims.color) == (pair.transform, pair.color)
-        assert claims.top is None if "scene" in caption else claims.top.hold(pair.top)
+        assert claims.top is None if "scene" in caption else claims.top.matches(pair.top)
     for other in ("a red circle", "the exact same cat on the top upside down at the bottom",
                   "the exact same scene on the top colored mauve at the bottom"):  # fmt: skip
         assert captions.parse_pair(other) is None

@@ -1,4 +1,4 @@
-"""Icon sets in Iconify's format: folders and archives, aliases, and files that are none."""
+"""Icon sets in Iconify's format: folders and archives, aliases, and invalid files."""
 
 import gzip
 import io
@@ -49,8 +49,7 @@ def test_each_picture_comes_once_and_aliases_are_followed(toys):
     assert (found.icons["ball-turned"].turns, found.icons["ball-turned"].mirror) == (1, (-1, 1))
     assert set(found.aliases["ball"]) == {"again", "sphere", "twice"}  # the same picture, one mirrored twice
     assert found.rejected == {
-        "icon that its set hides": 1, "the same picture under another name": 3, "icon that is not there": 1,
-        "alias of itself": 2,
+        "hidden icon": 1, "duplicate picture": 3, "missing icon": 1, "circular alias": 2,
     }  # fmt: skip
     seen = len(found.icons) + sum(found.rejected.values())
     assert seen == len(DATA["icons"]) + len(DATA["aliases"])  # every name is kept or counted
@@ -85,20 +84,20 @@ def test_a_licence_is_permissive_only_if_it_is_known_to_be(tmp_path, license):
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(b"", "not valid JSON"), (b"[1]", "no JSON object"), (b'{"icons": {}}', 'no "prefix"'), (b"\x1f\x8bhalf", "read"),
-     (b'{"prefix": "a", "icons": [1]}', 'no "prefix"'), (b"[" * 100_000, "not valid"), (b"\xff\xfe", "not valid")],
+    [(b"", "not valid JSON"), (b"[1]", "JSON object"), (b'{"icons": {}}', 'lacks "prefix"'), (b"\x1f\x8bhalf", "read"),
+     (b'{"prefix": "a", "icons": [1]}', 'lacks "prefix"'), (b"[" * 100_000, "not valid"), (b"\xff\xfe", "not valid")],
 )  # fmt: skip
-def test_a_file_that_is_no_icon_set_is_refused_in_one_sentence(tmp_path, content, complaint):
+def test_an_invalid_file_raises_an_error_of_one_sentence(tmp_path, content, complaint):
     path = tmp_path / "icons.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=complaint) as caught:
         iconify.read(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-    assert iconify.keywords(path) is None
+    assert iconify.read_keywords(path) is None
 
 
-def test_an_archive_without_icons_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no package/icons.json"):
+def test_an_archive_without_icons_raises_an_error(tmp_path):
+    with pytest.raises(UserError, match="package/icons.json is missing"):
         iconify.read(archive(tmp_path / "a.tgz", info=INFO))
     whole = archive(tmp_path / "b.tgz", icons={**DATA, "more": np.random.default_rng(0).bytes(4_000).hex()})
     torn = tmp_path / "c.tgz"
@@ -130,7 +129,9 @@ def test_an_archive_is_unpacked_up_to_a_limit(tmp_path, monkeypatch):
 
 
 def test_keywords_are_cldrs(tmp_path):
-    told = {"annotations": {"identity": {}, "annotations": {"🐯": {"default": ["face", "tiger"], "tts": ["tiger face"]},
-                                                             "x": {"default": "no list"}, "y": 3}}}  # fmt: skip
-    assert iconify.keywords(archive(tmp_path / "a.tgz", annotations__en__annotations=told)) == {"🐯": ("face", "tiger")}
-    assert iconify.keywords(archive(tmp_path / "b.tgz", icons=DATA)) is None
+    annotations = {"🐯": {"default": ["face", "tiger"], "tts": ["tiger face"]},
+                   "x": {"default": "no list"}, "y": 3}  # fmt: skip
+    table = {"annotations": {"identity": {}, "annotations": annotations}}
+    path = archive(tmp_path / "a.tgz", annotations__en__annotations=table)
+    assert iconify.read_keywords(path) == {"🐯": ("face", "tiger")}
+    assert iconify.read_keywords(archive(tmp_path / "b.tgz", icons=DATA)) is None

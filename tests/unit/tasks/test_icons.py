@@ -1,4 +1,4 @@
-"""The world of icons: sets joined by code points and names, captions, a split without leaks, and pairs."""
+"""Joint data set of icons: sets joined by code points and names, captions, a split without leaks, and pairs."""
 
 import io
 import json
@@ -11,7 +11,7 @@ from PIL import Image
 
 from limner.atomic_io import file_hash
 from limner.data.open_source import open_source
-from limner.data.sample import by_split
+from limner.data.sample import group_by_split
 from limner.errors import UserError
 from limner.tasks import build_icons, iconify, icons
 from limner.tasks.build_icons import write_icons
@@ -49,8 +49,8 @@ def hexadecimal(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """Five sets of the same 440 emoji. The first tells code points, the others spell the names in their own way; each
-    draws every fifth one by mirroring the one before."""
+    """Five sets of the same 440 emoji. The first lists code points, and the others spell the names differently. Every
+    fifth icon of a set mirrors the one before."""
     tmp_path, made = tmp_path_factory.mktemp("sets"), []
     for i, prefix in enumerate(STYLES):
         entries, aliases, chars = {}, {}, {}
@@ -67,7 +67,7 @@ def sets(tmp_path_factory):
 
 
 def test_sets_that_spell_names_differently_are_joined(sets):
-    drawn, rejected = icons.world(sets)
+    drawn, rejected = icons.join_sets(sets)
     assert not rejected
     styles = defaultdict(set)
     for one in drawn:
@@ -85,16 +85,16 @@ def test_code_points_join_under_any_name_and_names_without_them(tmp_path):
         a_set(tmp_path, "emojione", {"bigcat": made}, {}),  # a name that the first set explains
         a_set(tmp_path, "fxemoji", {"no_emoji-at-all": made, "\u200b": made + "<g/>"}, {}),
     ]
-    drawn, rejected = icons.world(sets)
+    drawn, rejected = icons.join_sets(sets)
     assert [(one.subject, one.style) for one in drawn] == [
         ("tiger", "shaded"), ("tiger", "flat"), ("tiger", "cartoon"), ("no emoji at all", "simple"),
     ]  # fmt: skip
     assert [one.emoji for one in drawn] == [tiger, tiger, tiger, None]
-    assert rejected == {"a name without a caption": 1}
+    assert rejected == {"name without words": 1}
 
 
 def test_no_combination_that_is_held_out_is_trained_in_any_form(sets):
-    drawn, _ = icons.world(sets)
+    drawn, _ = icons.join_sets(sets)
     held = {(one.base, one.style) for one in drawn if one.held_out}
     assert held.isdisjoint((one.base, one.style) for one in drawn if not one.held_out)
     roots = {(one.set.prefix, one.icon.root) for one in drawn if one.held_out}
@@ -102,7 +102,7 @@ def test_no_combination_that_is_held_out_is_trained_in_any_form(sets):
 
 
 def test_a_twentieth_of_the_subjects_lacks_one_style_and_a_hundredth_is_never_seen(sets):
-    drawn, _ = icons.world(sets)
+    drawn, _ = icons.join_sets(sets)
     kinds = defaultdict(set)
     for one in drawn:
         if one.icon.root == one.icon.name:  # the others follow what they mirror
@@ -115,7 +115,7 @@ def test_a_twentieth_of_the_subjects_lacks_one_style_and_a_hundredth_is_never_se
 
 
 def test_the_split_does_not_depend_on_the_order_of_the_sets(sets):
-    one, other = (icons.world(order)[0] for order in (sets, sets[::-1]))
+    one, other = (icons.join_sets(order)[0] for order in (sets, sets[::-1]))
 
     def held(drawn):
         return {(some.subject, some.style, some.held_out) for some in drawn}
@@ -124,7 +124,7 @@ def test_the_split_does_not_depend_on_the_order_of_the_sets(sets):
 
 
 def test_captions_say_subject_and_style(sets):
-    drawn, _ = icons.world(sets)
+    drawn, _ = icons.join_sets(sets)
     for one in drawn[::50]:
         said = captions(one)
         assert said[0] == f"{article(one.subject)}, {one.style}"
@@ -145,8 +145,8 @@ def test_articles(subject, said):
 
 def test_keywords_are_those_that_tell_subjects_apart():
     tiger, all_others = "\U0001f405", {chr(0x1F400 + i): ("animal",) for i in range(20)}
-    known = Keywords.of([{**all_others, tiger: ("animal", "big cat", "tiger")}])
-    one = icons.Drawn(None, None, "flat", "tiger", "tiger", (), tiger)  # pyright: ignore[reportArgumentType]
+    known = Keywords.from_annotations([{**all_others, tiger: ("animal", "big cat", "tiger")}])
+    one = icons.IconDrawing(None, None, "flat", "tiger", "tiger", (), tiger)  # pyright: ignore[reportArgumentType]
     assert list(known(one)) == ["big cat"]
     assert captions(one, known(one))[-1] == "big cat, flat"
 
@@ -161,11 +161,11 @@ def test_every_drawing_is_written_or_counted(written, sets):
     out, summary = written
     names = sum(len(one.icons) for one in sets)
     pairs = summary["kinds"]["pair"] + summary["kinds"]["held-out pair"]
-    assert summary["kept"] + summary["rejected"]["a further skin tone"] == names + pairs
+    assert summary["kept"] + summary["rejected"]["additional skin tone"] == names + pairs
     assert sum(summary["joined"].values()) == summary["kept"] - pairs
     source = open_source(str(out))
     assert len(source) == summary["kept"]
-    assert {name: len(some) for name, some in by_split(source).items()} == summary["splits"]
+    assert {name: len(some) for name, some in group_by_split(source).items()} == summary["splits"]
 
 
 def test_the_same_sets_give_the_same_bytes(written, sets, tmp_path):
@@ -176,67 +176,67 @@ def test_the_same_sets_give_the_same_bytes(written, sets, tmp_path):
 
 def test_facts_name_set_licence_author_and_one_tone_of_each_is_kept(written):
     source = open_source(str(written[0]))
-    facts = [source.meta(i) for i in range(len(source))]
-    assert all(fact["license"] == "MIT" and fact["author"] == "Somebody" and fact["set"] in STYLES for fact in facts)
-    toned = Counter((fact["base"], fact["style"]) for fact in facts if fact["tones"] and "pair" not in fact)
+    metadata = [source.meta(i) for i in range(len(source))]
+    assert all(meta["license"] == "MIT" and meta["author"] == "Somebody" and meta["set"] in STYLES for meta in metadata)
+    toned = Counter((meta["base"], meta["style"]) for meta in metadata if meta["tones"] and "pair" not in meta)
     assert toned and set(toned.values()) == {1}
 
 
 def test_subjects_that_few_styles_have_are_left_out_with_all_their_tones(sets, tmp_path):
     of = defaultdict(set)
-    for one in icons.world(sets)[0]:
+    for one in icons.join_sets(sets)[0]:
         of[one.base].add(one.style)
     rare = a_set(tmp_path, "rare", {"kitchen-golem": drawing(1), "tiger": drawing(2)}, {})
     summary = write_icons(tmp_path / "out", [*sets, rare], size=16, pairs=0, styles=5)
     source = open_source(str(tmp_path / "out"))
     bases = {source.meta(i)["base"] for i in range(len(source))}
     assert "kitchen golem" not in bases and all(len(of[base]) >= 4 for base in bases)
-    assert summary["rejected"]["a subject in too few styles"] >= 1
+    assert summary["rejected"]["subject in too few styles"] >= 1
     everything = write_icons(tmp_path / "all", [*sets, rare], size=16, pairs=0)
-    left_out = summary["rejected"]["a subject in too few styles"]
-    tones = everything["rejected"]["a further skin tone"] - summary["rejected"]["a further skin tone"]
+    left_out = summary["rejected"]["subject in too few styles"]
+    tones = everything["rejected"]["additional skin tone"] - summary["rejected"]["additional skin tone"]
     assert summary["kept"] + left_out == everything["kept"] + tones
 
 
 def test_categories_keep_subjects_that_some_set_files_there(sets, tmp_path):
     folder = tmp_path / "openmoji"
     filed = a_set(tmp_path, "openmoji", {"tiger": drawing(1), "hamburger": drawing(2), "car": drawing(3)}, {})
-    assert not filed.categories  # the other sets have no metadata.json either
+    assert not filed.categories  # without metadata.json, like the other sets
     listed = {"categories": {"Animals": ["tiger", 7], "Food & Drink": ["hamburger"], "Odd": "car"}}
     (folder / "metadata.json").write_text(json.dumps(listed))
     filed = iconify.read(folder / "icons.json")
     assert filed.categories == {"tiger": "Animals", "hamburger": "Food & Drink"}
     summary = write_icons(tmp_path / "out", [*sets, filed], size=16, pairs=0, categories=("Animals", "Food & Drink"))
     source = open_source(str(tmp_path / "out"))
-    facts = [source.meta(i) for i in range(len(source))]
-    assert {one["base"] for one in facts} == {"tiger", "hamburger"} and len(facts) == summary["kept"] > 2
-    assert {one.get("category") for one in facts} == {"Animals", "Food & Drink", None}  # other sets' are kept, too
-    assert summary["rejected"]["a subject of another category"] > 400
+    metadata = [source.meta(i) for i in range(len(source))]
+    assert {one["base"] for one in metadata} == {"tiger", "hamburger"} and len(metadata) == summary["kept"] > 2
+    assert {one.get("category") for one in metadata} == {"Animals", "Food & Drink", None}  # other sets' are kept, too
+    assert summary["rejected"]["subject of another category"] > 400
     with pytest.raises(UserError, match="no set has a category 'Animal': did you mean 'Animals'"):
         write_icons(tmp_path / "none", [*sets, filed], size=16, categories=("Animal",))
 
 
 def test_pairs_show_only_what_is_trained(written):
     source = open_source(str(written[0]))
-    facts = [source.meta(i) for i in range(len(source))]
-    held = {(fact["base"], fact["style"]) for fact in facts if fact.get("held_out") in ("combination", "subject")}
-    pairs = [fact for fact in facts if "pair" in fact]
-    assert {fact["pair"]["kind"] for fact in pairs} == {"style", "upside down", "silhouette", "grayscale", "recolored"}
-    for fact in pairs:
-        assert (fact["base"], fact["style"]) not in held
-        if fact["pair"]["kind"] == "style":
-            assert fact["pair"]["style"] != fact["style"] and (fact["base"], fact["pair"]["style"]) not in held
-    shares = Counter(fact["split"] for fact in pairs)
+    metadata = [source.meta(i) for i in range(len(source))]
+    held = {(meta["base"], meta["style"]) for meta in metadata if meta.get("held_out") in ("combination", "subject")}
+    pairs = [meta for meta in metadata if "pair" in meta]
+    assert {meta["pair"]["kind"] for meta in pairs} == {"style", "upside down", "silhouette", "grayscale", "recolored"}
+    for meta in pairs:
+        assert (meta["base"], meta["style"]) not in held
+        if meta["pair"]["kind"] == "style":
+            assert meta["pair"]["style"] != meta["style"] and (meta["base"], meta["pair"]["style"]) not in held
+    shares = Counter(meta["split"] for meta in pairs)
     assert 0.02 < shares["held-out"] / len(pairs) < 0.09
-    assert all(fact["held_out"] == "pair" for fact in pairs if fact["split"] == "held-out")
+    assert all(meta["held_out"] == "pair" for meta in pairs if meta["split"] == "held-out")
 
 
 @pytest.mark.parametrize("number", [2.5, 100])
 def test_more_pairs_of_a_drawing_are_different_ones_and_begin_with_the_first(sets, written, tmp_path, number):
     def pairs(folder):
         source = open_source(str(folder))
-        facts = [source.meta(i) for i in range(len(source))]
-        return Counter((one["subject"], one["style"], one["pair"]["caption"]) for one in facts if "pair" in one)
+        metadata = [source.meta(i) for i in range(len(source))]
+        return Counter((one["subject"], one["style"], one["pair"]["caption"]) for one in metadata if "pair" in one)
 
     summary = write_icons(tmp_path / "more", sets, size=16, pairs=number)
     found = pairs(tmp_path / "more")
@@ -252,18 +252,18 @@ def test_lower_halves_are_what_the_caption_says(written):
     source = open_source(str(written[0]))
     singles, seen = {}, Counter()
     for i in range(len(source)):
-        fact, sample = source.meta(i), source[i]
+        meta, sample = source.meta(i), source[i]
         picture = np.asarray(Image.open(io.BytesIO(sample.image)).convert("RGB")).astype(int)
-        if "pair" not in fact:
-            singles[fact["subject"], fact["style"]] = picture
+        if "pair" not in meta:
+            singles[meta["subject"], meta["style"]] = picture
             continue
         above, below = picture[:16, 8:24], picture[16:, 8:24]
         assert (picture[:, :8] == 255).all() and (picture[:, 24:] == 255).all()
-        smaller = singles[fact["subject"], fact["style"]].reshape(16, 2, 16, 2, 3).mean((1, 3))
+        smaller = singles[meta["subject"], meta["style"]].reshape(16, 2, 16, 2, 3).mean((1, 3))
         assert np.abs(above - smaller).mean() < 12  # the same drawing at half the size
-        kind = fact["pair"]["kind"]
+        kind = meta["pair"]["kind"]
         seen[kind] += 1
-        assert all(fact["pair"]["caption"] in phrase for phrase in sample.captions)
+        assert all(meta["pair"]["caption"] in phrase for phrase in sample.captions)
         if kind == "upside down":
             assert (below == above[::-1]).all()
         elif kind == "grayscale":
@@ -283,7 +283,7 @@ def test_nothing_to_draw_and_no_color_are_said(tmp_path):
     empty = a_set(tmp_path, "noto", {"tiger": "<script/>"}, {})
     with pytest.raises(UserError, match=r"nothing to draw.*script: 1"):
         write_icons(tmp_path / "a", [empty])
-    with pytest.raises(UserError, match="no color"):
+    with pytest.raises(UserError, match="not a CSS color"):
         write_icons(tmp_path / "b", [empty], background="whiteish")
 
 

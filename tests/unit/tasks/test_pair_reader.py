@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from limner.tasks import captions, pair_reader, rendering, verify
-from limner.tasks.scenes import TRANSFORMS, Pair, Scene, Thing
+from limner.tasks.scenes import TRANSFORMS, Scene, SceneObject, ScenePair
 from sample_scenes import blur, jpeg, noise, pairs
 
 
-def test_a_ghost_in_a_gray_panel_is_seen():
-    thing = Thing(shape="circle", color="black", size="small", fill="solid", x=1, y=1)
-    pair = Pair(top=Scene(things=(thing,), background="beige", height=6), transform="grayscale")
+def test_a_faint_object_in_a_gray_panel_is_seen():
+    item = SceneObject(shape="circle", color="black", size="small", fill="solid", x=1, y=1)
+    pair = ScenePair(top=Scene(objects=(item,), background="beige", height=6), transform="grayscale")
     picture = rendering.render_pair(pair)
     assert verify.pair_holds(pair, picture)
     picture[30:42, 30:42] -= 20
@@ -43,9 +43,9 @@ def test_no_other_transform_holds():
     for pair in pairs(20, seed=4):
         picture = rendering.render_pair(pair)
         for transform in TRANSFORMS:
-            wrong = captions.PairClaims(transform=transform, color="red" if transform == "recolored" else None)
+            wrong = captions.ParsedPairCaption(transform=transform, color="red" if transform == "recolored" else None)
             if (transform, wrong.color) != (pair.transform, pair.color):
-                twin = Pair(top=pair.top, transform=transform, color=wrong.color)
+                twin = ScenePair(top=pair.top, transform=transform, color=wrong.color)
                 same = (rendering.render_pair(twin) == picture).all()  # a red thing, recolored red
                 assert verify.pair_holds(wrong, picture) is bool(same)
 
@@ -60,9 +60,9 @@ def test_no_other_bottom_holds():
 
 
 def test_a_pair_claim_is_about_the_top_too():
-    pair = Pair(
+    pair = ScenePair(
         top=Scene(
-            things=(Thing(shape="triangle", color="green", size="small", fill="solid", x=4, y=2),),
+            objects=(SceneObject(shape="triangle", color="green", size="small", fill="solid", x=4, y=2),),
             background="gray",
             height=6,
         ),

@@ -1,4 +1,4 @@
-"""Pictures of scenes: their pixels are pinned, and show paint where the things are."""
+"""Pictures of scenes: their pixels are pinned, and show paint where the objects are."""
 
 import hashlib
 import itertools
@@ -17,9 +17,9 @@ from limner.tasks.scenes import (
     SIZES,
     TRANSFORMS,
     UNITS,
-    Pair,
     Scene,
-    Thing,
+    SceneObject,
+    ScenePair,
 )
 from sample_scenes import ONE, SCENE, TWO
 
@@ -27,34 +27,34 @@ from sample_scenes import ONE, SCENE, TWO
 def test_pixels_are_pinned():
     # Models are trained on exactly these pixels; a change here makes them, and every figure, worthless.
     digest = hashlib.sha256()
-    looks = itertools.product(SHAPES, FILLS, SIZES, COLORS)
-    for i, (shape, fill, size, color) in enumerate(looks):
-        thing = Thing(shape=shape, color=color, size=size, fill=fill, x=i % 7, y=i % 5)
-        digest.update(rendering.render(Scene(things=(thing,), background=list(BACKGROUNDS)[i % 5])))
+    attributes = itertools.product(SHAPES, FILLS, SIZES, COLORS)
+    for i, (shape, fill, size, color) in enumerate(attributes):
+        item = SceneObject(shape=shape, color=color, size=size, fill=fill, x=i % 7, y=i % 5)
+        digest.update(rendering.render(Scene(objects=(item,), background=list(BACKGROUNDS)[i % 5])))
     assert digest.hexdigest()[:16] == "0f569b108f46a362"
 
 
 @pytest.mark.parametrize("size", [12, 48, 96])
-def test_a_picture_shows_paint_where_the_things_are(size):
+def test_a_picture_shows_paint_where_the_objects_are(size):
     picture = rendering.render(SCENE, size)
     assert picture.shape == (size, size, 3) and picture.dtype == np.uint8
     unit = size // UNITS
     assert tuple(picture[0, 0]) == BACKGROUNDS["gray"]
-    for thing in SCENE.things:
-        x, y = (int(c * unit) for c in thing.center)
-        assert tuple(picture[y, x]) == COLORS[thing.color]
+    for item in SCENE.objects:
+        x, y = (int(c * unit) for c in item.center)
+        assert tuple(picture[y, x]) == COLORS[item.color]
 
 
-def test_sizes_that_are_no_multiple_of_the_lattice_are_refused():
+def test_sizes_that_the_lattice_does_not_divide_raise_an_error():
     with pytest.raises(ValueError, match="50"):
         rendering.render(SCENE, 50)
 
 
-def test_stencils_are_opacities_and_all_differ():
+def test_masks_are_opacities_and_all_differ():
     for size in SIZES:
-        stencils = [rendering.stencil(s, size, f, 4) for s in SHAPES for f in FILLS]
-        assert all(s.shape == (4 * EXTENT[size],) * 2 and s.min() >= 0 and s.max() == 1 for s in stencils)
-        flat = np.stack(stencils).reshape(len(stencils), -1)
+        masks = [rendering.alpha_mask(s, size, f, 4) for s in SHAPES for f in FILLS]
+        assert all(s.shape == (4 * EXTENT[size],) * 2 and s.min() >= 0 and s.max() == 1 for s in masks)
+        flat = np.stack(masks).reshape(len(masks), -1)
         energy = (flat**2).sum(1)
         distance = ((flat[:, None] - flat) ** 2).sum(-1) / np.minimum.outer(energy, energy)
         assert (distance + np.eye(len(flat))).min() > 0.02
@@ -63,7 +63,7 @@ def test_stencils_are_opacities_and_all_differ():
 def test_fills_take_away_from_the_solid_shape():
     for shape in SHAPES:
         for size in SIZES:
-            solid, striped, outlined = (rendering.stencil(shape, size, fill, 4) for fill in FILLS)
+            solid, striped, outlined = (rendering.alpha_mask(shape, size, fill, 4) for fill in FILLS)
             assert (striped <= solid).all() and (outlined <= solid).all()
             stripes = striped.any(1)
             assert not (stripes[2::4] | stripes[3::4]).any()  # half a unit on, half a unit off
@@ -71,8 +71,8 @@ def test_fills_take_away_from_the_solid_shape():
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_lower_panels(transform):
-    top = Scene(things=(replace(ONE, y=1), replace(TWO, y=1, fill="striped")), background="teal", height=6)
-    pair = Pair(top=top, transform=transform, color="green" if transform == "recolored" else None)
+    top = Scene(objects=(replace(ONE, y=1), replace(TWO, y=1, fill="striped")), background="teal", height=6)
+    pair = ScenePair(top=top, transform=transform, color="green" if transform == "recolored" else None)
     upper, lower = np.split(rendering.render_pair(pair), 2)
     assert (upper == rendering.render(top)).all()
     if transform == "upside down":

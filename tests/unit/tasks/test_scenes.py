@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 from limner.tasks import scenes
-from limner.tasks.scenes import COLORS, EXTENT, FILLS, SHAPES, UNITS, Pair
-from sample_scenes import SCENE, world
+from limner.tasks.scenes import COLORS, EXTENT, FILLS, SHAPES, UNITS, ScenePair
+from sample_scenes import SCENE, random_scenes
 
 
 @pytest.mark.parametrize("height", [UNITS, UNITS // 2])
-def test_things_lie_on_the_lattice_a_unit_apart(height):
-    for scene in world(200, height=height, count=2) + world(200, count=4):
-        for i, a in enumerate(scene.things):
+def test_objects_lie_on_the_lattice_a_unit_apart(height):
+    for scene in random_scenes(200, height=height, count=2) + random_scenes(200, count=4):
+        for i, a in enumerate(scene.objects):
             assert a.x == int(a.x) and a.y == int(a.y)
             assert 0 <= a.x <= UNITS - EXTENT[a.size] and 0 <= a.y <= scene.height - EXTENT[a.size]
-            for b in scene.things[:i]:
+            for b in scene.objects[:i]:
                 dx = max(b.x - a.x - EXTENT[a.size], a.x - b.x - EXTENT[b.size])
                 dy = max(b.y - a.y - EXTENT[a.size], a.y - b.y - EXTENT[b.size])
                 assert max(dx, dy) >= 1
@@ -26,17 +26,17 @@ def test_things_lie_on_the_lattice_a_unit_apart(height):
 def test_samples_have_the_count_and_split_asked_for():
     for split in ("train", "held-out"):
         for count in (1, 2, 3, 4):
-            assert {(len(s.things), s.split) for s in world(30, count=count, split=split)} == {(count, split)}
-    assert {len(s.things) for s in world(100)} == {1, 2, 3, 4}
+            assert {(len(s.objects), s.split) for s in random_scenes(30, count=count, split=split)} == {(count, split)}
+    assert {len(s.objects) for s in random_scenes(100)} == {1, 2, 3, 4}
 
 
 def test_same_seed_same_scenes():
-    assert world(20, seed=7) == world(20, seed=7) != world(20, seed=8)
+    assert random_scenes(20, seed=7) == random_scenes(20, seed=7) != random_scenes(20, seed=8)
 
 
-def test_things_that_look_alike_are_all_alike():
-    for scene in world(300):
-        assert len({t.look for t in scene.things}) in (1, len(scene.things))
+def test_objects_that_look_alike_are_all_alike():
+    for scene in random_scenes(300):
+        assert len({t.attributes for t in scene.objects}) in (1, len(scene.objects))
 
 
 def test_one_combination_in_forty_is_held_out_and_none_of_four_attributes():
@@ -48,15 +48,17 @@ def test_one_combination_in_forty_is_held_out_and_none_of_four_attributes():
         assert seen == {one[:left_out] + one[left_out + 1 :] for one in every}
 
 
-def test_crowds_are_full_and_keep_the_split():
+def test_dense_scenes_are_full_and_keep_the_split():
     rng = np.random.default_rng(0)
     for split in ("train", "held-out"):
-        crowds = [scenes.sample_crowd(rng, split=split) for _ in range(20)]
-        assert {c.split for c in crowds} == {split}
-        assert np.mean([len(c.things) for c in crowds]) > 4
+        dense_scenes = [scenes.sample_dense_scene(rng, split=split) for _ in range(20)]
+        assert {c.split for c in dense_scenes} == {split}
+        assert np.mean([len(c.objects) for c in dense_scenes]) > 4
 
 
-@pytest.mark.parametrize("make", [lambda: SCENE, lambda: Pair(top=world(1, height=6, count=1)[0], transform="sketch")])
+@pytest.mark.parametrize(
+    "make", [lambda: SCENE, lambda: ScenePair(top=random_scenes(1, height=6, count=1)[0], transform="sketch")]
+)
 def test_truth_goes_through_json(make):
     truth = make()
     assert type(truth).from_dict(json.loads(json.dumps(truth.to_dict()))) == truth

@@ -66,7 +66,7 @@ def test_references_within_the_document_are_drawn():
         ('<path stroke="#000" stroke-width="1e30" d="M0 0h8v8H0z"/>', "cannot be drawn"),  # resvg panics
     ],
 )  # fmt: skip
-def test_what_may_not_be_drawn_is_refused_and_says_why(body, reason):
+def test_forbidden_documents_are_rejected_with_a_reason(body, reason):
     with pytest.raises(Rejected, match=reason):
         draw(document(body, BOX), 16)
 

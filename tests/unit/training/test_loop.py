@@ -454,7 +454,7 @@ def test_a_batch_says_which_samples_it_has_also_after_a_resume(tmp_path: Path) -
 
     for steps in (5, 12):
         train(model(), watching, stream(), replace(FULL, steps=steps), tmp_path)
-    planned = [i for step in range(12) for i in stream().plan(12 * step)[0]]
+    planned = [i for step in range(12) for i in stream().batch_indices(12 * step)[0]]
     assert seen == planned
 
 

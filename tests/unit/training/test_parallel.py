@@ -37,7 +37,7 @@ class Second(Single):
     rank, world = 1, 2
 
     def divide(self, stream: Any) -> None:
-        stream.divide(self.rank, self.world)
+        stream.shard(self.rank, self.world)
 
     def gather(self, values: Tensor) -> list[Tensor]:
         return [torch.zeros_like(values), values]
@@ -58,7 +58,7 @@ def go(out: Path, parallel: Single, steps: int = 6) -> list[tuple[float, float]]
 def test_a_rank_has_its_share_and_its_own_random_numbers_and_goes_on_with_them(tmp_path: Path) -> None:
     whole = go(tmp_path / "whole", Second())
     plan = Stream(Points(), 8)
-    assert [index for _, index in whole] == [plan.plan(8 * step)[0][4:].sum() for step in range(6)]
+    assert [index for _, index in whole] == [plan.batch_indices(8 * step)[0][4:].sum() for step in range(6)]
     go(tmp_path / "parts", Second(), steps=2)
     torch.manual_seed(5)
     assert go(tmp_path / "parts", Second()) == whole

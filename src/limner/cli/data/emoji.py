@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> None:
     """write the emoji of an installed font"""
     options = parse(WriteEmoji, argv, "limner data emoji")
     place(options.out, folder=True)
-    from limner.tasks.emoji import all_emoji, build
+    from limner.tasks.emoji import all_emoji, write_emoji
 
     with progress("drawing emoji", len(all_emoji()), unit="emoji") as bar:
-        counts = build(options.out, options.size, options.font, bar.advance)
+        counts = write_emoji(options.out, options.size, options.font, bar.advance)
     tell(options.out, counts.kept, counts.rejected)

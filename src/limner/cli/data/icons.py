@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
 
     sets, keywords = [], []
     for path in options.files:
-        if (words := iconify.keywords(path)) is not None:
+        if (words := iconify.read_keywords(path)) is not None:
             keywords.append(words)
             continue
         one = iconify.read(path)

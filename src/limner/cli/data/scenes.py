@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
     with progress("drawing scenes", options.count, unit="scene") as bar:
         summary = write_scenes(
             options.out, options.count, options.seed, size=options.size, kind=options.kind,
-            held_out=options.held_out, pairs=options.pairs, things=options.things,
+            held_out=options.held_out, pairs=options.pairs, count_weights=options.things,
             in_order=options.in_order, progress=bar.advance,
         )  # fmt: skip
     tell(options.out, summary["kept"], summary["rejected"], summary["splits"])
