@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from limner.cli.malloc_tuning import settle_allocator
+from limner.cli.malloc_tuning import restart_with_malloc_tunables
 from limner.numerics.formats import E6M9, UE6M10, FloatFormat
 
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 16, 1 << 24])
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    settle_allocator()  # as in `limner train`; otherwise allocation dominates
+    restart_with_malloc_tunables()  # as in `limner train`; otherwise allocation dominates
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     for size in options.sizes:
         functions, times = operations(size), max(1, (1 << 22) // size)

@@ -18,7 +18,7 @@ from typing import Any
 import optimi
 import torch
 
-from limner.cli.malloc_tuning import settle_allocator
+from limner.cli.malloc_tuning import restart_with_malloc_tunables
 from limner.models.transformer import SIZES
 from limner.optim import AdamW16, Beta2WarmupAdamW, Lion, StableAdamW
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps of each optimizer in a round")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    settle_allocator()
+    restart_with_malloc_tunables()
 
     with torch.device("meta"):
         shapes = [p.shape for p in SIZES[options.size].build().parameters()]

@@ -242,7 +242,7 @@ def main() -> None:
             subprocess.run([sys.executable, __file__, *sys.argv[1:], "--worker", side], check=True)
     folder = Path(options.data).resolve()
     with progress("training the classifier", IconClassifierConfig().steps) as bar:
-        classifier = train_classifier(icons.labeled, folder.parent / f"{folder.name}-judge", bar=bar)
+        classifier = train_classifier(icons.labeled, folder.parent / f"{folder.name}-classifier", bar=bar)
     reranker = load(options.reranker)
     text = reranker.tokenizer.encode(captions, reranker.contrastive.config.text_len)
     subjects = [icons.references.families[w] for w in wanted]

@@ -21,7 +21,7 @@ import statistics
 
 import torch
 
-from limner.cli.malloc_tuning import settle_allocator
+from limner.cli.malloc_tuning import restart_with_malloc_tunables
 from limner.profiling.bench_linear import (
     Times,
     describe_device,
@@ -81,5 +81,5 @@ def _print_layers(seconds: Times) -> None:
 
 
 if __name__ == "__main__":
-    settle_allocator()
+    restart_with_malloc_tunables()
     main()

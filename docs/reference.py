@@ -152,7 +152,7 @@ def _kind(action: Action) -> str:
     metavar = str(action.metavar or "")
     if action.nargs == 0 or not metavar:
         return "flag, turns it off" if _option(action).rpartition(".")[2].startswith("no-") else "flag, turns it on"
-    return f"`{metavar.replace('{None}|', '').replace('|{None}', '')}`"
+    return f"`{metavar}`"
 
 
 def _limits(cls: type, default: object, path: str = "") -> Iterator[tuple[str, str]]:
@@ -182,9 +182,9 @@ def _classes(hint: Any) -> Iterator[type]:
 
 def _range(ends: tuple[float | None, ...], whole: bool, words: tuple[Any, ...]) -> str:
     """A `Range` in words; `ends` are its inclusive and then its exclusive bounds."""
-    least, most, above, below = ends
-    low = f"≥ {_number(least)}" if least is not None else f"> {_number(above)}" if above is not None else ""
-    high = f"≤ {_number(most)}" if most is not None else f"< {_number(below)}" if below is not None else ""
+    ge, le, gt, lt = ends
+    low = f"≥ {_number(ge)}" if ge is not None else f"> {_number(gt)}" if gt is not None else ""
+    high = f"≤ {_number(le)}" if le is not None else f"< {_number(lt)}" if lt is not None else ""
     others = [f"`{word}`" if isinstance(word, str) else "none" for word in words]
     return ", ".join(filter(None, ["integer" if whole else "number", low, high])) + "".join(f"; {o}" for o in others)
 

@@ -71,7 +71,7 @@ clip = CLIPConfig(**text, size=SIZE, patch=8, width=96, depth=4, heads=4, embedd
 fit("clip", clip, HardNegativeLoss(), images, 200, 128, MuonConfig(fallback_adamw=AdamWConfig(lr=1e-3)))
 
 # 4. Draw new captions, keep the best candidate of each, and let a program without learned parts check it.
-pipe = TextToImage(dvae, prior, clip, tokenizer, {"likelihood": 2.0})  # the prior's likelihood counts in the score
+pipe = TextToImage(dvae, prior, clip, tokenizer, {"prior_score_weight": 2.0})  # the score adds the prior's likelihood
 asked = [caption for caption, _ in sample_captions("train", counts=(1,), n=64)]
 best = [drawings[0] for drawings in pipe.draw_many(asked, candidates=CANDIDATES)]
 right = sum(satisfies(np.asarray(drawing.image), drawing.caption) for drawing in best)

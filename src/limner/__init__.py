@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
     if name in ("TextToImage", "load"):
         openmp.bound_threads()
         return getattr(import_module("limner.pipeline"), name)
-    raise AttributeError(f"module 'limner' has no attribute {name!r}")
+    raise AttributeError(f"module 'limner' lacks the attribute {name!r}")
 
 
 def __dir__() -> list[str]:

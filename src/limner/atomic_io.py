@@ -31,18 +31,18 @@ try:
 except ImportError:
     fcntl = None
 
-LOCK = ".lock"  # name of the lock file of `locked` in a folder
+LOCK = ".lock"  # name of the lock file of `exclusive_lock` in a folder
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # errors of `flock` on a file system without locks
 
 
 def require_file(path: str | os.PathLike[str]) -> None:
     """Raise `UserError` for a pipe, a device or a folder: reading one may block forever. A missing path passes."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise UserError(f"{path} is not a file but a folder, a pipe or a device")
+        raise UserError(f"{path} is a folder, a pipe or a device: name a file")
 
 
 @contextlib.contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+def with_filename(path: str | os.PathLike[str]) -> Iterator[None]:
     """Add the file's name to an `OSError` of the block (such as a full disk), as errors of `open` have it."""
     try:
         yield
@@ -55,7 +55,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 def atomic_writer(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a temporary binary file that replaces `path` at the end of the block. An exception deletes it."""
     path = Path(path)
-    with naming(path), _temporary(path, folder=False) as (temporary, descriptor):
+    with with_filename(path), _temporary(path, folder=False) as (temporary, descriptor):
         with open(descriptor, "wb", closefd=False) as file:
             yield file
             file.flush()
@@ -78,8 +78,10 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
-        bad = ascii(text[error.start : error.end][:20])
-        raise UserError(f"{path} is UTF-8 and cannot hold {bad}: give names and options that are UTF-8") from None
+        invalid = ascii(text[error.start : error.end][:20])
+        raise UserError(
+            f"{path} is a UTF-8 file and cannot contain {invalid}: use valid UTF-8 in names and options"
+        ) from None
     atomic_write_bytes(path, data)
 
 
@@ -93,7 +95,7 @@ def atomic_folder(path: str | os.PathLike[str], check: Callable[[], None] = lamb
     with _temporary(path, folder=True) as (fresh, _):
         yield fresh
         for file in (*fresh.iterdir(), fresh):
-            sync(file)
+            fsync(file)
         check()
         if path.exists():
             _exchange(fresh, path)
@@ -104,7 +106,7 @@ def atomic_folder(path: str | os.PathLike[str], check: Callable[[], None] = lamb
 
 
 @contextlib.contextmanager
-def locked(folder: str | os.PathLike[str]) -> Iterator[int]:
+def exclusive_lock(folder: str | os.PathLike[str]) -> Iterator[int]:
     """Lock a folder against other processes until the block ends. Create the folder if it is missing.
 
     Yields the descriptor of the lock, or -1 without support for locks. A child process that inherits the descriptor
@@ -128,12 +130,11 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[int]:
         return
     if descriptor is None:
         try:
-            who = path.read_text(errors="replace")[:20].strip()
+            pid = path.read_text(errors="replace")[:20].strip()
         except FileNotFoundError:  # the other process is just ending
-            who = ""
+            pid = ""
         raise UserError(
-            f"{folder} is being written to by another process{who and f' ({who})'}: wait until it has ended, or name "
-            "another folder"
+            f"another process{pid and f' ({pid})'} is writing to {folder}: wait until it ends, or name another folder"
         )
     try:
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
@@ -149,7 +150,7 @@ def file_hash(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to the disk (`fsync`)."""
     if os.name == "nt" and path.is_dir():  # Windows cannot open folders
         return
@@ -163,7 +164,7 @@ def sync(path: Path) -> None:
 def _sync_folder(folder: Path) -> None:
     """Flush a rename to the disk, on systems that can sync folders."""
     with contextlib.suppress(OSError):
-        sync(folder)
+        fsync(folder)
 
 
 @contextlib.contextmanager
@@ -195,10 +196,10 @@ def _temporary(path: Path, folder: bool) -> Iterator[tuple[Path, int]]:
 
 def _remove_abandoned(path: Path) -> None:
     """Remove unlocked temporary files and folders that killed writers of `path` left in its folder."""
-    ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
+    temporary_name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         for entry in entries:
-            if ours.fullmatch(entry.name) and (descriptor := _locked_file(entry.path)) is not None:
+            if temporary_name.fullmatch(entry.name) and (descriptor := _locked_file(entry.path)) is not None:
                 is_folder = entry.is_dir(follow_symlinks=False)
                 shutil.rmtree(entry.path) if is_folder else os.unlink(entry.path)
                 os.close(descriptor)
@@ -212,8 +213,8 @@ def _locked_file(path: str | os.PathLike[str]) -> int | None:
     if fcntl is None:
         return None
     while True:
-        kind = os.O_RDONLY if os.path.isdir(path) else os.O_RDWR | os.O_CREAT
-        descriptor = os.open(path, kind | os.O_NOFOLLOW, 0o666)
+        mode = os.O_RDONLY if os.path.isdir(path) else os.O_RDWR | os.O_CREAT
+        descriptor = os.open(path, mode | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -229,9 +230,9 @@ def _locked_file(path: str | os.PathLike[str]) -> int | None:
 
 def _exchange(a: Path, b: Path) -> None:
     """Swap the names of two folders: atomically on Linux (`renameat2`), elsewhere through a third name."""
-    function = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if function is None or function(here, os.fsencode(a), here, os.fsencode(b), exchange) != 0:
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
+    at_fdcwd, rename_exchange = -100, 2  # constants of Linux
+    if renameat2 is None or renameat2(at_fdcwd, os.fsencode(a), at_fdcwd, os.fsencode(b), rename_exchange) != 0:
         third = a.with_name(f"{a.name}.tmp")
         os.replace(b, third)
         os.replace(a, b)

@@ -34,7 +34,7 @@ from limner.models.contrastive import CLIPConfig
 from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.optim.dtensor import shard_like
-from limner.pretrained import FORMAT, find, is_bundle, named
+from limner.pretrained import FORMAT, find_bundle, is_bundle, resolve_name
 from limner.text.bpe import Tokenizer
 
 M = TypeVar("M", bound=nn.Module)
@@ -42,11 +42,11 @@ M = TypeVar("M", bound=nn.Module)
 DVAE_FORMAT = "limner-dvae-1"
 
 _PARTS: dict[str, Any] = {"dvae": AnyDVAEConfig, "prior": TransformerConfig, "contrastive": CLIPConfig}
-_POSITIONS = 1 << 12  # maximum in a caption or a picture: masks grow with the square
-_WIDTH = 1 << 14
-_TENSORS = 1 << 14  # maximum in one model
-_STORED = ("F32", "F16", "BF16")
-_SCALE = ".scale"
+_MAX_POSITIONS = 1 << 12  # in a caption or a picture: masks grow with the square
+_MAX_WIDTH = 1 << 14
+_MAX_TENSORS = 1 << 14  # in one model
+_FLOAT_FORMATS = ("F32", "F16", "BF16")
+_SCALE_SUFFIX = ".scale"
 
 
 # ---------------------------------------------------------------------------- writing
@@ -60,8 +60,8 @@ def write(
     `dtype` is the format of the prior and the contrastive model; int8 applies to their matrices, and other tensors are
     in half precision. Raises `UserError` if the folder has other content or a weight is not finite.
     """
-    _check_place(folder, FORMAT, "a bundle")
-    info = _storable(
+    _check_replaceable(folder, FORMAT, "a bundle")
+    info = _to_json_values(
         {
             "name": folder.resolve().parent.name if folder.name == "bundle" else folder.name,
             "created": datetime.now(UTC).date().isoformat(),
@@ -79,19 +79,19 @@ def write(
 def save_dvae(dvae: AnyDVAE, folder: str | Path, info: Mapping[str, Any]) -> Path:
     """Write a folder with a dVAE alone. Raises `UserError` if it has other content or a weight is not finite."""
     folder = Path(folder)
-    _check_place(folder, DVAE_FORMAT, "a dVAE")
+    _check_replaceable(folder, DVAE_FORMAT, "a dVAE")
     with atomic_folder(folder) as fresh:
         _write_weights(fresh, {"dvae": dvae}, torch.float16)
-        _write_config(fresh, DVAE_FORMAT, {"dvae": dvae}, _storable(info))
+        _write_config(fresh, DVAE_FORMAT, {"dvae": dvae}, _to_json_values(info))
     return folder
 
 
-def _storable(info: Mapping[str, Any]) -> dict[str, Any]:
+def _to_json_values(info: Mapping[str, Any]) -> dict[str, Any]:
     """Return the info as JSON values. Replace surrogates (non-UTF-8 bytes of names or options) by question marks."""
     return parse_json(to_json(info, ensure_ascii=False).encode("utf-8", "replace"))
 
 
-def _check_place(folder: Path, kind: str, name: str) -> None:
+def _check_replaceable(folder: Path, kind: str, name: str) -> None:
     """Raise `UserError` if `folder` exists, is not empty and does not have the format `kind`."""
     if folder.exists() and not is_bundle(folder, kind) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not {name}: name a new folder")
@@ -101,13 +101,13 @@ def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype) 
     small = torch.float16 if dtype == torch.int8 else dtype
     for name, model in models.items():
         state = model.state_dict()
-        store = _exact if name == "dvae" else _stored
-        if wrong := [key for key, value in state.items() if not value.isfinite().all()]:
-            raise UserError(f"the {name} has diverged, its {wrong[0]!r} is not finite: it is not stored")
-        tensors = {key: store(value, small) for key, value in state.items()}
+        convert = _to_dtype_if_lossless if name == "dvae" else _to_dtype
+        if not_finite := [key for key, value in state.items() if not value.isfinite().all()]:
+            raise UserError(f"the {name} has diverged, its {not_finite[0]!r} is not finite: train it again")
+        tensors = {key: convert(value, small) for key, value in state.items()}
         if dtype == torch.int8 and name != "dvae":
             for key in (key for key, value in state.items() if value.dim() == 2):
-                tensors[key], tensors[key + _SCALE] = row_wise(state[key].detach().cpu())
+                tensors[key], tensors[key + _SCALE_SUFFIX] = row_wise(state[key].detach().cpu())
         # `save_file` of safetensors creates a file that only its owner can read.
         atomic_write_bytes(folder / f"{name}.safetensors", save(tensors))
 
@@ -118,14 +118,14 @@ def _write_config(folder: Path, kind: str, models: Mapping[str, Any], info: Mapp
     write_json(folder / "config.json", config, indent=2, ensure_ascii=False)
 
 
-def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _to_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert to `dtype`, unless a value would overflow."""
     value = value.detach().cpu().contiguous()
     small = value.to(dtype)
     return small if small.isfinite().all() else value
 
 
-def _exact(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _to_dtype_if_lossless(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert to `dtype` if this is lossless."""
     value = value.detach().cpu().contiguous()
     small = value.to(dtype)
@@ -135,7 +135,7 @@ def _exact(value: Tensor, dtype: torch.dtype) -> Tensor:
 def rounded(model: M, dtype: torch.dtype = torch.float16) -> M:
     """Round the parameters in place to the values that a bundle stores, so that later stages train with the weights
     used for drawing. Return the model."""
-    model.load_state_dict({key: _stored(value, dtype) for key, value in model.state_dict().items()})
+    model.load_state_dict({key: _to_dtype(value, dtype) for key, value in model.state_dict().items()})
     return model
 
 
@@ -163,22 +163,22 @@ def model_card(models: Mapping[str, Any], tokenizer: Tokenizer, info: Mapping[st
         'limner.load("THIS/FOLDER")("a caption", n=4, candidates=64, seed=0).save("drawing.png")', "```",
     ]  # fmt: skip
     if rows := merge_attributions(info.get("attribution")):
-        lines += ["", "## Attribution", "", "It has learned from pictures of:", "", *map(_credit, rows)]
+        lines += ["", "## Attribution", "", "The training pictures are by:", "", *map(_credit, rows)]
     for key, title in (("scores", "Scores"), ("recipe", "Recipe")):
         if info.get(key):
             text = to_json(info[key], indent=2, ensure_ascii=False)
             lines += ["", f"## {title}", "", "```json", text, "```"]
     lines += [
         "", "## Limits", "",
-        "It draws what its training data shows and nothing else; captions of another kind give pictures that mean",
-        "little. Each PNG it writes says in its metadata that a model drew it.", "",
+        "The model draws only what its training data shows; other captions give meaningless pictures. The metadata of",
+        "each PNG states that a model drew it.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
 
 def _credit(row: Mapping[str, Any]) -> str:
-    named = ", ".join(row[key] for key in KEYS if key in row)
-    return f"- {named or 'others'}: {row['pictures']:,} pictures"
+    credited = ", ".join(row[key] for key in KEYS if key in row)
+    return f"- {credited or 'others'}: {row['pictures']:,} pictures"
 
 
 # ---------------------------------------------------------------------------- reading
@@ -191,7 +191,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Any]]:
     """
     path = folder / "config.json"
     data = read_mapping(path)
-    info = _info(data, path)
+    info = _check_info(data, path)
     models = {name: _load_part(folder, name, kind, data) for name, kind in _PARTS.items()}
     return models, Tokenizer.load(folder / "tokenizer.json"), info
 
@@ -199,29 +199,29 @@ def read(folder: Path) -> tuple[dict[str, Any], Tokenizer, dict[str, Any]]:
 def load_model(name_or_folder: str | Path, part: str) -> Any:
     """Return one model of a bundle (by name or folder): "dvae", "prior" or "contrastive". For "dvae" the folder may
     have a dVAE alone. Raises `UserError` if it is unusable."""
-    folder = _place(name_or_folder) if part == "dvae" else find(named(name_or_folder))
+    folder = _find_dvae(name_or_folder) if part == "dvae" else find_bundle(resolve_name(name_or_folder))
     return _load_part(folder, part, _PARTS[part], read_mapping(folder / "config.json"))
 
 
 def read_info(name_or_folder: str | Path) -> dict[str, Any]:
     """Return the info of a bundle (by name or folder) or of a folder with a dVAE alone. Raises `UserError`."""
-    path = _place(name_or_folder) / "config.json"
-    return _info(read_mapping(path), path)
+    path = _find_dvae(name_or_folder) / "config.json"
+    return _check_info(read_mapping(path), path)
 
 
-def _place(name_or_folder: str | Path) -> Path:
+def _find_dvae(name_or_folder: str | Path) -> Path:
     folder = Path(name_or_folder)
-    return folder if is_bundle(folder, DVAE_FORMAT) else find(named(name_or_folder))
+    return folder if is_bundle(folder, DVAE_FORMAT) else find_bundle(resolve_name(name_or_folder))
 
 
-def _info(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _check_info(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
     info = data.get("info", {})
     if not isinstance(info, dict):
-        raise UserError(f"{path}: info must be a mapping")
+        raise UserError(f"{path}: info must be a JSON object")
     try:
         to_json(info, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # a lone surrogate: JSON can escape it, UTF-8 cannot encode it
-        raise UserError(f"{path}: info holds text that is not valid Unicode") from None
+        raise UserError(f"{path}: info contains text that is not valid Unicode") from None
     return info
 
 
@@ -239,36 +239,37 @@ def _load_part(folder: Path, name: str, kind: Any, data: Mapping[str, Any]) -> n
     try:
         with safe_open(path, "pt") as file:
             names = file.keys()
-            if len(names) > _TENSORS:
-                raise UserError(f"{path} has {len(names)} tensors: more than {_TENSORS}")
-            found = {key: file.get_slice(key) for key in names}
-            _check_size(config, len(found), f"{where}: {name}")
+            if len(names) > _MAX_TENSORS:
+                raise UserError(f"{path} has {len(names)} tensors: the maximum is {_MAX_TENSORS}")
+            slices = {key: file.get_slice(key) for key in names}
+            _check_size(config, len(slices), f"{where}: {name}")
             shapes = _shapes(config, f"{where}: {name}")
             matrices = {key for key, shape in shapes.items() if len(shape) == 2 and name != "dvae"}
-            eight = {key for key in matrices & found.keys() if found[key].get_dtype() == "I8"}
-            expected = shapes | {key + _SCALE: shapes[key][:1] for key in eight}
-            for key in (*(expected.keys() - found.keys()), *(found.keys() - expected.keys())):
+            int8 = {key for key in matrices & slices.keys() if slices[key].get_dtype() == "I8"}
+            expected = shapes | {key + _SCALE_SUFFIX: shapes[key][:1] for key in int8}
+            for key in (*(expected.keys() - slices.keys()), *(slices.keys() - expected.keys())):
                 verb = "lacks" if key in expected else "has an unknown tensor"
                 raise UserError(
-                    f"{path} {verb} {key[:80]!r}: it belongs to another configuration, or "
-                    "to another version of limner, which can read it"
+                    f"{path} {verb} {key[:80]!r}: the file belongs to another configuration or version of limner"
                 )
             for key, shape in expected.items():
-                if (there := tuple(found[key].get_shape())) != shape:
-                    raise UserError(f"{path}: {key!r} has shape {there}, its configuration says {shape}")
-                if (stored := found[key].get_dtype()) not in _STORED and key not in eight:
-                    formats = ", ".join((*_STORED, "I8") if key in matrices else _STORED)
-                    raise UserError(f"{path}: {key!r} is stored as {stored}, where a bundle has {formats}")
+                if (stored_shape := tuple(slices[key].get_shape())) != shape:
+                    raise UserError(f"{path}: {key!r} has shape {stored_shape}, its configuration requires {shape}")
+                if (stored := slices[key].get_dtype()) not in _FLOAT_FORMATS and key not in int8:
+                    formats = ", ".join((*_FLOAT_FORMATS, "I8") if key in matrices else _FLOAT_FORMATS)
+                    raise UserError(
+                        f"{path}: {key!r} is stored as {stored}, a bundle must store it as one of {formats}"
+                    )
             with torch.random.fork_rng(devices=[]), _NoInitialValues():
                 model = config.build()
 
             def value(key: str) -> Tensor:
-                number = file.get_tensor(key).float()
-                return number * file.get_tensor(key + _SCALE).float()[:, None] if key in eight else number
+                tensor = file.get_tensor(key).float()
+                return tensor * file.get_tensor(key + _SCALE_SUFFIX).float()[:, None] if key in int8 else tensor
 
-            own = model.state_dict()
+            state = model.state_dict()
             for key in shapes:  # one tensor at a time: each process may keep only a small shard
-                own[key].copy_(shard_like(_checked(value(key), key, path), own[key]))
+                state[key].copy_(shard_like(_check_finite(value(key), key, path), state[key]))
     except FileNotFoundError:
         raise UserError(f"{path} is missing: the bundle is incomplete") from None
     except (SafetensorError, OSError) as error:
@@ -281,14 +282,14 @@ def _check_size(config: Any, tensors: int, where: str) -> None:
     number of layers."""
     layers = config.groups * config.blocks if isinstance(config, AnyDVAEConfig) else config.depth
     if layers > tensors:
-        raise UserError(f"{where} has {layers} layers: more than the {tensors} tensors of its file")
-    reranker = isinstance(config, CLIPConfig)
-    positions = (config.size // config.patch) ** 2 if reranker else math.prod(config.grid)
+        raise UserError(f"{where} has {layers} layers, but its file has only {tensors} tensors")
+    is_contrastive = isinstance(config, CLIPConfig)
+    positions = (config.size // config.patch) ** 2 if is_contrastive else math.prod(config.grid)
     longest = max(positions, getattr(config, "text_len", 0))
-    if positions < 1 or longest > _POSITIONS:
-        raise UserError(f"{where} has {longest} positions: from 1 to {_POSITIONS} can be read")
-    if config.width > _WIDTH:
-        raise UserError(f"{where}.width cannot be {config.width}")
+    if positions < 1 or longest > _MAX_POSITIONS:
+        raise UserError(f"{where} has {longest} positions: a bundle must have from 1 to {_MAX_POSITIONS}")
+    if config.width > _MAX_WIDTH:
+        raise UserError(f"{where}.width must be at most {_MAX_WIDTH}, not {config.width}")
 
 
 def _shapes(config: Any, where: str) -> dict[str, tuple[int, ...]]:
@@ -301,7 +302,7 @@ def _shapes(config: Any, where: str) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"), _NoInitialValues():
             model = config.build()
     except (ValueError, RuntimeError, ZeroDivisionError, OverflowError) as error:
-        raise UserError(f"{where} describes no model: {error}".splitlines()[0]) from None
+        raise UserError(f"{where} is inconsistent: {error}".splitlines()[0]) from None
     return {key: tuple(value.shape) for key, value in model.state_dict().items()}
 
 
@@ -317,7 +318,7 @@ class _NoInitialValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _checked(tensor: Tensor, key: str, path: Path) -> Tensor:
+def _check_finite(tensor: Tensor, key: str, path: Path) -> Tensor:
     if not tensor.isfinite().all():
-        raise UserError(f"{path}: {key!r} holds values that are not finite")
+        raise UserError(f"{path}: {key!r} has values that are not finite")
     return tensor

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from limner.errors import UserError, suggestion
+from limner.errors import UserError, did_you_mean
 from limner.json_files import read_json, write_json
-from limner.validation import NAMES, OutOfRange, listing, not_among, short
+from limner.validation import TYPE_NAMES, InvalidSetting, abbreviate, invalid_choice, join_choices
 
 T = TypeVar("T")
 
@@ -60,28 +60,28 @@ def load_json(cls: type[T], path: str | Path) -> T:
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> list[str]:
     """Return the dotted paths at which two dictionaries differ, in order of appearance."""
-    found = []
+    differing = []
     for key in dict.fromkeys([*a, *b]):
         path = f"{where}.{key}" if where else key
         left, right = a.get(key, MISSING), b.get(key, MISSING)
         if isinstance(left, Mapping) and isinstance(right, Mapping):
-            found += differences(left, right, path)
+            differing += differences(left, right, path)
         elif left != right:
-            found.append(path)
-    return found
+            differing.append(path)
+    return differing
 
 
-def members(hint: Any) -> list[Any]:
+def union_members(hint: Any) -> list[Any]:
     """Return the members of a union except None; empty for other types."""
     is_union = get_origin(hint) in (Union, UnionType)  # origins of `Optional[X]` and `X | None`
     return [kind for kind in get_args(hint) if kind is not NoneType] if is_union else []
 
 
-def bare(hint: Any) -> dict[str, type]:
+def settingless_variants(hint: Any) -> dict[str, type]:
     """Return the dataclasses of a union by lower-case name if none has settings; empty for other types."""
-    kinds = members(hint)
-    alike = len(kinds) > 1 and all(is_dataclass(kind) and not fields(kind) for kind in kinds)
-    return {kind.__name__.lower(): kind for kind in kinds} if alike else {}
+    members = union_members(hint)
+    settingless = len(members) > 1 and all(is_dataclass(member) and not fields(member) for member in members)
+    return {member.__name__.lower(): member for member in members} if settingless else {}
 
 
 def variant_name(kind: type) -> str:
@@ -90,40 +90,40 @@ def variant_name(kind: type) -> str:
 
 
 def _dump(value: Any, hint: Any) -> Any:
-    for name, member in bare(hint).items():
+    for name, member in settingless_variants(hint).items():
         if type(value) is member:
             return name
     if is_dataclass(value):
         hints = get_type_hints(type(value))
-        tag = {TAG: variant_name(type(value))} if len(members(hint)) > 1 else {}
+        tag = {TAG: variant_name(type(value))} if len(union_members(hint)) > 1 else {}
         return tag | {f.name: _dump(getattr(value, f.name), hints[f.name]) for f in fields(value)}
     return list(value) if isinstance(value, tuple) else value
 
 
 def _load(hint: Any, value: Any, where: str) -> Any:
     """Convert `value` to the type `hint`."""
-    kinds, args, at = members(hint), get_args(hint), where or "the config"
+    members, args, at = union_members(hint), get_args(hint), where or "the config"
     if get_origin(hint) is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in args):
-            raise UserError(f"{at} {not_among(value, args)}")
+            raise UserError(f"{at} {invalid_choice(value, args)}")
         return value
-    if kinds:
+    if members:
         if value is None and NoneType in args:
             return None
-        if len(kinds) == 1:
-            return _load(kinds[0], value, where)
-        if names := bare(hint):
+        if len(members) == 1:
+            return _load(members[0], value, where)
+        if names := settingless_variants(hint):
             return names[_load(Literal[tuple(names)], value, where)]()
-        named = {variant_name(kind): kind for kind in kinds}
-        data = _mapping(value, " or ".join(named), at)
+        by_name = {variant_name(member): member for member in members}
+        data = _mapping(value, " or ".join(by_name), at)
         name = data.get(TAG)
-        if not isinstance(name, str) or name not in named:
+        if not isinstance(name, str) or name not in by_name:
             raise UserError(
-                f"{at}.{TAG} {not_among(name, named)}"
+                f"{at}.{TAG} {invalid_choice(name, by_name)}"
                 if TAG in data
-                else f"{at} needs a {TAG!r}: choose {listing(named)}"
+                else f"{at} needs a {TAG!r}: choose {join_choices(by_name)}"
             )
-        return _load(named[name], {k: v for k, v in data.items() if k != TAG}, where)
+        return _load(by_name[name], {k: v for k, v in data.items() if k != TAG}, where)
     if is_dataclass(hint):
         return _load_dataclass(hint, value, where)
     if get_origin(hint) is tuple:
@@ -136,7 +136,7 @@ def _load(hint: Any, value: Any, where: str) -> Any:
         except OverflowError:
             raise _wrong_type("a finite number", value, at) from None
     if type(value) is not hint:
-        raise _wrong_type(NAMES[hint], value, at)
+        raise _wrong_type(TYPE_NAMES[hint], value, at)
     return value
 
 
@@ -145,15 +145,15 @@ def _load_dataclass(cls: Any, value: Any, where: str) -> Any:
     data = _mapping(value, cls.__name__, at)
     for key in data:
         if key not in known:
-            raise UserError(f"{at} has no setting {key!r} ({suggestion(key, known)})")
+            raise UserError(f"{at}: unknown setting {key!r} ({did_you_mean(key, known)})")
     for name, field in known.items():
         if name not in data and field.default is field.default_factory is MISSING:
-            raise UserError(f"{at} lacks {name!r}, which has no default")
+            raise UserError(f"{at} lacks {name!r}: add it, since it is required")
     hints = get_type_hints(cls)
     values = {key: _load(hints[key], value, f"{where}.{key}".lstrip(".")) for key, value in data.items()}
     try:
         return cls(**values)
-    except OutOfRange as error:
+    except InvalidSetting as error:
         raise UserError(f"{where}.{error}".lstrip(".")) from None
     except ValueError as error:
         raise UserError(f"{at}: {error}") from None
@@ -166,4 +166,4 @@ def _mapping(value: Any, kind: str, at: str) -> Mapping[str, Any]:
 
 
 def _wrong_type(expected: str, value: Any, at: str) -> UserError:
-    return UserError(f"{at} must be {expected}, not {short(value)}")
+    return UserError(f"{at} must be {expected}, not {abbreviate(value)}")

@@ -18,14 +18,14 @@ from PIL.PngImagePlugin import PngInfo
 
 from limner.atomic_io import atomic_write_bytes
 from limner.data.image_encode import image_bytes
-from limner.errors import UserError, printable
+from limner.errors import UserError, escape_control
 from limner.version import __version__
 
 SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
 
-_VIEWABLE = 384  # pixels: saved drawings are enlarged by an integer factor to at least this side
-_BESIDE = 192  # pixels: the same for drawings on a sheet
-_GAP = 8  # pixels between drawings on a sheet
+_MIN_SAVED_PIXELS = 384  # side to which saved drawings are enlarged by an integer factor
+_MIN_SHEET_PIXELS = 192  # the same for drawings on a sheet
+_SHEET_GAP_PIXELS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,12 @@ class Drawing:
 
         The default enlarges to at least 384 pixels. Raises `UserError` if `scale` is out of range.
         """
-        facts = {
+        metadata = {
             "seed": self.seed, "candidate": self.candidate, "score": f"{self.score:.4f}", "model": self.model,
             **self.settings,
         }  # fmt: skip
         scale = enlargement(max(self.image.size), scale)
-        return _file(_enlarged(self.image, scale), self.caption, self.model, facts)
+        return _encode_png(_enlarged(self.image, scale), self.caption, self.model, metadata)
 
     def _repr_png_(self) -> bytes:
         """Return a PNG for notebooks."""
@@ -69,7 +69,7 @@ class Drawing:
         """Write a PNG atomically. Raises `UserError` if the name does not end in .png, or `scale` is out of range."""
         path = Path(path)
         if path.suffix.lower() != ".png":
-            raise UserError(f"drawings are PNG files: name it {path.with_suffix('.png').name!r}, not {path.name!r}")
+            raise UserError(f"drawings are PNG files: use {path.with_suffix('.png').name!r}, not {path.name!r}")
         atomic_write_bytes(path, self.png(scale))
         return path
 
@@ -80,7 +80,7 @@ def enlargement(size: int, scale: int | None) -> int:
     Raises `UserError` if `scale` is below 1 or gives more than 16,384 pixels.
     """
     if scale is None:
-        return max(1, math.ceil(_VIEWABLE / size))
+        return max(1, math.ceil(_MIN_SAVED_PIXELS / size))
     if scale < 1 or size * scale > 1 << 14:
         widest = (1 << 14) // size
         raise UserError(f"scale {scale} would give a picture of {size * scale} pixels per side: choose 1 to {widest}")
@@ -124,13 +124,14 @@ class Drawings(Sequence[Drawing]):
             return self[0].png() if len(self) else None
         columns = min(len(self), max(4, math.ceil(len(self) ** 0.5)))
         rows = math.ceil(len(self) / columns)
-        pictures = [_enlarged(d.image, max(1, math.ceil(_BESIDE / max(d.image.size)))) for d in self]
+        pictures = [_enlarged(d.image, max(1, math.ceil(_MIN_SHEET_PIXELS / max(d.image.size)))) for d in self]
         w, h = pictures[0].size
-        sheet = Image.new("RGB", (columns * (w + _GAP) - _GAP, rows * (h + _GAP) - _GAP), "white")
+        gap = _SHEET_GAP_PIXELS
+        sheet = Image.new("RGB", (columns * (w + gap) - gap, rows * (h + gap) - gap), "white")
         for i, picture in enumerate(pictures):
-            sheet.paste(picture, (i % columns * (w + _GAP), i // columns * (h + _GAP)))
+            sheet.paste(picture, (i % columns * (w + gap), i // columns * (h + gap)))
         model = self[0].model
-        return _file(sheet, self.caption, model, {"seed": self.seed, "model": model})
+        return _encode_png(sheet, self.caption, model, {"seed": self.seed, "model": model})
 
     def __len__(self) -> int:
         return len(self._drawings)
@@ -142,21 +143,21 @@ class Drawings(Sequence[Drawing]):
     def __getitem__(self, index: slice) -> Drawings: ...
 
     def __getitem__(self, index: int | slice) -> Drawing | Drawings:
-        found = self._drawings[index]
-        return found if isinstance(found, Drawing) else Drawings(found)
+        item = self._drawings[index]
+        return item if isinstance(item, Drawing) else Drawings(item)
 
 
 def _enlarged(image: Image.Image, scale: int) -> Image.Image:
     return image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
 
 
-def _file(picture: Image.Image, caption: str, model: str, facts: Mapping[str, Any]) -> bytes:
-    """Return a PNG with caption and facts as text, and an XMP packet."""
-    info, caption = PngInfo(), printable(caption)
+def _encode_png(picture: Image.Image, caption: str, model: str, metadata: Mapping[str, Any]) -> bytes:
+    """Return a PNG with caption and metadata as text, and an XMP packet."""
+    info, caption = PngInfo(), escape_control(caption)
     info.add_itxt("caption", caption)
-    for key, value in facts.items():
+    for key, value in metadata.items():
         if value is not None:
-            info.add_text(key, printable(str(value)))
+            info.add_text(key, escape_control(str(value)))
     info.add_text("Software", f"limner {__version__}")
     info.add_itxt("Description", caption)
     info.add_itxt("XML:com.adobe.xmp", _xmp(caption, model))
@@ -173,7 +174,7 @@ def _xmp(caption: str, model: str) -> str:
     xmlns:xmp="http://ns.adobe.com/xap/1.0/"
     xmlns:Iptc4xmpExt="http://iptc.org/std/Iptc4xmpExt/2008-02-29/">
    <Iptc4xmpExt:DigitalSourceType>{SOURCE_TYPE}</Iptc4xmpExt:DigitalSourceType>
-   <xmp:CreatorTool>limner {__version__} ({escape(printable(model))})</xmp:CreatorTool>
+   <xmp:CreatorTool>limner {__version__} ({escape(escape_control(model))})</xmp:CreatorTool>
    <dc:description><rdf:Alt><rdf:li xml:lang="x-default">{escape(caption)}</rdf:li></rdf:Alt></dc:description>
   </rdf:Description>
  </rdf:RDF>

@@ -8,28 +8,28 @@ import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
-_LISTED = 30  # maximum number of names in a message
+_MAX_LISTED = 30  # names in a message
 
 
 class UserError(Exception):
     """A mistake that the user can fix. The message states the problem, its place and the fix."""
 
 
-def nearest(name: object, options: Iterable[object]) -> str | None:
+def closest_match(name: object, options: Iterable[object]) -> str | None:
     """Return the option most similar to `name`; None if no option is similar."""
     return next(iter(get_close_matches(str(name), map(str, options), 1, cutoff=0.5)), None)
 
 
-def suggestion(name: object, options: Collection[object]) -> str:
-    """Return the hint after an unknown name: "did you mean 'train'?" or a list, "there are a, b".
+def did_you_mean(name: object, options: Collection[object]) -> str:
+    """Return the hint after an unknown name: "did you mean 'train'?" or a list, "choose a, b".
 
     The list has at most 30 options.
     """
-    if meant := nearest(name, options):
-        return f"did you mean {meant!r}?"
-    listed = [str(option) for option, _ in zip(options, range(_LISTED), strict=False)]
-    listed += ["..."] * (len(options) > _LISTED)
-    return f"there are {', '.join(listed)}" if options else "there are none"
+    if match := closest_match(name, options):
+        return f"did you mean {match!r}?"
+    listed = [str(option) for option, _ in zip(options, range(_MAX_LISTED), strict=False)]
+    listed += ["..."] * (len(options) > _MAX_LISTED)
+    return f"choose {', '.join(listed)}" if options else "no choice exists"
 
 
 # Control characters (C0, DEL, C1), line and paragraph separators, bidirectional controls, surrogates, and
@@ -37,15 +37,15 @@ def suggestion(name: object, options: Collection[object]) -> str:
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
-def printable(text: object) -> str:
+def escape_control(text: object) -> str:
     """Return untrusted text (a caption, name, path or message) as one safe line.
 
     Whitespace control characters become spaces; other unprintable characters become escapes such as \\x1b.
     """
 
-    def shown(match: re.Match[str]) -> str:
+    def escape(match: re.Match[str]) -> str:
         character = match[0]
         code = ord(character)
         return " " if character.isspace() else f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
-    return _UNPRINTABLE.sub(shown, str(text))
+    return _UNPRINTABLE.sub(escape, str(text))

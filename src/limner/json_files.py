@@ -54,7 +54,7 @@ def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
         with path.open("rb") as file:
             raw = file.read(max_bytes + 1)
         if len(raw) > max_bytes:
-            raise UserError(f"{path} is larger than {max_bytes >> 20} MiB, so it is not such a file")
+            raise UserError(f"{path} is larger than {max_bytes >> 20} MiB, the maximum for this kind of file")
         return parse_json(raw)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
@@ -66,7 +66,7 @@ def read_mapping(path: str | Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]
     """Parse a file with a JSON object. Raises `UserError` for any other file."""
     value = read_json(path, max_bytes)
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object")
+        raise UserError(f"{path} must contain a JSON object")
     return value
 
 

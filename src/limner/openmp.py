@@ -15,7 +15,7 @@ import sys
 import time
 
 SPIN_COUNT = 10_000
-_SAMPLES = 5  # of the number of running threads; their minimum counts
+_SAMPLES = 5  # of the number of running threads, of which the minimum is used
 _SAMPLE_SECONDS = 0.003
 
 
@@ -32,17 +32,15 @@ def bound_threads() -> str:
     """
     if "torch" in sys.modules or "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return ""
-    cores, busy = _cores(), _running_elsewhere()
+    cores, busy = physical_cores(), busy_threads_elsewhere()
     threads = max(1, min(cores, (os.cpu_count() or 1) - busy))
     if threads == cores:
         return ""
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    return (
-        f"{threads} of {cores} threads, because {busy} other threads are running; OMP_NUM_THREADS sets another number"
-    )
+    return f"{threads} of {cores} threads, because {busy} other threads are running: OMP_NUM_THREADS overrides this"
 
 
-def _cores() -> int:
+def physical_cores() -> int:
     """Return the number of physical cores that this process may use, torch's default number of threads."""
     cpus = os.sched_getaffinity(0)
     topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -57,7 +55,7 @@ def _read(path: str) -> str:
         return file.read()
 
 
-def _running_elsewhere() -> int:
+def busy_threads_elsewhere() -> int:
     """Return the number of other threads on the machine that run or wait for a core; 0 without /proc/loadavg."""
     counts = []
     for _ in range(_SAMPLES):

@@ -46,16 +46,16 @@ from limner.sampling.generate import UNSET, generate
 from limner.sampling.generation_config import GenerationConfig, Sampler
 from limner.sampling.rerank import best, distinct_first, scores
 from limner.text.bpe import Tokenizer
-from limner.validation import SEEDS, OutOfRange, Range, short
+from limner.validation import SEEDS, InvalidSetting, Range
 from limner.version import __version__
 
-_ROWS = 256  # maximum of candidates in one batch on a CPU; larger batches exceed its caches
-_CACHE_BYTES = 1 << 30  # maximum of keys and values in one batch on a CPU
-_GPU_ROWS = 1_024  # the same on a GPU, within a quarter of the free memory
-_LIKELIHOOD = Range(0, 100)
-_PICTURE_BYTES = 1 << 30  # maximum of codes and activations in the dVAE's decoder
+MAX_CPU_BATCH = 256  # candidates in one batch on a CPU; larger batches exceed its caches
+MAX_CACHE_BYTES = 1 << 30  # of keys and values in one batch on a CPU; on a GPU, a quarter of the free memory
+MAX_GPU_BATCH = 1_024  # candidates in one batch on a GPU
+MAX_DECODER_BYTES = 1 << 30  # of codes and activations in the dVAE's decoder
+_PRIOR_SCORE_WEIGHTS = Range(0, 100)
 
-Watch = Callable[["Partial"], object]
+OnPreview = Callable[["Preview"], object]
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Candidates:
 
 
 @dataclass(frozen=True)
-class Partial:
-    """The top rows of unfinished drawings, as previews.
+class Preview:
+    """The top rows of unfinished drawings.
 
     Attributes:
         captions: indices of b captions.
@@ -92,7 +92,7 @@ class Partial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runtime:
+class InferenceConfig:
     """Settings of computation.
 
     Args:
@@ -125,7 +125,7 @@ class TextToImage:
     Args:
         dvae, prior, contrastive, tokenizer: models that were trained together.
         info: JSON values for the model card: "name", "recipe", "data", "scores", ...; "temperature" and "guidance" are
-            defaults of sampling, "likelihood" is the weight of the likelihood in `Drawing.score`.
+            defaults of sampling, "prior_score_weight" is the weight of the prior's log-probability in `Drawing.score`.
 
     Raises:
         UserError: the models do not fit together, or `info` is invalid.
@@ -138,25 +138,27 @@ class TextToImage:
         contrastive: CLIP,
         tokenizer: Tokenizer,
         info: Mapping[str, Any] | None = None,
-        runtime: Runtime = Runtime(),
+        inference_config: InferenceConfig = InferenceConfig(),
     ) -> None:
         self.dvae, self.prior, self.contrastive = dvae.eval(), prior.eval(), contrastive.eval()
-        self.tokenizer, self.info, self.runtime = tokenizer, dict(info or {}), runtime
+        self.tokenizer, self.info, self.inference_config = tokenizer, dict(info or {}), inference_config
         try:
-            self.sampler = Sampler(temperature=self._own("temperature"), guidance=self._own("guidance"))
-            self.likelihood = self._own("likelihood", 0.0)
-            _LIKELIHOOD.check("likelihood", self.likelihood)
-        except OutOfRange as error:
-            raise UserError(f"the model's own {error}: correct its config.json") from None
+            self.sampler = Sampler(
+                temperature=self._bundle_default("temperature"), guidance=self._bundle_default("guidance")
+            )
+            self.prior_score_weight = self._bundle_default("prior_score_weight", 0.0)
+            _PRIOR_SCORE_WEIGHTS.check("prior_score_weight", self.prior_score_weight)
+        except InvalidSetting as error:
+            raise UserError(f"the model's {error}: correct its config.json") from None
         _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
-        self._drawing: tuple[TokenDecoder, CLIP] | None = None
-        self._free = 0  # free bytes of GPU memory before the first drawing
+        self._inference_models: tuple[TokenDecoder, CLIP] | None = None
+        self._free_gpu_bytes = 0  # before the first drawing
 
-    def _own(self, setting: str, default: float = 1.0) -> float:
+    def _bundle_default(self, setting: str, default: float = 1.0) -> float:
         """Return a number of `info`. Raises `UserError` if it has another type."""
         value = self.info.get(setting, default)
         if type(value) not in (int, float):
-            raise UserError(f"the model's own {setting} is a number, not {value!r}: correct its config.json")
+            raise UserError(f"the model's {setting} must be a number, not {value!r}: correct its config.json")
         return value
 
     @property
@@ -171,7 +173,7 @@ class TextToImage:
         """Move all three models to a device. Return the pipeline."""
         for model in (self.dvae, self.prior, self.contrastive):
             model.to(device)
-        self._drawing, self._free = None, 0
+        self._inference_models, self._free_gpu_bytes = None, 0
         return self
 
     def __call__(
@@ -180,59 +182,59 @@ class TextToImage:
         options: GenerationConfig = GenerationConfig(),
         *,
         n: int = 1,
-        given: Tensor | None = None,
+        prompt_tokens: Tensor | None = None,
         progress: Advance | None = None,
-        watch: Watch | None = None,
-        every: int = 2,
+        on_preview: OnPreview | None = None,
+        preview_every: int = 2,
         **settings: Any,
     ) -> Drawings:
-        """Draw a caption, or complete a picture: `pipe(caption, given=pipe.given(picture, keep="top:6"))`.
+        """Draw a caption, or complete a picture: `pipe(caption, prompt_tokens=pipe.prime(picture, 6))`.
 
         Args:
             options: candidates, seed and sampler; `settings` override fields:
                 `pipe(caption, candidates=8, temperature=0.9)`.
             n: number of drawings to return, distinct ones first. At least n candidates are drawn.
-            given: fixed tokens of a picture, from the method `given`.
+            prompt_tokens: fixed tokens of a picture, from `prime`.
             progress: called with the number of candidates drawn since the last call.
-            watch: called with the `Partial` pictures of a batch of candidates after every `every` rows of tokens.
+            on_preview: called with a `Preview` of a batch of candidates after every `preview_every` rows of tokens.
 
         Raises:
             UserError: the caption is empty or a setting is out of range.
         """
         if not isinstance(caption, str):
-            raise UserError(f"a caption is a text, not {caption!r}; draw_many takes several")
+            raise UserError(f"the caption must be a string, not {caption!r}: draw several captions with draw_many")
         return self.draw_many(
-            [caption], options, n=n, given=given, progress=progress, watch=watch, every=every, **settings
-        )[0]
+            [caption], options, n=n, prompt_tokens=prompt_tokens, progress=progress, on_preview=on_preview,
+            preview_every=preview_every, **settings,
+        )[0]  # fmt: skip
 
-    def given(self, image: Image.Image, keep: str | None = None, mask: Image.Image | None = None) -> Tensor:
+    def prime(self, image: Image.Image, keep_rows: int | None = None, mask: Image.Image | None = None) -> Tensor:
         """Return the tokens [1, S] of a picture, `UNSET` where to draw (priming and inpainting, §2.6, Figure 14).
 
         Args:
             image: cropped to its central square and resized; white behind transparent pixels, as for `mask`.
-            keep: "top:N" keeps the top N rows of tokens.
-            mask: alternative to `keep`, a picture whose light pixels mark the tokens to redraw.
+            keep_rows: number of rows of tokens to keep, from the top.
+            mask: alternative to `keep_rows`, a picture whose light pixels mark the tokens to redraw.
 
         Raises:
-            UserError: both or neither of `keep` and `mask` are given, or one is invalid.
+            UserError: both or neither of `keep_rows` and `mask` are given, or one is invalid.
         """
-        if (keep is None) == (mask is None):
-            raise UserError("say what to keep, as top:N, or give a mask of what to draw anew: one of the two")
+        if (keep_rows is None) == (mask is None):
+            raise UserError("a picture needs either keep_rows or a mask: give one of the two")
         size, (h, w) = self.dvae.config.size, self.dvae.config.grid
         pixels = torch.from_numpy(augment_none(np.array(to_rgb(image)), size)).permute(2, 0, 1)
         tokens = self.dvae.tokenize(pixels[None].to(self.device))[0]
-        free = torch.ones(h, w, dtype=torch.bool)
-        if keep is not None:
-            rows = {f"top:{n}": n for n in range(1, h)}
-            if keep not in rows:
-                raise UserError(f"keep is top:N with N from 1 to {h - 1} of the {h} rows of tokens, not {short(keep)}")
-            free[: rows[keep]] = False
+        unset = torch.ones(h, w, dtype=torch.bool)
+        if keep_rows is not None:
+            if keep_rows not in range(1, h):
+                raise UserError(f"keep_rows must be from 1 to {h - 1} of the {h} rows of tokens, not {keep_rows!r}")
+            unset[:keep_rows] = False
         elif mask is not None:
             light = torch.from_numpy(augment_none(np.array(to_rgb(mask)), size)).float().mean(-1)
-            free = light.view(h, size // h, w, size // w).amax((1, 3)) > 127
-            if not free.any():
-                raise UserError("the mask has no light part: make white what should be drawn anew")
-        return torch.where(free.flatten().to(tokens.device), UNSET, tokens)[None]
+            unset = light.view(h, size // h, w, size // w).amax((1, 3)) > 127
+            if not unset.any():
+                raise UserError("the mask is dark everywhere: make the part to redraw white")
+        return torch.where(unset.flatten().to(tokens.device), UNSET, tokens)[None]
 
     def draw_many(
         self,
@@ -241,41 +243,41 @@ class TextToImage:
         *,
         n: int = 1,
         seed: int | Sequence[int] | None = None,
-        given: Tensor | None = None,
+        prompt_tokens: Tensor | None = None,
         progress: Advance | None = None,
-        watch: Watch | None = None,
-        every: int = 2,
+        on_preview: OnPreview | None = None,
+        preview_every: int = 2,
         **settings: Any,
     ) -> list[Drawings]:
         """Draw several captions; see `__call__`.
 
-        `seed` is one for all captions or one each; `given` holds fixed tokens [B, S] (`sampling.generate`).
+        `seed` is one for all captions or one each; `prompt_tokens` holds fixed tokens [B, S] (`sampling.generate`).
         """
         if isinstance(captions, str):
-            raise UserError("draw_many takes a list of captions, not one: put it into brackets")
+            raise UserError("draw_many takes a list of captions, not a string: put the caption into brackets")
         if n < 1:
-            raise UserError(f"n is the number of drawings: at least 1, not {n}")
+            raise UserError(f"n, the number of drawings, must be at least 1, not {n}")
         try:
             options = replace(options, **settings)
         except ValueError as error:
             raise UserError(str(error)) from None
         seeds = _seeds(options.seed if seed is None else seed, len(captions))
-        made = self.candidates(
-            captions, max(n, options.candidates), seed=seeds, sampler=options, given=given, progress=progress,
-            watch=watch, every=every,
+        result = self.candidates(
+            captions, max(n, options.candidates), seed=seeds, sampler=options, prompt_tokens=prompt_tokens,
+            progress=progress, on_preview=on_preview, preview_every=preview_every,
         )  # fmt: skip
-        order = distinct_first(best(made.scores, made.scores.shape[1]), made.tokens)[:, :n]
+        order = distinct_first(best(result.scores, result.scores.shape[1]), result.tokens)[:, :n]
         return [
             Drawings(
                 [
                     Drawing(
-                        image=Image.fromarray(made.pictures[row, i].permute(1, 2, 0).numpy()),
+                        image=Image.fromarray(result.pictures[row, i].permute(1, 2, 0).numpy()),
                         caption=caption,
-                        score=float(made.scores[row, i]),
+                        score=float(result.scores[row, i]),
                         seed=seeds[row],
                         candidate=int(i) + 1,
                         model=self.name,
-                        settings=made.sampler.to_metadata(),
+                        settings=result.sampler.to_metadata(),
                     )
                     for i in order[row].tolist()
                 ]
@@ -291,22 +293,21 @@ class TextToImage:
         *,
         seed: int | Sequence[int] = 0,
         sampler: Sampler = Sampler(),
-        given: Tensor | None = None,
+        prompt_tokens: Tensor | None = None,
         progress: Advance | None = None,
-        watch: Watch | None = None,
-        every: int = 2,
+        on_preview: OnPreview | None = None,
+        preview_every: int = 2,
     ) -> Candidates:
         """Draw `count` candidates of each caption; return them unranked, on the CPU. Raises `UserError`."""
         if count < 1:
-            raise UserError(f"candidates is the number of drawings to choose from: at least 1, not {count}")
-        if every < 1:
-            raise UserError(f"every is a number of rows of tokens: at least 1, not {every}")
+            raise UserError(f"the number of candidates must be at least 1, not {count}")
+        if preview_every < 1:
+            raise UserError(f"preview_every, a number of rows of tokens, must be at least 1, not {preview_every}")
         sampler = sampler.with_defaults(self.sampler)
         seeds = _seeds(seed, len(captions))
-        text = self._encode(captions, self.prior.config.text_len)
-        judged = text
+        text = rerank_text = self._encode(captions, self.prior.config.text_len)
         if self.contrastive.config.text_len != self.prior.config.text_len:
-            judged = self._encode(captions, self.contrastive.config.text_len)
+            rerank_text = self._encode(captions, self.contrastive.config.text_len)
         height, width = self.dvae.config.grid
         length = height * width
         side, device = self.dvae.config.size, self.device
@@ -314,45 +315,45 @@ class TextToImage:
         tokens = torch.empty(b, count, length, dtype=torch.long)
         pictures = torch.empty(b, count, 3, side, side, dtype=torch.uint8)
         score = torch.empty(b, count)
-        prior, contrastive = self._models()
-        around = given is not None and bool((given != UNSET).any())
-        drawn_tokens = told = 0
-        for rows, part in _batches(seeds, count, self._rows()):
+        prior, contrastive = self._build_inference_models()
+        inpainting = prompt_tokens is not None and bool((prompt_tokens != UNSET).any())
+        sampled_tokens = reported = 0
+        for rows, part in _batches(seeds, count, self.max_batch()):
             size = len(rows) * len(part)
 
             def report(positions: int, size: int = size) -> None:
-                nonlocal drawn_tokens, told
-                drawn_tokens += positions * size
-                if progress and (more := drawn_tokens // length - told):
-                    told += more
+                nonlocal sampled_tokens, reported
+                sampled_tokens += positions * size
+                if progress and (more := sampled_tokens // length - reported):
+                    reported += more
                     progress(more)
 
-            def look(found: Tensor, h: int, rows: list[int] = rows, part: range = part) -> None:
-                if watch and h % every == 0:
-                    watch(Partial(rows, part, self._shown(found[..., : h * width], h)))
+            def preview(partial: Tensor, h: int, rows: list[int] = rows, part: range = part) -> None:
+                if on_preview and h % preview_every == 0:
+                    on_preview(Preview(rows, part, self.decode(partial[..., : h * width], h)))
 
-            made = generate(
+            result = generate(
                 prior, text[rows].to(device), part, sampler, seed=seeds[rows[0]],
-                prompt_tokens=None if given is None else given[rows].to(device), store=self.runtime.store,
-                progress=report, on_preview=look if watch else None,
+                prompt_tokens=None if prompt_tokens is None else prompt_tokens[rows].to(device),
+                store=self.inference_config.store, progress=report, on_preview=preview if on_preview else None,
             )  # fmt: skip
-            shown = self._shown(made.tokens, height)
-            where = slice(part.start, part.stop)
-            found = made.log_likelihood
-            if not around:
-                found = scores(contrastive, judged[rows].to(device), shown).float() + self.likelihood * found
-            score[rows, where] = found.cpu()
-            tokens[rows, where], pictures[rows, where] = made.tokens.cpu(), shown.cpu()
+            decoded = self.decode(result.tokens, height)
+            batch_score, columns = result.log_likelihood, slice(part.start, part.stop)
+            if not inpainting:
+                cosines = scores(contrastive, rerank_text[rows].to(device), decoded).float()
+                batch_score = cosines + self.prior_score_weight * batch_score
+            score[rows, columns] = batch_score.cpu()
+            tokens[rows, columns], pictures[rows, columns] = result.tokens.cpu(), decoded.cpu()
         return Candidates(pictures, score, tokens, sampler)
 
-    def _shown(self, tokens: Tensor, rows: int) -> Tensor:
+    def decode(self, tokens: Tensor, rows: int) -> Tensor:
         """Decode tokens [b, n, rows * w] into pictures, uint8 [b, n, 3, height, W]."""
         c = self.dvae.config
         codes, states = math.prod(c.grid) * c.vocab, c.size**2 * c.width
-        each = 8 * codes + 4 * 4 * states  # int64 codes, and about four fp32 tensors of the widest layer
-        parts = tokens.flatten(0, 1).split(max(1, _PICTURE_BYTES // each))
-        shown = torch.cat([self.dvae.decode_tokens(part, (rows, c.grid[1])) for part in parts])
-        return shown.unflatten(0, tokens.shape[:2])
+        picture_bytes = 8 * codes + 4 * 4 * states  # int64 codes, and about four fp32 tensors of the widest layer
+        parts = tokens.flatten(0, 1).split(max(1, MAX_DECODER_BYTES // picture_bytes))
+        pictures = torch.cat([self.dvae.decode_tokens(part, (rows, c.grid[1])) for part in parts])
+        return pictures.unflatten(0, tokens.shape[:2])
 
     def _encode(self, captions: Sequence[str], length: int) -> Tensor:
         for caption in captions:
@@ -362,34 +363,34 @@ class TextToImage:
                 raise UserError(f"the caption {caption!r} is not valid Unicode text: check its encoding") from None
         return self.tokenizer.encode(captions, length)
 
-    def _rows(self) -> int:
-        """Return the number of candidates per batch, limited by the memory of keys and values."""
-        c, dtype = self.prior.config, self.runtime.precision.dtype(self.device)
+    def max_batch(self) -> int:
+        """Return the maximum number of candidates in one batch, limited by the memory of keys and values."""
+        c, dtype = self.prior.config, self.inference_config.precision.dtype(self.device)
         like = torch.empty(1, c.heads, 0, c.width // c.heads, dtype=dtype, device="meta")
-        stores = (self.runtime.store(like, 1, pattern.cache_slots) for pattern in c.patterns)
-        each = 2 * sum(store.bytes_per_candidate for store in stores)
-        most, room = _ROWS, _CACHE_BYTES
+        stores = (self.inference_config.store(like, 1, pattern.cache_slots) for pattern in c.patterns)
+        candidate_bytes = 2 * sum(store.bytes_per_candidate for store in stores)
+        limit, cache_bytes = MAX_CPU_BATCH, MAX_CACHE_BYTES
         if self.device.type == "cuda":
-            self._free = self._free or torch.cuda.mem_get_info(self.device)[0]
-            most, room = _GPU_ROWS, self._free // 4  # two CUDA graphs, plus a cache copied into one, take three
-        return max(1, min(most, room // each))
+            self._free_gpu_bytes = self._free_gpu_bytes or torch.cuda.mem_get_info(self.device)[0]
+            limit, cache_bytes = MAX_GPU_BATCH, self._free_gpu_bytes // 4  # two CUDA graphs and a cache copied into one
+        return max(1, min(limit, cache_bytes // candidate_bytes))
 
     @torch.inference_mode(False)  # the compiler does not support inference tensors
-    def _models(self) -> tuple[TokenDecoder, CLIP]:
-        """Return decoder and contrastive model in the format of drawing, built once."""
-        if self._drawing is None:
+    def _build_inference_models(self) -> tuple[TokenDecoder, CLIP]:
+        """Return decoder and contrastive model in the number format of inference, built once."""
+        if self._inference_models is None:
             prior, contrastive = self.prior, self.contrastive
-            dtype = self.runtime.precision.dtype(self.device)
+            dtype = self.inference_config.precision.dtype(self.device)
             if dtype == torch.bfloat16:
                 contrastive = pack_linears(copy.deepcopy(contrastive).to(dtype))
-            if dtype == torch.bfloat16 or self.runtime.int8_weights:
+            if dtype == torch.bfloat16 or self.inference_config.int8_weights:
                 prior = copy.deepcopy(prior).to(dtype)
-                if self.runtime.int8_weights:
+                if self.inference_config.int8_weights:
                     prior = quantize_linears(prior)
-                elif not self.runtime.compiled:  # the compiler chooses the layout of weights
+                elif not self.inference_config.compiled:  # the compiler chooses the layout of weights
                     prior = pack_linears(prior)
-            self._drawing = build_decoder(prior, self.runtime.compiled), contrastive
-        return self._drawing
+            self._inference_models = build_decoder(prior, self.inference_config.compiled), contrastive
+        return self._inference_models
 
     # ------------------------------------------------------------------------ bundles
 
@@ -406,16 +407,16 @@ class TextToImage:
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, *, device: torch.device | str | None = None, **runtime: Any
+        cls, folder: str | Path, *, device: torch.device | str | None = None, **settings: Any
     ) -> TextToImage:
-        """Read a bundle onto `device` (by default a GPU if available); `runtime` are settings of `Runtime`.
+        """Read a bundle onto `device` (by default a GPU if available); `settings` are those of `InferenceConfig`.
 
         Raises `UserError` if a part of the bundle is missing, damaged or inconsistent.
         """
-        folder = pretrained.find(folder)
+        folder = pretrained.find_bundle(folder)
         models, tokenizer, info = bundles.read(folder)
         try:
-            pipe = cls(**models, tokenizer=tokenizer, info=info, runtime=Runtime(**runtime))
+            pipe = cls(**models, tokenizer=tokenizer, info=info, inference_config=InferenceConfig(**settings))
         except UserError as error:
             raise UserError(f"{folder}: {error}") from None
         if device is None:
@@ -426,9 +427,9 @@ class TextToImage:
 def load(name_or_folder: str | Path = pretrained.DEFAULT, **options: Any) -> TextToImage:
     """Load a bundled model, by name, or any bundle, by folder.
 
-    `options` are `device` and settings of `Runtime`. Raises `UserError` if the model is missing or invalid.
+    `options` are `device` and settings of `InferenceConfig`. Raises `UserError` if the model is missing or invalid.
     """
-    return TextToImage.from_pretrained(pretrained.named(name_or_folder), **options)
+    return TextToImage.from_pretrained(pretrained.resolve_name(name_or_folder), **options)
 
 
 def _seeds(seed: int | Sequence[int], count: int) -> list[int]:
@@ -437,25 +438,25 @@ def _seeds(seed: int | Sequence[int], count: int) -> list[int]:
     if len(seeds) != count:
         raise ValueError(f"{len(seeds)} seeds for {count} captions")
     try:
-        for one in seeds:
-            SEEDS.check("seed", one, whole=True)
-    except OutOfRange as error:
+        for value in seeds:
+            SEEDS.check("seed", value, whole=True)
+    except InvalidSetting as error:
         raise UserError(str(error)) from None
-    return [int(one) for one in seeds]
+    return [int(value) for value in seeds]
 
 
 def _batches(seeds: Sequence[int], count: int, rows: int) -> list[tuple[list[int], range]]:
     """Return (caption indices, candidate indices) of each batch; captions with equal seeds share batches."""
     step = min(count, rows)
     parts = [range(i, min(i + step, count)) for i in range(0, count, step)]
-    together = max(1, rows // step)
+    captions_per_batch = max(1, rows // step)
     by_seed: dict[int, list[int]] = {}
     for row, seed in enumerate(seeds):
         by_seed.setdefault(seed, []).append(row)
     return [
-        (group[i : i + together], part)
+        (group[i : i + captions_per_batch], part)
         for group in by_seed.values()
-        for i in range(0, len(group), together)
+        for i in range(0, len(group), captions_per_batch)
         for part in parts
     ]
 
@@ -470,4 +471,4 @@ def _check_fit(dvae: AnyDVAEConfig, prior: TransformerConfig, contrastive: CLIPC
     )
     for left, a, right, b in pairs:
         if a != b:
-            raise UserError(f"these models do not belong together: the {left} has size {a}, the {right} {b}")
+            raise UserError(f"the models do not match: the {left} has size {a}, the {right} {b}")

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
-from limner.errors import printable
+from limner.errors import escape_control
 
 Advance = Callable[[int], object]  # takes the units done since the last call
-_RECENT = 120.0  # seconds to average the rate: earlier rates do not predict the remaining time
-_MARKS = 24  # maximum number of marks in that time
+_RATE_SECONDS = 120.0  # to average the rate: earlier rates do not predict the remaining time
+_MAX_MARKS = 24  # in that time
 
 
 def progress(
@@ -46,7 +46,7 @@ class Progress:
 
     def _begin(self) -> None:
         self.started = time.monotonic()
-        self._marks = deque([(self.started, self.done)])  # (time, units done) in the last `_RECENT` seconds
+        self._marks = deque([(self.started, self.done)])  # (time, units done) in the last `_RATE_SECONDS`
 
     def resume(self, done: int) -> None:
         """Set the units done by an earlier process, which count toward the total but not the rate."""
@@ -59,9 +59,9 @@ class Progress:
         self.done += n
         self.metrics.update(metrics)
         now = time.monotonic()
-        if now - self._marks[-1][0] >= _RECENT / _MARKS:
+        if now - self._marks[-1][0] >= _RATE_SECONDS / _MAX_MARKS:
             self._marks.append((now, self.done))
-        while len(self._marks) > 2 and now - self._marks[1][0] >= _RECENT:
+        while len(self._marks) > 2 and now - self._marks[1][0] >= _RATE_SECONDS:
             self._marks.popleft()
         self.show()
 
@@ -118,7 +118,7 @@ class PlainProgress(Progress):
             self.note(self._line())
 
     def note(self, text: str) -> None:
-        print(printable(text), file=self._stream(), flush=True)
+        print(escape_control(text), file=self._stream(), flush=True)
 
     def __exit__(self, *_: object) -> None:
         self.note(f"{self._line()} · took {clock(time.monotonic() - self.started)}")
@@ -153,7 +153,7 @@ class BarProgress(Progress):
         self._bar.update(self._task, completed=self.done, status=self.status())
 
     def note(self, text: str) -> None:
-        self._bar.console.print(printable(text), markup=False, highlight=False)
+        self._bar.console.print(escape_control(text), markup=False, highlight=False)
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()

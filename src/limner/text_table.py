@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
-from limner.errors import printable
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table with left-aligned columns, a header row and a line below it."""
-    return _columns(head, rows, str.ljust)
+from limner.errors import escape_control
 
 
-def figures(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table for numbers: all columns but the first are right-aligned."""
-    return _columns(head, rows, str.rjust)
-
-
-def _columns(head: Sequence[str], rows: Sequence[Sequence[object]], rest: Callable[[str, int], str]) -> str:
-    cells = [[printable(cell) for cell in row] for row in (head, *rows)]
+def render_table(
+    head: Sequence[str], rows: Sequence[Sequence[object]], align: Literal["left", "right"] = "right"
+) -> str:
+    """Return a table with a header row and a line below it. `align` applies to all columns but the first."""
+    cells = [[escape_control(cell) for cell in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    sides = [str.ljust, *[rest] * (len(head) - 1)]
-    lines = ["  ".join(side(*cell) for side, *cell in zip(sides, row, widths, strict=True)).rstrip() for row in cells]
+    pads = [str.ljust, *[str.ljust if align == "left" else str.rjust] * (len(head) - 1)]
+    lines = ["  ".join(pad(cell, n) for pad, cell, n in zip(pads, row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(head) - 1)), *lines[1:]])

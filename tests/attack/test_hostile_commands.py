@@ -18,7 +18,7 @@ CAPTION = "two green crosses, teal background"
 #: A right call of each command, small, and how much of the attack it gets.
 COMMANDS = {
     "draw": (("draw", CAPTION, "--model", "tiny", "--candidates", 1, "--scale", 1, "-o", "out.png"), 3),
-    "edit": (("edit", "picture.png", CAPTION, "--keep", "top:3", "--model", "tiny", "--candidates", 1, "-o",
+    "edit": (("edit", "picture.png", CAPTION, "--keep-rows", "3", "--model", "tiny", "--candidates", 1, "-o",
     "out.png"), 2),
     "data scenes": (("data", "scenes", "out", "--count", 8, "--size", 24), 2),
     "data emoji": (("data", "emoji", "out", "--size", 16), 1),
@@ -40,7 +40,8 @@ COMMANDS = {
     "evaluate zero-shot": (("evaluate", "zero-shot", "tiny", "--count", 4, "-o", "out.json"), 1),
     "evaluate emoji": (("evaluate", "emoji", "tiny", "data", "--captions", 1, "--candidates", 1, "-o", "out.json"), 1),
     "evaluate icons": (
-        ("evaluate", "icons", "tiny", "icons", "--captions", 1, "--candidates", 1, "--judge-steps", 1, "-o", "o.json"),
+        ("evaluate", "icons", "tiny", "icons", "--captions", 1, "--candidates", 1, "--classifier-steps", 1, "-o",
+        "o.json"),
         1,
     ),
     "evaluate grid": (("evaluate", "grid", "tiny", "icons", "--candidates", 1, "-o", "out.png"), 1),

@@ -19,7 +19,7 @@ CAPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", pretrained.bundled())
+@pytest.mark.parametrize("name", pretrained.list_pretrained())
 @torch.inference_mode()
 def test_a_drawing_fits_its_own_caption_best(name: str) -> None:
     pipe, captions = load(name), CAPTIONS[name]
@@ -30,7 +30,7 @@ def test_a_drawing_fits_its_own_caption_best(name: str) -> None:
     assert likeness.argmax(1).tolist() == list(range(len(captions)))
 
 
-@pytest.mark.parametrize("name", pretrained.bundled())
+@pytest.mark.parametrize("name", pretrained.list_pretrained())
 def test_drawing_does_not_import_the_compiler(name: str) -> None:
     """It takes a second, and one operation on the meta device is enough for torch to import it."""
     code = f"import sys, limner; limner.load({name!r})('a cat', candidates=2); print('torch._dynamo' in sys.modules)"

@@ -90,14 +90,14 @@ def test_edit_draws_below_what_is_kept_and_under_a_mask(bundle, tmp_path):
     Image.new("L", (24, 24), 255).save(tmp_path / "mask.png")
     (tmp_path / "text.png").write_text("no picture")
     default = CAPTION.replace(" ", "-") + "-edited.png"  # not the name of the drawing that it may have come from
-    for says, name in (["--keep", "top:3"], default), (["--mask", "mask.png", "-o", "second.png"], "second.png"):
+    for says, name in (["--keep-rows", "3"], default), (["--mask", "mask.png", "-o", "second.png"], "second.png"):
         code, out, err = limner("edit", "first.png", CAPTION, *says, *options, cwd=tmp_path)
         assert code == 0, err
         assert out.startswith(name + " ")
         assert Image.open(tmp_path / name).text["caption"] == CAPTION
     for wrong in (
-        ["first.png", CAPTION], ["first.png", CAPTION, "--keep", "left:2"], ["text.png", CAPTION, "--keep", "top:2"],
-        ["none.png", CAPTION, "--keep", "top:2"], ["first.png", CAPTION, "--keep", "top:2", "--mask", "mask.png"],
+        ["first.png", CAPTION], ["first.png", CAPTION, "--keep-rows", "0"], ["text.png", CAPTION, "--keep-rows", "2"],
+        ["none.png", CAPTION, "--keep-rows", "2"], ["first.png", CAPTION, "--keep-rows", "2", "--mask", "mask.png"],
     ):  # fmt: skip
         code, out, err = limner("edit", *wrong, *options, cwd=tmp_path)
         assert (code, out, err.count("\n")) == (2, "", 1), err
@@ -149,8 +149,8 @@ def test_output_that_cannot_be_written_is_a_sentence_and_closed_streams_are_no_o
 
 RESTARTS = """
 import os, sys
-from limner.cli.malloc_tuning import settle_allocator
-settle_allocator()
+from limner.cli.malloc_tuning import restart_with_malloc_tunables
+restart_with_malloc_tunables()
 print(os.environ.get("GLIBC_TUNABLES"), sys.argv[1:])
 """
 
@@ -187,7 +187,7 @@ def test_data_from_icon_sets_to_shards(tmp_path):
     code, out, err = limner("data", "icons", "made", *sets, "--pairs", 0, cwd=tmp_path)
     assert code == 0, err
     assert "Toys, by A. Painter (CC-BY-4.0): 3 drawings" in out
-    assert "left out: its licence is CC-BY-SA-4.0 (--all-licenses takes it)" in out
+    assert "license is CC-BY-SA-4.0: --all-licenses includes it" in out
     assert re.search(r"^kept +4 ", out, re.M)
     assert re.search(r"SVG with an element that icons do not need: script +2 ", out)
     source = open_source(str(tmp_path / "made"))
@@ -273,19 +273,19 @@ def test_evaluate_reads_held_out_data_and_emoji(bundle, tmp_path):
 
 def test_evaluate_icons_keeps_its_judge_and_a_grid_is_a_picture(bundle, tmp_path):
     write_toy_icons(tmp_path / "icons")
-    options = ["--captions", 2, "--candidates", 2, "--judge-steps", 2, "-o", "icons.json"]
+    options = ["--captions", 2, "--candidates", 2, "--classifier-steps", 2, "-o", "icons.json"]
     first = limner("evaluate", "icons", bundle, "icons", *options, cwd=tmp_path)
     assert first[0] == 0, first[2]
-    for says in ("the judge reads of the 20 real pictures", "held-out combinations, 1 captions of 1 subjects",
+    for says in ("classifier accuracy on its 20 training pictures", "held-out combinations, 1 captions of 1 subjects",
         "held-out subjects", "training captions", "held-out pairs, style", "held-out pairs, upside down"):  # fmt: skip
         assert says in first[1]
     names = [part["name"] for part in json.loads((tmp_path / "icons.json").read_text())["results"]]
     assert len(names) == 5
-    judges = sorted((tmp_path / "icons-judge").rglob("*.safetensors"))
+    judges = sorted((tmp_path / "icons-classifier").rglob("*.safetensors"))
     assert judges
-    again = limner("evaluate", "icons", bundle, "icons", *options, "--judge", "icons-judge", cwd=tmp_path)
+    again = limner("evaluate", "icons", bundle, "icons", *options, "--classifier", "icons-classifier", cwd=tmp_path)
     assert again[:2] == first[:2]
-    assert sorted((tmp_path / "icons-judge").rglob("*.safetensors")) == judges
+    assert sorted((tmp_path / "icons-classifier").rglob("*.safetensors")) == judges
     asked = ["--subjects", "circle", "cross", "--candidates", 2, "--real", "-o", "grid.png"]
     code, out, err = limner("evaluate", "grid", bundle, "icons", *asked, cwd=tmp_path)
     assert (code, out) == (0, "written: grid.png\n"), err

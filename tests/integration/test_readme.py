@@ -49,7 +49,7 @@ APPENDED = {  # to a command that begins so
     "limner bench": "--size tiny --rounds 1 --batch 1 --grids 8 --candidates 1 4",
     "limner draw": "--candidates 4",
     "limner evaluate emoji": "--captions 4 --candidates 2 --repeats 1",
-    "limner evaluate icons": "--captions 2 --candidates 2 --judge-steps 1",
+    "limner evaluate icons": "--captions 2 --candidates 2 --classifier-steps 1",
     "limner evaluate grid": "--candidates 2",
     "limner evaluate composition": "--captions 2 --candidates 2",
     "limner evaluate reconstruction scenes": "--count 32",

@@ -36,7 +36,7 @@ def test_without_a_name_the_findings_are_listed(capsys):
     said = capsys.readouterr().out
     assert all(f"{name} " in said and load(name).CLAIM in said for name in EXPERIMENTS)
     assert main(["reproduce", "loss-spike"]) == 2
-    assert "there is no finding 'loss-spike'" in capsys.readouterr().err
+    assert "unknown finding 'loss-spike'" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_goes_on(tmp_path):

@@ -102,7 +102,7 @@ def test_two_processes_train_what_one_trains(kind: str, data: Path, whole: Path,
     process = start(data, tmp_path / "run", "--parallel", kind)
     said, warned = process.communicate(timeout=400)
     assert process.returncode == 0, warned
-    assert said.count("the run is in") == 1 and warned.count(f"{STEPS}/{STEPS}") == 1  # one of them speaks
+    assert said.count("run: ") == 1 and warned.count(f"{STEPS}/{STEPS}") == 1  # one of them speaks
     compare(tmp_path / "run", whole)
     assert (tmp_path / "run/bundle/config.json").exists()
 

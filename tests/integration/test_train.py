@@ -163,11 +163,11 @@ def test_any_recipe_takes_an_imported_dvae_and_keeps_its_tokens(data, monkeypatc
     capsys.readouterr()
     for wrong, says in (
         (["--dvae.bundle", "data"], "data is not a bundle"),
-        (["--dvae.bundle", "nowhere"], "there is no model 'nowhere'"),
+        (["--dvae.bundle", "nowhere"], "unknown model 'nowhere'"),
         (["--dvae.bundle"], "--dvae.bundle"),
         (
             ["--dvae.bundle", "dvae", "--dvae.training.steps", "3"],
-            "--dvae.training.steps is for a dVAE that is trained",
+            "--dvae.training.steps configures a new dVAE",
         ),
         (["--dvae.bundle", "dvae", "--stages", "dvae"], "leave dvae out of --stages"),
     ):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from limner.atomic_io import atomic_folder, atomic_write_text, atomic_writer, locked
+from limner.atomic_io import atomic_folder, atomic_write_text, atomic_writer, exclusive_lock
 from limner.errors import UserError
 
 SOURCE = str(Path(__file__).parents[2] / "src")
@@ -28,7 +28,7 @@ def process(code: str, *arguments: object) -> subprocess.Popen:
     return started
 
 
-HOLDS = "import sys; from limner.atomic_io import locked; held = locked(sys.argv[1]); descriptor = held.__enter__()"
+HOLDS = "import sys; from limner import atomic_io as a; x = a.exclusive_lock(sys.argv[1]); descriptor = x.__enter__()"
 WRITES = "import sys; from limner.atomic_io import {0}; open_ = {0}(sys.argv[1]); x = open_.__enter__()"
 
 
@@ -40,14 +40,17 @@ def kill(holder: subprocess.Popen) -> None:
 def test_a_locked_folder_is_refused_until_its_holder_is_gone(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     holder = process(HOLDS, folder)
-    with pytest.raises(UserError, match=rf"b is being written to by another process \({holder.pid}\)"), locked(folder):
+    with (
+        pytest.raises(UserError, match=rf" \({holder.pid}\) is writing to .*b:"),
+        exclusive_lock(folder),
+    ):
         pass
     kill(holder)
-    with locked(folder), pytest.raises(UserError, match=str(os.getpid())), locked(folder):
+    with exclusive_lock(folder), pytest.raises(UserError, match=str(os.getpid())), exclusive_lock(folder):
         pass
     assert list(folder.iterdir()) == []
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="is a file"), locked(tmp_path / "file"):
+    with pytest.raises(UserError, match="is a file"), exclusive_lock(tmp_path / "file"):
         pass
 
 
@@ -56,7 +59,7 @@ def test_a_file_system_without_locks_is_written_to_without(tmp_path: Path, monke
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", refuses)
-    with locked(tmp_path / "run") as descriptor:
+    with exclusive_lock(tmp_path / "run") as descriptor:
         assert descriptor == -1
         abandoned = tmp_path / "run" / ".file.0123abcd.tmp"  # or not: nobody can tell
         abandoned.touch()
@@ -71,12 +74,12 @@ child = subprocess.Popen(["sleep", "60"], pass_fds=[descriptor], stdout=subproce
 open(sys.argv[2], "w").write(str(child.pid))"""
     holder = process(HOLDS + spawns, tmp_path / "run", tmp_path / "pid")
     kill(holder)
-    with pytest.raises(UserError, match="another process"), locked(tmp_path / "run"):
+    with pytest.raises(UserError, match="another process"), exclusive_lock(tmp_path / "run"):
         pass
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     for _ in range(200):  # the kill takes effect when the system gets to it
         try:
-            with locked(tmp_path / "run"):
+            with exclusive_lock(tmp_path / "run"):
                 return
         except UserError:
             subprocess.run(["sleep", "0.02"], check=True)
@@ -140,6 +143,6 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 def test_text_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
     atomic_write_text(tmp_path / "f", "old")
-    with pytest.raises(UserError, match=r"f is UTF-8 and cannot hold '.udcff'"):
+    with pytest.raises(UserError, match=r"f is a UTF-8 file and cannot contain '.udcff'"):
         atomic_write_text(tmp_path / "f", "a\udcffb")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("f", "old")]

@@ -1,14 +1,14 @@
 """What a message says after a name that is not there."""
 
-from limner.errors import suggestion
+from limner.errors import did_you_mean
 
 
 def test_the_name_that_was_meant_or_all_of_them():
-    assert suggestion("tarin", ["train", "draw"]) == "did you mean 'train'?"
-    assert suggestion("xyzzy", ["train", "draw"]) == "there are train, draw"
-    assert suggestion("xyzzy", []) == "there are none"
+    assert did_you_mean("tarin", ["train", "draw"]) == "did you mean 'train'?"
+    assert did_you_mean("xyzzy", ["train", "draw"]) == "choose train, draw"
+    assert did_you_mean("xyzzy", []) == "no choice exists"
 
 
 def test_of_many_names_some_are_listed():
-    assert suggestion("x", dict.fromkeys(range(30))) == f"there are {', '.join(map(str, range(30)))}"
-    assert suggestion("x", range(5_000)) == f"there are {', '.join(map(str, range(30)))}, ..."
+    assert did_you_mean("x", dict.fromkeys(range(30))) == f"choose {', '.join(map(str, range(30)))}"
+    assert did_you_mean("x", range(5_000)) == f"choose {', '.join(map(str, range(30)))}, ..."

@@ -125,14 +125,14 @@ SPOILED = {
     "a scale of other shape": (
         lambda t: t.update({KEY + ".scale": t[KEY + ".scale"][:, None].clone()}), r"has shape \(96, 1\)",
     ),
-    "an infinite scale": (lambda t: t[KEY + ".scale"].fill_(float("inf")), "holds values that are not finite"),
-    "a scale that is no number": (lambda t: t[KEY + ".scale"].fill_(float("nan")), "holds values that are not finite"),
-    "a scale that overflows": (lambda t: t[KEY + ".scale"].fill_(3e38), "holds values that are not finite"),
+    "an infinite scale": (lambda t: t[KEY + ".scale"].fill_(float("inf")), "has values that are not finite"),
+    "a scale that is no number": (lambda t: t[KEY + ".scale"].fill_(float("nan")), "has values that are not finite"),
+    "a scale that overflows": (lambda t: t[KEY + ".scale"].fill_(3e38), "has values that are not finite"),
     "a scale of whole numbers": (
-        lambda t: t.update({KEY + ".scale": t[KEY + ".scale"].int()}), "stored as I32, .* has F32, F16, BF16$",
+        lambda t: t.update({KEY + ".scale": t[KEY + ".scale"].int()}), "stored as I32, .* one of F32, F16, BF16$",
     ),
     "a vector in 8 bits": (
-        lambda t: t.update({"embed.start": t["embed.start"].char()}), "stored as I8, .* has F32, F16, BF16$",
+        lambda t: t.update({"embed.start": t["embed.start"].char()}), "stored as I8, .* one of F32, F16, BF16$",
     ),
     "a matrix in 64 bits": (
         lambda t: (t.update({KEY: t[KEY].double()}), t.pop(KEY + ".scale")), "stored as F64, .* BF16, I8$",

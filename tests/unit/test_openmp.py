@@ -14,8 +14,8 @@ CODE = """
 import json, os, sys
 import limner
 from limner import openmp
-openmp._running_elsewhere = lambda: {busy}
-openmp._cores = lambda: 4
+openmp.busy_threads_elsewhere = lambda: {busy}
+openmp.physical_cores = lambda: 4
 os.cpu_count = lambda: 8
 message = openmp.bound_threads()
 print(json.dumps([message] + [os.environ.get(name) for name in {names}]))
@@ -55,7 +55,7 @@ def test_nothing_is_set_once_torch_is_imported():
 def test_busy_loops_count_as_running():
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
     try:
-        assert any(openmp._running_elsewhere() >= 3 for _ in range(200))
+        assert any(openmp.busy_threads_elsewhere() >= 3 for _ in range(200))
     finally:
         for loop in loops:
             loop.kill()

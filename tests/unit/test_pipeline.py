@@ -17,7 +17,7 @@ from limner import bundles, pipeline, pretrained
 from limner.drawing import SOURCE_TYPE
 from limner.errors import UserError
 from limner.numerics.precision import Auto, Bf16
-from limner.pipeline import Runtime, TextToImage, load
+from limner.pipeline import InferenceConfig, TextToImage, load
 from limner.sampling.generation_config import GenerationConfig, Sampler
 from tiny import WORDS, tiny_pipe
 
@@ -69,7 +69,7 @@ def likelihoods(pipe, text, tokens):
 
 def test_the_prior_has_the_say_in_the_score_that_the_model_brings_along(pipe):
     parts = pipe.dvae, pipe.prior, pipe.contrastive, pipe.tokenizer
-    both = TextToImage(*parts, {**pipe.info, "likelihood": 2})
+    both = TextToImage(*parts, {**pipe.info, "prior_score_weight": 2})
     alone, together = (one.candidates([CAPTION], 6, seed=1) for one in (pipe, both))
     text = pipe.tokenizer.encode([CAPTION], pipe.prior.config.text_len)
     found = likelihoods(pipe, text, alone.tokens)
@@ -85,16 +85,16 @@ def picture(pipe):
 def test_an_edit_keeps_the_rows_it_was_told_to_keep(pipe):
     image = picture(pipe)
     own = pipe.dvae.tokenize(torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)[None])[0].view(6, 6)
-    for keep, mask in (("top:4", None), (None, Image.new("L", (24, 24)))):
+    for keep_rows, mask in ((4, None), (None, Image.new("L", (24, 24)))):
         if mask:
             mask.paste(255, (9, 8, 15, 12))  # of tokens 4 x 4, it touches columns 2 and 3 of row 2
-        given = pipe.given(image, keep, mask).view(6, 6)
+        prompt = pipe.prime(image, keep_rows, mask).view(6, 6)
         free = torch.zeros(6, 6, dtype=torch.bool)
-        free[(slice(4, None), slice(None)) if keep else (2, slice(2, 4))] = True
-        assert torch.equal(given, torch.where(free, -1, own))
-        edited = pipe(CAPTION, given=pipe.given(image, keep, mask), n=2, candidates=3, seed=1)
+        free[(slice(4, None), slice(None)) if keep_rows else (2, slice(2, 4))] = True
+        assert torch.equal(prompt, torch.where(free, -1, own))
+        edited = pipe(CAPTION, prompt_tokens=pipe.prime(image, keep_rows, mask), n=2, candidates=3, seed=1)
         assert len(edited) == 2
-        made = pipe.candidates([CAPTION], 3, seed=1, given=given.view(1, -1))
+        made = pipe.candidates([CAPTION], 3, seed=1, prompt_tokens=prompt.view(1, -1))
         text = pipe.tokenizer.encode([CAPTION], pipe.prior.config.text_len)
         torch.testing.assert_close(made.scores, likelihoods(pipe, text, made.tokens), atol=ROUNDING, rtol=0)
         assert edited[0].score == made.scores.max()
@@ -104,25 +104,26 @@ def test_an_edit_keeps_the_rows_it_was_told_to_keep(pipe):
     clear, white = Image.new("RGBA", (24, 24)), Image.new("RGB", (24, 24), "white")
     deep = Image.fromarray(np.full((24, 24), 100 << 8, np.uint16))
     for same, as_this in ((clear, white), (deep, Image.new("RGB", (24, 24), (100, 100, 100)))):
-        assert torch.equal(pipe.given(same, "top:3"), pipe.given(as_this, "top:3"))
-    nothing = pipe.given(image, mask=clear)
+        assert torch.equal(pipe.prime(same, 3), pipe.prime(as_this, 3))
+    nothing = pipe.prime(image, mask=clear)
     assert bool((nothing == -1).all())
-    assert torch.equal(pipe.candidates([CAPTION], 3, given=nothing).scores, pipe.candidates([CAPTION], 3).scores)
+    assert torch.equal(
+        pipe.candidates([CAPTION], 3, prompt_tokens=nothing).scores, pipe.candidates([CAPTION], 3).scores
+    )
     larger = image.resize((120, 96), Image.Resampling.NEAREST)  # any size, any format
-    assert pipe(CAPTION, given=pipe.given(larger.convert("RGBA"), "top:3"), candidates=1).images[0].size == (24, 24)
+    assert pipe(CAPTION, prompt_tokens=pipe.prime(larger.convert("RGBA"), 3), candidates=1).images[0].size == (24, 24)
 
 
 @pytest.mark.parametrize(
-    ("keep", "mask", "says"),
+    ("keep_rows", "mask", "says"),
     [
-        ("top:6", None, "from 1 to 5"), ("bottom:2", None, "top:N"), ("top:x", None, "top:N"), (None, None, "one of"),
-        ("top:" + "1" * 5_000, None, "from 1 to 5"),
-        (None, Image.new("L", (24, 24)), "no light part"), ("top:1", Image.new("L", (24, 24), 255), "one of"),
+        (6, None, "from 1 to 5"), (0, None, "from 1 to 5"), (10**30, None, "from 1 to 5"), (None, None, "one of"),
+        (None, Image.new("L", (24, 24)), "dark everywhere"), (1, Image.new("L", (24, 24), 255), "one of"),
     ],
 )  # fmt: skip
-def test_an_edit_that_cannot_be_says_why(pipe, keep, mask, says):
+def test_an_edit_that_cannot_be_says_why(pipe, keep_rows, mask, says):
     with pytest.raises(UserError, match=says):
-        pipe.given(picture(pipe), keep, mask)
+        pipe.prime(picture(pipe), keep_rows, mask)
 
 
 def test_guidance_changes_drawings_and_is_checked(pipe):
@@ -153,7 +154,7 @@ def test_drawing_leaves_the_callers_random_numbers_alone(pipe, saved):
 
 def test_batches_do_not_change_what_is_drawn(pipe, monkeypatch):
     whole = pipe.candidates(WORDS, 6, seed=[1, 2])
-    monkeypatch.setattr(pipeline, "_ROWS", 4)
+    monkeypatch.setattr(pipeline, "MAX_CPU_BATCH", 4)
     parts = pipe.candidates(WORDS, 6, seed=[1, 2])
     assert torch.equal(whole.tokens, parts.tokens)
     assert torch.equal(whole.pictures, parts.pictures)
@@ -163,22 +164,25 @@ def test_batches_do_not_change_what_is_drawn(pipe, monkeypatch):
 
 
 def test_what_a_batch_holds_follows_from_what_the_layers_keep(pipe, monkeypatch):
-    monkeypatch.setattr(pipeline, "_ROWS", 1_000_000)
-    each = pipe.prior.prefill(torch.zeros(1, pipe.prior.config.text_len, dtype=torch.long), pipe.runtime.store)[0]
+    monkeypatch.setattr(pipeline, "MAX_CPU_BATCH", 1_000_000)
+    each = pipe.prior.prefill(
+        torch.zeros(1, pipe.prior.config.text_len, dtype=torch.long), pipe.inference_config.store
+    )[0]
     dtype = Auto().dtype(pipe.device)
     each = each.bytes_per_candidate * dtype.itemsize // 4
-    assert pipe._rows() == pipeline._CACHE_BYTES // each
-    small = TextToImage(pipe.dvae, pipe.prior, pipe.contrastive, pipe.tokenizer, runtime=Runtime(int8_cache=True))
-    assert small._rows() > 1.3 * pipeline._CACHE_BYTES // each
-    monkeypatch.setattr(pipeline, "_CACHE_BYTES", 1)
-    assert pipe._rows() == 1
+    assert pipe.max_batch() == pipeline.MAX_CACHE_BYTES // each
+    config = InferenceConfig(int8_cache=True)
+    small = TextToImage(pipe.dvae, pipe.prior, pipe.contrastive, pipe.tokenizer, inference_config=config)
+    assert small.max_batch() > 1.3 * pipeline.MAX_CACHE_BYTES // each
+    monkeypatch.setattr(pipeline, "MAX_CACHE_BYTES", 1)
+    assert pipe.max_batch() == 1
 
 
 def test_pictures_are_the_same_however_many_are_decoded_at_once(pipe, monkeypatch):
     tokens = torch.randint(0, pipe.dvae.config.vocab, (2, 5, 36))
-    whole = pipe._shown(tokens, 6)
-    monkeypatch.setattr(pipeline, "_PICTURE_BYTES", 1)
-    assert torch.equal(pipe._shown(tokens, 6), whole)
+    whole = pipe.decode(tokens, 6)
+    monkeypatch.setattr(pipeline, "MAX_DECODER_BYTES", 1)
+    assert torch.equal(pipe.decode(tokens, 6), whole)
 
 
 def test_captions_of_one_seed_share_a_batch_and_agree_with_drawing_alone(pipe):
@@ -188,16 +192,16 @@ def test_captions_of_one_seed_share_a_batch_and_agree_with_drawing_alone(pipe):
 
 
 def test_progress_reaches_the_end_exactly_once(pipe, monkeypatch):
-    monkeypatch.setattr(pipeline, "_ROWS", 4)
+    monkeypatch.setattr(pipeline, "MAX_CPU_BATCH", 4)
     seen = []
     pipe(CAPTION, candidates=6, progress=seen.append)
     assert sum(seen) == 6 and min(seen) > 0 and len(seen) > 2  # as they are drawn, not batch after batch
 
 
 def test_partial_pictures_come_every_few_rows_and_end_in_the_drawing(pipe, monkeypatch):
-    monkeypatch.setattr(pipeline, "_ROWS", 4)
+    monkeypatch.setattr(pipeline, "MAX_CPU_BATCH", 4)
     parts = []
-    made = pipe.candidates(WORDS, 6, seed=[1, 2], watch=parts.append, every=4)
+    made = pipe.candidates(WORDS, 6, seed=[1, 2], on_preview=parts.append, preview_every=4)
     (h, _), side = pipe.dvae.config.grid, pipe.dvae.config.size
     assert [(p.captions, p.candidates) for p in parts if p.pictures.shape[3] == side * 4 // h] == [
         ([0], range(4)), ([0], range(4, 6)), ([1], range(4)), ([1], range(4, 6)),
@@ -205,10 +209,10 @@ def test_partial_pictures_come_every_few_rows_and_end_in_the_drawing(pipe, monke
     assert {p.pictures.shape[3] * h // side for p in parts} == set(range(4, h + 1, 4))
     assert torch.equal(made.pictures, pipe.candidates(WORDS, 6, seed=[1, 2]).pictures)
     whole = []
-    made = pipe.candidates(WORDS[:1], 2, watch=whole.append, every=h)
+    made = pipe.candidates(WORDS[:1], 2, on_preview=whole.append, preview_every=h)
     assert torch.equal(whole[0].pictures, made.pictures)
-    with pytest.raises(UserError, match="every is a number of rows"):
-        pipe(CAPTION, candidates=1, watch=parts.append, every=0)
+    with pytest.raises(UserError, match="preview_every, a number of rows"):
+        pipe(CAPTION, candidates=1, on_preview=parts.append, preview_every=0)
 
 
 def test_options_are_given_as_one_or_by_name_or_both(pipe):
@@ -234,7 +238,7 @@ def test_seeds_may_be_numbers_of_numpy_and_there_may_be_no_captions(pipe):
     assert pipe.draw_many([], candidates=2) == []
     with pytest.raises(UserError, match="seed must be at least 0, not -1"):
         pipe.draw_many([CAPTION], seed=[-1])
-    with pytest.raises(UserError, match="takes a list of captions, not one"):
+    with pytest.raises(UserError, match="takes a list of captions, not a string"):
         pipe.draw_many(CAPTION)
 
 
@@ -512,11 +516,11 @@ SPOILED = {
     "heads that do not divide": (lambda b: edit(b, put("prior", "heads", 0)), "heads must be"),
     "huge grid": (lambda b: edit(b, put("prior", "grid", [100, 100])), "10000 positions"),
     "negative size": (lambda b: edit(b, put("dvae", "vocab", -5)), "vocab must be"),
-    "guidance in words": (lambda b: edit(b, put("info", "guidance", "much")), "guidance is a number"),
-    "much likelihood": (lambda b: edit(b, put("info", "likelihood", 101)), "likelihood must be at most 100"),
+    "guidance in words": (lambda b: edit(b, put("info", "guidance", "much")), "guidance must be a number"),
+    "a large weight": (lambda b: edit(b, put("info", "prior_score_weight", 101)), "weight must be at most 100"),
     "no temperature": (lambda b: edit(b, put("info", "temperature", -1)), "temperature must be"),
     "a huge temperature": (lambda b: edit(b, put("info", "temperature", 10**400)), "temperature must be a finite"),
-    "other grid": (lambda b: edit(b, put("dvae", "size", 48)), "do not belong together"),
+    "other grid": (lambda b: edit(b, put("dvae", "size", 48)), "do not match"),
     "missing weights": (lambda b: (b / "prior.safetensors").unlink(), "missing"),
     "cut weights": (lambda b: cut(b / "prior.safetensors"), "damaged"),
     "garbage": (lambda b: (b / "dvae.safetensors").write_bytes(b"\x80\x04pickle" * 9), "damaged"),
@@ -531,8 +535,8 @@ SPOILED = {
     "many blocks": (lambda b: edit(b, put("dvae", "blocks", 200)), "layers"),
     "an infinite gain": (lambda b: edit(b, put("dvae", "gain", float("inf"))), "gain must be"),
     "settings that are a pipe": (lambda b: pipe_instead(b / "config.json"), "not a bundle"),
-    "weights that are a pipe": (lambda b: pipe_instead(b / "prior.safetensors"), "not a file but"),
-    "a tokenizer that never ends": (lambda b: zeros_instead(b / "tokenizer.json"), "not a file but"),
+    "weights that are a pipe": (lambda b: pipe_instead(b / "prior.safetensors"), "is a folder, a pipe or a device"),
+    "a tokenizer that never ends": (lambda b: zeros_instead(b / "tokenizer.json"), "is a folder, a pipe or a device"),
     "integers": (
         lambda b: rewrite(b, "prior", lambda t: t.update({"embed.start": t["embed.start"].int()})), "stored as",
     ),
@@ -553,7 +557,7 @@ def test_a_bad_bundle_is_one_sentence(bundle, spoil):
 def test_models_that_do_not_belong_together_are_refused(pipe):
     other = tiny_pipe()
     config = other.contrastive.config
-    with pytest.raises(UserError, match="do not belong together"):
+    with pytest.raises(UserError, match="do not match"):
         TextToImage(pipe.dvae, pipe.prior, type(config)(
             text_vocab=config.text_vocab, text_len=30, size=48, patch=8, width=16, depth=1, heads=2, embedding=8
         ).build(), pipe.tokenizer)  # fmt: skip
@@ -561,7 +565,7 @@ def test_models_that_do_not_belong_together_are_refused(pipe):
 
 def test_names_are_looked_up_in_the_package(saved, monkeypatch):
     monkeypatch.setattr(pretrained, "ASSETS", saved.parent)
-    assert list(pretrained.bundled()) == sorted(pretrained.bundled())
+    assert list(pretrained.list_pretrained()) == sorted(pretrained.list_pretrained())
     assert limner.load("tiny").name == "tiny"
     with pytest.raises(UserError, match="did you mean 'tiny'"):
         load("tinny")

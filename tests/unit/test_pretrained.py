@@ -32,10 +32,10 @@ def test_help_says_what_each_model_draws(two, command, capsys):
 
 
 def test_an_unknown_name_is_answered_with_the_one_that_was_meant_or_with_all(two):
-    with pytest.raises(UserError, match=r"no model 'x', neither .* package: there are scenes, waves$"):
-        pretrained.named("x")
-    with pytest.raises(UserError, match=r"in the package: did you mean 'waves'\?$"):
-        pretrained.named("wave")
+    with pytest.raises(UserError, match=r"unknown model 'x', neither .* model: choose scenes, waves$"):
+        pretrained.resolve_name("x")
+    with pytest.raises(UserError, match=r"a bundled model: did you mean 'waves'\?$"):
+        pretrained.resolve_name("wave")
 
 
 def test_help_of_drawing_imports_no_torch():
@@ -48,14 +48,14 @@ def test_help_of_drawing_imports_no_torch():
 
 
 def test_all_bundled_models_say_what_they_draw_and_take_40_megabytes_at_most():
-    names = pretrained.bundled()
+    names = pretrained.list_pretrained()
     assert pretrained.DEFAULT in names and all(names.values())
     assert sum(path.stat().st_size for path in pretrained.ASSETS.rglob("*") if path.is_file()) <= 40_000_000
 
 
 def test_a_run_that_is_not_done_is_told_from_a_folder_that_is_none(tmp_path):
     with pytest.raises(UserError, match="is not a bundle"):
-        pretrained.find(tmp_path)
+        pretrained.find_bundle(tmp_path)
     (tmp_path / "recipe.json").write_text("{}")
-    with pytest.raises(UserError, match="has no bundle yet: `limner train` writes it when all stages are trained"):
-        pretrained.find(tmp_path)
+    with pytest.raises(UserError, match="is incomplete: `limner train` writes its bundle when all stages are trained"):
+        pretrained.find_bundle(tmp_path)

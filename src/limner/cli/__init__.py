@@ -21,7 +21,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from limner import openmp
-from limner.errors import UserError, printable, suggestion
+from limner.errors import UserError, did_you_mean, escape_control
 
 
 class Command(NamedTuple):
@@ -30,33 +30,33 @@ class Command(NamedTuple):
     Attributes:
         heavy: use the allocator settings of `malloc_tuning`.
         resumes: continues after an interruption, so the number of threads, which affects rounding, ignores the load.
-        lower: options to lower if memory runs out.
+        oom_hint: options to lower if memory runs out.
     """
 
     module: str
     help: str
     heavy: bool = False
     resumes: bool = False
-    lower: str = "what was asked for"
+    oom_hint: str = "its options"
 
 
-_DRAWN = "-n or --candidates"
-_TRAINED = "the batch size or the width of the model in training, or raise its accumulate"
-_TIMED = "--size, --batch, --candidates or --grids"
+_DRAW_HINT = "-n or --candidates"
+_TRAIN_HINT = "the batch size or the model width, or raise accumulate"
+_BENCH_HINT = "--size, --batch, --candidates or --grids"
 
 COMMANDS = {
-    "demo": Command("limner.cli.demo", "train on the built-in scenes, draw, and write a report", True, True, _DRAWN),
-    "draw": Command("limner.cli.draw", "draw a caption with a trained model", lower=_DRAWN),
-    "edit": Command("limner.cli.edit", "draw part of a picture anew, to fit a caption", lower=_DRAWN),
-    "data": Command("limner.cli.data", "make, prepare or look at training data", lower="--size or --captions"),
-    "train": Command("limner.cli.train", "train a recipe on image-caption data", True, True, _TRAINED),
-    "plan": Command("limner.cli.plan", "what a recipe would take on a cluster: memory, traffic, time"),
-    "bench": Command("limner.cli.bench", "how fast a prior draws and trains on this machine", True, lower=_TIMED),
-    "bundle": Command("limner.cli.bundle", "pack a trained model, with its name and scores, to pass on"),
-    "convert": Command("limner.cli.convert", "convert published weights to our format"),
-    "evaluate": Command("limner.cli.evaluate", "measure a trained model", True, lower="--candidates or --count"),
-    "reproduce": Command("limner.cli.reproduce", "the papers' findings, on this machine", True, True),
-    "inspect": Command("limner.cli.inspect", "look into a run: its kernels, spikes and underflow", True),
+    "demo": Command("limner.cli.demo", "train on built-in scenes, draw, and write a report", True, True, _DRAW_HINT),
+    "draw": Command("limner.cli.draw", "draw a caption with a trained model", oom_hint=_DRAW_HINT),
+    "edit": Command("limner.cli.edit", "redraw a part of a picture to fit a caption", oom_hint=_DRAW_HINT),
+    "data": Command("limner.cli.data", "make, prepare or show training data", oom_hint="--size or --captions"),
+    "train": Command("limner.cli.train", "train a recipe on image-caption data", True, True, _TRAIN_HINT),
+    "plan": Command("limner.cli.plan", "estimate memory, traffic and time of a recipe on a cluster"),
+    "bench": Command("limner.cli.bench", "measure how fast a prior draws and trains", True, oom_hint=_BENCH_HINT),
+    "bundle": Command("limner.cli.bundle", "pack a trained model with a name and scores, for publication"),
+    "convert": Command("limner.cli.convert", "convert published weights to limner's format"),
+    "evaluate": Command("limner.cli.evaluate", "measure a trained model", True, oom_hint="--candidates or --count"),
+    "reproduce": Command("limner.cli.reproduce", "repeat experiments of the papers on this machine", True, True),
+    "inspect": Command("limner.cli.inspect", "inspect a run: kernels, loss spikes and gradient underflow", True),
 }
 
 
@@ -66,29 +66,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (stays open until the process ends)
-    debug = _take("--debug", arguments)
-    warnings.showwarning = _show_warning
+    debug = _pop_flag("--debug", arguments)
+    warnings.showwarning = show_warning
     command = COMMANDS.get(arguments[0]) if arguments else None
     try:
         code = _run(command, arguments, argv is None, debug)
-        if error := _unwritten():
+        if error := _flush_stdout():
             raise error
         return code
     except SystemExit:  # raised by --help of a command
-        _unwritten()
+        _flush_stdout()
         raise
     except BrokenPipeError:  # the reader of the output has exited, as in `limner --help | head -1`
-        _unwritten()
+        _flush_stdout()
         return 0
     except (Exception, KeyboardInterrupt) as error:
-        _unwritten()
-        told = _explain(error, command)
-        if told is None:
+        _flush_stdout()
+        explanation = _explain(error, command)
+        if explanation is None:
             raise
         if debug:
-            print(*map(printable, "".join(traceback.format_exception(error)).splitlines()), sep="\n", file=sys.stderr)
-        code, sentence = told
-        print(f"limner: {printable(sentence)}", file=sys.stderr)
+            lines = "".join(traceback.format_exception(error)).splitlines()
+            print(*map(escape_control, lines), sep="\n", file=sys.stderr)
+        code, message = explanation
+        print(f"limner: {escape_control(message)}", file=sys.stderr)
         return code
     finally:
         if argv is None:  # only the interpreter's shutdown remains
@@ -105,13 +106,13 @@ def _run(command: Command | None, arguments: list[str], whole: bool, debug: bool
         if not command.resumes and (message := openmp.bound_threads()) and debug:
             print(f"limner: {message}", file=sys.stderr)
         if command.heavy:
-            from limner.cli.malloc_tuning import settle_allocator
+            from limner.cli.malloc_tuning import restart_with_malloc_tunables
 
-            settle_allocator()
+            restart_with_malloc_tunables()
     return int(import_module(command.module).main(arguments[1:]) or 0)
 
 
-def _unwritten() -> OSError | None:
+def _flush_stdout() -> OSError | None:
     """Flush stdout. On failure return the error and redirect stdout to the null device, so that exit succeeds."""
     try:
         sys.stdout.flush()
@@ -127,31 +128,31 @@ def help_text() -> str:
     lines = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
     return (
         "usage: limner COMMAND [OPTIONS]\n\n"
-        "Draws pictures from captions, and trains the models that do.\n\n"
+        "Draw pictures from captions, and train the models for it.\n\n"
         f"commands:\n{lines}\n\n"
         'try:      limner draw "a small red circle above a large blue square on a gray background"\n'
         "more:     limner COMMAND --help\n"
-        "options:  --version, and with any command --debug, which shows tracebacks\n"
+        "options:  --version; with any command, --debug shows tracebacks\n"
     )
 
 
-def choose(name: str, options: Sequence[str], what: str) -> str:
-    """Return `name`. Raises `UserError` with the nearest option if `name` is not in `options`."""
+def validate_choice(name: str, options: Sequence[str], kind: str) -> str:
+    """Return `name`. Raises `UserError` with the closest option if `name` is not in `options`."""
     if name in options:
         return name
-    raise UserError(f"there is no {what} {name!r}: {suggestion(name, options)}")
+    raise UserError(f"unknown {kind} {name!r}: {did_you_mean(name, options)}")
 
 
-def dispatch(prog: str, kinds: Mapping[str, Callable[[Sequence[str]], None]], argv: Sequence[str]) -> None:
+def run_subcommand(prog: str, commands: Mapping[str, Callable[[Sequence[str]], None]], argv: Sequence[str]) -> None:
     """Run a subcommand; its docstring's first line is its help. Raises `UserError` if it is unknown."""
     if argv and argv[0] not in ("-h", "--help"):
-        kinds[choose(argv[0], list(kinds), prog.split()[-1] + " command")](argv[1:])
+        commands[validate_choice(argv[0], list(commands), prog.split()[-1] + " command")](argv[1:])
         return
-    width = max(map(len, kinds))
-    lines = [f"  {name:<{width}}  {(kind.__doc__ or '').splitlines()[0]}" for name, kind in kinds.items()]
-    print(f"usage: {prog} WHAT ... [OPTIONS]\n\n" + "\n".join(lines) + f"\n\nmore: {prog} WHAT --help")
+    width = max(map(len, commands))
+    lines = [f"  {name:<{width}}  {(function.__doc__ or '').splitlines()[0]}" for name, function in commands.items()]
+    print(f"usage: {prog} COMMAND [OPTIONS]\n\n" + "\n".join(lines) + f"\n\nmore: {prog} COMMAND --help")
     if not argv:
-        raise UserError(f"say which: {', '.join(kinds)}")
+        raise UserError(f"{prog} needs a command: {', '.join(commands)}")
 
 
 def _without_command(arguments: list[str]) -> int:
@@ -166,17 +167,17 @@ def _without_command(arguments: list[str]) -> int:
         print(f"limner {__version__}")
     else:
         kind = "option" if arguments[0].startswith("-") else "command"
-        choose(arguments[0], ["--help", "--version"] if kind == "option" else list(COMMANDS), kind)
+        validate_choice(arguments[0], ["--help", "--version"] if kind == "option" else list(COMMANDS), kind)
     return 0
 
 
-def _take(flag: str, arguments: list[str]) -> bool:
+def _pop_flag(flag: str, arguments: list[str]) -> bool:
     """Remove `flag` from the arguments before `--`. Return True if it was there."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    found = [i for i in range(end) if arguments[i] == flag]
-    for i in reversed(found):
+    indices = [i for i in range(end) if arguments[i] == flag]
+    for i in reversed(indices):
         del arguments[i]
-    return bool(found)
+    return bool(indices)
 
 
 def _explain(error: BaseException, command: Command | None) -> tuple[int, str] | None:
@@ -190,18 +191,17 @@ def _explain(error: BaseException, command: Command | None) -> tuple[int, str] |
         return 130, str(error)
     if isinstance(error, ImportError):
         return 2, f"a package cannot be imported ({error}): install limner again"
-    if told := _of_system(error):
-        return 2, told
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
-        whose = "the GPU's" if "CUDA" in str(error) else "this machine's"
-        lower = command.lower if command else "what was asked for"
-        return 2, f"{whose} memory does not suffice: lower {lower}"
+    if message := _system_error_message(error):
+        return 2, message
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))):
+        device = "the GPU" if "CUDA" in str(error) else "this machine"
+        return 2, f"{device} is out of memory: lower {(command or Command('', '')).oom_hint}"
     return None
 
 
 def _interrupted(command: Command | None) -> str:
     resumes = command is not None and command.resumes
-    return "interrupted; the same command goes on from here" if resumes else "interrupted"
+    return "interrupted: the same command resumes the work" if resumes else "interrupted"
 
 
 def _end_imports_on_interrupt(command: Command | None) -> None:
@@ -223,32 +223,32 @@ def _end_imports_on_interrupt(command: Command | None) -> None:
 
 
 # Torch's messages for a failed allocation, or a size beyond any memory.
-_NO_MEMORY = re.compile("can't allocate memory|not enough memory|out of memory|Storage size calculation overflowed")
+_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|out of memory|Storage size calculation overflowed")
 
 
-def _of_system(error: BaseException) -> str | None:
+def _system_error_message(error: BaseException) -> str | None:
     """Return the message of an operating system error, also of one that safetensors wraps; None for other errors."""
     if not isinstance(error, OSError):
         code = re.search(r"Os \{ code: (\d+)", str(error)) if type(error).__name__ == "SafetensorError" else None
         if code is None:
             return None
         error = OSError(int(code[1]), os.strerror(int(code[1])))
-    says = error.strerror or str(error) or type(error).__name__
+    message = error.strerror or str(error) or type(error).__name__
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        says += ", so what was being written is not there: make room and give the same command again"
-    where = next((name for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))), None)
-    return says if where is None else f"{os.fsdecode(where)}: {says}"
+        message += ", so the write failed: free some space and run the same command again"
+    path = next((name for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))), None)
+    return message if path is None else f"{os.fsdecode(path)}: {message}"
 
 
-_shown: Counter[tuple[str, int]] = Counter()  # number of warnings per file and line of the source
+warning_counts: Counter[tuple[str, int]] = Counter()  # per file and line of the source; tests reset it
 
 
-def _show_warning(
+def show_warning(
     message: Warning | str, category: object, filename: str, lineno: int, *_: object, **__: object
 ) -> None:
     """Print a warning as one line, without its place in the source, at most three times per place."""
-    _shown[filename, lineno] += 1
-    if _shown[filename, lineno] <= 3:
-        print(f"limner: warning: {printable(message)}", file=sys.stderr)
-    elif _shown[filename, lineno] == 4:
-        print("limner: warning: and more of this kind", file=sys.stderr)
+    warning_counts[filename, lineno] += 1
+    if warning_counts[filename, lineno] <= 3:
+        print(f"limner: warning: {escape_control(message)}", file=sys.stderr)
+    elif warning_counts[filename, lineno] == 4:
+        print("limner: warning: further warnings of this kind are not shown", file=sys.stderr)

@@ -7,10 +7,11 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import docstring_parser
 import tyro
@@ -24,47 +25,68 @@ from tyro.constructors import (
     StructTypeInfo,
 )  # fmt: skip
 
-from limner.config import bare
-from limner.errors import UserError, nearest
-from limner.validation import OutOfRange, not_among
+from limner.config import settingless_variants
+from limner.errors import UserError, closest_match
+from limner.validation import InvalidSetting, invalid_choice
 
 T = TypeVar("T")
-_TEMPORARY = 18  # bytes by which temporary names (`limner.atomic_io`) are longer than final names
-_LONGEST = 300  # characters of an error message, which quotes the arguments
-
+_TEMPORARY_SUFFIX_BYTES = 18  # by which temporary names (`limner.atomic_io`) are longer than final names
+_METAVARS = {"out": "FOLDER", "bundle": "NAME|FOLDER", "start": "NAME|FOLDER"}  # of fields outside `limner.cli`
+_MAX_MESSAGE = 300  # characters of an error message, which quotes the arguments
 
 _REGISTRY = ConstructorRegistry()
 
 
 @_REGISTRY.primitive_rule
-def _by_name(of: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Parse a union of dataclasses without settings by name (`config.bare`): `--prior.training.precision bf16`."""
-    if not (names := bare(of.type)):
+def _by_name(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Parse a union of dataclasses without settings by name: `--prior.training.precision bf16`."""
+    if not (names := settingless_variants(info.type)):
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="{" + ",".join(names) + "}",
-        instance_from_str=lambda given: names[given[0]](),
+        instance_from_str=lambda words: names[words[0]](),
         is_instance=lambda value: type(value) in names.values(),
         str_from_instance=lambda value: [type(value).__name__.lower()],
         choices=tuple(names),
     )
 
 
-@_REGISTRY.struct_rule
-def _with_help(of: StructTypeInfo) -> StructConstructorSpec | None:
-    """Parse a dataclass, with unwrapped help texts: tyro keeps the line breaks of docstrings."""
-    if not is_dataclass(of.type):
+@_REGISTRY.primitive_rule
+def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Parse `X | None`, where "None" gives None, and show only X in help: `INT` instead of `{None}|INT`."""
+    if NoneType not in get_args(info.type) or tyro.conf.DisallowNone in info.markers:
         return None
-    hints, whole = get_type_hints(of.type, include_extras=True), of.default
-    given = is_dataclass(whole)
-    found = []
-    for setting in fields(of.type):
-        default = getattr(whole, setting.name) if given else _default(setting)
+    spec: Any = ConstructorRegistry.get_primitive_spec(replace(info, markers=info.markers | {tyro.conf.DisallowNone}))
+    parse_words = spec.instance_from_str
+    return replace(spec, instance_from_str=lambda words: None if words == ["None"] else parse_words(words))
+
+
+@_REGISTRY.primitive_rule
+def _path(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
+    """Parse a path, shown as FILE in help."""
+    if info.type is not Path:
+        return None
+    is_path, to_words = (lambda value: isinstance(value, Path)), (lambda value: [str(value)])
+    return PrimitiveConstructorSpec(1, "FILE", lambda words: Path(words[0]), is_path, to_words)
+
+
+@_REGISTRY.struct_rule
+def _with_help(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """Parse a dataclass, with unwrapped help texts: tyro keeps the line breaks of docstrings."""
+    if not is_dataclass(info.type):
+        return None
+    hints, instance = get_type_hints(info.type, include_extras=True), info.default
+    specs = []
+    for setting in fields(info.type):
+        default = getattr(instance, setting.name) if is_dataclass(instance) else _default(setting)
         nested = type(default) if is_dataclass(default) else None
-        says = partial(help_of, of.type, setting.name, nested)
-        found.append(StructFieldSpec(setting.name, hints[setting.name], default, says))
-    return StructConstructorSpec(instantiate=of.type, fields=tuple(found))
+        help_text = partial(help_of, info.type, setting.name, nested)
+        hint: Any = hints[setting.name]
+        if setting.name in _METAVARS and get_origin(hint) is not Annotated:
+            hint = Annotated[hint, tyro.conf.arg(metavar=_METAVARS[setting.name])]
+        specs.append(StructFieldSpec(setting.name, hint, default, help_text))
+    return StructConstructorSpec(instantiate=info.type, fields=tuple(specs))
 
 
 def _default(setting: Field[Any]) -> Any:
@@ -75,26 +97,26 @@ def _default(setting: Field[Any]) -> Any:
 
 def help_of(cls: type, name: str, nested: type | None = None) -> str | None:
     """Return the help of a setting from the docstrings of the dataclass or its bases, else of its value's class."""
-    for place in cls.__mro__[:-1]:
-        for found in docstring_parser.parse_from_object(place).params:
-            if name in found.arg_name.split(", ") and found.description:
-                return _flowing(found.description)
-    return _flowing(docstring_parser.parse(nested.__doc__ or "").description or "") if nested else None
+    for base in cls.__mro__[:-1]:
+        for parameter in docstring_parser.parse_from_object(base).params:
+            if name in parameter.arg_name.split(", ") and parameter.description:
+                return _unwrap(parameter.description)
+    return _unwrap(docstring_parser.parse(nested.__doc__ or "").description or "") if nested else None
 
 
-def _flowing(text: str) -> str:
+def _unwrap(text: str) -> str:
     """Join the lines of each paragraph."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text.strip()))
 
 
 def parse(
-    cls: type[T], argv: Sequence[str], prog: str, default: T | None = None, kinds: Mapping[str, Sequence[str]] = {}
+    cls: type[T], argv: Sequence[str], prog: str, default: T | None = None, variants: Mapping[str, Sequence[str]] = {}
 ) -> T:
     """Build an instance of the dataclass `cls` from command-line arguments.
 
     A union of dataclasses keeps the member of `default`, which `limner.cli.variant_options` selects by name. If no
-    member has settings, this function selects the member by name. `kinds` maps options that the caller has already
-    parsed to their choices. `--help` prints the class's docstring, `kinds` and the options, and exits. Raises
+    member has settings, this function selects the member by name. `variants` maps options that the caller has already
+    parsed to their choices. `--help` prints the class's docstring, `variants` and the options, and exits. Raises
     `UserError` for invalid arguments.
     """
     about = docstring_parser.parse(cls.__doc__ or "").description or ""
@@ -102,35 +124,36 @@ def parse(
     options: dict[str, Any] = {"config": markers, "registry": _REGISTRY} | (
         {} if default is None else {"default": default}
     )
-    said = [_flowing(about)]
-    if kinds:
-        said += ["", "These take another kind, whose settings are then the options:"]
-        said += [f"  {option} {', '.join(names)}" for option, names in kinds.items()]
-    options["description"] = "\n".join(said)
+    description = [_unwrap(about)]
+    if variants:
+        description += ["", "These options select a variant, whose settings are then options:"]
+        description += [f"  {option} {', '.join(names)}" for option, names in variants.items()]
+    options["description"] = "\n".join(description)
 
-    def refuse(event: _errors.ParseErrorEvent) -> None:
+    def raise_user_error(event: _errors.ParseErrorEvent) -> None:
         if isinstance(event, _errors.UnrecognizedArgs):
             parser = tyro.extras.get_parser(cls, **options)
             known = [name for action in parser._actions for name in action.option_strings]
-            says = _unknown(event.tokens, [*kinds, *known])
+            message = _unknown_options(event.tokens, [*variants, *known])
         else:
-            says = _out_of_range(sys.exception(), cls) or _says(event)
-        raise UserError(f"{says if len(says) <= _LONGEST else says[:_LONGEST] + '...'} (see `{prog} --help`)")
+            message = _invalid_setting(sys.exception(), cls) or _parse_error(event)
+        message = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}..."
+        raise UserError(f"{message} (see `{prog} --help`)")
 
-    with _errors.on_parse_error(refuse):
+    with _errors.on_parse_error(raise_user_error):
         try:
             return tyro.cli(cls, args=list(argv), prog=prog, **options)
-        except ValueError as wrong:  # raised by a dataclass with unprefixed options
-            raise UserError(f"{_out_of_range(wrong, cls) or wrong} (see `{prog} --help`)") from None
+        except ValueError as error:  # raised by a dataclass with unprefixed options
+            raise UserError(f"{_invalid_setting(error, cls) or error} (see `{prog} --help`)") from None
 
 
-def _unknown(words: Sequence[str], options: Sequence[str]) -> str:
-    named = [word for word in words if word.startswith("--")] or words  # omits values of unknown options
-    meant = nearest(named[0], options) if named[0].startswith("--") and named[0] not in options else None
-    return f"unknown: {', '.join(named)}" + (f", did you mean {meant}?" if meant else "")
+def _unknown_options(words: Sequence[str], options: Sequence[str]) -> str:
+    names = [word for word in words if word.startswith("--")] or words  # omits values of unknown options
+    match = closest_match(names[0], options) if names[0].startswith("--") and names[0] not in options else None
+    return f"unknown: {', '.join(names)}" + (f", did you mean {match}?" if match else "")
 
 
-def _says(event: _errors.ParseErrorEvent) -> str:
+def _parse_error(event: _errors.ParseErrorEvent) -> str:
     """Return the message for tyro's errors, except unknown options."""
     match event:
         case _errors.MissingArgs():
@@ -139,11 +162,11 @@ def _says(event: _errors.ParseErrorEvent) -> str:
             count = event.argument.lowered.nargs
             return f"{_name(event.argument)} needs {count} value{'' if count == 1 else 's'}"
         case _errors.InvalidChoice():
-            return f"{_name(event.argument)} {not_among(event.value, event.choices)}"
+            return f"{_name(event.argument)} {invalid_choice(event.value, event.choices)}"
         case _errors.InstantiationFailure(message=message, argument=argument):
             reason = message.partition("\n")[0].rstrip(".")
             return f"{_name(argument)} must be {argument.lowered.metavar} ({reason})" if argument else reason
-    return "the arguments cannot be read"
+    return "the arguments are invalid"
 
 
 def _name(argument: Any) -> str:
@@ -151,60 +174,60 @@ def _name(argument: Any) -> str:
     return str(argument.lowered.metavar) if argument.is_positional() else argument.display_name()
 
 
-def _out_of_range(error: BaseException | None, cls: type) -> str | None:
-    """Return the message of an `OutOfRange` error with the option's name; None for other errors.
+def _invalid_setting(error: BaseException | None, cls: type) -> str | None:
+    """Return the message of an `InvalidSetting` error with the option's name; None for other errors.
 
-    Among the causes of tyro's error, `OutOfRange` has the message, another error the option.
+    Among the causes of tyro's error, `InvalidSetting` has the message, another error the option.
     """
-    place = ""
-    while error is not None and not isinstance(error, OutOfRange):
-        found = getattr(error, "arg", None)
-        place, error = found if isinstance(found, str) else place, error.__context__
+    path = ""
+    while error is not None and not isinstance(error, InvalidSetting):
+        option = getattr(error, "arg", None)
+        path, error = option if isinstance(option, str) else path, error.__context__
     if error is None:
         return None
-    first, _, rest = place.partition(".")
+    first, _, rest = path.partition(".")
     notes = getattr(get_type_hints(cls, include_extras=True).get(first), "__metadata__", ())
     if any(getattr(note, "name", None) == "" for note in notes):  # options without a prefix
-        place = rest
-    elif place == cls.__name__:  # tyro's name for the root
-        place = ""
-    return ".".join(filter(None, (place, error.name))).replace("_", "-") + " " + error.says
+        path = rest
+    elif path == cls.__name__:  # tyro's name for the root
+        path = ""
+    return ".".join(filter(None, (path, error.name))).replace("_", "-") + " " + error.problem
 
 
-def place(path: Path, folder: bool = False) -> Path:
+def check_writable(path: Path, folder: bool = False) -> Path:
     """Check that a file or folder can be written, before the work starts. Return the path.
 
     A folder "." or one that ends in ".." becomes absolute. Raises `UserError` if the path is of another kind, too
     long or not writable.
     """
     if "\0" in str(path):
-        raise UserError(f"{path} cannot be a name: it has a zero byte")
+        raise UserError(f"{path} contains a zero byte: choose another name")
     if folder and path.name in ("", ".."):
         path = path.resolve()
     if not folder and (path.name in ("", "..") or os.path.isdir(path)):
         raise UserError(f"{path} is a folder: name a file in it")
     if os.path.exists(path) and not (os.path.isdir(path) if folder else os.path.isfile(path)):
-        raise UserError(f"{path} is {'not a folder' if folder else 'no regular file'}: name another place to write to")
+        raise UserError(f"{path} is not a {'folder' if folder else 'regular file'}: choose another output path")
     missing = [p for p in (path, *path.parents) if not os.path.lexists(p)]
-    there = (missing[-1] if missing else path).parent if missing or not folder else path
-    if not os.path.isdir(there):
-        raise UserError(f"{there} is not a folder: name another place to write to")
-    names, whole = (os.pathconf(there, f"PC_{kind}_MAX") for kind in ("NAME", "PATH"))
+    parent = (missing[-1] if missing else path).parent if missing or not folder else path
+    if not os.path.isdir(parent):
+        raise UserError(f"{parent} is not a folder: choose another output path")
+    max_name, max_path = (os.pathconf(parent, f"PC_{kind}_MAX") for kind in ("NAME", "PATH"))
     for part in {path, *missing}:
-        if len(os.fsencode(part.name)) > names - (_TEMPORARY if part == path else 0):
+        if len(os.fsencode(part.name)) > max_name - (_TEMPORARY_SUFFIX_BYTES if part == path else 0):
             raise UserError(f"the name {part.name[:40]}... is too long for this file system: choose a shorter one")
-    if len(os.fsencode(path.absolute())) >= whole - _TEMPORARY:
+    if len(os.fsencode(path.absolute())) >= max_path - _TEMPORARY_SUFFIX_BYTES:
         raise UserError(f"the path {str(path)[:40]}... is too long for this system: choose a shorter one")
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
-        raise UserError(f"{path} cannot be written, {there}: {error.strerror}") from None
+        raise UserError(f"{path} cannot be written, {parent}: {error.strerror}") from None
     return path
 
 
-def place_png(path: Path) -> Path:
-    """Check an output path like `place`. Raises `UserError` also if the name does not end in .png."""
-    if place(path).suffix.lower() != ".png":
-        raise UserError(f"pictures are PNG files: name it {path.with_suffix('.png')}, not {path}")
+def check_writable_png(path: Path) -> Path:
+    """Check an output path like `check_writable`. Raises `UserError` also if the name does not end in .png."""
+    if check_writable(path).suffix.lower() != ".png":
+        raise UserError(f"pictures are PNG files: use the name {path.with_suffix('.png')}, not {path}")
     return path

@@ -9,14 +9,14 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-from limner.cli import dispatch
-from limner.cli.arguments import parse, place
-from limner.errors import printable
-from limner.validation import Checked, Range
+from limner.cli import run_subcommand
+from limner.cli.arguments import check_writable, parse
+from limner.errors import escape_control
+from limner.validation import Range, Validated
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenAIDVAE(Checked):
+class OpenAIDVAE(Validated):
     """Convert OpenAI's published dVAE, or another of its architecture, without rounding.
 
     Encoder and decoder are pickled modules as published (encoder.pkl, decoder.pkl), or state dicts of torch or
@@ -35,13 +35,13 @@ class OpenAIDVAE(Checked):
 
 def main(argv: Sequence[str]) -> None:
     """Run a subcommand of `limner convert`."""
-    dispatch("limner convert", {"openai-dvae": openai_dvae}, argv)
+    run_subcommand("limner convert", {"openai-dvae": openai_dvae}, argv)
 
 
 def openai_dvae(argv: Sequence[str]) -> None:
-    """a dVAE with the names of OpenAI's release"""
+    """convert a dVAE of OpenAI's architecture"""
     options = parse(OpenAIDVAE, argv, "limner convert openai-dvae")
-    place(options.out, folder=True)
+    check_writable(options.out, folder=True)
     from limner.bundles import save_dvae
     from limner.models.openai_dvae import from_openai, read
 
@@ -49,5 +49,5 @@ def openai_dvae(argv: Sequence[str]) -> None:
     save_dvae(dvae, options.out, {"name": options.out.resolve().name, "about": "a converted dVAE"})
     c = dvae.config
     print(
-        f"{printable(options.out)}: {c.vocab:,} codes, {c.stride}x downsampling, width {c.width}; no value was rounded"
+        f"{escape_control(options.out)}: {c.vocab:,} codes, {c.stride}x downsampling, width {c.width}, without rounding"
     )

@@ -19,7 +19,7 @@ class Draw(DrawOrEdit):
     """
 
     caption: Positional[str]
-    """What the picture shows, in quotes."""
+    """Description of the picture, in quotes."""
 
 
 def main(argv: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ import sys
 TUNABLES = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"
 
 
-def settle_allocator() -> None:
+def restart_with_malloc_tunables() -> None:
     """Re-execute this process with `TUNABLES`.
 
     Does nothing without glibc, or if `GLIBC_TUNABLES` is set: by the first re-exec or by the user.

@@ -9,42 +9,43 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+from tyro.conf import arg
+
 from limner import recipes
-from limner.cli import choose
+from limner.cli import validate_choice
 from limner.cli.arguments import parse
-from limner.cli.plan_report import gb, launches, tried
+from limner.cli.plan_report import dry_run_report, gb, launches
 from limner.profiling import cost
 from limner.profiling.compression import compression_rate, table1, table2
 from limner.profiling.cost import GB, Cost
 from limner.profiling.gpus import GPUS
 from limner.profiling.launch import moment_bytes
 from limner.profiling.launch_search import Cluster, enumerate_launches
-from limner.text_table import figures
-from limner.validation import Checked, Range
+from limner.text_table import render_table
+from limner.validation import Range, Validated
 
 RUNS = """\
-What limner runs today: training on one GPU, or by torchrun on many, with parameters sharded over some of them
-(--parallel sharded; with zero2 they are whole between forward and backward pass), replicas of these, and gradients
-between replicas averaged as they are or compressed by PowerSGD.
-Weights and gradients are fp32, products of matrices bf16 (fp16 where a GPU has no bf16), checkpointed or not; moments
-of AdamW16 are in the paper's 16-bit formats. With --prior.training.precision fp16weights, which dalle-3b and larger
-ones have, the matrices of the blocks are in 16 bits, and their gradients, too: that is the column "16-bit (App. D)",
-and all else "fp32", each with a "checkpointed" one beside it and a copy of the parameters in each machine. The launches
-are calculated for what the recipe has."""
+limner trains on one GPU, or with torchrun on many. There it shards parameters over groups of GPUs (--parallel sharded;
+with zero2, parameters are unsharded between forward and backward pass), and averages gradients between the replicas,
+in fp32 or compressed by PowerSGD.
+The columns "fp32": weights and gradients in fp32, matrix products in bf16, or fp16 on GPUs without bf16. The columns
+"16-bit (App. D)": --prior.training.precision fp16weights, the default from dalle-3b on, stores the matrices of the
+blocks and their gradients in 16 bits. "checkpointed" recomputes activations. Each machine holds one copy of the
+parameters. AdamW16 stores moments in the paper's 16-bit formats. The launches use the settings of the recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(Checked):
+class PlanOptions(Validated):
     """Estimate parameters, memory, FLOPs, communication and time of a recipe's prior on a cluster.
 
     The tables describe the paper's layout, the launches what `torchrun` can start, with the best command.
     """
 
-    recipe: str = "dalle-12b"
+    recipe: Annotated[str, arg(metavar="NAME")] = "dalle-12b"
     """Name of a recipe."""
     gpus: Annotated[int, Range(1, 10**7)] = 1_024
     """Number of GPUs."""
-    gpu: str = "v100-16gb"
+    gpu: Annotated[str, arg(metavar="NAME")] = "v100-16gb"
     """One of v100-16gb, a100-80gb, h100-80gb, h200-141gb."""
     batch: Annotated[int | None, Range(1, 2**20)] = None
     """Samples per step, over all GPUs; the recipe's by default."""
@@ -56,8 +57,8 @@ class PlanOptions(Checked):
     """Bandwidth between machines in Mbit/s; by default typical for the GPU."""
     replicas: Annotated[int | None, Range(1, 10**7)] = None
     """Replicas of the sharded parameters; the fastest number that fits by default."""
-    trial: bool = False
-    """Also dry-run the launch in this process, on tensors without values: seconds for a small model, minutes for the
+    dry_run: bool = False
+    """Also run a step of the launch in this process on meta tensors: seconds for a small model, minutes for the
     largest."""
     candidates: Annotated[int, Range(1, 10**6)] = 512
     """Candidates of one caption, for the memory of sampling."""
@@ -66,11 +67,11 @@ class PlanOptions(Checked):
 def main(argv: Sequence[str]) -> None:
     """Print estimates, launches and the best command."""
     options = parse(PlanOptions, argv, "limner plan")
-    choose(options.gpu, list(GPUS), "GPU")
+    validate_choice(options.gpu, list(GPUS), "GPU")
     recipe = recipes.get(options.recipe)
     training = recipe.prior.training
     batch = training.batch_size if options.batch is None else options.batch
-    made = Cost(
+    cost_model = Cost(
         config=recipe.prior.model,
         gpu=options.gpu,
         gpus=options.gpus,
@@ -81,97 +82,97 @@ def main(argv: Sequence[str]) -> None:
     )
     cluster = Cluster(
         gpu=options.gpu,
-        per_machine=made.m,
+        per_machine=cost_model.m,
         link=None if options.link is None else options.link * 1e6 / 8,
     )
     settings = replace(training, batch_size=batch)
-    found = enumerate_launches(made.config, settings, options.gpus, cluster, options.replicas, options.rank)
-    blocks = [*report(options.recipe, made, training.steps, options.candidates)]
-    blocks += launches(found, options.recipe, training)
-    if options.trial:
+    estimates = enumerate_launches(cost_model.config, settings, options.gpus, cluster, options.replicas, options.rank)
+    blocks = [*report(options.recipe, cost_model, training.steps, options.candidates)]
+    blocks += launches(estimates, options.recipe, training)
+    if options.dry_run:
         from limner.profiling.dry_run import dry_run
 
-        blocks += tried(found[0], dry_run(found[0].launch))
+        blocks += dry_run_report(estimates[0], dry_run(estimates[0].launch))
     print("\n\n".join([*blocks, RUNS]))
 
 
-def report(name: str, made: Cost, steps: int, candidates: int) -> Iterable[str]:
+def report(name: str, cost_model: Cost, steps: int, candidates: int) -> Iterable[str]:
     """Yield the tables of the paper's layout as blocks of text."""
-    c, gpu = made.config, GPUS[made.gpu]
+    c, gpu = cost_model.config, GPUS[cost_model.gpu]
     h, w = c.grid
     yield (
         f"{name}: {c.depth} layers, {c.heads} heads of {c.width // c.heads}, width {c.width:,}; {c.text_len} text and "
-        f"{h} x {w} image tokens\n{made.gpus:,} x {made.gpu}, {made.m} per machine, {made.samples} "
-        f"sample{'s' * (made.samples > 1)} per GPU"
+        f"{h} x {w} image tokens\n{cost_model.gpus:,} x {cost_model.gpu}, {cost_model.m} per machine, "
+        f"{cost_model.samples} sample{'s' * (cost_model.samples > 1)} per GPU"
     )
     counts = cost.count_parameters(c)
-    yield figures(
+    yield render_table(
         ("parameters", ""),
         [(kind, f"{n:,}") for kind, n in counts.items()]
-        + [("all", f"{counts.total():,}"), ("effective, 12 n_layer d_model^2", f"{made.effective_parameters:,}")],
+        + [("all", f"{counts.total():,}"), ("effective, 12 n_layer d_model^2", f"{cost_model.effective_parameters:,}")],
     )
 
     cases = [(half, saved) for half in (False, True) for saved in (False, True)]
     parts = [
-        {**made.state(half), **made.activations(saved, half), "one layer at work": made.workspace}
+        {**cost_model.state(half), **cost_model.activations(saved, half), "one layer at work": cost_model.workspace}
         for half, saved in cases
     ]
     rows = [
-        (part, *(gb(found[part]) if part in found else "" for found in parts))
-        for part in dict.fromkeys(part for found in parts for part in found)
+        (name, *(gb(sizes[name]) if name in sizes else "" for sizes in parts))
+        for name in dict.fromkeys(name for sizes in parts for name in sizes)
     ]
-    peaks = [made.memory(half, saved) for half, saved in cases]
+    peaks = [cost_model.memory(half, saved) for half, saved in cases]
     verdicts = ("fits" if peak <= gpu.memory else "too large" for peak in peaks)
-    yield figures(
+    yield render_table(
         (f"memory per GPU, GB of {gpu.memory / GB:.1f}", "fp32", "checkpointed", "16-bit (App. D)", "checkpointed"),
         [*rows, ("peak", *map(gb, peaks)), ("", *verdicts)],
     )
 
-    prefix, each = made.kv_cache()
-    dense = made.kv_cache(dense=True)[1]
-    yield figures(
+    prefix, candidate = cost_model.kv_cache()
+    dense = cost_model.kv_cache(dense=True)[1]
+    yield render_table(
         ("cache when sampling", "MB"),
         [
             ("a caption's text, shared", f"{prefix / 1e6:,.1f}"),
-            ("each candidate", f"{each / 1e6:,.1f}"),
+            ("each candidate", f"{candidate / 1e6:,.1f}"),
             ("each candidate, dense", f"{dense / 1e6:,.1f}"),
-            (f"a caption with {candidates} candidates", f"{(prefix + candidates * each) / 1e6:,.1f}"),
+            (f"a caption with {candidates} candidates", f"{(prefix + candidates * candidate) / 1e6:,.1f}"),
             ("the same, dense", f"{candidates * dense / 1e6:,.1f}"),
         ],
     )
 
-    yield figures(
+    yield render_table(
         ("per step", "", "checkpointed"),
         [
-            ("PFLOP, all GPUs", *(f"{made.flops(saved) / 1e15:,.3g}" for saved in (False, True))),
-            ("GB read and written per GPU", *(gb(made.memory_traffic(True, saved)) for saved in (False, True))),
+            ("PFLOP, all GPUs", *(f"{cost_model.flops(saved) / 1e15:,.3g}" for saved in (False, True))),
+            ("GB read and written per GPU", *(gb(cost_model.memory_traffic(True, saved)) for saved in (False, True))),
         ],
     )
 
-    yield figures(
+    yield render_table(
         ("a GPU sends, GB per step", ""),
         [
-            ("within its machine", gb(made.sent_within)),
-            ("between machines", gb(made.sent_between(False))),
-            (f"the same, compressed to rank {made.r}", gb(made.sent_between(True))),
+            ("within its machine", gb(cost_model.sent_within)),
+            ("between machines", gb(cost_model.sent_between(False))),
+            (f"the same, compressed to rank {cost_model.r}", gb(cost_model.sent_between(True))),
         ],
     )
-    rate = compression_rate(c.width, made.r, made.m)
+    rate = compression_rate(c.width, cost_model.r, cost_model.m)
     yield (
-        figures(
+        render_table(
             ("compression of a layer, values", "gradient shard", "P", "Q"),
-            [(kind, *(f"{n:,.0f}" for n in row)) for kind, row in table2(c.width, made.r, made.m).items()],
+            [(kind, *(f"{n:,.0f}" for n in row)) for kind, row in table2(c.width, cost_model.r, cost_model.m).items()],
         )
         + f"\nsaved: {rate:.1%} (Table 2: 1 - r (m + 2) / (2 d m))"
     )
-    yield figures(
+    yield render_table(
         ("Table 1: effective parameters", "d_model", "rank", "saved"),
         [(f"{n / 1e9:.2f} billion", f"{d:,}", str(r), f"{saved:.0%}") for n, d, r, saved in table1()],
     )
 
     times = []
-    for other, kind in GPUS.items():
-        took = [made.seconds(other, True, compressed) for compressed in (False, True)]
-        days = (f"{t:,.2f} s, {t * steps / 86_400:,.3g} days" for t in took)
-        times.append((other, f"{kind.mfu:.0%} of {kind.peak_flops / 1e12:,.0f} TFLOP/s", *days))
-    yield figures((f"{steps:,} steps, checkpointed", "assumed", "uncompressed", "compressed"), times)
+    for name, kind in GPUS.items():
+        seconds = [cost_model.seconds(name, True, compressed) for compressed in (False, True)]
+        days = (f"{t:,.2f} s, {t * steps / 86_400:,.3g} days" for t in seconds)
+        times.append((name, f"{kind.mfu:.0%} of {kind.peak_flops / 1e12:,.0f} TFLOP/s", *days))
+    yield render_table((f"{steps:,} steps, checkpointed", "assumed", "uncompressed", "compressed"), times)

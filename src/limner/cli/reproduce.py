@@ -9,8 +9,8 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from limner.cli import choose
-from limner.cli.arguments import parse, place
+from limner.cli import validate_choice
+from limner.cli.arguments import check_writable, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Reproduce:
     """Name of the finding; `limner reproduce` without a name lists all."""
     quick: bool = False
     """Run a few short trials, which test the command but not the finding."""
-    output: Annotated[Path, arg(aliases=("-o",))] = Path("reproduced")
+    output: Annotated[Path, arg(aliases=("-o",), metavar="FOLDER")] = Path("reproduced")
     """Folder for the page with table and curves, and for the trials."""
 
 
@@ -38,15 +38,15 @@ def main(argv: Sequence[str]) -> None:
             print(f"  {name:<{max(map(len, EXPERIMENTS))}}  {load(name).CLAIM}")
         return
     options = parse(Reproduce, argv, "limner reproduce")
-    name = choose(options.name, EXPERIMENTS, "finding")
-    folder = place(options.output, folder=True)
+    name = validate_choice(options.name, EXPERIMENTS, "finding")
+    folder = check_writable(options.output, folder=True)
     from limner.reproduce.sweep import TrialRunner
 
-    found = load(name).reproduce(TrialRunner(folder / "trials" / name), options.quick)
+    report = load(name).reproduce(TrialRunner(folder / "trials" / name), options.quick)
     if options.quick:
-        found = replace(found, holds=None)
-    page = found.save(folder)
-    print(found.text())
+        report = replace(report, holds=None)
+    page = report.save(folder)
+    print(report.text())
     if options.quick:
-        print("These were quick trials: they show that the command works, and nothing else.")
+        print("Quick trials only show that the command works; they do not test the finding.")
     print(f"The page is {page}")

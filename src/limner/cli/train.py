@@ -12,19 +12,19 @@ import tyro
 from tyro.conf import Positional, arg
 
 from limner import recipes
-from limner.cli.arguments import parse, place
-from limner.cli.variant_options import chosen, kinds
+from limner.cli.arguments import check_writable, parse
+from limner.cli.variant_options import apply_variant_flags, variant_flags
 from limner.config import load_json
 from limner.distributed import process_group
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Make
 from limner.distributed.torch_powersgd import TorchPowerSGD
-from limner.errors import UserError, printable
+from limner.errors import UserError, escape_control
 from limner.recipes.recipe import PretrainedDVAE, Recipe
 from limner.runs import time_estimate
 from limner.runs.train import train_all
 from limner.training.determinism import deterministic
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 if TYPE_CHECKING:
     Reducer = str
@@ -32,13 +32,13 @@ else:  # type checkers cannot evaluate the names
     Reducer = Literal[tuple(process_group.REDUCERS)]
 
 
-def _recipes() -> str:
+def _recipe_help() -> str:
     lines = [f"{name}: {about}." for name, about in recipes.SUMMARIES.items()]
-    return "\n".join(["A recipe by name, or a recipe.json of an earlier run; its settings are options:", *lines])
+    return "\n".join(["Name of a recipe, or a recipe.json of an earlier run; its settings are options:", *lines])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(Checked):
+class Train(Validated):
     """Train on image-caption data: a folder of pictures with .txt captions, JSONL, CSV or Parquet, or tar shards.
 
     The same command resumes after an interruption. The result is a bundle: `limner draw --model RUN`. With
@@ -49,7 +49,7 @@ class Train(Checked):
     """A folder, a file or a glob (in quotes)."""
     out: Path
     """Folder of the run."""
-    recipe: Annotated[str, arg(help=_recipes())]
+    recipe: Annotated[str, arg(help=_recipe_help(), metavar="NAME|FILE")]
     stages: tuple[Literal["dvae", "prior", "contrastive"], ...] = ()
     """Stages to train; all by default."""
     parallel: process_group.Kind = "replicated"
@@ -72,15 +72,15 @@ def main(argv: Sequence[str]) -> None:
     """Train the stages of a recipe; its settings are options."""
     settings = find_recipe(_value_of("--recipe", argv))
     if settings is None and not {"-h", "--help"} & set(argv):
-        raise UserError(f"say which recipe to train with --recipe NAME: {', '.join(recipes.SUMMARIES)}")
+        raise UserError(f"limner train needs --recipe NAME: choose {', '.join(recipes.SUMMARIES)}")
     required: Any = tyro.MISSING
-    settings, argv = chosen(_borrowing(settings or recipes.get("scenes"), argv), argv)
+    settings, argv = apply_variant_flags(_with_pretrained_dvae(settings or recipes.get("scenes"), argv), argv)
     default = Train(data=required, out=required, recipe=required, settings=settings)
-    options = parse(Train, argv, "limner train", default, dict(kinds(settings)))
-    place(options.out, folder=True)
+    options = parse(Train, argv, "limner train", default, dict(variant_flags(settings)))
+    check_writable(options.out, folder=True)
     dvae = options.settings.dvae
     if isinstance(dvae, PretrainedDVAE) and "dvae" in options.stages:
-        raise UserError(f"the dVAE is that of {dvae.bundle!r}, so none is trained: leave dvae out of --stages")
+        raise UserError(f"the recipe uses the trained dVAE of {dvae.bundle!r}: leave dvae out of --stages")
     announce = partial(
         time_estimate.print_estimate, options.settings, options.out, fallback=recipes.fallback_recipe(options.recipe)
     )
@@ -89,9 +89,9 @@ def main(argv: Sequence[str]) -> None:
         bundle = train_all(options.settings, options.data, options.out, options.stages or None, announce, parallel)
     if process_group.rank():
         return
-    print(f"the run is in {printable(options.out)}")
+    print(f"run: {escape_control(options.out)}")
     if bundle is not None:
-        print(f'its bundle draws: limner draw "..." --model {printable(options.out)}')
+        print(f'draw with its bundle: limner draw "..." --model {escape_control(options.out)}')
 
 
 def _reducer(options: Train) -> Make | None:
@@ -102,7 +102,7 @@ def _reducer(options: Train) -> Make | None:
         return partial(PowerSGD, PowerSGDConfig(rank=rank))
     if options.reduce == "torch-powersgd":
         return partial(TorchPowerSGD, rank)
-    raise UserError(f"reduce.rank is of powersgd and torch-powersgd, not of {options.reduce}: add --reduce powersgd")
+    raise UserError(f"--reduce.rank needs --reduce powersgd or torch-powersgd, not {options.reduce}")
 
 
 def find_recipe(name: str | None) -> Recipe | None:
@@ -112,17 +112,15 @@ def find_recipe(name: str | None) -> Recipe | None:
     return load_json(Recipe, name) if name.endswith(".json") else recipes.get(name)
 
 
-def _borrowing(recipe: Recipe, argv: Sequence[str]) -> Recipe:
+def _with_pretrained_dvae(recipe: Recipe, argv: Sequence[str]) -> Recipe:
     """Return the recipe, with a pretrained dVAE if `argv` names one. Raises `UserError` if it also trains one."""
     names = [word.partition("=")[0] for word in argv]
     if "--dvae.bundle" not in names or isinstance(recipe.dvae, PretrainedDVAE):
         return recipe
     for name in names:
-        other = name == "--dvae" and _value_of(name, argv) != PretrainedDVAE.__name__
-        if other or (name.startswith("--dvae.") and name != "--dvae.bundle"):
-            raise UserError(
-                f"{name} is for a dVAE that is trained, --dvae.bundle for one that is there: give one of them"
-            )
+        other_variant = name == "--dvae" and _value_of(name, argv) != PretrainedDVAE.__name__
+        if other_variant or (name.startswith("--dvae.") and name != "--dvae.bundle"):
+            raise UserError(f"{name} configures a new dVAE, --dvae.bundle loads a trained one: give one of the two")
     return replace(recipe, dvae=PretrainedDVAE())
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from limner.data.sample import Rejected, Source
-from limner.errors import printable
+from limner.errors import escape_control
 
 MAX_ROWS = 1_000
 KEYS = ("set", "author", "license", "source")
@@ -57,7 +57,7 @@ def _metadata(source: Source) -> Iterable[Mapping[str, Any]]:
 
 
 def _row(meta: Mapping[str, Any]) -> _Row:
-    return tuple("" if (value := meta.get(key)) is None else printable(value)[:_MAX_LENGTH] for key in KEYS)
+    return tuple("" if (value := meta.get(key)) is None else escape_control(value)[:_MAX_LENGTH] for key in KEYS)
 
 
 def _table(counted: Iterable[tuple[_Row, int]]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 from limner.data.sample import Rejected
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 _ENGLISH = ("en", "pcm")  # lists of English nouns are classified as Nigerian Pidgin
 TOO_SHORT, NOT_ENGLISH = "caption too short", "caption not English"
@@ -129,7 +129,7 @@ def _identifier() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filters(Checked):
+class Filters(Validated):
     """Thresholds of the filters. `None` turns a filter off; by default all of the paper's filters apply.
 
     Args:

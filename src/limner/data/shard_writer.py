@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from limner.atomic_io import LOCK, locked, naming
+from limner.atomic_io import LOCK, exclusive_lock, with_filename
 from limner.errors import UserError
 from limner.json_files import to_json, write_json
 
@@ -106,13 +106,13 @@ class ShardWriter:
             self._tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
         info = tarfile.TarInfo(name)
         info.size = len(data)
-        with naming(self.folder):
+        with with_filename(self.folder):
             self._tar.addfile(info, io.BytesIO(data))
 
     def _finish_shard(self) -> None:
         if self._tar is None or self._file is None:
             return
-        with naming(self.folder):
+        with with_filename(self.folder):
             self._tar.close()
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -122,7 +122,7 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         with ExitStack() as stack:
-            stack.enter_context(locked(self.folder))
+            stack.enter_context(exclusive_lock(self.folder))
             self._prepare_folder()
             self._lock = stack.pop_all()
         return self

@@ -53,7 +53,7 @@ from limner.errors import UserError
 from limner.numerics.formats import E6M9, HALF_FORMATS
 from limner.optim import grad_access
 from limner.optim.dtensor import from_local, is_dtensor, shard_like, to_local
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 EPS = 1e-6  # step 5
 
@@ -69,7 +69,7 @@ def orthonormal(p: Float[Tensor, "k m r"], eps: float = EPS) -> Float[Tensor, "k
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerSGDConfig(Checked):
+class PowerSGDConfig(Validated):
     """Settings of PowerSGD.
 
     Attributes:

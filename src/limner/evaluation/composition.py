@@ -40,7 +40,7 @@ from limner.tasks import captions, scenes
 from limner.tasks.rendering import render_pair
 from limner.tasks.scenes import Scene, ScenePair, Split
 from limner.tasks.verify import pair_holds, satisfies
-from limner.validation import SEEDS, Checked
+from limner.validation import SEEDS, Validated
 
 
 def sample_captions(
@@ -208,7 +208,7 @@ class CompositionResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompositionSettings(Checked):
+class CompositionSettings(Validated):
     """Settings of the generation.
 
     Args:
@@ -251,7 +251,7 @@ def score_pairs(
 ) -> CompositionResult:
     """Draw the lower half of every pair with the real upper half as a prompt, and check every candidate."""
     size, rows = pipe.dvae.config.size, pipe.dvae.config.grid[0] // 2
-    tops = [pipe.given(Image.fromarray(render_pair(pair, size)), keep=f"top:{rows}") for _, pair in pairs]
+    tops = [pipe.prime(Image.fromarray(render_pair(pair, size)), keep_rows=rows) for _, pair in pairs]
     kinds = [pair.transform for _, pair in pairs]
     checks = [(caption, partial(pair_holds, pair)) for caption, pair in pairs]
     clusters = [attribute_key(*filter(None, (pair.top, pair.bottom))) for _, pair in pairs]

@@ -37,7 +37,7 @@ def generate_batches(
         part = range(start, min(start + _CAPTIONS_PER_BATCH, len(captions)))
         yield part, pipe.candidates(
             [captions[i] for i in part], candidates, seed=[drawing_seed(seed, i) for i in part], sampler=sampler,
-            given=None if prompt_tokens is None else prompt_tokens[part.start : part.stop], progress=progress,
+            prompt_tokens=None if prompt_tokens is None else prompt_tokens[part.start : part.stop], progress=progress,
         )  # fmt: skip
 
 

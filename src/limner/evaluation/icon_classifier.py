@@ -35,7 +35,7 @@ from limner.training.checkpoint import latest, load_weights, step_of
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.train_module import Batch
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 _BATCH_SIZE = 256  # at inference
 _POOLED_SIDE = 4  # keeps coarse positions: some subjects differ only in where their parts are
@@ -43,7 +43,7 @@ _GROUPS = 8  # of GroupNorm
 
 
 @dataclass(frozen=True, kw_only=True)
-class IconClassifierConfig(Checked):
+class IconClassifierConfig(Validated):
     """Network size and training settings.
 
     Args:
@@ -55,7 +55,7 @@ class IconClassifierConfig(Checked):
     width: Annotated[int, Range(_GROUPS, 1_024)] = 24
     steps: Annotated[int, Range(1, 10**7)] = 6_000
     batch_size: Annotated[int, Range(1, 4_096)] = 64
-    lr: Annotated[float, Range(above=0)] = 2e-3
+    lr: Annotated[float, Range(gt=0)] = 2e-3
 
 
 class IconNet(nn.Module):

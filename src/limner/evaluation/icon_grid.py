@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from limner.errors import UserError, suggestion
+from limner.errors import UserError, did_you_mean
 from limner.evaluation.generate_batches import generate_batches
 from limner.evaluation.icon_pictures import Icons
 from limner.evaluation.report import wrap
@@ -39,7 +39,7 @@ def grid_cells(icons: Icons, subjects: Sequence[str] = ()) -> Cells:
     subjects = subjects or (_round_robin(icons, pictures) or list(pictures))[:_DEFAULT_ROWS]
     for subject in subjects:
         if subject not in pictures:
-            raise UserError(f"unknown subject {subject!r}: {suggestion(subject, pictures)}")
+            raise UserError(f"unknown subject {subject!r}: {did_you_mean(subject, pictures)}")
     return {(subject, style): pictures[subject][style] for subject in subjects for style in sorted(pictures[subject])}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from limner.errors import printable
+from limner.errors import escape_control
 from limner.evaluation.confidence import Proportion
 from limner.json_files import write_json
 
@@ -50,7 +50,7 @@ class IconResult:
         subjects, repeats = len(set(self.subjects)), self.settings["repeats"]
         captions = len(self.captions) // repeats  # not the distinct ones: two pairs can have the same caption
         lines = [
-            f"{printable(self.name)}, {captions:,} captions of {subjects:,} subjects, drawn {repeats} times",
+            f"{escape_control(self.name)}, {captions:,} captions of {subjects:,} subjects, drawn {repeats} times",
             f"  {'':<33}{respects[0]:<26}" + "".join(f"{name:>9}" for name in respects[1:]),
         ]
         for row, rates in self.rates().items():

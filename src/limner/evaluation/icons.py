@@ -41,14 +41,14 @@ from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.sampling.generation_config import CANDIDATES, Sampler
 from limner.sampling.rerank import best
-from limner.validation import SEEDS, Checked, Range
+from limner.validation import SEEDS, Range, Validated
 
 _SUBJECT_AND_STYLE = "subject and style"
 _MATCH = "right"
 
 
 @dataclass(frozen=True, kw_only=True)
-class IconSettings(Checked):
+class IconSettings(Validated):
     """Settings of the generation.
 
     Args:
@@ -114,10 +114,10 @@ def evaluate_pairs(
     of_kind = [i for i, name in enumerate(pairs.kinds) if name == kind]
     targets = _sample(of_kind, settings) * settings.repeats
     captions, subjects = [pairs.captions[t] for t in targets], [pairs.subjects[t] for t in targets]
-    keep = f"top:{pipe.dvae.config.grid[0] // 2}"
+    keep_rows = pipe.dvae.config.grid[0] // 2
     tops = pairs.pictures[targets]
     _lower_halves(tops)[:] = tops[:, :, :1, :1]  # background: the encoder's receptive field must not reach the answer
-    prompt_tokens = torch.cat([pipe.given(_image(top), keep=keep) for top in tops])
+    prompt_tokens = torch.cat([pipe.prime(_image(top), keep_rows=keep_rows) for top in tops])
     real = _lower_halves(pairs.pictures[of_kind])
 
     def classified(pictures: Tensor, cases: Sequence[int]) -> Verdicts:

@@ -23,13 +23,13 @@ from limner.models.patch_embedding import drop_patches, sinusoids
 from limner.models.transformer import Block
 from limner.numerics.precision import upcast
 from limner.text import PAD
-from limner.validation import Checked, OutOfRange, Range
+from limner.validation import InvalidSetting, Range, Validated
 
 MAX_LOG_SCALE = log(100)  # the temperature is learned and clipped, as in CLIP
 
 
 @dataclass(frozen=True, kw_only=True)
-class CLIPConfig(Checked):
+class CLIPConfig(Validated):
     """Sizes of the two towers.
 
     Args:
@@ -52,7 +52,7 @@ class CLIPConfig(Checked):
     heads: Annotated[int, Range(1, 2**12)] = 8
     embedding: Annotated[int, Range(1, 2**16)] = 512
     text_tower: Annotated[tuple[int, int, int] | None, Range(1, 2**16)] = None
-    patch_dropout: Annotated[float, Range(0, below=1)] = 0.0
+    patch_dropout: Annotated[float, Range(0, lt=1)] = 0.0
     patch_norm: bool = False
     layer_scale: bool = False
     qk_norm: bool = False
@@ -61,7 +61,7 @@ class CLIPConfig(Checked):
         super().__post_init__()
         for width, _, heads in (self.tower, self.text_tower or self.tower):
             if width % heads:
-                raise OutOfRange("width", f"must be a multiple of heads, {heads}, not {width}")
+                raise InvalidSetting("width", f"must be a multiple of heads, {heads}, not {width}")
 
     @property
     def tower(self) -> tuple[int, int, int]:

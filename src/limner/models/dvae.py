@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from limner.layers.patterns import Grid
 from limner.models.patch_encoder import PatchEncoder
 from limner.numerics.precision import upcast
-from limner.validation import Checked, OutOfRange, Range
+from limner.validation import InvalidSetting, Range, Validated
 
 EPSILON = 0.1  # of Equation 3: keeps the pixels away from the poles of the logit
 
@@ -130,7 +130,7 @@ class Decoder(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DVAEConfig(Checked):
+class DVAEConfig(Validated):
     """Defaults are the paper's model: 53.8 M parameters in the encoder, 43.8 M in the decoder.
 
     Args:
@@ -153,21 +153,21 @@ class DVAEConfig(Checked):
     blocks: Annotated[int, Range(1, 256)] = 2
     vocab: Annotated[int, Range(2, 2**20)] = 8192
     code_width: Annotated[int, Range(1, 2**16)] = 128
-    gain: Annotated[float | None, Range(above=0)] = None
-    init_gain: Annotated[float, Range(above=0)] = 1.0
-    code_gain: Annotated[float, Range(above=0)] = 1.0
+    gain: Annotated[float | None, Range(gt=0)] = None
+    init_gain: Annotated[float, Range(gt=0)] = 1.0
+    code_gain: Annotated[float, Range(gt=0)] = 1.0
     context_groups: Annotated[int | None, Range(0, 12)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.size % self.stride:
-            raise OutOfRange("size", f"must be a multiple of the stride, {self.stride}, not {self.size}")
+            raise InvalidSetting("size", f"must be a multiple of the stride, {self.stride}, not {self.size}")
         if self.width * self.stride > 2**15:
-            raise OutOfRange(
+            raise InvalidSetting(
                 "width", f"must be at most {2**15 // self.stride:,} with {self.groups} groups, not {self.width:,}"
             )
         if (self.context_groups or 0) > self.groups:
-            raise OutOfRange("context_groups", f"must be at most groups, {self.groups}, not {self.context_groups}")
+            raise InvalidSetting("context_groups", f"must be at most groups, {self.groups}, not {self.context_groups}")
 
     @property
     def branch_gain(self) -> float:

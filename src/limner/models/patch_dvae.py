@@ -27,7 +27,7 @@ from limner.layers.patterns import Grid
 from limner.models.dvae import DVAE, EPSILON, Conv2d, ConvBlock, DVAEConfig, map_pixels, unmap_pixels
 from limner.numerics.precision import upcast
 from limner.progress import Advance
-from limner.validation import Checked, OutOfRange, Range
+from limner.validation import InvalidSetting, Range, Validated
 
 KMEANS_ITERS = 15  # iterations of Lloyd's algorithm
 _MAX_FLAT_RANGE = 0.01  # largest difference within a channel of a patch that is of one color: three levels of 255
@@ -36,7 +36,7 @@ _PART = 1_024  # patches per product with all codes: the distances fit into the 
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchDVAEConfig(Checked):
+class PatchDVAEConfig(Validated):
     """A dVAE of patches.
 
     Args:
@@ -57,7 +57,7 @@ class PatchDVAEConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.size % self.patch:
-            raise OutOfRange("size", f"must be a multiple of patch, {self.patch}, not {self.size}")
+            raise InvalidSetting("size", f"must be a multiple of patch, {self.patch}, not {self.size}")
 
     @property
     def groups(self) -> int:

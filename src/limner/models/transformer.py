@@ -38,11 +38,11 @@ from limner.layers.patterns import PATTERNS, Pattern, paper_pattern
 from limner.layers.sparse import training_attention
 from limner.numerics.precision import upcast
 from limner.text import PAD
-from limner.validation import Checked, OutOfRange, Range, short
+from limner.validation import InvalidSetting, Range, Validated, abbreviate
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig(Checked):
+class TransformerConfig(Validated):
     """Vocabulary sizes, lengths, widths and attention patterns.
 
     Args:
@@ -71,13 +71,15 @@ class TransformerConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pattern not in (names := ["paper", *PATTERNS]):
-            raise OutOfRange("pattern", f"must be {', '.join(names[:-1])} or {names[-1]}, not {short(self.pattern)}")
+            raise InvalidSetting(
+                "pattern", f"must be {', '.join(names[:-1])} or {names[-1]}, not {abbreviate(self.pattern)}"
+            )
         if self.width % self.heads:
-            raise OutOfRange("width", f"must be a multiple of heads, {self.heads}, not {self.width}")
+            raise InvalidSetting("width", f"must be a multiple of heads, {self.heads}, not {self.width}")
         if self.kernel % 2 == 0:
-            raise OutOfRange("kernel", f"must be odd, not {self.kernel}")
+            raise InvalidSetting("kernel", f"must be odd, not {self.kernel}")
         if prod(self.grid) > 2**16:
-            raise OutOfRange("grid", f"must have at most {2**16:,} positions, not {prod(self.grid):,}")
+            raise InvalidSetting("grid", f"must have at most {2**16:,} positions, not {prod(self.grid):,}")
 
     @cached_property
     def patterns(self) -> tuple[Pattern, ...]:

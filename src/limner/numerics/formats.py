@@ -35,7 +35,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from limner.numerics.compile_elementwise import CompiledElementwise
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 _FP32_MANTISSA = 23  # bits of an fp32 significand
 _FP32_BIAS = 127
@@ -45,7 +45,7 @@ _CPU_VALUES_PER_PART = 1 << 15  # values whose intermediate results stay in a co
 
 
 @dataclass(frozen=True)
-class FloatFormat(Checked):
+class FloatFormat(Validated):
     """A format of `sign` (0 or 1), `exponent` and `mantissa` bits, 16 at most in total. `bias` defaults to
     2^(exponent - 1) - 1, as in IEEE 754.
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from limner.layers.cross_entropy import linear_cross_entropy
 from limner.models.transformer import Transformer
 from limner.text import PAD
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 
 @dataclass(frozen=True, kw_only=True)
-class Autoregressive(Checked):
+class Autoregressive(Validated):
     """Weighted sum of the cross-entropies of text and image tokens (§2.2).
 
     Args:

@@ -22,7 +22,7 @@ from limner.metrics.codebook import usage
 from limner.models.dvae import DVAE, map_pixels
 from limner.objectives.elbo import check_tau, gumbel_softmax, logit_laplace_nll
 from limner.optim.schedules import Anneal
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 
 def one_hot(logits: Float[Tensor, "B V h w"]) -> Float[Tensor, "B V h w"]:
@@ -39,7 +39,7 @@ def contrast(pixels: UInt8[Tensor, "B 3 H W"], columns: int) -> Float[Tensor, "B
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalancedELB(Checked):
+class BalancedELB(Validated):
     """The paper's objective with four changes:
 
     - the KL of the *aggregate* posterior, the mean of q over the batch, replaces the KL of every *position* to the

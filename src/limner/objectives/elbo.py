@@ -49,7 +49,7 @@ def kl_to_uniform(log_q: Float[Tensor, "B V h w"]) -> Float[Tensor, " B"]:
 
 
 def check_tau(tau: Anneal) -> None:
-    """Raise `OutOfRange` for a temperature so small that a step between start and end may round to 0."""
+    """Raise `InvalidSetting` for a temperature so small that a step between start and end may round to 0."""
     for name in ("start", "end"):
         Range(1e-6).check(f"tau.{name}", getattr(tau, name))
 

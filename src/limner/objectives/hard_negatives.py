@@ -24,13 +24,13 @@ from torch import Tensor
 from limner.models.contrastive import CLIP
 from limner.objectives.contrastive import logits
 from limner.text import PAD
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 _MIN_CHANGED = 0.03  # share of the pasted rectangle's pixels that must change, otherwise the copy counts as intact
 
 
 @dataclass(frozen=True, kw_only=True)
-class HardNegativeLoss(Checked):
+class HardNegativeLoss(Validated):
     """Cross-entropy in both directions, with altered copies of each picture and the batch's `distractors`, if any.
 
     Metrics: `accuracy` is the share of pictures that rank their caption first, `text_to_image_acc` the share of

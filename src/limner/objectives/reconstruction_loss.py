@@ -22,11 +22,11 @@ from torch import Tensor
 from limner.metrics.codebook import usage
 from limner.models.dvae import map_pixels
 from limner.models.patch_dvae import PatchDVAE
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReconstructionLoss(Checked):
+class ReconstructionLoss(Validated):
     """Mean squared error of pixels in per cent of the whole range's square, then mean absolute error in per cent of the
     range.
 

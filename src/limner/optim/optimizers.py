@@ -16,10 +16,10 @@ from torch import nn
 from limner.numerics.formats import HALF_FORMATS
 from limner.optim import adamw16, beta2_warmup, lion, muon, stable_adamw
 from limner.optim.param_groups import DecayScope, block_matrices, parameter_groups
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 
-class _Settings(Checked):
+class _Settings(Validated):
     """Settings that several optimizers share.
 
     Args:
@@ -41,9 +41,9 @@ class _Settings(Checked):
 class AdamWConfig(_Settings):
     """AdamW (Loshchilov & Hutter 2019)."""
 
-    lr: Annotated[float, Range(above=0)] = 3e-4
-    betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.96)
-    eps: Annotated[float, Range(above=0, most=1)] = 1e-8
+    lr: Annotated[float, Range(gt=0)] = 3e-4
+    betas: Annotated[tuple[float, float], Range(0, lt=1)] = (0.9, 0.96)
+    eps: Annotated[float, Range(gt=0, le=1)] = 1e-8
     weight_decay: Annotated[float, Range(0)] = 4.5e-2
     decay_scope: DecayScope = "matrices"
 
@@ -75,8 +75,8 @@ class MuonConfig(_Settings):
     """
 
     needs_blocks = gathers_matrices = True
-    lr: Annotated[float, Range(above=0)] = 0.02
-    momentum: Annotated[float, Range(0, below=1)] = 0.95
+    lr: Annotated[float, Range(gt=0)] = 0.02
+    momentum: Annotated[float, Range(0, lt=1)] = 0.95
     weight_decay: Annotated[float, Range(0)] = 0.01
     fallback_adamw: AdamWConfig = field(default_factory=AdamWConfig)
 
@@ -101,12 +101,12 @@ class AdamW16Config(_Settings):
     """
 
     needs_blocks = True
-    lr: Annotated[float, Range(above=0)] = 3e-4
-    betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.96)
-    eps: Annotated[float, Range(above=0, most=1)] = 1e-8
+    lr: Annotated[float, Range(gt=0)] = 3e-4
+    betas: Annotated[tuple[float, float], Range(0, lt=1)] = (0.9, 0.96)
+    eps: Annotated[float, Range(gt=0, le=1)] = 1e-8
     weight_decay: Annotated[float, Range(0)] = 4.5e-2
     decay_scope: DecayScope = "matrices"
-    max_exp_avg_sq: Annotated[float, Range(above=0)] = 5.0
+    max_exp_avg_sq: Annotated[float, Range(gt=0)] = 5.0
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         matrices = frozenset(block_matrices(model))
@@ -130,9 +130,9 @@ class StableAdamWConfig(_Settings):
         clip_decay: divide weight decay by RMS_t, too (`optim/stable_adamw.py`).
     """
 
-    lr: Annotated[float, Range(above=0)] = 3e-4
-    betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.99)
-    eps: Annotated[float, Range(above=0, most=1)] = 1e-6
+    lr: Annotated[float, Range(gt=0)] = 3e-4
+    betas: Annotated[tuple[float, float], Range(0, lt=1)] = (0.9, 0.99)
+    eps: Annotated[float, Range(gt=0, le=1)] = 1e-6
     weight_decay: Annotated[float, Range(0)] = 4.5e-2
     decay_scope: DecayScope = "matrices"
     clip_decay: bool = True
@@ -151,10 +151,10 @@ class Beta2WarmupAdamWConfig(_Settings):
         power: exponent of the beta2 schedule.
     """
 
-    lr: Annotated[float, Range(above=0)] = 3e-4
-    beta1: Annotated[float, Range(0, below=1)] = 0.9
-    power: Annotated[float, Range(above=0)] = 0.5
-    eps: Annotated[float, Range(above=0, most=1)] = 1e-8
+    lr: Annotated[float, Range(gt=0)] = 3e-4
+    beta1: Annotated[float, Range(0, lt=1)] = 0.9
+    power: Annotated[float, Range(gt=0)] = 0.5
+    eps: Annotated[float, Range(gt=0, le=1)] = 1e-8
     weight_decay: Annotated[float, Range(0)] = 4.5e-2
     decay_scope: DecayScope = "matrices"
 
@@ -167,8 +167,8 @@ class Beta2WarmupAdamWConfig(_Settings):
 class LionConfig(_Settings):
     """Lion (Chen et al. 2023). Needs a learning rate 3 to 10 times smaller than AdamW's, and a larger weight decay."""
 
-    lr: Annotated[float, Range(above=0)] = 6e-5
-    betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.99)
+    lr: Annotated[float, Range(gt=0)] = 6e-5
+    betas: Annotated[tuple[float, float], Range(0, lt=1)] = (0.9, 0.99)
     weight_decay: Annotated[float, Range(0)] = 0.2
     decay_scope: DecayScope = "matrices"
 

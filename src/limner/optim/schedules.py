@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 
 def warmup(step: int, steps: int) -> float:
@@ -37,7 +37,7 @@ def cosine(step: int, start: float, end: float, steps: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anneal(Checked):
+class Anneal(Validated):
     """A quantity annealed along a cosine: `Anneal(start=1, end=1/16, steps=n)`.
 
     Args:
@@ -76,7 +76,7 @@ class Constant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine(Checked):
+class Cosine(Validated):
     """Cosine from the base learning rate to `end` times it, over `steps` updates or the whole run.
 
     The paper's dVAE anneals from 1e-4 to 1.25e-6 over 1,200,000 updates (A.2): `end=1/80`.
@@ -94,7 +94,7 @@ class Cosine(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plateau(Checked):
+class Plateau(Validated):
     """Halve the learning rate whenever the training loss stops falling.
 
     The schedule compares the mean loss of each `window` updates with the best mean so far. After `patience` windows in
@@ -110,7 +110,7 @@ class Plateau(Checked):
 
     window: Annotated[int, Range(1, 10**9)] = 500
     patience: Annotated[int, Range(1, 10**9)] = 2
-    threshold: Annotated[float, Range(0, below=1)] = 1e-3
+    threshold: Annotated[float, Range(0, lt=1)] = 1e-3
     halvings: Annotated[int, Range(0, 1_000)] = 5
 
     def build(self, steps: int) -> "HalveOnPlateau":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from limner.errors import UserError, suggestion
+from limner.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from limner.recipes.recipe import Recipe
@@ -40,7 +40,7 @@ def fallback_recipe(name: str) -> str | None:
 def get(name: str) -> Recipe:
     """Build the recipe of that name. Raises `UserError`, which suggests the closest name, for an unknown name."""
     if name not in SUMMARIES:
-        raise UserError(f"unknown recipe {name!r}: {suggestion(name, SUMMARIES)}")
+        raise UserError(f"unknown recipe {name!r}: {did_you_mean(name, SUMMARIES)}")
     from limner.recipes import presets
 
     if name.startswith("clip-"):

@@ -21,11 +21,11 @@ from limner.objectives.elbo import RelaxedELB
 from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.objectives.reconstruction_loss import ReconstructionLoss
 from limner.training.config import TrainConfig
-from limner.validation import Checked, OutOfRange, Range
+from limner.validation import InvalidSetting, Range, Validated
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig(Checked):
+class TextConfig(Validated):
     """Tokenization of captions.
 
     Args:
@@ -41,15 +41,15 @@ class TextConfig(Checked):
 
 def _check_activations(training: TrainConfig) -> None:
     if training.checkpoint_activations:
-        raise OutOfRange("training.checkpoint_activations", "must be false: only the prior supports it")
+        raise InvalidSetting("training.checkpoint_activations", "must be false: only the prior supports it")
 
 
 def _check_dvae(training: TrainConfig) -> None:
     if training.optimizer.needs_blocks:
         kind = type(training.optimizer).__name__.removesuffix("Config")
-        raise OutOfRange("training.optimizer", f"must be AdamW: {kind} is for the matrices of transformers")
+        raise InvalidSetting("training.optimizer", f"must be AdamW: {kind} is for the matrices of transformers")
     if training.precision.converts:
-        raise OutOfRange(
+        raise InvalidSetting(
             "training.precision", "must be auto, bf16, fp16 or fp32: all others convert transformer blocks"
         )
     _check_activations(training)
@@ -98,7 +98,7 @@ class PretrainedDVAE:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PriorStage(Checked):
+class PriorStage(Validated):
     """Training of the prior, a transformer over text and image tokens.
 
     Args:
@@ -117,7 +117,7 @@ class PriorStage(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContrastiveStage(Checked):
+class ContrastiveStage(Validated):
     """Training of the contrastive model, which reranks candidates.
 
     Args:

@@ -45,7 +45,7 @@ class Finding:
 
     def text(self) -> str:
         """Format for a terminal."""
-        rows = text_table.table(self.header, self.rows)
+        rows = text_table.render_table(self.header, self.rows, align="left")
         return f"{self.claim} ({self.source})\n\n{rows}\n\nThis {self.answer}. {self.verdict}"
 
     def save(self, folder: Path) -> Path:

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from limner.atomic_io import atomic_write_bytes, locked
+from limner.atomic_io import atomic_write_bytes, exclusive_lock
 from limner.config import to_dict
 from limner.data.shard_writer import is_complete
 from limner.errors import UserError
@@ -52,7 +52,7 @@ _TARGET_SECONDS = 5.0  # of a timed batch: enough for a full batch on most machi
 
 def run(demo: Demo) -> composition.CompositionResult:
     """Run the phases that are not done, write the report, and return the score."""
-    with locked(demo.out):
+    with exclusive_lock(demo.out):
         return _run(demo)
 
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 from limner import recipes
 from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.sampling.generation_config import CANDIDATES
-from limner.validation import SEEDS, Checked, Range
+from limner.validation import SEEDS, Range, Validated
 
 if TYPE_CHECKING:
     from limner.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo(Checked):
+class Demo(Validated):
     """Train a prior and a contrastive model on the built-in scenes, draw held-out captions, write a report.
 
     Training takes at most nine minutes: a slow machine takes fewer steps. After Ctrl-C the same command resumes.

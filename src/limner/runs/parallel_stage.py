@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from limner.errors import UserError, printable
+from limner.errors import UserError, escape_control
 from limner.progress import progress
 from limner.recipes.recipe import Recipe
 from limner.training.checkpoint import skipped_updates
@@ -65,7 +65,7 @@ def contrastive_in_parallel(recipe: Recipe, data: str | Path, out: Path, lock: i
 
     Yields a hook for the prior's training, and waits for the other process at the end of the block. Needs the run's
     recipe and tokenizer. Raises `UserError` if the other process fails. That process also holds the run's `lock`
-    (`atomic_io.locked`), since it briefly outlives this one if this one is killed.
+    (`atomic_io.exclusive_lock`), since it briefly outlives this one if this one is killed.
     """
     threads = torch.get_num_threads()
     log_file = out / LOG_FILE
@@ -78,7 +78,7 @@ def contrastive_in_parallel(recipe: Recipe, data: str | Path, out: Path, lock: i
             env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},  # -P: no imports from the current folder
         )  # fmt: skip
     assert process.stdin is not None
-    print(f"training the contrastive model in parallel: log in {printable(log_file)}", file=sys.stderr)
+    print(f"training the contrastive model in parallel: log in {escape_control(log_file)}", file=sys.stderr)
     hook = WorkerHook(process, log_file, threads)
     torch.set_num_threads(threads - threads // 2)
     try:

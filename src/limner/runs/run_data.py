@@ -77,7 +77,9 @@ class RunData:
         path, start = self.out / "tokenizer.json", self.recipe.start
         if path.exists():
             return Tokenizer.load(path)
-        return Tokenizer.load(pretrained.find(pretrained.named(start)) / "tokenizer.json") if start else None
+        return (
+            Tokenizer.load(pretrained.find_bundle(pretrained.resolve_name(start)) / "tokenizer.json") if start else None
+        )
 
     def tokenizer(self) -> Tokenizer:
         """Return the run's tokenizer. The first call copies that of the recipe's start, or trains one on the

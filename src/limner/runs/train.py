@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from limner.atomic_io import locked
+from limner.atomic_io import exclusive_lock
 from limner.config import save_json, to_dict
 from limner.errors import UserError
 from limner.pipeline import TextToImage
@@ -46,7 +46,7 @@ def train_all(
     parallel, selected, out = parallel or Single(), stages or STAGES, Path(out)
     run_data = RunData.open(recipe, data, out, parallel)
     trainer = StageTrainer(run_data)
-    with locked(out) if parallel.is_main else nullcontext(-1) as lock, _check_skipped(out, selected, parallel):
+    with exclusive_lock(out) if parallel.is_main else nullcontext(-1) as lock, _check_skipped(out, selected, parallel):
         check(run_data, selected)
         with parallel.first():
             if parallel.is_main:
@@ -74,7 +74,7 @@ def train_all(
             "recipe": to_dict(recipe),
             "temperature": recipe.prior.temperature,
             "guidance": recipe.prior.guidance,
-            "likelihood": recipe.contrastive.prior_score_weight,
+            "prior_score_weight": recipe.contrastive.prior_score_weight,
         } | ({"attribution": attribution} if attribution else {})
         bundle = TextToImage(dvae, prior, contrastive, tokenizer, info)
         if parallel.is_main:

@@ -42,10 +42,10 @@ def load_or_compile(
     changes of the model's weights have no effect on it. On a CPU, compiling needs a C++ compiler.
     """
     memory = KVCache(layers).buffers
-    path = _folder() / f"{_name(model, memory)}.pt2"
+    path = cache_folder() / f"{cache_key(model, memory)}.pt2"
     digest = path.with_suffix(".sha256")
     if not (path.is_file() and digest.is_file() and digest.read_bytes() == file_hash(path).encode()):
-        code = _compile(_Step(_for_rows(model, len(token)), layers), (token, position, memory))
+        code = compile_step(_Step(_model_for_rows(model, len(token)), layers), (token, position, memory))
         atomic_write_bytes(path, code)
         atomic_write_text(digest, hashlib.sha256(code).hexdigest())
     os.utime(path)
@@ -57,7 +57,8 @@ def load_or_compile(
     return lambda token, position, memory: run([token, position, *memory])[0]
 
 
-def _compile(step: nn.Module, args: tuple[Tensor, Tensor, list[Tensor]]) -> bytes:
+def compile_step(step: nn.Module, args: tuple[Tensor, Tensor, list[Tensor]]) -> bytes:
+    """Compile a step for arguments of these shapes. Return the content of a package file."""
     from torch._inductor.utils import fresh_cache  # the import takes a second
 
     with tempfile.TemporaryDirectory() as scratch, fresh_cache(dir=scratch):
@@ -67,7 +68,7 @@ def _compile(step: nn.Module, args: tuple[Tensor, Tensor, list[Tensor]]) -> byte
         return path.read_bytes()
 
 
-def _for_rows(model: Transformer, rows: int) -> Transformer:
+def _model_for_rows(model: Transformer, rows: int) -> Transformer:
     """Variant of the model to compile for this number of rows, sharing its weights. For one row on a CPU, products are
     loops over the weights, bound by memory bandwidth."""
     has_linear = any(type(layer) is nn.Linear for layer in model.modules())
@@ -89,7 +90,7 @@ class _Step(nn.Module):
         return self.model.step(KVCache(layers, position.clone()), token)
 
 
-def _name(model: Transformer, memory: Sequence[Tensor]) -> str:
+def cache_key(model: Transformer, memory: Sequence[Tensor]) -> str:
     """Hash of everything that determines the machine code: limner, torch, processor, weights and shapes."""
     digest = hashlib.sha256()
     package = Path(__file__).parent.parent
@@ -99,7 +100,7 @@ def _name(model: Transformer, memory: Sequence[Tensor]) -> str:
     if device.type == "cuda":
         machine: object = torch.cuda.get_device_properties(device)
     else:
-        machine = torch.get_num_threads(), _processor()
+        machine = torch.get_num_threads(), processor_features()
     digest.update(repr((__version__, torch.__version__, machine, model.config)).encode())
     for key, value in (*model.state_dict().items(), *((str(i), x) for i, x in enumerate(memory))):
         digest.update(repr((key, value.shape, value.dtype)).encode())
@@ -108,7 +109,7 @@ def _name(model: Transformer, memory: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _processor() -> str:
+def processor_features() -> str:
     """Processor model and features, since code compiled for one processor may not run on another."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -117,7 +118,7 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
     """Folder of compiled steps. Raises `UserError` if other users can write to it."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     path = (base if base.is_absolute() else Path.home() / ".cache") / "limner" / "steps"
@@ -132,7 +133,7 @@ def _folder() -> Path:
     shared = stat.S_ISLNK(status.st_mode) or stat.S_IMODE(status.st_mode) & 0o022
     if hasattr(os, "getuid") and (shared or status.st_uid != os.getuid()):
         raise UserError(
-            f"{path} holds machine code that limner runs, and others may write to it: delete it, or set "
+            f"other users may write to {path}, from which limner runs machine code: delete it, or set "
             "XDG_CACHE_HOME to another folder"
         )
     return path

@@ -100,9 +100,9 @@ class GraphedDecoder:
         if isinstance(cache, RaggedBatch):
             return self.model.step(cache, token)
         with torch.inference_mode(False), torch.no_grad():  # torch.compile cannot use inference tensors
-            return self._step_of(cache, token)(cache, token)
+            return self._graphed_step(cache, token)(cache, token)
 
-    def _step_of(self, cache: KVCache, token: Tensor) -> GraphedStep:
+    def _graphed_step(self, cache: KVCache, token: Tensor) -> GraphedStep:
         loaded = next((step for step in self._steps if step.layers is cache.layers), None)
         if loaded is not None:
             return loaded

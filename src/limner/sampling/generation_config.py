@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
-from limner.validation import SEEDS, Checked, OutOfRange, Range
+from limner.validation import SEEDS, InvalidSetting, Range, Validated
 
 CANDIDATES = Range(1, 2**16)  # candidates of a caption
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampler(Checked):
+class Sampler(Validated):
     """Settings that turn image logits into tokens. None stands for the model's default."""
 
     temperature: Annotated[float | None, Range(0, 100)] = None
@@ -19,7 +19,7 @@ class Sampler(Checked):
     model's own temperature by default."""
     top_k: Annotated[int | None, Range(1, 2**24)] = None
     """Sample only among the k likeliest tokens."""
-    top_p: Annotated[float | None, Range(above=0, most=1)] = None
+    top_p: Annotated[float | None, Range(gt=0, le=1)] = None
     """Sample only among the likeliest tokens that together have this probability (nucleus sampling)."""
     guidance: Annotated[float | None, Range(0, 100)] = None
     """Scale of classifier-free guidance: 1 turns it off, above 1 follows the caption more closely (for a prior trained
@@ -28,7 +28,7 @@ class Sampler(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.temperature is not None and 0 < self.temperature < 0.01:
-            raise OutOfRange("temperature", f"must be 0 (greedy) or at least 0.01, not {self.temperature}")
+            raise InvalidSetting("temperature", f"must be 0 (greedy) or at least 0.01, not {self.temperature}")
 
     def with_defaults(self, defaults: Sampler) -> Sampler:
         """Fill in unset settings from `defaults`."""

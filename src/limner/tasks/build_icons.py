@@ -19,7 +19,7 @@ from PIL import ImageColor
 from limner.data.image_encode import image_bytes
 from limner.data.sample import Rejected
 from limner.data.shard_writer import ShardWriter
-from limner.errors import UserError, suggestion
+from limner.errors import UserError, did_you_mean
 from limner.progress import Advance
 from limner.tasks.icon_captions import CHANGES, Keywords, captions, noun, pair_captions
 from limner.tasks.iconify import IconSet
@@ -144,7 +144,7 @@ def _split_by_category(drawings: Sequence[IconDrawing], categories: Sequence[str
     known = dict.fromkeys(drawing.category for drawing in drawings if drawing.category)
     for category in categories:
         if category not in known:
-            raise UserError(f"no set has a category {category!r}: {suggestion(category, known)}")
+            raise UserError(f"no set has a category {category!r}: {did_you_mean(category, known)}")
     bases = {drawing.base for drawing in drawings if drawing.category in categories}
     return _partition(drawings, lambda drawing: drawing.base in bases)
 

@@ -7,9 +7,9 @@ inference use the `tokenizers` library.
 
 **Dropout.** While a prior trains, each possible merge is skipped with probability p = 0.1 (BPE-Dropout, Provilkov et
 al. 2019), so that the model sees a word split in many ways. The library's dropout cannot be seeded, which would make
-resumed runs differ. So `_merge` is the library's procedure with an explicit source of randomness. It draws the *number
-of merges until the next skip*, a geometric variable, instead of a coin for each merge, and carries it from word to
-word. The distribution is the same. A word with fewer merges than that number is unaffected and comes from a cache:
+resumed runs differ. So `merge_word` is the library's procedure with an explicit source of randomness. It draws the
+*number of merges until the next skip*, a geometric variable, instead of a coin for each merge, and carries it from word
+to word. The distribution is the same. A word with fewer merges than that number is unaffected and comes from a cache:
 about half of all words at p = 0.1.
 """
 
@@ -63,13 +63,13 @@ class Tokenizer:
     """
 
     def __init__(self, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:
-        _check(vocab, merges)
+        _check_vocab(vocab, merges)
         self.vocab, self.merges = dict(vocab), list(merges)
-        self._library = _pipeline(models.BPE(vocab=self.vocab, merges=self.merges))
-        self._table: Merges = {
+        self.library = _build_library(models.BPE(vocab=self.vocab, merges=self.merges))
+        self._merge_table: Merges = {
             (self.vocab[a], self.vocab[b]): (rank, self.vocab[a + b]) for rank, (a, b) in enumerate(self.merges)
         }
-        self._words: dict[str, tuple[list[int], list[int]]] = {}
+        self._word_cache: dict[str, tuple[list[int], list[int]]] = {}
 
     @classmethod
     def train(cls, captions: Iterable[str], vocab_size: int = VOCAB_SIZE, min_frequency: int = 2) -> "Tokenizer":
@@ -78,8 +78,8 @@ class Tokenizer:
         Pairs seen fewer than `min_frequency` times are not merged. Training is deterministic.
         """
         if vocab_size < len(BYTES):
-            raise UserError(f"the vocabulary needs 256 tokens or more, one for each byte, not {vocab_size}")
-        library = _pipeline(models.BPE())
+            raise UserError(f"vocab_size must be at least 256, one token for each byte, not {vocab_size}")
+        library = _build_library(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             min_frequency=min_frequency,
@@ -97,8 +97,8 @@ class Tokenizer:
         """
         try:
             data = read_json(path, MAX_FILE_BYTES)
-            kinds = [part["type"] for part in (*data["normalizer"]["normalizers"], data["pre_tokenizer"])]
-            if kinds != _PIPELINE_TYPES or data["added_tokens"]:
+            types = [part["type"] for part in (*data["normalizer"]["normalizers"], data["pre_tokenizer"])]
+            if types != _PIPELINE_TYPES or data["added_tokens"]:
                 raise UserError("its normalizer or pre-tokenizer differs from limner's")
             return cls._from_model(data["model"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -114,7 +114,7 @@ class Tokenizer:
 
     def save(self, path: str | Path) -> None:
         """Write the JSON format of the `tokenizers` library, without dropout."""
-        atomic_write_text(Path(path), self._library.to_str(pretty=True))
+        atomic_write_text(Path(path), self.library.to_str(pretty=True))
 
     @property
     def vocab_size(self) -> int:
@@ -147,12 +147,11 @@ class Tokenizer:
         """
         texts = [self._normalize(caption) for caption in captions]
         if "" in texts:
-            where = f"caption {texts.index('') + 1} of {len(texts)}"
-            raise UserError(f"{where} is empty: write what the picture shows")
+            raise UserError(f"caption {texts.index('') + 1} of {len(texts)} is empty: describe the picture")
         if dropout == 0:
-            rows = [encoding.ids for encoding in self._library.encode_batch(texts)]
+            rows = [encoding.ids for encoding in self.library.encode_batch(texts)]
         elif rng is None:
-            raise ValueError("dropout needs an rng")
+            raise ValueError("dropout needs a random generator: pass rng")
         else:
             rngs = [rng] * len(texts) if isinstance(rng, np.random.Generator) else rng
             skips = {id(r): _Skips(dropout, r) for r in rngs}
@@ -170,33 +169,33 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """Decode token ids to normalized text, ignoring `PAD`."""
         values = ids.tolist() if isinstance(ids, Tensor) else ids
-        return self._library.decode([i for i in values if i != PAD]).removeprefix(" ")
+        return self.library.decode([i for i in values if i != PAD]).removeprefix(" ")
 
     def _normalize(self, caption: str) -> str:
         try:
-            return self._library.normalizer.normalize_str(caption)
+            return self.library.normalizer.normalize_str(caption)
         except UnicodeEncodeError:  # a lone surrogate, from bytes that were not UTF-8
             raise UserError(f"the caption {caption[:60]!r} is not valid Unicode") from None
 
     def _encode_with_dropout(self, text: str, skips: "_Skips") -> list[int]:
         """Encode a normalized text with dropout."""
         tokens: list[int] = []
-        for word, _ in self._library.pre_tokenizer.pre_tokenize_str(text):
-            symbols, whole = self._words.get(word) or self._cache_word(word)
+        for word, _ in self.library.pre_tokenizer.pre_tokenize_str(text):
+            symbols, whole = self._word_cache.get(word) or self._cache_word(word)
             merges = len(symbols) - len(whole)  # each merge removes one symbol
             if skips.gap > merges:
                 skips.gap -= merges
                 tokens += whole
             else:
-                tokens += _merge(symbols, self._table, skips)
+                tokens += merge_word(symbols, self._merge_table, skips)
         return tokens
 
     def _cache_word(self, word: str) -> tuple[list[int], list[int]]:
-        if len(self._words) >= MAX_CACHED_WORDS:
-            self._words.clear()
+        if len(self._word_cache) >= MAX_CACHED_WORDS:
+            self._word_cache.clear()
         symbols = [self.vocab[byte] for byte in word]
-        self._words[word] = symbols, _merge(symbols, self._table)
-        return self._words[word]
+        self._word_cache[word] = symbols, merge_word(symbols, self._merge_table)
+        return self._word_cache[word]
 
 
 class _Skips:
@@ -216,11 +215,11 @@ class _Skips:
         return True
 
 
-def _never() -> bool:
+def _never_skip() -> bool:
     return False
 
 
-def _merge(symbols: Sequence[int], table: Merges, skip=_never) -> list[int]:
+def merge_word(symbols: Sequence[int], table: Merges, skip=_never_skip) -> list[int]:
     """Merge a word's symbols, lowest rank first and then leftmost, except where `skip()` is True.
 
     A heap holds the possible merges, a linked list the symbols: O(n log n). As in the library, a skipped merge becomes
@@ -255,7 +254,7 @@ def _merge(symbols: Sequence[int], table: Merges, skip=_never) -> list[int]:
     return [i for i in ids if i >= 0]
 
 
-def _pipeline(model: models.BPE) -> Library:
+def _build_library(model: models.BPE) -> Library:
     library = Library(model)
     library.normalizer = normalizers.Sequence(
         [
@@ -273,9 +272,9 @@ def _pipeline(model: models.BPE) -> Library:
 _PIPELINE_TYPES = ["Lowercase", "NFC", "Replace", "Strip", "ByteLevel"]
 
 
-def _check(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:
+def _check_vocab(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:
     if max(len(vocab), len(merges)) > MAX_TOKENS:
-        raise UserError(f"it has {len(vocab)} tokens and {len(merges)} merges, more than {MAX_TOKENS}")
+        raise UserError(f"it has {len(vocab)} tokens and {len(merges)} merges: the maximum is {MAX_TOKENS}")
     ids = list(vocab.values())
     if any(type(i) is not int for i in ids) or sorted(ids) != list(range(len(ids))):
         raise UserError("the ids of its vocabulary are not 0 ... n-1")

@@ -12,11 +12,11 @@ from limner.layers.precisions import TrainingPrecision
 from limner.numerics.precision import Auto
 from limner.optim.optimizers import AdamWConfig, OptimizerConfig
 from limner.optim.schedules import Constant, Cosine, Plateau
-from limner.validation import SEEDS, Checked, OutOfRange, Range
+from limner.validation import SEEDS, InvalidSetting, Range, Validated
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Checked):
+class TrainConfig(Validated):
     """Settings of the training loop. Model, data and objective have separate configs.
 
     Attributes:
@@ -53,11 +53,11 @@ class TrainConfig(Checked):
     batch_size: Annotated[int, Range(1, 2**20)] = 64
     accumulate: Annotated[int, Range(1, 2**20)] = 1
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
-    clip_norm: Annotated[float | None, Range(above=0)] = 4.0
+    clip_norm: Annotated[float | None, Range(gt=0)] = 4.0
     warmup_steps: Annotated[int, Range(0, 10**9)] = 0
     cooldown_steps: Annotated[int, Range(0, 10**9)] = 0
     schedule: Constant | Cosine | Plateau = field(default_factory=Constant)
-    ema_decay: Annotated[float | None, Range(0, below=1)] = None
+    ema_decay: Annotated[float | None, Range(0, lt=1)] = None
     ema_every: Annotated[int, Range(1, 10**6)] = 1
     ema_on_cpu: bool = False
     ema_warmup: bool = True
@@ -74,7 +74,7 @@ class TrainConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.accumulate > self.batch_size:
-            raise OutOfRange("accumulate", f"must be at most batch_size, {self.batch_size}, not {self.accumulate}")
+            raise InvalidSetting("accumulate", f"must be at most batch_size, {self.batch_size}, not {self.accumulate}")
 
 
 # Settings that may differ between a checkpoint and the run that resumes from it.

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from limner.atomic_io import locked
+from limner.atomic_io import exclusive_lock
 from limner.errors import UserError
 from limner.json_files import write_json
 from limner.layers.low_precision import to_linear
@@ -116,7 +116,7 @@ def train(
     checkpointer = checkpointer or parallel.checkpointer(Files(out, config.keep))
     parts = {"training": config, **(record or {})}
     described = description(parts)
-    with locked(out) if parallel.is_main else nullcontext(), ExitStack() as ends:
+    with exclusive_lock(out) if parallel.is_main else nullcontext(), ExitStack() as ends:
         run = Run(model, objective, config, device, parallel)
         hooks = [*scaling(run), *hooks]
         for hook in hooks:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from limner.atomic_io import atomic_write_text, naming
+from limner.atomic_io import atomic_write_text, with_filename
 from limner.json_files import read_lines, to_json
 
 
@@ -32,7 +32,7 @@ class MetricsLog:
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one line; `row` must have the key "step"."""
         if self._file:
-            with naming(self._path):
+            with with_filename(self._path):
                 self._file.write(to_json(row) + "\n")
                 self._file.flush()
         self.last = row

@@ -20,7 +20,7 @@ from limner.cli import COMMANDS, Command, main, train
 from limner.cli.arguments import parse
 from limner.cli.draw import Draw
 from limner.cli.draw_common import output_path
-from limner.errors import UserError, printable
+from limner.errors import UserError, escape_control
 from limner.layers.precisions import Fp16Weights
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.progress import PlainProgress
@@ -41,7 +41,7 @@ def test_help_names_every_command(capsys):
     ("arguments", "says"),
     [
         (["drwa"], "did you mean 'draw'"),
-        (["xyzzy"], "there are demo, draw"),
+        (["xyzzy"], "unknown command 'xyzzy': choose demo, draw"),
         (["--versoin"], "did you mean '--version'"),
         (["draw"], "missing: CAPTION"),
         (["draw", ""], "empty"),
@@ -51,11 +51,11 @@ def test_help_names_every_command(capsys):
         (["draw", "a", "b"], "unknown: b"),
         (["draw", "a", "-o", "b.gif"], "b.png"),
         (["draw", "a", "--model", "no-such-model"], "no-such-model"),
-        (["data", "show", "x", "-o", "b.jpg"], "pictures are PNG files: name it b.png, not b.jpg"),
-        (["evaluate", "emoji", "x", "y", "--mosaic", "b.jpg"], "PNG files: name it b.png"),
-        (["evaluate", "grid", "x", "y", "-o", "b"], "PNG files: name it b.png"),
-        (["bench", "--plot", "b.xyz"], "PNG files: name it b.png"),
-        (["edit", "/dev/null", "a", "--keep", "top:2"], "is not a file"),
+        (["data", "show", "x", "-o", "b.jpg"], "pictures are PNG files: use the name b.png, not b.jpg"),
+        (["evaluate", "emoji", "x", "y", "--mosaic", "b.jpg"], "PNG files: use the name b.png"),
+        (["evaluate", "grid", "x", "y", "-o", "b"], "PNG files: use the name b.png"),
+        (["bench", "--plot", "b.xyz"], "PNG files: use the name b.png"),
+        (["edit", "/dev/null", "a", "--keep-rows", "2"], "is a folder, a pipe or a device"),
         (["data"], "scenes, icons, emoji"),
         (["data", "scene"], "did you mean 'scenes'"),
         (["data", "scenes", "out", "--count", "0"], "count"),
@@ -82,7 +82,7 @@ def test_help_names_every_command(capsys):
         (["train", "no-such-data", "--out", "run", "--recipe", "demo"], "does not exist"),
         (
             ["train", "data", "--out", "run", "--recipe", "demo", "--reduce", "bf16", "--reduce.rank", "8"],
-            "reduce.rank is of powersgd and torch-powersgd, not of bf16: add --reduce powersgd",
+            "--reduce.rank needs --reduce powersgd or torch-powersgd, not bf16",
         ),
         (["bundle", "no-such-model", "out"], "no-such-model"),
         (["demo", "--captions", "0"], "captions must be at least 1"),
@@ -136,7 +136,7 @@ def test_interruptions_are_130_and_say_how_to_go_on(command, capsys):
     assert "same command goes on" in capsys.readouterr().err
     command(raises(KeyboardInterrupt()), resumes=True)
     assert main(["act"]) == 130
-    assert "same command goes on" in capsys.readouterr().err
+    assert "same command resumes" in capsys.readouterr().err
     command(raises(KeyboardInterrupt()))
     assert main(["act"]) == 130
     assert capsys.readouterr().err == "limner: interrupted\n"
@@ -167,7 +167,7 @@ sys.exit(cli.main())
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
     )
-    assert (done.returncode, done.stderr) == (130, "limner: interrupted; the same command goes on from here\n")
+    assert (done.returncode, done.stderr) == (130, "limner: interrupted: the same command resumes the work\n")
 
 
 def test_faults_of_the_program_are_not_hidden_but_those_of_files_are_told(command, capsys, tmp_path):
@@ -196,9 +196,9 @@ def test_what_the_system_refuses_is_a_sentence(command, capsys, tmp_path):
 
     full = f'I/O error: Os {{ code: {errno.ENOSPC}, kind: StorageFull, message: "No space left on device" }}'
     for action, says in (
-        (writes("/dev/full"), "No space left on device, so what was being written is not there: make room"),
+        (writes("/dev/full"), "No space left on device, so the write failed: free some space"),
         (raises(OSError(errno.ENOSPC, "No space left on device", "a", None, "b")), "a: No space left on device, so"),
-        (raises(SafetensorError(full)), "No space left on device, so what"),
+        (raises(SafetensorError(full)), "No space left on device, so the write"),
         (raises(OSError("no reason")), "no reason"),
         (raises(TimeoutError()), "TimeoutError"),
         (raises(PermissionError(errno.EACCES, "Permission denied", b"bytes\xff")), "bytes\\udcff: Permission denied"),
@@ -224,10 +224,10 @@ def test_what_the_system_refuses_is_a_sentence(command, capsys, tmp_path):
     ],
 )
 def test_memory_that_does_not_suffice_names_what_to_lower(allocate, command, capsys):
-    command(allocate, lower="--candidates")
+    command(allocate, oom_hint="--candidates")
     assert main(["act"]) == 2
     err = capsys.readouterr().err
-    assert err.endswith("memory does not suffice: lower --candidates\n") and err.count("\n") == 1
+    assert err.endswith("is out of memory: lower --candidates\n") and err.count("\n") == 1
     command(raises(RuntimeError("another fault")))
     with pytest.raises(RuntimeError):
         main(["act"])
@@ -241,22 +241,22 @@ def raw(text):
 
 
 def test_text_from_outside_is_one_harmless_line():
-    shown = printable(STEERING)
+    shown = escape_control(STEERING)
     assert raw(shown) == [] and "\n" not in shown
     assert r"\x1b]0;title\x07 \x9b31m \u202e \u2066 \x7f" in shown
     shown.encode()
     kept = "caf\u00e9 \u65e5\u672c \U0001f469\u200d\U0001f680 \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
-    assert printable(kept) == kept
+    assert escape_control(kept) == kept
     for i in range(0x300):
-        assert printable(printable(chr(i))) == printable(chr(i))
+        assert escape_control(escape_control(chr(i))) == escape_control(chr(i))
 
 
 def test_no_command_lets_text_steer_the_terminal(command, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "_shown", cli.Counter())
+    monkeypatch.setattr(cli, "warning_counts", cli.Counter())
     monkeypatch.chdir(tmp_path)
     command(raises(UserError(STEERING)))
     assert main(["act", "--debug"]) == 2
-    command(lambda _: cli._show_warning(UserWarning(STEERING), UserWarning, "file.py", 1))
+    command(lambda _: cli.show_warning(UserWarning(STEERING), UserWarning, "file.py", 1))
     assert main(["act"]) == 0
     command(lambda _: PlainProgress("t").note(STEERING))
     assert main(["act"]) == 0
@@ -264,7 +264,7 @@ def test_no_command_lets_text_steer_the_terminal(command, capsys, tmp_path, monk
     for arguments in (
         [path], ["draw", "a", f"--{path}"], ["draw", "a", "--model", path], ["draw", "a", "-o", f"{path}.gif"],
         ["draw", "a", "--seed", path], ["data", path], ["data", "show", path], ["data", "prepare", path, "out"],
-        ["data", "emoji", "out", "--font", path], ["edit", path, "a", "--keep", "top:1"], ["bundle", path, "out"],
+        ["data", "emoji", "out", "--font", path], ["edit", path, "a", "--keep-rows", "1"], ["bundle", path, "out"],
         ["inspect", path], ["inspect", "precision", path],
         ["plan", "--recipe", path], ["plan", "--gpu", path], ["bench", "--size", path],
         ["train", path, "--recipe", "demo", "--out", "run"], ["train", "d", "--recipe", path, "--out", "run"],
@@ -284,8 +284,8 @@ def test_evaluations_of_data_without_a_readable_picture_say_so(capsys, tmp_path)
     (data / "validation/a.png").write_text("no picture")
     (data / "validation/a.txt").write_text("a caption")
     for what, options, says in (
-        ("reconstruction", ["--data", str(data)], "no held-out picture that can be read"),
-        ("emoji", [str(data)], "no picture that can be read"),
+        ("reconstruction", ["--data", str(data)], "lacks readable held-out pictures"),
+        ("emoji", [str(data)], "lacks readable pictures"),
         ("zero-shot", ["--data", str(data)], "split 'held-out' of the data is empty"),
         ("icons", [str(data)], "no sample has a subject and a style"),
     ):
@@ -298,7 +298,7 @@ def test_evaluations_of_data_without_a_readable_picture_say_so(capsys, tmp_path)
 def test_a_model_whose_pictures_cannot_be_scenes_is_not_asked_for_them(capsys, what):
     assert main(["evaluate", what, "icons"]) == 2
     (told,) = capsys.readouterr().err.splitlines()
-    assert "scenes have a size that is a multiple of 12, this model draws 64 pixels: " in told
+    assert "the size of scenes is a multiple of 12 pixels, this model draws 64 pixels: " in told
 
 
 def test_captions_and_files_with_escape_sequences_are_shown_harmlessly(capsys, tmp_path, monkeypatch):
@@ -325,20 +325,20 @@ def test_a_terminal_without_unicode_is_no_obstacle(tmp_path):
 
 
 def test_warnings_are_lines_and_not_floods(command, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_shown", cli.Counter())
+    monkeypatch.setattr(cli, "warning_counts", cli.Counter())
 
     def act(_):
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             for i in range(10):
-                cli._show_warning(UserWarning(f"number {i}"), UserWarning, "file.py", 3)
+                cli.show_warning(UserWarning(f"number {i}"), UserWarning, "file.py", 3)
 
     command(act)
     assert main(["act"]) == 0
     err = capsys.readouterr().err
     assert err.splitlines() == [
         *(f"limner: warning: number {i}" for i in range(3)),
-        "limner: warning: and more of this kind",
+        "limner: warning: further warnings of this kind are not shown",
     ]
 
 
@@ -370,8 +370,8 @@ OUTPUTS = {
         "data show source -o", "draw a -o", "draw a -n 2 -o",
     ),
     "folder": (
-        "data scenes", "data emoji", "data prepare source", "evaluate icons run data --judge", "demo --out",
-        "train source --recipe scenes --out", "bundle scenes", "import openai-dvae encoder decoder",
+        "data scenes", "data emoji", "data prepare source", "evaluate icons run data --classifier", "demo --out",
+        "train source --recipe scenes --out", "bundle scenes", "convert openai-dvae encoder decoder",
     ),
 }  # fmt: skip
 NOWHERE = ("file/x.png", "file/new/x.png", "\u65e5" * 80 + ".png", "x" * 250 + ".png", "\u65e5" * 90 + "/x.png",
@@ -419,7 +419,7 @@ def test_scores_join_those_of_the_model_if_they_can(capsys, tmp_path):
         assert main(["bundle", str(source), str(tmp_path / "out"), "--scores", str(tmp_path / "new.json")]) == code
         if code == 0:
             assert read_info(tmp_path / "out")["scores"] == {**(before or {}), "new": [1]}
-    assert "its config.json are no mapping" in capsys.readouterr().err
+    assert "scores in config.json must be a JSON object" in capsys.readouterr().err
 
 
 def test_recipe_settings_can_be_overridden_and_wrong_files_are_refused(tmp_path, monkeypatch):
@@ -464,7 +464,7 @@ def test_plan_proposes_a_launch_whose_command_is_one(capsys):
     assert main(asked) == 0
     out = capsys.readouterr().out
     assert "1,000 Mbit/s" in out
-    line = out.partition("the quickest that fits:\n\n")[2].partition("\n\n")[0].replace("\\\n", " ")
+    line = out.partition("the fastest that fits:\n\n")[2].partition("\n\n")[0].replace("\\\n", " ")
     torchrun, _, words = line.partition(" -m ")
     assert torchrun.startswith("torchrun --nnodes 2 --nproc-per-node 8 ")
     reduction = " --reduce powersgd --reduce.rank 128"
@@ -485,7 +485,7 @@ def test_plan_proposes_a_launch_whose_command_is_one(capsys):
 )
 def test_plan_proposes_products_that_the_gpu_has(recipe, gpu, precision, scaling, capsys):
     assert main(["plan", "--recipe", recipe, "--gpus", "8", "--gpu", gpu]) == 0
-    line = capsys.readouterr().out.partition("the quickest that fits:\n\n")[2].partition("\n\n")[0]
+    line = capsys.readouterr().out.partition("the fastest that fits:\n\n")[2].partition("\n\n")[0]
     words = line.replace("\\\n", " ").split()
     training = parse_train(words[words.index("train") + 1 :]).settings.prior.training
     assert (training.precision, training.scaling) == (precision, scaling)
@@ -508,14 +508,14 @@ def parse_train(words):
 
 def test_plan_says_why_nothing_fits(capsys):
     assert main(["plan", "--gpus", "8", "--gpu", "v100-16gb"]) == 0
-    assert "no launch fits" in (out := capsys.readouterr().out) and "the least is" in out
+    assert "no launch fits" in (out := capsys.readouterr().out) and "the smallest takes" in out
 
 
 def test_plan_tries_a_launch(capsys):
     asked = ["plan", "--recipe", "tiny", "--gpus", "12", "--replicas", "1", "--batch", "12", "--gpu", "h100-80gb"]
-    assert main([*asked, "--per-machine", "4", "--trial"]) == 0
+    assert main([*asked, "--per-machine", "4", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "tried as the first of 12 ranks" in out and "12 shards do not divide 23 of these evenly" in out
+    assert "rank 0 of 12, uncompressed" in out and "12 shards do not divide 23 of these evenly" in out
     weights = next(line for line in out.splitlines() if line.startswith("weights, MB"))
     assert weights.split()[-2] == weights.split()[-1]
 

@@ -1,6 +1,8 @@
 """What `--help` says."""
 
+import contextlib
 import pkgutil
+import re
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -8,9 +10,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import pytest
 
 import limner.cli
-from limner.cli import main
+from limner.cli import COMMANDS, main
 from limner.cli.arguments import help_of
-from limner.config import members
+from limner.config import union_members
 
 
 def options(cls: Any, seen: set[type]):
@@ -22,7 +24,7 @@ def options(cls: Any, seen: set[type]):
     for setting in fields(cls):
         hint = hints[setting.name]
         bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        nested = [kind for kind in members(bare) or [bare] if is_dataclass(kind)]
+        nested = [kind for kind in union_members(bare) or [bare] if is_dataclass(kind)]
         for kind in nested:
             yield from options(kind, seen)
         if not nested:
@@ -41,6 +43,19 @@ def test_every_option_of_every_command_has_help():
         for cls, name, hint in found
         if not any(getattr(note, "help", None) for note in getattr(hint, "__metadata__", ())) and not help_of(cls, name)
     ]
+
+
+def test_help_shows_one_type_for_each_option(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "1000")
+    commands = [[name] for name in COMMANDS]
+    for words in commands:  # the loop appends the subcommands
+        with contextlib.suppress(SystemExit):
+            main([*words, "--help"])
+        shown = capsys.readouterr().out
+        assert "--help" in shown and "{None}|" not in shown and "PATH" not in shown, words
+        if "COMMAND [OPTIONS]" in shown:
+            commands += [[*words, name] for name in re.findall(r"^  ([\w-]+)  ", shown, re.MULTILINE)]
+    assert len(commands) > 25
 
 
 def test_help_flows(monkeypatch, capsys):

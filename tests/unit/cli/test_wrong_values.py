@@ -17,7 +17,7 @@ from limner.objectives.elbo import RelaxedELB
 from limner.optim.optimizers import LionConfig, StableAdamWConfig
 from limner.optim.schedules import Plateau
 from limner.recipes.recipe import DVAEStage, PretrainedDVAE, Recipe
-from limner.validation import Checked, ranges
+from limner.validation import Validated, ranges
 
 COMMANDS = {
     "draw CAPTION": draw.Draw,
@@ -46,9 +46,9 @@ HUGE = "1" + "0" * 400
 def wrong(cls: type, name: str) -> list[str]:
     """Values beyond each end of a field's range, and what is no number of its kind."""
     allowed, whole, _ = ranges(cls)[name]
-    beyond = {allowed.least: -1, allowed.most: 1, allowed.above: -1, allowed.below: 1}
+    beyond = {allowed.ge: -1, allowed.le: 1, allowed.gt: -1, allowed.lt: 1}
     found = [str(end + step) for end, step in beyond.items() if end is not None]
-    found += [str(end) for end in (allowed.above, allowed.below) if end is not None]
+    found += [str(end) for end in (allowed.gt, allowed.lt) if end is not None]
     kinds = ["1.5"] if whole else ["-inf", "1e308", "-1e308"]
     return [*found, *kinds, HUGE, "", "x", "nan", "inf", "9" * 5000]
 
@@ -60,7 +60,7 @@ def fields(hint: type, path: str = "", default: object = None):
         kind = type(value) if is_dataclass(value) else get_args(inner)[0] if get_origin(inner) is Annotated else inner
         if is_dataclass(kind):
             yield from fields(kind, path if name in ("filters", "options", "sampler") else f"{path}{name}.", value)
-        elif issubclass(hint, Checked) and name in ranges(hint):
+        elif issubclass(hint, Validated) and name in ranges(hint):
             shape = next((get_args(k) for k in (kind, *get_args(kind)) if get_origin(k) is tuple), ())
             count = 1 if not shape or Ellipsis in shape else len(shape)
             yield hint, f"{path}{name}".replace("_", "-"), name, count
@@ -147,9 +147,9 @@ def test_a_recipe_of_a_file(capsys, tmp_path, monkeypatch):
     for part, key, value, says in (
         ("dvae", "optimizer", {"type": "Muon"}, "dvae.training.optimizer must be AdamW"),
         ("prior", "clip_norm", nan, "prior.training.clip_norm must be a finite number, not nan"),
-        ("prior", "steps", 1e9, "prior.training.steps must be a whole number, not 1000000000.0"),
+        ("prior", "steps", 1e9, "prior.training.steps must be an integer, not 1000000000.0"),
         ("prior", "ema_decay", 10**400, "prior.training.ema_decay must be a finite number, not inf"),
-        ("prior", "steps", "9" * 5000, "prior.training.steps must be a whole number, not '9999"),
+        ("prior", "steps", "9" * 5000, "prior.training.steps must be an integer, not '9999"),
     ):
         wrong = {**whole, part: {**whole[part], "training": {**whole[part]["training"], key: value}}}
         (tmp_path / "recipe.json").write_text(json.dumps(wrong))
@@ -212,7 +212,7 @@ def test_any_kind_is_chosen_by_name(trained, capsys):
     for wrong, says in (
         (["--dvae.objective", "ELB", "--dvae", "DVAEStage"], "cannot be 'ELB': choose 'RelaxedELB', 'BalancedELB'"),
         (["--prior.training.scheduel", "Plateau"], "did you mean --prior.training.schedule?"),
-        (["--dvae.bundle", "icons", "--dvae", "PatchStage"], "--dvae is for a dVAE that is trained, --dvae.bundle for"),
+        (["--dvae.bundle", "icons", "--dvae", "PatchStage"], "--dvae configures a new dVAE, --dvae.bundle loads"),
         (["--dvae", "Patches"], "--dvae cannot be 'Patches': choose 'DVAEStage', 'PatchStage', 'PretrainedDVAE'"),
         (["--dvae", "DVAEStage", "--dvae.training.optimizer", "Muon"], "dvae.training.optimizer must be AdamW"),
         (["--prior.training.scaling", "block"], "scaling cannot be 'block': choose 'none', 'resblocks', 'loss'"),

@@ -77,8 +77,8 @@ class Painter:
         self.scenes = {caption: (scene, r, m) for (caption, scene), r, m in zip(captioned, right, marks, strict=True)}
         self.seeds = []
 
-    def candidates(self, captions, count, *, seed, sampler, given, progress):
-        assert given is None
+    def candidates(self, captions, count, *, seed, sampler, prompt_tokens, progress):
+        assert prompt_tokens is None
         self.seeds += seed
         pictures, marks = [], []
         for caption in captions:
@@ -176,12 +176,12 @@ class Copier:
     name, guidance = "copier", 1.0
     dvae = SimpleNamespace(config=SimpleNamespace(grid=(12, 12), size=48))
 
-    def given(self, image, keep):
-        assert keep == "top:6"
+    def prime(self, image, keep_rows):
+        assert keep_rows == 6
         return torch.from_numpy(np.array(image)).flatten()[None]
 
-    def candidates(self, captions, count, *, seed, sampler, given, progress):
-        real = given.view(len(captions), 48, 48, 3).permute(0, 3, 1, 2)
+    def candidates(self, captions, count, *, seed, sampler, prompt_tokens, progress):
+        real = prompt_tokens.view(len(captions), 48, 48, 3).permute(0, 3, 1, 2)
         twice = torch.cat([real[:, :, :24], real[:, :, :24]], 2)
         return Candidates(torch.stack([real, twice], 1), torch.zeros(len(captions), 2), torch.zeros(0), sampler)
 

@@ -46,15 +46,15 @@ class Artist:
 
     def __init__(self, draws, likes=1):
         self.draws, self.likes, self.pipe, self.prompts = draws, likes, tiny_pipe(), []
-        self.name, self.dvae, self.device, self.given = "artist", self.pipe.dvae, self.pipe.device, self.pipe.given
+        self.name, self.dvae, self.device, self.prime = "artist", self.pipe.dvae, self.pipe.device, self.pipe.prime
 
-    def candidates(self, captions, count, *, seed, sampler=Sampler(), given=None, progress=None):
+    def candidates(self, captions, count, *, seed, sampler=Sampler(), prompt_tokens=None, progress=None):
         pictures = tensor(picture("circle", "flat")).repeat(len(captions), count, 1, 1, 1)
         scores = torch.zeros(len(captions), count)
         for row, caption in enumerate(captions):
             pictures[row, 1] = self.draws(caption)
         scores[:, self.likes] = 1
-        self.prompts.append(given)
+        self.prompts.append(prompt_tokens)
         return Candidates(pictures, scores, torch.zeros(len(captions), count, 36, dtype=torch.long), sampler)
 
 
@@ -210,5 +210,5 @@ def test_a_grid_has_subjects_with_a_held_out_style_or_the_named_ones(icons):
     assert {subject for subject, _ in icon_grid.grid_cells(icons)} == {HELD_OUT[0]}
     with pytest.raises(UserError, match="unknown subject 'squares': did you mean 'square'"):
         icon_grid.grid_cells(icons, ["squares"])
-    with pytest.raises(UserError, match="unknown subject 'zzz': there are "):
+    with pytest.raises(UserError, match="unknown subject 'zzz': choose "):
         icon_grid.grid_cells(icons, ["zzz"])

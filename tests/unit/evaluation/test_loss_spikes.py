@@ -55,7 +55,7 @@ def test_loss_spikes_are_reported_without_logged_rms(tmp_path, capsys):
     (tmp_path / "stability.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["inspect", "spikes", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "1 spike of the loss, at steps 600" in out and "no RMS_t was logged" in out
+    assert "1 spike of the loss, at steps 600" in out and "RMS_t was not logged" in out
 
 
 def test_all_stages_of_a_run_are_reported_and_a_page_needs_one_stage(tmp_path, capsys):

@@ -7,7 +7,7 @@ import torch
 
 from limner.models.contrastive import SIZES, CLIPConfig
 from limner.models.patch_embedding import drop_patches
-from limner.validation import OutOfRange
+from limner.validation import InvalidSetting
 
 SMALL = CLIPConfig(text_vocab=30, text_len=6, size=16, patch=4, width=16, depth=2, heads=2, embedding=8)
 
@@ -54,7 +54,7 @@ def test_a_text_tower_of_its_own_size():
     model = replace(SMALL, text_tower=(8, 3, 1), patch_norm=True, layer_scale=True, qk_norm=True).build()
     assert len(model.text_blocks) == 3 and len(model.image_blocks) == 2
     assert model.encode_text(torch.randint(0, 30, (2, 6))).shape == model.encode_image(pictures(2)).shape == (2, 8)
-    with pytest.raises(OutOfRange, match="multiple of heads"):
+    with pytest.raises(InvalidSetting, match="multiple of heads"):
         replace(SMALL, text_tower=(8, 3, 3))
 
 

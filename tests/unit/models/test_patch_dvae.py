@@ -8,7 +8,7 @@ import torch
 from limner.models.dvae import map_pixels
 from limner.models.patch_dvae import KMEANS_ITERS, PatchDVAEConfig, kmeans, nearest_code
 from limner.objectives.reconstruction_loss import ReconstructionLoss
-from limner.validation import OutOfRange
+from limner.validation import InvalidSetting
 
 SMALL = PatchDVAEConfig(size=16, patch=4, vocab=12, width=8, blocks=1)
 
@@ -144,7 +144,7 @@ def test_half_a_picture_has_half_the_grid():
 
 
 def test_sizes_that_do_not_fit():
-    with pytest.raises(OutOfRange, match="multiple of patch, 5, not 16"):
+    with pytest.raises(InvalidSetting, match="multiple of patch, 5, not 16"):
         PatchDVAEConfig(size=16, patch=5)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from limner import recipes
-from limner.atomic_io import locked
+from limner.atomic_io import exclusive_lock
 from limner.config import load_json, save_json
 from limner.errors import UserError
 from limner.evaluation.zero_shot import evaluate, scene_task
@@ -135,7 +135,7 @@ def test_a_registered_pattern_trains_by_its_name_in_a_recipe(data, tmp_path, mon
 
 
 def test_a_run_has_one_writer(data, tmp_path):
-    with locked(tmp_path / "run"), pytest.raises(UserError, match="being written to by another process"):
+    with exclusive_lock(tmp_path / "run"), pytest.raises(UserError, match="another process .*is writing to"):
         train_all(RECIPE, data, tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
 

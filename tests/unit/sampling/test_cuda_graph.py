@@ -113,8 +113,8 @@ def test_compiled_steps_sample_the_same_and_depend_on_the_weights(tmp_path, monk
         compilations.append(args)
         return compile_now(*args)
 
-    compile_now = aot_inductor._compile
-    monkeypatch.setattr(aot_inductor, "_compile", counted)
+    compile_now = aot_inductor.compile_step
+    monkeypatch.setattr(aot_inductor, "compile_step", counted)
     first, second = (prior(seed=seed) for seed in (0, 1))
     for model, n, times in ((first, 4, 1), (first, 4, 1), (second, 1, 2)):
         assert torch.equal(
@@ -124,7 +124,7 @@ def test_compiled_steps_sample_the_same_and_depend_on_the_weights(tmp_path, monk
         assert len(compilations) == times
     for file in (tmp_path / "limner" / "steps").glob("*.pt2"):
         file.write_bytes(file.read_bytes()[:-1])
-    monkeypatch.setattr(aot_inductor, "_compile", lambda *_: 1 / 0)
+    monkeypatch.setattr(aot_inductor, "compile_step", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generate(build_decoder(first, compile=True), text, range(4), Sampler())
 
@@ -133,32 +133,32 @@ def test_compiled_steps_sample_the_same_and_depend_on_the_weights(tmp_path, monk
 def test_the_file_name_depends_on_weights_shapes_and_processor(monkeypatch):
     model, other = prior(), prior()
     memory = model.prefill(torch.zeros(1, 4, dtype=torch.long))[0].memory
-    name = aot_inductor._name(model, memory)
-    assert name == aot_inductor._name(prior(), memory)
+    name = aot_inductor.cache_key(model, memory)
+    assert name == aot_inductor.cache_key(prior(), memory)
     other.head.norm.bias.data[0] += 1
-    assert name != aot_inductor._name(other, memory)
-    assert name != aot_inductor._name(model, [memory[0].repeat(2, 1, 1, 1), *memory[1:]])
-    assert name != aot_inductor._name(model.bfloat16(), memory)
-    monkeypatch.setattr(aot_inductor, "_processor", lambda: "another")
-    assert name != aot_inductor._name(prior(), memory)
+    assert name != aot_inductor.cache_key(other, memory)
+    assert name != aot_inductor.cache_key(model, [memory[0].repeat(2, 1, 1, 1), *memory[1:]])
+    assert name != aot_inductor.cache_key(model.bfloat16(), memory)
+    monkeypatch.setattr(aot_inductor, "processor_features", lambda: "another")
+    assert name != aot_inductor.cache_key(prior(), memory)
 
 
 def test_a_cache_folder_that_others_may_write_to_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = aot_inductor._folder()
+    folder = aot_inductor.cache_folder()
     assert folder.is_relative_to(tmp_path) and folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
-    with pytest.raises(UserError, match="others may write to it"):
-        aot_inductor._folder()
+    with pytest.raises(UserError, match="other users may write to"):
+        aot_inductor.cache_folder()
     folder.rename(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").chmod(0o700)
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="others may write to it"):
-        aot_inductor._folder()
+    with pytest.raises(UserError, match="other users may write to"):
+        aot_inductor.cache_folder()
     folder.unlink()
     folder.touch()
     with pytest.raises(UserError, match="cannot be created"):
-        aot_inductor._folder()
+        aot_inductor.cache_folder()
 
 
 @pytest.mark.gpu

@@ -42,7 +42,7 @@ def test_merges_equal_those_of_the_library(tokenizer: Tokenizer, text: str) -> N
         (expected,) = rows(tokenizer.encode([text], 512))
     except UserError:  # only white space
         return
-    never = 1e-15  # dropout without effect: results of `_merge` through the word cache
+    never = 1e-15  # dropout without effect: results of `merge_word` through the word cache
     rng = np.random.default_rng(0)
     assert rows(tokenizer.encode([text], 512, dropout=never, rng=rng)) == [expected]
 
@@ -50,7 +50,7 @@ def test_merges_equal_those_of_the_library(tokenizer: Tokenizer, text: str) -> N
 @settings(max_examples=100, deadline=None)
 @given(text=texts, dropout=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
 def test_any_text_decodes_to_its_normalized_form(tokenizer: Tokenizer, text: str, dropout: float) -> None:
-    normalized = tokenizer._library.normalizer.normalize_str(text)
+    normalized = tokenizer.library.normalizer.normalize_str(text)
     if normalized:
         tokens = tokenizer.encode([text], 512, dropout, np.random.default_rng(0))
         expected = tokenizer.encode([normalized], 512, dropout, np.random.default_rng(0))
@@ -68,7 +68,7 @@ def test_dropout_has_the_distribution_of_the_library(tokenizer: Tokenizer) -> No
     word, p, n = "triangle background", 0.3, 20_000
     rng = np.random.default_rng(0)
     ours = Counter(map(tuple, rows(tokenizer.encode([word] * n, 32, p, rng))))
-    library = Library.from_str(tokenizer._library.to_str())
+    library = Library.from_str(tokenizer.library.to_str())
     library.model.dropout = p
     theirs = Counter(tuple(library.encode(word).ids) for _ in range(n))
     distance = sum(abs(ours[k] - theirs[k]) for k in ours | theirs) / (2 * n)
@@ -181,7 +181,7 @@ def _break(**changes):
 )
 def test_any_other_file_is_a_user_error(tokenizer, tmp_path, breaking) -> None:
     path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(breaking(json.loads(tokenizer._library.to_str()))))
+    path.write_text(json.dumps(breaking(json.loads(tokenizer.library.to_str()))))
     with pytest.raises(UserError, match=r"tokenizer\.json is not a limner tokenizer"):
         Tokenizer.load(path)
 
@@ -189,7 +189,7 @@ def test_any_other_file_is_a_user_error(tokenizer, tmp_path, breaking) -> None:
 def test_words_without_skipped_merges_come_from_the_cache(tokenizer: Tokenizer, monkeypatch) -> None:
     texts, merged = captions(400, seed=6), []
     tokenizer.encode(texts, 256, 0.05, np.random.default_rng(0))  # fill the cache
-    monkeypatch.setattr(bpe, "_merge", lambda *a, work=bpe._merge: merged.append(a) or work(*a))
+    monkeypatch.setattr(bpe, "merge_word", lambda *a, work=bpe.merge_word: merged.append(a) or work(*a))
     tokenizer.encode(texts, 256, 0.05, np.random.default_rng(0))
     words = sum(len(t.split()) for t in texts)
     assert 0 < len(merged) < words / 3

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints import read_tensors
-from limner.atomic_io import file_hash, locked
+from limner.atomic_io import exclusive_lock, file_hash
 from limner.data.stream import Stream
 from limner.errors import UserError
 from limner.models.dvae import DVAE, DVAEConfig
@@ -273,7 +273,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
 
 
 def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(UserError, match="being written to by another process"):
+    with exclusive_lock(tmp_path), pytest.raises(UserError, match="another process .*is writing to"):
         train(model(), objective, stream(), CONFIG, tmp_path)
 
 

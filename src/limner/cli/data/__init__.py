@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from limner.cli import dispatch
+from limner.cli import run_subcommand
 from limner.cli.data import emoji, icons, prepare, scenes, show
 
 
 def main(argv: Sequence[str]) -> None:
     """Run a subcommand of `limner data`."""
-    kinds = {
+    commands = {
         "scenes": scenes.main, "icons": icons.main, "emoji": emoji.main, "prepare": prepare.main, "show": show.main,
     }  # fmt: skip
-    dispatch("limner data", kinds, argv)
+    run_subcommand("limner data", commands, argv)

@@ -9,30 +9,30 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-from limner.cli.arguments import parse, place
-from limner.cli.data.shared import tell
+from limner.cli.arguments import check_writable, parse
+from limner.cli.data.shared import print_counts
 from limner.progress import progress
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 
 @dataclass(frozen=True, kw_only=True)
-class WriteEmoji(Checked):
+class WriteEmoji(Validated):
     """Write every emoji of an installed color-emoji font, with its names and a held-out split."""
 
     out: Positional[Path]
-    """A new folder for tar shards."""
+    """New folder for tar shards."""
     size: Annotated[int, Range(8, 1_024)] = 64
     """Side of the pictures in pixels."""
     font: Path | None = None
-    """A font file; by default the system's color-emoji font."""
+    """Font file; by default the system's color-emoji font."""
 
 
 def main(argv: Sequence[str]) -> None:
     """write the emoji of an installed font"""
     options = parse(WriteEmoji, argv, "limner data emoji")
-    place(options.out, folder=True)
+    check_writable(options.out, folder=True)
     from limner.tasks.emoji import all_emoji, write_emoji
 
     with progress("drawing emoji", len(all_emoji()), unit="emoji") as bar:
         counts = write_emoji(options.out, options.size, options.font, bar.advance)
-    tell(options.out, counts.kept, counts.rejected)
+    print_counts(options.out, counts.kept, counts.rejected)

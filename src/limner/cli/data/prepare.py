@@ -9,15 +9,15 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse, place
-from limner.cli.data.shared import tell
+from limner.cli.arguments import check_writable, parse
+from limner.cli.data.shared import print_counts
 from limner.data.filters import Filters
 from limner.progress import progress
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepare(Checked):
+class Prepare(Validated):
     """Write the usable samples of a source to tar shards; count defects and rejections of filters.
 
     A source is a folder of pictures with .txt captions, a JSONL, CSV, Parquet or Arrow file with a caption
@@ -26,16 +26,16 @@ class Prepare(Checked):
     """
 
     source: Positional[str]
-    """A folder, a file or a glob (in quotes)."""
+    """Folder, file or glob (in quotes)."""
     out: Positional[Path]
-    """A new folder for tar shards."""
+    """New folder for tar shards."""
     size: Annotated[int | None, Range(1, 4_096)] = None
     """Shrink pictures to this shorter side in pixels; smaller pictures keep their size."""
-    held_out: Annotated[float, Range(0, below=1)] = 0.02
+    held_out: Annotated[float, Range(0, lt=1)] = 0.02
     """Share of samples held out of training for evaluation; samples that name a split keep it."""
-    caption: str | None = None
+    caption: Annotated[str | None, arg(metavar="COLUMN")] = None
     """Caption column of a table; by default recognized by its name."""
-    image: str | None = None
+    image: Annotated[str | None, arg(metavar="COLUMN")] = None
     """Image column of a table; by default recognized by its name."""
     allow_outside: bool = False
     """Allow a table to name files outside its folder."""
@@ -45,7 +45,7 @@ class Prepare(Checked):
 def main(argv: Sequence[str]) -> None:
     """filter, shrink and pack your own data"""
     options = parse(Prepare, argv, "limner data prepare")
-    place(options.out, folder=True)
+    check_writable(options.out, folder=True)
     from limner.data.open_source import open_source
     from limner.data.prepare import prepare
 
@@ -57,4 +57,4 @@ def main(argv: Sequence[str]) -> None:
             source, options.out, filters=options.filters, size=options.size, held_out=options.held_out,
             progress=bar.advance,
         )  # fmt: skip
-    tell(options.out, counts.kept, counts.rejected, counts.splits)
+    print_counts(options.out, counts.kept, counts.rejected, counts.splits)

@@ -9,20 +9,20 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional
 
-from limner.cli.arguments import parse, place
-from limner.cli.data.shared import tell
+from limner.cli.arguments import check_writable, parse
+from limner.cli.data.shared import print_counts
 from limner.progress import progress
-from limner.validation import SEEDS, Checked, OutOfRange, Range
+from limner.validation import SEEDS, InvalidSetting, Range, Validated
 
 
 @dataclass(frozen=True, kw_only=True)
-class WriteScenes(Checked):
+class WriteScenes(Validated):
     """Write synthetic scenes: pictures, several captions each, ground truth, and a split that holds
     out combinations of attributes. The same command writes the same bytes.
     """
 
     out: Positional[Path]
-    """A new folder for tar shards."""
+    """New folder for tar shards."""
     count: Annotated[int, Range(1, 10**9)] = 20_000
     """Number of pictures."""
     seed: Annotated[int, SEEDS] = 0
@@ -44,15 +44,15 @@ class WriteScenes(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.size % 24:
-            raise OutOfRange("size", f"must be a multiple of 24, not {self.size}")
+            raise InvalidSetting("size", f"must be a multiple of 24, not {self.size}")
         if not sum(self.things):
-            raise OutOfRange("things", "must have one share above 0 at least")
+            raise InvalidSetting("things", "must have at least one frequency above 0")
 
 
 def main(argv: Sequence[str]) -> None:
     """write the built-in synthetic scenes"""
     options = parse(WriteScenes, argv, "limner data scenes")
-    place(options.out, folder=True)
+    check_writable(options.out, folder=True)
     from limner.tasks.build_scenes import write_scenes
 
     with progress("drawing scenes", options.count, unit="scene") as bar:
@@ -61,4 +61,4 @@ def main(argv: Sequence[str]) -> None:
             held_out=options.held_out, pairs=options.pairs, count_weights=options.things,
             in_order=options.in_order, progress=bar.advance,
         )  # fmt: skip
-    tell(options.out, summary["kept"], summary["rejected"], summary["splits"])
+    print_counts(options.out, summary["kept"], summary["rejected"], summary["splits"])

@@ -10,19 +10,19 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse, place_png
-from limner.cli.data.shared import tell
-from limner.errors import printable
+from limner.cli.arguments import check_writable_png, parse
+from limner.cli.data.shared import print_counts
+from limner.errors import escape_control
 from limner.progress import progress
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show(Checked):
+class Show(Validated):
     """Count the samples of a source by split, and unusable samples by reason; show some captions."""
 
     source: Positional[str]
-    """A folder, a file or a glob (in quotes)."""
+    """Folder, file or glob (in quotes)."""
     captions: Annotated[int, Range(0, 1_000)] = 8
     """Number of captions to print."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
     """count samples and show some of them"""
     options = parse(Show, argv, "limner data show")
     if options.output:
-        place_png(options.output)
+        check_writable_png(options.output)
     from PIL import Image
 
     from limner.data.image_decode import decoded
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
 
     source = open_source(options.source)
     rejected, splits, kept = Counter[str](), Counter[str](), 0
-    wanted = {i * len(source) // options.captions for i in range(options.captions)}
+    shown = {i * len(source) // options.captions for i in range(options.captions)}
     rows: list[SheetRow] = []
     with progress("reading", len(source), unit="sample") as bar:
         for i in range(len(source)):
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
                 sample = source[i]
                 with decoded(sample.image) as picture:
                     size = "{1} x {0}".format(*picture.shape)
-                    thumbnail = Image.fromarray(picture) if i in wanted else None
+                    thumbnail = Image.fromarray(picture) if i in shown else None
                     if thumbnail:
                         thumbnail.thumbnail((256, 256))
             except Rejected as defect:
@@ -62,8 +62,8 @@ def main(argv: Sequence[str]) -> None:
                 if thumbnail:
                     rows.append(SheetRow(caption=sample.captions[0], pictures=[(thumbnail, size)]))
             bar.advance(1)
-    tell(options.source, kept, rejected, splits)
+    print_counts(options.source, kept, rejected, splits)
     for row in rows:
-        print(f"  {row.pictures[0][1]:>11}  {printable(row.caption)}")
+        print(f"  {row.pictures[0][1]:>11}  {escape_control(row.caption)}")
     if options.output and rows:
-        print(f"written: {printable(save_png(contact_sheet(rows, columns=4), options.output))}")
+        print(f"written: {escape_control(save_png(contact_sheet(rows, columns=4), options.output))}")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from limner.cli import dispatch
+from limner.cli import run_subcommand
 from limner.cli.evaluate import composition, emoji, grid, icons, pairs, reconstruction, zero_shot
 
 
 def main(argv: Sequence[str]) -> None:
     """Run a subcommand of `limner evaluate`."""
-    kinds = {
+    commands = {
         "composition": composition.main, "pairs": pairs.main, "reconstruction": reconstruction.main,
         "zero-shot": zero_shot.main, "emoji": emoji.main, "icons": icons.main, "grid": grid.main,
     }  # fmt: skip
-    dispatch("limner evaluate", kinds, argv)
+    run_subcommand("limner evaluate", commands, argv)

@@ -10,19 +10,19 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse, place, place_png
-from limner.cli.evaluate.shared import Seed, keep, require_scenes
-from limner.errors import UserError, printable
+from limner.cli.arguments import check_writable, check_writable_png, parse
+from limner.cli.evaluate.shared import Seed, require_scenes, write_result
+from limner.errors import UserError, escape_control
 from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.progress import clock, progress
 from limner.sampling.generation_config import CANDIDATES, Sampler
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
-_SHOWN = 8  # captions in the mosaic
+_MOSAIC_CAPTIONS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreComposition(Checked):
+class ScoreComposition(Validated):
     """Draw captions of synthetic scenes and check with a scene parser if every attribute and relation is right.
 
     Intervals are 95%, over combinations of size, fill, color, shape and background; all held-out captions share 30
@@ -51,11 +51,11 @@ def main(argv: Sequence[str]) -> None:
     """do drawings of scenes show what their captions say?"""
     options = parse(ScoreComposition, argv, "limner evaluate composition")
     if options.output:
-        place(options.output)
+        check_writable(options.output)
     if options.mosaic:
-        place_png(options.mosaic)
+        check_writable_png(options.mosaic)
     if not options.things:
-        raise UserError("things must be one number from 1 to 4 at least")
+        raise UserError("--things needs at least one number from 1 to 4")
     from limner.evaluation import composition as evaluation
     from limner.evaluation.report import save_png
     from limner.evaluation.scene_sheet import render_samples, scene_samples
@@ -65,15 +65,16 @@ def main(argv: Sequence[str]) -> None:
     require_scenes(pipe.dvae.config.size, "name a model of scenes")
     captions = evaluation.sample_captions(options.split, options.things, options.captions, options.seed)
     settings = evaluation.CompositionSettings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
-    begun, pictures = time.monotonic(), []
+    start_time, pictures = time.monotonic(), []
 
-    def keep_first(start: int, made: Candidates) -> None:
-        pictures.extend(made.pictures[: max(0, _SHOWN - start)])
+    def keep_first(start: int, candidates: Candidates) -> None:
+        pictures.extend(candidates.pictures[: max(0, _MOSAIC_CAPTIONS - start)])
 
-    with progress("drawing and judging", len(captions) * options.candidates, unit="drawing") as bar:
+    with progress("drawing and checking", len(captions) * options.candidates, unit="drawing") as bar:
         result = evaluation.score(pipe, captions, settings, progress=bar.advance, on_candidates=keep_first)
-    print(f"{printable(pipe.name)}, {options.split} combinations, {clock(time.monotonic() - begun)}\n{result.table()}")
+    elapsed = clock(time.monotonic() - start_time)
+    print(f"{escape_control(pipe.name)}, {options.split} combinations, {elapsed}\n{result.table()}")
     if options.mosaic:
         path = save_png(render_samples(scene_samples(captions, pictures, result)), options.mosaic)
-        print(f"written: {printable(path)}")
-    keep(result.save, options.output)
+        print(f"written: {escape_control(path)}")
+    write_result(result.save, options.output)

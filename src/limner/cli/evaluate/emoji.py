@@ -9,17 +9,17 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse, place, place_png
-from limner.cli.evaluate.shared import Seed, keep
-from limner.errors import UserError, printable
+from limner.cli.arguments import check_writable, check_writable_png, parse
+from limner.cli.evaluate.shared import Seed, write_result
+from limner.errors import UserError, escape_control
 from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.progress import progress
 from limner.sampling.generation_config import CANDIDATES
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreEmoji(Checked):
+class ScoreEmoji(Validated):
     """Draw captions of an emoji data set and find the nearest real emoji in the whole set.
 
     Intervals are 95%, over families: variants of tone, gender, hair and direction count as one family.
@@ -45,9 +45,9 @@ class ScoreEmoji(Checked):
 def main(argv: Sequence[str]) -> None:
     """is the nearest real picture the right one?"""
     options = parse(ScoreEmoji, argv, "limner evaluate emoji")
-    mosaics = [_of_split(options.mosaic, split) for split in ("train", "held-out")] if options.mosaic else []
+    mosaics = [_split_path(options.mosaic, split) for split in ("train", "held-out")] if options.mosaic else []
     for path in filter(None, (options.output, *mosaics)):
-        place(path)
+        check_writable(path)
     from limner.data.open_source import open_source
     from limner.evaluation import nearest_neighbor as evaluation
     from limner.evaluation.report import save_png
@@ -55,27 +55,27 @@ def main(argv: Sequence[str]) -> None:
 
     source = open_source(options.data)
     pipe = load(options.model)
-    gallery = evaluation.ReferenceSet.from_source(source, pipe.dvae.config.size)
+    references = evaluation.ReferenceSet.from_source(source, pipe.dvae.config.size)
     results = []
     for split in ("train", "held-out"):
-        total = len(gallery.split_indices(split, options.captions, options.seed)) * options.repeats
+        total = len(references.split_indices(split, options.captions, options.seed)) * options.repeats
         if total == 0:
             continue
         with progress(f"drawing, {split}", total, unit="drawing") as bar:
             result = evaluation.evaluate(
-                pipe, gallery, split, n=options.captions, candidates=options.candidates, repeats=options.repeats,
+                pipe, references, split, n=options.captions, candidates=options.candidates, repeats=options.repeats,
                 seed=options.seed, progress=bar.advance,
             )  # fmt: skip
         results.append(result)
         print(result.table())
         if options.mosaic:
-            path = save_png(evaluation.mosaic(gallery, result), _of_split(options.mosaic, split))
-            print(f"written: {printable(path)}")
+            path = save_png(evaluation.mosaic(references, result), _split_path(options.mosaic, split))
+            print(f"written: {escape_control(path)}")
     if not results:
-        raise UserError(f"{options.data} has no picture that can be read, train or held-out: `limner data show` it")
-    keep(lambda path: evaluation.save(path, gallery, results), options.output)
+        raise UserError(f"{options.data} lacks readable pictures: inspect it with `limner data show`")
+    write_result(lambda path: evaluation.save(path, references, results), options.output)
 
 
-def _of_split(path: Path, split: str) -> Path:
-    place_png(path)  # a path with a name, which `with_stem` needs
+def _split_path(path: Path, split: str) -> Path:
+    check_writable_png(path)  # a path with a name, which `with_stem` needs
     return path.with_stem(f"{path.stem}-{split}")

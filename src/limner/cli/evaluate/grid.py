@@ -9,16 +9,16 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse, place_png
-from limner.errors import printable
+from limner.cli.arguments import check_writable_png, parse
+from limner.errors import escape_control
 from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.progress import progress
 from limner.sampling.generation_config import CANDIDATES
-from limner.validation import SEEDS, Checked
+from limner.validation import SEEDS, Validated
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawGrid(Checked):
+class DrawGrid(Validated):
     """Draw icons on one sheet: a row per subject, a column per style, frames around held-out combinations."""
 
     model: Positional[str]
@@ -27,7 +27,7 @@ class DrawGrid(Checked):
     """A data set of `limner data icons`."""
     output: Annotated[Path, arg(aliases=("-o",))]
     """A PNG file."""
-    subjects: tuple[str, ...] = ()
+    subjects: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
     """Names of subjects; by default eight subjects with a held-out combination."""
     candidates: Annotated[int, CANDIDATES] = 16
     """Candidates per combination, of which the one with the best score is shown."""
@@ -38,9 +38,9 @@ class DrawGrid(Checked):
 
 
 def main(argv: Sequence[str]) -> None:
-    """draw a sheet of icons, subjects down and styles across"""
+    """draw a sheet of icons: subjects down, styles across"""
     options = parse(DrawGrid, argv, "limner evaluate grid")
-    place_png(options.output)
+    check_writable_png(options.output)
     from limner.data.open_source import open_source
     from limner.evaluation import icon_grid
     from limner.evaluation.icon_pictures import Icons
@@ -49,8 +49,8 @@ def main(argv: Sequence[str]) -> None:
 
     source, pipe = open_source(options.data), load(options.model)
     data = Icons.from_source(source, pipe.dvae.config.size)
-    chosen = icon_grid.grid_cells(data, options.subjects)
-    with progress("drawing", len(chosen) * options.candidates, unit="drawing") as bar:
-        drawings = icon_grid.generate(pipe, data, chosen, options.candidates, options.seed, bar.advance)
-    path = save_png(icon_grid.render(data, chosen, drawings, options.real), options.output)
-    print(f"written: {printable(path)}")
+    cells = icon_grid.grid_cells(data, options.subjects)
+    with progress("drawing", len(cells) * options.candidates, unit="drawing") as bar:
+        drawings = icon_grid.generate(pipe, data, cells, options.candidates, options.seed, bar.advance)
+    path = save_png(icon_grid.render(data, cells, drawings, options.real), options.output)
+    print(f"written: {escape_control(path)}")

@@ -10,19 +10,19 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse, place
-from limner.cli.evaluate.shared import Seed, keep
-from limner.errors import printable
+from limner.cli.arguments import check_writable, parse
+from limner.cli.evaluate.shared import Seed, write_result
+from limner.errors import escape_control
 from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.progress import progress
 from limner.sampling.generation_config import CANDIDATES
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
-_SURE = 0.9  # accuracy on its training pictures below which the classifier is unreliable
+_MIN_ACCURACY = 0.9  # on its training pictures; below, the classifier is unreliable
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreIcons(Checked):
+class ScoreIcons(Validated):
     """Draw subjects in styles held out of training, and classify subject and style of the drawings. Held-out pairs are
     drawn with their upper half given.
 
@@ -40,9 +40,9 @@ class ScoreIcons(Checked):
     repeats: Annotated[int, Range(1, 1_000)] = 1
     """Drawings per caption, each from new candidates."""
     seed: Seed = TEST_SEEDS_FROM
-    judge: Path | None = None
-    """Folder of saved classifiers; by default `DATA-judge`."""
-    judge_steps: Annotated[int, Range(1, 10**7)] = 6_000
+    classifier: Annotated[Path | None, arg(metavar="FOLDER")] = None
+    """Folder of saved classifiers; by default `DATA-classifier`."""
+    classifier_steps: Annotated[int, Range(1, 10**7)] = 6_000
     """Training steps of the classifier, 64 pictures each."""
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
     """Write all results as JSON."""
@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> None:
     """are subjects drawn in styles unseen for them?"""
     options = parse(ScoreIcons, argv, "limner evaluate icons")
     if options.output:
-        place(options.output)
-    kept = options.judge and place(options.judge, folder=True)
+        check_writable(options.output)
+    folder = options.classifier and check_writable(options.classifier, folder=True)
     from limner.data.open_source import open_source
     from limner.evaluation import icons as evaluation
     from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
@@ -62,27 +62,28 @@ def main(argv: Sequence[str]) -> None:
     from limner.pipeline import load
 
     source, pipe = open_source(options.data), load(options.model)
-    there = Path(options.data).resolve()
-    kept = kept or place(there.parent / f"{there.name}-judge", folder=True)
+    path = Path(options.data).resolve()
+    folder = folder or check_writable(path.parent / f"{path.name}-classifier", folder=True)
     data = Icons.from_source(source, pipe.dvae.config.size)
-    labelled, config = data.labeled, IconClassifierConfig(steps=options.judge_steps)
-    with progress("the judge", config.steps) as bar:
-        judge = train_classifier(labelled, kept, config, bar)
-    accuracy = evaluation.accuracy(judge, data)
-    told = ", ".join(f"{respect} of {share:.1%}" for respect, share in accuracy.items())
-    print(f"the judge reads of the {len(labelled):,} real pictures, on which it was trained: {told}")
-    if min(accuracy.values()) < _SURE:
-        advice = f"its verdicts mean little; train it longer (--judge-steps {2 * options.judge_steps})"
-        warnings.warn(f"the judge does not know its own pictures: {advice}", stacklevel=2)
+    labeled, config = data.labeled, IconClassifierConfig(steps=options.classifier_steps)
+    with progress("training the classifier", config.steps) as bar:
+        classifier = train_classifier(labeled, folder, config, bar)
+    accuracy = evaluation.accuracy(classifier, data)
+    shares = ", ".join(f"{attribute} {share:.1%}" for attribute, share in accuracy.items())
+    print(f"classifier accuracy on its {len(labeled):,} training pictures: {shares}")
+    if min(accuracy.values()) < _MIN_ACCURACY:
+        advice = f"train it longer (--classifier-steps {2 * options.classifier_steps})"
+        warnings.warn(f"the classifier is unreliable even on its training pictures: {advice}", stacklevel=2)
     settings = evaluation.IconSettings(
         captions=options.captions, candidates=options.candidates, repeats=options.repeats, seed=options.seed
     )
     results = []
-    asked = [(evaluation.evaluate, split, data.references.splits.count(split)) for split in SPLITS]
-    asked += [(evaluation.evaluate_pairs, kind, data.pairs.kinds.count(kind)) for kind in sorted(set(data.pairs.kinds))]
-    for evaluate, what, count in asked:
+    evaluations = [(evaluation.evaluate, split, data.references.splits.count(split)) for split in SPLITS]
+    kinds = data.pairs.kinds
+    evaluations += [(evaluation.evaluate_pairs, kind, kinds.count(kind)) for kind in sorted(set(kinds))]
+    for evaluate, name, count in evaluations:
         if total := min(count, settings.captions) * settings.repeats * settings.candidates:
-            with progress(f"drawing, {printable(what)}", total, unit="drawing") as bar:
-                results.append(evaluate(pipe, data, judge, what, settings, bar.advance))
+            with progress(f"drawing, {escape_control(name)}", total, unit="drawing") as bar:
+                results.append(evaluate(pipe, data, classifier, name, settings, bar.advance))
             print(results[-1].table())
-    keep(lambda path: save(path, accuracy, results), options.output)
+    write_result(lambda path: save(path, accuracy, results), options.output)

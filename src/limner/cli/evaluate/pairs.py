@@ -9,17 +9,17 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse, place
-from limner.cli.evaluate.shared import Seed, keep, require_scenes
-from limner.errors import printable
+from limner.cli.arguments import check_writable, parse
+from limner.cli.evaluate.shared import Seed, require_scenes, write_result
+from limner.errors import escape_control
 from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.progress import progress
 from limner.sampling.generation_config import CANDIDATES, Sampler
-from limner.validation import Checked, Range
+from limner.validation import Range, Validated
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScorePairs(Checked):
+class ScorePairs(Validated):
     """Draw the lower half of a pair ("the exact same scene on the top as a sketch at the bottom") with the upper half
     given, and check it with a scene parser. Intervals are 95%, over combinations, as for `composition`."""
 
@@ -41,15 +41,15 @@ def main(argv: Sequence[str]) -> None:
     """given the upper half, does the lower half match the caption?"""
     options = parse(ScorePairs, argv, "limner evaluate pairs")
     if options.output:
-        place(options.output)
+        check_writable(options.output)
     from limner.evaluation import composition as evaluation
     from limner.pipeline import load
 
     pipe = load(options.model)
     require_scenes(pipe.dvae.config.size, "name a model of scenes")
-    asked = evaluation.sample_pairs(options.split, options.pairs, options.seed)
+    pairs = evaluation.sample_pairs(options.split, options.pairs, options.seed)
     settings = evaluation.CompositionSettings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
-    with progress("drawing and judging", len(asked) * options.candidates, unit="drawing") as bar:
-        result = evaluation.score_pairs(pipe, asked, settings, progress=bar.advance)
-    print(f"{printable(pipe.name)}, {options.split} combinations\n{result.table()}")
-    keep(result.save, options.output)
+    with progress("drawing and checking", len(pairs) * options.candidates, unit="drawing") as bar:
+        result = evaluation.score_pairs(pipe, pairs, settings, progress=bar.advance)
+    print(f"{escape_control(pipe.name)}, {options.split} combinations\n{result.table()}")
+    write_result(result.save, options.output)

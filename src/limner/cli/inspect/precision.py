@@ -12,9 +12,9 @@ from tyro.conf import Positional
 
 from limner.cli.arguments import parse
 from limner.cli.inspect.stage_files import records
-from limner.errors import UserError, printable
+from limner.errors import UserError, escape_control
 from limner.json_files import read_json
-from limner.text_table import table
+from limner.text_table import render_table
 
 if TYPE_CHECKING:
     from limner.layers.kernel_counter import Counts
@@ -37,16 +37,16 @@ def main(argv: Sequence[str]) -> None:
     """show the formats of weights, and the kernels of 8-bit layers with their counts"""
     run = parse(PrecisionOptions, argv, "limner inspect precision").run
     if not run.is_dir():
-        raise UserError(f"{run} is no folder: name the --out of a `limner train`")
+        raise UserError(f"{run} is not a folder: name the --out folder of `limner train`")
     from limner.training.kernel_report import FILE
 
     files = records(run, FILE)
     if not files:
         if not any((run / name).exists() for name in ("recipe.json", "config.json")):
-            raise UserError(f"{run} is no run: name the --out of a `limner train`")
+            raise UserError(f"{run} is not a run folder: name the --out folder of `limner train`")
         raise UserError(
-            f"{run} has no layers of low precision: train with --prior.training.precision switchback, or fp16weights, "
-            "say; the first checkpoint brings the record"
+            f"{run} lacks records of low-precision layers: train with --prior.training.precision switchback or "
+            "fp16weights, for example; each checkpoint writes the record"
         )
     print("\n\n".join("\n".join(_report(title or "run", path)) for title, path in files.items()))
 
@@ -56,41 +56,41 @@ def _report(title: str, path: Path) -> Iterator[str]:
     from limner.layers.half_linear import HalfLinear
     from limner.layers.kernel_counter import Product, counts_from_json
 
-    products, ordinary = get_args(Product), ("Linear", HalfLinear.__name__)
+    products, unlogged = get_args(Product), ("Linear", HalfLinear.__name__)
     try:
-        found = read_json(path)
-        head = f"{title}: {found['precision']}, {int(found['step']):,} steps"
+        record = read_json(path)
+        head = f"{title}: {record['precision']}, {int(record['step']):,} steps"
         layers = [
             (str(x["name"]), str(x["kind"]), str(x.get("weight", "float32")), counts_from_json(x["products"]))
-            for x in found["layers"]
+            for x in record["layers"]
         ]
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
-        raise UserError(f"{path} is no record of kernels: train on, and the next checkpoint writes it anew") from None
-    yield printable(head)
+        raise UserError(f"{path} is damaged: resume training, and the next checkpoint replaces it") from None
+    yield escape_control(head)
     rows = [
-        (name, kind, weight, *("torch's" if kind in ordinary else _kernels(counts, product) for product in products))
+        (name, kind, weight, *("torch's" if kind in unlogged else _kernels(counts, product) for product in products))
         for name, kind, weight, counts in layers
     ]
-    yield table(("layer", "kind", "weight", *products), rows)
+    yield render_table(("layer", "kind", "weight", *products), rows, align="left")
     if total := sum((counts for *_, counts in layers), Counter()):
-        yield printable(_fallen(total))
+        yield escape_control(_fallback_line(total))
 
 
 def _kernels(counts: Counts, product: str) -> str:
     """Format kernels and counts as "_int_mm x 20, reference x 3"; "-" if the product was never computed."""
     by_kernel: Counter[str] = Counter()
-    for (what, kernel, _), n in counts.items():
-        by_kernel[kernel] += n if what == product else 0
+    for (computed, kernel, _), n in counts.items():
+        by_kernel[kernel] += n if computed == product else 0
     return ", ".join(f"{kernel} x {n:,}" for kernel, n in by_kernel.items() if n) or "-"
 
 
-def _fallen(counts: Counts) -> str:
+def _fallback_line(counts: Counts) -> str:
     """Return the line on fallbacks: the number of products without the fast kernel, and the reasons."""
     reasons: Counter[Any] = Counter()
-    for (_, kernel, why), n in counts.items():
-        if why:
-            reasons[kernel, why] += n
+    for (_, kernel, reason), n in counts.items():
+        if reason:
+            reasons[kernel, reason] += n
     if not reasons:
-        return f"none of {counts.total():,} products fell back"
-    said = "; ".join(f"{n:,} to {kernel}, since {why}" for (kernel, why), n in reasons.items())
-    return f"{reasons.total():,} of {counts.total():,} products fell back: {said}"
+        return f"fallbacks: 0 of {counts.total():,} products"
+    details = "; ".join(f"{n:,} to {kernel}, since {reason}" for (kernel, reason), n in reasons.items())
+    return f"fallbacks: {reasons.total():,} of {counts.total():,} products: {details}"

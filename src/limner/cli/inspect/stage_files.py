@@ -9,5 +9,5 @@ def records(run: Path, file: str) -> dict[str, Path]:
     """Return the files named `file` in the stages of a run, by stage title; "" if `run` is a stage folder."""
     from limner.recipes.recipe import STAGE_TITLES
 
-    found = {title: path for name, title in STAGE_TITLES.items() if (path := run / name / file).exists()}
-    return found | ({"": run / file} if (run / file).exists() else {})
+    by_title = {title: path for name, title in STAGE_TITLES.items() if (path := run / name / file).exists()}
+    return by_title | ({"": run / file} if (run / file).exists() else {})

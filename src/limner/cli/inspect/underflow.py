@@ -10,15 +10,15 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse, place
+from limner.cli.arguments import check_writable, parse
 from limner.config import load_json
-from limner.errors import UserError, printable
-from limner.text_table import table
-from limner.validation import SEEDS, Checked, Range
+from limner.errors import UserError, escape_control
+from limner.text_table import render_table
+from limner.validation import SEEDS, Range, Validated
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnderflowOptions(Checked):
+class UnderflowOptions(Validated):
     """Count exponents of the gradients of one batch per resblock, and the share that underflows in each format."""
 
     run: Positional[Path]
@@ -39,10 +39,10 @@ def main(argv: Sequence[str]) -> None:
     """what share of the gradients would underflow?"""
     options = parse(UnderflowOptions, argv, "limner inspect underflow")
     if options.output:
-        place(options.output)
+        check_writable(options.output)
     recipe = options.run / "recipe.json"
     if not recipe.exists():
-        raise UserError(f"{options.run} is no run: it has no recipe.json, as `limner train --out` writes it")
+        raise UserError(f"{options.run} lacks recipe.json: name the --out folder of `limner train`")
     from limner.data.stream import Stream
     from limner.layers.low_precision import to_linear
     from limner.profiling.grad_histogram import SMALLEST_SUBNORMAL, gradient_exponents
@@ -58,19 +58,19 @@ def main(argv: Sequence[str]) -> None:
     header = ("gradients of", "98% of exponents", "zeros", *(f"lost in {name}" for name in SMALLEST_SUBNORMAL))
     rows = []
     for part in parts:
-        for what, found in (("activations", part.activations), ("parameters", part.parameters)):
-            if found is None:
+        for kind, exponents in (("activations", part.activations), ("parameters", part.parameters)):
+            if exponents is None:
                 continue
-            low, high = found.central_range()
-            total = int(found.counts.sum()) + found.zeros
-            lost = (f"{found.underflow(smallest, options.scale):.1%}" for smallest in SMALLEST_SUBNORMAL.values())
-            rows.append((f"{part.name}, {what}", f"{low} to {high}", f"{found.zeros / max(total, 1):.1%}", *lost))
-    said = f"{len(parts)} parts, a batch of {run.config.batch_size}, gradients times {options.scale:g}"
-    print(f"{said}\n{table(header, rows)}")
+            low, high = exponents.central_range()
+            total = int(exponents.counts.sum()) + exponents.zeros
+            lost = (f"{exponents.underflow(limit, options.scale):.1%}" for limit in SMALLEST_SUBNORMAL.values())
+            rows.append((f"{part.name}, {kind}", f"{low} to {high}", f"{exponents.zeros / max(total, 1):.1%}", *lost))
+    summary = f"{len(parts)} parts, a batch of {run.config.batch_size}, gradients times {options.scale:g}"
+    print(f"{summary}\n{render_table(header, rows, align='left')}")
     if options.output:
         from limner.evaluation import report
 
         charts = [report.chart(part.name, part.shares(), x_label="floor(log2|gradient|)") for part in parts]
-        body = f'<p>{said}</p>{report.table(rows, header)}<div class="charts">{"".join(charts)}</div>'
+        body = f'<p>{summary}</p>{report.table(rows, header)}<div class="charts">{"".join(charts)}</div>'
         title = f"Exponents of the gradients of {options.run}"
-        print(f"written: {printable(report.save_page(options.output, title, f'<h1>{escape(title)}</h1>{body}'))}")
+        print(f"written: {escape_control(report.save_page(options.output, title, f'<h1>{escape(title)}</h1>{body}'))}")
