@@ -15,7 +15,6 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import docstring_parser
 import tyro
-from tyro import _errors  # private, hence the upper bound on tyro's version in pyproject.toml
 from tyro.constructors import (
     ConstructorRegistry,
     PrimitiveConstructorSpec,
@@ -25,6 +24,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )  # fmt: skip
 
+from limner import compat
 from limner.config import settingless_variants
 from limner.errors import UserError, closest_match
 from limner.validation import InvalidSetting, invalid_choice
@@ -130,8 +130,8 @@ def parse(
         description += [f"  {option} {', '.join(names)}" for option, names in variants.items()]
     options["description"] = "\n".join(description)
 
-    def raise_user_error(event: _errors.ParseErrorEvent) -> None:
-        if isinstance(event, _errors.UnrecognizedArgs):
+    def raise_user_error(event: compat.tyro_errors.ParseErrorEvent) -> None:
+        if isinstance(event, compat.tyro_errors.UnrecognizedArgs):
             parser = tyro.extras.get_parser(cls, **options)
             known = [name for action in parser._actions for name in action.option_strings]
             message = _unknown_options(event.tokens, [*variants, *known])
@@ -140,7 +140,7 @@ def parse(
         message = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}..."
         raise UserError(f"{message} (see `{prog} --help`)")
 
-    with _errors.on_parse_error(raise_user_error):
+    with compat.tyro_errors.on_parse_error(raise_user_error):
         try:
             return tyro.cli(cls, args=list(argv), prog=prog, **options)
         except ValueError as error:  # raised by a dataclass with unprefixed options
@@ -153,17 +153,17 @@ def _unknown_options(words: Sequence[str], options: Sequence[str]) -> str:
     return f"unknown: {', '.join(names)}" + (f", did you mean {match}?" if match else "")
 
 
-def _parse_error(event: _errors.ParseErrorEvent) -> str:
+def _parse_error(event: compat.tyro_errors.ParseErrorEvent) -> str:
     """Return the message for tyro's errors, except unknown options."""
     match event:
-        case _errors.MissingArgs():
+        case compat.tyro_errors.MissingArgs():
             return f"missing: {', '.join(_name(missing.arg) for missing in event.missing_arguments)}"
-        case _errors.BadValue():
+        case compat.tyro_errors.BadValue():
             count = event.argument.lowered.nargs
             return f"{_name(event.argument)} needs {count} value{'' if count == 1 else 's'}"
-        case _errors.InvalidChoice():
+        case compat.tyro_errors.InvalidChoice():
             return f"{_name(event.argument)} {invalid_choice(event.value, event.choices)}"
-        case _errors.InstantiationFailure(message=message, argument=argument):
+        case compat.tyro_errors.InstantiationFailure(message=message, argument=argument):
             reason = message.partition("\n")[0].rstrip(".")
             return f"{_name(argument)} must be {argument.lowered.metavar} ({reason})" if argument else reason
     return "the arguments are invalid"

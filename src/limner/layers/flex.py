@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from limner.compat import FakeTensor
 from limner.layers.patterns import Pattern
 from limner.numerics.compile_elementwise import specialize_ints, triton_supports
 

@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from limner import compat
 from limner.layers.int8 import row_major
 from limner.layers.kernel_counter import Product, count_product
 from limner.layers.low_precision import (
@@ -103,9 +104,9 @@ def _product(
         y = y * (scale_a[:, None] if scale_a.ndim else scale_a) * scale_b
     elif scale_a.ndim or scale_b.ndim:  # `_scaled_mm` then needs row scales of both and gives bf16
         by_row, by_column = scale_a.expand(len(a)).contiguous(), scale_b.expand(len(b)).contiguous()
-        y = torch._scaled_mm(row_major(a), row_major(b).mT, by_row[:, None], by_column[None], out_dtype=torch.bfloat16)
+        y = compat.scaled_mm(row_major(a), row_major(b).mT, by_row[:, None], by_column[None], out_dtype=torch.bfloat16)
     else:
-        y = torch._scaled_mm(row_major(a), row_major(b).mT, scale_a, scale_b, out_dtype=dtype)
+        y = compat.scaled_mm(row_major(a), row_major(b).mT, scale_a, scale_b, out_dtype=dtype)
     return (y if bias is None else y + bias).to(dtype)
 
 

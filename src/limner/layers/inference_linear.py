@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from limner import compat
 from limner.layers.convert import convert, unhooked
 from limner.layers.quantize import row_wise
 from limner.numerics.precision import acc_type
@@ -35,11 +36,11 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         with torch.inference_mode():
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _PACKED_ROWS)
+            self.weight = compat.reorder_linear_weight(linear.weight.detach(), _PACKED_ROWS)
             self.bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows m"]:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return compat.linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
 class DotLinear(nn.Module):
@@ -84,7 +85,7 @@ class Int8Linear(nn.Module):
             and rows.shape[1] % _STEP == 0
             and x.dtype != torch.float64
         ):
-            y = torch._weight_int8pack_mm(rows.contiguous(), self.weight, self.scale)
+            y = compat.weight_int8pack_mm(rows.contiguous(), self.weight, self.scale)
         else:
             y = F.linear(rows, self.weight.to(x.dtype)) * self.scale
         y = y.view(*x.shape[:-1], len(self.weight))
@@ -93,7 +94,7 @@ class Int8Linear(nn.Module):
 
 def supports_packed_linear() -> bool:
     """Return True if `PackedLinear` works on this machine."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.backends.mkldnn.is_available() and compat.is_mkldnn_bf16_supported()
 
 
 def pack_linears(model: M) -> M:

@@ -28,6 +28,7 @@ import torch
 from jaxtyping import Float, Int8, Int32, Shaped
 from torch import Tensor
 
+from limner import compat
 from limner.layers.kernel_counter import Product, count_product
 from limner.layers.vmap_loop import vmap_by_loop
 from limner.numerics.compile_elementwise import triton_supports
@@ -69,7 +70,7 @@ def int32_sums(
     a: Int8[Tensor, "m k"], b: Int8[Tensor, "n k"], out: Int32[Tensor, "m n"] | None = None
 ) -> Int32[Tensor, "m n"]:
     """Return a b^T by `_int_mm`, in `out` if given."""
-    return torch._int_mm(_gemm_operand(a), _gemm_operand(b.mT), out=out)
+    return compat.int_mm(_gemm_operand(a), _gemm_operand(b.mT), out=out)
 
 
 def row_major(x: Shaped[Tensor, "m k"]) -> Shaped[Tensor, "m k"]:

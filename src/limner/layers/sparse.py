@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from limner import compat
 from limner.layers import flex
 from limner.layers.attention import attention_mask
 from limner.layers.dense_attention import DenseAttention
@@ -188,7 +189,7 @@ class _RecomputedAttention(torch.autograd.Function):
             by_v[part] = attention.scatter_keys(_matmul_each(_transpose_each(weights), g)).view(by_v[part].shape)
             by_weight = _matmul_each(g, _transpose_each(values))
             by_score = [
-                torch._softmax_backward_data(y, w, -1, w.dtype) for y, w in zip(by_weight, weights, strict=True)
+                compat.softmax_backward_data(y, w, -1, w.dtype) for y, w in zip(by_weight, weights, strict=True)
             ]
             by_q[part] = attention.merge_queries(_matmul_each(by_score, keys)).mul_(scale).view(by_q[part].shape)
             by_k[part] = attention.scatter_keys(_matmul_each(_transpose_each(by_score), queries)).view(by_k[part].shape)

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._triton import has_triton_package
+
+from limner import compat
+from limner.compat import FakeTensor, has_triton_package, unset_fake_temporarily
 
 _MAX_VARIANTS = 64  # compiled variants of a function, by constants and kinds of tensors; torch's limit is 8
 MIN_COMPILED_SIZE = 1 << 17  # values from which a call of compiled code pays
@@ -35,14 +36,12 @@ class CompiledElementwise:
     def __call__(self, first: Tensor, *others: Any) -> Any:
         if not self.works or not self.compiles(first):
             return self.function(first, *others)
-        from torch._dynamo.exc import TorchDynamoException  # takes a second to import
-
         if self.compiled is None:
             self.compiled = torch.compile(self.function, dynamic=True)
         try:
             with specialize_ints():
                 return self.compiled(first, *others)
-        except TorchDynamoException as error:  # no compiler, or one that does not work
+        except compat.TorchDynamoException as error:  # no compiler, or one that does not work
             self.works = False
             reason = str(error).strip().partition("\n")[0]
             warnings.warn(f"torch.compile failed ({reason}): rounding to number formats runs more slowly", stacklevel=2)
@@ -57,8 +56,7 @@ class CompiledElementwise:
 def specialize_ints() -> Iterator[None]:
     """Context for calls of compiled functions: Python integers, such as numbers of bits, become constants of the code;
     sizes of tensors do not. With integers as variables, code is slower and may not compile on a GPU."""
-    from torch._dynamo import config
-
+    config = compat.dynamo_config
     before = config.specialize_int, config.recompile_limit
     config.specialize_int, config.recompile_limit = True, max(_MAX_VARIANTS, config.recompile_limit)
     try:

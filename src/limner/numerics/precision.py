@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from limner import compat
 from limner.numerics.formats import HALF_FORMATS
 
 
@@ -78,7 +79,7 @@ def has_fast_bf16(device: torch.device) -> bool:
         return False
     has = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.11
     amd = has.get("sse4a", False)  # only AMD has SSE4a
-    return torch.cpu._is_amx_tile_supported() or (amd and has.get("avx512_bf16", False))
+    return compat.is_amx_tile_supported() or (amd and has.get("avx512_bf16", False))
 
 
 def acc_type(*dtypes: torch.dtype) -> torch.dtype:

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from limner import compat
 from limner.layers import (
     Fp8SwitchBackLinear,
     Fp8TensorWiseLinear,
@@ -111,9 +112,9 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name()
     units = {
-        "VNNI": torch.cpu._is_vnni_supported(),
-        "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
-        "AMX": torch.cpu._is_amx_tile_supported(),
+        "VNNI": compat.is_vnni_supported(),
+        "AVX512-BF16": compat.is_avx512_bf16_supported(),
+        "AMX": compat.is_amx_tile_supported(),
     }
     return (
         f"a CPU with {' and '.join(name for name, present in units.items() if present) or 'no unit for 8 or 16 bits'}"

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from limner import compat
+from limner.compat import FakeStore, FakeTensor, FakeTensorMode
 from limner.distributed.sharded import KINDS
 from limner.layers.sparse import SparseAttention
 from limner.numerics.precision import Auto, Bf16, Fp16
@@ -105,7 +105,7 @@ class _FakeValueTracker(MemoryTracker):
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], FakeTensor):
-            if func is torch.ops.aten._local_scalar_dense.default:
+            if func is compat.local_scalar_dense:
                 return 1
             if func is torch.ops.aten.nonzero.default:
                 return torch.arange(args[0].numel())[:, None]

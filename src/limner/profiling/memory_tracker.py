@@ -21,12 +21,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from limner.compat import ShardingPropagator, TorchDispatchMode, resolve_process_group, tree_leaves
 from limner.errors import UserError
 from limner.optim.dtensor import to_local
 
@@ -164,4 +161,4 @@ def _world_size(args: tuple[Any, ...]) -> int:
                 return distributed.ProcessGroup.unbox(arg).size()  # pyright: ignore[reportAttributeAccessIssue]
             except RuntimeError:  # a reduce operation
                 continue
-    return _resolve_process_group(args[-1]).size()
+    return resolve_process_group(args[-1]).size()

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from limner import compat
 from limner.atomic_io import atomic_write_bytes, atomic_write_text, file_hash
 from limner.errors import UserError
 from limner.layers.cache import KVCache, LayerKVCache
@@ -52,19 +53,17 @@ def load_or_compile(
     for old in sorted(path.parent.glob("*.pt2"), key=lambda file: file.stat().st_mtime)[:-_MAX_CACHED_STEPS]:
         old.unlink(missing_ok=True)
         old.with_suffix(".sha256").unlink(missing_ok=True)
-    package = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)  # for CUDA graphs
+    package = compat.aoti_load_package(str(path), run_single_threaded=True)  # for CUDA graphs
     run = package.loader.run  # faster than calling the package, which parses its arguments
     return lambda token, position, memory: run([token, position, *memory])[0]
 
 
 def compile_step(step: nn.Module, args: tuple[Tensor, Tensor, list[Tensor]]) -> bytes:
     """Compile a step for arguments of these shapes. Return the content of a package file."""
-    from torch._inductor.utils import fresh_cache  # the import takes a second
-
-    with tempfile.TemporaryDirectory() as scratch, fresh_cache(dir=scratch):
+    with tempfile.TemporaryDirectory() as scratch, compat.fresh_inductor_cache(dir=scratch):
         path = Path(scratch) / "step.pt2"
         program = torch.export.export(step, args, strict=False)
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=_INDUCTOR_CONFIG)
+        compat.aoti_compile_and_package(program, package_path=str(path), inductor_configs=_INDUCTOR_CONFIG)
         return path.read_bytes()
 
 
