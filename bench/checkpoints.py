@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, distributed
 
-from limner.distributed.process_group import joined
+from limner.distributed.process_group import join_process_group
 from limner.distributed.sharded import Sharded
 from limner.models.transformer import SIZES
 from limner.optim.dtensor import full_tensor
-from limner.training.checkpoint import Files
+from limner.training.checkpoint import LocalCheckpointer
 
 Tensors = dict[str, dict[str, Tensor]]
 
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the measured disk; a temporary folder by default")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    with joined("sharded") as parallel, tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+    with join_process_group("fsdp") as parallel, tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         assert isinstance(parallel, Sharded)
         measure(parallel, options.size, options.rounds, Path(broadcast(temporary)))
 
@@ -75,8 +75,11 @@ def measure(parallel: Sharded, size: str, rounds: int, folder: Path) -> None:
         state["optimizer"] |= {f"{key}.{names[p]}": value for key, value in entries.items()}
     size_in_mb = sum(x.numel() * x.element_size() for group in state.values() for x in group.values()) / 1e6
 
-    files, shards = Files(folder / "gathered", 1), parallel.checkpointer(Files(folder / "shards", 1))
-    shards.begin()
+    files, shards = (
+        LocalCheckpointer(folder / "gathered", 1),
+        parallel.checkpointer(LocalCheckpointer(folder / "shards", 1)),
+    )
+    shards.acquire()
     samples: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
         times = {"a step": timed(step)}
@@ -84,7 +87,7 @@ def measure(parallel: Sharded, size: str, rounds: int, folder: Path) -> None:
         start = time.perf_counter()
         times["shards: training waits"] = timed(lambda at=turn: shards.save(at, state, {}))
         times["a step while shards are written"] = timed(step)
-        shards.wait()
+        shards.flush()
         times["shards: on the disk after"] = time.perf_counter() - start
         for name, seconds in times.items():
             slowest = torch.tensor(seconds, device=parallel.device)
@@ -93,7 +96,7 @@ def measure(parallel: Sharded, size: str, rounds: int, folder: Path) -> None:
                 samples.setdefault(name, []).append(slowest.item())
     if parallel.is_main:
         count = sum(p.numel() for p in model.parameters())
-        print(f"Python {platform.python_version()}, torch {torch.__version__}, {parallel.world} processes")
+        print(f"Python {platform.python_version()}, torch {torch.__version__}, {parallel.world_size} processes")
         print(f"{size}: {count:,} parameters, {size_in_mb:,.0f} MB of state\n")
         for name, seconds in samples.items():
             print(f"{name:34} {statistics.median(seconds) * 1e3:10,.0f} ms")
@@ -101,7 +104,7 @@ def measure(parallel: Sharded, size: str, rounds: int, folder: Path) -> None:
         print(f"{'gathered over shards, waiting':34} {statistics.median(a / b for a, b in waits):10.1f} times")
 
 
-def gathered(files: Files, step: int, state: Tensors) -> None:
+def gathered(files: LocalCheckpointer, step: int, state: Tensors) -> None:
     """Gather the state on all processes and write it in the first one."""
     tensors = {name: {key: full_tensor(x) for key, x in group.items()} for name, group in state.items()}
     if distributed.get_rank() == 0:

@@ -3,7 +3,7 @@
     python bench/memory_per_rank.py                      # 2 and 4 processes, this size
     python bench/memory_per_rank.py --ranks 4 --replicas 2 --width 256 --depth 8
 
-Gloo processes train for a few steps as `limner train --parallel sharded` does. Each adds up the storages of its shards
+Gloo processes train for a few steps as `limner train --parallel fsdp` does. Each adds up the storages of its shards
 of weights, gradients, moments and averages. Its peak is the maximum of live tensor bytes in the last step
 (`limner.profiling.memory_tracker`). The process size also has what torch loads for its first step and the allocator's
 cache, which the plan does not cover. The output has the growth of the process, from before the model, as well.
@@ -34,7 +34,7 @@ from limner.profiling.launch import Launch
 from limner.profiling.memory_tracker import MemoryTracker
 from limner.training.config import TrainConfig
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 OPTIMIZERS = {kind.__name__.removesuffix("Config"): kind for kind in (AdamWConfig, AdamW16Config, MuonConfig)}
 STEPS = 3
@@ -116,11 +116,11 @@ def work(launch: Launch, rank: int, rendezvous: str) -> dict[str, Any]:
         with MemoryTracker() as tracker:
             before = resident()
             parallel = Sharded(launch.replicas)
-            with parallel.building():
+            with parallel.init_context():
                 model = launch.config.build()
-            run = Run(model, Autoregressive(), launch.training, "cpu", parallel)
+            run = TrainState(model, Autoregressive(), launch.training, "cpu", parallel)
             hook = MemoryHook(tracker, gathered)
-            run.compute.register_forward_hook(hook.after_forward)
+            run.wrapped.register_forward_hook(hook.after_forward)
             for _ in range(STEPS):
                 hook.reset()
                 update(run, batch(launch), [hook])

@@ -12,7 +12,7 @@ on each link, `--rounds` times. The output per step:
                 the step is not longer than on an unlimited link
     loss        after all steps
 
-`sharded` sends most: it gathers weights twice and reduces gradients; `zero2` gathers weights once. Both are meant for
+`fsdp` sends most: it gathers weights twice and reduces gradients; `zero2` gathers weights once. Both are meant for
 links within a machine.
 
 `limner reproduce compression-rank` measures the rank that does not change the loss.
@@ -39,7 +39,7 @@ import torch
 from torch import distributed
 
 from limner import errors
-from limner.distributed.gradient_reducers import Bf16Reducer, Plain
+from limner.distributed.gradient_reducers import Bf16Reducer, Fp32Reducer
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
@@ -50,14 +50,14 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
 from limner.progress import progress
 from limner.training.config import TrainConfig
-from limner.training.parallel import Parallel, Single
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 ENDS = ("limner0", "limner1")  # namespaces and interfaces
 ALONE = "alone, nothing sent"
 BASE = "DDP, fp32"
-KINDS = (ALONE, BASE, "torch-powersgd", "plain", "bf16", "powersgd, fp32", "powersgd", "sharded", "zero2")
+KINDS = (ALONE, BASE, "torch-powersgd", "plain", "bf16", "powersgd, fp32", "powersgd", "fsdp", "zero2")
 
 
 @dataclass
@@ -185,14 +185,14 @@ def run_both(task: Work) -> dict[str, Any]:
 def strategy(task: Work) -> Parallel:
     """Return the reduction method."""
     if task.kind == ALONE:
-        return Single()
-    if task.kind in ("sharded", "zero2"):
-        return Sharded() if task.kind == "sharded" else Zero2()
+        return SingleProcess()
+    if task.kind in ("fsdp", "zero2"):
+        return Sharded() if task.kind == "fsdp" else Zero2()
     config = partial(PowerSGDConfig, rank=task.rank)
     return Replicated(
         {
-            BASE: None, "plain": Plain, "bf16": Bf16Reducer, "powersgd": partial(PowerSGD, config()),
-            "powersgd, fp32": partial(PowerSGD, config(narrow=False)),
+            BASE: None, "plain": Fp32Reducer, "bf16": Bf16Reducer, "powersgd": partial(PowerSGD, config()),
+            "powersgd, fp32": partial(PowerSGD, config(quantize=False)),
             "torch-powersgd": partial(TorchPowerSGD, task.rank),
         }[task.kind]
     )  # fmt: skip
@@ -212,7 +212,7 @@ def work(task: Work) -> None:
         steps=steps, optimizer=AdamWConfig(lr=1e-3), batch_size=task.batch, precision=Fp32(), seed=task.seed
     )
     torch.manual_seed(task.seed)
-    run = Run(model.build(), Autoregressive(), config, parallel=parallel)
+    run = TrainState(model.build(), Autoregressive(), config, parallel=parallel)
     generator = torch.Generator().manual_seed(task.seed)
     times, sent = [], 0
     for step in range(steps):

@@ -26,30 +26,30 @@ _context.set_forkserver_preload(
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Any]:
-    """What `function(*arguments)` returns in each of the processes of one group; it lives in a module of the tests."""
+    """Return the results of `function(*arguments)`, defined in a test module, by rank of a group of processes."""
     with at_work(ranks, function, *arguments, seconds=seconds) as (_, ends):
-        found = [_received(end, seconds) for end in ends]
-    if errors := [error for error, _ in found if error]:
+        results = [_receive(end, seconds) for end in ends]
+    if errors := [error for error, _ in results if error]:
         raise AssertionError("\n".join(errors))
-    return [result for _, result in found]
+    return [result for _, result in results]
 
 
 def left_out(parallel: Any) -> dict[str, Tensor]:
-    """What compression has left out of gradients, the mean over replicas, whole; {} of one process."""
-    reduction = getattr(parallel, "_reduction", None)
-    return {name: full_tensor(x) for name, x in reduction.mean_errors().items()} if reduction else {}
+    """Return the mean of the error buffers over replicas, as full tensors; {} for one process."""
+    reducer = getattr(parallel, "reducer", None)
+    return {name: full_tensor(x) for name, x in reducer.mean_error_buffers().items()} if reducer else {}
 
 
 @contextmanager
 def at_work(
     ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120
 ) -> Iterator[tuple[list[BaseProcess], list[Connection]]]:
-    """The processes, which do not outlive the block, and where they tell what the function has returned."""
+    """Start processes that end with the block; yield them and the connections on which they send results."""
     with tempfile.TemporaryDirectory() as folder:
         ends = [_context.Pipe(duplex=False) for _ in range(ranks)]
-        what = seconds, _where(function), arguments
+        shared_arguments = seconds, _source(function), arguments
         processes = [
-            _context.Process(target=_work, args=(f"{folder}/store", rank, ranks, send, *what))
+            _context.Process(target=_run, args=(f"{folder}/store", rank, ranks, send, *shared_arguments))
             for rank, (_, send) in enumerate(ends)
         ]
         for process, (_, send) in zip(processes, ends, strict=True):
@@ -63,19 +63,19 @@ def at_work(
                 process.join()
 
 
-def _where(function: Callable[..., Any]) -> tuple[str, str]:
-    """Its file and name: modules of tests have no name to import them by."""
+def _source(function: Callable[..., Any]) -> tuple[str, str]:
+    """Return file and name of a function: test modules cannot be imported by name."""
     return str(sys.modules[function.__module__].__file__), function.__name__
 
 
-def _received(receive: Connection, seconds: float) -> tuple[str | None, Any]:
+def _receive(receive: Connection, seconds: float) -> tuple[str | None, Any]:
     try:
-        return receive.recv() if receive.poll(seconds) else (f"no answer after {seconds} s", None)
+        return receive.recv() if receive.poll(seconds) else (f"no result after {seconds} s", None)
     except EOFError:
-        return "a process ended without an answer", None
+        return "a process ended without a result", None
 
 
-def _work(
+def _run(
     store: str,
     rank: int,
     ranks: int,
@@ -84,15 +84,15 @@ def _work(
     function: tuple[str, str],
     arguments: tuple[Any, ...],
 ) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these are processes of a CPU, also where there is a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use the CPU even if there is a GPU
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", store=distributed.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     try:
-        found = runpy.run_path(function[0])[function[1]](*arguments)
-        send.send((None, found))
+        results = runpy.run_path(function[0])[function[1]](*arguments)
+        send.send((None, results))
     except BaseException:
         send.send((f"process {rank}:\n{traceback.format_exc()}", None))
     send.close()
-    time.sleep(seconds)  # until it is killed: others may still need it
+    time.sleep(seconds)  # until killed: other processes may still need it

@@ -29,14 +29,14 @@ from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW16Config
-from limner.training.checkpoint import Files, completed
+from limner.training.checkpoint import LocalCheckpointer, completed
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.loop import Interrupted, train
 from limner.training.metrics_log import read_metrics
-from limner.training.parallel import Parallel, Single
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.state import restore, save
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 STEPS, EVERY = 8, 4
 CONFIG = TrainConfig(
@@ -62,10 +62,10 @@ class Steps(Hook):
     def __init__(self, stop: int = 0) -> None:
         self.stop, self.table, self.steps = stop, torch.zeros(3), []
 
-    def after_update(self, run: Run) -> None:
+    def after_update(self, run: TrainState) -> None:
         self.table += run.step
         self.steps.append(run.step)
-        if run.step == self.stop and run.parallel.rank == run.parallel.world - 1:
+        if run.step == self.stop and run.parallel.rank == run.parallel.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,12 +75,12 @@ class Steps(Hook):
         self.table, self.steps = state["table"], list(state["steps"])
 
 
-class Slow(Files):
+class Slow(LocalCheckpointer):
     """The first checkpoint does not get its name before training has gone on for two steps."""
 
     @contextmanager
-    def writing(self, step: int, *others: Any) -> Iterator[Path]:
-        with super().writing(step, *others) as fresh:
+    def create(self, step: int, *others: Any) -> Iterator[Path]:
+        with super().create(step, *others) as fresh:
             yield fresh
             deadline = time.monotonic() + 120
             while step == EVERY and not any(r["step"] >= step + 2 for r in read_metrics(self.run / "metrics.jsonl")):
@@ -103,8 +103,8 @@ def parallel(replicas: int | str) -> Parallel:
     1-6-9 of ranks that hold all weights."""
     if isinstance(replicas, str):
         return Replicated(PowerSGD)
-    make = partial(PowerSGD, PowerSGDConfig(narrow=False)) if replicas in (2, 4) else None
-    return Single() if replicas < 0 else Sharded(replicas, make) if replicas else Replicated()
+    make = partial(PowerSGD, PowerSGDConfig(quantize=False)) if replicas in (2, 4) else None
+    return SingleProcess() if replicas < 0 else Sharded(replicas, make) if replicas else Replicated()
 
 
 class Killed(Hook):
@@ -113,8 +113,8 @@ class Killed(Hook):
     def __init__(self, out: Path) -> None:
         self.out = out
 
-    def after_update(self, run: Run) -> None:
-        if run.step == EVERY + 2 and run.parallel.rank == run.parallel.world - 1:
+    def after_update(self, run: TrainState) -> None:
+        if run.step == EVERY + 2 and run.parallel.rank == run.parallel.world_size - 1:
             while not completed(self.out):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -129,9 +129,9 @@ def learn(
 ) -> tuple[int, bool] | None:
     """Train on; if it is stopped, returns at which step, and whether its state was on the disk at once."""
     stream, ours = Stream(Tokens(), 8, seed=3), parallel(replicas)
-    files = (Slow if slow else Files)(out, CONFIG.keep)
+    files = (Slow if slow else LocalCheckpointer)(out, CONFIG.keep)
     try:
-        with ours.building():
+        with ours.init_context():
             model = build()
         train(
             model, Autoregressive(), stream, CONFIG, out,
@@ -147,15 +147,15 @@ def learn(
 def pass_on(source: Path, target: Path, replicas: int) -> None:
     """Restore what is in one folder and save it in another."""
     ours, stream, hook = parallel(replicas), Stream(Tokens(), 8, seed=3), Steps()
-    with ours.building():
+    with ours.init_context():
         model = build()
-    run = Run(model, Autoregressive(), CONFIG, parallel=ours)
-    ours.divide(stream)
-    there, here = (ours.checkpointer(Files(folder, 1)) for folder in (source, target))
+    run = TrainState(model, Autoregressive(), CONFIG, parallel=ours)
+    ours.shard_stream(stream)
+    there, here = (ours.checkpointer(LocalCheckpointer(folder, 1)) for folder in (source, target))
     description = json.loads(json.dumps({"training": to_dict(CONFIG)}))
     assert restore(run, stream, [hook], description, there)
     save(run, stream, [hook], description, here)
-    here.wait()
+    here.flush()
     stream.close()
 
 
@@ -163,13 +163,13 @@ def draws(source: Path) -> tuple[list[float], list[float]]:
     """The first random numbers of a run that begins, and of one that goes on from there: torch's, the objective's."""
     ours, stream, hook = parallel(0), Stream(Tokens(), 8, seed=3), Steps()
 
-    def drawn(run: Run) -> list[float]:
+    def drawn(run: TrainState) -> list[float]:
         return [torch.rand(()).item(), torch.rand((), generator=run.generator).item()]
 
-    began = drawn(Run(build(), Autoregressive(), CONFIG, parallel=ours))
-    run = Run(build(), Autoregressive(), CONFIG, parallel=ours)
+    began = drawn(TrainState(build(), Autoregressive(), CONFIG, parallel=ours))
+    run = TrainState(build(), Autoregressive(), CONFIG, parallel=ours)
     description = json.loads(json.dumps({"training": to_dict(CONFIG)}))
-    assert restore(run, stream, [hook], description, ours.checkpointer(Files(source, 9)))
+    assert restore(run, stream, [hook], description, ours.checkpointer(LocalCheckpointer(source, 9)))
     stream.close()
     return began, drawn(run)
 
@@ -183,17 +183,17 @@ def tensors(step: int) -> dict[str, dict[str, Tensor]]:
 
 def save_on(out: Path, first: int) -> None:
     """Save one state after another until killed."""
-    checkpointer = sharded_checkpoint.Shards(Files(out, keep=2))
-    checkpointer.begin()
+    checkpointer = sharded_checkpoint.ShardedCheckpointer(LocalCheckpointer(out, keep=2))
+    checkpointer.acquire()
     for step in range(first, 10**6):
         checkpointer.save(step, tensors(step), {"step": step})
 
 
 def fail(out: Path, rank: int) -> str:
     """What is said at the next save when one rank may write no large file any more."""
-    checkpointer = sharded_checkpoint.Shards(Files(out, keep=2))
+    checkpointer = sharded_checkpoint.ShardedCheckpointer(LocalCheckpointer(out, keep=2))
     checkpointer.save(1, tensors(1), {"step": 1})
-    checkpointer.wait()
+    checkpointer.flush()
     if distributed.get_rank() == rank:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
@@ -206,8 +206,8 @@ def fail(out: Path, rank: int) -> str:
 
 def apart(out: Path) -> str:
     """What is said where each rank has a folder of its own."""
-    sharded_checkpoint._PATIENCE = 0.2
+    sharded_checkpoint.VISIBILITY_TIMEOUT = 0.2
     rank = distributed.get_rank()
     with pytest.raises(UserError) as said:
-        sharded_checkpoint.Shards(Files(out / f"machine-{rank}", keep=2)).begin()
+        sharded_checkpoint.ShardedCheckpointer(LocalCheckpointer(out / f"machine-{rank}", keep=2)).acquire()
     return str(said.value)

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains on several machines under Slurm, for longer than one job may take:
 #
-#     sbatch examples/cluster/slurm.sh data/photos runs/photos --recipe photos --parallel sharded --replicas machines
+#     sbatch examples/cluster/slurm.sh data/photos runs/photos --recipe photos --parallel fsdp --dp-replicate per-node
 #
 # The data, the run and this environment are on a file system that all machines share.
 #

@@ -25,7 +25,7 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.recipes import recipe
 from limner.training.config import TrainConfig
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 SOURCE = Path(limner.__path__[0]).parent
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -75,7 +75,7 @@ def test_an_objective_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
         },
     )
     assert stage.objective == module.AbsoluteError(tau=0.5)
-    run = Run(stage.model.build(), stage.objective, stage.training)
+    run = TrainState(stage.model.build(), stage.objective, stage.training)
     update(run, {"pixels": torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)})
     assert math.isfinite(run.loss)
 
@@ -85,7 +85,7 @@ def test_a_precision() -> None:
     exec(PRECISION, names)
     config = TrainConfig(steps=1, precision=names["CarefulBf16"]())
     plain = TransformerConfig(text_vocab=8, image_vocab=8, text_len=2, grid=(2, 2), width=16, depth=2, heads=2).build()
-    run = Run(deepcopy(plain), Autoregressive(), config)
+    run = TrainState(deepcopy(plain), Autoregressive(), config)
     x = torch.randn(3, 64)
     with config.precision.autocast("cpu"):
         kinds = [(b.mlp.branch.down(x).dtype, b.attention.branch.qkv(x[:, :16]).dtype) for b in run.model.blocks]
@@ -130,7 +130,7 @@ torch.manual_seed(0)
 model = nn.Linear(1, 1)
 config = TrainConfig(steps=30, batch_size=4, precision=Fp32(), clip_norm=None)
 train(model, squared_error, Stream(Line(), batch_size=4), config, sys.argv[3], parallel=STRATEGY)
-assert set(REDUCERS) == set(get_args(get_type_hints(Train)["reduce"]))
+assert set(REDUCERS) == set(get_args(get_type_hints(Train)["grad_compression"]))
 print(model.weight.item(), model.bias.item())
 distributed.destroy_process_group()
 """

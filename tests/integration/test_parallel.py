@@ -30,7 +30,7 @@ from limner.training.checkpoint import completed, read_groups
 from limner.training.config import TrainConfig
 from limner.training.loop import Interrupted, train
 from limner.training.metrics_log import read_metrics
-from limner.training.parallel import Parallel, Single
+from limner.training.parallel import Parallel, SingleProcess
 
 STEPS = 20
 
@@ -123,7 +123,7 @@ def compare(out: Path, whole: Path) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole")
-    work(out, Single())
+    work(out, SingleProcess())
     return out
 
 

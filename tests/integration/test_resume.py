@@ -147,7 +147,7 @@ def test_who_was_cut_off_cannot_write_over_who_went_on(tmp_path: Path) -> None:
         first.send_signal(signal.SIGCONT)
         _, error = first.communicate(timeout=60)
     assert first.returncode == 1
-    assert b"has been started again elsewhere (start 2; this is start 1): this one saves nothing more and ends" in error
+    assert b"(start 2; this is start 1): this process stops without saving" in error
     assert completed(tmp_path) == done and {path: path.read_bytes() for path in done[-1].iterdir()} == before
 
 

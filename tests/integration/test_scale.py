@@ -73,7 +73,7 @@ def test_the_reducer_in_another_training_loop(tmp_path: Path) -> None:
     finally:
         distributed.destroy_process_group()
     assert losses[-1] < 0.5 * losses[0]
-    assert names["reduction"].errors().keys() == {"blocks.0.weight"}
+    assert names["reduction"].error_buffers().keys() == {"blocks.0.weight"}
 
 
 def test_the_page_is_read_as_blocks() -> None:

@@ -97,7 +97,7 @@ def workers(agent: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sharded", "zero2"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero2"])
 def test_two_processes_train_what_one_trains(kind: str, data: Path, whole: Path, tmp_path: Path) -> None:
     process = start(data, tmp_path / "run", "--parallel", kind)
     said, warned = process.communicate(timeout=400)
@@ -119,7 +119,7 @@ def test_a_killed_process_is_started_again_and_one_process_goes_on_alone(
     process.send_signal(signal.SIGINT)
     _, warned = process.communicate(timeout=400)
     # torchrun's own words: it may end the other process before that has said why (test_processes.py has the sentence).
-    assert "exitcode: -9" in warned and "going on from" in warned
+    assert "exitcode: -9" in warned and "resuming from" in warned
     assert process.returncode != 0 and len(read_metrics(out / "prior/metrics.jsonl")) < STEPS
     capsys.readouterr()
     assert main(["train", str(data), "--out", str(out), *OPTIONS, *stages]) == 0
@@ -133,14 +133,14 @@ def test_shards_of_replicas_go_on_as_other_shards(data: Path, whole: Path, tmp_p
     more = ("--stages", "prior", "--prior.training.accumulate", "2", "--prior.training.optimizer", "AdamW16")
     for folder in (out, one):
         shutil.copytree(whole / "dvae", folder / "dvae")
-    process = start(data, out, *more, "--parallel", "sharded", "--replicas", "2", ranks=4)
+    process = start(data, out, *more, "--parallel", "fsdp", "--dp-replicate", "2", ranks=4)
     wait_for(out, 6, process)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=400)
     assert 6 <= len(read_metrics(out / "prior/metrics.jsonl")) < STEPS
-    process = start(data, out, *more, "--parallel", "sharded")
+    process = start(data, out, *more, "--parallel", "fsdp")
     _, warned = process.communicate(timeout=400)
-    assert process.returncode == 0 and "going on from" in warned, warned
+    assert process.returncode == 0 and "resuming from" in warned, warned
     assert warned.count("4 ranks: results may differ") == 1  # one of them warns
     assert main(["train", str(data), "--out", str(one), *OPTIONS, *more]) == 0
     compare(out, one, ("prior",))
@@ -153,7 +153,7 @@ def test_shards_of_replicas_go_on_as_other_shards(data: Path, whole: Path, tmp_p
     ("options", "says"),
     [
         (("--dvae.training.batch-size", "5"), "a batch of 5 cannot be divided among 2 ranks: choose a multiple of 2"),
-        (("--parallel", "sharded", "--replicas", "3"), "2 processes cannot hold 3 replicas: choose a divisor of 2"),
+        (("--parallel", "fsdp", "--dp-replicate", "3"), "2 processes cannot hold 3 replicas: choose a divisor of 2"),
     ],
 )
 def test_what_cannot_be_divided_is_said_in_a_sentence(
@@ -172,8 +172,8 @@ def test_without_torchrun_half_an_environment_is_refused(data: Path, tmp_path: P
     assert main(["train", str(data), "--out", str(tmp_path / "run"), *OPTIONS]) == 2
     assert "MASTER_ADDR" in (said := capsys.readouterr().err) and "torchrun" in said
     monkeypatch.delenv("RANK")
-    assert main(["train", str(data), "--out", str(tmp_path / "run"), *OPTIONS, "--parallel", "sharded"]) == 2
-    assert "start several with torchrun" in capsys.readouterr().err
+    assert main(["train", str(data), "--out", str(tmp_path / "run"), *OPTIONS, "--parallel", "fsdp"]) == 2
+    assert "start them with torchrun" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_said_in_a_sentence(data: Path, tmp_path: Path, monkeypatch, capsys) -> None:
@@ -184,4 +184,4 @@ def test_a_port_in_use_is_said_in_a_sentence(data: Path, tmp_path: Path, monkeyp
             monkeypatch.setenv(name, value)
         assert main(["train", str(data), "--out", str(tmp_path / "run"), *OPTIONS]) == 2
     said = capsys.readouterr().err
-    assert f"process 0 cannot meet the others at 127.0.0.1:{port}" in said and "Traceback" not in said
+    assert f"process 0 cannot reach its peers at 127.0.0.1:{port}" in said and "Traceback" not in said

@@ -14,7 +14,7 @@ from limner.models.transformer import Block
 from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def optimised(make: Callable[..., torch.optim.Optimizer]) -> list[torch.Tensor]:
 
 def scales(kind: str) -> list[torch.Tensor]:
     config = TrainConfig(steps=1, scaling=kind)  # type: ignore[arg-type]
-    (hook,) = scaling(run := Run(nn.ModuleList([Block(8, 2)]).float(), lambda *_: None, config))  # type: ignore[arg-type]
+    (hook,) = scaling(run := TrainState(nn.ModuleList([Block(8, 2)]).float(), lambda *_: None, config))  # type: ignore[arg-type]
     for p in run.parameters:
         p.grad = torch.ones_like(p)
     hook.after_backward(run)

@@ -77,10 +77,10 @@ def test_a_total_may_be_unknown(time, capsys) -> None:
 def test_the_bar_draws_and_notes_stay(capsys) -> None:
     with BarProgress("drawing [/a]", total=3) as bar:
         bar.resume(1)
-        bar.note("going on from [1]")
+        bar.note("resuming from [1]")
         bar.advance(2, loss=1.5)
     err = capsys.readouterr().err
-    assert "drawing [/a]" in err and "going on from [1]" in err and "3/3" in err and "loss 1.5" in err
+    assert "drawing [/a]" in err and "resuming from [1]" in err and "3/3" in err and "loss 1.5" in err
 
 
 def test_the_silent_kind_counts() -> None:

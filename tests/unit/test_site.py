@@ -27,7 +27,7 @@ from limner.objectives.elbo import RelaxedELB
 from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.objectives.reconstruction_loss import ReconstructionLoss
 from limner.training.config import TrainConfig
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 ROOT = Path(__file__).parents[2]
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}  # without a click
@@ -143,7 +143,7 @@ def test_a_recipe_page_has_every_setting(reference: ModuleType, name: str):
     page = reference.recipe_page(name)
     chosen = set(re.findall(r"`(--[\w.-]+)` chooses", page))
     variants = set(reference.recipe_options(name).variants)
-    assert settings - variants - {"--reduce.rank", "--grad-compression.rank"} <= listed(page) and len(settings) > 60
+    assert settings - variants - {"--grad-compression.rank"} <= listed(page) and len(settings) > 60
     assert chosen <= variants
 
 
@@ -168,7 +168,7 @@ def test_every_logged_metric_is_documented():
         (dvae, RelaxedELB()), (dvae, BalancedELB()), (patches, ReconstructionLoss()), (prior, Autoregressive()),
         (clip, HardNegativeLoss()),
     ):  # fmt: skip
-        run = Run(config.build(), objective, TrainConfig(steps=1))
+        run = TrainState(config.build(), objective, TrainConfig(steps=1))
         metrics = objective(run.model, batch, 0, run.generator)[1]
         logged[type(objective).__name__] = set(run.report(metrics))
     assert set().union(*logged.values()) - documented == set()

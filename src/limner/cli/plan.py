@@ -25,7 +25,7 @@ from limner.text_table import render_table
 from limner.validation import Range, Validated
 
 RUNS = """\
-limner trains on one GPU, or with torchrun on many. There it shards parameters over groups of GPUs (--parallel sharded;
+limner trains on one GPU, or with torchrun on many. There it shards parameters over groups of GPUs (--parallel fsdp;
 with zero2, parameters are unsharded between forward and backward pass), and averages gradients between the replicas,
 in fp32 or compressed by PowerSGD.
 The columns "fp32": weights and gradients in fp32, matrix products in bf16, or fp16 on GPUs without bf16. The columns
@@ -55,7 +55,7 @@ class PlanOptions(Validated):
     """Rank of PowerSGD over all shards; the paper's by default (Table 1)."""
     link: Annotated[float | None, Range(1e-3, 1e9)] = None
     """Bandwidth between machines in Mbit/s; by default typical for the GPU."""
-    replicas: Annotated[int | None, Range(1, 10**7)] = None
+    dp_replicate: Annotated[int | None, Range(1, 10**7)] = None
     """Replicas of the sharded parameters; the fastest number that fits by default."""
     dry_run: bool = False
     """Also run a step of the launch in this process on meta tensors: seconds for a small model, minutes for the
@@ -86,7 +86,9 @@ def main(argv: Sequence[str]) -> None:
         link=None if options.link is None else options.link * 1e6 / 8,
     )
     settings = replace(training, batch_size=batch)
-    estimates = enumerate_launches(cost_model.config, settings, options.gpus, cluster, options.replicas, options.rank)
+    estimates = enumerate_launches(
+        cost_model.config, settings, options.gpus, cluster, options.dp_replicate, options.rank
+    )
     blocks = [*report(options.recipe, cost_model, training.steps, options.candidates)]
     blocks += launches(estimates, options.recipe, training)
     if options.dry_run:

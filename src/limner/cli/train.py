@@ -17,7 +17,7 @@ from limner.cli.variant_options import apply_variant_flags, variant_flags
 from limner.config import load_json
 from limner.distributed import process_group
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
-from limner.distributed.replicated import Make
+from limner.distributed.replicated import ReducerFactory
 from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError, escape_control
 from limner.recipes.recipe import PretrainedDVAE, Recipe
@@ -52,17 +52,17 @@ class Train(Validated):
     recipe: Annotated[str, arg(help=_recipe_help(), metavar="NAME|FILE")]
     stages: tuple[Literal["dvae", "prior", "contrastive"], ...] = ()
     """Stages to train; all by default."""
-    parallel: process_group.Kind = "replicated"
-    """State in each process of torchrun: all weights (replicated), or a part of them (sharded), or all weights and a
-    part of gradients, averages and moments (zero2)."""
-    replicas: Annotated[int | process_group.Machines, Range(1, 2**16)] = 1
-    """Number of process groups that each hold all weights, for sharded and zero2; machines makes each machine a group,
+    parallel: process_group.Kind = "ddp"
+    """State in each process of torchrun: all of it (ddp), a shard of it (fsdp), or all weights and a
+    shard of gradients, averages and moments (zero2)."""
+    dp_replicate: Annotated[int | process_group.PerNode, Range(1, 2**16)] = 1
+    """Number of process groups that each hold all weights, for fsdp and zero2; per-node makes each machine a group,
     also after a machine is lost or added."""
     deterministic: bool = False
     """Train reproducibly: the same command gives the same weights. Slower on GPUs; stages are trained one by one."""
-    reduce: Reducer = "plain"
-    """Format of gradients sent between replicas: fp32, bf16, or PowerSGD factors of the paper or of torch."""
-    reduce_rank: Annotated[int | None, Range(1, 2**16), arg(name="reduce.rank")] = None
+    grad_compression: Reducer = "none"
+    """Format of gradients sent between replicas: fp32 (none), bf16, or PowerSGD factors of the paper or of torch."""
+    grad_compression_rank: Annotated[int | None, Range(1, 2**16), arg(name="grad-compression.rank")] = None
     """Rank of the PowerSGD factors over all shards of a matrix; by default an eighth of its smaller side, for torch's
     32."""
     settings: Annotated[Recipe, arg(name="")]
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
     announce = partial(
         time_estimate.print_estimate, options.settings, options.out, fallback=recipes.fallback_recipe(options.recipe)
     )
-    joined = process_group.joined(options.parallel, options.replicas, _reducer(options))
+    joined = process_group.join_process_group(options.parallel, options.dp_replicate, _reducer(options))
     with deterministic(options.deterministic), joined as parallel:
         bundle = train_all(options.settings, options.data, options.out, options.stages or None, announce, parallel)
     if process_group.rank():
@@ -94,15 +94,17 @@ def main(argv: Sequence[str]) -> None:
         print(f'draw with its bundle: limner draw "..." --model {escape_control(options.out)}')
 
 
-def _reducer(options: Train) -> Make | None:
-    rank = options.reduce_rank
+def _reducer(options: Train) -> ReducerFactory | None:
+    rank = options.grad_compression_rank
     if rank is None:
-        return process_group.REDUCERS[options.reduce]
-    if options.reduce == "powersgd":
+        return process_group.REDUCERS[options.grad_compression]
+    if options.grad_compression == "powersgd":
         return partial(PowerSGD, PowerSGDConfig(rank=rank))
-    if options.reduce == "torch-powersgd":
+    if options.grad_compression == "torch-powersgd":
         return partial(TorchPowerSGD, rank)
-    raise UserError(f"--reduce.rank needs --reduce powersgd or torch-powersgd, not {options.reduce}")
+    raise UserError(
+        f"--grad-compression.rank needs --grad-compression powersgd or torch-powersgd, not {options.grad_compression}"
+    )
 
 
 def find_recipe(name: str | None) -> Recipe | None:

@@ -17,29 +17,29 @@ from typing import Any
 from torch import Tensor, distributed
 
 
-def exchange(given: Tensor, got: Tensor, group: Any) -> distributed.Work:
-    """Send row i of `given` [W, n] to process i, and receive the row from process i as row i of `got` [W, n]."""
-    got[group.rank()] = given[group.rank()]
-    return _swap(list(given), got, group)
+def all_to_all(sent: Tensor, received: Tensor, group: Any) -> distributed.Work:
+    """Send row i of `sent` [W, n] to process i, and receive the row from process i as row i of `received` [W, n]."""
+    received[group.rank()] = sent[group.rank()]
+    return _exchange(list(sent), received, group)
 
 
-def gather(own: Tensor, everyone: Tensor, group: Any) -> distributed.Work:
-    """Write `own` [n] to this process's row of `everyone` [W, n] on all processes. `own` may be a view of that row.
+def all_gather(row: Tensor, rows: Tensor, group: Any) -> distributed.Work:
+    """Write `row` [n] to this process's row of `rows` [W, n] on all processes. `row` may be a view of that row.
 
     Each process sends to all others. With more than two, gloo's ring sends less over a link shared by several.
     """
-    if everyone[group.rank()].data_ptr() != own.data_ptr():
-        everyone[group.rank()] = own
-    return _swap([own] * group.size(), everyone, group)
+    if rows[group.rank()].data_ptr() != row.data_ptr():
+        rows[group.rank()] = row
+    return _exchange([row] * group.size(), rows, group)
 
 
-def _swap(given: Sequence[Tensor], got: Tensor, group: Any) -> distributed.Work:
+def _exchange(sent: Sequence[Tensor], received: Tensor, group: Any) -> distributed.Work:
     others = [i for i in range(group.size()) if i != group.rank()]
-    asked = [distributed.irecv(got[i], group=group, group_src=i) for i in others]
-    return _Together(asked + [distributed.isend(given[i], group=group, group_dst=i) for i in others])
+    receives = [distributed.irecv(received[i], group=group, group_src=i) for i in others]
+    return _AllOf(receives + [distributed.isend(sent[i], group=group, group_dst=i) for i in others])
 
 
-class _Together(distributed.Work):
+class _AllOf(distributed.Work):
     """A `Work` that completes when all its parts have completed."""
 
     def __init__(self, works: Sequence[distributed.Work | None]) -> None:

@@ -26,8 +26,8 @@ checkpoint holds the buffers of each replica, or their mean if they are too larg
 number of replicas resumes bit for bit, another number from the mean. (The paper divides gradients by the whole batch,
 so its checkpoints hold the sum; here gradients are means over a replica's samples.)
 
-If an update is skipped, or leaves out some tensors, `put_back` adds P Q^T to their buffers again. The value that is not
-finite may be in another block, and E.2 would lose the contribution of earlier steps.
+If an update is skipped, or leaves out some tensors, `restore_error_feedback` adds P Q^T to their buffers again. The
+value that is not finite may be in another block, and E.2 would lose the contribution of earlier steps.
 
 Two details differ from E.2. Flags are sent with P and Q: whether the gradients, P and Q are finite and, with Q, whether
 P is finite after step 5. All replicas therefore leave out the same blocks. And the loop measures the gradient norm on
@@ -48,7 +48,7 @@ from jaxtyping import Float
 from torch import Tensor, distributed, nn
 
 from limner.data.stream import splitmix64
-from limner.distributed.gradient_reducers import Bucket, Replicas, Waiting, averaged, unpacked
+from limner.distributed.gradient_reducers import Bucket, PendingWork, Replicas, average_grads, unpack_error
 from limner.errors import UserError
 from limner.numerics.formats import E6M9, HALF_FORMATS
 from limner.optim import grad_access
@@ -75,12 +75,12 @@ class PowerSGDConfig(Validated):
     Attributes:
         rank: directions of a matrix, divided evenly among its shards; each shard has at most as many as its smaller
             side. None takes an eighth of the matrix's smaller side.
-        narrow: send factors and keep buffers in 1-6-9 instead of fp32.
+        quantize: send factors and keep buffers in 1-6-9 instead of fp32.
         seed: seed of Q_0.
     """
 
     rank: Annotated[int | None, Range(1, 2**16)] = None
-    narrow: bool = True
+    quantize: bool = True
     seed: Annotated[int, Range(0, 2**31 - 1)] = 0
 
 
@@ -91,33 +91,33 @@ class Matrix:
     name: str
     parameter: nn.Parameter
     buffer: Tensor  # E in the shape of the shard, in fp32 or as codes
-    turned: bool  # True if the shard has more rows than columns
-    start: Float[Tensor, "n r"]  # Q_0
-    divisor: Tensor | None = None  # pending scale of a gradient in 16 bits (`optim/grad_access.py`)
+    transposed: bool  # True if the shard has more rows than columns
+    q0: Float[Tensor, "n r"]
+    grad_scale: Tensor | None = None  # pending scale of a gradient in 16 bits (`optim/grad_access.py`)
 
-    def taken(self) -> Float[Tensor, "h w"]:
-        """Take the gradient from the parameter: return it in fp32, shaped as the shard, and set `grad` to None."""
+    def pop_grad(self) -> Float[Tensor, "h w"]:
+        """Return the gradient in fp32, shaped as the shard, and set the parameter's `grad` to None."""
         grad = cast(Tensor, self.parameter.grad)
-        self.divisor, self.parameter.grad = grad_access.pending_scale(grad), None
+        self.grad_scale, self.parameter.grad = grad_access.pending_scale(grad), None
         return grad_access.grad_values(grad).flatten(1)
 
-    def give(self, gradient: Float[Tensor, "h w"]) -> None:
+    def set_grad(self, gradient: Float[Tensor, "h w"]) -> None:
         """Set the gradient of the parameter."""
-        weight, by = to_local(self.parameter.detach()), self.divisor
-        if by is not None:
-            gradient = gradient * by
+        weight, scale = to_local(self.parameter.detach()), self.grad_scale
+        if scale is not None:
+            gradient = gradient * scale
         # In the parameter's own layout: fused optimizers ignore strides.
         if (weight.stride(), weight.dtype) != (gradient.stride(), gradient.dtype):
             gradient = torch.empty_like(weight).copy_(gradient.view(weight.shape))
         self.parameter.grad = from_local(gradient, self.parameter)
-        if by is not None:
-            grad_access.unscale(self.parameter.grad, by)
+        if scale is not None:
+            grad_access.unscale(self.parameter.grad, scale)
 
     def error(self) -> Float[Tensor, "h w"]:
         """Return E in fp32, shaped as the shard."""
         return (self.buffer if self.buffer.is_floating_point() else E6M9.unpack(self.buffer)).flatten(1)
 
-    def keep(self, error: Float[Tensor, "h w"]) -> None:
+    def store_error(self, error: Float[Tensor, "h w"]) -> None:
         error = error.view(self.buffer.shape)
         if self.buffer.is_floating_point():
             self.buffer.copy_(error)
@@ -125,15 +125,15 @@ class Matrix:
             E6M9.pack(error, out=self.buffer)
 
     def oriented(self, error: Float[Tensor, "h w"]) -> Float[Tensor, "m n"]:
-        return error.T if self.turned else error
+        return error.T if self.transposed else error
 
     def rounded(self, gradient: Float[Tensor, "h w"]) -> Float[Tensor, "h w"]:
         """Return the gradient rounded to the parameter's format."""
-        return grad_access.round_to_storage(gradient, self.parameter.dtype, self.divisor)
+        return grad_access.round_to_storage(gradient, self.parameter.dtype, self.grad_scale)
 
     def product(self, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> tuple[Tensor, Tensor]:
         """Return factors [h, r] and [r, w] of P Q^T, shaped as the shard."""
-        return (q, p.T) if self.turned else (p, q.T)
+        return (q, p.T) if self.transposed else (p, q.T)
 
 
 class PowerSGD:
@@ -141,42 +141,43 @@ class PowerSGD:
 
     def __init__(self, config: PowerSGDConfig | None = None) -> None:
         self.config = config or PowerSGDConfig()
-        self._matrices: dict[str, list[Matrix]] = {}  # by block
+        self.blocks: dict[str, list[Matrix]] = {}  # compressed matrices by block
         self._outside: dict[str, list[nn.Parameter]] = {}
-        self._rest: list[nn.Parameter] = []  # of blocks
-        self._given = 0  # matrices of blocks
+        self._uncompressed: list[nn.Parameter] = []  # of blocks
+        self._total = 0  # number of matrices of blocks
         self.factors: list[tuple[Matrix, Tensor, Tensor]] = []  # P and Q of matrices with gradients
 
     def attach(self, buckets: Mapping[str, Bucket], replicas: Replicas) -> None:
         self._replicas = replicas
         for name, bucket in buckets.items():
-            if not bucket.repeated:
+            if not bucket.in_block:
                 self._outside[name] = list(bucket.parameters.values())
                 continue
-            found = {one: self._matrix(one, p) for one, p in bucket.parameters.items() if p.requires_grad}
-            self._matrices[name] = [matrix for matrix in found.values() if matrix is not None]
-            self._rest += [p for one, p in bucket.parameters.items() if found.get(one) is None]
-            self._given += sum(p.ndim > 1 for p in bucket.parameters.values() if p.requires_grad)
-        if self._given and not self._all():
-            what = "" if self.config.rank is None else f" to rank {self.config.rank}"
+            trained = {key: p for key, p in bucket.parameters.items() if p.requires_grad}
+            matrices = {key: self.make_matrix(key, p) for key, p in trained.items()}
+            self.blocks[name] = [matrix for matrix in matrices.values() if matrix is not None]
+            self._uncompressed += [p for key, p in bucket.parameters.items() if matrices.get(key) is None]
+            self._total += sum(p.ndim > 1 for p in trained.values())
+        if self._total and not self.matrices():
+            rank = "" if self.config.rank is None else f" of rank {self.config.rank}"
             raise UserError(
-                f"none of the {self._given} matrices of the model's blocks can be compressed{what}: two factors would "
-                "be no smaller; choose a lower --reduce.rank, or another --reduce"
+                f"two factors{rank} would not be smaller than any of the {self._total} matrices of the model's "
+                "blocks: choose a lower --grad-compression.rank, or another --grad-compression"
             )
 
-    def describe(self) -> str:
-        if not self._given:
-            return "the model has no blocks whose gradients could be compressed: they travel in fp32"
-        ranks = {m.start.shape[1] * _shards(m.parameter) for m in self._all()}
+    def summary(self) -> str:
+        if not self._total:
+            return "the model lacks blocks, so its gradients are sent in fp32"
+        ranks = {m.q0.shape[1] * _shards(m.parameter) for m in self.matrices()}
         rank = " to ".join(str(r) for r in sorted({min(ranks), max(ranks)}))
-        shards = _shards(self._all()[0].parameter)
-        over = f" over {shards} shards" if shards > 1 else ""
-        return f"gradients of {len(self._all())} of {self._given} matrices are compressed to rank {rank}{over}"
+        shards = _shards(self.matrices()[0].parameter)
+        split = f" over {shards} shards" if shards > 1 else ""
+        return f"gradients of {len(self.matrices())} of {self._total} matrices are compressed to rank {rank}{split}"
 
-    def _matrix(self, name: str, p: nn.Parameter) -> Matrix | None:
+    def make_matrix(self, name: str, p: nn.Parameter) -> Matrix | None:
         """Return None if two factors would not be smaller than the matrix, or if its shards differ in size."""
-        shards, along = _shards(p), cast(Any, p).placements[0].dim if is_dtensor(p) else 0
-        if p.ndim < 2 or p.shape[along] % shards:
+        shards, dim = _shards(p), cast(Any, p).placements[0].dim if is_dtensor(p) else 0
+        if p.ndim < 2 or p.shape[dim] % shards:
             return None
         shard = to_local(p.detach())
         height, width = len(shard), shard[0].numel()
@@ -185,86 +186,86 @@ class PowerSGD:
         if r * (m + n) >= m * n:
             return None
         seed = int(splitmix64(self.config.seed, *name.encode())) >> 1  # the same on all replicas; differs between names
-        start = torch.randn(n, r, generator=torch.Generator().manual_seed(seed)).to(shard.device)
+        q0 = torch.randn(n, r, generator=torch.Generator().manual_seed(seed)).to(shard.device)
         buffer = torch.zeros(shard.shape, dtype=torch.float32, device=shard.device)
-        return Matrix(name, p, E6M9.pack(buffer) if self.config.narrow else buffer, height > width, start)
+        return Matrix(name, p, E6M9.pack(buffer) if self.config.quantize else buffer, height > width, q0)
 
-    def reduce(self, bucket: str) -> Waiting:
+    def reduce(self, bucket: str) -> PendingWork:
         """Run steps 2 to 7 and 12 for a block, step 8 for a bucket outside the blocks."""
         if bucket in self._outside:
-            yield from averaged(self._outside[bucket], self._replicas.mean)
+            yield from average_grads(self._outside[bucket], self._replicas.mean)
             return
-        matrices = [matrix for matrix in self._matrices[bucket] if matrix.parameter.grad is not None]
+        matrices = [matrix for matrix in self.blocks[bucket] if matrix.parameter.grad is not None]
         if not matrices:
             return
-        grads = [matrix.taken() for matrix in matrices]
+        grads = [matrix.pop_grad() for matrix in matrices]
         finite = _finite(grads)
-        # In place: the memory of the gradient holds E + G until `keep` packs it.
+        # In place: the memory of the gradient holds E + G until `store_error` packs it.
         errors = [grad.add_(matrix.error()) for matrix, grad in zip(matrices, grads, strict=True)]
         del grads
-        # `_root` is the "predetermined constants" of step 3. With them P rarely and Q never overflows 1-6-9. The
-        # constants of P cancel in step 5.
+        # `_inverse_root` is the "predetermined constants" of step 3. With them P rarely and Q never overflows 1-6-9.
+        # The constants of P cancel in step 5.
         p = [
-            matrix.oriented(error) @ self.start(matrix) * _root(len(matrix.start))
+            matrix.oriented(error) @ self.initial_q(matrix) * _inverse_root(len(matrix.q0))
             for matrix, error in zip(matrices, errors, strict=True)
         ]
-        all_finite, all_good = yield from self._averaged(p, finite, _finite(p))
-        if all_finite and all_good:
+        all_finite, all_usable = yield from self._average_factors(p, finite, _finite(p))
+        if all_finite and all_usable:
             p = self._orthonormal(p)
-            sound = _finite(p)  # 1-6-9 has only finite codes: NaN would become the largest
-            if self.config.narrow:
+            orthonormal_finite = _finite(p)  # 1-6-9 has only finite codes: NaN would become the largest
+            if self.config.quantize:
                 p = [E6M9.round(x) for x in p]
             q = [
-                matrix.oriented(error).T @ x * _root(len(x))
+                matrix.oriented(error).T @ x * _inverse_root(len(x))
                 for matrix, error, x in zip(matrices, errors, p, strict=True)
             ]
-            (all_good,) = yield from self._averaged(q, sound & _finite(q))
-            q = [y / _root(len(x)) for x, y in zip(p, q, strict=True)]
-            if all_good:
+            (all_usable,) = yield from self._average_factors(q, orthonormal_finite & _finite(q))
+            q = [y / _inverse_root(len(x)) for x, y in zip(p, q, strict=True)]
+            if all_usable:
                 for matrix, error, left, right in zip(matrices, errors, p, q, strict=True):
-                    self.take(matrix, error, left, right)
+                    self.subtract_update(matrix, error, left, right)
                 return
         for matrix, error in zip(matrices, errors, strict=True):
             if all_finite:  # otherwise no replica adds G
-                matrix.keep(error if error.isfinite().all() else torch.zeros_like(error))
-            matrix.give(torch.full_like(error, torch.nan))
+                matrix.store_error(error if error.isfinite().all() else torch.zeros_like(error))
+            matrix.set_grad(torch.full_like(error, torch.nan))
 
-    def _averaged(self, factors: list[Tensor], *good: Tensor) -> Generator[distributed.Work, None, list[bool]]:
-        """Replace each factor by its mean over replicas, in one collective. Return for each flag of `good` whether it
-        is true on all replicas."""
-        flat = torch.cat([x.flatten() for x in factors] + [(~flag).float().view(1) for flag in good])
-        yield from self._replicas.coded_mean(flat, E6M9) if self.config.narrow else self._replicas.mean(flat)
-        *values, wrong = flat.split([*(x.numel() for x in factors), len(good)])
+    def _average_factors(self, factors: list[Tensor], *flags: Tensor) -> Generator[distributed.Work, None, list[bool]]:
+        """Replace each factor by its mean over replicas, in one collective. Return for each flag whether it is
+        true on all replicas."""
+        flat = torch.cat([x.flatten() for x in factors] + [(~flag).float().view(1) for flag in flags])
+        yield from self._replicas.compressed_mean(flat, E6M9) if self.config.quantize else self._replicas.mean(flat)
+        *values, failures = flat.split([*(x.numel() for x in factors), len(flags)])
         factors[:] = [x.view_as(before) for x, before in zip(values, factors, strict=True)]
-        return [not flag for flag in wrong.tolist()]
+        return [not flag for flag in failures.tolist()]
 
-    def finish(self) -> Waiting:
+    def finish(self) -> PendingWork:
         """Run step 8 for the uncompressed parameters of all blocks, and step 11."""
-        yield from averaged(self._rest, self._replicas.mean)
+        yield from average_grads(self._uncompressed, self._replicas.mean)
         for matrix, p, q in self.factors:
             left, right = matrix.product(p, q)
-            matrix.give(matrix.rounded(left @ right))
+            matrix.set_grad(matrix.rounded(left @ right))
         self.factors.clear()
 
     @torch.no_grad()
-    def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
+    def restore_error_feedback(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add P Q^T to the buffer again if it is finite; if not, step 12 has not subtracted it."""
-        these = set(parameters)
-        for matrix in self._all():
-            if matrix.parameter in these and matrix.parameter.grad is not None:
+        restored = set(parameters)
+        for matrix in self.matrices():
+            if matrix.parameter in restored and matrix.parameter.grad is not None:
                 gradient = grad_access.grad_values(matrix.parameter.grad).flatten(1)
                 if gradient.isfinite().all():
-                    matrix.keep(matrix.error().add(gradient))
+                    matrix.store_error(matrix.error().add(gradient))
 
-    def start(self, matrix: Matrix) -> Float[Tensor, "n r"]:
+    def initial_q(self, matrix: Matrix) -> Float[Tensor, "n r"]:
         """Return the Q of step 3. §2.5 fixes it "at the start of training"; Vogels et al. take the last Q."""
-        return matrix.start
+        return matrix.q0
 
     def orthonormal(self, p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
         """Run step 5 for matrices of one shape."""
         return orthonormal(p)
 
-    def take(
+    def subtract_update(
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
     ) -> None:
         """Run step 12, which may overwrite `error`, and keep P and Q for step 11."""
@@ -273,7 +274,7 @@ class PowerSGD:
             error.sub_(matrix.rounded(left @ right))
         else:
             error.addmm_(left, right, alpha=-1)
-        matrix.keep(error)
+        matrix.store_error(error)
         self.factors.append((matrix, p, q))
 
     def _orthonormal(self, factors: list[Float[Tensor, "m r"]]) -> list[Float[Tensor, "m r"]]:
@@ -281,33 +282,34 @@ class PowerSGD:
         shapes: dict[torch.Size, list[int]] = {}
         for i, p in enumerate(factors):
             shapes.setdefault(p.shape, []).append(i)
-        found = list(factors)
-        for same in shapes.values():
-            for i, p in zip(same, self.orthonormal(torch.stack([factors[i] for i in same])), strict=True):
-                found[i] = p
-        return found
+        results = list(factors)
+        for indices in shapes.values():
+            for i, p in zip(indices, self.orthonormal(torch.stack([factors[i] for i in indices])), strict=True):
+                results[i] = p
+        return results
 
-    def _all(self) -> list[Matrix]:
-        return [matrix for block in self._matrices.values() for matrix in block]
+    def matrices(self) -> list[Matrix]:
+        """Return the compressed matrices of all blocks."""
+        return [matrix for block in self.blocks.values() for matrix in block]
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         return {}
 
-    def errors(self) -> dict[str, Tensor]:
-        return {matrix.name: from_local(matrix.buffer, matrix.parameter) for matrix in self._all()}
+    def error_buffers(self) -> dict[str, Tensor]:
+        return {matrix.name: from_local(matrix.buffer, matrix.parameter) for matrix in self.matrices()}
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for matrix in self._all():
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        for matrix in self.matrices():
             if (error := tensors.get(matrix.name)) is not None:
                 if error.shape != matrix.parameter.shape:
                     raise UserError(
-                        f"the error buffer of {matrix.name!r} has shape {list(error.shape)}, where the model has "
-                        f"{list(matrix.parameter.shape)}"
+                        f"the error buffer of {matrix.name!r} has shape {list(error.shape)}, but "
+                        f"{list(matrix.parameter.shape)} in the model"
                     )
-                matrix.keep(unpacked(shard_like(error.to(matrix.buffer.device), matrix.parameter)))
+                matrix.store_error(unpack_error(shard_like(error.to(matrix.buffer.device), matrix.parameter)))
 
 
-def _root(n: int) -> float:
+def _inverse_root(n: int) -> float:
     """Return about 1 / sqrt(n) as a power of two, so that scaling is exact. E^T p with a column p of length 1 is at
     most sqrt(m) times the largest number of E."""
     return 2.0 ** -ceil(log2(n) / 2)

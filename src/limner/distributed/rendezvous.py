@@ -21,33 +21,33 @@ from hashlib import sha256
 
 from torch import distributed
 
-_OFTEN = 0.02  # seconds between polls of the store
+POLL_INTERVAL = 0.02  # seconds between polls of the store
 
 
-def agreed(store: distributed.Store, rank: int, world: int, seconds: float) -> str:
+def agree_on_run_id(store: distributed.Store, rank: int, world_size: int, seconds: float) -> str:
     """Return a name shared by these processes and unique to this start. Raises `TimeoutError` after `seconds`."""
-    own, deadline = secrets.token_hex(8), time.monotonic() + seconds
-    store.set(f"hello/{rank}", own)
+    nonce, deadline = secrets.token_hex(8), time.monotonic() + seconds
+    store.set(f"hello/{rank}", nonce)
     called, answered = "", ""
     while time.monotonic() < deadline:
         if rank == 0:
-            names = [f"hello/{i}" for i in range(world)]
+            names = [f"hello/{i}" for i in range(world_size)]
             if store.check(names):
-                found = " ".join(value.decode() for value in store.multi_get(names))
-                if found != called:
-                    called = found
+                numbers = " ".join(value.decode() for value in store.multi_get(names))
+                if numbers != called:
+                    called = numbers
                     store.set("call", called)
         if store.check(["call"]):
             call = store.get("call").decode()
-            numbers = call.split(" ")
-            if len(numbers) == world and numbers[rank] == own:
+            nonces = call.split(" ")
+            if len(nonces) == world_size and nonces[rank] == nonce:
                 name = sha256(call.encode()).hexdigest()[:16]
                 if name != answered:
                     answered = name
                     store.set(f"here/{name}/{rank}", "")
-                if rank == 0 and store.check([f"here/{name}/{i}" for i in range(world)]):
+                if rank == 0 and store.check([f"here/{name}/{i}" for i in range(world_size)]):
                     store.set(f"go/{name}", "")
                 if store.check([f"go/{name}"]):
                     return name
-        time.sleep(_OFTEN)
-    raise TimeoutError(f"not all {world} processes were there within {seconds:g} s")
+        time.sleep(POLL_INTERVAL)
+    raise TimeoutError(f"not all {world_size} processes connected within {seconds:g} s")

@@ -20,36 +20,36 @@ from jaxtyping import Shaped
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from limner.distributed.gradient_reducers import GradientReducer, Reduction, Replicas, buckets
-from limner.distributed.sharded_checkpoint import Folder, Shards
+from limner.distributed.gradient_reducers import GradientReducer, OverlappedReducer, Replicas, buckets
+from limner.distributed.sharded_checkpoint import CheckpointDir, ShardedCheckpointer
 from limner.errors import UserError
 from limner.models.dvae import DVAE
 from limner.optim.dtensor import to_local
 from limner.optim.grad_access import unscale_all
 
-Make = Callable[[], GradientReducer]
+ReducerFactory = Callable[[], GradientReducer]
 
 
 class Replicated:
     """The strategy of a process of the default process group; see `Parallel`.
 
     Args:
-        make: constructor of a gradient reducer for each trained model; None takes DistributedDataParallel.
+        make_reducer: constructor of a gradient reducer for each trained model; None takes DistributedDataParallel.
     """
 
-    def __init__(self, make: Make | None = None) -> None:
-        self._make = make
-        self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
+    def __init__(self, make_reducer: ReducerFactory | None = None) -> None:
+        self._make_reducer = make_reducer
+        self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.is_main = self.rank == 0
         self.device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
-        self._reduction: Reduction | None = None
+        self.reducer: OverlappedReducer | None = None
         self._scales: dict[Tensor, Tensor | None] = {}
         self._wrapped: DistributedDataParallel | None = None
 
     @contextmanager
-    def first(self) -> Iterator[None]:
+    def main_first(self) -> Iterator[None]:
         """See `Parallel`."""
-        group = self._patient  # `new_group` must be called by all ranks
+        group = self._untimed_group  # `new_group` must be called by all ranks
         if not self.is_main:
             distributed.barrier(group)
         yield
@@ -57,20 +57,20 @@ class Replicated:
             distributed.barrier(group)
 
     @cached_property
-    def _patient(self) -> Any:
+    def _untimed_group(self) -> Any:
         """A group of all processes with a timeout of a year, for tasks such as encoding a data set. It still fails
         immediately if another process has ended."""
         return distributed.new_group(backend="gloo", timeout=timedelta(days=365))
 
-    def checkpointer(self, files: Folder) -> Shards:
+    def checkpointer(self, files: CheckpointDir) -> ShardedCheckpointer:
         """See `Parallel`."""
-        return Shards(files, self.world, self.rank)
+        return ShardedCheckpointer(files, self.world_size, self.rank)
 
-    def divide(self, stream: Any) -> None:
+    def shard_stream(self, stream: Any) -> None:
         """See `Parallel`."""
-        stream.shard(self.rank, self.world)
+        stream.shard(self.rank, self.world_size)
 
-    def building(self) -> AbstractContextManager[object]:
+    def init_context(self) -> AbstractContextManager[object]:
         """See `Parallel`."""
         return nullcontext()
 
@@ -78,123 +78,123 @@ class Replicated:
         """See `Parallel`."""
         self._scales = {}
         trainable.to(device)
-        if self._make:
+        if self._make_reducer:
             for p in trainable.parameters():
-                self._alike(p.detach(), distributed.group.WORLD)
-            return self._reduced(trainable, distributed.group.WORLD, self._make)
-        freezes = isinstance(trainable.model, DVAE)  # its encoder may be frozen, and then gets no gradients
-        self._wrapped = DistributedDataParallel(trainable, find_unused_parameters=freezes)
+                self._broadcast(p.detach(), distributed.group.WORLD)
+            return self._attach_reducer(trainable, distributed.group.WORLD, self._make_reducer)
+        may_freeze = isinstance(trainable.model, DVAE)  # a frozen encoder lacks gradients
+        self._wrapped = DistributedDataParallel(trainable, find_unused_parameters=may_freeze)
         return self._wrapped
 
-    def _alike(self, values: Tensor, group: Any) -> None:
+    def _broadcast(self, values: Tensor, group: Any) -> None:
         """Broadcast the values of a group's first process, in place."""
-        there = values.to(self.device)
-        distributed.broadcast(there, group=group, group_src=0)
-        values.copy_(there)
+        on_device = values.to(self.device)
+        distributed.broadcast(on_device, group=group, group_src=0)
+        values.copy_(on_device)
 
-    def _reduced(self, trainable: nn.Module, group: Any, make: Make) -> nn.Module:
+    def _attach_reducer(self, trainable: nn.Module, group: Any, make_reducer: ReducerFactory) -> nn.Module:
         """Average the gradients over a group by a reducer."""
-        self._reduction = Reduction(make(), buckets(trainable.model), Replicas(group), self._scales)  # type: ignore[arg-type]
+        self.reducer = OverlappedReducer(make_reducer(), buckets(trainable.model), Replicas(group), self._scales)  # type: ignore[arg-type]
         return trainable
 
-    def describe(self) -> str:
+    def summary(self) -> str:
         """See `Parallel`."""
-        return self._reduction.reducer.describe() if self._reduction else ""
+        return self.reducer.reducer.summary() if self.reducer else ""
 
-    def part(self, last: bool) -> AbstractContextManager[object]:
+    def microbatch(self, last: bool) -> AbstractContextManager[object]:
         """See `Parallel`."""
-        if self._reduction:
-            self._reduction.last = last
+        if self.reducer:
+            self.reducer.last = last
         return nullcontext() if last or self._wrapped is None else self._wrapped.no_sync()
 
-    def gathered(self) -> AbstractContextManager[object]:
+    def unsharded(self) -> AbstractContextManager[object]:
         """See `Parallel`."""
         return nullcontext()
 
-    def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
+    def set_grad_scale(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
         """See `Parallel`."""
         self._scales |= dict.fromkeys(parameters, scale)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Finish the reduction, which the backward pass has begun."""
-        if self._reduction:
-            self._reduction.complete()
+        if self.reducer:
+            self.reducer.complete()
         else:
             unscale_all(self._scales)
 
-    def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
+    def restore_error_feedback(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallel`."""
-        if self._reduction:
-            self._reduction.reducer.put_back(parameters)
+        if self.reducer:
+            self.reducer.reducer.restore_error_feedback(parameters)
 
-    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+    def assert_replicas_equal(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallel`."""
-        self._check(parameters, distributed.group.WORLD)
+        self._compare_hashes(parameters, distributed.group.WORLD)
 
-    def _check(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
-        """Run `check` within a group whose processes must have the same weights, by comparing hashes."""
+    def _compare_hashes(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
+        """Raise `UserError` if the weights of a group's processes, which must be the same, have different hashes."""
         parts = [to_local(p.detach()) for p in parameters]
         hashes = [torch.hash_tensor(x) if x.numel() else x.new_zeros((), dtype=torch.uint64) for x in parts]
-        own = torch.stack(hashes).view(torch.int64)
-        found = [torch.empty_like(own) for _ in range(group.size())]
-        distributed.all_gather(found, own, group=group)
-        differ = [i for i, other in enumerate(found) if not torch.equal(other, found[0])]
+        local = torch.stack(hashes).view(torch.int64)
+        gathered = [torch.empty_like(local) for _ in range(group.size())]
+        distributed.all_gather(gathered, local, group=group)
+        differ = [i for i, other in enumerate(gathered) if not torch.equal(other, gathered[0])]
         if self.any(bool(differ)):
-            ranks = [distributed.get_global_rank(group, i) for i in differ] or "others"
+            ranks = [distributed.get_global_rank(group, i) for i in differ] or "other processes"
             raise UserError(
-                f"the weights of process {distributed.get_global_rank(group, 0)} and of {ranks} differ, which must be "
-                "the same: nothing is saved any more; start again from the last checkpoint"
+                f"the weights of process {distributed.get_global_rank(group, 0)} and of {ranks} must be the same, but "
+                "differ: restart the run, which resumes from the last checkpoint"
             )
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """See `Parallel`."""
-        return self._reduction.tensors() if self._reduction else {}
+        return self.reducer.state_dict() if self.reducer else {}
 
-    def errors(self) -> dict[str, Tensor]:
+    def error_buffers(self) -> dict[str, Tensor]:
         """See `Parallel`."""
-        return self._reduction.errors() if self._reduction else {}
+        return self.reducer.error_buffers() if self.reducer else {}
 
-    def load(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
+    def load_state_dict(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
         """See `Parallel`."""
-        if self._reduction:
-            self._reduction.load(tensors, errors)
+        if self.reducer:
+            self.reducer.load_state_dict(tensors, errors)
 
-    def join(self, values: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "N ..."]:
+    def all_gather_with_grad(self, values: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "N ..."]:
         """See `Parallel`."""
-        return _Joined.apply(values, self)  # type: ignore[no-any-return]
+        return _AllGatherWithGrad.apply(values, self)  # type: ignore[no-any-return]
 
     def mean(self, values: Tensor) -> Tensor:
         """See `Parallel`."""
-        return self.sum(values) / self.world
+        return self.sum(values) / self.world_size
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the elementwise sum over ranks. For NCCL values on the CPU are copied to the GPU."""
-        there = values.to(self.device, copy=True, memory_format=torch.contiguous_format)
-        distributed.all_reduce(there)
-        return there.to(values.device)
+        total = values.to(self.device, copy=True, memory_format=torch.contiguous_format)
+        distributed.all_reduce(total)
+        return total.to(values.device)
 
     def any(self, flag: bool) -> bool:
         """See `Parallel`."""
-        found = torch.tensor(int(flag), device=self.device)
-        distributed.all_reduce(found, distributed.ReduceOp.MAX)
-        return bool(found)
+        result = torch.tensor(int(flag), device=self.device)
+        distributed.all_reduce(result, distributed.ReduceOp.MAX)
+        return bool(result)
 
-    def gather(self, values: Tensor) -> list[Tensor]:
+    def all_gather(self, values: Tensor) -> list[Tensor]:
         """See `Parallel`."""
-        there = values.to(self.device).contiguous()
-        found = [torch.empty_like(there) for _ in range(self.world)]
-        distributed.all_gather(found, there)
-        return [value.to(values.device) for value in found]
+        local = values.to(self.device).contiguous()
+        gathered = [torch.empty_like(local) for _ in range(self.world_size)]
+        distributed.all_gather(gathered, local)
+        return [value.to(values.device) for value in gathered]
 
 
-class _Joined(torch.autograd.Function):
+class _AllGatherWithGrad(torch.autograd.Function):
     """Concatenate the rows of all processes; the gradient of a row is summed over processes."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, ranks: Replicated) -> Tensor:
-        ctx.ranks, ctx.rows = ranks, len(values)
-        return torch.cat(ranks.gather(values))
+    def forward(ctx: Any, values: Tensor, parallel: Replicated) -> Tensor:
+        ctx.parallel, ctx.rows = parallel, len(values)
+        return torch.cat(parallel.all_gather(values))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.sum(upstream[0])[ctx.ranks.rank * ctx.rows :][: ctx.rows], None
+        return ctx.parallel.sum(upstream[0])[ctx.parallel.rank * ctx.rows :][: ctx.rows], None

@@ -26,16 +26,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from limner.distributed.gradient_reducers import Plain, twice
-from limner.distributed.p2p_collectives import exchange, gather
-from limner.distributed.replicated import Make, Replicated
-from limner.distributed.sharded_checkpoint import Folder, Shards
-from limner.distributed.sharded_init import cut_before, in_shards
+from limner.distributed.gradient_reducers import Fp32Reducer, double_backward_error
+from limner.distributed.p2p_collectives import all_gather, all_to_all
+from limner.distributed.replicated import ReducerFactory, Replicated
+from limner.distributed.sharded_checkpoint import CheckpointDir, ShardedCheckpointer
+from limner.distributed.sharded_init import shard_in_place, shard_on_registration
 from limner.errors import UserError
 from limner.layers.half_linear import HalfLinear
 from limner.optim.dtensor import full_tensor, is_dtensor, shard_dim, to_local
 
-_AHEAD = 2  # blocks gathered in advance: with one, the link is idle until the next block begins
+PREFETCHED_BLOCKS = 2  # blocks gathered in advance: with one, the link is idle until the next block begins
 
 
 class Sharded(Replicated):
@@ -43,101 +43,102 @@ class Sharded(Replicated):
 
     Args:
         replicas: number of groups of processes that each hold a complete set of weights.
-        make: constructor of a gradient reducer for each trained model; None averages replicas in fp32.
+        make_reducer: constructor of a gradient reducer for each trained model; None averages replicas in fp32.
 
     Raises `UserError` if `replicas` does not divide the number of processes.
     """
 
-    drops = True  # free a block's weights after its forward pass, except the last block's: backward gathers them again
+    reshard_after_forward = True  # free weights of all blocks but the last after forward: backward gathers them again
 
-    def __init__(self, replicas: int = 1, make: Make | None = None) -> None:
-        super().__init__(make)
-        if self.world % replicas:
+    def __init__(self, replicas: int = 1, make_reducer: ReducerFactory | None = None) -> None:
+        super().__init__(make_reducer)
+        if self.world_size % replicas:
             raise UserError(
-                f"{self.world} processes cannot hold {replicas} replicas: choose a divisor of {self.world}, or "
-                "--replicas machines, which follows the number of machines"
+                f"{self.world_size} processes cannot hold {replicas} replicas: choose a divisor of {self.world_size}, "
+                "or --dp-replicate per-node, which follows the number of machines"
             )
-        sizes = (replicas, self.world // replicas)
+        sizes = (replicas, self.world_size // replicas)
         self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
         self._modules: list[FSDPModule] = []
-        self._single: list[nn.Parameter] = []
-        self._scatter = _Scatter(0)
+        self._replicated: list[nn.Parameter] = []
+        self._reduce_scatter = _ReduceScatter(0)
 
-    def checkpointer(self, files: Folder) -> Shards:
+    def checkpointer(self, files: CheckpointDir) -> ShardedCheckpointer:
         """See `Parallel`."""
-        return Shards(files, self.mesh["replicate"].size(), self.mesh.get_local_rank("replicate"))
+        return ShardedCheckpointer(files, self.mesh["replicate"].size(), self.mesh.get_local_rank("replicate"))
 
     @contextmanager
-    def building(self) -> Iterator[None]:
+    def init_context(self) -> Iterator[None]:
         """See `Parallel`. All processes draw the random numbers of the first one."""
         state = torch.get_rng_state()
-        self._alike(state, distributed.group.WORLD)
+        self._broadcast(state, distributed.group.WORLD)
         torch.set_rng_state(state)
-        with in_shards(self._shard):
+        with shard_on_registration(self._shard):
             yield
 
     def _shard(self, p: Tensor) -> Tensor:
         """Return this process's shard of a parameter, made contiguous: FSDP cannot shard channels-last kernels."""
         mesh = self.mesh["shard"]
-        return distribute_tensor(p.contiguous(), mesh, [self._cut(p)], src_data_rank=None)
+        return distribute_tensor(p.contiguous(), mesh, [self._sharding(p)], src_data_rank=None)
 
     def prepare(self, trainable: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """See `Parallel`. A model that was not built in `building` must be complete on each process."""
+        """See `Parallel`. A model that was not built in `init_context` must be complete on each process."""
         self._modules, self._scales = [], {}
         layers = [x for x in trainable.modules() if isinstance(x, HalfLinear) and x.bias is not None]
         for layer in layers:  # an FSDP group has one dtype; these biases are small enough not to shard
             layer.bias = nn.Parameter(full_tensor(layer.bias.detach()), layer.bias.requires_grad)
-        self._single = [layer.bias for layer in layers]
-        self._single += [p for p in trainable.parameters() if p.ndim == 0]  # scalars cannot be sharded
-        for p in self._single:
+        self._replicated = [layer.bias for layer in layers]
+        self._replicated += [p for p in trainable.parameters() if p.ndim == 0]  # scalars cannot be sharded
+        for p in self._replicated:
             p.data = p.data.to(device)
-            self._alike(p.detach(), distributed.group.WORLD)
-        with cut_before(trainable, self._begun, self._single):
-            self._divide(trainable, dtype)
-        if self._make or self.mesh["replicate"].size() > 1:
-            self._reduced(trainable, self.mesh["replicate"].get_group(), self._make or Plain)
+            self._broadcast(p.detach(), distributed.group.WORLD)
+        with shard_in_place(trainable, self._initial_shard, self._replicated):
+            self._apply_fsdp(trainable, dtype)
+        if self._make_reducer or self.mesh["replicate"].size() > 1:
+            self._attach_reducer(trainable, self.mesh["replicate"].get_group(), self._make_reducer or Fp32Reducer)
         elif distributed.get_backend() == "gloo":  # only here: a reducer reads gradients directly after FSDP's scatter
-            own = [module for module in self._modules if not isinstance(module, HalfLinear)]
-            self._scatter = _Scatter(len(own))
-            for module in own:
-                module.set_custom_reduce_scatter(self._scatter)  # pyright: ignore[reportArgumentType]
+            fp32_groups = [module for module in self._modules if not isinstance(module, HalfLinear)]
+            self._reduce_scatter = _ReduceScatter(len(fp32_groups))
+            for module in fp32_groups:
+                module.set_custom_reduce_scatter(self._reduce_scatter)  # pyright: ignore[reportArgumentType]
         return trainable
 
-    def _begun(self, p: Tensor) -> Tensor:
+    def _initial_shard(self, p: Tensor) -> Tensor:
         """Return this process's shard of a parameter, with the values of the first process or replica."""
         if not is_dtensor(p):
-            self._alike(p, distributed.group.WORLD)
+            self._broadcast(p, distributed.group.WORLD)
             return self._shard(p)
         p = p.contiguous()
-        self._alike(to_local(p), self.mesh["replicate"].get_group())
+        self._broadcast(to_local(p), self.mesh["replicate"].get_group())
         return p
 
-    def _divide(self, trainable: nn.Module, dtype: torch.dtype) -> None:
+    def _apply_fsdp(self, trainable: nn.Module, dtype: torch.dtype) -> None:
         """Apply FSDP in groups: one for each block of a module list, one for the other parameters."""
         lists = [module for module in trainable.modules() if isinstance(module, nn.ModuleList)]
         first: list[FSDPModule] = []
         for blocks in lists:
-            groups = [self._groups(block, dtype, self.drops and block is not blocks[-1]) for block in blocks]
-            ahead = [list(chain.from_iterable(groups[i : i + _AHEAD])) for i in range(len(groups) + 1)]
-            for (group, *_), after in zip(groups, ahead[1:], strict=True):
-                group.set_modules_to_forward_prefetch(after)
+            reshard = self.reshard_after_forward
+            groups = [self._fsdp_groups(block, dtype, reshard and block is not blocks[-1]) for block in blocks]
+            ahead = [list(chain.from_iterable(groups[i : i + PREFETCHED_BLOCKS])) for i in range(len(groups) + 1)]
+            for (group, *_), following in zip(groups, ahead[1:], strict=True):
+                group.set_modules_to_forward_prefetch(following)
             self._modules += chain.from_iterable(groups)
             first = first or ahead[0]
         rest = fully_shard(
-            trainable, mesh=self.mesh["shard"], shard_placement_fn=self._cut, ignored_params=set(self._single)
+            trainable, mesh=self.mesh["shard"], shard_placement_fn=self._sharding, ignored_params=set(self._replicated)
         )
         rest.set_modules_to_forward_prefetch(first)
         self._modules.append(rest)
         if self.device.type == "cpu" and (overlap := getattr(rest, "_set_unshard_async_op", None)):
             overlap(True)  # GPUs gather in a separate stream; gloo overlaps only with this option
-        if distributed.get_backend() == "gloo" and self.mesh["shard"].size() == 2:  # `gather` explains the limit to two
+        if distributed.get_backend() == "gloo" and self.mesh["shard"].size() == 2:  # see `all_gather` on the limit
             for module in self._modules:
-                module.set_custom_all_gather(_Gather())  # pyright: ignore[reportArgumentType]
+                module.set_custom_all_gather(_AllGather())  # pyright: ignore[reportArgumentType]
 
-    def _groups(self, block: nn.Module, dtype: torch.dtype, drops: bool) -> list[FSDPModule]:
+    def _fsdp_groups(self, block: nn.Module, dtype: torch.dtype, reshard: bool) -> list[FSDPModule]:
         """Apply FSDP to a block and return its groups, the block's main group first. Linear layers are gathered in the
         16-bit format to which autocast would round them. Gains stay fp32, and gradients are summed in fp32."""
-        halves = [module for module in block.modules() if isinstance(module, HalfLinear)]
+        mesh, halves = self.mesh["shard"], [module for module in block.modules() if isinstance(module, HalfLinear)]
         linear = halves or [module for module in block.modules() if type(module) is nn.Linear]
         inner: list[FSDPModule] = []
         if dtype != torch.float32 and linear:
@@ -145,29 +146,31 @@ class Sharded(Replicated):
             warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP(Half)?Linear.* returned a view tensor")
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
             fully_shard(
-                linear, mesh=self.mesh["shard"], shard_placement_fn=self._cut, mp_policy=policy,  # pyright: ignore
-                reshard_after_forward=drops, ignored_params=set(self._single),
+                linear, mesh=mesh, shard_placement_fn=self._sharding, mp_policy=policy,  # pyright: ignore
+                reshard_after_forward=reshard, ignored_params=set(self._replicated),
             )  # fmt: skip
             inner = [linear[0]]  # pyright: ignore
-        own = fully_shard(block, mesh=self.mesh["shard"], shard_placement_fn=self._cut, reshard_after_forward=drops)
-        return [own, *inner]
+        main = fully_shard(
+            block, mesh=self.mesh["shard"], shard_placement_fn=self._sharding, reshard_after_forward=reshard
+        )
+        return [main, *inner]
 
-    def _cut(self, p: Tensor) -> Shard:
+    def _sharding(self, p: Tensor) -> Shard:
         return Shard(shard_dim(p.shape, self.mesh["shard"].size()))
 
     @contextmanager
-    def part(self, last: bool) -> Iterator[None]:
+    def microbatch(self, last: bool) -> Iterator[None]:
         """See `Parallel`. Gradients of earlier micro-batches stay unsharded on their process."""
         self._modules[-1].set_requires_gradient_sync(last)
-        with super().part(last):
+        with super().microbatch(last):
             yield
 
-    def gathered(self) -> AbstractContextManager[object]:
+    def unsharded(self) -> AbstractContextManager[object]:
         """See `Parallel`."""
-        return self._gathered() if self._modules else nullcontext()
+        return self._unsharded() if self._modules else nullcontext()
 
     @contextmanager
-    def _gathered(self) -> Iterator[None]:
+    def _unsharded(self) -> Iterator[None]:
         self._modules[-1].unshard()  # parameters outside the blocks; a call of a block gathers the block
         yield
         for module in self._modules:
@@ -175,20 +178,20 @@ class Sharded(Replicated):
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallel`. Waits for the last gradients that the backward pass sent, and averages those of scalars."""
-        self._scatter.finish()
+        self._reduce_scatter.finish()
         super().reduce(parameters)
-        grads = [p.grad for p in self._single if p.grad is not None]
+        grads = [p.grad for p in self._replicated if p.grad is not None]
         if grads:
             parts = self.mean(torch.cat([grad.flatten() for grad in grads])).split([grad.numel() for grad in grads])
             for grad, part in zip(grads, parts, strict=True):
                 grad.copy_(part.view_as(grad))
 
-    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+    def assert_replicas_equal(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallel`."""
-        self._check(parameters, self.mesh["replicate"].get_group())
+        self._compare_hashes(parameters, self.mesh["replicate"].get_group())
 
 
-class _Gather:
+class _AllGather:
     """All-gather of FSDP for two processes on gloo, in both directions of their link (`p2p_collectives.py`)."""
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -197,14 +200,14 @@ class _Gather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: distributed.ProcessGroup, async_op: bool = False
     ) -> distributed.Work | None:
-        work = gather(input_tensor, output_tensor.view(group.size(), -1), group)
+        work = all_gather(input_tensor, output_tensor.view(group.size(), -1), group)
         if async_op:
             return work
         work.wait()
         return None
 
 
-class _Scatter:
+class _ReduceScatter:
     """Reduce-scatter of FSDP on gloo, overlapped with the backward pass.
 
     On CPUs FSDP waits for each group when it sends it, and gloo's reduce-scatter is an all-reduce, which sends twice as
@@ -212,11 +215,11 @@ class _Scatter:
     Each of the `groups` must therefore arrive once before `finish`; otherwise the backward pass raises `UserError`.
     """
 
-    _LAG = 1  # groups in flight when another one starts: each holds its gradients twice
+    MAX_IN_FLIGHT = 1  # groups in flight when another one starts: each holds its gradients twice
 
     def __init__(self, groups: int) -> None:
-        self._groups, self._begun = groups, 0
-        self._going: deque[tuple[distributed.Work, Tensor, Tensor, Tensor]] = deque()
+        self._groups, self._started = groups, 0
+        self._in_flight: deque[tuple[distributed.Work, Tensor, Tensor, Tensor]] = deque()
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -226,24 +229,24 @@ class _Scatter:
         async_op: bool = False,
     ) -> None:  # fmt: skip
         """Start the exchange of a group. `op` is always the mean, FSDP's default."""
-        if self._begun == self._groups:
-            raise twice("a block")
-        self._begun += 1
-        given = input_tensor.view(group.size(), -1)
-        got = torch.empty_like(given)
-        self._going.append((exchange(given, got, group), input_tensor, got, output_tensor))
-        self._wait(self._LAG)
+        if self._started == self._groups:
+            raise double_backward_error("a block")
+        self._started += 1
+        sent = input_tensor.view(group.size(), -1)
+        received = torch.empty_like(sent)
+        self._in_flight.append((all_to_all(sent, received, group), input_tensor, received, output_tensor))
+        self._wait(self.MAX_IN_FLIGHT)
 
     def finish(self) -> None:
         self._wait(0)
-        self._begun = 0
+        self._started = 0
 
-    def _wait(self, but: int) -> None:
-        """Wait for all groups except the `but` latest ones."""
-        while len(self._going) > but:
-            work, _, got, output = self._going.popleft()
+    def _wait(self, remaining: int) -> None:
+        """Wait for all groups except the `remaining` latest ones."""
+        while len(self._in_flight) > remaining:
+            work, _, received, output = self._in_flight.popleft()
             work.wait()
-            torch.mean(got, 0, out=output)
+            torch.mean(received, 0, out=output)
 
 
 class Zero2(Sharded):
@@ -252,8 +255,8 @@ class Zero2(Sharded):
     optimizer state are sharded.
     """
 
-    drops = False
+    reshard_after_forward = False
 
 
 #: Strategies by the values of `--parallel`.
-KINDS: dict[str, type[Sharded]] = {"sharded": Sharded, "zero2": Zero2}
+KINDS: dict[str, type[Sharded]] = {"fsdp": Sharded, "zero2": Zero2}

@@ -37,29 +37,31 @@ from limner.optim.dtensor import is_dtensor, to_local
 
 T = TypeVar("T")
 Tensors = Mapping[str, Mapping[str, Tensor]]
-_PATIENCE = 60.0  # seconds for a network file system to show a new file
+VISIBILITY_TIMEOUT = 60.0  # seconds for a network file system to show a new file
 
 
 @runtime_checkable
-class Folder(Protocol):
+class CheckpointDir(Protocol):
     """The checkpoints of a run; `training.checkpoint.Files` implements and describes the methods."""
 
     folder: Path
 
     def path(self, step: int) -> Path: ...
 
-    def writing(self, step: int, state: Mapping[str, Any], sums: Mapping[str, str]) -> AbstractContextManager[Path]: ...
+    def create(self, step: int, state: Mapping[str, Any], sums: Mapping[str, str]) -> AbstractContextManager[Path]: ...
 
     def latest(self) -> Path | None: ...
 
-    def load(self, where: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]: ...
+    def load(self, checkpoint: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]: ...
 
-    def errors(self, where: Path, model: nn.Module, replicas: int, replica: int) -> Iterator[Mapping[str, Tensor]]: ...
+    def error_buffers(
+        self, checkpoint: Path, model: nn.Module, replicas: int, replica: int
+    ) -> Iterator[Mapping[str, Tensor]]: ...
 
-    def begin(self) -> None: ...
+    def acquire(self) -> None: ...
 
 
-class Shards:
+class ShardedCheckpointer:
     """A `Checkpointer` (`training/checkpoint.py`) in which each process of the default group writes a file.
 
     Args:
@@ -67,76 +69,76 @@ class Shards:
         replicas: number of processes that hold the same shards; this process has index `replica`.
     """
 
-    def __init__(self, files: Folder, replicas: int = 1, replica: int = 0) -> None:
+    def __init__(self, files: CheckpointDir, replicas: int = 1, replica: int = 0) -> None:
         self.files, self.rank = files, distributed.get_rank()
         self._holders = {True: (replicas, replica), False: (distributed.get_world_size(), self.rank)}
         self._group: Any = distributed.new_group(backend="gloo")
         self._copies: dict[str, Tensor] = {}
         self._thread = ThreadPoolExecutor(1)
-        self._written: Future[None] | None = None
+        self._pending: Future[None] | None = None
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
         """Copy the state, write it in the background, and return the path."""
-        self.wait()
+        self.flush()
         self._copy(tensors)
-        self._written = self._thread.submit(self._write, step, deepcopy(state))  # because training changes parts of it
+        self._pending = self._thread.submit(self._write, step, deepcopy(state))  # because training changes parts of it
         return self.files.path(step)
 
-    def wait(self) -> None:
+    def flush(self) -> None:
         """Wait until all processes have written the last save. Raises `UserError` if one fails."""
-        written, self._written = self._written, None
-        if written is not None:
-            written.result()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def latest(self) -> Path | None:
         """Wait for the last save; return the newest undamaged checkpoint, found by rank 0."""
-        self.wait()
-        found = self._all(lambda: self.files.latest() if self.rank == 0 else None)[0]
-        return self.files.folder / found.name if found else None
+        self.flush()
+        newest = self._all_gather(lambda: self.files.latest() if self.rank == 0 else None)[0]
+        return self.files.folder / newest.name if newest else None
 
-    def load(self, where: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
+    def load(self, checkpoint: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
         """See `Checkpointer`. Any number of processes may have saved; this process reads its shards."""
-        return self.files.load(where, model)
+        return self.files.load(checkpoint, model)
 
-    def errors(self, where: Path, model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
+    def error_buffers(self, checkpoint: Path, model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
         """See `Checkpointer`."""
-        return self.files.errors(where, model, *self._holders[True])
+        return self.files.error_buffers(checkpoint, model, *self._holders[True])
 
-    def begin(self) -> None:
+    def acquire(self) -> None:
         """See `Checkpointer`. Raises `UserError` if processes do not see each other's files."""
         with ExitStack() as stack:
 
             def mark() -> str:
                 if self.rank:
                     return ""
-                self.files.begin()
+                self.files.acquire()
                 return Path(stack.enter_context(TemporaryDirectory(dir=self.files.folder))).name
 
-            marked = self.files.folder / self._all(mark)[0]
-            blind = [number for number, sees in enumerate(self._all(lambda: _appears(marked))) if not sees]
-            if blind:
+            marked = self.files.folder / self._all_gather(mark)[0]
+            unseeing = [number for number, sees in enumerate(self._all_gather(lambda: _appears(marked))) if not sees]
+            if unseeing:
                 raise UserError(
-                    f"the folder {self.files.folder.parent} is not on a file system that all processes share: process "
-                    f"{blind[0]} does not see what process 0 writes there; give the run a folder that is"
+                    f"the folder {self.files.folder.parent} is not shared by all processes: process "
+                    f"{unseeing[0]} does not see the files of process 0; choose a folder on a shared file system"
                 )
 
     @torch.no_grad()
     def _copy(self, tensors: Tensors) -> None:
         """Copy the tensors that this process writes to the CPU. A tensor goes to its holder with the fewest bytes.
         All processes see the same names in the same order and compute the same assignment."""
-        kept, self._copies = self._copies, {}
+        reusable, self._copies = self._copies, {}
         bytes_of = {shared: [0] * count for shared, (count, _) in self._holders.items()}
         for group, values in tensors.items():
-            own = f"errors.{self._holders[True][1]}" if group == "errors" else ""
+            replica_group = f"errors.{self._holders[True][1]}" if group == "errors" else ""
             for name, value in values.items():
                 totals = bytes_of[is_dtensor(value)]
                 writer = totals.index(min(totals))
-                if not own:
+                if not replica_group:
                     totals[writer] += value.nbytes
                     if writer != self._holders[is_dtensor(value)][1]:
                         continue
-                key = f"{own or group}/{name}"
-                copy = kept.get(key)
+                key = f"{replica_group or group}/{name}"
+                copy = reusable.get(key)
                 if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
                     copy = torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
                 to_local(copy).copy_(to_local(value))
@@ -145,7 +147,7 @@ class Shards:
     def _write(self, step: int, state: Mapping[str, Any]) -> None:
         """Write the copies, in the thread. Processes synchronize after each step, so that none waits for a failed one.
 
-        The first process enters the block of `writing`; leaving it renames the folder, or removes it after an error.
+        The first process enters the block of `create`, whose end renames the folder, or removes it on errors.
         """
         from torch.distributed import checkpoint as dcp  # slow to import, and unused by a single process
         from torch.distributed.checkpoint.api import CheckpointException
@@ -155,36 +157,36 @@ class Shards:
             with ExitStack() as stack:
 
                 def begin() -> str:
-                    return "" if self.rank else stack.enter_context(self.files.writing(step, state, sums)).name
+                    return "" if self.rank else stack.enter_context(self.files.create(step, state, sums)).name
 
-                fresh = self.files.folder / self._all(begin)[0]
-                writer = dcp.HuggingFaceStorageWriter(str(fresh), save_distributed=True)
+                folder = self.files.folder / self._all_gather(begin)[0]
+                writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
                 dcp.save(self._copies, storage_writer=writer, process_group=self._group)
-                for own in self._all(lambda: _hashes(fresh, self.rank)):
-                    sums |= own
-                self._all(stack.close)
+                for hashes in self._all_gather(lambda: _hashes(folder, self.rank)):
+                    sums |= hashes
+                self._all_gather(stack.close)
         except CheckpointException as error:
             number, (reason, _) = next(iter(error.failures.items()))
-            raise self._unwritten(step, f"process {number} says {reason}") from error
+            raise self._write_error(step, f"process {number}: {reason}") from error
         except OSError as error:
-            raise self._unwritten(step, str(error)) from error
+            raise self._write_error(step, str(error)) from error
 
-    def _unwritten(self, step: int, why: str) -> UserError:
-        return UserError(f"the checkpoint {self.files.path(step)} cannot be written: {why}; earlier ones are intact")
+    def _write_error(self, step: int, reason: str) -> UserError:
+        return UserError(f"cannot write checkpoint {self.files.path(step)}: {reason}; earlier checkpoints are intact")
 
-    def _all(self, do: Callable[[], T]) -> list[T]:
-        """Call `do` on all processes and return the results by rank. If it fails on one, all raise its error."""
-        found: tuple[T | None, Exception | None]
+    def _all_gather(self, function: Callable[[], T]) -> list[T]:
+        """Call `function` on all processes and return the results by rank. If it fails on one, all raise its error."""
+        outcome: tuple[T | None, Exception | None]
         try:
-            found = do(), None
+            outcome = function(), None
         except (OSError, UserError) as error:
-            found = None, error
-        everyone: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, found, group=self._group)
-        for _, error in everyone:
+            outcome = None, error
+        outcomes: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(outcomes, outcome, group=self._group)
+        for _, error in outcomes:
             if error is not None:
                 raise error
-        return [value for value, _ in everyone]
+        return [value for value, _ in outcomes]
 
 
 def _hashes(folder: Path, rank: int) -> dict[str, str]:
@@ -193,8 +195,8 @@ def _hashes(folder: Path, rank: int) -> dict[str, str]:
 
 
 def _appears(path: Path) -> bool:
-    """Return True if the path becomes visible to this process within `_PATIENCE` seconds."""
-    deadline = time.monotonic() + _PATIENCE
+    """Return True if the path becomes visible to this process within `VISIBILITY_TIMEOUT` seconds."""
+    deadline = time.monotonic() + VISIBILITY_TIMEOUT
     while not path.exists():
         if time.monotonic() > deadline:
             return False

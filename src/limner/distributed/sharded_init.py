@@ -17,43 +17,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from limner.compat import TorchDispatchMode
 from limner.optim.dtensor import is_dtensor, shard_like
 
 
 @contextmanager
-def in_shards(shard: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def shard_on_registration(shard: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Replace every parameter that a module registers within the block by `shard(parameter)`. Scalars and buffers are
     not sharded."""
 
-    def cut(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter | None:
+    def shard_parameter(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter | None:
         return nn.Parameter(shard(p.detach()), p.requires_grad) if p.ndim and not (is_dtensor(p) or p.is_meta) else None
 
-    handle = register_module_parameter_registration_hook(cut)  # type: ignore[arg-type]
+    handle = register_module_parameter_registration_hook(shard_parameter)  # type: ignore[arg-type]
     try:
-        with _Draws():
+        with _ShardedInit():
             yield
     finally:
         handle.remove()
 
 
 @contextmanager
-def cut_before(module: nn.Module, held: Callable[[Tensor], Tensor], whole: Iterable[Tensor]) -> Iterator[None]:
+def shard_in_place(module: nn.Module, shard: Callable[[Tensor], Tensor], ignored: Iterable[Tensor]) -> Iterator[None]:
     """Let FSDP shard parameters on the meta device within the block, without memory. Afterwards the module has the
-    shard `held(parameter)` of each, which must be cut as FSDP cuts. Parameters in `whole` are unchanged."""
-    these = set(module.parameters()) - set(whole)
-    shards = {p: nn.Parameter(held(p.detach()), p.requires_grad) for p in module.parameters() if p in these}
-    these.clear()
-    of = {name: shards[p] for name, p in module.named_parameters(remove_duplicate=False) if p in shards}
+    shard `shard(parameter)` of each, with the placement of FSDP. Parameters in `ignored` are unchanged."""
+    full = set(module.parameters()) - set(ignored)
+    shards = {p: nn.Parameter(shard(p.detach()), p.requires_grad) for p in module.parameters() if p in full}
+    full.clear()
+    new = {name: shards[p] for name, p in module.named_parameters(remove_duplicate=False) if p in shards}
     shards.clear()  # frees the full tensors
-    empty = {p: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad) for p in of.values()}
-    module.load_state_dict({name: empty[p] for name, p in of.items()}, strict=False, assign=True)
+    empty = {p: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad) for p in new.values()}
+    module.load_state_dict({name: empty[p] for name, p in new.items()}, strict=False, assign=True)
     yield
-    module.load_state_dict(of, strict=False, assign=True)
+    module.load_state_dict(new, strict=False, assign=True)
 
 
-class _Draws(TorchDispatchMode):
+class _ShardedInit(TorchDispatchMode):
     """Draw random numbers that fill a sharded tensor for the full tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,6 +61,6 @@ class _Draws(TorchDispatchMode):
         if not fills or not is_dtensor(args[0]):
             return func(*args, **(kwargs or {}))
         x = args[0]
-        drawn = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-        func(drawn, *args[1:], **(kwargs or {}))
-        return x.copy_(shard_like(drawn, x))
+        full = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+        func(full, *args[1:], **(kwargs or {}))
+        return x.copy_(shard_like(full, x))

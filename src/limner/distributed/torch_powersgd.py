@@ -29,18 +29,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from limner.distributed.gradient_reducers import Bucket, Plain, Replicas, Waiting, averaged, unpacked
+from limner.distributed.gradient_reducers import Bucket, Fp32Reducer, PendingWork, Replicas, average_grads, unpack_error
 from limner.errors import UserError
 from limner.numerics.formats import HALF_FORMATS
 from limner.optim import grad_access
 from limner.optim.dtensor import is_dtensor
 
-_UNCOMPRESSED = 2  # updates; the minimum that the hook accepts
-_Q, _UPDATES = "/Q", "/updates"  # keys in checkpoints; the other keys are names of parameters
+UNCOMPRESSED_UPDATES = 2  # the minimum that the hook accepts
+Q_KEY, UPDATES_KEY = "/Q", "/updates"  # keys in checkpoints; the other keys are names of parameters
 
 
 @dataclass(frozen=True)
-class _All:
+class _Bucket:
     """The interface of DDP's `GradBucket` that the hook uses; one bucket holds all matrices."""
 
     values: Float[Tensor, " n"]
@@ -59,7 +59,7 @@ class _All:
         return self.parts
 
 
-class TorchPowerSGD(Plain):
+class TorchPowerSGD(Fp32Reducer):
     """A `GradientReducer` by torch's PowerSGD hook.
 
     Args:
@@ -75,50 +75,50 @@ class TorchPowerSGD(Plain):
         trained = {n: p for bucket in buckets.values() for n, p in bucket.parameters.items() if p.requires_grad}
         if any(map(is_dtensor, trained.values())):
             raise UserError(
-                "torch's PowerSGD is for processes that each hold all weights: leave --parallel out, or choose "
-                "--reduce powersgd"
+                "torch's PowerSGD requires that each process holds all weights: omit --parallel, or choose "
+                "--grad-compression powersgd"
             )
-        self._given = sum(p.ndim > 1 for p in trained.values())
-        self._matrices = {name: p for name, p in trained.items() if p.ndim > 1 and self._smaller(p)}
+        self._num_matrices = sum(p.ndim > 1 for p in trained.values())
+        self._matrices = {name: p for name, p in trained.items() if p.ndim > 1 and self._shrinks(p)}
         if not self._matrices:
             raise UserError(
-                f"none of the model's {self._given} matrices can be compressed to rank {self.rank}: two factors would "
-                "be no smaller; choose a lower --reduce.rank, or another --reduce"
+                f"two factors of rank {self.rank} would not be smaller than any of the model's {self._num_matrices} "
+                "matrices: choose a lower --grad-compression.rank, or another --grad-compression"
             )
         self._state: Any = PowerSGDState(
-            replicas.group, self.rank, start_powerSGD_iter=_UNCOMPRESSED, min_compression_rate=1
+            replicas.group, self.rank, start_powerSGD_iter=UNCOMPRESSED_UPDATES, min_compression_rate=1
         )
-        like = next(iter(self._matrices.values()))
+        reference = next(iter(self._matrices.values()))
         count = sum(p.numel() for p in self._matrices.values())
-        self._state.error_dict[0] = torch.zeros(count, dtype=torch.float32, device=like.device)
+        self._state.error_dict[0] = torch.zeros(count, dtype=torch.float32, device=reference.device)
 
-    def _smaller(self, p: Tensor) -> bool:
+    def _shrinks(self, p: Tensor) -> bool:
         """Return True if two factors are smaller than the matrix."""
         height, width = len(p), p[0].numel()
         return min(height, width, self.rank) * (height + width) < height * width
 
-    def describe(self) -> str:
-        which = f"{len(self._matrices)} of {self._given} matrices"
-        return f"gradients of {which} are compressed to rank {self.rank} by torch's PowerSGD, from the third update on"
+    def summary(self) -> str:
+        count = f"{len(self._matrices)} of {self._num_matrices}"
+        return f"gradients of {count} matrices are compressed to rank {self.rank} by torch's PowerSGD from update 3 on"
 
-    def reduce(self, bucket: str) -> Waiting:
+    def reduce(self, bucket: str) -> PendingWork:
         """Average the uncompressed gradients of a bucket in fp32."""
-        others = [p for name, p in self.buckets[bucket].parameters.items() if name not in self._matrices]
-        return averaged(others, self.mean)
+        uncompressed = [p for name, p in self.buckets[bucket].parameters.items() if name not in self._matrices]
+        return average_grads(uncompressed, self.mean)
 
-    def finish(self) -> Waiting:
+    def finish(self) -> PendingWork:
         grads = [p.grad for p in self._matrices.values()]
         values = torch.zeros_like(self._state.error_dict[0])
         finite = torch.stack([values.new_ones(()) if g is None else g.isfinite().all().to(values) for g in grads])
         yield from self.replicas.mean(finite)  # the mean is below 1 if any process has 0
-        bad = [flag < 1 for flag in finite.tolist()]
+        skips = [flag < 1 for flag in finite.tolist()]
         parts = list(self._split(values))
-        for part, grad, skip in zip(parts, grads, bad, strict=True):
+        for part, grad, skip in zip(parts, grads, skips, strict=True):
             if grad is not None and not skip:
                 part.copy_(grad_access.grad_values(grad))
         self._state.rng.seed(self._state.iter)  # for draws of Q, without saving a generator
-        yield cast(Any, powerSGD_hook(self._state, cast(Any, _All(values, parts))))  # a future, awaited like `Work`
-        for part, error, grad, skip in zip(parts, self._errors, grads, bad, strict=True):
+        yield cast(Any, powerSGD_hook(self._state, cast(Any, _Bucket(values, parts))))  # a future, awaited like `Work`
+        for part, error, grad, skip in zip(parts, self._errors, grads, skips, strict=True):
             if not part.isfinite().all():  # products have overflowed
                 error.zero_()
                 self._state.p_memory_dict.clear()  # makes the hook draw a new Q
@@ -142,31 +142,31 @@ class TorchPowerSGD(Plain):
             yield part.view(shape)
 
     @torch.no_grad()
-    def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
+    def restore_error_feedback(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add finite reduced gradients to the buffers again."""
-        these = set(parameters)
+        restored = set(parameters)
         for p, error in zip(self._matrices.values(), self._errors, strict=True):
-            if p in these and p.grad is not None and p.grad.isfinite().all():
+            if p in restored and p.grad is not None and p.grad.isfinite().all():
                 error.add_(grad_access.grad_values(p.grad))
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         updates, q = torch.tensor(self._state.iter, device="cpu"), self._state.q_memory_dict.get(0)
-        return {_UPDATES: updates} if q is None else {_UPDATES: updates, _Q: q}
+        return {UPDATES_KEY: updates} if q is None else {UPDATES_KEY: updates, Q_KEY: q}
 
-    def errors(self) -> dict[str, Tensor]:
+    def error_buffers(self) -> dict[str, Tensor]:
         return dict(zip(self._matrices, self._errors, strict=True))
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the state, except a Q of another rank; the hook then draws a new one."""
         for (name, p), error in zip(self._matrices.items(), self._errors, strict=True):
-            if (kept := tensors.get(name)) is not None:
-                if kept.shape != p.shape:
-                    there, here = list(kept.shape), list(p.shape)
-                    raise UserError(f"the error buffer of {name!r} has shape {there}, where the model has {here}")
-                error.copy_(unpacked(kept))
-        if _UPDATES in tensors:
-            self._state.iter = int(tensors[_UPDATES])
+            if (saved := tensors.get(name)) is not None:
+                if saved.shape != p.shape:
+                    shape, expected = list(saved.shape), list(p.shape)
+                    raise UserError(f"the error buffer of {name!r} has shape {shape}, but {expected} in the model")
+                error.copy_(unpack_error(saved))
+        if UPDATES_KEY in tensors:
+            self._state.iter = int(tensors[UPDATES_KEY])
         ranks = [(min(len(p), p[0].numel(), self.rank), p) for p in self._matrices.values()]
-        if _Q in tensors and tensors[_Q].numel() == sum(r * p[0].numel() for r, p in ranks):
-            self._state.q_memory_dict[0] = tensors[_Q].to(self._state.error_dict[0].device, copy=True)
+        if Q_KEY in tensors and tensors[Q_KEY].numel() == sum(r * p[0].numel() for r, p in ranks):
+            self._state.q_memory_dict[0] = tensors[Q_KEY].to(self._state.error_dict[0].device, copy=True)
             self._state.p_memory_dict[0] = self._state.error_dict[0].new_empty(sum(r * len(p) for r, p in ranks))

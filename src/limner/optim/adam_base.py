@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from limner import compat
 from limner.numerics.compile_elementwise import can_launch_triton
 from limner.numerics.formats import E6M9, HALF_FORMATS, UE6M10
 from limner.optim.dtensor import to_local
@@ -37,14 +38,14 @@ from limner.optim.grad_access import grad_values
 
 MOMENT_FORMATS = {"exp_avg": E6M9, "exp_avg_sq": UE6M10}
 SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
-_SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "lr": ("lr is finite and 0 or more", lambda x: 0 <= x < inf),
-    "betas": ("betas are in [0, 1)", lambda x: all(0 <= beta < 1 for beta in x)),
-    "momentum": ("momentum is in [0, 1)", lambda x: 0 <= x < 1),
-    "eps": (f"eps is finite and at least {SMALLEST_NORMAL:.2g}, to avoid 0 / 0", lambda x: SMALLEST_NORMAL <= x < inf),
-    "weight_decay": ("weight_decay is finite and 0 or more", lambda x: 0 <= x < inf),
-    "power": ("power is above 0", lambda x: x > 0),
-    "max_exp_avg_sq": ("max_exp_avg_sq is above 0", lambda x: x > 0),
+SETTING_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "lr": ("lr must be finite and 0 or more", lambda x: 0 <= x < inf),
+    "betas": ("betas must be in [0, 1)", lambda x: all(0 <= beta < 1 for beta in x)),
+    "momentum": ("momentum must be in [0, 1)", lambda x: 0 <= x < 1),
+    "eps": (f"eps must be finite and at least {SMALLEST_NORMAL:.2g}", lambda x: SMALLEST_NORMAL <= x < inf),
+    "weight_decay": ("weight_decay must be finite and 0 or more", lambda x: 0 <= x < inf),
+    "power": ("power must be above 0", lambda x: x > 0),
+    "max_exp_avg_sq": ("max_exp_avg_sq must be above 0", lambda x: x > 0),
 }
 _CPU_CHUNK_VALUES = 1 << 17  # fits the cache of a core
 _GPU_CHUNK_VALUES = 1 << 25  # many small tensors for each multi-tensor call
@@ -53,7 +54,7 @@ _TRITON_CHUNK_VALUES = 1 << 27  # the Triton kernel allocates little
 
 def check_settings(group: Mapping[str, Any]) -> None:
     """Raise `ValueError` if a setting of a parameter group is out of range. NaN always is."""
-    for name, (rule, fits) in _SETTINGS.items():
+    for name, (rule, fits) in SETTING_RULES.items():
         if name in group and not fits(group[name]):
             raise ValueError(f"{rule}, not {group[name]}")
 
@@ -131,7 +132,7 @@ class MomentOptimizer(torch.optim.Optimizer):
 
     def _step(self, group: Mapping[str, Any], params: list[Tensor], indices: list[int]) -> None:
         states = [self._state(p, group.get("quantize_state", False)) for p in params]
-        torch._foreach_add_([state["step"] for state in states], 1)
+        compat.foreach_add_([state["step"] for state in states], 1)
         grads = [grad_values(p.grad) for p in params if p.grad is not None]
         weights = [to_local(p).float() if p.dtype in HALF_FORMATS else to_local(p) for p in params]
         exp_avgs, exp_avg_sqs = ([to_local(state[moment]) for state in states] for moment in MOMENT_FORMATS)
@@ -227,20 +228,20 @@ def adamw_(
             weight_decay=weight_decay, max_exp_avg_sq=max_exp_avg_sq,
         )  # fmt: skip
         return
-    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-    torch._foreach_mul_(exp_avg_sqs, beta2)
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, [1 - beta for beta in beta2])
+    compat.foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    compat.foreach_mul_(exp_avg_sqs, beta2)
+    compat.foreach_addcmul_(exp_avg_sqs, grads, grads, [1 - beta for beta in beta2])
     if max_exp_avg_sq < inf:
-        torch._foreach_clamp_max_(exp_avg_sqs, max_exp_avg_sq)
-    denominators = torch._foreach_div(exp_avg_sqs, c2)
-    torch._foreach_sqrt_(denominators)
-    torch._foreach_add_(denominators, eps)
-    torch._foreach_mul_(denominators, c1)
-    updates = torch._foreach_div(exp_avgs, denominators)
+        compat.foreach_clamp_max_(exp_avg_sqs, max_exp_avg_sq)
+    denominators = compat.foreach_div(exp_avg_sqs, c2)
+    compat.foreach_sqrt_(denominators)
+    compat.foreach_add_(denominators, eps)
+    compat.foreach_mul_(denominators, c1)
+    updates = compat.foreach_div(exp_avgs, denominators)
     if weight_decay:
-        torch._foreach_add_(updates, params, alpha=weight_decay)
-    torch._foreach_mul_(updates, list(lrs.unbind()) if isinstance(lrs, Tensor) else lrs)
-    torch._foreach_sub_(params, updates)
+        compat.foreach_add_(updates, params, alpha=weight_decay)
+    compat.foreach_mul_(updates, list(lrs.unbind()) if isinstance(lrs, Tensor) else lrs)
+    compat.foreach_sub_(params, updates)
 
 
 def supports_triton(*lists: list[Tensor]) -> bool:

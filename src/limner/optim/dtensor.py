@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from limner import compat
+
 
 def is_dtensor(x: Tensor) -> bool:
     """Return True for a `DTensor`, without importing `torch.distributed.tensor`."""
@@ -76,7 +78,7 @@ def sum_over_shards(parts: Sequence[Tensor], tensors: list[Tensor]) -> Tensor:
 
 def mean_over_shards(parts: list[Tensor], tensors: list[Tensor]) -> Tensor:
     """Mean over all values of each of n tensors, [n], from local sums, [] each."""
-    return sum_over_shards(torch._foreach_div(parts, [float(x.numel()) for x in tensors]), tensors)
+    return sum_over_shards(compat.foreach_div(parts, [float(x.numel()) for x in tensors]), tensors)
 
 
 def split_by_placement(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -85,7 +85,7 @@ class Ema:
         """Load averages. Raises `UserError` if names or shapes differ from the model's."""
         for name, average in self.parameters.items():
             if name not in state or state[name].shape != average.shape:
-                raise UserError(f"the averaged weights lack {name!r} or have it in another shape")
+                raise UserError(f"the averaged weights lack {name!r} with shape {list(average.shape)}")
             average.copy_(shard_like(state[name], average))
 
 

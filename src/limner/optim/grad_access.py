@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from limner import compat
 from limner.numerics.formats import HALF_FORMATS
 from limner.optim.dtensor import full_tensor, split_by_placement, sum_over_shards, to_local
 
@@ -73,7 +74,7 @@ def total_norm(grads: Iterable[Tensor]) -> Tensor:
             shards = [torch.linalg.vector_norm(to_local(grad), dtype=torch.float32) for grad in part]
             scales = map(pending_scale, part)
             shards = [x if scale is None else x / scale for x, scale in zip(shards, scales, strict=True)]
-            norms.append(sum_over_shards(torch._foreach_mul(shards, shards), part).sum().sqrt())
+            norms.append(sum_over_shards(compat.foreach_mul(shards, shards), part).sum().sqrt())
     return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from limner import compat
 from limner.optim.adam_base import check_settings, reject_half_weights, update_chunks
 
 
@@ -52,9 +53,9 @@ class Lion(torch.optim.Optimizer):
                 for p in params:
                     self.state[p].setdefault("exp_avg", torch.zeros_like(p))
                 exp_avgs = [self.state[p]["exp_avg"] for p in params]
-                updates = torch._foreach_lerp(exp_avgs, grads, 1 - beta1)
-                torch._foreach_sign_(updates)
-                torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-                torch._foreach_add_(params, updates, alpha=-group["lr"])
-                torch._foreach_lerp_(exp_avgs, grads, 1 - beta2)
+                updates = compat.foreach_lerp(exp_avgs, grads, 1 - beta1)
+                compat.foreach_sign_(updates)
+                compat.foreach_add_(updates, params, alpha=group["weight_decay"])
+                compat.foreach_add_(params, updates, alpha=-group["lr"])
+                compat.foreach_lerp_(exp_avgs, grads, 1 - beta2)
         return loss

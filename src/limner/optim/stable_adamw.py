@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from limner import compat
 from limner.numerics.compile_elementwise import CompiledElementwise
 from limner.optim.adam_base import SMALLEST_NORMAL, MomentOptimizer, StepTensors, adamw_, bias_corrections
 from limner.optim.dtensor import mean_over_shards
@@ -84,7 +85,7 @@ class StableAdamW(MomentOptimizer):
         self._rms.append((params, rms))
         lrs = lr / rms.clamp_min(1)
         if not group["clip_decay"]:
-            torch._foreach_mul_(inputs.params, 1 - lr * decay)
+            compat.foreach_mul_(inputs.params, 1 - lr * decay)
             decay = 0.0
         weights, grads, exp_avgs, exp_avg_sqs, use_triton = inputs
         if use_triton or not all(map(_supports_fused, weights, grads, exp_avgs, exp_avg_sqs)):
@@ -95,7 +96,7 @@ class StableAdamW(MomentOptimizer):
             return
         steps = {count: torch.tensor(count, dtype=torch.float32, device="cpu") for count in set(counts)}
         for i, (tensor_lr, count) in enumerate(zip(lrs.tolist(), counts, strict=True)):
-            torch._fused_adamw_(
+            compat.fused_adamw_(
                 [weights[i]], [grads[i]], [exp_avgs[i]], [exp_avg_sqs[i]], [], [steps[count]], lr=tensor_lr,
                 beta1=beta1, beta2=beta2, weight_decay=decay, eps=group["eps"], amsgrad=False, maximize=False,
             )  # fmt: skip
@@ -119,12 +120,12 @@ def update_rms(params: list[Tensor], inputs: StepTensors, beta2: float, c2: list
         constants = torch.stack([exp_avg_sqs[0].new_full((), constant) for constant in (beta2, floors[0])])
         sums = [_sum_of_squares(grads[0], exp_avg_sqs[0], constants)]
     else:
-        squares = torch._foreach_mul(grads, grads)
-        updated = torch._foreach_lerp(exp_avg_sqs, squares, 1 - beta2)
-        torch._foreach_clamp_min_(updated, floors)
-        torch._foreach_div_(squares, updated)
+        squares = compat.foreach_mul(grads, grads)
+        updated = compat.foreach_lerp(exp_avg_sqs, squares, 1 - beta2)
+        compat.foreach_clamp_min_(updated, floors)
+        compat.foreach_div_(squares, updated)
         sums = [square.sum() for square in squares]
-    torch._foreach_mul_(sums, c2)
+    compat.foreach_mul_(sums, c2)
     return mean_over_shards(sums, params).sqrt_()
 
 

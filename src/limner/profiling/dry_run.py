@@ -1,9 +1,10 @@
 """Dry run of a launch in one process, as its first rank, on tensors with shapes and without values.
 
 The process joins a `fake` group of the launch's size, whose collectives return immediately. Under `FakeTensorMode`
-nothing is stored or computed, but every operation is dispatched as on a cluster: `Run` and `update` build, convert,
-shard and train the model for a step, with the recipe's optimizer, clipping and averages. `MemoryTracker` counts bytes
-and collectives. Wrong shapes and settings of a launch on a thousand GPUs therefore raise the same errors here.
+nothing is stored or computed, but every operation is dispatched as on a cluster: `TrainState` and `update` build,
+convert, shard and train the model for a step, with the recipe's optimizer, clipping and averages. `MemoryTracker`
+counts bytes and collectives. Wrong shapes and settings of a launch on a thousand GPUs therefore raise the same errors
+here.
 
 A step reads two kinds of values. Scalars that the host reads (a loss, a step count) are 1. Captions are unpadded, so
 that every position is a target, which takes the most memory.
@@ -31,7 +32,7 @@ from limner.profiling.launch import Launch
 from limner.profiling.memory_tracker import MemoryTracker, storage_bytes
 from limner.training.hooks import Hook
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 Shape = tuple[int, ...]
 
@@ -77,14 +78,14 @@ def dry_run(launch: Launch) -> DryRun:
                 if isinstance(core, SparseAttention):
                     model.attention_fns[name] = _GPUSparseAttention(core.pattern, core.prefix)
             full_shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-            run = Run(model, Autoregressive(), training, "cpu", parallel)
+            run = TrainState(model, Autoregressive(), training, "cpu", parallel)
             for p in run.parameters:  # allocate moments, as after the first step
                 p.grad = torch.zeros_like(p)
             for optimizer in run.optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             measure = MemoryHook(tracker, launch.retained_bytes)
-            run.compute.register_forward_hook(measure.after_forward)
+            run.wrapped.register_forward_hook(measure.after_forward)
             rows, (h, w) = launch.samples * training.accumulate, launch.config.grid
             batch = {"text": (rows, launch.config.text_len), "image": (rows, h * w)}
             update(run, {name: torch.zeros(shape, dtype=torch.int64) for name, shape in batch.items()}, [measure])
@@ -146,11 +147,11 @@ class MemoryHook(Hook):
         if not self.activations:
             self.activations = self._tracker.refresh() - self._before - self._gathered
 
-    def after_backward(self, run: Run) -> None:
+    def after_backward(self, run: TrainState) -> None:
         self.state = state_bytes(run)
 
 
-def state_bytes(run: Run) -> dict[str, int]:
+def state_bytes(run: TrainState) -> dict[str, int]:
     """Return the bytes of this process's weights, gradients, moments and averaged weights, each storage once."""
     moments = [v for o in run.optimizers for state in o.state.values() for v in state.values() if isinstance(v, Tensor)]
     sizes = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from limner.training.grad_scaler import resblocks
 from limner.training.train_module import Batch
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 MIN_EXPONENT, MAX_EXPONENT = -149, 127  # fp32 with subnormal numbers
 SMALLEST_SUBNORMAL = {"fp16": 2.0**-24, "bf16": 2.0**-133, "1-6-9": 2.0**-68, "e5m2": 2.0**-16, "e4m3": 2.0**-9}
@@ -83,7 +83,7 @@ class GradientGroup:
         return {kind: histogram.shares() for kind, histogram in histograms.items() if histogram is not None}
 
 
-def gradient_exponents(run: Run, batch: Batch) -> list[GradientGroup]:
+def gradient_exponents(run: TrainState, batch: Batch) -> list[GradientGroup]:
     """Return the exponents of one batch's gradients, in the model's order. They are computed in fp32 in any precision
     of the run, whose format could flush them. The run's gradients are cleared, the rest of its state stays."""
     model = run.model

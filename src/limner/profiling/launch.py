@@ -1,4 +1,4 @@
-"""Memory and traffic per GPU of `torchrun … limner train --parallel sharded` (or zero2), calculated before the start.
+"""Memory and traffic per GPU of `torchrun … limner train --parallel fsdp` (or zero2), calculated before the start.
 
 N GPUs hold R replicas of the weights, each in S = N / R shards (`distributed/sharded.py`). Weights, gradients, moments
 and averages are sharded fp32; AdamW16's moments take 16 bits. If the precision stores the matrices of blocks and their
@@ -53,7 +53,7 @@ def parameter_shapes(config: TransformerConfig) -> tuple[dict[str, Shape], dict[
     return block, {name: tuple(p.shape) for name, p in model.named_parameters() if not name.startswith("blocks.")}
 
 
-Kind = Literal["sharded", "zero2"]  # values of `--parallel`
+Kind = Literal["fsdp", "zero2"]  # values of `--parallel`
 
 
 @lru_cache(maxsize=16)
@@ -99,7 +99,7 @@ class Launch:
     training: TrainConfig
     gpus: int = 8
     replicas: int = 1
-    kind: Kind = "sharded"
+    kind: Kind = "fsdp"
     rank: int | None = None
     device: str = "cuda"
 

@@ -163,8 +163,8 @@ def launch_command(estimate: LaunchEstimate, recipe: str, defaults: TrainConfig)
         words = [
             f"{launcher} -m",
             f"limner train DATA --recipe {recipe} --out RUN --stages prior",
-            f"--parallel {launch.kind} --replicas {launch.replicas}"
-            + (f" --reduce powersgd --reduce.rank {launch.rank}" if launch.rank else ""),
+            f"--parallel {launch.kind} --dp-replicate {launch.replicas}"
+            + (f" --grad-compression powersgd --grad-compression.rank {launch.rank}" if launch.rank else ""),
         ]
     overrides = [
         f"--prior.training.{name.replace('_', '-')} {value}"

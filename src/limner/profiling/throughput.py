@@ -30,7 +30,7 @@ from limner.sampling.generation_config import Sampler
 from limner.training.config import TrainConfig
 from limner.training.step import update
 from limner.training.train_module import Batch, Objective
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 TIMED_POSITIONS = (0.0, 0.25, 0.5, 0.75, 0.99)  # fractions of a picture
 
@@ -154,7 +154,7 @@ def time_train_step(
 ) -> float:
     """Return the time of a training step of any model."""
     config = TrainConfig(steps=1, optimizer=AdamWConfig(lr=1e-4), clip_norm=None, checkpoint_activations=checkpointing)
-    run = Run(model.train(), objective, config, device)
+    run = TrainState(model.train(), objective, config, device)
     on_device = {name: tensor.to(device) for name, tensor in batch.items()}
     return median_seconds(lambda: update(run, on_device), 3)
 

@@ -66,13 +66,13 @@ def _measure(setting: BandwidthSetting, rank: int, size: int, store: str) -> Res
     import torch
     from torch import distributed
 
-    from limner.distributed.gradient_reducers import Plain
+    from limner.distributed.gradient_reducers import Fp32Reducer
     from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
     from limner.distributed.sharded import Sharded
     from limner.models.transformer import TransformerConfig
     from limner.optim.param_groups import block_matrices
 
-    class NoCommunication(Plain):
+    class NoCommunication(Fp32Reducer):
         """A reducer that sends nothing."""
 
         def reduce(self, block: str) -> Any:
@@ -80,9 +80,9 @@ def _measure(setting: BandwidthSetting, rank: int, size: int, store: str) -> Res
 
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", store=distributed.FileStore(store, size), rank=rank, world_size=size)
-    reducers: dict[str, Any] = {"within": NoCommunication, "plain": Plain}
+    reducers: dict[str, Any] = {"within": NoCommunication, "plain": Fp32Reducer}
     for r in setting.ranks:
-        reducers[f"fp32 {r}"] = lambda r=r: PowerSGD(PowerSGDConfig(rank=r, narrow=False))
+        reducers[f"fp32 {r}"] = lambda r=r: PowerSGD(PowerSGDConfig(rank=r, quantize=False))
         reducers[f"1-6-9 {r}"] = lambda r=r: PowerSGD(PowerSGDConfig(rank=r))
     sent: Result = {}
     for name, make in reducers.items():

@@ -33,13 +33,13 @@ class CompressionRankSetting:
 
 def trial(setting: CompressionRankSetting) -> Result:
     """Return the losses, and bytes sent per step for block matrices."""
-    from limner.distributed.gradient_reducers import Plain
+    from limner.distributed.gradient_reducers import Fp32Reducer
     from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
     from limner.optim.param_groups import block_matrices
     from limner.reproduce import replicas
 
     trained = replicas.train(
-        (lambda: PowerSGD(PowerSGDConfig(rank=setting.rank))) if setting.rank else Plain,
+        (lambda: PowerSGD(PowerSGDConfig(rank=setting.rank))) if setting.rank else Fp32Reducer,
         width=setting.width, steps=setting.steps, seed=setting.seed,
     )  # fmt: skip
     strategy = trained.run.parallel

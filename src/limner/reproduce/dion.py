@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from limner.distributed.gradient_reducers import Plain
+from limner.distributed.gradient_reducers import Fp32Reducer
 from limner.distributed.powersgd import Matrix, PowerSGD, PowerSGDConfig
 from limner.optim.optimizers import AdamWConfig, MuonConfig
 from limner.optim.param_groups import block_matrices
@@ -43,12 +43,12 @@ _DECAY = 0.05  # decay of the momentum in the directions of an update: 1 - mu
 class Dion(PowerSGD):
     """A reducer that returns Dion's update in place of the gradient."""
 
-    def take(
+    def subtract_update(
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
     ) -> None:
-        matrix.keep(error.addmm_(*matrix.product(p, q), alpha=-_DECAY))
-        matrix.start = F.normalize(q, dim=0)
-        self.factors.append((matrix, p, matrix.start * max(1, error.shape[0] / error.shape[1]) ** 0.5))
+        matrix.store_error(error.addmm_(*matrix.product(p, q), alpha=-_DECAY))
+        matrix.q0 = F.normalize(q, dim=0)
+        self.factors.append((matrix, p, matrix.q0 * max(1, error.shape[0] / error.shape[1]) ** 0.5))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def trial(setting: DionSetting) -> Result:
         )
     config = PowerSGDConfig(rank=setting.rank or None)
     trained = replicas.train(
-        lambda: Plain() if not setting.rank else Dion(config) if setting.kind == "Dion" else PowerSGD(config),
+        lambda: Fp32Reducer() if not setting.rank else Dion(config) if setting.kind == "Dion" else PowerSGD(config),
         width=setting.width, steps=setting.steps, seed=setting.seed, optimizer=optimizer,
         clip_norm=None if setting.kind == "Dion" else 1.0,  # all Dion updates have the same norm
     )  # fmt: skip

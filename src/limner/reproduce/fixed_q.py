@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from limner.distributed.gradient_reducers import GradientReducer, Plain
+from limner.distributed.gradient_reducers import Fp32Reducer, GradientReducer
 from limner.distributed.powersgd import Matrix, PowerSGD, PowerSGDConfig
 from limner.reproduce.report import Finding
 from limner.reproduce.sweep import Result, TrialRunner
@@ -34,10 +34,10 @@ class FixedQ(PowerSGD):
         super().__init__(config)
         self.residual_shares: list[Tensor] = []  # share of a buffer's squared norm left after each update
 
-    def take(
+    def subtract_update(
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
     ) -> None:
-        super().take(matrix, error, p, q)
+        super().subtract_update(matrix, error, p, q)
         residual, sent = matrix.error().square().sum(), q.square().sum()
         self.residual_shares.append(residual / (residual + sent))
 
@@ -45,23 +45,23 @@ class FixedQ(PowerSGD):
 class WarmStartQ(FixedQ):
     """PowerSGD warm-started from the last update's Q."""
 
-    def take(
+    def subtract_update(
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
     ) -> None:
-        super().take(matrix, error, p, q)
+        super().subtract_update(matrix, error, p, q)
         if q.any():
-            matrix.start = q
+            matrix.q0 = q
 
 
 class RedrawnQ(FixedQ):
     """PowerSGD with a new random Q in each update, the same on all replicas."""
 
-    def take(
+    def subtract_update(
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
     ) -> None:
-        super().take(matrix, error, p, q)
+        super().subtract_update(matrix, error, p, q)
         generator = torch.Generator().manual_seed(len(self.residual_shares))
-        matrix.start = torch.randn(matrix.start.shape, generator=generator)
+        matrix.q0 = torch.randn(matrix.q0.shape, generator=generator)
 
 
 KINDS = {"uncompressed": None, "fixed": FixedQ, "warm start": WarmStartQ, "redrawn": RedrawnQ}
@@ -85,7 +85,7 @@ def trial(setting: FixedQSetting) -> Result:
     kind = KINDS[setting.kind]
 
     def make_reducer() -> GradientReducer:
-        return kind(PowerSGDConfig(rank=setting.rank)) if kind else Plain()
+        return kind(PowerSGDConfig(rank=setting.rank)) if kind else Fp32Reducer()
 
     trained = replicas.train(make_reducer, width=setting.width, steps=setting.steps, seed=setting.seed)
     strategy = trained.run.parallel

@@ -20,9 +20,9 @@ import numpy as np
 from limner.numerics.formats import FloatFormat
 from limner.reproduce.report import Finding
 from limner.reproduce.sweep import Result, TrialRunner
-from limner.training.grad_scaler import LossScale, ResblockScales
+from limner.training.grad_scaler import DynamicLossScaler, PerBlockGradScaler
 from limner.training.hooks import Hook
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 CLAIM = "A gradient scale for each resblock trains in a format with too few exponent bits for one loss scale"
 SOURCE = "Ramesh et al. 2021, §2.4, App. D.1, Figure 12"
@@ -32,25 +32,25 @@ _SPEEDUP = 40
 _LAST = 50  # last steps whose loss is averaged
 
 
-class FastPerBlockGradScaler(ResblockScales):
+class FastPerBlockGradScaler(PerBlockGradScaler):
     """The paper's rule, `_SPEEDUP` times faster. `history` holds log2 of the scales after each update."""
 
-    GROWTH = ResblockScales.GROWTH**_SPEEDUP
-    WINDOW = ResblockScales.WINDOW // _SPEEDUP
+    GROWTH = PerBlockGradScaler.GROWTH**_SPEEDUP
+    BACKOFF_INTERVAL = PerBlockGradScaler.BACKOFF_INTERVAL // _SPEEDUP
 
-    def __init__(self, run: Run, form: FloatFormat | None = None) -> None:
+    def __init__(self, run: TrainState, form: FloatFormat | None = None) -> None:
         super().__init__(run, form)
         self.history: list[list[float]] = []
 
-    def after_backward(self, run: Run) -> None:
+    def after_backward(self, run: TrainState) -> None:
         super().after_backward(run)
         self.history.append(self.scales.log2().tolist())
 
 
-class FastLossScaler(LossScale):
-    """`LossScale`, `_SPEEDUP` times faster."""
+class FastLossScaler(DynamicLossScaler):
+    """`DynamicLossScaler`, `_SPEEDUP` times faster."""
 
-    EVERY = LossScale.EVERY // _SPEEDUP
+    GROWTH_INTERVAL = DynamicLossScaler.GROWTH_INTERVAL // _SPEEDUP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class GradScaleSetting:
     lr: float = 2e-3
 
 
-def grad_scaler_hooks(kind: str, run: Run) -> Sequence[Hook]:
+def grad_scaler_hooks(kind: str, run: TrainState) -> Sequence[Hook]:
     """Return the hook that scales gradients, if any."""
     if kind == "resblocks":
         return [FastPerBlockGradScaler(run, NARROW_FORMAT)]
@@ -81,7 +81,7 @@ def trial(setting: GradScaleSetting) -> Result:
 
     scalers: list[Hook] = []
 
-    def make_hooks(run: Run) -> Sequence[Hook]:
+    def make_hooks(run: TrainState) -> Sequence[Hook]:
         scalers.extend(grad_scaler_hooks(setting.kind, run))
         return scalers
 
@@ -96,7 +96,7 @@ def trial(setting: GradScaleSetting) -> Result:
         "held_out": tiny_prior.held_out_loss(trained.run.model),  # pyright: ignore[reportArgumentType]
         "skipped": trained.run.skipped,
         "scales": scalers[0].history if scalers and isinstance(scalers[0], FastPerBlockGradScaler) else [],
-        "loss_scale": scalers[0].scale.log2().item() if scalers and isinstance(scalers[0], LossScale) else None,
+        "loss_scale": scalers[0].scale.log2().item() if scalers and isinstance(scalers[0], DynamicLossScaler) else None,
     }
 
 

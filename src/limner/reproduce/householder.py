@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from limner.distributed.gradient_reducers import GradientReducer, Plain
+from limner.distributed.gradient_reducers import Fp32Reducer, GradientReducer
 from limner.distributed.powersgd import EPS, PowerSGD, PowerSGDConfig, orthonormal
 from limner.numerics.formats import E6M9
 from limner.reproduce.report import Finding
@@ -115,7 +115,9 @@ def train(setting: HouseholderSetting) -> Result:
             return METHODS[setting.method](p)
 
     def make_reducer() -> GradientReducer:
-        return Plain() if setting.method == "uncompressed" else PowerSGDWithMethod(PowerSGDConfig(rank=setting.rank))
+        return (
+            Fp32Reducer() if setting.method == "uncompressed" else PowerSGDWithMethod(PowerSGDConfig(rank=setting.rank))
+        )
 
     trained = replicas.train(make_reducer, width=setting.width, steps=setting.steps, seed=setting.seed)
     return {"loss": trained.loss.tolist(), "skipped": trained.run.skipped}

@@ -18,12 +18,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from limner.distributed.gradient_reducers import Codec, GradientReducer, Replicas, Waiting, buckets
+from limner.distributed.gradient_reducers import Codec, GradientReducer, PendingWork, Replicas, buckets
 from limner.models.transformer import TransformerConfig
 from limner.optim.optimizers import AdamWConfig
 from limner.reproduce import tiny_prior
 from limner.reproduce.tiny_train import Trained
-from limner.training.parallel import Single
+from limner.training.parallel import SingleProcess
 from limner.training.train_module import Trainable
 
 
@@ -57,17 +57,17 @@ class SimulatedGroup(Replicas):
         self.sent += 2 * size * (self.count - 1) // self.count
         yield self
 
-    def mean(self, values: Float[Tensor, " n"]) -> Waiting:
+    def mean(self, values: Float[Tensor, " n"]) -> PendingWork:
         yield from self._exchange(values, values.nbytes)
         values.copy_(self.network.all.mean(0))
 
-    def coded_mean(self, values: Float[Tensor, " n"], codec: Codec) -> Waiting:
+    def compressed_mean(self, values: Float[Tensor, " n"], codec: Codec) -> PendingWork:
         codes = codec.pack(values)
         yield from self._exchange(codec.unpack(codes), codes.nbytes)
         values.copy_(codec.unpack(codec.pack(self.network.all.mean(0))))
 
 
-class SimulatedReplicas(Single):
+class SimulatedReplicas(SingleProcess):
     """The strategy of one process that simulates all replicas, `TrainConfig.accumulate` in number.
 
     Args:
@@ -96,7 +96,7 @@ class SimulatedReplicas(Single):
         return module
 
     @contextmanager
-    def part(self, last: bool) -> Iterator[None]:
+    def microbatch(self, last: bool) -> Iterator[None]:
         """Run one replica's share, and undo the gradient's division by the number of replicas."""
         yield
         for name, p in self._params.items():
@@ -115,7 +115,7 @@ class SimulatedReplicas(Single):
                 view[name].grad = None
         super().reduce(parameters)
 
-    def _run_lockstep(self, pending: list[Waiting]) -> None:
+    def _run_lockstep(self, pending: list[PendingWork]) -> None:
         while True:
             finished = [next(work, None) is None for work in pending]
             if all(finished):

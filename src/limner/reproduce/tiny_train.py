@@ -31,7 +31,7 @@ from limner.training.parallel import Parallel
 from limner.training.rms_monitor import rms
 from limner.training.step import update
 from limner.training.train_module import Objective
-from limner.training.train_state import Diverged, Run
+from limner.training.train_state import Diverged, TrainState
 
 SIZE, SCENES, WORDS, TEXT = 24, 4_096, 400, 24
 
@@ -50,7 +50,7 @@ class Trained:
 
     loss: Float[np.ndarray, " T"]
     rms: dict[str, Float[np.ndarray, " T"]]
-    run: Run
+    run: TrainState
 
 
 class RMSRecorder(Hook):
@@ -59,11 +59,11 @@ class RMSRecorder(Hook):
     def __init__(self, names: Sequence[str]) -> None:
         self.values: dict[str, list[float]] = {name: [] for name in names}
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: TrainState) -> None:
         for series in self.values.values():
             series.append(1.0)
 
-    def before_update(self, run: Run) -> None:
+    def before_update(self, run: TrainState) -> None:
         rms_by_id = {id(p): value for p, value in rms(run.optimizers)} if self.values else {}
         for name, series in self.values.items():
             if (value := rms_by_id.get(id(run.model.get_parameter(name)))) is not None:
@@ -99,7 +99,7 @@ def train(
     seed: int = 0,
     change: Change | None = None,
     rms_of: Sequence[str] = (),
-    hooks: Callable[[Run], Sequence[Hook]] = scaling,
+    hooks: Callable[[TrainState], Sequence[Hook]] = scaling,
     parallel: Parallel | None = None,
     **settings: Any,
 ) -> Trained:
@@ -117,7 +117,7 @@ def train(
         steps=steps, batch_size=batch, clip_norm=None, warmup_steps=steps // 4, schedule=Cosine(), precision=Fp32(),
         seed=seed, max_bad_steps=50,
     )  # fmt: skip
-    run = Run(model, objective, replace(config, **settings), parallel=parallel)
+    run = TrainState(model, objective, replace(config, **settings), parallel=parallel)
     recorder, rng, losses = RMSRecorder(rms_of), np.random.default_rng(seed), []
     all_hooks, first = [*hooks(run), recorder], next(iter(samples))
     for step in range(steps):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from limner.training.hooks import Hook
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 _MIN_USED_SHARE, _FIRST_STEP, _CONSECUTIVE_REPORTS = 0.1, 500, 10
 
@@ -22,7 +22,7 @@ class CollapseWarning(Hook):
     def __init__(self, vocab: int) -> None:
         self.vocab, self.low_reports, self.warned = vocab, 0, False
 
-    def on_report(self, run: Run, row: dict[str, Any]) -> None:
+    def on_report(self, run: TrainState, row: dict[str, Any]) -> None:
         codes = row.get("codes", self.vocab)
         self.low_reports = (
             self.low_reports + 1 if run.step >= _FIRST_STEP and codes < _MIN_USED_SHARE * self.vocab else 0

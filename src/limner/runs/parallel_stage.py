@@ -27,7 +27,7 @@ from limner.recipes.recipe import Recipe
 from limner.training.checkpoint import skipped_updates
 from limner.training.hooks import Hook
 from limner.training.metrics_log import read_metrics
-from limner.training.train_state import SKIPPED, Run
+from limner.training.train_state import SKIPPED, TrainState
 
 LOG_FILE = "contrastive.log"
 _ERROR_LINE = re.compile(r"(limner|[\w.]*(Error|Exception))(: |$)")  # start of the log line that names the error
@@ -44,7 +44,7 @@ class WorkerHook(Hook):
     def __init__(self, process: subprocess.Popen[bytes], log_file: Path, threads: int) -> None:
         self.process, self.log_file, self.threads = process, log_file, threads
 
-    def on_report(self, run: Run, row: dict[str, Any]) -> None:
+    def on_report(self, run: TrainState, row: dict[str, Any]) -> None:
         self.check()
         if self.process.poll() is not None:
             torch.set_num_threads(self.threads)

@@ -19,9 +19,9 @@ from limner.recipes.recipe import (
 )
 from limner.runs.run_data import RunData
 from limner.training.checkpoint import completed, step_of
-from limner.training.config import refuse_changes
-from limner.training.parallel import Single
-from limner.training.train_state import set_up
+from limner.training.config import check_resumable
+from limner.training.parallel import SingleProcess
+from limner.training.train_state import prepare_model
 
 
 def check(run_data: RunData, stages: Sequence[str]) -> None:
@@ -40,17 +40,17 @@ def check(run_data: RunData, stages: Sequence[str]) -> None:
         stage_configs["contrastive"] = recipe.contrastive, contrastive
         with torch.device("meta"):
             for stage, config in stage_configs.values():
-                set_up(config.build(), stage.objective, stage.training, torch.device("meta"), Single())
+                prepare_model(config.build(), stage.objective, stage.training, torch.device("meta"), SingleProcess())
     except (ValueError, ZeroDivisionError, RuntimeError, OverflowError) as error:
         raise UserError(f"the models of the recipe do not fit together: {error}".splitlines()[0]) from None
     for name, (stage, config) in stage_configs.items():
         if name in stages:
-            per_rank_batch_size(stage.training.batch_size, run_data.parallel.world, f"{name}.training.batch_size")
+            per_rank_batch_size(stage.training.batch_size, run_data.parallel.world_size, f"{name}.training.batch_size")
         config_file = out / name / "config.json"
         if name in stages and config_file.exists() and completed(out / name):
             current = {"training": stage.training, "model": config, "objective": stage.objective}
             recorded = read_mapping(config_file)
-            refuse_changes(out / name, recorded, {**recorded, **current})
+            check_resumable(out / name, recorded, {**recorded, **current})
     if "dvae" in stages and not isinstance(recipe.dvae, PretrainedDVAE) and completed(out / "prior"):
         done = completed(out / "dvae")
         if not done or step_of(done[-1]) < recipe.dvae.training.steps:

@@ -29,7 +29,7 @@ from limner.progress import progress
 from limner.recipes.recipe import DVAEStage, PatchStage, PretrainedDVAE, Recipe
 from limner.tasks.caption_truth import falsity_test
 from limner.text.bpe import Tokenizer
-from limner.training.parallel import Parallel, Single
+from limner.training.parallel import Parallel, SingleProcess
 
 _IMAGE_CACHE_BYTES = 1 << 30  # of decoded pictures
 _MAX_CLUSTERING_PICTURES = 8_000
@@ -45,7 +45,7 @@ class RunData:
     train: Source
     held_out: Source
     out: Path
-    parallel: Parallel = field(default_factory=Single)
+    parallel: Parallel = field(default_factory=SingleProcess)
 
     @classmethod
     def open(cls, recipe: Recipe, data: str | Path, out: str | Path, parallel: Parallel | None = None) -> RunData:
@@ -57,7 +57,7 @@ class RunData:
             warnings.warn(f"{data}: {warning}", stacklevel=2)
         if len(train) == 0:
             raise UserError(f"the split 'train' of {data} is empty: check the key 'split' of its metadata")
-        return cls(recipe=recipe, train=train, held_out=held_out, out=Path(out), parallel=parallel or Single())
+        return cls(recipe=recipe, train=train, held_out=held_out, out=Path(out), parallel=parallel or SingleProcess())
 
     def save_attribution(self) -> list[dict[str, Any]]:
         """Return and save the attribution (`data/attribution.py`) of the data of this call, of earlier calls, and of
@@ -85,7 +85,7 @@ class RunData:
         """Return the run's tokenizer. The first call copies that of the recipe's start, or trains one on the
         captions."""
         path = self.out / "tokenizer.json"
-        with self.parallel.first():
+        with self.parallel.main_first():
             if not path.exists():
                 (self.existing_tokenizer() or Tokenizer.train(_captions(self.train), self.recipe.text.vocab)).save(path)
         return Tokenizer.load(path)
@@ -119,7 +119,7 @@ class RunData:
         if training and stage.augment:
             return EncodedDataset(ImageCaptionDataset(source, size, "prior", tokenizer, text.length, *dropout), encode)
         with (
-            self.parallel.first(),
+            self.parallel.main_first(),
             progress("encoding pictures", len(source), unit="image", shown=self.parallel.is_main) as bar,
         ):
             cache = encode_tokens(

@@ -44,12 +44,12 @@ from limner.runs.run_data import RunData
 from limner.text.bpe import Tokenizer
 from limner.training.checkpoint import completed, load_weights
 from limner.training.hooks import Hook
-from limner.training.kernel_report import KernelCounts
+from limner.training.kernel_report import KernelReport
 from limner.training.loop import train
-from limner.training.parallel import folded
-from limner.training.rms_monitor import Stability
+from limner.training.parallel import fold_in
+from limner.training.rms_monitor import RMSMonitor
 from limner.training.state_tensors import fill_model, model_tensors
-from limner.training.train_state import Evaluate, Run
+from limner.training.train_state import Evaluate, TrainState
 
 M = TypeVar("M", bound=PatchDVAE | DVAE | Transformer | CLIP)
 Stage = Literal["dvae", "prior", "contrastive"]
@@ -101,7 +101,7 @@ class StageTrainer:
         if isinstance(model, PatchDVAE):
             if not self.recipe.start and not completed(self.out / "dvae"):
                 with progress("clustering patches", KMEANS_ITERS, unit="round", shown=run_data.parallel.is_main) as bar:
-                    generator = torch.Generator().manual_seed(folded(stage.training.seed))
+                    generator = torch.Generator().manual_seed(fold_in(stage.training.seed))
                     model.fit_codebook(run_data.clustering_pictures(stage), generator, progress=bar.advance)
         elif not (isinstance(stage.objective, BalancedELB) and stage.objective.usage_penalty_from is not None):
             hooks = [CollapseWarning(stage.model.vocab)]
@@ -145,7 +145,7 @@ class StageTrainer:
         trained = self._train("contrastive", model, stage, data, evaluate, record)
         return self._unsharded(model, trained).eval() if run_data.parallel.is_main else None
 
-    def restore(self, name: Stage) -> tuple[Run, Dataset]:
+    def restore(self, name: Stage) -> tuple[TrainState, Dataset]:
         """Return a stage's newest checkpoint, in training mode, and its data. Raises `UserError` without one."""
         stage, run_data = getattr(self.recipe, name), self.run_data
         if isinstance(stage, PretrainedDVAE) or not completed(self.out / name):
@@ -164,12 +164,12 @@ class StageTrainer:
                 data = run_data.contrastive_dataset(run_data.train, tokenizer, config.size)
             model = config.build()
         load_weights(model, self.out / name)
-        return Run(model.train(), stage.objective, stage.training, self.device), data
+        return TrainState(model.train(), stage.objective, stage.training, self.device), data
 
     def _build(self, config: Any, seed: int) -> Any:
         """Build a model with initial weights from `seed`."""
-        torch.manual_seed(folded(seed))
-        with self.run_data.parallel.building():
+        torch.manual_seed(fold_in(seed))
+        with self.run_data.parallel.init_context():
             return config.build()
 
     @torch.no_grad()
@@ -178,7 +178,7 @@ class StageTrainer:
         start = self.recipe.start
         if start is None:
             return False
-        with self.run_data.parallel.building() if any(map(is_dtensor, model.parameters())) else nullcontext():
+        with self.run_data.parallel.init_context() if any(map(is_dtensor, model.parameters())) else nullcontext():
             start_model = bundles.load_model(start, name)
         if changed := differences(to_dict(start_model.config), to_dict(model.config)):
             problem = f"the {name} of {start} has other settings than the recipe ({', '.join(changed)})"
@@ -213,7 +213,7 @@ class StageTrainer:
         """Train a model and return its last checkpoint."""
         config = stage.training
         if config.precision.converts:
-            hooks = [*hooks, KernelCounts(self.out / name)]
+            hooks = [*hooks, KernelReport(self.out / name)]
         if self._load_start(name, model):
             record = {**record, "start": self.recipe.start}
         stream = Stream(data, config.batch_size, config.seed, prefetch=2)
@@ -226,7 +226,7 @@ class StageTrainer:
                 self.out / name,
                 evaluate=evaluate,
                 record=record,
-                hooks=[*hooks, Stability(self.out / name)],
+                hooks=[*hooks, RMSMonitor(self.out / name)],
                 device=self.device,
                 parallel=self.run_data.parallel,
                 bar=bar,

@@ -29,7 +29,7 @@ from limner.recipes.recipe import (
 from limner.runs.parallel_stage import trains_in_parallel
 from limner.training.checkpoint import completed, step_of
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 PARALLEL_SLOWDOWN = 1.25  # slowdown of a step while the other stage trains in parallel
 _TARGET_SECONDS = 1.2  # of a timed batch
@@ -153,7 +153,7 @@ def seconds_per_step(
 ) -> float:
     """Estimate the seconds of a training step. Times one sample, then as many (at least two) as take about
     `target_seconds`, and extrapolates linearly to the whole batch."""
-    run, size = Run(model, stage.objective, stage.training, device), stage.training.batch_size
+    run, size = TrainState(model, stage.objective, stage.training, device), stage.training.batch_size
 
     def time_update(samples: int) -> float:
         start = time.monotonic()

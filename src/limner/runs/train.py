@@ -24,7 +24,7 @@ from limner.runs.preflight import check
 from limner.runs.run_data import RunData
 from limner.runs.stages import STAGES, Stage, StageTrainer
 from limner.training.checkpoint import skipped_updates
-from limner.training.parallel import Parallel, Single
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.train_state import SKIPPED
 
 
@@ -43,12 +43,12 @@ def train_all(
     were skipped. On a CPU with several threads the prior and the contrastive model train in parallel. With several
     processes (`parallel`) all train every stage together, and the first writes the files.
     """
-    parallel, selected, out = parallel or Single(), stages or STAGES, Path(out)
+    parallel, selected, out = parallel or SingleProcess(), stages or STAGES, Path(out)
     run_data = RunData.open(recipe, data, out, parallel)
     trainer = StageTrainer(run_data)
     with exclusive_lock(out) if parallel.is_main else nullcontext(-1) as lock, _check_skipped(out, selected, parallel):
         check(run_data, selected)
-        with parallel.first():
+        with parallel.main_first():
             if parallel.is_main:
                 save_json(recipe, out / "recipe.json")
             attribution = run_data.save_attribution()
@@ -61,7 +61,7 @@ def train_all(
         dvae = trainer.dvae(train="dvae" in selected)
         if tokenizer is None:
             return None
-        parallel_allowed = parallel.world == 1 and not torch.are_deterministic_algorithms_enabled()
+        parallel_allowed = parallel.world_size == 1 and not torch.are_deterministic_algorithms_enabled()
         in_parallel = parallel_allowed and trains_in_parallel(selected, trainer.device)
         with contrastive_in_parallel(recipe, data, out, lock) if in_parallel else nullcontext() as hook:
             prior = trainer.prior(tokenizer, dvae, "prior" in selected, [hook] if hook else [])

@@ -36,15 +36,15 @@ from limner.training.state_tensors import check_shapes, fill_model, model_tensor
 FOLDER = "checkpoints"
 STATE = "state.json"
 SUMS = "SHA256SUMS"
-_NAME = re.compile(r"step-(\d{8,18})")
-_START = re.compile(r"start-(\d{8,18})")
+STEP_FOLDER = re.compile(r"step-(\d{8,18})")
+START_FILE = re.compile(r"start-(\d{8,18})")
 
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 class Checkpointer(Protocol):
-    """A store of training states; `Files` is one in the run's folder. All ranks call its methods in the same order."""
+    """A store of training states, such as `LocalCheckpointer`. All ranks call its methods in the same order."""
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
         """Save tensors, by group and name, and JSON values atomically; return the path. Writing may continue in the
@@ -52,7 +52,7 @@ class Checkpointer(Protocol):
         """
         ...
 
-    def wait(self) -> None:
+    def flush(self) -> None:
         """Wait for the last save. Raises `UserError` if writing fails."""
         ...
 
@@ -60,22 +60,22 @@ class Checkpointer(Protocol):
         """Return the newest undamaged state; None before the first."""
         ...
 
-    def load(self, where: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
+    def load(self, checkpoint: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
         """Return the tensors of a state, on the CPU and without the error buffers of replicas, and its JSON values.
         Raises `UserError` if the state is damaged."""
         ...
 
-    def errors(self, where: Path, model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
+    def error_buffers(self, checkpoint: Path, model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
         """Yield the group "errors" of this replica if the number of replicas is unchanged, else of all replicas."""
         ...
 
-    def begin(self) -> None:
-        """Take the run over: remove leftovers of killed processes, and end saving by processes on machines that the
+    def acquire(self) -> None:
+        """Take over the run: remove leftovers of killed processes, and end saving by processes on machines that the
         run's lock does not reach. The caller must hold the lock."""
         ...
 
 
-class Files:
+class LocalCheckpointer:
     """A `Checkpointer` that one process writes with. It keeps the last `keep` checkpoints of the run `run`.
 
     Each start of a run takes the next number, a file `start-00000003`. A checkpoint gets its name only while the number
@@ -92,14 +92,14 @@ class Files:
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
         """See `Checkpointer`. Writes a file for each group."""
-        with self.writing(step, state, {}) as fresh:
+        with self.create(step, state, {}) as folder:
             for name, group in tensors.items():
                 on_cpu = {k: t.detach().cpu().contiguous() for k, t in group.items()}
-                save_file(on_cpu, fresh / f"{name}.safetensors")
+                save_file(on_cpu, folder / f"{name}.safetensors")
         return self.path(step)
 
     @contextmanager
-    def writing(self, step: int, state: Mapping[str, Any], sums: Mapping[str, str]) -> Iterator[Path]:
+    def create(self, step: int, state: Mapping[str, Any], sums: Mapping[str, str]) -> Iterator[Path]:
         """Provide a folder for tensor files. At the end of the block it gets the state and becomes the checkpoint of
         `step`, and all but the last `keep` checkpoints are removed.
 
@@ -112,68 +112,70 @@ class Files:
         """
         final = self.path(step)
         try:
-            with atomic_folder(final, self._check) as fresh:
-                yield fresh
+            with atomic_folder(final, self._check_newest) as folder:
+                yield folder
                 text = json.dumps(state, indent=1)  # Python reads it back exactly, including NaN and infinities
-                (fresh / STATE).write_text(text, encoding="utf-8")
-                names = sorted({*sums, *(path.name for path in fresh.iterdir())})
-                lines = [f"{sums.get(name) or file_hash(fresh / name)}  {name}\n" for name in names]
-                (fresh / SUMS).write_text("".join(lines), encoding="utf-8")
+                (folder / STATE).write_text(text, encoding="utf-8")
+                names = sorted({*sums, *(path.name for path in folder.iterdir())})
+                lines = [f"{sums.get(name) or file_hash(folder / name)}  {name}\n" for name in names]
+                (folder / SUMS).write_text("".join(lines), encoding="utf-8")
         except (OSError, SafetensorError) as error:
-            raise UserError(f"the checkpoint {final} cannot be written: {error}; earlier ones are intact") from None
+            raise UserError(f"cannot write checkpoint {final}: {error}; earlier checkpoints are intact") from None
         for old in completed(self.run)[: -self.keep]:
-            doomed = old.rename(old.with_suffix(".tmp"))  # first: a partly removed folder must not keep its name
-            shutil.rmtree(doomed, ignore_errors=True)
+            removed = old.rename(old.with_suffix(".tmp"))  # first: a partly removed folder must not keep its name
+            shutil.rmtree(removed, ignore_errors=True)
 
-    def wait(self) -> None:
+    def flush(self) -> None:
         """Do nothing: `save` returns after writing."""
 
     def latest(self) -> Path | None:
         """See the function `latest`."""
         return latest(self.run)
 
-    def load(self, where: Path, model: nn.Module) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def load(self, checkpoint: Path, model: nn.Module) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """See `Checkpointer`. Reads only this process's shard of a parameter that is sharded here and in the file."""
-        return read_groups(where, parameters=dict(model.named_parameters())), read_state(where)
+        return read_groups(checkpoint, parameters=dict(model.named_parameters())), read_state(checkpoint)
 
-    def errors(self, where: Path, model: nn.Module, replicas: int = 1, replica: int = 0) -> Iterator[dict[str, Tensor]]:
+    def error_buffers(
+        self, checkpoint: Path, model: nn.Module, replicas: int = 1, replica: int = 0
+    ) -> Iterator[dict[str, Tensor]]:
         """See `Checkpointer`."""
-        names = dcp_reader.replica_groups(where)
+        names = dcp_reader.replica_groups(checkpoint)
         for name in [f"errors.{replica}"] if len(names) == replicas else names:
-            yield read_groups(where, (name,), dict(model.named_parameters()))[name]
+            yield read_groups(checkpoint, (name,), dict(model.named_parameters()))[name]
 
-    def begin(self) -> None:
+    def acquire(self) -> None:
         """See `Checkpointer`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         while True:
             self._number = self._newest() + 1
             try:
-                own = self.folder / f"start-{self._number:08d}"
-                own.touch(exist_ok=False)  # only one of several processes succeeds
+                start = self.folder / f"start-{self._number:08d}"
+                start.touch(exist_ok=False)  # only one of several processes succeeds
                 break
             except FileExistsError:
                 continue
-        kept = {own, *completed(self.run)}
+        valid = {start, *completed(self.run)}
         for entry in self.folder.iterdir():
-            if entry not in kept:
+            if entry not in valid:
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
 
     def _newest(self) -> int:
         """Return the number of the newest start; 0 before the first."""
-        starts = (_START.fullmatch(path.name) for path in self.folder.glob("start-*"))
-        return max((int(found[1]) for found in starts if found), default=0)
+        starts = (START_FILE.fullmatch(path.name) for path in self.folder.glob("start-*"))
+        return max((int(match[1]) for match in starts if match), default=0)
 
-    def _check(self) -> None:
+    def _check_newest(self) -> None:
         if self._number is not None and (newest := self._newest()) > self._number:
             raise UserError(
-                f"the run {self.run} has been started again elsewhere (start {newest}; this is start {self._number}): "
-                "this one saves nothing more and ends"
+                f"another process has restarted the run {self.run} (start {newest}; this is start {self._number}): "
+                "this process stops without saving"
             )
 
 
 def completed(run: Path) -> list[Path]:
     """Return the checkpoints of a run, oldest first, including damaged ones."""
-    folders = [p for p in (run / FOLDER).glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()]
+    folders = [p for p in (run / FOLDER).glob("step-*") if STEP_FOLDER.fullmatch(p.name) and p.is_dir()]
     return sorted(folders, key=step_of)
 
 
@@ -191,11 +193,11 @@ def latest(run: Path) -> Path | None:
     for checkpoint in reversed(completed(run)):
         if (damage := find_damage(checkpoint)) is None:
             if damaged:
-                warnings.warn(f"{'; '.join(damaged)}: {checkpoint.name} serves instead", stacklevel=2)
+                warnings.warn(f"{'; '.join(damaged)}: using {checkpoint.name} instead", stacklevel=2)
             return checkpoint
         damaged.append(f"{checkpoint} is damaged ({damage})")
     if damaged:
-        raise UserError(f"{damaged[0]}, and no older one is whole: repair it, or delete {run}")
+        raise UserError(f"{damaged[0]}, and no older checkpoint is intact: repair it, or delete {run}")
     return None
 
 
@@ -203,16 +205,16 @@ def find_damage(checkpoint: Path) -> str | None:
     """Return the damage to a checkpoint; None if it is intact."""
     try:
         files = sorted(checkpoint.iterdir())
-        if odd := [path.name for path in files if not path.is_file()]:  # a pipe would never end
-            return f"{odd[0]} is not a file"
+        if others := [path.name for path in files if not path.is_file()]:  # a pipe would never end
+            return f"{others[0]} is not a file"
         lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
-        sums = {name: known for known, name in (line.split("  ", 1) for line in lines)}
+        sums = {name: expected for expected, name in (line.split("  ", 1) for line in lines)}
         if STATE not in sums or any(Path(name).name != name for name in sums):
             return f"{SUMS} is incomplete"
         if unlisted := [path.name for path in files if path.suffix == ".safetensors" and path.name not in sums]:
             return f"{unlisted[0]} is not in {SUMS}"
-        wrong = [name for name, known in sums.items() if file_hash(checkpoint / name) != known]
-        return f"{wrong[0]} has changed" if wrong else None
+        changed = [name for name, expected in sums.items() if file_hash(checkpoint / name) != expected]
+        return f"{changed[0]} has changed" if changed else None
     except OSError as error:
         return f"{Path(error.filename or SUMS).name}: {error.strerror}"
     except ValueError:
@@ -241,7 +243,7 @@ def read_groups(
     If the checkpoint is sharded, tensors of a sharded parameter in `parameters` are read as this process's shards.
     Raises `UserError` if a file is damaged.
     """
-    if dcp_reader.found(checkpoint):
+    if dcp_reader.is_sharded(checkpoint):
         return dcp_reader.read(checkpoint, wanted, parameters or {})
     groups = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
@@ -249,7 +251,7 @@ def read_groups(
             try:
                 groups[path.stem] = load_file(path)
             except (OSError, SafetensorError) as error:
-                raise UserError(f"{path} cannot be read: {error}") from None
+                raise UserError(f"cannot read {path}: {error}") from None
     return groups
 
 
@@ -262,15 +264,15 @@ def load_weights(model: nn.Module, folder: str | Path, averaged: bool = True) ->
     folder = Path(folder)
     checkpoint = folder if (folder / STATE).is_file() else latest(folder)
     if checkpoint is None:
-        raise UserError(f"{folder} holds no checkpoint; name the folder of a training run")
+        raise UserError(f"{folder} contains no checkpoint: name the folder of a training run")
     wanted = ("model", "ema") if averaged else ("model",)
-    if dcp_reader.found(checkpoint):  # read into the model: memory may not suffice for a second copy
-        own, stored = model_tensors(model), dcp_reader.stored(checkpoint)
+    if dcp_reader.is_sharded(checkpoint):  # read into the model: memory may not suffice for a second copy
+        targets, stored = model_tensors(model), dcp_reader.stored(checkpoint)
         keys: dict[str, str] = {}
         for group in wanted:
             keys |= {key.partition("/")[2]: key for key in stored if key.startswith(f"{group}/")}
-        check_shapes(own, {name: stored[key][0] for name, key in keys.items()}, str(checkpoint))
-        dcp_reader.fill(checkpoint, {keys[name]: tensor for name, tensor in own.items()})
+        check_shapes(targets, {name: stored[key][0] for name, key in keys.items()}, str(checkpoint))
+        dcp_reader.fill(checkpoint, {keys[name]: tensor for name, tensor in targets.items()})
         return checkpoint
     groups = read_groups(checkpoint, wanted)
     fill_model(model, groups.get("model", {}) | groups.get("ema", {}), str(checkpoint))

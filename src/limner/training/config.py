@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from limner.config import differences, from_dict, to_dict
+from limner.config import differences, to_dict
 from limner.errors import UserError
 from limner.layers.precisions import TrainingPrecision
 from limner.numerics.precision import Auto
@@ -78,7 +78,7 @@ class TrainConfig(Validated):
 
 
 # Settings that may differ between a checkpoint and the run that resumes from it.
-FREE_TO_CHANGE = {
+MUTABLE_ON_RESUME = {
     "training.steps",
     "training.cooldown_steps",
     "training.checkpoint_every",
@@ -96,22 +96,12 @@ def description(parts: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(parts, default=to_dict))
 
 
-def refuse_changes(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_resumable(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise `UserError` if `now`, configs and JSON values by name, differs from the description `before` in a setting
-    that a resumed run may not change. Settings missing from the description count as defaults."""
-    known = {name: _read_as(now.get(name), value) for name, value in before.items()}
-    changed = differences(description(known), description(now))
-    if changed := [path for path in changed if path not in FREE_TO_CHANGE]:
+    that a resumed run may not change. A missing setting counts as a difference."""
+    changed = [path for path in differences(before, description(now)) if path not in MUTABLE_ON_RESUME]
+    if changed:
         raise UserError(
-            f"{out} holds a run with another {', '.join(changed[:3])}; go on with the "
-            "config that it was started with, or train into another folder"
+            f"{out} contains a run with another {', '.join(changed[:3])}: resume with the config of that run, or train "
+            "into another folder"
         )
-
-
-def _read_as(config: Any, before: Any) -> Any:
-    """Return `before` as a config of the same class, with defaults for missing settings. If it is not a valid config
-    of that class, return it unchanged; it then counts as different."""
-    try:
-        return from_dict(type(config), before) if is_dataclass(config) else before
-    except UserError:
-        return before

@@ -24,11 +24,11 @@ from torch import Tensor
 from limner.errors import UserError
 from limner.optim.dtensor import is_dtensor
 
-_REPLICA = re.compile(r"errors\.\d{1,9}")  # a group written by a single replica
-_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+REPLICA_GROUP = re.compile(r"errors\.\d{1,9}")  # a group written by a single replica
+ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
-def found(checkpoint: Path) -> bool:
+def is_sharded(checkpoint: Path) -> bool:
     """Return True if the checkpoint is sharded."""
     return any(checkpoint.glob("shard-*.safetensors"))
 
@@ -45,9 +45,9 @@ def read(
     tensors: dict[str, Tensor] = {}
     for key, (shape, dtype) in stored(checkpoint).items():
         group, _, name = key.partition("/")
-        if group not in wanted if wanted is not None else _REPLICA.fullmatch(group):
+        if group not in wanted if wanted is not None else REPLICA_GROUP.fullmatch(group):
             continue
-        p = parameters.get(_parameter(group, name))
+        p = parameters.get(_parameter_name(group, name))
         with _readable(checkpoint):  # a damaged header may hold an invalid shape
             if p is not None and is_dtensor(p) and p.shape == shape:
                 tensors[key] = torch.zeros_like(p.detach(), dtype=dtype, device="cpu")
@@ -61,9 +61,9 @@ def read(
 def replica_groups(checkpoint: Path) -> dict[str, list[str]]:
     """Return the names in each group of a single replica, in the order of replicas."""
     groups: dict[str, list[str]] = {}
-    for key in stored(checkpoint) if found(checkpoint) else ():
+    for key in stored(checkpoint) if is_sharded(checkpoint) else ():
         group, _, name = key.partition("/")
-        if _REPLICA.fullmatch(group):
+        if REPLICA_GROUP.fullmatch(group):
             groups.setdefault(group, []).append(name)
     return {group: groups[group] for group in sorted(groups, key=lambda group: int(group.partition(".")[2]))}
 
@@ -72,7 +72,7 @@ def stored(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return shape and dtype of each tensor by "GROUP/NAME". Raises `UserError` if a file is damaged or missing."""
     from torch.distributed import checkpoint as dcp  # slow to import, and rarely needed
 
-    found = {}
+    tensors = {}
     with _readable(checkpoint):
         metadata = dcp.HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
         for key, tensor in sorted(metadata.items()):
@@ -80,9 +80,9 @@ def stored(checkpoint: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
             # torch would silently keep the old values in place of a missing part.
             if sum(part.sizes.numel() for part in tensor.chunks) != tensor.size.numel():
                 name = key.partition("/")[2]
-                raise UserError(f"{checkpoint} lacks a part of {name!r}: a file of shards is missing")
-            found[key] = tensor.size, tensor.properties.dtype
-    return found
+                raise UserError(f"{checkpoint} lacks a part of {name!r}: restore its missing shard file")
+            tensors[key] = tensor.size, tensor.properties.dtype
+    return tensors
 
 
 def fill(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -104,13 +104,13 @@ def _readable(checkpoint: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:
         reasons = [str(reason) for reason, _ in error.failures.values()]
-        raise UserError(f"{checkpoint} cannot be read: {reasons[0]}") from None
-    except (*_ERRORS, SafetensorError) as error:
-        raise UserError(f"{checkpoint} cannot be read: {error!r}") from None
+        raise UserError(f"cannot read {checkpoint}: {reasons[0]}") from None
+    except (*ERRORS, SafetensorError) as error:
+        raise UserError(f"cannot read {checkpoint}: {error!r}") from None
 
 
-def _parameter(group: str, name: str) -> str:
+def _parameter_name(group: str, name: str) -> str:
     """Return the name of the parameter that a tensor belongs to, or "". `state.py` describes the names."""
     if group == "optimizer":
         return name.partition(".")[2]
-    return name if group in ("model", "ema", "parallel") or _REPLICA.fullmatch(group) else ""
+    return name if group in ("model", "ema", "parallel") or REPLICA_GROUP.fullmatch(group) else ""

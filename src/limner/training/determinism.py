@@ -13,27 +13,27 @@ import torch
 
 from limner.errors import UserError
 
-_REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
+NONDETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 @contextmanager
-def deterministic(wanted: bool = True) -> Iterator[None]:
-    """Use only deterministic kernels of torch within the block, if `wanted`.
+def deterministic(enabled: bool = True) -> Iterator[None]:
+    """Use only deterministic kernels of torch within the block, if `enabled`.
 
     Raises `UserError` if an operation lacks a deterministic kernel.
     """
     before = torch.are_deterministic_algorithms_enabled()
-    if wanted:
+    if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at initialization
         torch.use_deterministic_algorithms(True)
     try:
         yield
     except RuntimeError as error:
-        refused = _REFUSED.search(str(error))
-        if not (wanted and refused):
+        match = NONDETERMINISTIC.search(str(error))
+        if not (enabled and match):
             raise
         raise UserError(
-            f"the operation {refused[1]} has no deterministic kernel on this device: leave --deterministic out"
+            f"the operation {match[1]} lacks a deterministic kernel on this device: omit --deterministic"
         ) from None
     finally:
         torch.use_deterministic_algorithms(before)

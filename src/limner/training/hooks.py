@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 
 class Hook:
@@ -16,25 +16,25 @@ class Hook:
     def name(self) -> str:
         return type(self).__name__
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: TrainState) -> None:
         """Called before the forward pass; `run.step` counts the updates done."""
 
-    def after_backward(self, run: Run) -> None:
+    def after_backward(self, run: TrainState) -> None:
         """Called with the averaged gradients of the whole batch, before their norm is computed."""
 
-    def before_update(self, run: Run) -> None:
+    def before_update(self, run: TrainState) -> None:
         """Called with the clipped gradients before the optimizer step. Not called if the update is skipped."""
 
-    def after_update(self, run: Run) -> None:
+    def after_update(self, run: TrainState) -> None:
         """Called after `run.step` increases; the update was skipped if `run.loss` or `run.norm` is not finite."""
 
-    def on_report(self, run: Run, row: dict[str, Any]) -> None:
+    def on_report(self, run: TrainState, row: dict[str, Any]) -> None:
         """Called before a row of metrics is logged. May add entries to `row`."""
 
-    def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
+    def on_eval(self, run: TrainState, metrics: Mapping[str, float]) -> None:
         """Called after each evaluation."""
 
-    def on_save(self, run: Run) -> None:
+    def on_save(self, run: TrainState) -> None:
         """Called before the states for a checkpoint are collected."""
 
     def close(self) -> None:

@@ -18,25 +18,25 @@ from limner.json_files import write_json
 from limner.layers.kernel_counter import Counts, counts_from_json, counts_to_json
 from limner.layers.low_precision import LowPrecisionLinear
 from limner.training.hooks import Hook
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 FILE = "precision.json"
 
 
-class KernelCounts(Hook):
+class KernelReport(Hook):
     """Writes the report to the folder `out` at each checkpoint, with the counts of the first process."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self._before: dict[str, Counts] = {}  # counts before the resume
-        self._now: dict[str, Counts] = {}
+        self._resumed: dict[str, Counts] = {}  # counts at the resume
+        self._total: dict[str, Counts] = {}
 
-    def on_save(self, run: Run) -> None:
+    def on_save(self, run: TrainState) -> None:
         layers = {name: x for name, x in run.model.named_modules() if isinstance(x, nn.Linear)}
         counts = {name: x.counter.counts for name, x in layers.items() if isinstance(x, LowPrecisionLinear)}
-        self._now = {name: self._before.get(name, Counter()) + now for name, now in counts.items()}
+        self._total = {name: self._resumed.get(name, Counter()) + count for name, count in counts.items()}
         if run.parallel.is_main:
-            found = {
+            report = {
                 "step": run.step,
                 "precision": type(run.config.precision).__name__,
                 "layers": [
@@ -44,15 +44,15 @@ class KernelCounts(Hook):
                         "name": name,
                         "kind": type(layer).__name__,
                         "weight": str(layer.weight.dtype).removeprefix("torch."),
-                        "products": counts_to_json(self._now.get(name, Counter())),
+                        "products": counts_to_json(self._total.get(name, Counter())),
                     }
                     for name, layer in layers.items()
                 ],
             }
-            write_json(self.out / FILE, found, indent=1)
+            write_json(self.out / FILE, report, indent=1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"layers": {name: counts_to_json(counts) for name, counts in self._now.items()}}
+        return {"layers": {name: counts_to_json(counts) for name, counts in self._total.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._before = {name: counts_from_json(rows) for name, rows in state["layers"].items()}
+        self._resumed = {name: counts_from_json(rows) for name, rows in state["layers"].items()}

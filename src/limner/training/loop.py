@@ -30,17 +30,17 @@ from limner.errors import UserError
 from limner.json_files import write_json
 from limner.layers.low_precision import to_linear
 from limner.progress import Progress
-from limner.training.checkpoint import Checkpointer, Files
+from limner.training.checkpoint import Checkpointer, LocalCheckpointer
 from limner.training.config import TrainConfig, description
 from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
-from limner.training.parallel import Parallel, Single
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.signals import Signals
 from limner.training.state import Stateful, restore, save
 from limner.training.step import update
 from limner.training.train_module import Batch, Objective
-from limner.training.train_state import SKIPPED, Diverged, Evaluate, Run
+from limner.training.train_state import SKIPPED, Diverged, Evaluate, TrainState
 
 
 class Batches(Stateful, Protocol):
@@ -53,7 +53,7 @@ class Interrupted(Exception):
     """Raised on Ctrl-C or SIGTERM after finishing and saving the current step; the same call resumes the run."""
 
     def __init__(self, step: int, checkpoint: Path) -> None:
-        super().__init__(f"stopped after step {step}, saved in {checkpoint}; the same command goes on from there")
+        super().__init__(f"stopped after step {step}, saved in {checkpoint}; the same command resumes it")
         self.step, self.checkpoint = step, checkpoint
 
 
@@ -110,24 +110,24 @@ def train(
             written, or the run diverges. Values that are not finite are never saved.
         ValueError: two hooks have the same name.
     """
-    out, parallel, bar = Path(out), parallel or Single(), bar or Progress("training")
+    out, parallel, bar = Path(out), parallel or SingleProcess(), bar or Progress("training")
     if len({hook.name for hook in hooks}) < len(hooks):
-        raise ValueError(f"the hooks {', '.join(hook.name for hook in hooks)} need names that differ")
-    checkpointer = checkpointer or parallel.checkpointer(Files(out, config.keep))
+        raise ValueError(f"two of the hooks {', '.join(hook.name for hook in hooks)} have one name: rename one")
+    checkpointer = checkpointer or parallel.checkpointer(LocalCheckpointer(out, config.keep))
     parts = {"training": config, **(record or {})}
     described = description(parts)
     with exclusive_lock(out) if parallel.is_main else nullcontext(), ExitStack() as ends:
-        run = Run(model, objective, config, device, parallel)
+        run = TrainState(model, objective, config, device, parallel)
         hooks = [*scaling(run), *hooks]
         for hook in hooks:
             ends.callback(hook.close)
-        parallel.divide(stream)
+        parallel.shard_stream(stream)
         saved = restore(run, stream, hooks, parts, checkpointer)
-        parallel.check(run.parameters)
-        if told := parallel.describe():
-            bar.note(told)
+        parallel.assert_replicas_equal(run.parameters)
+        if summary := parallel.summary():
+            bar.note(summary)
         if saved:
-            bar.note(f"going on from {saved}")
+            bar.note(f"resuming from {saved}")
         bar.resume(run.step)
         if parallel.is_main:
             write_json(out / "config.json", described, indent=2)
@@ -147,24 +147,24 @@ def train(
                         for hook in hooks:
                             hook.on_report(run, row)
                         if evaluate and evaluates:
-                            found = run.evaluate(evaluate)
-                            row |= {f"eval/{name}": value for name, value in found.items()}
+                            evaluation = run.evaluate(evaluate)
+                            row |= {f"eval/{name}": value for name, value in evaluation.items()}
                             for hook in hooks:
-                                hook.on_eval(run, found)
+                                hook.on_eval(run, evaluation)
                         log.write(row)
-                    if last and run.strays:
+                    if last and run.loss_exploded:
                         raise run.diverged()
                     stop = parallel.any(signals.received)
-                    if last or stop or (run.step % config.checkpoint_every == 0 and not run.bad):
+                    if last or stop or (run.step % config.checkpoint_every == 0 and not run.consecutive_bad_steps):
                         saved = save(run, stream, hooks, described, checkpointer)
                         if last or stop:
-                            checkpointer.wait()
+                            checkpointer.flush()
                         if stop and not last:
                             raise Interrupted(run.step, saved)
         except Diverged as error:
             saved = checkpointer.latest()
-            good = f"the last good state is {saved}" if saved else "there is no checkpoint yet"
-            raise UserError(f"{error}; {good}") from None
+            state = f"the last good checkpoint is {saved}" if saved else "there is no checkpoint yet"
+            raise UserError(f"{error}; {state}") from None
         assert saved is not None  # config.steps >= 1: the loop has run now or before
         to_linear(run.model)
         if run.ema:  # in fp32, also if weights were in 16 bits

@@ -23,10 +23,10 @@ class MetricsLog:
     def __init__(self, path: Path, step: int | None = 0, writes: bool = True) -> None:
         self.last: Mapping[str, Any] = {}
         if step is not None:
-            kept = [row for row in read_metrics(path) if row["step"] <= step]
-            self.last = kept[-1] if kept else {}
+            rows = [row for row in read_metrics(path) if row["step"] <= step]
+            self.last = rows[-1] if rows else {}
             if writes and path.exists():
-                atomic_write_text(path, "".join(to_json(row) + "\n" for row in kept))
+                atomic_write_text(path, "".join(to_json(row) + "\n" for row in rows))
         self._path, self._file = path, path.open("a", encoding="utf-8") if writes else None
 
     def write(self, row: Mapping[str, Any]) -> None:

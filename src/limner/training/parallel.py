@@ -1,7 +1,7 @@
 """The interface of strategies for parallel training, and the strategy of a single process.
 
-Each of `world` ranks runs the same loop on its share of each batch. The seed alone fixes the order of samples; ranks
-only divide it. Consequences:
+Each of `world_size` ranks runs the same loop on its share of each batch. The seed alone fixes the order of samples;
+ranks only divide it. Consequences:
 
 - Losses, gradients and weights equal those of one process on the whole batch, up to the order of sums. The objective
   must be a mean over samples, or provide values of the whole batch (`batch_stats`), or join the ranks' results
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from limner.data.stream import splitmix64
 from limner.optim.grad_access import unscale_all
-from limner.training.checkpoint import Checkpointer, Files
+from limner.training.checkpoint import Checkpointer, LocalCheckpointer
 from limner.training.train_module import Trainable
 
 
@@ -31,30 +31,30 @@ class Parallel(Protocol):
 
     Attributes:
         rank: rank of this process, from 0.
-        world: number of processes.
+        world_size: number of processes.
     """
 
     rank: int
-    world: int
+    world_size: int
 
     @property
     def is_main(self) -> bool:
         """True on the rank that writes files."""
         ...
 
-    def first(self) -> AbstractContextManager[object]:
+    def main_first(self) -> AbstractContextManager[object]:
         """Return a context manager whose block the writing rank runs first, the others after it."""
         ...
 
-    def checkpointer(self, files: Files) -> Checkpointer:
+    def checkpointer(self, files: LocalCheckpointer) -> Checkpointer:
         """Return a checkpointer that keeps the states of all ranks in `files`."""
         ...
 
-    def divide(self, stream: Any) -> None:
+    def shard_stream(self, stream: Any) -> None:
         """Make the stream yield this rank's share of each batch."""
         ...
 
-    def building(self) -> AbstractContextManager[object]:
+    def init_context(self) -> AbstractContextManager[object]:
         """Return a context manager in which all ranks build a model for `prepare`. Its weights may be sharded, with the
         values that one process would draw; use `optim/dtensor.py` to read or change them."""
         ...
@@ -64,20 +64,20 @@ class Parallel(Protocol):
         not hold all weights. `dtype` is the format of matrix products under autocast."""
         ...
 
-    def describe(self) -> str:
+    def summary(self) -> str:
         """Return a sentence for the log on the reduction of gradients, or ""."""
         ...
 
-    def part(self, last: bool) -> AbstractContextManager[object]:
+    def microbatch(self, last: bool) -> AbstractContextManager[object]:
         """Return a context manager for a micro-batch; `last` marks the last of an update."""
         ...
 
-    def gathered(self) -> AbstractContextManager[object]:
+    def unsharded(self) -> AbstractContextManager[object]:
         """Return a context manager in which all ranks together may call the model's methods. Outside of it weights may
         be sharded, and only a call of the module that `prepare` returned gathers them."""
         ...
 
-    def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
+    def set_grad_scale(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
         """Make `reduce` divide the gradients of these parameters by `scale`, the factor [] of the backward pass, whose
         value may change between steps. None ends the division."""
         ...
@@ -86,23 +86,23 @@ class Parallel(Protocol):
         """Average each gradient over ranks, unless the backward pass has done so."""
         ...
 
-    def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
+    def restore_error_feedback(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add averaged gradients that the update leaves out to the error buffers: they contain earlier residuals."""
         ...
 
-    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+    def assert_replicas_equal(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raise `UserError` if weights differ between ranks that must hold the same ones."""
         ...
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return the strategy's state for a checkpoint by name, the same on all ranks or sharded."""
         ...
 
-    def errors(self) -> dict[str, Tensor]:
+    def error_buffers(self) -> dict[str, Tensor]:
         """Return this replica's error buffers of compressed gradients for a checkpoint, by parameter."""
         ...
 
-    def load(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
+    def load_state_dict(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
         """Load the state from CPU tensors, whole or sharded. `errors` holds the buffers of this replica or, if the
         number of replicas has changed, of each saved replica. Raises `UserError` if a shape differs."""
         ...
@@ -115,69 +115,69 @@ class Parallel(Protocol):
         """Return True if any rank passes True."""
         ...
 
-    def gather(self, values: Tensor) -> list[Tensor]:
+    def all_gather(self, values: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, of equal shape, by rank."""
         ...
 
-    def join(self, values: Tensor) -> Tensor:
+    def all_gather_with_grad(self, values: Tensor) -> Tensor:
         """Concatenate the rows of all ranks, by rank. The gradient of a row, summed over the ranks' losses, flows back
         to the rank of the row."""
         ...
 
 
-class Single:
+class SingleProcess:
     """The strategy of a single process."""
 
-    rank, world, is_main = 0, 1, True
+    rank, world_size, is_main = 0, 1, True
 
     def __init__(self) -> None:
         self._scales: dict[Tensor, Tensor | None] = {}
 
-    def first(self) -> AbstractContextManager[object]:
+    def main_first(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def checkpointer(self, files: Files) -> Checkpointer:
+    def checkpointer(self, files: LocalCheckpointer) -> Checkpointer:
         return files
 
-    def divide(self, stream: Any) -> None:
+    def shard_stream(self, stream: Any) -> None:
         """Do nothing: this process takes the whole batch."""
 
-    def building(self) -> AbstractContextManager[object]:
+    def init_context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         self._scales = {}
         return trainable.to(device)
 
-    def describe(self) -> str:
+    def summary(self) -> str:
         return ""
 
-    def part(self, last: bool) -> AbstractContextManager[object]:
+    def microbatch(self, last: bool) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def gathered(self) -> AbstractContextManager[object]:
+    def unsharded(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def unscale(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
+    def set_grad_scale(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
         self._scales |= dict.fromkeys(parameters, scale)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divide the gradients by their scales."""
         unscale_all(self._scales)
 
-    def put_back(self, parameters: Iterable[nn.Parameter]) -> None:
+    def restore_error_feedback(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do nothing: there are no error buffers."""
 
-    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+    def assert_replicas_equal(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do nothing: there is one copy."""
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         return {}
 
-    def errors(self) -> dict[str, Tensor]:
+    def error_buffers(self) -> dict[str, Tensor]:
         return {}
 
-    def load(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
+    def load_state_dict(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
         """Do nothing: there is no state."""
 
     def mean(self, values: Tensor) -> Tensor:
@@ -186,14 +186,14 @@ class Single:
     def any(self, flag: bool) -> bool:
         return flag
 
-    def gather(self, values: Tensor) -> list[Tensor]:
+    def all_gather(self, values: Tensor) -> list[Tensor]:
         return [values]
 
-    def join(self, values: Tensor) -> Tensor:
+    def all_gather_with_grad(self, values: Tensor) -> Tensor:
         return values
 
 
-def folded(seed: int, rank: int = 0, step: int = 0) -> int:
+def fold_in(seed: int, rank: int = 0, step: int = 0) -> int:
     """Return the seed of a rank for random numbers drawn from a step on. Rank 0 at step 0 has the seed of a single
     process. All 63 bits of `seed` enter the hash, because a CPU generator reads only the lower 32."""
     return int(splitmix64(seed, rank, step)) >> 1 if rank or step or seed >= 2**32 else seed

@@ -35,49 +35,49 @@ from limner.optim.adam_base import SMALLEST_NORMAL, read_moment
 from limner.optim.dtensor import mean_over_shards, split_by_placement
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
-_WORDS = 3  # most tensors named in a warning
+MAX_NAMES = 3  # most tensors named in a warning
 
 
-class Stability(Hook):
+class RMSMonitor(Hook):
     """Writes `out/stability.jsonl`, a line for each step, with RMS_t of all matrices updated by a variant of Adam.
 
     g_t is the clipped gradient, as in the optimizer; skipped updates are logged without RMS_t. Warns after the warm-up
-    if RMS_t of a matrix reaches `RMS_SPIKE` in two consecutive steps, and again for the same matrix only after `_QUIET`
-    steps. Lines are written to the file with each report and each checkpoint.
+    if RMS_t of a matrix reaches `RMS_SPIKE` in two consecutive steps, and again for the same matrix only after
+    `WARNING_INTERVAL` steps. Lines are written to the file with each report and each checkpoint.
     """
 
-    _QUIET = 1_000
+    WARNING_INTERVAL = 1_000
 
     def __init__(self, out: Path) -> None:
         self.path = out / "stability.jsonl"
         self.rms: dict[str, float] = {}
-        self.before: dict[str, float] = {}  # `rms` of the previous step
+        self.previous_rms: dict[str, float] = {}  # `rms` of the previous step
         self.rows: list[dict[str, Any]] = []
         self.warned: dict[str, int] = {}
         self.features: dict[str, Tensor] | None = None  # of this step; None unless `log_every` divides it
-        self.begun = False
+        self.appending = False
         self.handles: list[RemovableHandle] = []
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: TrainState) -> None:
         if not self.handles:
             blocks = {name: module for name, module in run.model.named_modules() if isinstance(module, Block)}
-            self.handles = [block.register_forward_hook(partial(self._look, name)) for name, block in blocks.items()]
-        self.before, self.rms = self.rms, {}
+            self.handles = [block.register_forward_hook(partial(self._record, name)) for name, block in blocks.items()]
+        self.previous_rms, self.rms = self.rms, {}
         self.features = {} if (run.step + 1) % run.config.log_every == 0 else None
 
-    def _look(self, name: str, block: nn.Module, inputs: Any, x: Tensor) -> None:
+    def _record(self, name: str, block: nn.Module, inputs: Any, x: Tensor) -> None:
         if self.features is not None and x.requires_grad:  # excludes evaluation
             self.features[name] = x.detach().abs().mean()
 
-    def before_update(self, run: Run) -> None:
+    def before_update(self, run: TrainState) -> None:
         names = {id(p): name for name, p in run.model.named_parameters()}
-        found = {names[id(p)]: value for p, value in rms(run.optimizers) if p.ndim > 1}
-        values = torch.stack(list(found.values())).tolist() if found else []
-        self.rms = dict(zip(found, values, strict=True))
+        tensors = {names[id(p)]: value for p, value in rms(run.optimizers) if p.ndim > 1}
+        values = torch.stack(list(tensors.values())).tolist() if tensors else []
+        self.rms = dict(zip(tensors, values, strict=True))
 
-    def after_update(self, run: Run) -> None:
+    def after_update(self, run: TrainState) -> None:
         row = {"step": run.step, "loss": run.loss, "rms": {k: round(v, 2) for k, v in self.rms.items()}}
         if self.features:
             values = torch.stack(list(self.features.values())).tolist()
@@ -89,23 +89,23 @@ class Stability(Hook):
         high = {
             name: value
             for name, value in self.rms.items()
-            if min(value, self.before.get(name, 0.0)) >= RMS_SPIKE
-            and run.step - self.warned.get(name, -self._QUIET) >= self._QUIET
+            if min(value, self.previous_rms.get(name, 0.0)) >= RMS_SPIKE
+            and run.step - self.warned.get(name, -self.WARNING_INTERVAL) >= self.WARNING_INTERVAL
         }
         if high:
             self.warned |= dict.fromkeys(high, run.step)
-            worst = sorted(high, key=lambda name: -high[name])[:_WORDS]
-            told = ", ".join(f"{name} ({high[name]:.1f})" for name in worst)
+            highest = sorted(high, key=lambda name: -high[name])[:MAX_NAMES]
+            names = ", ".join(f"{name} ({high[name]:.1f})" for name in highest)
             warnings.warn(
-                f"step {run.step}: gradients of {told} are far above what Adam expects (RMS_t, 1 is usual); the loss "
-                "may spike within eight steps; StableAdamW, or a lower second beta, prevents it",
+                f"step {run.step}: RMS_t of {names} is far above 1, so the loss may spike within eight steps: use "
+                "StableAdamW, or a lower second beta",
                 stacklevel=2,
             )
 
-    def on_report(self, run: Run, row: dict[str, Any]) -> None:
+    def on_report(self, run: TrainState, row: dict[str, Any]) -> None:
         self._flush(run)
 
-    def on_save(self, run: Run) -> None:
+    def on_save(self, run: TrainState) -> None:
         self._flush(run)
 
     def close(self) -> None:
@@ -113,13 +113,13 @@ class Stability(Hook):
             handle.remove()
         self.handles = []
 
-    def _flush(self, run: Run) -> None:
+    def _flush(self, run: TrainState) -> None:
         """Append the lines. The first call removes lines of steps that a resumed run repeats."""
         if self.rows and run.parallel.is_main:
-            with closing(MetricsLog(self.path, None if self.begun else self.rows[0]["step"] - 1)) as log:
+            with closing(MetricsLog(self.path, None if self.appending else self.rows[0]["step"] - 1)) as log:
                 for row in self.rows:
                     log.write(row)
-            self.begun = True
+            self.appending = True
         self.rows = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,21 +136,21 @@ def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tenso
     u_t = max(v_t / (1 - beta2^t), eps^2) with v_t = beta2 v_{t-1} + (1 - beta2) g_t^2, which AdamW16 bounds (B.2 of
     Ramesh et al. 2021). Sums over shards share one collective.
     """
-    found: dict[Tensor, Tensor] = {}
+    ratios: dict[Tensor, Tensor] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 state = optimizer.state.get(p, {})
                 if p.grad is None or "exp_avg_sq" not in state:
                     continue
-                warms = "power" in group  # beta2 with warm-up begins at 0: no bias correction
+                beta2_warmup = "power" in group  # beta2 with warm-up begins at 0: no bias correction
                 step = state["step"].double() + 1  # stays on its device: avoids a synchronization
-                beta = 1 - step ** -group["power"] if warms else torch.full_like(step, group["betas"][1])
+                beta = 1 - step ** -group["power"] if beta2_warmup else torch.full_like(step, group["betas"][1])
                 square = upcast(grad_access.grad_values(p.grad)).square()
                 v = beta * upcast(read_moment(state, "exp_avg_sq")) + (1 - beta) * square
                 v = v.clamp_max(group.get("max_exp_avg_sq", inf))
-                u = (v if warms else v / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST_NORMAL))
-                found[p] = (square / u).sum()
-    for some in split_by_placement(found):
-        if some:
-            yield from zip(some, mean_over_shards([found[p] for p in some], some).sqrt(), strict=True)
+                u = (v if beta2_warmup else v / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST_NORMAL))
+                ratios[p] = (square / u).sum()
+    for tensors in split_by_placement(ratios):
+        if tensors:
+            yield from zip(tensors, mean_over_shards([ratios[p] for p in tensors], tensors).sqrt(), strict=True)

@@ -19,20 +19,20 @@ class Signals:
 
     def __enter__(self) -> Self:
         self._previous = {}
-        self._kinds: set[int] = set()
+        self._received_signals: set[int] = set()
         if threading.current_thread() is threading.main_thread():
             self._previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number in self._kinds:
+        if number in self._received_signals:
             raise KeyboardInterrupt
-        self._kinds.add(number)
+        self._received_signals.add(number)
         if self.received:
             return
         self.received = True
         # `print` is unsafe within a signal handler.
-        os.write(2, b"\nfinishing this step, then saving; once more to stop at once\n")
+        os.write(2, b"\nfinishing and saving this step; press Ctrl-C again to stop now\n")
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():

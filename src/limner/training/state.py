@@ -25,12 +25,12 @@ from torch import Tensor
 from limner.errors import UserError
 from limner.optim.dtensor import to_local
 from limner.training.checkpoint import Checkpointer, Tensors
-from limner.training.config import refuse_changes
+from limner.training.config import check_resumable
 from limner.training.dcp_reader import replica_groups
 from limner.training.hooks import Hook
-from limner.training.parallel import folded
+from limner.training.parallel import fold_in
 from limner.training.state_tensors import fill_model, load_optimizers, model_tensors, optimizer_tensors
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 from limner.version import __version__
 
 
@@ -43,7 +43,7 @@ class Stateful(Protocol):
 
 
 def save(
-    run: Run, stream: Stateful, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
+    run: TrainState, stream: Stateful, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
 ) -> Path:
     """Save the complete state of a run; return the path. Each rank passes its shards of sharded tensors to the
     checkpointer.
@@ -51,7 +51,7 @@ def save(
     Raises `Diverged` if a tensor is not finite on any rank, `UserError` if weights differ between ranks that must hold
     the same ones.
     """
-    run.parallel.check(run.parameters)
+    run.parallel.assert_replicas_equal(run.parameters)
     for hook in hooks:
         hook.on_save(run)
     states = {hook.name: state for hook in hooks if (state := hook.state_dict())}
@@ -60,8 +60,8 @@ def save(
         "optimizer": optimizer_tensors(run.model, run.optimizers),
         "rng": _generators(run),
         "ema": run.ema.state_dict() if run.ema else {},
-        "parallel": run.parallel.tensors(),
-        "errors": run.parallel.errors(),
+        "parallel": run.parallel.state_dict(),
+        "errors": run.parallel.error_buffers(),
     }
     for name, state in states.items():
         tensors[f"hook.{name}"] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
@@ -70,42 +70,42 @@ def save(
         raise run.diverged()
     state = {
         "step": run.step,
-        "first": run.first,
+        "initial_loss": run.initial_loss,
         "skipped": run.skipped,
-        "bad": run.bad,
+        "consecutive_bad_steps": run.consecutive_bad_steps,
         "seconds": run.seconds + time.monotonic() - run.started,
         "parts": {"stream": stream.state_dict(), "schedule": run.schedule.state_dict()},
         "hooks": {h: {k: v for k, v in state.items() if not isinstance(v, Tensor)} for h, state in states.items()},
         "config": description,
-        "made_with": _made_with(run),
+        "environment": _environment(run),
     }
     return checkpointer.save(run.step, {name: group for name, group in tensors.items() if group}, state)
 
 
 def restore(
-    run: Run, stream: Stateful, hooks: Sequence[Hook], parts: Mapping[str, Any], checkpointer: Checkpointer
+    run: TrainState, stream: Stateful, hooks: Sequence[Hook], parts: Mapping[str, Any], checkpointer: Checkpointer
 ) -> Path | None:
     """Restore the newest state; return its path, or None before the first. `parts` describes the run: configs and JSON
     values by name. Raises `UserError` if the state does not fit the run."""
-    checkpointer.begin()
-    found = checkpointer.latest()
-    if found is None:
+    checkpointer.acquire()
+    checkpoint = checkpointer.latest()
+    if checkpoint is None:
         return None
-    tensors, state = checkpointer.load(found, run.model)
+    tensors, state = checkpointer.load(checkpoint, run.model)
     try:
-        refuse_changes(found, state["config"], parts)
-        if state["made_with"] != _made_with(run):
-            made_with = ", ".join(state["made_with"].values())
-            warnings.warn(f"{found} was made with {made_with}: results may differ", stacklevel=3)
-        _load(run, stream, hooks, tensors, state, str(found))
-        _load_parallel(run, tensors.get("parallel", {}), checkpointer, found)
+        check_resumable(checkpoint, state["config"], parts)
+        if state["environment"] != _environment(run):
+            environment = ", ".join(state["environment"].values())
+            warnings.warn(f"{checkpoint} was written by {environment}: results may differ", stacklevel=3)
+        _load(run, stream, hooks, tensors, state, str(checkpoint))
+        _load_parallel(run, tensors.get("parallel", {}), checkpointer, checkpoint)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{found} is no checkpoint of such a run: {error!r}") from error
-    return found
+        raise UserError(f"{checkpoint} does not fit this run: {error!r}") from error
+    return checkpoint
 
 
 def _load(
-    run: Run, stream: Stateful, hooks: Sequence[Hook], tensors: Tensors, state: Mapping[str, Any], where: str
+    run: TrainState, stream: Stateful, hooks: Sequence[Hook], tensors: Tensors, state: Mapping[str, Any], where: str
 ) -> None:
     fill_model(run.model, tensors["model"], where)
     load_optimizers(run.model, run.optimizers, tensors["optimizer"], where)
@@ -114,63 +114,64 @@ def _load(
     stream.load_state_dict(state["parts"]["stream"])
     run.schedule.load_state_dict(state["parts"]["schedule"])
     for hook in hooks:
-        if hook.name in state.get("hooks", {}):
+        if hook.name in state["hooks"]:
             hook.load_state_dict({**state["hooks"][hook.name], **tensors.get(f"hook.{hook.name}", {})})
-    _load_generators(run, tensors["rng"], state["step"], same_device=state["made_with"]["device"] == run.device.type)
-    run.step, run.skipped, run.bad = (int(state[key]) for key in ("step", "skipped", "bad"))
-    run.first, run.seconds = None if state["first"] is None else float(state["first"]), float(state["seconds"])
+    _load_generators(run, tensors["rng"], state["step"], same_device=state["environment"]["device"] == run.device.type)
+    run.step, run.skipped = int(state["step"]), int(state["skipped"])
+    run.consecutive_bad_steps, run.seconds = int(state["consecutive_bad_steps"]), float(state["seconds"])
+    run.initial_loss = None if state["initial_loss"] is None else float(state["initial_loss"])
 
 
-def _load_parallel(run: Run, kept: Mapping[str, Tensor], checkpointer: Checkpointer, where: Path) -> None:
-    run.parallel.load(kept, checkpointer.errors(where, run.model))
-    names = set(kept).union(*replica_groups(where).values())
+def _load_parallel(run: TrainState, tensors: Mapping[str, Tensor], checkpointer: Checkpointer, where: Path) -> None:
+    run.parallel.load_state_dict(tensors, checkpointer.error_buffers(where, run.model))
+    names = set(tensors).union(*replica_groups(where).values())
     errors = names & dict(run.model.named_parameters()).keys()
-    if errors and (lost := errors - run.parallel.tensors().keys() - run.parallel.errors().keys()):
+    if errors and (lost := errors - run.parallel.state_dict().keys() - run.parallel.error_buffers().keys()):
         warnings.warn(
-            f"{where} holds what compression has left out of the gradients of {len(lost)} matrices, and they are not "
-            "compressed any more: it is lost; to keep it go on with the same --reduce, and with several replicas",
+            f"the run drops the error buffers of {len(lost)} matrices in {where}, because it does not compress their "
+            "gradients: to keep them, resume with the same --grad-compression and several replicas",
             stacklevel=4,
         )
 
 
-def _generators(run: Run) -> dict[str, Tensor]:
+def _generators(run: TrainState) -> dict[str, Tensor]:
     """Return the states of the generators of all ranks."""
-    own = {"torch": torch.get_rng_state(), "objective": run.generator.get_state()}
+    states = {"torch": torch.get_rng_state(), "objective": run.generator.get_state()}
     if run.device.type == "cuda":
-        own["cuda"] = torch.cuda.get_rng_state(run.device)
-    everyone = {name: run.parallel.gather(value) for name, value in own.items()}
-    return {_of(name, rank): value for name, values in everyone.items() for rank, value in enumerate(values)}
+        states["cuda"] = torch.cuda.get_rng_state(run.device)
+    gathered = {name: run.parallel.all_gather(value) for name, value in states.items()}
+    return {_rank_key(name, rank): value for name, values in gathered.items() for rank, value in enumerate(values)}
 
 
-def _load_generators(run: Run, rng: Mapping[str, Tensor], step: int, same_device: bool) -> None:
+def _load_generators(run: TrainState, rng: Mapping[str, Tensor], step: int, same_device: bool) -> None:
     """Restore the generators of this rank. A generator without a saved state (of a new rank or another device) is
     seeded for this step, so that it does not repeat the numbers of the first steps."""
     rank = run.parallel.rank
-    seed = folded(run.config.seed, rank, step)
+    seed = fold_in(run.config.seed, rank, step)
     torch.manual_seed(seed)
     run.generator.manual_seed(seed)
-    if rank and _of("torch", rank) not in rng:
+    if rank and _rank_key("torch", rank) not in rng:
         return
-    torch.set_rng_state(rng[_of("torch", rank)])
+    torch.set_rng_state(rng[_rank_key("torch", rank)])
     if same_device:  # formats differ between devices
-        run.generator.set_state(rng[_of("objective", rank)])
+        run.generator.set_state(rng[_rank_key("objective", rank)])
         if run.device.type == "cuda":
-            torch.cuda.set_rng_state(rng[_of("cuda", rank)], run.device)
+            torch.cuda.set_rng_state(rng[_rank_key("cuda", rank)], run.device)
 
 
-def _of(name: str, rank: int) -> str:
+def _rank_key(name: str, rank: int) -> str:
     return f"{name}.{rank}" if rank else name
 
 
-def _made_with(run: Run) -> dict[str, str]:
+def _environment(run: TrainState) -> dict[str, str]:
     """Return properties that may change the last bits of a result but are not settings."""
-    ranks = {"ranks": f"{run.parallel.world} ranks"} if run.parallel.world > 1 else {}
-    reduced = {"reduced": told} if (told := run.parallel.describe()) else {}
+    ranks = {"ranks": f"{run.parallel.world_size} ranks"} if run.parallel.world_size > 1 else {}
+    compression = {"grad_compression": summary} if (summary := run.parallel.summary()) else {}
     return {
         "limner": f"limner {__version__}",
         "torch": f"torch {torch.__version__}",
         "device": run.device.type,
         "precision": str(run.config.precision.dtype(run.device)).removeprefix("torch."),
         **ranks,
-        **reduced,
+        **compression,
     }

@@ -21,22 +21,22 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def fill_model(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
     """Copy tensors into the model. Raises `UserError` unless names and shapes match exactly."""
-    own = model_tensors(model)
-    check_shapes(own, {name: tensor.shape for name, tensor in tensors.items()}, where)
-    for name, tensor in own.items():
+    targets = model_tensors(model)
+    check_shapes(targets, {name: tensor.shape for name, tensor in tensors.items()}, where)
+    for name, tensor in targets.items():
         tensor.copy_(shard_like(tensors[name], tensor))
 
 
-def check_shapes(own: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], where: str) -> None:
+def check_shapes(targets: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], where: str) -> None:
     """Raise `UserError` if `shapes`, found in `where`, do not match names and shapes of a model's tensors exactly."""
-    for name in dict.fromkeys([*own, *shapes]):
+    for name in dict.fromkeys([*targets, *shapes]):
         if name not in shapes:
-            raise UserError(f"{where} lacks {name!r}: it is of a model with another config")
-        if name not in own:
-            raise UserError(f"{where} has a {name!r} too many: it is of a model with another config")
-        if own[name].shape != shapes[name]:
-            there, here = list(shapes[name]), list(own[name].shape)
-            raise UserError(f"{where} holds {name!r} with shape {there}, where the model has {here}")
+            raise UserError(f"{where} lacks {name!r}: it belongs to a model with another config")
+        if name not in targets:
+            raise UserError(f"unexpected tensor {name!r} in {where}: it belongs to a model with another config")
+        if targets[name].shape != shapes[name]:
+            shape, expected = list(shapes[name]), list(targets[name].shape)
+            raise UserError(f"{name!r} has shape {shape} in {where}, but {expected} in the model")
 
 
 def optimizer_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ def load_optimizers(
         key, _, name = entry.partition(".")
         p = parameters.get(name)
         if p is None or p not in owner or (tensor.ndim and tensor.shape != p.shape):
-            raise UserError(f"{where} holds optimiser state {entry!r} that does not fit the model")
+            raise UserError(f"the optimizer state {entry!r} in {where} does not fit the model")
         optimizer, i = owner[p]
         if tensor.ndim:  # in the parameter's own layout: fused kernels ignore strides
             tensor = torch.empty_like(p, dtype=tensor.dtype).copy_(shard_like(tensor, p))

@@ -16,10 +16,10 @@ from limner.optim.grad_access import clip_grads_with_norm, total_norm
 from limner.optim.schedules import cooldown, warmup
 from limner.training.hooks import Hook
 from limner.training.train_module import Batch
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 
-def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tensor]:
+def update(run: TrainState, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tensor]:
     """Run one optimizer step; return the metrics of this process's batch, "loss" first.
 
     An update whose loss or gradient is not finite is skipped and counted. Raises `Diverged` after
@@ -28,8 +28,8 @@ def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tens
     config, parallel = run.config, run.parallel
     for hook in hooks:
         hook.before_step(run)
-    ends = warmup(run.step, config.warmup_steps) * cooldown(run.step, config.steps, config.cooldown_steps)
-    factor = ends * run.schedule.factor(run.step)
+    ramp = warmup(run.step, config.warmup_steps) * cooldown(run.step, config.steps, config.cooldown_steps)
+    factor = ramp * run.schedule.factor(run.step)
     run.lr = config.optimizer.lr * factor
     rows = len(next(iter(batch.values())))
     metrics = _gradients(run, batch, rows)
@@ -55,36 +55,38 @@ def update(run: Run, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[str, Tens
         run.schedule.observe(run.loss)
         if run.ema:
             run.ema.update(run.model, run.step + 1)
-        run.first = run.loss if run.first is None else run.first
+        run.initial_loss = run.loss if run.initial_loss is None else run.initial_loss
     else:
-        parallel.put_back(run.parameters)
+        parallel.restore_error_feedback(run.parameters)
     run.skipped += not finite
-    run.bad = run.bad + 1 if run.strays or not finite else 0
+    run.consecutive_bad_steps = run.consecutive_bad_steps + 1 if run.loss_exploded or not finite else 0
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
-    run.step, run.samples = run.step + 1, run.samples + rows * parallel.world
+    run.step, run.samples = run.step + 1, run.samples + rows * parallel.world_size
     for hook in hooks:
         hook.after_update(run)
-    if run.bad >= config.max_bad_steps:
+    if run.consecutive_bad_steps >= config.max_bad_steps:
         raise run.diverged()
     return metrics
 
 
-def _gradients(run: Run, batch: Batch, rows: int) -> dict[str, Tensor]:
+def _gradients(run: TrainState, batch: Batch, rows: int) -> dict[str, Tensor]:
     """Run forward and backward of all micro-batches; return their metrics, weighted by samples."""
     config, parallel = run.config, run.parallel
-    if config.accumulate * parallel.world > 1 and (shared := getattr(run.trainable.objective, "batch_stats", None)):
+    if config.accumulate * parallel.world_size > 1 and (
+        shared := getattr(run.trainable.objective, "batch_stats", None)
+    ):
         batch = {**batch, **{name: parallel.mean(value) for name, value in shared(batch).items()}}
     metrics: dict[str, Tensor] = {}
-    parts = list(_split(batch, rows, config.accumulate))
-    for i, part in enumerate(parts):
-        part = {name: _to(tensor, run.device) for name, tensor in part.items()}
-        weight = len(next(iter(part.values()))) / rows
-        with parallel.part(last=i == len(parts) - 1):
+    microbatches = list(_split(batch, rows, config.accumulate))
+    for i, microbatch in enumerate(microbatches):
+        microbatch = {name: _to(tensor, run.device) for name, tensor in microbatch.items()}
+        weight = len(next(iter(microbatch.values()))) / rows
+        with parallel.microbatch(last=i == len(microbatches) - 1):
             with config.precision.autocast(run.device):
-                loss, found = run.compute(part, run.step, run.generator)
+                loss, values = run.wrapped(microbatch, run.step, run.generator)
             (loss * weight).backward()
-        for name, value in {"loss": loss, **found}.items():
+        for name, value in {"loss": loss, **values}.items():
             metrics[name] = metrics.get(name, 0.0) + upcast(value.detach()) * weight
     return metrics
 

@@ -21,7 +21,7 @@ class Objective(Protocol):
     equal shares is the value of the whole batch.
 
     An objective that compares samples may have a method `gathered(all_gather)`, which returns the objective for one of
-    several processes. `all_gather` concatenates the rows of all processes (`Parallel.join`).
+    several processes. `all_gather` concatenates the rows of all processes (`Parallel.all_gather_with_grad`).
     """
 
     def __call__(

@@ -12,32 +12,32 @@ from torch import Tensor, nn
 from limner.errors import UserError
 from limner.optim.ema import Ema, EmaOnCpu
 from limner.training.config import TrainConfig
-from limner.training.parallel import Parallel, Single, folded
+from limner.training.parallel import Parallel, SingleProcess, fold_in
 from limner.training.train_module import Objective, Trainable
 
 Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
 
 SKIPPED = "were skipped, since their loss or gradient was not finite"  # part of messages about updates
-_RANGE = 10.0  # a loss is out of range above first + _RANGE * max(1, abs(first))
+LOSS_RANGE = 10.0  # a loss is out of range above initial_loss + LOSS_RANGE * max(1, abs(initial_loss))
 
 
 class Diverged(UserError):
     """Raised if training diverges."""
 
 
-class Prepared(NamedTuple):
-    """The result of `set_up`; `Run` describes the attributes."""
+class PreparedModel(NamedTuple):
+    """The result of `prepare_model`; `TrainState` describes the attributes."""
 
     model: nn.Module
     trainable: Trainable
-    compute: nn.Module
+    wrapped: nn.Module
     optimizers: list[torch.optim.Optimizer]
     ema: Ema | None
 
 
-def set_up(
+def prepare_model(
     model: nn.Module, objective: Objective, config: TrainConfig, device: torch.device, parallel: Parallel
-) -> Prepared:
+) -> PreparedModel:
     """Set up training of a model: convert precision, prepare for the device, build optimizers, build the average.
     Each stage needs the one before.
 
@@ -46,38 +46,38 @@ def set_up(
     model = config.precision.apply(model)
     if config.checkpoint_activations:
         if not hasattr(model, "set_checkpointing"):
-            raise UserError(f"a {type(model).__name__} cannot do without checkpoint_activations=False")
+            raise UserError(f"a {type(model).__name__} cannot recompute activations: set checkpoint_activations=False")
         model.set_checkpointing(True)  # type: ignore[operator]
-    if parallel.world > 1 and (gathered := getattr(objective, "gathered", None)):
-        objective = gathered(parallel.join)
+    if parallel.world_size > 1 and (gathered := getattr(objective, "gathered", None)):
+        objective = gathered(parallel.all_gather_with_grad)
     trainable = Trainable(model, objective)
-    compute = parallel.prepare(trainable, device, config.precision.dtype(device))
+    wrapped = parallel.prepare(trainable, device, config.precision.dtype(device))
     optimizers = config.optimizer.build(model)
     ema = None
     if config.ema_decay is not None:
-        kind = EmaOnCpu if config.ema_on_cpu else Ema
-        ema = kind(model, config.ema_decay, config.ema_every, config.ema_warmup)
-    return Prepared(model, trainable, compute, optimizers, ema)
+        average = EmaOnCpu if config.ema_on_cpu else Ema
+        ema = average(model, config.ema_decay, config.ema_every, config.ema_warmup)
+    return PreparedModel(model, trainable, wrapped, optimizers, ema)
 
 
-class Run:
+class TrainState:
     """The state of a run.
 
     Attributes:
-        step: number of updates done, including `skipped` ones. `bad` counts the latest consecutive updates that were
-            skipped or had a loss out of range.
+        step: number of updates done, including `skipped` ones. `consecutive_bad_steps` counts the latest updates that
+            were skipped or had a loss out of range.
         config: training configuration.
         device: device of the model.
         parallel: strategy for several processes.
         model: trained model; checkpoints use its parameter names.
-        trainable: model and objective as one module. `compute` is the module to call: the same, or wrapped.
+        trainable: model and objective as one module. `wrapped` is the module to call: the same, or in a wrapper.
         optimizers: together they hold each trainable parameter once; `parameters` lists these.
         ema: averaged parameters, or None.
         schedule: factor on the learning rate.
         generator: generator of the objective's random numbers.
         loss, norm, lr: loss and gradient norm before clipping of the last update, over all processes, and the
             learning rate of the config's optimizer.
-        first: loss of the initial model; None before the first update.
+        initial_loss: loss of the initial model; None before the first update.
         seconds: training time before the last resume.
     """
 
@@ -89,25 +89,25 @@ class Run:
         device: torch.device | str = "cpu",
         parallel: Parallel | None = None,
     ) -> None:
-        self.config, self.device, self.parallel = config, torch.device(device), parallel or Single()
-        self.model, self.trainable, self.compute, self.optimizers, self.ema = set_up(
+        self.config, self.device, self.parallel = config, torch.device(device), parallel or SingleProcess()
+        self.model, self.trainable, self.wrapped, self.optimizers, self.ema = prepare_model(
             model, objective, config, self.device, self.parallel
         )
         self.parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         self.schedule = config.schedule.build(config.steps)
-        seed = folded(config.seed, self.parallel.rank)
+        seed = fold_in(config.seed, self.parallel.rank)
         torch.manual_seed(seed)
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.step = self.skipped = self.bad = 0
-        self.first: float | None = None
+        self.step = self.skipped = self.consecutive_bad_steps = 0
+        self.initial_loss: float | None = None
         self.loss = self.norm = self.lr = math.nan
         self.seconds, self.started = 0.0, time.monotonic()
         self.samples, self.samples_since = 0, self.started  # samples since the last report, and its time
 
     @property
-    def strays(self) -> bool:
+    def loss_exploded(self) -> bool:
         """True if the loss of the last update is far above the first loss."""
-        return self.first is not None and self.loss > self.first + _RANGE * max(1.0, abs(self.first))
+        return (first := self.initial_loss) is not None and self.loss > first + LOSS_RANGE * max(1.0, abs(first))
 
     def report(self, metrics: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the row for the log from the metrics of an update."""
@@ -127,30 +127,30 @@ class Run:
 
     def evaluate(self, evaluate: Evaluate) -> dict[str, float]:
         """Return the metrics of the averaged weights; the state of model and generators is restored."""
-        begun = time.monotonic()
+        start = time.monotonic()
         devices = [self.device] if self.device.type == "cuda" else []
         with (
             self.ema.swapped(self.model) if self.ema else nullcontext(),
-            self.parallel.gathered(),
+            self.parallel.unsharded(),
             _eval_mode(self.model),
             torch.no_grad(),
             torch.random.fork_rng(devices),
             self.config.precision.autocast(self.device),
         ):
-            found = evaluate(self.model, self.step)
-        self.samples_since += time.monotonic() - begun
-        return {name: float(value) for name, value in found.items()}
+            metrics = evaluate(self.model, self.step)
+        self.samples_since += time.monotonic() - start
+        return {name: float(value) for name, value in metrics.items()}
 
     def diverged(self) -> Diverged:
         """Return the error with the cause of the divergence."""
-        if self.strays:
-            why = f"the loss is {self.loss:.4g} and was {self.first:.4g} at first"
-        elif self.bad:
-            why = f"{self.bad} updates in a row had a loss or gradient that is not finite"
+        if self.loss_exploded:
+            reason = f"the loss is {self.loss:.4g} and was {self.initial_loss:.4g} at first"
+        elif self.consecutive_bad_steps:
+            reason = f"{self.consecutive_bad_steps} updates in a row had a loss or gradient that is not finite"
         else:
-            why = "its weights are not finite"
+            reason = "its weights are not finite"
         return Diverged(
-            f"training diverged and stopped after step {self.step}: {why}; lower lr "
+            f"training diverged and stopped after step {self.step}: {reason}; lower lr "
             f"({self.config.optimizer.lr:g}) or lengthen warmup_steps ({self.config.warmup_steps})"
         )
 

@@ -70,8 +70,8 @@ def test_help_names_every_command(capsys):
         (["plan", "--gpus", "0"], "gpus must be at least 1"),
         (["plan", "--recipe", "tiny", "--batch", "2000000"], "batch must be at most 1,048,576, not 2,000,000"),
         (["plan", "--gpus", "1000"], "a batch of 1024 cannot be divided among 1000 ranks: choose a multiple of 1000"),
-        (["plan", "--replicas", "3"], "1024 processes cannot hold 3 replicas: choose a divisor of 1024"),
-        (["plan", "--replicas", "128", "--rank", "100"], "a rank of 100 cannot be divided among 8 shards"),
+        (["plan", "--dp-replicate", "3"], "1024 processes cannot hold 3 replicas: choose a divisor of 1024"),
+        (["plan", "--dp-replicate", "128", "--rank", "100"], "a rank of 100 cannot be divided among 8 shards"),
         (["plan", "--link", "1e-300"], "link must be at least 0.001, not 1e-300"),
         (["plan", "--recipe", "dalle-21b"], "did you mean 'dalle-12b'"),
         (["bench", "--size", "smal"], "did you mean 'small'"),
@@ -81,8 +81,19 @@ def test_help_names_every_command(capsys):
         (["train", "data", "--out", "run", "--recipe", "demo", "--prior.training.step", "1"], "prior.training.steps"),
         (["train", "no-such-data", "--out", "run", "--recipe", "demo"], "does not exist"),
         (
-            ["train", "data", "--out", "run", "--recipe", "demo", "--reduce", "bf16", "--reduce.rank", "8"],
-            "--reduce.rank needs --reduce powersgd or torch-powersgd, not bf16",
+            [
+                "train",
+                "data",
+                "--out",
+                "run",
+                "--recipe",
+                "demo",
+                "--grad-compression",
+                "bf16",
+                "--grad-compression.rank",
+                "8",
+            ],
+            "--grad-compression.rank needs --grad-compression powersgd or torch-powersgd, not bf16",
         ),
         (["bundle", "no-such-model", "out"], "no-such-model"),
         (["demo", "--captions", "0"], "captions must be at least 1"),
@@ -452,7 +463,7 @@ def test_plan_prints_the_papers_tables_without_a_gpu(capsys):
 def test_plan_says_which_of_its_columns_can_be_run_today(capsys):
     assert main(["plan", "--recipe", "tiny", "--gpus", "16"]) == 0
     *tables, said = capsys.readouterr().out.split("\n\n")
-    words = ("--parallel sharded", '"fp32"', "PowerSGD", "checkpointed", "AdamW16", "fp16weights", '"16-bit (App. D)"')
+    words = ("--parallel fsdp", '"fp32"', "PowerSGD", "checkpointed", "AdamW16", "fp16weights", '"16-bit (App. D)"')
     assert all(text in said for text in words) and "Not yet" not in said
     heads = next(table for table in tables if table.startswith("memory per GPU")).splitlines()[0].split("  ")
     heads = [head.strip() for head in heads if head.strip()]
@@ -467,10 +478,10 @@ def test_plan_proposes_a_launch_whose_command_is_one(capsys):
     line = out.partition("the fastest that fits:\n\n")[2].partition("\n\n")[0].replace("\\\n", " ")
     torchrun, _, words = line.partition(" -m ")
     assert torchrun.startswith("torchrun --nnodes 2 --nproc-per-node 8 ")
-    reduction = " --reduce powersgd --reduce.rank 128"
+    reduction = " --grad-compression powersgd --grad-compression.rank 128"
     assert reduction in words
     options = parse_train(words.replace(reduction, "").split()[2:])
-    assert (options.parallel, options.replicas, options.stages) == ("sharded", 2, ("prior",))
+    assert (options.parallel, options.dp_replicate, options.stages) == ("fsdp", 2, ("prior",))
     assert options.settings.prior.training.batch_size == 64
     assert not options.settings.prior.training.checkpoint_activations  # which the recipe does, and is not needed here
 
@@ -491,11 +502,11 @@ def test_plan_proposes_products_that_the_gpu_has(recipe, gpu, precision, scaling
     assert (training.precision, training.scaling) == (precision, scaling)
 
 
-def test_replicas_are_a_number_or_the_machines():
-    asked = ["DATA", "--recipe", "scenes", "--out", "RUN", "--replicas"]
-    assert [parse_train([*asked, word]).replicas for word in ("machines", "4")] == ["machines", 4]
-    for word in ("0", "machine"):
-        with pytest.raises(UserError, match="replicas"):
+def test_replicas_are_a_number_or_one_per_node():
+    asked = ["DATA", "--recipe", "scenes", "--out", "RUN", "--dp-replicate"]
+    assert [parse_train([*asked, word]).dp_replicate for word in ("per-node", "4")] == ["per-node", 4]
+    for word in ("0", "node"):
+        with pytest.raises(UserError, match="dp.replicate"):
             parse_train([*asked, word])
 
 
@@ -512,7 +523,7 @@ def test_plan_says_why_nothing_fits(capsys):
 
 
 def test_plan_tries_a_launch(capsys):
-    asked = ["plan", "--recipe", "tiny", "--gpus", "12", "--replicas", "1", "--batch", "12", "--gpu", "h100-80gb"]
+    asked = ["plan", "--recipe", "tiny", "--gpus", "12", "--dp-replicate", "1", "--batch", "12", "--gpu", "h100-80gb"]
     assert main([*asked, "--per-machine", "4", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "rank 0 of 12, uncompressed" in out and "12 shards do not divide 23 of these evenly" in out

@@ -14,19 +14,19 @@ from limner.optim.optimizers import AdamWConfig
 from limner.profiling.memory_tracker import MemoryTracker
 from limner.training.config import TrainConfig
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 from ranks import on_ranks
 
-pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch lacks process groups")
 
 PRIOR = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=5, heads=2)
 
 
 def begun(kind: type[Sharded]) -> tuple[list[int], int]:
-    """How many groups had been sent when each block began to compute, and how many after the update."""
+    """Count the groups sent when each block begins to compute, and after the update."""
     torch.manual_seed(0)
     config = TrainConfig(steps=1, batch_size=4, precision=Fp32(), optimizer=AdamWConfig(lr=1e-3))
-    run = Run(PRIOR.build(), Autoregressive(), config, parallel=kind())
+    run = TrainState(PRIOR.build(), Autoregressive(), config, parallel=kind())
     counts: list[int] = []
     blocks: Any = run.model.blocks
     with MemoryTracker() as watch:

@@ -16,7 +16,7 @@ DEVICE = torch.device("meta")  # stands for a GPU; fake tensors know on which de
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replicated]:
-    """One of two, in whose collectives tensors of the CPU are refused."""
+    """A rank of two, whose collectives raise an error for CPU tensors."""
 
     def refusing(collective: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*arguments: Any, **options: Any) -> Any:
@@ -42,10 +42,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replicated]:
 @pytest.mark.parametrize("where", ["cpu", "meta"])
 def test_what_is_on_the_cpu_travels_too_and_comes_back(ranks: Replicated, where: str) -> None:
     values = torch.zeros(3, 2, device=where, requires_grad=True)
-    joined = ranks.join(values)
+    joined = ranks.all_gather_with_grad(values)
     joined.sum().backward()
     assert values.grad is not None
     state = torch.zeros(3, 2, dtype=torch.uint8, device=where).T  # of a generator, say
-    found = [ranks.mean(values.detach()), joined, values.grad, *ranks.gather(state)]
+    found = [ranks.mean(values.detach()), joined, values.grad, *ranks.all_gather(state)]
     assert {x.device.type for x in found} == {where}
     assert [tuple(x.shape) for x in found] == [(3, 2), (6, 2), (3, 2), (2, 3), (2, 3)]

@@ -1,5 +1,5 @@
 """The contrastive loss with distractors, in micro-batches: gradients of several processes are those of one, and where
-an objective calls a block twice, which would spoil them, it is said."""
+an objective calls a block twice, which would spoil them, an error says so."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from limner.distributed.gradient_reducers import Plain
+from limner.distributed.gradient_reducers import Fp32Reducer
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
 from limner.errors import UserError
@@ -17,12 +17,12 @@ from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.optim.dtensor import full_tensor
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
-from limner.training.parallel import Parallel, Single
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 from ranks import on_ranks
 
-pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch lacks process groups")
 
 PARTS, BATCH = 2, 8
 MODEL = CLIPConfig(
@@ -30,7 +30,7 @@ MODEL = CLIPConfig(
 )  # fmt: skip
 WAYS = {
     "replicated": (2, Replicated),
-    "replicated, reduced": (2, lambda: Replicated(Plain)),
+    "replicated, reduced": (2, lambda: Replicated(Fp32Reducer)),
     "sharded": (2, Sharded),
     "sharded, 2 replicas": (4, lambda: Sharded(2)),
     "zero2": (2, Zero2),
@@ -42,7 +42,7 @@ def share(rank: int, world: int) -> dict[str, Tensor]:
     """A process's rows, so that a micro-batch of all processes is one of a process alone."""
     g = torch.Generator().manual_seed(0)
     captions = torch.randint(0, 20, (BATCH, 1 + 3, 6), generator=g)
-    captions[0, 1:3] = -1  # that are none
+    captions[0, 1:3] = -1  # padding only
     captions[1, 0, 4:] = -1
     pixels = torch.randint(0, 256, (BATCH, 3, 8, 8), generator=g, dtype=torch.uint8)
     batch = {"text": captions[:, 0], "distractors": captions[:, 1:], "pixels": pixels}
@@ -64,20 +64,20 @@ class Kept(Hook):
 
     gradients: dict[str, Tensor]
 
-    def after_backward(self, run: Run) -> None:
+    def after_backward(self, run: TrainState) -> None:
         self.gradients = {
             name: full_tensor(p.grad).clone() for name, p in run.model.named_parameters() if p.grad is not None
         }
 
 
 def gradients(parallel: Parallel) -> dict[str, Tensor]:
-    """Of two updates."""
+    """Run two updates."""
     torch.manual_seed(0)
     config = TrainConfig(steps=2, batch_size=BATCH, accumulate=PARTS, precision=Fp32())
-    run = Run(MODEL.build(), HardNegativeLoss(), config, parallel=parallel)
+    run = TrainState(MODEL.build(), HardNegativeLoss(), config, parallel=parallel)
     found = {}
     for step in range(2):
-        update(run, share(parallel.rank, parallel.world), [kept := Kept()])
+        update(run, share(parallel.rank, parallel.world_size), [kept := Kept()])
         found |= {f"{step} {name}": grad for name, grad in kept.gradients.items()}
     return found
 
@@ -93,7 +93,7 @@ def measured() -> dict[str, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_one_process(measured, way):
-    alone = gradients(Single())
+    alone = gradients(SingleProcess())
     assert measured[way].keys() == alone.keys()
     for name, gradient in measured[way].items():
         torch.testing.assert_close(gradient, alone[name], rtol=1e-5, atol=1e-5, msg=name)
@@ -102,13 +102,13 @@ def test_gradients_are_those_of_one_process(measured, way):
 def said(way: str) -> str:
     config = TrainConfig(steps=1, batch_size=BATCH, accumulate=PARTS, precision=Fp32())
     parallel = WAYS[way][1]()
-    run = Run(MODEL.build(), Twice(), config, parallel=parallel)
+    run = TrainState(MODEL.build(), Twice(), config, parallel=parallel)
     with pytest.raises(UserError) as error:
-        update(run, share(parallel.rank, parallel.world))
+        update(run, share(parallel.rank, parallel.world_size))
     return str(error.value)
 
 
 @pytest.mark.parametrize("way", ["sharded", "sharded, 2 replicas"])
 def test_a_block_called_twice_is_said(way):
     for says in on_ranks(WAYS[way][0], said, way):
-        assert "was called twice for one loss" in says and "call it once" in says
+        assert "twice for one loss" in says and "call it once" in says

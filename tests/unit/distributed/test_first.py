@@ -11,11 +11,11 @@ from torch import distributed
 from limner.distributed.replicated import Replicated
 from ranks import at_work, on_ranks
 
-pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch lacks process groups")
 
 
 def first(folder: Path, seconds: float, dies: bool = False) -> list[str] | str:
-    """What is there for this process once the first one has taken longer than a collective may."""
+    """List what the first process made, in more time than the timeout of a collective."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     distributed.destroy_process_group()
     store = distributed.FileStore(str(folder / "store"), world)
@@ -23,7 +23,7 @@ def first(folder: Path, seconds: float, dies: bool = False) -> list[str] | str:
     ours = Replicated()
     try:
         for name in ("codes", "more"):
-            with ours.first():
+            with ours.main_first():
                 if ours.is_main:
                     time.sleep(seconds)
                     if dies:

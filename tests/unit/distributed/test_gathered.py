@@ -13,25 +13,25 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.optim.dtensor import is_dtensor
 from limner.optim.optimizers import AdamWConfig
 from limner.training.config import TrainConfig
-from limner.training.parallel import Parallel, Single
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 from ranks import on_ranks
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch lacks process groups")
 
 PRIOR = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=3, heads=2)
 WAYS: dict[str, Any] = {"sharded": Sharded, "zero2": Zero2}
 
 
 def learn(parallel: Parallel, evaluates: bool) -> tuple[list[float], list[float], int]:
-    """Losses, metrics of evaluations of averaged weights between, and in how many blocks weights were whole at once."""
+    """Losses, evaluation metrics of averaged weights, and the largest number of blocks with full weights."""
     torch.manual_seed(0)
     config = TrainConfig(steps=3, batch_size=8, precision=Bf16(), optimizer=AdamWConfig(lr=0.01), ema_decay=0.5)
-    run = Run(PRIOR.build(), Autoregressive(), config, parallel=parallel)
+    run = TrainState(PRIOR.build(), Autoregressive(), config, parallel=parallel)
     g = torch.Generator().manual_seed(0)
     batch = {"text": torch.randint(0, 20, (8, 8), generator=g), "image": torch.randint(0, 8, (8, 9), generator=g)}
-    share = {name: x.chunk(parallel.world)[parallel.rank] for name, x in batch.items()}
+    share = {name: x.chunk(parallel.world_size)[parallel.rank] for name, x in batch.items()}
     whole, losses, metrics = [0], [], []
 
     blocks: Any = run.model.blocks
@@ -65,7 +65,7 @@ def measured() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_blocks_are_gathered_one_by_one_and_training_goes_on_as_without(measured, way):
-    expected = learn(Single(), True)
+    expected = learn(SingleProcess(), True)
     for rank in measured:
         (losses, metrics, whole), (without, _, _) = rank[way]
         assert losses == without

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, distributed, nn
 
 from limner.distributed import powersgd
-from limner.distributed.gradient_reducers import Bf16Reducer, Plain, Reduction, Replicas, Waiting, buckets
+from limner.distributed.gradient_reducers import (
+    Bf16Reducer,
+    Fp32Reducer,
+    OverlappedReducer,
+    PendingWork,
+    Replicas,
+    buckets,
+)
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig, orthonormal
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
@@ -18,7 +25,7 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.formats import E6M9
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.dtensor import full_tensor
-from limner.training.parallel import Parallel, Single
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.train_module import Trainable
 from ranks import left_out, on_ranks
 
@@ -42,26 +49,26 @@ def gradients(
     torch.manual_seed(parallel.rank)  # the first process's weights are everyone's
     model = PRIOR.build()
     compute = parallel.prepare(Trainable(model, Autoregressive()), torch.device("cpu"), torch.float32)
-    parallel.load(kept or {})
+    parallel.load_state_dict(kept or {})
     found = []
     for step in range(first, first + steps):
         for p in model.parameters():
             p.grad = None
-        share = batch(step, parallel.rank, parallel.world)
+        share = batch(step, parallel.rank, parallel.world_size)
         for i in range(accumulate):
-            with parallel.part(last=i == accumulate - 1):
+            with parallel.microbatch(last=i == accumulate - 1):
                 part = {name: x.chunk(accumulate)[i] for name, x in share.items()}
                 (compute(part, step, torch.Generator())[0] / accumulate).backward()
         parallel.reduce(model.parameters())
         found.append({name: full_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None})
     kept = left_out(parallel)
-    parallel.check(model.parameters())
+    parallel.assert_replicas_equal(model.parameters())
     return found, kept
 
 
 def strategy(kind: str) -> Parallel:
-    config = PowerSGDConfig(rank=8, narrow="narrow" in kind)
-    make = {"plain": Plain, "bf16": Bf16Reducer, "powersgd": partial(PowerSGD, config)}[kind.split()[1]]
+    config = PowerSGDConfig(rank=8, quantize="narrow" in kind)
+    make = {"plain": Fp32Reducer, "bf16": Bf16Reducer, "powersgd": partial(PowerSGD, config)}[kind.split()[1]]
     if kind.startswith("replicated"):
         return Replicated(make)
     return (Zero2 if kind.startswith("zero2") else Sharded)(2, make)
@@ -85,8 +92,8 @@ def measured() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_handed_over_and_what_is_kept_is_the_gradient(measured, kind):
-    """Over all steps; what is no matrix of a block is the mean gradient itself."""
-    alone, _ = gradients(Single(), 3)
+    """The sum over all steps is exact; uncompressed parameters get the mean gradient itself."""
+    alone, _ = gradients(SingleProcess(), 3)
     tolerance = 1e-2 if "bf16" in kind else 4e-3 if "narrow" in kind else 2e-6
     for rank in measured:
         steps, kept = rank[kind]
@@ -104,14 +111,14 @@ def test_what_is_handed_over_and_what_is_kept_is_the_gradient(measured, kind):
 
 
 def going_on(kinds: list[str], first: int, steps: int, kept: dict[str, Any], replicas: int) -> dict[str, Any]:
-    make = partial(PowerSGD, PowerSGDConfig(rank=8, narrow=False))
+    make = partial(PowerSGD, PowerSGDConfig(rank=8, quantize=False))
     makers = {"replicated": lambda: Replicated(make), "sharded": lambda: Sharded(replicas, make)}
     return {kind: gradients(makers[kind](), steps, kept=kept.get(kind), first=first) for kind in kinds}
 
 
 @pytest.fixture(scope="module")
 def stopped() -> tuple[dict[str, Any], dict[str, Any]]:
-    """What 4 processes have done after 5 steps, in 4 replicas and in 2; and what they keep after 3."""
+    """Return gradients and buffers of 4 processes after 5 steps, in 4 replicas and in 2, and those after 3 steps."""
     both = ["replicated", "sharded"]
     return on_ranks(4, going_on, both, 0, 5, {}, 2)[0], on_ranks(4, going_on, both, 0, 3, {}, 2)[0]
 
@@ -136,24 +143,24 @@ class Many(Replicas):
     def count(self) -> int:
         return self.many
 
-    def mean(self, values: Tensor) -> Waiting:
+    def mean(self, values: Tensor) -> PendingWork:
         yield from ()
 
 
 @pytest.mark.parametrize(("narrow", "most"), [(True, 8), (False, 4)])
 def test_errors_of_many_replicas_are_their_mean_in_a_checkpoint(narrow, most):
     """At 16 bytes per weight those of all take as much as all else."""
-    config = PowerSGDConfig(rank=3, narrow=narrow)
+    config = PowerSGDConfig(rank=3, quantize=narrow)
     for count in (1, most, most + 1):
-        reduction = Reduction(PowerSGD(config), buckets(model := One(12, 20)), Many(count))
+        reduction = OverlappedReducer(PowerSGD(config), buckets(model := One(12, 20)), Many(count))
         own = {"blocks.0.weight": E6M9.round(torch.randn(12, 20))}
-        reduction.load(own)
-        kept, shared = reduction.errors(), reduction.tensors()
+        reduction.load_state_dict(own)
+        kept, shared = reduction.error_buffers(), reduction.state_dict()
         assert bool(kept) == (not shared) == (count <= most)
-        assert torch.equal(reduction.mean_errors()["blocks.0.weight"], own["blocks.0.weight"])
-        other = Reduction(PowerSGD(config), buckets(model), Many(count))
-        other.load(shared, [kept] if kept else [])
-        assert torch.equal(other.mean_errors()["blocks.0.weight"], own["blocks.0.weight"])
+        assert torch.equal(reduction.mean_error_buffers()["blocks.0.weight"], own["blocks.0.weight"])
+        other = OverlappedReducer(PowerSGD(config), buckets(model), Many(count))
+        other.load_state_dict(shared, [kept] if kept else [])
+        assert torch.equal(other.mean_error_buffers()["blocks.0.weight"], own["blocks.0.weight"])
 
 
 def test_errors_of_another_number_of_replicas_are_averaged_whatever_their_format():
@@ -161,9 +168,9 @@ def test_errors_of_another_number_of_replicas_are_averaged_whatever_their_format
     parts = [{"blocks.0.weight": x} for x in (E6M9.pack(numbers[0]), *numbers[1:])]
     numbers[0] = E6M9.round(numbers[0])
     for count in (1, 2, 3):
-        reduction = Reduction(PowerSGD(PowerSGDConfig(rank=3, narrow=False)), buckets(One(12, 20)), Many(2))
-        reduction.load({"blocks.0.weight": torch.ones(12, 20)}, iter(parts[:count]))  # in the place of that
-        found = reduction.mean_errors()["blocks.0.weight"]
+        reduction = OverlappedReducer(PowerSGD(PowerSGDConfig(rank=3, quantize=False)), buckets(One(12, 20)), Many(2))
+        reduction.load_state_dict({"blocks.0.weight": torch.ones(12, 20)}, iter(parts[:count]))  # in the place of that
+        found = reduction.mean_error_buffers()["blocks.0.weight"]
         torch.testing.assert_close(found, torch.stack(numbers[:count]).mean(0))
         assert count > 1 or torch.equal(found, numbers[0])
 
@@ -175,8 +182,8 @@ def scaled(changes: bool) -> list[Tensor]:
     """The gradients of a matrix whose loss is scaled, by another scale in each step if that changes."""
     model = One(12, 20)
     scale = torch.tensor(SCALE)
-    reduction = Reduction(
-        PowerSGD(PowerSGDConfig(rank=3, narrow=False)), buckets(model), Replicas(distributed.group.WORLD),
+    reduction = OverlappedReducer(
+        PowerSGD(PowerSGDConfig(rank=3, quantize=False)), buckets(model), Replicas(distributed.group.WORLD),
         {model.blocks[0].weight: scale},
     )  # fmt: skip
     found = []
@@ -226,15 +233,15 @@ class One(nn.Module):
 
 def one_matrix(rows: int, columns: int, narrow: bool, steps: int) -> tuple[list[Tensor], Tensor, Tensor]:
     """The gradients of a matrix over some steps, what is kept, and Q_0."""
-    model, reducer = One(rows, columns), PowerSGD(PowerSGDConfig(rank=3, narrow=narrow))
-    reduction = Reduction(reducer, buckets(model), Replicas(distributed.group.WORLD))
+    model, reducer = One(rows, columns), PowerSGD(PowerSGDConfig(rank=3, quantize=narrow))
+    reduction = OverlappedReducer(reducer, buckets(model), Replicas(distributed.group.WORLD))
     p, found = model.blocks[0].weight, []
     for step in range(steps):
         p.grad = None
         (p * gradient_of(rows, columns, step, distributed.get_rank())).sum().backward()
         reduction.complete()
         found.append(p.grad.clone())
-    return found, reduction.mean_errors()["blocks.0.weight"], reducer._matrices["blocks.0"][0].start
+    return found, reduction.mean_error_buffers()["blocks.0.weight"], reducer.blocks["blocks.0"][0].q0
 
 
 def gradient_of(rows: int, columns: int, step: int, rank: int) -> Tensor:
@@ -269,10 +276,10 @@ def test_it_is_the_papers_algorithm(factored, case):
 
 
 def of_size(size: float, narrow: bool) -> Tensor:
-    """What two gradients of numbers of about that size become, divided by it."""
+    """Return compressed gradients of values of about this size, divided by it."""
     model = One(64, 256)
-    reduction = Reduction(
-        PowerSGD(PowerSGDConfig(rank=8, narrow=narrow)), buckets(model), Replicas(distributed.group.WORLD)
+    reduction = OverlappedReducer(
+        PowerSGD(PowerSGDConfig(rank=8, quantize=narrow)), buckets(model), Replicas(distributed.group.WORLD)
     )
     p, found = model.blocks[0].weight, torch.zeros(64, 256)
     for step in range(2):
@@ -323,9 +330,9 @@ def with_wrong_values(where: str, value: float) -> dict[str, Any]:
     """A step in which something of the first block is not finite in process 1, between steps in which nothing is."""
     torch.manual_seed(0)
     model, rank = Two(), distributed.get_rank()
-    reducer = PowerSGD(PowerSGDConfig(rank=3, narrow=False))
-    reduction = Reduction(reducer, buckets(model), Replicas(distributed.group.WORLD))
-    matrix, other = reducer._matrices["blocks.0"][0], reducer._matrices["blocks.1"][0]
+    reducer = PowerSGD(PowerSGDConfig(rank=3, quantize=False))
+    reduction = OverlappedReducer(reducer, buckets(model), Replicas(distributed.group.WORLD))
+    matrix, other = reducer.blocks["blocks.0"][0], reducer.blocks["blocks.1"][0]
     grads = []
     for step in range(3):
         model.zero_grad()
@@ -339,7 +346,7 @@ def with_wrong_values(where: str, value: float) -> dict[str, Any]:
         if spoiled and where == "buffer":
             matrix.buffer[1, 1] = value
         if spoiled and where in "pq":
-            matrix.start = matrix.start * (value if where == "p" else 1e-3)
+            matrix.q0 = matrix.q0 * (value if where == "p" else 1e-3)
         if spoiled and where == "q":
             matrix.buffer.fill_(2e38)  # E and P are finite, E^T P is not
         loss.backward()
@@ -348,7 +355,7 @@ def with_wrong_values(where: str, value: float) -> dict[str, Any]:
         if step == 1:
             kept, kept_other = matrix.buffer.clone(), other.buffer.clone()
             if spoiled:  # what was put there to go wrong
-                matrix.start = PowerSGD(reducer.config)._matrix("blocks.0.weight", model.blocks[0].weight).start
+                matrix.q0 = PowerSGD(reducer.config).make_matrix("blocks.0.weight", model.blocks[0].weight).q0
                 matrix.buffer.clamp_(-1e3, 1e3)
     return {"kept": kept, "other": kept_other, "grads": grads}
 
@@ -393,8 +400,8 @@ class Failing(PowerSGD):
 
 def with_wrong_columns(value: float, narrow: bool) -> dict[str, Any]:
     """Three steps; in the second one P is wrong in process 1 after it was averaged."""
-    model, reducer = One(12, 20), Failing(PowerSGDConfig(rank=3, narrow=narrow))
-    reduction = Reduction(reducer, buckets(model), Replicas(distributed.group.WORLD))
+    model, reducer = One(12, 20), Failing(PowerSGDConfig(rank=3, quantize=narrow))
+    reduction = OverlappedReducer(reducer, buckets(model), Replicas(distributed.group.WORLD))
     p, found = model.blocks[0].weight, []
     reducer.value = value
     for step in range(3):
@@ -403,7 +410,7 @@ def with_wrong_columns(value: float, narrow: bool) -> dict[str, Any]:
         (p * gradient_of(12, 20, step, distributed.get_rank())).sum().backward()
         reduction.complete()
         found.append(p.grad.clone())
-    return {"given": found, "kept": reduction.mean_errors()["blocks.0.weight"]}
+    return {"given": found, "kept": reduction.mean_error_buffers()["blocks.0.weight"]}
 
 
 WRONG_COLUMNS = [(value, narrow) for value in VALUES for narrow in (False, True)]
@@ -431,13 +438,13 @@ def test_a_factor_that_is_not_finite_on_one_replica_alone_stops_the_block_on_all
 
 def drifted() -> str:
     model = PRIOR.build()
-    parallel = Replicated(Plain)
+    parallel = Replicated(Fp32Reducer)
     parallel.prepare(Trainable(model, Autoregressive()), torch.device("cpu"), torch.float32)
     if distributed.get_rank() == 1:
         with torch.no_grad():
             model.head.image.weight[0, 0] += 1e-6
     with pytest.raises(UserError) as error:
-        parallel.check(model.parameters())
+        parallel.assert_replicas_equal(model.parameters())
     return str(error.value)
 
 
@@ -449,24 +456,27 @@ def test_an_eighth_is_the_rank_and_small_matrices_stay_whole():
     reducer = PowerSGD()
     model = nn.ModuleDict({"list": nn.ModuleList([nn.Linear(64, 64), nn.Linear(1, 64), nn.LayerNorm(64)])})
     reducer.attach(buckets(model), Replicas.__new__(Replicas))  # without a group: nothing is sent
-    assert [(m.name, m.start.shape) for m in reducer._all()] == [("list.0.weight", (64, 8))]
-    assert reducer.describe() == "gradients of 1 of 2 matrices are compressed to rank 8"
+    assert [(m.name, m.q0.shape) for m in reducer.matrices()] == [("list.0.weight", (64, 8))]
+    assert reducer.summary() == "gradients of 1 of 2 matrices are compressed to rank 8"
     assert powersgd.EPS == 1e-6
 
 
 def test_a_rank_that_compresses_nothing_is_an_error():
     blocks = nn.ModuleDict({"list": nn.ModuleList([nn.Linear(64, 64)])})
-    with pytest.raises(UserError, match="none of the 1 matrices .* compressed to rank 32: .* a lower --reduce.rank"):
+    with pytest.raises(
+        UserError,
+        match="two factors of rank 32 .* than any of the 1 matrices .* a lower --grad-compression.rank",
+    ):
         PowerSGD(PowerSGDConfig(rank=32)).attach(buckets(blocks), Replicas.__new__(Replicas))
     reducer = PowerSGD()
     reducer.attach(buckets(nn.Sequential(nn.Conv2d(3, 8, 3))), Replicas.__new__(Replicas))
-    assert "no blocks" in reducer.describe()
+    assert "lacks blocks" in reducer.summary()
 
 
 def described() -> str:
     parallel = Sharded(2, partial(PowerSGD, PowerSGDConfig(rank=7)))
     parallel.prepare(Trainable(PRIOR.build(), Autoregressive()), torch.device("cpu"), torch.float32)
-    return parallel.describe()
+    return parallel.summary()
 
 
 def test_the_rank_that_shards_can_have_is_said():
@@ -477,7 +487,7 @@ def test_a_bucket_is_a_resblock_an_entry_of_a_list_or_a_child_of_the_model():
     found = buckets(PRIOR.build())
     blocks = [f"blocks.{i}.{branch}" for i in range(2) for branch in ("attention", "mlp")]
     assert list(found) == ["embed", *blocks, "head"]
-    assert [name for name, bucket in found.items() if bucket.repeated] == blocks
+    assert [name for name, bucket in found.items() if bucket.in_block] == blocks
     found = buckets(Two())
     assert {name: list(bucket.parameters) for name, bucket in found.items()} == {
         "blocks.0": ["blocks.0.weight", "blocks.0.bias"], "blocks.1": ["blocks.1.weight", "blocks.1.bias"],
@@ -487,13 +497,13 @@ def test_a_bucket_is_a_resblock_an_entry_of_a_list_or_a_child_of_the_model():
     assert list(buckets(bare)) == [""] and list(buckets(bare)[""].parameters) == ["weight", "bias"]
 
 
-class Noting(Plain):
-    """What a reducer is asked to do, and when what it waits for is over."""
+class Noting(Fp32Reducer):
+    """A reducer that records its calls, and when its communication ends."""
 
     def __init__(self, said: list[str]) -> None:
         self.said = said
 
-    def reduce(self, bucket: str) -> Waiting:
+    def reduce(self, bucket: str) -> PendingWork:
         self.said.append(f"{bucket} sends")
         yield from super().reduce(bucket)
         self.said.append(f"{bucket} is through")
@@ -504,7 +514,7 @@ def noted() -> list[str]:
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     for i, layer in enumerate(model):
         layer.register_full_backward_hook(lambda *_, i=i: said.append(f"backward of {i}"))
-    reduction = Reduction(Noting(said), buckets(model), Replicas(distributed.group.WORLD))
+    reduction = OverlappedReducer(Noting(said), buckets(model), Replicas(distributed.group.WORLD))
     model(torch.ones(1, 3, requires_grad=True)).sum().backward()
     reduction.complete()
     return said

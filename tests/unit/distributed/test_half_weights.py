@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from limner.data.stream import Stream
-from limner.distributed.gradient_reducers import GradientReducer, Plain, Reduction, Replicas, buckets
+from limner.distributed.gradient_reducers import Fp32Reducer, GradientReducer, OverlappedReducer, Replicas, buckets
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
@@ -23,14 +23,14 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.optim import grad_access
 from limner.optim.dtensor import full_tensor, to_local
 from limner.optim.optimizers import AdamW16Config
-from limner.training.checkpoint import Files
+from limner.training.checkpoint import LocalCheckpointer
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
-from limner.training.parallel import Parallel, Single
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 from ranks import on_ranks
 from shard_ranks import Tokens
 
@@ -41,7 +41,7 @@ CONFIG = TrainConfig(
 )  # fmt: skip
 WAYS = {
     "replicated": Replicated,
-    "reduced": lambda: Replicated(Plain),
+    "reduced": lambda: Replicated(Fp32Reducer),
     "compressed": lambda: Replicated(lambda: PowerSGD(PowerSGDConfig(rank=4))),
     "sharded": Sharded,
     "zero2": Zero2,
@@ -51,16 +51,16 @@ WAYS = {
 
 def learn(ours: Parallel, config: TrainConfig = CONFIG) -> dict[str, Any]:
     torch.manual_seed(0)
-    with ours.building():
+    with ours.init_context():
         prior = PRIOR.build()
-    run = Run(prior, Autoregressive(), config, parallel=ours)
+    run = TrainState(prior, Autoregressive(), config, parallel=ours)
     hooks, generator, losses = scaling(run), torch.Generator().manual_seed(0), []
     for _ in range(config.steps):
         text, image = (torch.randint(0, n, (8, m), generator=generator) for n, m in ((20, 8), (8, 9)))
-        mine = {"text": text.chunk(ours.world)[ours.rank], "image": image.chunk(ours.world)[ours.rank]}
+        mine = {"text": text.chunk(ours.world_size)[ours.rank], "image": image.chunk(ours.world_size)[ours.rank]}
         update(run, mine, hooks)
         losses.append((run.loss, run.norm))
-    ours.check(run.parameters)
+    ours.assert_replicas_equal(run.parameters)
     return {
         "losses": losses,
         "bytes": sum(to_local(p).nbytes for p in run.parameters),
@@ -85,7 +85,7 @@ def found() -> list[dict[tuple[str, int], dict[str, Any]]]:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_it_learns_what_one_process_does(found, name, parts):
     """Losses and lengths of gradients, but for sums in other orders and what compression leaves out."""
-    alone = learn(Single())
+    alone = learn(SingleProcess())
     exact = torch.tensor(alone["losses"])
     for rank in found:
         close = {"rtol": 3e-2} if name == "compressed" else {"rtol": 3e-4}
@@ -94,7 +94,7 @@ def test_it_learns_what_one_process_does(found, name, parts):
 
 
 def test_matrices_stay_in_16_bits_and_each_process_of_shards_has_half(found):
-    alone = learn(Single())
+    alone = learn(SingleProcess())
     for rank in found:
         for (name, _), one in rank.items():
             for key, dtype in one["dtypes"].items():
@@ -108,20 +108,20 @@ def test_matrices_stay_in_16_bits_and_each_process_of_shards_has_half(found):
 
 
 REDUCERS: dict[str, Callable[[], GradientReducer]] = {
-    "powersgd": lambda: PowerSGD(PowerSGDConfig(rank=3, narrow=False)),
+    "powersgd": lambda: PowerSGD(PowerSGDConfig(rank=3, quantize=False)),
     "torch-powersgd": lambda: TorchPowerSGD(3),
 }
 
 
 def all_compressed() -> dict[tuple[str, torch.dtype, float], tuple[Tensor, ...]]:
-    """What is handed over of a matrix's gradients by way, format and size, what is kept, and what there was of this
-    process; the gradients' scale changes from step to step."""
+    """Return by reducer, format and size the gradients that a matrix gets, its error buffers, and this process's
+    gradients, whose scale changes from step to step."""
     found = {}
     for name, dtype, size in product(REDUCERS, (torch.float16, torch.bfloat16), (1.0, 3e4)):
         model, scale, reducer = nn.Module(), torch.tensor(1.0), REDUCERS[name]()
         model.blocks = nn.ModuleList([HalfLinear(20, 12, bias=False, dtype=dtype)])
         weight = model.blocks[0].weight
-        reduction = Reduction(reducer, buckets(model), Replicas(distributed.group.WORLD), {weight: scale})  # type: ignore[arg-type]
+        reduction = OverlappedReducer(reducer, buckets(model), Replicas(distributed.group.WORLD), {weight: scale})  # type: ignore[arg-type]
         draw = torch.Generator().manual_seed(distributed.get_rank())
         always, given, had = torch.randn(12, 20, generator=draw), torch.zeros(12, 20), torch.zeros(12, 20)
         for step in range(8):
@@ -133,7 +133,7 @@ def all_compressed() -> dict[tuple[str, torch.dtype, float], tuple[Tensor, ...]]
             assert weight.grad is not None
             given += grad_access.grad_values(weight.grad)  # type: ignore[arg-type]
             had += gradient.float() / scale
-        found[name, dtype, size] = given, reduction.mean_errors()["blocks.0.weight"], had
+        found[name, dtype, size] = given, reduction.mean_error_buffers()["blocks.0.weight"], had
     return found
 
 
@@ -146,7 +146,7 @@ def compressed() -> list[dict[tuple[str, torch.dtype, float], tuple[Tensor, ...]
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1.0, 3e4])
 def test_what_16_bits_cannot_hold_of_a_gradient_comes_later(compressed, name, dtype, size):
-    """It is rounded, and cut off at the end of fp16, which the sum of several gradients may reach."""
+    """Values are rounded, and clamped to the range of fp16, which the sum of several gradients may exceed."""
     ranks = [rank[name, dtype, size] for rank in compressed]
     should = torch.stack([had for _, _, had in ranks]).mean(0)
     for given, kept, _ in ranks:
@@ -158,7 +158,7 @@ def train_on(out: Path, steps: int) -> None:
     ours, stream = Sharded(), Stream(Tokens(), 8, seed=3)
     train(
         PRIOR.build(), Autoregressive(), stream, replace(CONFIG, steps=steps), out, parallel=ours,
-        checkpointer=ours.checkpointer(Files(out, CONFIG.keep)),
+        checkpointer=ours.checkpointer(LocalCheckpointer(out, CONFIG.keep)),
     )  # fmt: skip
     stream.close()
 

@@ -1,5 +1,4 @@
-"""What compression leaves out of gradients, over updates that are skipped, wholly or in part: of a gradient that was
-finite nothing is lost."""
+"""Error feedback over skipped and partly skipped updates: no part of a finite gradient is lost."""
 
 from functools import partial
 from typing import Any
@@ -19,12 +18,12 @@ from limner.optim.optimizers import AdamWConfig
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook
-from limner.training.parallel import Parallel, Single
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 from ranks import left_out, on_ranks
 
-pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch lacks process groups")
 
 PRIOR = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=2, heads=2)
 STEPS = 6
@@ -33,7 +32,7 @@ SPOILED = {  # whose gradient is not finite in process 1, by step
     2: ("head.norm", "weight", torch.inf),
     4: ("blocks.1.attention.norm", "bias", -torch.inf),  # no matrix: those of its block are finite
 }
-BUCKET = "blocks.0.mlp."  # whose matrices have no finite gradient in step 1
+BUCKET = "blocks.0.mlp."  # whose matrices lack finite gradients in step 1
 SCALINGS = ("none", "resblocks", "tensors")
 
 
@@ -54,27 +53,27 @@ class Spoiled(torch.autograd.Function):
 
 
 class Gradients(Hook):
-    """What the optimiser gets in each step."""
+    """An optimizer that records its gradients."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Tensor]] = []
 
-    def after_backward(self, run: Run) -> None:
+    def after_backward(self, run: TrainState) -> None:
         names = run.model.named_parameters()
         self.steps.append({name: full_tensor(p.grad).clone() for name, p in names if p.grad is not None})
 
-    def after_update(self, run: Run) -> None:
+    def after_update(self, run: TrainState) -> None:
         if not torch.tensor(run.norm).isfinite():
             self.steps[-1] = {}
 
 
 def learn(parallel: Parallel, kind: Any) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """What was applied in each step, and what is kept at the end; weights stay nearly as they are."""
+    """Return the gradients applied in each step, and the error buffers at the end; weights hardly change."""
     torch.manual_seed(0)
     config = TrainConfig(
         steps=STEPS, batch_size=8, precision=Fp32(), optimizer=AdamWConfig(lr=1e-12), clip_norm=None, scaling=kind
     )
-    run = Run(PRIOR.build(), Autoregressive(), config, parallel=parallel)
+    run = TrainState(PRIOR.build(), Autoregressive(), config, parallel=parallel)
     hooks = [*scaling(run), applied := Gradients()]
     for step in range(STEPS):
         g = torch.Generator().manual_seed(step)
@@ -87,14 +86,14 @@ def learn(parallel: Parallel, kind: Any) -> tuple[list[dict[str, Tensor]], dict[
                 return Spoiled.apply(out, getattr(module, name), value)  # type: ignore[no-any-return]
 
             handles = [run.model.get_submodule(path).register_forward_hook(spoil)]
-        update(run, {name: x.chunk(parallel.world)[parallel.rank] for name, x in batch.items()}, hooks)
+        update(run, {name: x.chunk(parallel.world_size)[parallel.rank] for name, x in batch.items()}, hooks)
         for handle in handles:
             handle.remove()
     return applied.steps, left_out(parallel)
 
 
 def all_of(shards: int) -> dict[str, Any]:
-    make = partial(PowerSGD, PowerSGDConfig(rank=8, narrow=False))
+    make = partial(PowerSGD, PowerSGDConfig(rank=8, quantize=False))
     return {kind: learn(Sharded(2, make) if shards > 1 else Replicated(make), kind) for kind in SCALINGS}
 
 
@@ -107,7 +106,7 @@ def measured(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
 def test_what_is_applied_and_what_is_kept_are_the_gradients(measured, kind):
     shards, found = measured
     steps, kept = found[kind]
-    true, _ = learn(Single(), "none")
+    true, _ = learn(SingleProcess(), "none")
     skipped = {"none": {1, 2, 4}, "resblocks": {2}, "tensors": set()}[kind]
     assert {step for step, gradients in enumerate(steps) if not gradients} == skipped
     for name in kept:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from limner.distributed.p2p_collectives import exchange, gather
+from limner.distributed.p2p_collectives import all_gather, all_to_all
 from ranks import on_ranks
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch lacks process groups")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
@@ -20,7 +20,7 @@ def part(giver: int, taker: int, n: int, dtype: torch.dtype) -> Tensor:
 
 
 def swap() -> dict[str, Any]:
-    """Several at once, of which the larger come first; they are waited for in turn."""
+    """Start several collectives together, the larger ones first, and wait for them in order."""
     group, rank, ranks = distributed.group.WORLD, distributed.get_rank(), distributed.get_world_size()
     order: list[str] = []
     for name in ("irecv", "isend"):
@@ -30,18 +30,18 @@ def swap() -> dict[str, Any]:
     for n in sizes:
         for dtype in DTYPES:
             got = torch.zeros(ranks, n, dtype=dtype)
-            works.append(exchange(torch.stack([part(rank, i, n, dtype) for i in range(ranks)]), got, group))
+            works.append(all_to_all(torch.stack([part(rank, i, n, dtype) for i in range(ranks)]), got, group))
             exchanged.append(got)
             everyone = torch.zeros(ranks, n, dtype=dtype)
             everyone[rank] = part(rank, 0, n, dtype)
             own = everyone[rank] if n == 3 else everyone[rank].clone()  # as FSDP gives it, and not
-            works.append(gather(own, everyone, group))
+            works.append(all_gather(own, everyone, group))
             gathered.append(everyone)
     for work in works:
         work.wait()
     wrong = []
     for (n, dtype), got, everyone in zip([(n, d) for n in sizes for d in DTYPES], exchanged, gathered, strict=True):
-        wrong += [("exchange", n, dtype, i) for i in range(ranks) if not got[i].equal(part(i, rank, n, dtype))]
+        wrong += [("all_to_all", n, dtype, i) for i in range(ranks) if not got[i].equal(part(i, rank, n, dtype))]
         wrong += [("gather", n, dtype, i) for i in range(ranks) if not everyone[i].equal(part(i, 0, n, dtype))]
     return {"wrong": wrong, "order": order}
 

@@ -7,17 +7,17 @@ import time
 import pytest
 from torch import distributed
 
-from limner.distributed.rendezvous import agreed
+from limner.distributed.rendezvous import agree_on_run_id
 
 
 def meet(store: distributed.Store, ranks: list[int], world: int, seconds: float = 20) -> list[str | Exception]:
-    """What each of these ranks gets, each in a thread, after a while of its own."""
+    """Return the name or error of each rank, which runs in a thread and starts after a delay."""
     found: list[str | Exception] = [""] * len(ranks)
 
     def go(i: int, rank: int, wait: float) -> None:
         time.sleep(wait)
         try:
-            found[i] = agreed(store, rank, world, seconds)
+            found[i] = agree_on_run_id(store, rank, world, seconds)
         except TimeoutError as error:
             found[i] = error
 

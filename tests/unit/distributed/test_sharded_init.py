@@ -26,13 +26,13 @@ from limner.optim.optimizers import AdamWConfig
 from limner.profiling.memory_tracker import MemoryTracker, storage_bytes
 from limner.runs.stages import init_from_codebook
 from limner.training.config import TrainConfig
-from limner.training.parallel import Parallel, Single
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 from ranks import on_ranks
 from tiny import tiny_pipe
 
-pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch lacks process groups")
 
 PRIOR = TransformerConfig(
     text_vocab=20, image_vocab=9, text_len=8, grid=(3, 3), width=16, depth=2, heads=2, layer_scale=True, qk_norm=True
@@ -81,9 +81,9 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 def begun(kind: str, replicas: int, seed: bool) -> tuple[Any, ...]:
     """A model's shards before and after `init_from_codebook`; the generator's state; which parameters are whole."""
     rank = distributed.get_rank() if distributed.is_initialized() else 0
-    parallel = Sharded(replicas) if distributed.is_initialized() else Single()
+    parallel = Sharded(replicas) if distributed.is_initialized() else SingleProcess()
     torch.manual_seed(0 if seed else rank)
-    with parallel.building():
+    with parallel.init_context():
         model: Any = build(kind)
     found = values(model), torch.get_rng_state()
     if kind == "prior":
@@ -99,7 +99,7 @@ def all_begun(kinds: list[str], replicas: int, seed: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("ranks", "replicas", "seed"), [(3, 1, True), (4, 2, False)])
 def test_values_are_those_of_one_process(ranks: int, replicas: int, seed: bool, tmp_path: Path) -> None:
-    """Of initial weights and of those in a bundle."""
+    """Weights of a new model, and of a model in a bundle."""
     tiny_pipe().save_pretrained(tmp_path)
     kinds = [*CONFIGS, "odd", *(str(tmp_path / f"{name}.safetensors") for name in ("dvae", "prior", "contrastive"))]
     alone = all_begun(kinds, 1, True)
@@ -116,7 +116,7 @@ def test_values_are_those_of_one_process(ranks: int, replicas: int, seed: bool, 
 def learn(parallel: Parallel, kind: str, precision: Any, whole_first: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of three updates; weights and their averages afterwards."""
     torch.manual_seed(0)
-    with nullcontext() if whole_first else parallel.building():
+    with nullcontext() if whole_first else parallel.init_context():
         model = build(kind)
     if kind == "dvae":
         batch, objective = {"pixels": torch.arange(4 * 3 * 16 * 16).view(4, 3, 16, 16).to(torch.uint8)}, RelaxedELB()
@@ -124,8 +124,8 @@ def learn(parallel: Parallel, kind: str, precision: Any, whole_first: bool) -> t
         text, image = torch.arange(4 * 8).view(4, 8) % 20, torch.arange(4 * 9).view(4, 9) % 7
         batch, objective = {"text": text, "image": image}, Autoregressive()
     config = TrainConfig(steps=3, batch_size=4, precision=precision, optimizer=AdamWConfig(lr=0.01), ema_decay=0.5)
-    run = Run(model, objective, config, parallel=parallel)  # type: ignore[arg-type]
-    share = {name: x.chunk(parallel.world)[parallel.rank] for name, x in batch.items()}
+    run = TrainState(model, objective, config, parallel=parallel)  # type: ignore[arg-type]
+    share = {name: x.chunk(parallel.world_size)[parallel.rank] for name, x in batch.items()}
     losses = [run.loss for _ in range(3) if update(run, share)]
     assert run.ema
     averages = {f"ema.{name}": full_tensor(x) for name, x in run.ema.state_dict().items()}
@@ -155,7 +155,7 @@ def test_training_does_not_know_how_the_model_was_built(ranks: int) -> None:
             assert losses == other_losses and len(set(losses)) == 3
             assert all(torch.equal(other[name], value) for name, value in state.items())
         if "sharded" in rank:
-            alone, _ = learn(Single(), "prior", Fp32(), False)
+            alone, _ = learn(SingleProcess(), "prior", Fp32(), False)
             assert rank["sharded"][1][0] == pytest.approx(alone, rel=1e-5)
 
 
@@ -167,10 +167,10 @@ def grown(replicas: int, whole_first: bool = False) -> tuple[int, int, int]:
     holds of the weights then."""
     parallel, config = Sharded(replicas), TrainConfig(steps=1, precision=Fp32())
 
-    def ready(model: TransformerConfig) -> Run:
-        with nullcontext() if whole_first else parallel.building():
+    def ready(model: TransformerConfig) -> TrainState:
+        with nullcontext() if whole_first else parallel.init_context():
             built = model.build()
-        return Run(built, Autoregressive(), config, parallel=parallel)
+        return TrainState(built, Autoregressive(), config, parallel=parallel)
 
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back, as of larger models
     ready(PRIOR)  # what is imported and made at the first call
@@ -187,7 +187,7 @@ def memory(kind: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak of a process's memory")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux reports a process's peak memory")
 @pytest.mark.parametrize(("ranks", "replicas"), [(4, 1), (2, 1), (4, 2)])
 def test_building_takes_the_memory_of_a_part(ranks: int, replicas: int) -> None:
     with torch.device("meta"):

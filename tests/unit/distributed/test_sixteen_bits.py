@@ -15,16 +15,16 @@ from limner.optim.optimizers import AdamWConfig
 from limner.profiling.memory_tracker import MemoryTracker
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
-from limner.training.parallel import Parallel, Single
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 from ranks import on_ranks
 
 PRIOR = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=2, heads=2, kernel=3)
 
 
 class Gradients(Hook):
-    def after_backward(self, run: Run) -> None:
+    def after_backward(self, run: TrainState) -> None:
         self.found = {
             name: full_tensor(p.grad).clone() for name, p in run.model.named_parameters() if p.grad is not None
         }
@@ -37,7 +37,7 @@ def learn(strategy: Parallel, precision: Precision, checkpointed: bool = False, 
         steps=2, batch_size=8, accumulate=accumulate, precision=precision, optimizer=AdamWConfig(lr=1e-3),
         checkpoint_activations=checkpointed, clip_norm=1.0,
     )  # fmt: skip
-    run = Run(PRIOR.build(), Autoregressive(), config, parallel=strategy)
+    run = TrainState(PRIOR.build(), Autoregressive(), config, parallel=strategy)
     seen: dict[str, set[torch.dtype]] = {}
     for name, module in run.model.named_modules():
         if isinstance(module, nn.Linear | nn.LayerNorm):
@@ -45,8 +45,8 @@ def learn(strategy: Parallel, precision: Precision, checkpointed: bool = False, 
     generator, gradients, losses = torch.Generator().manual_seed(0), Gradients(), []
     with MemoryTracker() as watch:
         for _ in range(2):
-            text = torch.randint(0, 20, (8, 8), generator=generator).chunk(strategy.world)[strategy.rank]
-            image = torch.randint(0, 8, (8, 9), generator=generator).chunk(strategy.world)[strategy.rank]
+            text = torch.randint(0, 20, (8, 8), generator=generator).chunk(strategy.world_size)[strategy.rank]
+            image = torch.randint(0, 8, (8, 9), generator=generator).chunk(strategy.world_size)[strategy.rank]
             watch.reset()
             update(run, {"text": text, "image": image}, [gradients])
             losses.append(run.loss)
@@ -60,7 +60,7 @@ def all_of(precision: Precision) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def halves() -> list[list[dict[str, Any]]]:
-    """What each of two processes saw, for each precision: plainly, and with checkpointing and two micro-batches."""
+    """Records of two processes by precision: without and with checkpointing and two micro-batches."""
     return [on_ranks(2, all_of, precision)[0] for precision in (Bf16(), Fp32())]
 
 
@@ -89,7 +89,7 @@ def test_matrices_of_blocks_are_gathered_in_16_bits_and_all_else_in_32(halves):
 @pytest.mark.parametrize("way", [0, 1])
 def test_losses_and_gradients_are_those_of_one_process(halves, way):
     found = halves[0][way]
-    alone = learn(Single(), Bf16())
+    alone = learn(SingleProcess(), Bf16())
     assert found["loss"] == pytest.approx(alone["loss"], rel=2e-4)
     for name, gradient in alone["grads"].items():
         assert (found["grads"][name] - gradient).norm() <= 1e-2 * gradient.norm() + 1e-6, name

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from limner.data.stream import Stream
-from limner.distributed.gradient_reducers import Reduction, Replicas, buckets
+from limner.distributed.gradient_reducers import OverlappedReducer, Replicas, buckets
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded
@@ -28,7 +28,7 @@ from limner.training.train_module import Trainable
 from ranks import on_ranks
 from shard_ranks import Tokens
 
-pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups")
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch lacks process groups")
 STEPS = 7
 
 
@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
 
 def gradients(hooked: bool, kept: dict[str, Tensor] | None = None, first: int = 0, steps: int = STEPS) -> Any:
-    """Of each step, of the weight and the bias; by DDP and its hook, or by the reducer, and what that keeps."""
+    """Return the gradients of weight and bias in each step, by DDP and its hook or by the reducer, and its state."""
     model, rank = Layer(), distributed.get_rank()
     reducer, called = TorchPowerSGD(3), model
     if hooked:
@@ -58,8 +58,8 @@ def gradients(hooked: bool, kept: dict[str, Tensor] | None = None, first: int = 
         state = PowerSGDState(None, 3, start_powerSGD_iter=2, min_compression_rate=1, random_seed=2)
         called.register_comm_hook(state, powerSGD_hook)  # type: ignore[operator]
     else:
-        reduction = Reduction(reducer, buckets(model), Replicas(distributed.group.WORLD))  # type: ignore[arg-type]
-        reducer.load(kept or {})
+        reduction = OverlappedReducer(reducer, buckets(model), Replicas(distributed.group.WORLD))  # type: ignore[arg-type]
+        reducer.load_state_dict(kept or {})
     found = []
     for step in range(first, first + steps):
         model.zero_grad()
@@ -67,11 +67,11 @@ def gradients(hooked: bool, kept: dict[str, Tensor] | None = None, first: int = 
         if not hooked:
             reduction.complete()
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    return found, {} if hooked else reducer.tensors() | reduction.mean_errors()
+    return found, {} if hooked else reducer.state_dict() | reduction.mean_error_buffers()
 
 
 def both() -> tuple[Any, ...]:
-    """By the hook, by the reducer, and by one that goes on after four steps with what was kept."""
+    """Gradients by the hook, by the reducer, and by a reducer that resumes after four steps."""
     _, kept = gradients(False, steps=4)
     return gradients(True), gradients(False), gradients(False, kept, 4, STEPS - 4), kept
 
@@ -111,7 +111,7 @@ def spoiled(value: float, scale: float = 1.0) -> dict[str, Any]:
     model = nn.Module()
     model.blocks = nn.ModuleList([nn.Linear(20, 12, bias=False) for _ in range(2)])
     reducer = TorchPowerSGD(3)
-    reduction = Reduction(reducer, buckets(model), Replicas(distributed.group.WORLD))  # type: ignore[arg-type]
+    reduction = OverlappedReducer(reducer, buckets(model), Replicas(distributed.group.WORLD))  # type: ignore[arg-type]
     first, second = (block.weight for block in model.blocks)
     found, sums = [], torch.zeros(2, 12, 20)
     for step in range(8):
@@ -125,9 +125,9 @@ def spoiled(value: float, scale: float = 1.0) -> dict[str, Any]:
         reduction.complete()
         found.append([first.grad.clone(), second.grad.clone()])
         if step == 5:
-            reducer.put_back([second])
+            reducer.restore_error_feedback([second])
             found[-1][1].zero_()
-    return {"found": found, "kept": reduction.mean_errors(), "sums": sums}
+    return {"found": found, "kept": reduction.mean_error_buffers(), "sums": sums}
 
 
 def all_spoiled() -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ PRIOR = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3),
 
 
 def learn(out: Path, steps: int, kind: str) -> list[tuple[float, float]]:
-    make = {"torch": partial(TorchPowerSGD, 4), "ours": partial(PowerSGD, PowerSGDConfig(narrow=False)), "none": None}
+    make = {"torch": partial(TorchPowerSGD, 4), "ours": partial(PowerSGD, PowerSGDConfig(quantize=False)), "none": None}
     config = TrainConfig(
         steps=steps,
         batch_size=8,
@@ -175,7 +175,7 @@ def learn(out: Path, steps: int, kind: str) -> list[tuple[float, float]]:
 
 
 def runs(out: Path) -> tuple[Any, ...]:
-    """A run, and one that is stopped and goes on; one that goes on with our PowerSGD; one without any."""
+    """Losses of a run, of a resumed run, and of a run resumed with our PowerSGD."""
     whole = learn(out / "whole", 10, "torch")
     learn(out / "parts", 5, "torch")
     learn(out / "ours", 5, "torch")
@@ -201,5 +201,5 @@ def refused() -> list[str]:
 
 def test_shards_and_ranks_that_save_nothing_are_refused() -> None:
     for shards, rank in on_ranks(2, refused):
-        assert "each hold all weights" in shards and "--reduce powersgd" in shards
-        assert "compressed to rank 64" in rank
+        assert "each process holds all weights" in shards and "--grad-compression powersgd" in shards
+        assert "factors of rank 64" in rank

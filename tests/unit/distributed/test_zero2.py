@@ -15,12 +15,12 @@ from limner.optim.dtensor import is_dtensor
 from limner.optim.optimizers import AdamWConfig
 from limner.training.config import TrainConfig
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 from ranks import on_ranks
 
 COUNTER = Path("/proc/self/io")
 pytestmark = [
-    pytest.mark.skipif(not distributed.is_available(), reason="this torch has no process groups"),
+    pytest.mark.skipif(not distributed.is_available(), reason="this torch lacks process groups"),
     pytest.mark.skipif(not COUNTER.exists(), reason="bytes are counted by Linux"),
 ]
 
@@ -36,7 +36,7 @@ def sent(kind: type[Sharded]) -> tuple[int, int, bool]:
     """Bytes of the second update, bytes of the blocks' weights, and whether moments are in shards."""
     torch.manual_seed(0)
     config = TrainConfig(steps=2, batch_size=4, precision=Fp32(), optimizer=AdamWConfig(lr=1e-3))
-    run = Run(PRIOR.build(), Autoregressive(), config, parallel=kind())
+    run = TrainState(PRIOR.build(), Autoregressive(), config, parallel=kind())
     blocks = sum(p.numel() * p.element_size() for p in run.model.blocks.parameters())
     batch = {"text": torch.randint(0, 20, (2, 8)), "image": torch.randint(0, 8, (2, 16))}
     update(run, batch)
@@ -49,9 +49,9 @@ def sent(kind: type[Sharded]) -> tuple[int, int, bool]:
 
 
 def test_weights_of_blocks_are_gathered_once_and_moments_stay_in_shards():
-    for (twice, blocks, _), (once, _, in_shards) in zip(
+    for (twice, blocks, _), (once, _, shard_on_registration) in zip(
         on_ranks(2, sent, Sharded), on_ranks(2, sent, Zero2), strict=True
     ):
-        assert in_shards
+        assert shard_on_registration
         # Each of two processes sends its half of what all gather. The last block is gathered once by both.
         assert twice - once == pytest.approx(blocks / 2 * (PRIOR.depth - 1) / PRIOR.depth, rel=0.1)

@@ -8,7 +8,7 @@ from limner.numerics.precision import Fp16, Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.profiling.grad_histogram import MIN_EXPONENT, SMALLEST_SUBNORMAL, ExponentHistogram, gradient_exponents
 from limner.training.config import TrainConfig
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 
 def test_exponents_are_counted():
@@ -57,7 +57,7 @@ def test_shares_are_of_nonzero_values():
 def test_every_gradient_of_a_model_is_counted_once():
     torch.manual_seed(0)
     config = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3), width=16, depth=2, heads=2)
-    run = Run(config.build(), Autoregressive(), TrainConfig(steps=1))
+    run = TrainState(config.build(), Autoregressive(), TrainConfig(steps=1))
     batch = {"text": torch.randint(0, 20, (4, 5)), "image": torch.randint(0, 16, (4, 9))}
     parts = {part.name: part for part in gradient_exponents(run, batch)}
     blocks = [f"blocks.{i}.{kind}" for i in (0, 1) for kind in ("attention", "mlp")]
@@ -84,7 +84,7 @@ def test_a_run_in_fp16_reports_the_underflow_of_fp16():
     model = config.build()
     batch = {"text": torch.randint(0, 20, (4, 5)), "image": torch.randint(0, 16, (4, 9))}
     fp32, fp16 = (
-        gradient_exponents(Run(model, small, TrainConfig(steps=1, precision=precision)), batch)
+        gradient_exponents(TrainState(model, small, TrainConfig(steps=1, precision=precision)), batch)
         for precision in (Fp32(), Fp16())
     )
     for a, b in zip(fp32, fp16, strict=True):

@@ -47,7 +47,7 @@ PAPER = Launch(
         (8, 1, {"precision": Fp16Weights(), "optimizer": AdamWConfig(), "accumulate": 2, "batch_size": 32}),
     ],
 )
-@pytest.mark.parametrize("kind", ["sharded", "zero2"])
+@pytest.mark.parametrize("kind", ["fsdp", "zero2"])
 def test_the_plan_of_a_launch_matches_its_dry_run(kind: Any, gpus: int, replicas: int, changes: dict) -> None:
     launch = Launch(config=SMALL, training=replace(TRAINING, **changes), gpus=gpus, replicas=replicas, kind=kind)
     measured = dry_run(launch)
@@ -140,9 +140,9 @@ def test_the_fastest_launch_that_fits_is_first() -> None:
 def test_zero2_is_first_for_slow_links_and_enough_memory() -> None:
     wide = replace(PAPER.training, batch_size=16)
     best = enumerate_launches(SIZES["xl"], wide, 16, Cluster(gpu="h100-80gb", link=1e8), replicas=1)[0]
-    assert best.launch.kind == "zero2" and "--parallel zero2 --replicas 1" in launch_command(best, "xl", wide)
+    assert best.launch.kind == "zero2" and "--parallel zero2 --dp-replicate 1" in launch_command(best, "xl", wide)
     assert {t.launch.kind for t in enumerate_launches(SMALL, TRAINING, 4, Cluster(gpu="h100-80gb"), replicas=4)} == {
-        "sharded"
+        "fsdp"
     }
 
 
@@ -157,7 +157,7 @@ def test_traffic_through_the_link_of_a_machine() -> None:
     (single,) = [
         t
         for t in enumerate_launches(SMALL, TRAINING, 4, cluster, 2)
-        if t.launch.training == TRAINING and not t.launch.rank and t.launch.kind == "sharded"
+        if t.launch.training == TRAINING and not t.launch.rank and t.launch.kind == "fsdp"
     ]
     assert single.between_seconds == 0 < single.within_seconds
 

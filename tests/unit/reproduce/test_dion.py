@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from limner.distributed.gradient_reducers import Reduction, Replicas, buckets
+from limner.distributed.gradient_reducers import OverlappedReducer, Replicas, buckets
 from limner.distributed.powersgd import EPS, PowerSGDConfig
 from limner.reproduce.dion import Dion
 from ranks import on_ranks
@@ -21,16 +21,16 @@ def updates() -> list[tuple[Tensor, list[Tensor], Tensor]]:
     results = []
     for rows, columns in SHAPES:
         model = nn.ModuleDict({"list": nn.ModuleList([nn.Linear(columns, rows, bias=False)])})
-        reducer = Dion(PowerSGDConfig(rank=RANK, narrow=False))
-        reduction = Reduction(reducer, buckets(model), Replicas(distributed.group.WORLD))
-        (matrix,), weight, returned = reducer._all(), model["list"][0].weight, []
-        start = matrix.start.clone()
+        reducer = Dion(PowerSGDConfig(rank=RANK, quantize=False))
+        reduction = OverlappedReducer(reducer, buckets(model), Replicas(distributed.group.WORLD))
+        (matrix,), weight, returned = reducer.matrices(), model["list"][0].weight, []
+        start = matrix.q0.clone()
         for step in range(STEPS):
             weight.grad = None
             (weight * gradient((rows, columns), step, distributed.get_rank())).sum().backward()
             reduction.complete()
             returned.append(weight.grad.clone())
-        results.append((start, returned, reduction.mean_errors()["list.0.weight"]))
+        results.append((start, returned, reduction.mean_error_buffers()["list.0.weight"]))
     return results
 
 

@@ -11,13 +11,13 @@ from limner.reproduce.grad_scales import NARROW_FORMAT, FastPerBlockGradScaler
 from limner.reproduce.sweep import TrialRunner
 from limner.training.config import TrainConfig
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 MODEL = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3), width=16, depth=1, heads=2)
 
 
 def test_scales_are_recorded_after_each_update():
-    run = Run(MODEL.build(), Autoregressive(), TrainConfig(steps=3, batch_size=2, precision=Fp32()))
+    run = TrainState(MODEL.build(), Autoregressive(), TrainConfig(steps=3, batch_size=2, precision=Fp32()))
     (hook,) = grad_scales.grad_scaler_hooks("resblocks", run)
     batch = {"text": torch.ones(2, 5, dtype=torch.long), "image": torch.ones(2, 9, dtype=torch.long)}
     for _ in range(3):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from limner.distributed.gradient_reducers import Plain
+from limner.distributed.gradient_reducers import Fp32Reducer
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Replicated
 from limner.models.transformer import TransformerConfig
@@ -18,9 +18,9 @@ from limner.reproduce import bandwidth, householder
 from limner.reproduce.compression_rank import smallest_rank
 from limner.reproduce.replicas import SimulatedReplicas
 from limner.training.config import TrainConfig
-from limner.training.parallel import Parallel, Single
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 from ranks import on_ranks
 
 
@@ -31,11 +31,14 @@ def learn(strategy: Parallel, accumulate: int = 1) -> list[torch.Tensor]:
     settings = TrainConfig(
         steps=3, batch_size=8, accumulate=accumulate, optimizer=AdamWConfig(lr=1e-3), precision=Fp32(), seed=1
     )
-    run = Run(config.build(), Autoregressive(), settings, parallel=strategy)
+    run = TrainState(config.build(), Autoregressive(), settings, parallel=strategy)
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         text, image = (torch.randint(16, (8, n), generator=generator) for n in (4, 16))
-        share = {"text": text.chunk(strategy.world)[strategy.rank], "image": image.chunk(strategy.world)[strategy.rank]}
+        share = {
+            "text": text.chunk(strategy.world_size)[strategy.rank],
+            "image": image.chunk(strategy.world_size)[strategy.rank],
+        }
         update(run, share)
     return [p.detach().clone() for p in run.parameters]
 
@@ -49,7 +52,7 @@ def learn_on_rank() -> list[torch.Tensor]:
 
 
 def test_uncompressed_simulated_replicas_match_one_process():
-    for ours, theirs in zip(learn(SimulatedReplicas(Plain, 4), 4), learn(Single()), strict=True):
+    for ours, theirs in zip(learn(SimulatedReplicas(Fp32Reducer, 4), 4), learn(SingleProcess()), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
@@ -59,7 +62,9 @@ def test_simulated_replicas_compress_like_processes():
     for theirs in on_ranks(2, learn_on_rank):
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-    assert not all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, learn(Single()), strict=True))
+    assert not all(
+        torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, learn(SingleProcess()), strict=True)
+    )
     assert len({group.sent for group in strategy.groups}) == 1 and strategy.groups[0].sent > 0
 
 

@@ -27,7 +27,7 @@ from limner.runs.stages import StageTrainer, init_from_codebook, load_reranker
 from limner.runs.train import train_all
 from limner.tasks.build_scenes import write_scenes
 from limner.training.metrics_log import read_metrics
-from limner.training.parallel import Single
+from limner.training.parallel import SingleProcess
 from more_patterns import dilated
 from tiny import tiny_recipe
 
@@ -58,7 +58,7 @@ def test_an_invalid_command_changes_no_file(data, tmp_path):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     wider = replace(prior, model=replace(prior.model, width=64))
     for change, message in (
-        ({"prior": wider}, "run/prior holds a run with another model.width"),
+        ({"prior": wider}, "run/prior contains a run with another model.width"),
         ({"dvae": replace(dvae, training=replace(dvae.training, seed=9))}, "dvae holds .* another training.seed"),
         (
             {"contrastive": replace(RECIPE.contrastive, objective=HardNegativeLoss())},
@@ -113,8 +113,8 @@ def test_an_invalid_stage_raises_before_the_first_stage(data, tmp_path):
 
 
 def test_an_indivisible_batch_of_a_later_stage_raises_before_the_first(data, tmp_path):
-    class First(Single):
-        world = 3
+    class First(SingleProcess):
+        world_size = 3
 
     dvae = replace(RECIPE.dvae, training=replace(RECIPE.dvae.training, batch_size=3))
     with pytest.raises(UserError, match="among 3 ranks: choose a multiple of 3 for prior.training.batch_size"):

@@ -7,7 +7,7 @@ from limner.training.determinism import deterministic
 
 def test_an_operation_without_a_deterministic_kernel_is_named():
     positions, values = torch.tensor([0, 0]), torch.tensor([1.0, 2.0])
-    says = r"the operation put_\S* has no deterministic kernel on this device"
+    says = r"the operation put_\S* lacks a deterministic kernel on this device"
     with pytest.raises(UserError, match=says), deterministic():
         torch.zeros(2).put_(positions, values)
     with deterministic(False):

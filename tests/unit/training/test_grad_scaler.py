@@ -20,12 +20,12 @@ from limner.objectives.contrastive import CLIPLoss
 from limner.optim.optimizers import AdamWConfig
 from limner.text import PAD
 from limner.training.config import TrainConfig
-from limner.training.grad_scaler import ResblockScales, _Scaled, scaling
+from limner.training.grad_scaler import PerBlockGradScaler, Scale, scaling
 from limner.training.loop import train
-from limner.training.parallel import Single
-from limner.training.rms_monitor import Stability
+from limner.training.parallel import SingleProcess
+from limner.training.rms_monitor import RMSMonitor
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 
 MODEL = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3), width=16, depth=2, heads=2)
 TRAIN = TrainConfig(
@@ -44,11 +44,11 @@ def batch(seed=0):
 
 def run_of(kind, model=MODEL, **settings):
     torch.manual_seed(1)
-    return Run(model.build(), Autoregressive(), replace(TRAIN, scaling=kind, **settings))
+    return TrainState(model.build(), Autoregressive(), replace(TRAIN, scaling=kind, **settings))
 
 
 def gradients(run, hooks=(), of=None):
-    """Those that an update would apply, by parameter."""
+    """Return the gradients that an update would apply, by parameter."""
     found = {}
 
     class Look:
@@ -81,7 +81,9 @@ def test_in_fp32_a_scale_changes_no_gradient(kind, model):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_float64_a_scale_rounds_no_gradient(kind):
-    plain, run = (Run(run_of(kind).model.double(), Autoregressive(), replace(TRAIN, scaling=k)) for k in ("none", kind))
+    plain, run = (
+        TrainState(run_of(kind).model.double(), Autoregressive(), replace(TRAIN, scaling=k)) for k in ("none", kind)
+    )
     expected, found = gradients(plain), gradients(run, scaling(run))
     for name, grad in expected.items():
         assert found[name].dtype == torch.float64
@@ -97,7 +99,7 @@ def test_resblock_scales_lift_gradients_that_fp16_loses():
         return loss * 1e-6, found
 
     exact, lost, kept = (
-        Run(run_of("none").model, small, replace(TRAIN, precision=precision, scaling=kind))
+        TrainState(run_of("none").model, small, replace(TRAIN, precision=precision, scaling=kind))
         for precision, kind in ((TRAIN.precision, "none"), (Fp16(), "none"), (Fp16(), "resblocks"))
     )
     grads = [gradients(run, scaling(run)) for run in (exact, lost, kept)]
@@ -111,7 +113,7 @@ def test_resblock_scales_lift_gradients_that_fp16_loses():
 
 
 def test_outside_the_resblocks_nothing_is_lost_since_it_is_in_fp32():
-    """What reads patches, both output layers and the objective's product have no scale (D.2)."""
+    """Patch embedding, output layers and the objective's product are not scaled (D.2)."""
     towers = CLIPConfig(
         text_vocab=20, text_len=6, size=16, patch=4, width=16, depth=2, heads=2, embedding=8, layer_scale=True
     )
@@ -131,7 +133,7 @@ def test_outside_the_resblocks_nothing_is_lost_since_it_is_in_fp32():
         if name.endswith("gain"):
             nn.init.normal_(p)
     exact, run = (
-        Run(model, small, replace(TRAIN, precision=precision, scaling=kind))
+        TrainState(model, small, replace(TRAIN, precision=precision, scaling=kind))
         for precision, kind in ((Fp32(), "none"), (Fp16(), "resblocks"))
     )
     start = copy.deepcopy(model.state_dict())
@@ -144,23 +146,23 @@ def test_outside_the_resblocks_nothing_is_lost_since_it_is_in_fp32():
 
 
 def test_a_simulated_format_enters_a_block_as_fp16_does():
-    """What fp16 holds is rounded alike; what neither holds is zero in both."""
+    """Both formats round values in fp16's range equally, and smaller values to zero."""
     torch.manual_seed(0)
     grad = torch.randn(4_000) * torch.exp2(torch.randint(-45, 2, (4_000,)))
     grad[:3] = torch.tensor([torch.inf, -torch.nan, 1e9])
     found = []
     for format, form in ((torch.float16, None), (torch.float32, FloatFormat(1, 5, 10))):
         x = torch.zeros(4_000, dtype=format, requires_grad=True)
-        _Scaled.apply(x, torch.tensor(2.0**13), form).backward(grad)
+        Scale.apply(x, torch.tensor(2.0**13), form).backward(grad)
         found.append(x.grad.float())
     assert torch.equal(*found) and not found[0][:3].any() and (found[0] == 0).float().mean() > 0.1
 
 
 def test_an_overflow_in_a_simulated_format_leaves_the_block_alone():
-    """As it does in fp16: what is too large on the way into a block is zero there, and no update of it is skipped."""
+    """Overflow at the entry of a block becomes zero, as in fp16, and its update is not skipped."""
     run = run_of("none", precision=SimulatedGradients(gradient_format=FloatFormat(1, 4, 3)))
-    hook = ResblockScales(run, FloatFormat(1, 4, 3))
-    hook.scales.fill_(ResblockScales.HIGHEST)
+    hook = PerBlockGradScaler(run, FloatFormat(1, 4, 3))
+    hook.scales.fill_(PerBlockGradScaler.MAX_SCALE)
     found = gradients(run, [hook])
     assert hook.skipped.sum() == 0 and all(grad.isfinite().all() for grad in found.values())
 
@@ -174,9 +176,9 @@ def test_recomputed_blocks_have_the_same_gradients():
 
 def test_the_rule_of_appendix_d():
     run = run_of("resblocks")
-    hook = ResblockScales(run)
+    hook = PerBlockGradScaler(run)
     assert hook.names == [f"blocks.{i}.{part}" for i in (0, 1) for part in ("attention", "mlp")]
-    assert hook.scales.tolist() == [ResblockScales.FIRST] * 4
+    assert hook.scales.tolist() == [PerBlockGradScaler.INIT_SCALE] * 4
     bad = hook.parameters[2]
 
     def step(number, overflow):
@@ -191,21 +193,23 @@ def test_the_rule_of_appendix_d():
         assert all(p.grad is not None for p in hook.parameters[1])
 
     step(0, False)
-    assert hook.scales.tolist() == pytest.approx([ResblockScales.FIRST * ResblockScales.GROWTH] * 4)
-    assert run.model.blocks[0].mlp.branch.up.weight.grad[0, 0].item() == pytest.approx(1 / ResblockScales.FIRST)
+    assert hook.scales.tolist() == pytest.approx([PerBlockGradScaler.INIT_SCALE * PerBlockGradScaler.GROWTH] * 4)
+    assert run.model.blocks[0].mlp.branch.up.weight.grad[0, 0].item() == pytest.approx(
+        1 / PerBlockGradScaler.INIT_SCALE
+    )
     assert run.model.head.norm.weight.grad[0] == 1  # no resblock's: not scaled
     step(1, True)
-    fallen = ResblockScales.FIRST * ResblockScales.GROWTH / ResblockScales.FALL
+    fallen = PerBlockGradScaler.INIT_SCALE * PerBlockGradScaler.GROWTH / PerBlockGradScaler.BACKOFF
     assert hook.scales[2].item() == pytest.approx(fallen)
-    assert hook.scales[1].item() == pytest.approx(ResblockScales.FIRST * ResblockScales.GROWTH**2)
+    assert hook.scales[1].item() == pytest.approx(PerBlockGradScaler.INIT_SCALE * PerBlockGradScaler.GROWTH**2)
     step(2, True)  # no second fall within the window
     assert hook.scales[2].item() == pytest.approx(fallen)
-    step(1 + ResblockScales.WINDOW, True)
-    assert hook.scales[2].item() == pytest.approx(fallen / ResblockScales.FALL)
+    step(1 + PerBlockGradScaler.BACKOFF_INTERVAL, True)
+    assert hook.scales[2].item() == pytest.approx(fallen / PerBlockGradScaler.BACKOFF)
     assert hook.skipped.tolist() == [0, 0, 3, 0]
     for value, limit in (
-        (ResblockScales.HIGHEST * 1.1, ResblockScales.HIGHEST),
-        (ResblockScales.LOWEST / 1.1, ResblockScales.LOWEST),
+        (PerBlockGradScaler.MAX_SCALE * 1.1, PerBlockGradScaler.MAX_SCALE),
+        (PerBlockGradScaler.MIN_SCALE / 1.1, PerBlockGradScaler.MIN_SCALE),
     ):
         hook.scales.fill_(value)
         step(500, False)
@@ -215,12 +219,12 @@ def test_the_rule_of_appendix_d():
 def test_replicas_scale_their_own_mean_as_one_process_does():
     """The loss is a mean over a process's samples, which knows no M: neither does the scale (D.1 with D.3)."""
     run = run_of("resblocks")
-    run.parallel.world = 1_024
-    hook = ResblockScales(run)
-    assert hook.scales.tolist() == [ResblockScales.FIRST] * 4
-    hook.scales.fill_(ResblockScales.HIGHEST)
+    run.parallel.world_size = 1_024
+    hook = PerBlockGradScaler(run)
+    assert hook.scales.tolist() == [PerBlockGradScaler.INIT_SCALE] * 4
+    hook.scales.fill_(PerBlockGradScaler.MAX_SCALE)
     hook.after_backward(run)
-    assert hook.scales.tolist() == [ResblockScales.HIGHEST] * 4
+    assert hook.scales.tolist() == [PerBlockGradScaler.MAX_SCALE] * 4
 
 
 def test_an_overflow_in_one_block_leaves_the_others_alone():
@@ -251,23 +255,23 @@ def test_one_tensor_alone_is_left_out_and_its_own_steps_are_counted():
     same = [p for p, old in zip(run.model.parameters(), before, strict=True) if torch.equal(p, old)]
     assert len(same) == 1 and same[0] is weight
     assert run.skipped == 0 and hooks[0].skipped == 1
-    assert weight not in run.optimizers[0].state  # no step of its own yet, so that bias correction begins when it does
+    assert weight not in run.optimizers[0].state  # no step yet, so that bias correction begins with its first update
 
 
 def test_a_loss_scale_halves_skips_everything_and_grows_back(monkeypatch):
     run = run_of("loss")
     (hook,) = scaling(run)
-    monkeypatch.setattr(hook, "EVERY", 2, raising=False)
-    monkeypatch.setattr(type(hook), "EVERY", 2)
+    monkeypatch.setattr(hook, "GROWTH_INTERVAL", 2, raising=False)
+    monkeypatch.setattr(type(hook), "GROWTH_INTERVAL", 2)
     handle = run.model.head.norm.weight.register_hook(lambda grad: grad * math.inf)
     before = [p.detach().clone() for p in run.model.parameters()]
     update(run, batch(), [hook])
     assert all(torch.equal(p, old) for p, old in zip(run.model.parameters(), before, strict=True))
-    assert hook.scale.item() == hook.FIRST / 2 and run.skipped == hook.skipped == 1
+    assert hook.scale.item() == hook.INIT_SCALE / 2 and run.skipped == hook.skipped == 1
     handle.remove()
     for _ in range(2):
         update(run, batch(), [hook])
-    assert hook.scale.item() == hook.FIRST and run.skipped == 1
+    assert hook.scale.item() == hook.INIT_SCALE and run.skipped == 1
 
 
 def test_a_loss_scale_that_no_gradient_stops_stays_finite():
@@ -275,7 +279,7 @@ def test_a_loss_scale_that_no_gradient_stops_stays_finite():
     run = run_of("loss")
     (hook,) = scaling(run)
     hook.scale.fill_(2.0**127)
-    hook.good = hook.EVERY - 1
+    hook.finite_steps = hook.GROWTH_INTERVAL - 1
     for p in run.parameters:
         p.grad = torch.zeros_like(p)
     hook.after_backward(run)
@@ -321,16 +325,16 @@ def test_a_trained_model_is_as_before_it_draws_and_trains_again(kind, tmp_path):
 
     def trained(kind, times):
         torch.manual_seed(1)
-        model, strategy = MODEL.build(), Single()
+        model, strategy = MODEL.build(), SingleProcess()
         for i in range(times):
-            hooks = [Stability(tmp_path / f"{kind}{i}")]
+            hooks = [RMSMonitor(tmp_path / f"{kind}{i}")]
             config = replace(TRAIN, scaling=kind, steps=1)
             train(model, Autoregressive(), Endless(), config, tmp_path / f"{kind}{i}", hooks=hooks, parallel=strategy)
         return model, strategy
 
     model, strategy = trained(kind, 2)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    run = Run(model, Autoregressive(), TRAIN)
+    run = TrainState(model, Autoregressive(), TRAIN)
     for p in run.parameters:
         p.grad = torch.ones_like(p)
     strategy.reduce(run.parameters)
@@ -353,7 +357,7 @@ def test_a_block_or_a_model_without_gradients_is_nothing_that_overflows(kind, de
     torch.manual_seed(1)
     model = MODEL.build()
     model.blocks[0].mlp.requires_grad_(False)  # frozen
-    run = Run(model, Autoregressive(), replace(TRAIN, scaling=kind), device)
+    run = TrainState(model, Autoregressive(), replace(TRAIN, scaling=kind), device)
     (hook,) = scaling(run)
     hook.after_backward(run)
     for p in run.model.blocks[1].parameters():
@@ -365,6 +369,8 @@ def test_a_block_or_a_model_without_gradients_is_nothing_that_overflows(kind, de
 
 
 def test_a_model_without_resblocks_is_refused_in_a_sentence():
-    run = Run(nn.Linear(2, 2), lambda m, b, s, g: (F.mse_loss(m(b["x"]), b["x"]), {}), replace(TRAIN, scaling="loss"))
-    with pytest.raises(UserError, match="no resblocks: give it another scaling"):
-        ResblockScales(run)
+    run = TrainState(
+        nn.Linear(2, 2), lambda m, b, s, g: (F.mse_loss(m(b["x"]), b["x"]), {}), replace(TRAIN, scaling="loss")
+    )
+    with pytest.raises(UserError, match="lacks resblocks: choose another value for scaling"):
+        PerBlockGradScaler(run)

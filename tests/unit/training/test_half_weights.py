@@ -23,7 +23,7 @@ from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
 from limner.training.rms_monitor import rms
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 from tokens_in_turn import PRIOR, Tokens
 
 CONFIG = TrainConfig(
@@ -48,7 +48,7 @@ def learn(out, config):
 
 def run_of(config, objective=None, model=PRIOR):
     torch.manual_seed(0)
-    return Run(model.build(), objective or Autoregressive(), config)
+    return TrainState(model.build(), objective or Autoregressive(), config)
 
 
 class Look(Hook):
@@ -75,7 +75,7 @@ def test_it_learns_as_in_fp32_and_goes_on_bit_for_bit(precision, scales, optimiz
 
 
 def test_afterwards_the_model_is_an_ordinary_one_with_the_averages(tmp_path):
-    """Which are in fp32: not what 16 bits leave of them. Training it again changes it again."""
+    """The result has the fp32 averages, not rounded to 16 bits. Training the model again converts it again."""
     model, _ = learn(tmp_path / "run", CONFIG)
     assert {type(x) for x in model.modules() if isinstance(x, nn.Linear)} == {nn.Linear}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -97,7 +97,7 @@ def test_matrices_of_blocks_and_their_gradients_are_in_16_bits_and_all_else_in_3
 
 
 def test_gradients_that_fp16_would_lose_arrive_and_so_do_their_length_and_what_clipping_leaves():
-    """Of a loss that is a millionth of itself. In fp16, divided by their scales, half of them would be zero."""
+    """Gradients of a loss times 1e-6. Unscaled in fp16, half of them would be zero."""
 
     def small(model, batch, step, generator):
         loss, found = Autoregressive()(model, batch, step, generator)
@@ -121,7 +121,7 @@ def test_gradients_that_fp16_would_lose_arrive_and_so_do_their_length_and_what_c
 def test_a_block_that_overflows_is_left_out_alone():
     run = run_of(replace(CONFIG, accumulate=1))
     (hook,) = scaling(run)
-    hook.scales[2] = hook.HIGHEST
+    hook.scales[2] = hook.MAX_SCALE
     run.model.blocks[1].attention.branch.out.weight.register_hook(lambda grad: grad * math.inf)
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     update(run, next(Tokens()), [hook])

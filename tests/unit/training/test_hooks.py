@@ -98,7 +98,7 @@ def test_each_is_called_in_its_place(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert heard == [(name, *event) for event in expected for name in "ab"]
     assert same(listened, go(tmp_path / "plain", config=config))
-    with pytest.raises(ValueError, match="names that differ"):
+    with pytest.raises(ValueError, match="have one name"):
         go(tmp_path / "twins", Listen("a"), Listen("a"))
 
 

@@ -1,4 +1,4 @@
-"""Training in 8 bits: it learns, goes on bit for bit, and its record says what ran."""
+"""Training in 8 bits: the loss falls, a resumed run is equal bit for bit, and the report names the kernels."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
 from limner.training.config import TrainConfig
-from limner.training.kernel_report import FILE, KernelCounts
+from limner.training.kernel_report import FILE, KernelReport
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
 from tokens_in_turn import PRIOR, Tokens
@@ -29,7 +29,7 @@ PRECISIONS = [SwitchBack(), SwitchBackM(), SwitchBackQ(), LLMInt8(), Fp8SwitchBa
 def run(out, config):
     torch.manual_seed(0)
     model = PRIOR.build()
-    train(model, Autoregressive(), Tokens(), config, out, hooks=[KernelCounts(out)])
+    train(model, Autoregressive(), Tokens(), config, out, hooks=[KernelReport(out)])
     return model, [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
 
 

@@ -37,7 +37,7 @@ from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.loop import Interrupted, train
 from limner.training.metrics_log import read_metrics
-from limner.training.parallel import Single
+from limner.training.parallel import SingleProcess
 
 
 class Points:
@@ -152,7 +152,7 @@ def test_a_run_in_parts_is_the_whole_run_bit_for_bit(
     train(whole, noisy, stream(), config, tmp_path / "whole")
     for steps in (*stops, 12):
         parts = blocks(0.2)
-        torch.manual_seed(steps)  # whatever happened in the process before
+        torch.manual_seed(steps)  # any state of the generator
         train(parts, noisy, stream(), replace(config, steps=steps), tmp_path / "parts")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
@@ -223,7 +223,7 @@ def breaks(*steps: int, where: str = "loss"):
 def test_an_update_that_is_not_finite_is_skipped_and_counted(where: str, tmp_path: Path) -> None:
     broken = breaks(3, 4, 8, where=where)
     train(model(), broken, stream(), replace(CONFIG, steps=6), tmp_path)
-    result = train(model(), broken, stream(), CONFIG, tmp_path)  # goes on counting
+    result = train(model(), broken, stream(), CONFIG, tmp_path)  # continues the count
     assert result.skipped == 3
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["skipped"] for row in rows] == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3, 3]
@@ -357,17 +357,14 @@ class Later:
     schedule: Constant | Cosine = field(default_factory=Cosine)
 
 
-def test_a_run_of_an_earlier_version_goes_on_unless_what_is_new_is_used(tmp_path: Path) -> None:
+def test_a_setting_that_a_description_lacks_counts_as_a_difference(tmp_path: Path) -> None:
     def go(config: TrainConfig, part: Earlier | Later) -> int:
         return train(model(), objective, stream(), config, tmp_path, record={"part": part, "data": "a"}).step
 
     go(replace(CONFIG, steps=5), Earlier())
-    with pytest.raises(UserError, match=r"another part\.depth, part\.schedule\.type"):
-        go(CONFIG, Later(depth=2, schedule=Constant()))
-    with pytest.raises(UserError, match=r"another part\.width;"):
-        go(CONFIG, Later(width=9))
-    assert go(CONFIG, Later()) == 12
-    assert json.loads((tmp_path / "config.json").read_text())["part"]["schedule"]["type"] == "Cosine"
+    with pytest.raises(UserError, match=r"another part\.depth, part\.schedule: "):
+        go(CONFIG, Later())
+    assert go(CONFIG, Earlier()) == 12
 
 
 def test_another_config_is_refused_by_name(tmp_path: Path) -> None:
@@ -375,9 +372,9 @@ def test_another_config_is_refused_by_name(tmp_path: Path) -> None:
         return train(model(), objective, stream(), config, tmp_path, **kwargs)
 
     go(replace(CONFIG, steps=5), record={"model": {"width": 8}})
-    with pytest.raises(UserError, match=r"another training\.optimizer\.lr, model\.width;"):
+    with pytest.raises(UserError, match=r"another training\.optimizer\.lr, model\.width: "):
         go(replace(CONFIG, optimizer=AdamWConfig(lr=1.0)), record={"model": {"width": 9}})
-    with pytest.raises(UserError, match=r"lacks|too many|shape"):
+    with pytest.raises(UserError, match=r"lacks|unexpected|shape"):
         train(nn.Linear(4, 1), objective, stream(), CONFIG, tmp_path, record={"model": {"width": 8}})
     longer = replace(CONFIG, log_every=2, checkpoint_every=3, keep=5)
     assert go(longer, record={"model": {"width": 8}}).step == 12
@@ -420,16 +417,16 @@ class Memory:
     def latest(self):
         return next(iter(self.kept), None)
 
-    def wait(self):
+    def flush(self):
         pass
 
-    def load(self, where, model):
-        return copy.deepcopy(self.kept[where])
+    def load(self, checkpoint, model):
+        return copy.deepcopy(self.kept[checkpoint])
 
-    def errors(self, where, model):
+    def error_buffers(self, checkpoint, model):
         return iter(())
 
-    def begin(self):
+    def acquire(self):
         pass
 
 
@@ -459,10 +456,10 @@ def test_a_batch_says_which_samples_it_has_also_after_a_resume(tmp_path: Path) -
 
 
 def test_the_loss_is_computed_within_the_forward_of_one_module(tmp_path: Path) -> None:
-    """What wraps or shards it acts around the whole of the loss, whichever of the model's methods are called."""
+    """A wrapper acts around the whole computation of the loss, for any method of the model that is called."""
     calls = []
 
-    class Watched(Single):
+    class Watched(SingleProcess):
         def prepare(self, trainable, device, dtype):
             trainable.register_forward_pre_hook(lambda *_: calls.append("begin"))
             trainable.register_forward_hook(lambda *_: calls.append("end"))
@@ -527,7 +524,8 @@ def test_the_end_says_how_many_updates_were_skipped(tmp_path: Path) -> None:
 
 
 STATES = {
-    "step": "x", "skipped": None, "bad": [], "first": "x", "seconds": {}, "config": [], "made_with": 3,
+    "step": "x", "skipped": None, "consecutive_bad_steps": [], "initial_loss": "x", "seconds": {}, "config": [],
+    "environment": 3,
     "parts": {"stream": {}, "schedule": {"total": 0.0, "count": 0, "best": [], "stale": 0, "halved": 0}},
 }  # fmt: skip
 
@@ -546,5 +544,5 @@ def test_a_state_with_values_of_another_kind_is_refused_before_the_first_update(
         (saved / "state.json").write_text(json.dumps(state))
         lines = [f"{file_hash(path)}  {path.name}\n" for path in saved.iterdir() if path.name != "SHA256SUMS"]
         (saved / "SHA256SUMS").write_text("".join(lines))
-        with pytest.raises(UserError, match="is no checkpoint of such a run"):
+        with pytest.raises(UserError, match="does not fit this run"):
             train(model(), objective, stream(), config, tmp_path)

@@ -1,4 +1,4 @@
-"""What a rank does, in one process; tests/integration/test_parallel.py has several."""
+"""The behavior of a rank, in one process; tests/integration/test_parallel.py has several."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from limner.training.checkpoint import latest
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
-from limner.training.parallel import Single, folded
+from limner.training.parallel import SingleProcess, fold_in
 
 CONFIG = TrainConfig(steps=6, batch_size=8, optimizer=AdamWConfig(lr=1e-2), precision=Fp32(), log_every=1)
 
@@ -31,15 +31,15 @@ class Points:
         return {"x": torch.from_numpy(np.stack([indices % 5, indices % 3], 1)).float()}
 
 
-class Second(Single):
-    """The second of two ranks, whose fellow has no numbers to add and says so with zeros."""
+class Second(SingleProcess):
+    """The second of two ranks; the first contributes zeros."""
 
-    rank, world = 1, 2
+    rank, world_size = 1, 2
 
-    def divide(self, stream: Any) -> None:
-        stream.shard(self.rank, self.world)
+    def shard_stream(self, stream: Any) -> None:
+        stream.shard(self.rank, self.world_size)
 
-    def gather(self, values: Tensor) -> list[Tensor]:
+    def all_gather(self, values: Tensor) -> list[Tensor]:
         return [torch.zeros_like(values), values]
 
 
@@ -48,7 +48,7 @@ def noisy(model: Any, batch: dict[str, Tensor], step: int, generator: torch.Gene
     return (model(x) - 1).square().mean(), {"index": batch["index"].float().sum()}
 
 
-def go(out: Path, parallel: Single, steps: int = 6) -> list[tuple[float, float]]:
+def go(out: Path, parallel: SingleProcess, steps: int = 6) -> list[tuple[float, float]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     train(model, noisy, Stream(Points(), 8), replace(CONFIG, steps=steps), out, parallel=parallel)
@@ -67,7 +67,7 @@ def test_a_rank_has_its_share_and_its_own_random_numbers_and_goes_on_with_them(t
 
 
 def test_another_number_of_ranks_is_pointed_out(tmp_path: Path) -> None:
-    go(tmp_path, Single(), steps=2)
+    go(tmp_path, SingleProcess(), steps=2)
     with pytest.warns(UserWarning, match="results may differ"):
         go(tmp_path, Second())
 
@@ -75,33 +75,33 @@ def test_another_number_of_ranks_is_pointed_out(tmp_path: Path) -> None:
 def test_another_way_to_compress_gradients_is_pointed_out(tmp_path: Path) -> None:
     """Other shards have other factors."""
 
-    class Compressing(Single):
+    class Compressing(SingleProcess):
         shards = 2
 
-        def describe(self) -> str:
+        def summary(self) -> str:
             return f"gradients are compressed to rank 4 over {self.shards} shards"
 
     parallel = Compressing()
     go(tmp_path, parallel, steps=2)
     parallel.shards = 4
-    with pytest.warns(UserWarning, match="was made with .* to rank 4 over 2 shards: results may differ"):
+    with pytest.warns(UserWarning, match="was written by .* to rank 4 over 2 shards: results may differ"):
         go(tmp_path, parallel)
 
 
 def test_seeds_of_ranks_differ_and_the_first_has_that_of_one_process() -> None:
-    assert folded(7, 0) == 7
-    seeds = {folded(seed, rank) for seed in (0, 7, 2**63 - 1) for rank in range(4)}
+    assert fold_in(7, 0) == 7
+    seeds = {fold_in(seed, rank) for seed in (0, 7, 2**63 - 1) for rank in range(4)}
     assert len(seeds) == 12 and all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_seeds_that_are_alike_in_their_lower_32_bits_give_other_numbers() -> None:
-    first, second = (torch.rand(8, generator=torch.Generator().manual_seed(folded(seed))) for seed in (7, 7 + 2**32))
+    first, second = (torch.rand(8, generator=torch.Generator().manual_seed(fold_in(seed))) for seed in (7, 7 + 2**32))
     assert not torch.equal(first, second)
 
 
 def test_a_batch_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     class Third(Second):
-        rank, world = 2, 3
+        rank, world_size = 2, 3
 
     with pytest.raises(UserError, match="multiple of 3"):
         go(tmp_path, Third())

@@ -1,4 +1,4 @@
-"""RMS_t: as written in the paper, logged in each step, and said before the loss moves."""
+"""RMS_t: equal to the paper's, logged in each step, with a warning before the loss spikes."""
 
 import json
 import math
@@ -19,12 +19,12 @@ from limner.numerics.formats import UE6M10
 from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW, grad_access, optimizers
 from limner.optim.adam_base import read_moment
 from limner.optim.optimizers import AdamWConfig, MuonConfig
-from limner.training.checkpoint import Files, read_state
+from limner.training.checkpoint import LocalCheckpointer, read_state
 from limner.training.config import TrainConfig
 from limner.training.loop import train
-from limner.training.rms_monitor import Stability, rms
+from limner.training.rms_monitor import RMSMonitor, rms
 from limner.training.step import update
-from limner.training.train_state import Run
+from limner.training.train_state import TrainState
 from ranks import on_ranks
 
 CONFIG = TrainConfig(
@@ -123,7 +123,7 @@ def test_it_is_that_of_the_step_that_follows(name, dtype):
 
 
 def test_it_waits_for_no_device():
-    """Fake tensors have no values that the host could read; torch's fused AdamW counts steps on the device."""
+    """The host cannot read values of fake tensors; torch's fused AdamW counts steps on the device."""
     with FakeTensorMode():
         p = nn.Parameter(torch.zeros(5, 7))
         p.grad = torch.zeros_like(p)
@@ -199,12 +199,12 @@ class Endless:
 def trained(out, steps=30, optimizer=CONFIG.optimizer):
     torch.manual_seed(0)
     config = replace(CONFIG, steps=steps, optimizer=optimizer)
-    train(Line(), objective, Endless(), config, out, hooks=[Stability(out)])
+    train(Line(), objective, Endless(), config, out, hooks=[RMSMonitor(out)])
     return [json.loads(line) for line in (out / "stability.jsonl").read_text().splitlines()]
 
 
 def test_every_step_is_logged_once_also_by_a_resumed_run_and_a_spike_is_said_once(tmp_path):
-    with pytest.warns(UserWarning, match=r"step 26: gradients of .*a\.weight \(\d\.\d\).* Stable") as said:
+    with pytest.warns(UserWarning, match=r"step 26: RMS_t of .*a\.weight \(\d\.\d\).* Stable") as said:
         whole = trained(tmp_path / "whole")
     assert len(said) == 1
     assert [row["step"] for row in whole] == list(range(1, 31))
@@ -219,10 +219,10 @@ def test_every_step_is_logged_once_also_by_a_resumed_run_and_a_spike_is_said_onc
 def test_it_is_that_of_the_clipped_gradients_which_the_optimiser_averages(tmp_path):
     """Gradients grow, are clipped to one length: the running mean is up to date, as StableAdamW itself says."""
     torch.manual_seed(0)
-    run = Run(
+    run = TrainState(
         model := Line(), objective, replace(CONFIG, clip_norm=0.01, optimizer=optimizers.StableAdamWConfig(lr=1e-6))
     )
-    hook, stream, found = Stability(tmp_path), Endless(), {}
+    hook, stream, found = RMSMonitor(tmp_path), Endless(), {}
     for _ in range(28):
         update(run, next(stream), [hook])
         found = run.optimizers[0].rms(model.named_parameters())
@@ -250,7 +250,7 @@ def test_the_size_of_each_blocks_features_is_logged_now_and_then(tmp_path):
                 seen.append(x.detach().abs().mean().item())
         return x.square().mean(), {}
 
-    train(Two(), through, Endless(), CONFIG, tmp_path, hooks=[Stability(tmp_path)], evaluate=lambda model, step: {})
+    train(Two(), through, Endless(), CONFIG, tmp_path, hooks=[RMSMonitor(tmp_path)], evaluate=lambda model, step: {})
     rows = [json.loads(line) for line in (tmp_path / "stability.jsonl").read_text().splitlines()]
     features = {row["step"]: row["features"] for row in rows if "features" in row}
     assert list(features) == [10, 20, 30] and list(features[10]) == ["blocks.0", "blocks.1"]
@@ -260,7 +260,7 @@ def test_the_size_of_each_blocks_features_is_logged_now_and_then(tmp_path):
 def test_what_muon_updates_has_no_squares():
     model = Line()
     model.blocks = nn.ModuleList([nn.Linear(4, 4)])
-    run = Run(model, objective, replace(CONFIG, optimizer=MuonConfig()))
+    run = TrainState(model, objective, replace(CONFIG, optimizer=MuonConfig()))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     for optimizer in run.optimizers:
@@ -271,7 +271,7 @@ def test_what_muon_updates_has_no_squares():
 
 
 @pytest.mark.parametrize("lr", [1e15, 1e37])
-@pytest.mark.filterwarnings("ignore:step .* far above what Adam expects")
+@pytest.mark.filterwarnings("ignore:step .* RMS_t of .* is far above 1")
 def test_a_run_that_diverges_ends_with_the_sentence_that_says_so(tmp_path, lr):
     """RMS_t and features are infinite by then, and null in the file."""
 
@@ -287,7 +287,7 @@ def test_a_run_that_diverges_ends_with_the_sentence_that_says_so(tmp_path, lr):
     torch.manual_seed(0)
     config = replace(CONFIG, steps=60, optimizer=AdamWConfig(lr=lr), log_every=1, clip_norm=4.0)
     with pytest.raises(UserError, match="training diverged and stopped after step .*; there is no checkpoint yet"):
-        train(One(), through, Endless(), replace(config, checkpoint_every=60), tmp_path, hooks=[Stability(tmp_path)])
+        train(One(), through, Endless(), replace(config, checkpoint_every=60), tmp_path, hooks=[RMSMonitor(tmp_path)])
     rows = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "stability.jsonl").open()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 20
     numbers = [value for row in rows for part in ("rms", "features") for value in row.get(part, {}).values()]
@@ -295,8 +295,8 @@ def test_a_run_that_diverges_ends_with_the_sentence_that_says_so(tmp_path, lr):
 
 
 def test_a_state_with_an_infinite_rms_is_resumed_from(tmp_path):
-    hook, again = Stability(tmp_path), Stability(tmp_path)
+    hook, again = RMSMonitor(tmp_path), RMSMonitor(tmp_path)
     hook.rms = {"a": math.inf, "b": 1.5}
-    saved = Files(tmp_path, 1).save(1, {"x": {"x": torch.zeros(1)}}, hook.state_dict())
+    saved = LocalCheckpointer(tmp_path, 1).save(1, {"x": {"x": torch.zeros(1)}}, hook.state_dict())
     again.load_state_dict(read_state(saved))
     assert again.rms == hook.rms
