@@ -1,11 +1,11 @@
-"""Time of `limner draw` or of a training step beside busy loops, with several settings of OpenMP, in turn.
+"""Time of `limner draw` or of a training step on a busy machine, with several settings of OpenMP.
 
     python bench/busy_machine.py --loops 0 2 4 6 --rounds 5
     python bench/busy_machine.py --loops 0 --rounds 20 --training
 
-Prints one JSON object per number of loops: for each setting the median over the rounds and all values, in seconds of a
-whole process of `limner draw`, or in milliseconds of the median training step of a process.
-Other processes must not run meanwhile. Linux only, as libgomp's variables are.
+Busy loops are processes that compute without pause. The settings alternate. Prints one JSON object per number of
+loops: for each setting the median over the rounds and all values, in seconds of a whole process of `limner draw`, or in
+milliseconds of the median training step of a process. Other processes must not run meanwhile. Linux only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ print(1000 * statistics.median(time_training(config, 16, torch.device("cpu")) fo
 """  # the bundled scenes prior
 SETTINGS = {
     "default": {},
-    "libgomp's own spinning": {"GOMP_SPINCOUNT": "300000", "OMP_NUM_THREADS": str(os.cpu_count())},
+    "libgomp's default spinning": {"GOMP_SPINCOUNT": "300000", "OMP_NUM_THREADS": str(os.cpu_count())},
     "passive waiting": {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(os.cpu_count())},
     "one thread": {"OMP_NUM_THREADS": "1"},
     "10,000 iterations": {"GOMP_SPINCOUNT": "10000", "OMP_NUM_THREADS": str(os.cpu_count())},
@@ -51,7 +51,7 @@ def measure(settings: dict[str, str], folder: str, training: bool) -> float:
 
 
 def main() -> None:
-    """Measure every setting beside every number of loops."""
+    """Measure every setting with every number of busy loops."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--loops", type=int, nargs="+", default=[0, 2, 4, 6])
     parser.add_argument("--rounds", type=int, default=5)

@@ -94,7 +94,7 @@ class DallePytorch:
 
     Unchanged, `generate_images` does not pass its cache on and recomputes the whole sequence for every token; batches
     have at most 8 candidates, since the time is proportional. At its fastest (`optimize_for_inference`, cache passed
-    on) rows and columns are masked attention with a cache. Its convolution has no cache, so the last layer is full.
+    on) rows and columns are masked attention with a cache. Its convolution lacks a cache, so the last layer is full.
     """
 
     def __init__(self, path: str, config: TransformerConfig, best: bool) -> None:

@@ -63,6 +63,6 @@ PRIVATE = {
 def __getattr__(name: str) -> Any:
     """Return and keep the private object that `PRIVATE` names."""
     if name not in PRIVATE:
-        raise AttributeError(f"module 'limner.compat' has no attribute {name!r}")
+        raise AttributeError(f"limner.compat lists no private name {name!r}")
     value = globals()[name] = resolve_name(PRIVATE[name][0])
     return value
