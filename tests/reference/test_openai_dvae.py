@@ -126,7 +126,7 @@ def test_published_files_convert_exactly_without_their_package(published, tmp_pa
     for name in ("dall_e", "dall_e.encoder", "dall_e.decoder", "dall_e.utils"):
         monkeypatch.setitem(sys.modules, name, None)  # makes importing it fail
     assert convert("encoder.pkl", "decoder.pkl", "out", "--size", 64) == 0
-    assert "64 codes, 8x downsampling, width 16; no value was rounded" in capsys.readouterr().out
+    assert "64 codes, 8x downsampling, width 16, without rounding" in capsys.readouterr().out
     ours, (encoder, decoder) = load_model(tmp_path / "out", "dvae"), published
     assert ours.config.grid == (8, 8)
     for half, theirs in ((ours.encoder, encoder), (ours.decoder, decoder)):

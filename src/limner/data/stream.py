@@ -59,7 +59,8 @@ def per_rank_batch_size(batch: int, world: int, setting: str = "") -> int:
     divide `batch`."""
     if batch % world:
         suffix = f" for {setting}" if setting else ""
-        raise UserError(f"a batch of {batch} cannot be divided among {world} ranks: use a multiple of {world}{suffix}")
+        multiple = f"choose a multiple of {world}{suffix}"
+        raise UserError(f"a batch of {batch} cannot be divided among {world} ranks: {multiple}")
     return batch // world
 
 

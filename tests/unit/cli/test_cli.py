@@ -144,7 +144,7 @@ def test_debug_shows_the_traceback(command, capsys):
 def test_interruptions_are_130_and_say_how_to_go_on(command, capsys):
     command(raises(Interrupted(7, Path("run/x"))))
     assert main(["act"]) == 130
-    assert "same command goes on" in capsys.readouterr().err
+    assert "same command resumes" in capsys.readouterr().err
     command(raises(KeyboardInterrupt()), resumes=True)
     assert main(["act"]) == 130
     assert "same command resumes" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from limner import compat
 from limner.layers import float8
 from limner.layers.float8 import E4M3, E5M2
 
@@ -94,7 +95,7 @@ def test_a_gpu_gets_rows_whatever_the_strides_of_a_side_of_1(monkeypatch, m, by_
         return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
 
     monkeypatch.setattr(float8, "select_kernel", lambda a, b: ("_scaled_mm", ""))
-    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    monkeypatch.setattr(compat, "scaled_mm", scaled)
     torch.manual_seed(0)
     a, b = torch.randn(32, m).to(E5M2), torch.randn(32, 16).to(E4M3)
     scale_a, scale_b = torch.rand(m if by_row else ()), torch.rand(())

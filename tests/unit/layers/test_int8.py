@@ -7,6 +7,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
+from limner import compat
 from limner.layers import int8
 from limner.layers.kernel_counter import KernelCounter, counts_from_json, counts_to_json
 from limner.layers.quantize import dequantize, row_wise, tensor_wise
@@ -105,7 +106,7 @@ def leaves_columns(a, b, out=None):
 @pytest.mark.parametrize("kernel", [saturates, leaves_columns])
 def test_a_processor_that_is_not_exact_is_found_out(monkeypatch, kernel):
     assert int8.is_exact(torch.device("cpu"))
-    monkeypatch.setattr(torch, "_int_mm", kernel)
+    monkeypatch.setattr(compat, "int_mm", kernel)
     int8.is_exact.cache_clear()
     try:
         a, b, ones = integers(4, 8, 1), integers(5, 8, 2), torch.ones(())
