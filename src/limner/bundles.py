@@ -37,6 +37,8 @@ from limner.optim.dtensor import shard_like
 from limner.pretrained import FORMAT, find_bundle, is_bundle, resolve_name
 from limner.text.bpe import Tokenizer
 
+__all__ = ["load_model", "model_card", "read", "read_info", "rounded", "save_dvae", "write"]
+
 M = TypeVar("M", bound=nn.Module)
 
 DVAE_FORMAT = "limner-dvae-1"

@@ -8,6 +8,8 @@ import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
+__all__ = ["UserError", "closest_match", "did_you_mean", "escape_control"]
+
 _MAX_LISTED = 30  # names in a message
 
 

@@ -49,6 +49,8 @@ from limner.text.bpe import Tokenizer
 from limner.validation import SEEDS, InvalidSetting, Range
 from limner.version import __version__
 
+__all__ = ["Candidates", "InferenceConfig", "OnPreview", "Preview", "TextToImage", "load"]
+
 MAX_CPU_BATCH = 256  # candidates in one batch on a CPU; larger batches exceed its caches
 MAX_CACHE_BYTES = 1 << 30  # of keys and values in one batch on a CPU; on a GPU, a quarter of the free memory
 MAX_GPU_BATCH = 1_024  # candidates in one batch on a GPU

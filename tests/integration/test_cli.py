@@ -200,8 +200,8 @@ def test_data_from_icon_sets_to_shards(tmp_path):
     assert [more.meta(i)["style"] for i in range(len(more))] == ["flat", "flat", "shaded", "shaded", "comic", "comic"]
     for wrong, says in (
         (["none.tgz"], "none.tgz"),
-        ([words, "openmoji.tgz"], "no icon set is left"),
-        (["twemoji.tgz", "--background", "no such color"], "name one of CSS"),
+        ([words, "openmoji.tgz"], "no icon set has a permissive license"),
+        (["twemoji.tgz", "--background", "no such color"], "is not a CSS color"),
         (["twemoji.tgz", "--size", 33], "must be even"),
         (["twemoji.tgz", "--margin", 17], "must be a quarter of the size at most, 16, not 17"),
         ([], "files"),
@@ -296,7 +296,7 @@ def test_evaluate_icons_keeps_its_judge_and_a_grid_is_a_picture(bundle, tmp_path
 def test_plan_says_which_of_its_figures_run():
     code, out, err = limner("plan", "--recipe", "dalle-12b", "--gpus", 1024, "--gpu", "v100-16gb", "--batch", 1024)
     assert code == 0, err
-    assert "fp16weights, which dalle-3b and larger" in out
+    assert "fp16weights, the default from dalle-3b on" in out
     assert "12.09" in out or "12,09" in out
 
 
@@ -330,7 +330,7 @@ def test_the_demo_stops_goes_on_and_reports(tmp_path):
     _, err = process.communicate(timeout=240)
     assert process.returncode in (0, 130), err
     if process.returncode == 130:
-        assert "the same command goes on" in err
+        assert "the same command resumes" in err
     code, out, err = limner(*arguments, cwd=tmp_path, code=TINY_DEMO)
     assert code == 0, err
     assert "best of 3" in out

@@ -48,7 +48,7 @@ def test_an_interrupted_run_goes_on(tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 130
-    assert b"the same command goes on" in process.stderr.read()
+    assert b"the same command resumes" in process.stderr.read()
     before = {path: path.stat().st_mtime_ns for path in kept}
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     assert (tmp_path / "quantization-variance.html").exists()

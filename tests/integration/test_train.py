@@ -69,7 +69,7 @@ def test_two_stages_train_together_and_stop_together(data):
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=120)
     assert process.returncode == 130, said
-    assert "the same command goes on" in said
+    assert "the same command resumes" in said
     assert not beside(data)
     saved = latest(data / "run" / "contrastive")
     assert saved is not None

@@ -42,6 +42,6 @@ def test_decoding_equals_torch(kind, captions, candidates, dtype, tolerance, mon
 
 def test_unsupported_layouts_use_torch():
     x = torch.randn(2, 3, 1, 16)
-    assert triton_decode.takes(x, x.transpose(0, 1))
-    assert not triton_decode.takes(x, x.double()) and not triton_decode.takes(x, x.mT)
-    assert not triton_decode.takes(x[..., :8]) and not triton_decode.takes(torch.randn(2, 3, 1, 24))
+    assert triton_decode.supports(x, x.transpose(0, 1))
+    assert not triton_decode.supports(x, x.double()) and not triton_decode.supports(x, x.mT)
+    assert not triton_decode.supports(x[..., :8]) and not triton_decode.supports(torch.randn(2, 3, 1, 24))

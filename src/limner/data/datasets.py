@@ -29,7 +29,7 @@ from limner.data.stream import Dataset
 from limner.errors import UserError
 from limner.text import PAD
 
-__all__ = ["CaptionEncoder", "Dataset", "ImageCaptionDataset", "TokenDataset"]
+__all__ = ["CaptionEncoder", "Dataset", "EncodedDataset", "ImageCaptionDataset", "TokenDataset", "sample_rng"]
 
 
 class CaptionEncoder(Protocol):

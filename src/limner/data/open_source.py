@@ -36,6 +36,8 @@ from limner.data.tables import TableSource
 from limner.errors import UserError
 from limner.json_files import parse_json
 
+__all__ = ["READERS", "SourceSpec", "open_source"]
+
 
 @dataclass(frozen=True)
 class SourceSpec:

@@ -18,6 +18,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
+__all__ = [
+    "Rejected",
+    "Sample",
+    "Source",
+    "Subset",
+    "describe_unread",
+    "digest",
+    "group_by_split",
+    "parse_captions",
+    "select_split",
+]
+
 TRAIN, HELD_OUT = "train", "held-out"
 MAX_CAPTION = 4_096  # characters of one phrasing
 MAX_CAPTIONS = 256  # phrasings of a sample

@@ -20,6 +20,18 @@ from typing import Any, TypeVar, cast
 from limner.data.sample import HELD_OUT, TRAIN, Rejected, digest
 from limner.errors import UserError
 
+__all__ = [
+    "escape_surrogates",
+    "fingerprint",
+    "is_environment_error",
+    "normalize_split",
+    "open_regular",
+    "read_file",
+    "reject_on_error",
+    "sanitize_metadata",
+    "split_from_names",
+]
+
 MAX_BYTES = 1 << 27  # of an encoded picture
 MAX_META = 1 << 20  # characters of one sample's metadata, as JSON
 MAX_COLUMNS = 10_000  # of a table

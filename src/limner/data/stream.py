@@ -26,6 +26,8 @@ from torch import Tensor
 
 from limner.errors import UserError
 
+__all__ = ["Dataset", "Stream", "per_rank_batch_size", "permutation", "splitmix64"]
+
 
 class Dataset(Protocol):
     """Random access to training batches."""

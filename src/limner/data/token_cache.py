@@ -35,6 +35,8 @@ from limner.errors import UserError
 from limner.json_files import parse_json, write_json
 from limner.progress import Advance
 
+__all__ = ["TokenCache", "encode_tokens", "weights_hash"]
+
 
 @dataclass(frozen=True)
 class TokenCache:

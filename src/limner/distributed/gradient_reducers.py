@@ -32,6 +32,22 @@ from limner.numerics.formats import E6M9
 from limner.optim import grad_access
 from limner.optim.dtensor import from_local, to_local
 
+__all__ = [
+    "Bf16Codec",
+    "Bf16Reducer",
+    "Bucket",
+    "Codec",
+    "Fp32Reducer",
+    "GradientReducer",
+    "OverlappedReducer",
+    "PendingWork",
+    "Replicas",
+    "average_grads",
+    "buckets",
+    "double_backward_error",
+    "unpack_error",
+]
+
 MAX_ERROR_BYTES_PER_WEIGHT = 16  # limit per weight for error buffers in checkpoints: fp32 weight, average, two moments
 
 PendingWork = Iterator[distributed.Work]  # yields communication to wait for; ends when all is done

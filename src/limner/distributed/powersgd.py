@@ -55,6 +55,8 @@ from limner.optim import grad_access
 from limner.optim.dtensor import from_local, is_dtensor, shard_like, to_local
 from limner.validation import Range, Validated
 
+__all__ = ["Matrix", "PowerSGD", "PowerSGDConfig", "orthonormal"]
+
 EPS = 1e-6  # step 5
 
 

@@ -26,6 +26,8 @@ from limner.distributed.replicated import ReducerFactory, Replicated
 from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError
 
+__all__ = ["REDUCERS", "count_nodes", "join_process_group", "rank"]
+
 Kind = Literal["ddp", "fsdp", "zero2"]
 PerNode = Literal["per-node"]
 

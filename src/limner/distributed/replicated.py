@@ -27,6 +27,8 @@ from limner.models.dvae import DVAE
 from limner.optim.dtensor import to_local
 from limner.optim.grad_access import unscale_all
 
+__all__ = ["ReducerFactory", "Replicated"]
+
 ReducerFactory = Callable[[], GradientReducer]
 
 

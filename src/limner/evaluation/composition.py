@@ -42,6 +42,8 @@ from limner.tasks.scenes import Scene, ScenePair, Split
 from limner.tasks.verify import pair_holds, satisfies
 from limner.validation import SEEDS, Validated
 
+__all__ = ["CompositionResult", "CompositionSettings", "sample_captions", "sample_pairs", "score", "score_pairs"]
+
 
 def sample_captions(
     split: Split = "held-out", counts: Sequence[int] = (1, 2), n: int = 1_024, seed: int = TEST_SEEDS_FROM

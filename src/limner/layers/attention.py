@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from limner.layers.patterns import Pattern
 
+__all__ = ["Attention", "AttentionFn", "attend", "attention_mask"]
+
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, H, n, C] -> [B, H, n, C]
 
 

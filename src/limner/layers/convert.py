@@ -12,6 +12,8 @@ from typing import TypeVar
 
 from torch import nn
 
+__all__ = ["all_layers", "convert", "unhooked"]
+
 M = TypeVar("M", bound=nn.Module)
 LayerFilter = Callable[[str, nn.Linear], bool]
 

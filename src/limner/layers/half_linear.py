@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+__all__ = ["HalfLinear"]
+
 
 class HalfLinear(nn.Linear):
     """`nn.Linear` with a weight in fp16 or bfloat16 and a bias in fp32: x [..., n] -> [..., m]. Product and result are

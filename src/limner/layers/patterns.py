@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+__all__ = ["PATTERNS", "Grid", "Pattern", "column", "conv", "dense", "paper_pattern", "row"]
+
 Grid = tuple[int, int]
 
 

@@ -35,6 +35,8 @@ from limner.layers.dense_attention import DenseAttention
 from limner.layers.patterns import Grid, Pattern
 from limner.numerics.precision import product
 
+__all__ = ["SparseAttention", "to_column_order", "training_attention"]
+
 DENSE_MAX_POSITIONS = 256  # positions up to which a dense mask is as fast
 MIN_QUERIES = 64  # of a block, at least, where the grid allows: small products underuse the hardware
 _KEY_MULTIPLE = 8  # keys of a block are a multiple of this: odd numbers make slow products

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+__all__ = ["SpikeMatch", "loss_spikes", "match_spikes", "rms_spikes"]
+
 RMS_SPIKE = 2.3  # smallest RMS_t that is a spike
 LOSS_DEVIATIONS = 3.2  # a loss is high above the running mean plus this number of running standard deviations
 IGNORED_STEPS = 1_000  # first steps, with small learning rates, in a run of _PAPER_STEPS

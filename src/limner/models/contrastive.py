@@ -25,6 +25,8 @@ from limner.numerics.precision import upcast
 from limner.text import PAD
 from limner.validation import InvalidSetting, Range, Validated
 
+__all__ = ["CLIP", "SIZES", "CLIPConfig"]
+
 MAX_LOG_SCALE = log(100)  # the temperature is learned and clipped, as in CLIP
 
 

@@ -29,6 +29,8 @@ from limner.models.patch_encoder import PatchEncoder
 from limner.numerics.precision import upcast
 from limner.validation import InvalidSetting, Range, Validated
 
+__all__ = ["DVAE", "Conv2d", "ConvBlock", "DVAEConfig", "Decoder", "Encoder", "map_pixels", "unmap_pixels"]
+
 EPSILON = 0.1  # of Equation 3: keeps the pixels away from the poles of the logit
 
 

@@ -29,6 +29,8 @@ from limner.numerics.precision import upcast
 from limner.progress import Advance
 from limner.validation import InvalidSetting, Range, Validated
 
+__all__ = ["AnyDVAE", "AnyDVAEConfig", "PatchDVAE", "PatchDVAEConfig", "kmeans", "nearest_code"]
+
 KMEANS_ITERS = 15  # iterations of Lloyd's algorithm
 _MAX_FLAT_RANGE = 0.01  # largest difference within a channel of a patch that is of one color: three levels of 255
 _PIXEL_WIDTH = 32  # width of the pixel blocks: each pixel costs what a position of the grid costs elsewhere

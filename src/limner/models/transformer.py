@@ -40,6 +40,8 @@ from limner.numerics.precision import upcast
 from limner.text import PAD
 from limner.validation import InvalidSetting, Range, Validated, abbreviate
 
+__all__ = ["MLP", "SIZES", "Block", "Embedding", "Head", "LayerScale", "Resblock", "Transformer", "TransformerConfig"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(Validated):

@@ -37,6 +37,8 @@ from torch import Tensor
 from limner.numerics.compile_elementwise import CompiledElementwise
 from limner.validation import Range, Validated
 
+__all__ = ["E6M9", "HALF_FORMATS", "UE6M10", "FloatFormat"]
+
 _FP32_MANTISSA = 23  # bits of an fp32 significand
 _FP32_BIAS = 127
 _MAGNITUDE_MASK = 0x7FFFFFFF

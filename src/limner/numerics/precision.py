@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from limner import compat
 from limner.numerics.formats import HALF_FORMATS
 
+__all__ = ["Auto", "Bf16", "Fp16", "Fp32", "Precision", "acc_type", "has_fast_bf16", "product", "upcast"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fp32:

@@ -20,6 +20,8 @@ from limner.models.transformer import Transformer
 from limner.text import PAD
 from limner.validation import Range, Validated
 
+__all__ = ["Autoregressive"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Validated):

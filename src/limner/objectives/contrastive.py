@@ -19,6 +19,8 @@ from torch import Tensor
 
 from limner.models.contrastive import CLIP
 
+__all__ = ["CLIPLoss", "logits"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class CLIPLoss:

@@ -25,6 +25,8 @@ from limner.models.dvae import DVAE, map_pixels
 from limner.optim.schedules import Anneal
 from limner.validation import Range
 
+__all__ = ["RelaxedELB", "check_tau", "gumbel_softmax", "kl_to_uniform", "logit_laplace_nll"]
+
 
 def logit_laplace_nll(
     x: Float[Tensor, "*#shape"], mu: Float[Tensor, "*#shape"], log_b: Float[Tensor, "*#shape"]

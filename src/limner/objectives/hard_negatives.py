@@ -26,6 +26,8 @@ from limner.objectives.contrastive import logits
 from limner.text import PAD
 from limner.validation import Range, Validated
 
+__all__ = ["HardNegativeLoss", "candidate_logits", "cut_paste"]
+
 _MIN_CHANGED = 0.03  # share of the pasted rectangle's pixels that must change, otherwise the copy counts as intact
 
 

@@ -24,6 +24,8 @@ from limner.models.dvae import map_pixels
 from limner.models.patch_dvae import PatchDVAE
 from limner.validation import Range, Validated
 
+__all__ = ["ReconstructionLoss"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReconstructionLoss(Validated):

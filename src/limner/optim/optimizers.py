@@ -18,6 +18,16 @@ from limner.optim import adamw16, beta2_warmup, lion, muon, stable_adamw
 from limner.optim.param_groups import DecayScope, block_matrices, parameter_groups
 from limner.validation import Range, Validated
 
+__all__ = [
+    "AdamW16Config",
+    "AdamWConfig",
+    "Beta2WarmupAdamWConfig",
+    "LionConfig",
+    "MuonConfig",
+    "OptimizerConfig",
+    "StableAdamWConfig",
+]
+
 
 class _Settings(Validated):
     """Settings that several optimizers share.

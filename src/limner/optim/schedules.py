@@ -18,6 +18,8 @@ from typing import Annotated, Any, Protocol
 
 from limner.validation import Range, Validated
 
+__all__ = ["Anneal", "Constant", "Cosine", "HalveOnPlateau", "Plateau", "Schedule", "cooldown", "cosine", "warmup"]
+
 
 def warmup(step: int, steps: int) -> float:
     """Linear ramp: `1/steps` at step 0, 1 from step `steps - 1` on. Constant 1 if `steps` is 0."""

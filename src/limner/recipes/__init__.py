@@ -9,6 +9,8 @@ from limner.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from limner.recipes.recipe import Recipe
 
+__all__ = ["SUMMARIES", "fallback_recipe", "get"]
+
 # name -> line of help. `presets.py` has a function of the same name, or `paper` and `clip` with sizes.
 SUMMARIES = {
     "demo": "small prior and contrastive model over the bundled dVAE, for `limner demo`",

@@ -27,6 +27,8 @@ from limner.training.checkpoint import skipped_updates
 from limner.training.parallel import Parallel, SingleProcess
 from limner.training.train_state import SKIPPED
 
+__all__ = ["train_all"]
+
 
 def train_all(
     recipe: Recipe,

@@ -25,6 +25,8 @@ from limner.sampling.cuda_graph import TokenDecoder
 from limner.sampling.generation_config import Sampler
 from limner.text import PAD
 
+__all__ = ["GenerationGroup", "Scheduler", "candidate_noise", "generate", "sample_token"]
+
 UNSET = -1  # marks a position to sample
 
 

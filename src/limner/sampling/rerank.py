@@ -17,6 +17,8 @@ from torch import Tensor
 from limner.errors import UserError
 from limner.models.contrastive import CLIP
 
+__all__ = ["best", "distinct_first", "scores"]
+
 
 @torch.inference_mode()
 def scores(model: CLIP, text: Int64[Tensor, "B T"], pictures: UInt8[Tensor, "B N 3 H W"]) -> Float[Tensor, "B N"]:

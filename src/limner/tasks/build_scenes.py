@@ -18,6 +18,8 @@ from limner.tasks.captions import describe, describe_pair
 from limner.tasks.rendering import render, render_pair
 from limner.tasks.scenes import Split, sample_dense_scene, sample_pair, sample_scene
 
+__all__ = ["write_scenes"]
+
 COUNT_WEIGHTS = (3.0, 5.0, 1.0, 1.0)  # relative frequency of one, two, three and four objects
 PHRASINGS = 4
 

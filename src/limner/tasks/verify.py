@@ -10,6 +10,8 @@ from limner.tasks.pair_reader import is_gray_of, read_pair
 from limner.tasks.scene_reader import read
 from limner.tasks.scenes import Scene, ScenePair
 
+__all__ = ["pair_holds", "satisfies", "scenes_match"]
+
 
 def satisfies(picture: np.ndarray, caption: str) -> bool:
     """Return True if the picture, uint8 [H, H, 3], matches the caption in full.

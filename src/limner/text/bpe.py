@@ -40,6 +40,8 @@ from limner.errors import UserError
 from limner.json_files import read_json
 from limner.text import PAD
 
+__all__ = ["Tokenizer", "merge_word"]
+
 VOCAB_SIZE = 16_384
 LENGTH = 256
 

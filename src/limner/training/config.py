@@ -14,6 +14,8 @@ from limner.optim.optimizers import AdamWConfig, OptimizerConfig
 from limner.optim.schedules import Constant, Cosine, Plateau
 from limner.validation import SEEDS, InvalidSetting, Range, Validated
 
+__all__ = ["TrainConfig", "check_resumable", "description"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Validated):

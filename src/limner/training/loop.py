@@ -42,6 +42,8 @@ from limner.training.step import update
 from limner.training.train_module import Batch, Objective
 from limner.training.train_state import SKIPPED, Diverged, Evaluate, TrainState
 
+__all__ = ["Batches", "Interrupted", "TrainResult", "train"]
+
 
 class Batches(Stateful, Protocol):
     """An endless iterator over batches, whose state is its position."""

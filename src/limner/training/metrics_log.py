@@ -13,6 +13,8 @@ from typing import Any
 from limner.atomic_io import atomic_write_text, with_filename
 from limner.json_files import read_lines, to_json
 
+__all__ = ["MetricsLog", "read_metrics"]
+
 
 class MetricsLog:
     """Appends to a metrics file after removing the rows past `step`; None removes none. Each line is flushed.

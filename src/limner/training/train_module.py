@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+__all__ = ["Objective", "Trainable"]
+
 Batch = Mapping[str, Tensor]
 
 

@@ -59,7 +59,7 @@ def test_an_invalid_command_changes_no_file(data, tmp_path):
     wider = replace(prior, model=replace(prior.model, width=64))
     for change, message in (
         ({"prior": wider}, "run/prior contains a run with another model.width"),
-        ({"dvae": replace(dvae, training=replace(dvae.training, seed=9))}, "dvae holds .* another training.seed"),
+        ({"dvae": replace(dvae, training=replace(dvae.training, seed=9))}, "dvae contains .* another training.seed"),
         (
             {"contrastive": replace(RECIPE.contrastive, objective=HardNegativeLoss())},
             "another objective.cut_paste_negatives",
@@ -148,7 +148,7 @@ def test_evaluations_of_a_resumed_run_equal_those_of_an_uninterrupted_one(data, 
         run_data = RunData.open(with_steps(tiny_recipe(), steps, **often), data, tmp_path / name)
         StageTrainer(run_data).contrastive(run_data.tokenizer(), dvae.config)
     whole, stopped = (
-        [row["eval/kept"] for row in read_metrics(tmp_path / name / "contrastive" / "metrics.jsonl")]
+        [row["eval/text_to_image_acc"] for row in read_metrics(tmp_path / name / "contrastive" / "metrics.jsonl")]
         for name in ("whole", "parts")
     )
     assert whole == stopped and len(whole) == 2

@@ -132,7 +132,7 @@ def test_compiled_steps_sample_the_same_and_depend_on_the_weights(tmp_path, monk
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_the_file_name_depends_on_weights_shapes_and_processor(monkeypatch):
     model, other = prior(), prior()
-    memory = model.prefill(torch.zeros(1, 4, dtype=torch.long))[0].memory
+    memory = model.prefill(torch.zeros(1, 4, dtype=torch.long))[0].buffers
     name = aot_inductor.cache_key(model, memory)
     assert name == aot_inductor.cache_key(prior(), memory)
     other.head.norm.bias.data[0] += 1
