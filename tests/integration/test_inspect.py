@@ -54,7 +54,7 @@ def test_underflow_draws_histograms(trained, tmp_path, capsys):
 
 def test_what_is_no_run_is_said_in_a_sentence(trained, tmp_path, capsys):
     for argv, says in (
-        (["underflow", str(tmp_path), str(trained / "data")], "it has no recipe.json"),
+        (["underflow", str(tmp_path), str(trained / "data")], "lacks recipe.json"),
         (["underflow", str(trained / "run"), str(trained / "data"), "--stage", "contrastive"], "train the stage"),
         (["spikes", str(tmp_path)], "name a run"),
     ):

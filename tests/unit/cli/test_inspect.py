@@ -54,7 +54,7 @@ def test_each_layer_is_listed_with_its_kernels(run, capsys):
     assert "blocks.0.attention.branch.qkv" in row and "SwitchBackLinear" in row and "_int_mm x 20" in row
     assert lines[-1].startswith("fallbacks: 0 of")
     assert contrastive.startswith("contrastive model: Fp8SwitchBack, 5 steps")
-    assert "products: " in contrastive and "to simulated, since this processor" in contrastive
+    assert "products: " in contrastive and "to simulated, since this device cannot multiply float8" in contrastive
     assert main(["inspect", "precision", str(run / "prior")]) == 0
     assert "_int_mm x 20" in capsys.readouterr().out
 

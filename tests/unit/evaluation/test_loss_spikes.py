@@ -67,7 +67,7 @@ def test_all_stages_of_a_run_are_reported_and_a_page_needs_one_stage(tmp_path, c
     assert out.index("prior: ") < out.index("contrastive model: ") and out.count("<b>middle") == 2
     page = tmp_path / "spikes.html"
     assert main(["inspect", "spikes", str(tmp_path), "-o", str(page)]) == 2
-    assert "name one, such as" in capsys.readouterr().err and not page.exists()
+    assert "name one for a page, such as" in capsys.readouterr().err and not page.exists()
     assert main(["inspect", "spikes", str(tmp_path / "prior"), "-o", str(page)]) == 0 and page.exists()
 
 

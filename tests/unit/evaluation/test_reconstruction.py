@@ -17,11 +17,11 @@ class Lossless(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
         self.config = type("Config", (), {"vocab": 10})
 
-    def tokens(self, pixels):
+    def tokenize(self, pixels):
         self.seen = pixels
         return torch.tensor([[0, 0, 0, 1, 2, 3]]).expand(len(pixels), -1)
 
-    def pictures(self, tokens):
+    def decode_tokens(self, tokens):
         return self.change(self.seen)
 
     def change(self, pixels):
