@@ -19,6 +19,7 @@ CAPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", pretrained.list_pretrained())
 @torch.inference_mode()
 def test_a_drawing_fits_its_own_caption_best(name: str) -> None:

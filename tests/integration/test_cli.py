@@ -271,6 +271,7 @@ def test_evaluate_reads_held_out_data_and_emoji(bundle, tmp_path):
     assert Image.open(tmp_path / "mosaic-train.png").size > Image.open(tmp_path / "mosaic-held-out.png").size
 
 
+@pytest.mark.slow
 def test_evaluate_icons_keeps_its_judge_and_a_grid_is_a_picture(bundle, tmp_path):
     write_toy_icons(tmp_path / "icons")
     options = ["--captions", 2, "--candidates", 2, "--classifier-steps", 2, "-o", "icons.json"]
@@ -317,6 +318,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_the_demo_stops_goes_on_and_reports(tmp_path):
     arguments = [
         "demo", "--out", "demo", "--from-scratch", "--scenes", 80, "--captions", 2, "--candidates", 3, "--evaluated", 2,

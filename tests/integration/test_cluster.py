@@ -19,6 +19,8 @@ from limner.cli import main
 from limner.training.checkpoint import completed
 from limner.training.metrics_log import read_metrics
 
+pytestmark = pytest.mark.slow
+
 CLUSTER = Path(__file__).parents[2] / "examples/cluster"
 OPTIONS = [
     *("--recipe", "scenes", "--dvae.model.vocab", "64", "--dvae.model.width", "8", "--stages", "dvae"),

@@ -32,6 +32,7 @@ def test_draw(tmp_path: Path) -> None:
     assert Image.open(tmp_path / "circle-2.png").text["caption"] == "a small red circle on a gray background"
 
 
+@pytest.mark.slow
 def test_train_on_a_folder(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for shade in range(40):

@@ -10,10 +10,11 @@ import pytest
 
 from limner import errors
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="workers are found in Linux's /proc")
 @pytest.mark.parametrize("agents", ["1", "2"])
 def test_a_run_survives_kills(agents: str) -> None:

@@ -23,6 +23,8 @@ from limner.training.checkpoint import completed
 from limner.training.metrics_log import read_metrics
 from tiny import STEPS, tiny_pipe, tiny_recipe
 
+pytestmark = pytest.mark.slow
+
 WAYS = {
     **{f"fp16-{scaling}": {"precision": Fp16(), "scaling": scaling} for scaling in ("resblocks", "loss", "tensors")},
     "int8": {"precision": SwitchBack()},

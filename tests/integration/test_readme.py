@@ -133,6 +133,7 @@ def command(line: str) -> str:
     return f"{line} {more}" + " --prior.training.cooldown-steps 1" * ("cooldown-steps" in line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "line"), LINES, ids=[line.split("  ")[0][:50].strip() for _, line in LINES])
 def test_a_command_does_what_the_page_says(kind: str, line: str, folder: Path) -> None:
     if kind == "python":

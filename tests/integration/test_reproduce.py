@@ -15,6 +15,7 @@ from limner.cli import main
 from limner.reproduce import EXPERIMENTS, load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_quick_run_leaves_a_page_with_table_and_curves(name, tmp_path, capsys):
     assert main(["reproduce", name, "--quick", "-o", str(tmp_path)]) == 0
@@ -39,6 +40,7 @@ def test_without_a_name_the_findings_are_listed(capsys):
     assert "unknown finding 'loss-spike'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(tmp_path):
     command = [sys.executable, "-m", "limner", "reproduce", "quantization-variance", "-o", str(tmp_path)]
     # It takes seconds: where much else runs, it must not be through before this process sees its first trial.
@@ -55,6 +57,7 @@ def test_an_interrupted_run_goes_on(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_no_process(tmp_path):
     command = [sys.executable, "-m", "limner", "reproduce", "quantization-variance", "-o", str(tmp_path)]
     process = subprocess.Popen(["nice", *command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=os.environ)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -106,6 +107,7 @@ def send_after(out: Path, number: int, step: int) -> tuple[int, bytes]:
         return worker.returncode, output
 
 
+@pytest.mark.slow
 def test_a_run_survives_what_happens_to_it(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     code, _ = send_after(parts, signal.SIGKILL, 22)
@@ -130,6 +132,7 @@ def test_a_run_survives_what_happens_to_it(tmp_path: Path) -> None:
         assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_who_was_cut_off_cannot_write_over_who_went_on(tmp_path: Path) -> None:
     """The first one stands still, as a machine that lost the network does, while another one that does not see its lock
     goes on from its checkpoint and ends the run."""

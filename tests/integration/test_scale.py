@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import distributed, nn
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "docs/guides/scale.md").read_text(encoding="utf-8"), re.M | re.S)
 COMMANDS = [line for kind, block in BLOCKS if kind == "sh" for line in block.replace("\\\n", "").splitlines()]

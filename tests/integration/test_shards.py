@@ -24,7 +24,10 @@ from limner.training.metrics_log import read_metrics
 from ranks import at_work, on_ranks
 from shard_ranks import EVERY, STEPS, build, learn, pass_on
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups"),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ from limner.cli import main
 from limner.training.checkpoint import completed
 from limner.training.metrics_log import read_metrics
 
+pytestmark = pytest.mark.slow
+
 STAGES = ("dvae", "prior", "contrastive")
 STEPS = 24
 OPTIONS = [

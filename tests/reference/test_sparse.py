@@ -55,6 +55,7 @@ def test_scores_are_not_rounded_to_16_bits(kind):
     assert (fast(q, k, v) - exact).norm() < 0.005 * exact.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_one_compiled_graph_gives_the_same_loss_and_gradients(monkeypatch):
     monkeypatch.setattr(sparse, "DENSE_MAX_POSITIONS", 0)  # sparse at any size

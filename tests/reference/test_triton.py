@@ -24,6 +24,7 @@ def run_checks(checks, **environment):
 CHECKS = pytest.mark.parametrize("checks", ["triton_int8.py", "triton_decoding.py", "triton_optimizers.py"])
 
 
+@pytest.mark.slow
 @CHECKS
 def test_in_the_interpreter(checks):
     run_checks(checks, TRITON_INTERPRET="1")

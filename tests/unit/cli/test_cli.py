@@ -531,6 +531,7 @@ def test_plan_tries_a_launch(capsys):
     assert weights.split()[-2] == weights.split()[-1]
 
 
+@pytest.mark.slow
 def test_bench_times_both_sides_and_draws_the_cost(capsys, tmp_path):
     plot = tmp_path / "cost.png"
     sizes = ["--size", "tiny", "--grids", "2", "4", "--candidates", "1", "3", "--batch", "1", "--rounds", "1"]

@@ -91,6 +91,7 @@ def measured() -> dict[str, dict[str, Tensor]]:
     return {way: found for ranks in (2, 4) for way, found in on_ranks(ranks, of_all, ranks)[-1].items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_one_process(measured, way):
     alone = gradients(SingleProcess())

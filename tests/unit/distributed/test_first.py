@@ -35,6 +35,7 @@ def first(folder: Path, seconds: float, dies: bool = False) -> list[str] | str:
     return found
 
 
+@pytest.mark.slow
 def test_the_first_process_may_take_longer_than_a_collective(tmp_path: Path) -> None:
     assert on_ranks(2, first, tmp_path, 5.0) == [["codes", "more"]] * 2
 

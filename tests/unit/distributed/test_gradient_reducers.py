@@ -90,6 +90,7 @@ def measured() -> list[dict[str, Any]]:
     return on_ranks(4, all_gradients, KINDS, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_handed_over_and_what_is_kept_is_the_gradient(measured, kind):
     """The sum over all steps is exact; uncompressed parameters get the mean gradient itself."""
@@ -123,6 +124,7 @@ def stopped() -> tuple[dict[str, Any], dict[str, Any]]:
     return on_ranks(4, going_on, both, 0, 5, {}, 2)[0], on_ranks(4, going_on, both, 0, 3, {}, 2)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks"), [("replicated", 2), ("replicated", 1), ("sharded", 2)])
 def test_errors_go_on_with_any_number_of_replicas(stopped, kind, ranks):
     """Their mean is all that counts."""

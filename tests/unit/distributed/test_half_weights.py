@@ -81,6 +81,7 @@ def found() -> list[dict[tuple[str, int], dict[str, Any]]]:
     return on_ranks(2, each_way, seconds=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_it_learns_what_one_process_does(found, name, parts):

@@ -102,6 +102,7 @@ def measured(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     return request.param, on_ranks(2 * request.param, all_of, request.param)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_what_is_applied_and_what_is_kept_are_the_gradients(measured, kind):
     shards, found = measured

@@ -187,6 +187,7 @@ def memory(kind: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux reports a process's peak memory")
 @pytest.mark.parametrize(("ranks", "replicas"), [(4, 1), (2, 1), (4, 2)])
 def test_building_takes_the_memory_of_a_part(ranks: int, replicas: int) -> None:

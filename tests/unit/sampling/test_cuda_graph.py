@@ -102,6 +102,7 @@ def test_generation_compiles_once():
     assert torch.equal(tokens, generate(model, text, range(4), Sampler()).tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_compiled_steps_sample_the_same_and_depend_on_the_weights(tmp_path, monkeypatch):

@@ -231,6 +231,7 @@ def test_pairs_show_only_what_is_trained(written):
     assert all(meta["held_out"] == "pair" for meta in pairs if meta["split"] == "held-out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2.5, 100])
 def test_more_pairs_of_a_drawing_are_different_ones_and_begin_with_the_first(sets, written, tmp_path, number):
     def pairs(folder):

@@ -78,11 +78,15 @@ def test_a_child_that_is_killed_is_replaced(renderer):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux has processor times in /proc")
 def test_an_interruption_ends_a_rendering():
-    with SVGRenderer(1_000) as renderer:
-        arguments = child(renderer), cpu_ticks(child(renderer))
-        threading.Thread(target=interrupt_during_rendering, args=arguments, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
-            renderer.render(document(ENDLESS, BOX), 32)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process of a shell ignores it
+    try:
+        with SVGRenderer(60) as renderer:
+            arguments = child(renderer), cpu_ticks(child(renderer))
+            threading.Thread(target=interrupt_during_rendering, args=arguments, daemon=True).start()
+            with pytest.raises(KeyboardInterrupt):
+                renderer.render(document(ENDLESS, BOX), 32)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert renderer.process.returncode == -signal.SIGKILL
 
 

@@ -60,6 +60,7 @@ class Look(Hook):
         self.formats = {name: p.grad.dtype for name, p in run.model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "scales", "optimizer", "tolerance"), CASES)
 def test_it_learns_as_in_fp32_and_goes_on_bit_for_bit(precision, scales, optimizer, tolerance, tmp_path):
     config = replace(CONFIG, precision=precision, scaling=scales, optimizer=optimizer)
