@@ -203,7 +203,7 @@ def test_data_from_icon_sets_to_shards(tmp_path):
         ([words, "openmoji.tgz"], "no icon set has a permissive license"),
         (["twemoji.tgz", "--background", "no such color"], "is not a CSS color"),
         (["twemoji.tgz", "--size", 33], "must be even"),
-        (["twemoji.tgz", "--margin", 17], "must be a quarter of the size at most, 16, not 17"),
+        (["twemoji.tgz", "--margin", 17], "must be at most a quarter of size, 16, not 17"),
         ([], "files"),
     ):
         code, out, err = limner("data", "icons", "wrong", *wrong, cwd=tmp_path)
