@@ -92,7 +92,12 @@ def test_the_decoding_kernel_compiles_for_gpus(capability, dtype, candidates):
 def test_optimizer_kernels_compile_for_gpus(capability, quantized):
     from limner.optim import triton_adamw as module
 
-    constants = {"QUANTIZED": quantized, "BLOCK": module._BLOCK, "BLOCKS": module._BLOCKS, "ALIGNED": 16}
+    constants = {
+        "QUANTIZED": quantized,
+        "BLOCK": module.BLOCK_VALUES,
+        "BLOCKS": module.BLOCKS_PER_PROGRAM,
+        "ALIGNED": 16,
+    }
     pointers = dict.fromkeys(("lrs", "coefficients", "floors", "parts"), "*fp32")
     kinds = {"rows": "*i64", "owners": "*i32", "n": "i32", **pointers}
     for kernel in (module.adamw_kernel, module.ratios_kernel):

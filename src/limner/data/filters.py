@@ -59,9 +59,9 @@ _FILE = (
     r"(?:(?:img|dsc[nf]?|pict?|p|cimg|mvi|vid|pxl|gopr|dji|_mg|hpim|sam|image|photo|picture|scan"
     r"|screen ?shot|whatsapp image)[-_ ]?[#(]?\d+\)?(?:[-_ ]\(?(?:wa)?\d+\)?)*|untitled)"
 )
-_EXTENSION = r"\.(?:jpe?g|png|gif|tiff?|bmp|webp|heic|raw|cr2|nef)\b"
+FILE_EXTENSION = r"\.(?:jpe?g|png|gif|tiff?|bmp|webp|heic|raw|cr2|nef)\b"
 #: Phrases on the time, means or file name of a picture, not its content.
-_BOILERPLATE = re.compile(
+BOILERPLATE_PHRASES = re.compile(
     "|".join(
         (
             rf"\b(?:this\s+)?(?:{_MEDIUM}\s+)?(?:was\s+)?{_VERB}(?:\s+(?:on|at|in|by|with|from|using)\b)?",
@@ -69,9 +69,9 @@ _BOILERPLATE = re.compile(
             rf"\b(?:{_DATE})(?!\d)",
             rf"\b(?:at\s+|@\s*)?{_TIME}",
             rf"\b{_WEEKDAY}",
-            rf"(?<![a-z0-9]){_FILE}(?:{_EXTENSION}|(?![a-z0-9]))",
+            rf"(?<![a-z0-9]){_FILE}(?:{FILE_EXTENSION}|(?![a-z0-9]))",
             # A name with a digit. Without possessive, bounded repeats and the lookahead the time is cubic.
-            rf"\b(?=[\w-]{{1,128}}+{_EXTENSION})(?=[\w-]*\d)[\w-]++{_EXTENSION}|{_EXTENSION}",
+            rf"\b(?=[\w-]{{1,128}}+{FILE_EXTENSION})(?=[\w-]*\d)[\w-]++{FILE_EXTENSION}|{FILE_EXTENSION}",
             r"\bdate(?:\s+(?:taken|created|uploaded))?\s*:",
             r"\b(?:created with|uploaded (?:by|with|from)) [\w ]+$",
             r"\b\d+\s*(?:of|/)\s*\d+\b",
@@ -95,7 +95,7 @@ def too_short(caption: str, min_words: int = 2) -> str | None:
 def boilerplate(caption: str, share: float = 0.5) -> str | None:
     """Reject captions that consist primarily of dates, means and file names: the remainder has no
     word, or one word with less than `share` of the caption's letters and digits."""
-    rest = _BOILERPLATE.sub(" ", caption)
+    rest = BOILERPLATE_PHRASES.sub(" ", caption)
     if rest == caption:
         return None
     words = [word for word in _WORDS.findall(rest) if word.lower() not in _FUNCTION_WORDS]

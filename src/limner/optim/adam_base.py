@@ -47,7 +47,7 @@ SETTING_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "power": ("power must be above 0", lambda x: x > 0),
     "max_exp_avg_sq": ("max_exp_avg_sq must be above 0", lambda x: x > 0),
 }
-_CPU_CHUNK_VALUES = 1 << 17  # fits the cache of a core
+CPU_CHUNK_VALUES = 1 << 17  # fits the cache of a core
 _GPU_CHUNK_VALUES = 1 << 25  # many small tensors for each multi-tensor call
 _TRITON_CHUNK_VALUES = 1 << 27  # the Triton kernel allocates little
 
@@ -198,7 +198,7 @@ def update_chunks(params: Iterable[Tensor], quantize: bool = False) -> Iterator[
 
 def _chunk_values(p: Tensor) -> int:
     if not p.is_cuda:
-        return _CPU_CHUNK_VALUES
+        return CPU_CHUNK_VALUES
     return _TRITON_CHUNK_VALUES if p.dtype == torch.float32 and can_launch_triton(p) else _GPU_CHUNK_VALUES
 
 

@@ -88,7 +88,7 @@ class StableAdamW(MomentOptimizer):
             compat.foreach_mul_(inputs.params, 1 - lr * decay)
             decay = 0.0
         weights, grads, exp_avgs, exp_avg_sqs, use_triton = inputs
-        if use_triton or not all(map(_supports_fused, weights, grads, exp_avgs, exp_avg_sqs)):
+        if use_triton or not all(map(supports_fused, weights, grads, exp_avgs, exp_avg_sqs)):
             adamw_(
                 inputs, lrs=lrs, betas=(beta1, [beta2] * len(c1)),
                 corrections=(c1, c2), eps=group["eps"], weight_decay=decay,
@@ -102,7 +102,7 @@ class StableAdamW(MomentOptimizer):
             )  # fmt: skip
 
 
-def _supports_fused(p: Tensor, *others: Tensor) -> bool:
+def supports_fused(p: Tensor, *others: Tensor) -> bool:
     """Return True if torch's fused loop, which ignores strides, can update these tensors."""
     return p.device.type == "cpu" and all(x.dtype == p.dtype and x.stride() == p.stride() for x in others)
 

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from limner.numerics.formats import E6M9, UE6M10, FloatFormat
 
-_BLOCK = 512
-_BLOCKS = 64
-_PIECE = _BLOCK * _BLOCKS
+BLOCK_VALUES = 512
+BLOCKS_PER_PROGRAM = 64
+_PIECE = BLOCK_VALUES * BLOCKS_PER_PROGRAM
 _ALIGNMENT = 16  # bytes of a vectorized access, possible where all tensors start at a multiple of it
 
 
@@ -75,7 +75,7 @@ def adamw_(
         launch: Any = adamw_kernel[(table.programs,)]
         launch(
             table.rows, table.owners, lrs, _to(coefficients, device), len(beta2), 1 - beta1, eps, weight_decay,
-            max_exp_avg_sq, QUANTIZED=table.quantized, BLOCK=_BLOCK, BLOCKS=_BLOCKS,
+            max_exp_avg_sq, QUANTIZED=table.quantized, BLOCK=BLOCK_VALUES, BLOCKS=BLOCKS_PER_PROGRAM,
             ALIGNED=_ALIGNMENT if table.aligned else 1, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -90,7 +90,7 @@ def sums_of_ratios(
         launch: Any = ratios_kernel[(table.programs,)]
         launch(
             table.rows, table.owners, _to(torch.tensor(floors, dtype=torch.float32), parts.device), parts, beta2,
-            1 - beta2, QUANTIZED=table.quantized, BLOCK=_BLOCK, BLOCKS=_BLOCKS,
+            1 - beta2, QUANTIZED=table.quantized, BLOCK=BLOCK_VALUES, BLOCKS=BLOCKS_PER_PROGRAM,
             ALIGNED=_ALIGNMENT if table.aligned else 1, enable_fp_fusion=False,
         )  # fmt: skip
     return torch.segment_reduce(parts, "sum", lengths=table.lengths, initial=0.0, unsafe=True)  # no synchronization

@@ -137,15 +137,15 @@ PIECES = [
 
 
 def test_the_bounded_expression_finds_what_the_plain_one_finds():
-    plain = module._BOILERPLATE.pattern.replace(
-        rf"\b(?=[\w-]{{1,128}}+{module._EXTENSION})(?=[\w-]*\d)[\w-]++{module._EXTENSION}",
-        rf"\b[\w-]*\d[\w-]*{module._EXTENSION}",
+    plain = module.BOILERPLATE_PHRASES.pattern.replace(
+        rf"\b(?=[\w-]{{1,128}}+{module.FILE_EXTENSION})(?=[\w-]*\d)[\w-]++{module.FILE_EXTENSION}",
+        rf"\b[\w-]*\d[\w-]*{module.FILE_EXTENSION}",
     )
-    assert plain != module._BOILERPLATE.pattern
+    assert plain != module.BOILERPLATE_PHRASES.pattern
     plain, rng = re.compile(plain, re.IGNORECASE), random.Random(0)
     for _ in range(5_000):
         text = "".join(rng.choices(PIECES, k=rng.randrange(1, 9)))
-        assert module._BOILERPLATE.sub("|", text) == plain.sub("|", text), text
+        assert module.BOILERPLATE_PHRASES.sub("|", text) == plain.sub("|", text), text
 
 
 def test_no_caption_takes_long():
