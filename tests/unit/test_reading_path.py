@@ -25,6 +25,6 @@ def test_the_ten_files_know_no_processes_logs_or_training_loop():
     for name in PATH:
         text = (ROOT / "src/limner" / name).read_text(encoding="utf-8")
         found = re.findall(r"^\s*(?:from|import) (\S+)", text, re.MULTILINE)
-        rooms = {"limner.training", "limner.distributed", "limner.progress", "limner.runs", "limner.atomic_io"}
-        plumbing = rooms | {"torch.distributed", "logging", "os", "sys"}
+        packages = {"limner.training", "limner.distributed", "limner.progress", "limner.runs", "limner.atomic_io"}
+        plumbing = packages | {"torch.distributed", "logging", "os", "sys"}
         assert not [x for x in found if any(x == y or x.startswith(y + ".") for y in plumbing)], name
