@@ -72,13 +72,13 @@ def test_the_plan_of_a_launch_matches_its_dry_run(kind: Any, gpus: int, replicas
 
 
 @pytest.mark.slow
-def test_dry_run_of_the_papers_model_with_8_layers_on_1024_gpus() -> None:
-    launch = replace(PAPER, config=replace(PAPER.config, depth=8)).uncompressed
+def test_dry_run_of_the_papers_model_with_16_layers_on_1024_gpus() -> None:
+    launch = replace(PAPER, config=replace(PAPER.config, depth=16)).uncompressed
     measured = dry_run(launch)
     assert measured.state == launch.state
     assert launch.peak == pytest.approx(measured.peak, rel=0.1)
     assert measured.sent["all-gather"] == launch.sent["all-gather"]
-    assert measured.shards["blocks.7.mlp.branch.up.weight"] == ((4 * 3_968, 3_968), (4 * 3_968 // 8, 3_968))
+    assert measured.shards["blocks.15.mlp.branch.up.weight"] == ((4 * 3_968, 3_968), (4 * 3_968 // 8, 3_968))
 
 
 def test_powersgd_factors_of_the_papers_model() -> None:
