@@ -1,9 +1,12 @@
 """The documentation site: strict build, links and anchors, no outside resources, a complete reference."""
 
 import contextlib
+import importlib
 import importlib.util
+import inspect
 import io
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -16,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import torch
 
+import limner
 import limner.cli
 from limner.models.contrastive import CLIPConfig
 from limner.models.dvae import DVAEConfig
@@ -99,6 +103,20 @@ def test_links_and_anchors_of_the_site_exist(site: dict[Path, Html]):
                 broken.append((path.name, link))
     assert broken == []
     assert checked > 10_000
+
+
+@pytest.mark.slow
+def test_the_api_reference_describes_all_public_classes_and_functions(site: dict[Path, Html]):
+    anchors = set().union(*(page.ids for path, page in site.items() if path.parent.name == "api"))
+    modules = [module.name for module in pkgutil.walk_packages(limner.__path__, "limner.")]
+    public = {
+        f"{value.__module__}.{value.__name__}"
+        for module in map(importlib.import_module, (name for name in modules if not name.endswith("__main__")))
+        for value in (getattr(module, name) for name in getattr(module, "__all__", []))
+        if inspect.isclass(value) or inspect.isfunction(value)
+    }
+    assert len(public) > 150
+    assert public - anchors == set()
 
 
 @pytest.mark.slow
