@@ -1,4 +1,4 @@
-"""Private names of torch and tyro: all in `limner.compat`, checked with the installed versions."""
+"""Private names of torch and tyro: all in `limner.compat`, with the last versions that may be installed."""
 
 import ast
 import re

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -18,9 +19,10 @@ def two(tmp_path, monkeypatch):
         (tmp_path / name / "config.json").write_text(json.dumps({"format": pretrained.FORMAT, "info": info}))
     (tmp_path / "stray").mkdir()
     monkeypatch.setattr(pretrained, "ASSETS", tmp_path)
-    for command in ("draw_common", "draw", "edit"):  # their help names the models when they are imported
-        monkeypatch.setitem(sys.modules, f"limner.cli.{command}", sys)  # so that what is imported now goes again
-        monkeypatch.delitem(sys.modules, f"limner.cli.{command}")
+    for module in ("limner.cli.draw_common", "limner.cli.draw", "limner.cli.edit"):  # list the models on import
+        assert find_spec(module), f"{module} is renamed: its former import would stay"
+        monkeypatch.setitem(sys.modules, module, sys)  # so that what is imported now goes again
+        monkeypatch.delitem(sys.modules, module)
 
 
 @pytest.mark.parametrize("command", ["draw", "edit"])
