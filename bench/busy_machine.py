@@ -31,7 +31,7 @@ import sys
 import limner  # before torch: it sets the threads
 import torch
 from limner.models.transformer import TransformerConfig
-from limner.profiling.throughput import time_training
+from limner.planner.throughput import time_training
 config = TransformerConfig(text_vocab=432, image_vocab=82, text_len=32, grid=(12, 12), width=256, depth=6, heads=4)
 for _ in sys.stdin:
     print(1000 * time_training(config, 16, torch.device("cpu")), flush=True)

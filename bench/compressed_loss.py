@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from limner.reproduce.compression_rank import CompressionRankSetting, trial
-from limner.reproduce.sweep import TrialRunner
+from limner.experiments.compression_rank import CompressionRankSetting, trial
+from limner.experiments.sweep import TrialRunner
 
 LAST_UPDATES = 50
 

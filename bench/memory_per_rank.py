@@ -5,7 +5,7 @@
 
 Gloo processes train for a few steps as `limner train --parallel fsdp` does. Each adds up the storages of its shards
 of weights, gradients, moments and averages. Its peak is the maximum of live tensor bytes in the last step
-(`limner.profiling.memory_tracker`). The process size also has what torch loads for its first step and the allocator's
+(`limner.planner.memory_tracker`). The process size also has what torch loads for its first step and the allocator's
 cache, which the plan does not cover. The output has the growth of the process, from before the model, as well.
 """
 
@@ -29,9 +29,9 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Bf16
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW16Config, AdamWConfig, MuonConfig
-from limner.profiling.dry_run import MemoryHook
-from limner.profiling.launch import Launch
-from limner.profiling.memory_tracker import MemoryTracker
+from limner.planner.dry_run import MemoryHook
+from limner.planner.launch import Launch
+from limner.planner.memory_tracker import MemoryTracker
 from limner.training.config import TrainConfig
 from limner.training.step import update
 from limner.training.train_state import TrainState

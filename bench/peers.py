@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from limner.models.transformer import TransformerConfig
-from limner.profiling.throughput import TIMED_POSITIONS, GenerationTime, mean_step, median_seconds, time_train_step
+from limner.planner.throughput import TIMED_POSITIONS, GenerationTime, mean_step, median_seconds, time_train_step
 
 CPU = torch.device("cpu")
 

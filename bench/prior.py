@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from limner.models.transformer import TransformerConfig
-from limner.profiling import throughput
-from limner.profiling.throughput import DeviceRates, GenerationTime
+from limner.planner import throughput
+from limner.planner.throughput import DeviceRates, GenerationTime
 
 CPU = torch.device("cpu")
 
@@ -58,9 +58,9 @@ class Limner:
         kernel with a dense mask."""
         from torch.nn.functional import scaled_dot_product_attention
 
-        from limner.layers.attention import attention_mask
-        from limner.layers.patterns import row
-        from limner.layers.sparse import SparseAttention
+        from limner.attention.attention import attention_mask
+        from limner.attention.patterns import row
+        from limner.attention.sparse import SparseAttention
 
         c = self.config
         prefix = c.text_len + 1

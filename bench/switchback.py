@@ -22,7 +22,7 @@ import statistics
 import torch
 
 from limner.cli.malloc_tuning import restart_with_malloc_tunables
-from limner.profiling.bench_linear import (
+from limner.planner.bench_linear import (
     Times,
     describe_device,
     layer_steps,

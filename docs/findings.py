@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from limner.reproduce import EXPERIMENTS
+from limner.experiments import EXPERIMENTS
 
 HERE = Path(__file__).parent
 OUTCOMES = {True: "holds", False: "does not hold", None: "is undecided"}

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from limner.layers import SwitchBackLinear
-from limner.layers.convert import convert
 from limner.metrics.spikes import match_spikes
 from limner.optim import StableAdamW
+from limner.quantization import SwitchBackLinear
+from limner.quantization.convert import convert
 
 WIDTH, CODES, LENGTH = 64, 100, 32
 

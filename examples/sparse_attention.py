@@ -9,9 +9,9 @@ and backward. What it gives equals softmax attention under the pattern's dense m
 import torch
 from torch import Tensor, nn
 
-from limner.layers.attention import attend, attention_mask
-from limner.layers.patterns import column, row
-from limner.layers.sparse import SparseAttention
+from limner.attention.attention import attend, attention_mask
+from limner.attention.patterns import column, row
+from limner.attention.sparse import SparseAttention
 
 GRID, PREFIX, WIDTH, HEADS, CODES = (32, 32), 1, 64, 4, 512
 

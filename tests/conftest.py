@@ -12,20 +12,21 @@ from jaxtyping import config, install_import_hook
 
 #: The modules whose annotations name shapes, but for
 #:
-#: - layers.float8, int8, low_precision and quantize: torch makes operators of their functions and reads annotations,
-#:   which it does not find in a function that is checked;
-#: - layers.cache: the compiler makes its dataclasses, and does not know those that are checked;
+#: - quantization.float8, int8, low_precision and quantize: torch makes operators of their functions and reads
+#:   annotations, which it does not find in a function that is checked;
+#: - attention.cache: the compiler makes its dataclasses, and does not know those that are checked;
 #: - evaluation.zero_shot: its tests give it stand-ins for a model and a source;
-#: - reproduce.tiny_prior, replicas, tiny_train and spike_sweep: the protocols that they name cannot be checked at run
+#: - experiments.tiny_prior, replicas, tiny_train and spike_sweep: the protocols that they name cannot be checked at run
 #: time.
 #:
 #: What other processes compute (`ranks.py`) is not checked.
 SHAPED = [
-    "models", "objectives", "metrics", "numerics.formats", "layers.attention", "layers.cross_entropy",
-    "layers.inference_linear", "layers.dense_attention", "layers.simulated_gradients", "layers.patterns",
-    "layers.scales", "layers.sparse", "distributed.powersgd", "distributed.gradient_reducers",
-    "distributed.replicated", "profiling.grad_histogram", "profiling.bench_linear", "reproduce.fixed_q",
-    "reproduce.dion", "reproduce.householder", "sampling.generate", "sampling.cuda_graph", "sampling.rerank",
+    "models", "objectives", "metrics", "numerics.formats", "attention.attention", "objectives.cross_entropy",
+    "quantization.inference_linear", "attention.dense_attention", "quantization.simulated_gradients",
+    "attention.patterns", "quantization.scales", "attention.sparse", "distributed.powersgd",
+    "distributed.gradient_reducers", "distributed.replicated", "planner.grad_histogram", "planner.bench_linear",
+    "experiments.fixed_q", "experiments.dion", "experiments.householder", "sampling.generate",
+    "sampling.cuda_graph", "sampling.rerank",
 ]  # fmt: skip
 # Where an annotation says float, a whole number is one.
 CHECK = f"{beartype.__name__}.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"

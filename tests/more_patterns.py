@@ -1,6 +1,6 @@
 """Patterns that the package does not have: what holds for every pattern holds for them."""
 
-from limner.layers.patterns import PATTERNS, Grid, Pattern
+from limner.attention.patterns import PATTERNS, Grid, Pattern
 
 
 def dilated(grid: Grid, kernel: int = 11) -> Pattern:

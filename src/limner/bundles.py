@@ -29,12 +29,12 @@ from limner.config import from_dict, to_dict
 from limner.data.attribution import KEYS, merge_attributions
 from limner.errors import UserError
 from limner.json_files import parse_json, read_mapping, to_json, write_json
-from limner.layers.quantize import row_wise
 from limner.models.contrastive import CLIPConfig
 from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.optim.dtensor import shard_like
 from limner.pretrained import FORMAT, find_bundle, is_bundle, resolve_name
+from limner.quantization.quantize import row_wise
 from limner.text.bpe import Tokenizer
 
 __all__ = ["load_model", "model_card", "read", "read_info", "rounded", "save_dvae", "write"]

@@ -30,17 +30,17 @@ from PIL import Image
 from torch import Tensor
 
 from limner import bundles, pretrained
+from limner.attention.cache import Int8KVStore, KVStore
 from limner.data.augment import augment_none
 from limner.data.image_decode import to_rgb
 from limner.drawing import Drawing, Drawings
 from limner.errors import UserError
-from limner.layers.cache import Int8KVStore, KVStore
-from limner.layers.inference_linear import pack_linears, quantize_linears
 from limner.models.contrastive import CLIP, CLIPConfig
 from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Auto, Precision
 from limner.progress import Advance
+from limner.quantization.inference_linear import pack_linears, quantize_linears
 from limner.sampling.cuda_graph import TokenDecoder, build_decoder
 from limner.sampling.generate import UNSET, generate
 from limner.sampling.generation_config import GenerationConfig, Sampler
@@ -99,7 +99,7 @@ class InferenceConfig:
 
     Args:
         precision: by default bf16 on hardware with fast bf16 products, else fp32.
-        int8_cache: store keys and values in 8 bits, which halves the memory per candidate (`layers/cache.py`).
+        int8_cache: store keys and values in 8 bits, which halves the memory per candidate (`attention/cache.py`).
         int8_weights: store the prior's matrices in 8 bits, which halves its memory.
         compiled: faster, after half a minute or more of compilation for each number of candidates
             (`sampling/aot_inductor.py`).

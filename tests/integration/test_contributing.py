@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import limner.cli
+from limner.attention.attention import attend, attention_mask
+from limner.attention.patterns import PATTERNS
+from limner.attention.sparse import SparseAttention
 from limner.config import from_dict
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.open_source import READERS
-from limner.layers.attention import attend, attention_mask
-from limner.layers.patterns import PATTERNS
-from limner.layers.sparse import SparseAttention
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.recipes import recipe

@@ -12,10 +12,10 @@ import pytest
 
 from limner import errors
 from limner.config import save_json
-from limner.layers.precisions import SwitchBack
 from limner.numerics.precision import Fp16, Fp32
 from limner.optim.optimizers import AdamW16Config, AdamWConfig
 from limner.pipeline import TextToImage
+from limner.quantization.precisions import SwitchBack
 from limner.recipes.recipe import PretrainedDVAE, Recipe
 from limner.runs.train import train_all
 from limner.tasks.build_scenes import write_scenes

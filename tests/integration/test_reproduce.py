@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from limner.cli import main
-from limner.reproduce import EXPERIMENTS, load
+from limner.experiments import EXPERIMENTS, load
 
 
 @pytest.mark.slow

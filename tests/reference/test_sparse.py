@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from compare import assert_same_with_gradients
-from limner.layers import sparse
-from limner.layers.attention import attend, attention_mask
-from limner.layers.sparse import SparseAttention
+from limner.attention import sparse
+from limner.attention.attention import attend, attention_mask
+from limner.attention.sparse import SparseAttention
 from limner.models.transformer import TransformerConfig
 from more_patterns import ALL
 

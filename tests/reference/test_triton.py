@@ -56,7 +56,7 @@ def compiled(kernel, capability, kinds, other, constants, **options):
 @CAPABILITIES
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_kernels_of_int8_layers_compile_for_gpus(capability, dtype):
-    from limner.layers import triton_int8 as module
+    from limner.quantization import triton_int8 as module
 
     def code(kernel, pointers, **constants):
         return compiled(kernel, capability, pointers, "i32", constants, enable_fp_fusion=False)
@@ -73,7 +73,7 @@ def test_kernels_of_int8_layers_compile_for_gpus(capability, dtype):
 @CAPABILITIES
 @pytest.mark.parametrize(("dtype", "candidates"), [("fp32", 16), ("bf16", 1), ("bf16", 16)])
 def test_the_decoding_kernel_compiles_for_gpus(capability, dtype, candidates):
-    from limner.layers import triton_decode as module
+    from limner.attention import triton_decode as module
 
     constants = {
         "C": 64,

@@ -5,8 +5,8 @@ import pytest
 import torch
 import triton
 
-from limner.layers import cache, triton_decode
-from limner.layers.cache import LayerKVCache
+from limner.attention.cache import LayerKVCache
+from limner.quantization import cache, triton_decode
 from more_patterns import ALL
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"

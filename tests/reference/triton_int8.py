@@ -5,8 +5,8 @@ import pytest
 import torch
 import triton
 
-from limner.layers import int8, quantize, triton_int8
-from limner.layers.scales import INT8, scale_and_inverse
+from limner.quantization import int8, quantize, triton_int8
+from limner.quantization.scales import INT8, scale_and_inverse
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 SHAPES = [(1, 1, 1), (3, 5, 7), (65, 33, 130), (64, 64, 64), (100, 70, 16)]  # m, n, k

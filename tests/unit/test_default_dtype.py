@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from limner.layers import LLMInt8Linear, SwitchBackLinear, SwitchBackQLinear
-from limner.layers.cross_entropy import linear_cross_entropy
-from limner.layers.quantize import row_wise
 from limner.models.transformer import Block
+from limner.objectives.cross_entropy import linear_cross_entropy
 from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW
+from limner.quantization import LLMInt8Linear, SwitchBackLinear, SwitchBackQLinear
+from limner.quantization.quantize import row_wise
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
 from limner.training.train_state import TrainState

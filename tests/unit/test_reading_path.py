@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PATH = [
-    "models/dvae.py", "objectives/elbo.py", "layers/patterns.py", "layers/attention.py", "models/transformer.py",
+    "models/dvae.py", "objectives/elbo.py", "attention/patterns.py", "attention/attention.py", "models/transformer.py",
     "objectives/autoregressive.py", "sampling/generate.py", "models/contrastive.py", "objectives/contrastive.py",
     "sampling/rerank.py",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import jaxtyping
 import pytest
 import torch
 
-from limner.layers.attention import attend
+from limner.attention.attention import attend
 from limner.models.dvae import map_pixels
 from limner.sampling.rerank import best
 

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _measure_grid(options: BenchOptions, config: Any, device: Any) -> dict[str, Any]:
     """Print results of one grid. Return seconds per picture by candidates and attention, and per training sample."""
-    from limner.profiling import throughput
+    from limner.planner import throughput
 
     configs = {"sparse": config, "dense": replace(config, pattern="dense")}
     machine = throughput.measure_rates(device)
@@ -86,7 +86,7 @@ def _measure_grid(options: BenchOptions, config: Any, device: Any) -> dict[str, 
 
 
 def _time_drawing(options: BenchOptions, configs: _Configs, n: int, machine: Any, device: Any) -> dict[str, float]:
-    from limner.profiling import throughput
+    from limner.planner import throughput
 
     def draw(name: str, config: Any) -> Any:
         return throughput.time_generation(config, n, device, shared=name == "sparse", compiled=options.compiled)
@@ -125,7 +125,7 @@ def _measure_rounds(options: BenchOptions, configs: _Configs, measure: Callable[
 
 
 def _time_training(options: BenchOptions, configs: _Configs, machine: Any, device: Any) -> dict[str, float]:
-    from limner.profiling import throughput
+    from limner.planner import throughput
 
     def train(name: str, config: Any) -> Any:
         return throughput.time_training(config, options.batch, device, checkpointing=options.checkpointing)

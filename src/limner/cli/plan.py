@@ -15,12 +15,12 @@ from limner import recipes
 from limner.cli import validate_choice
 from limner.cli.arguments import parse
 from limner.cli.plan_report import dry_run_report, gb, launches
-from limner.profiling import cost
-from limner.profiling.compression import compression_rate, table1, table2
-from limner.profiling.cost import GB, Cost
-from limner.profiling.gpus import GPUS
-from limner.profiling.launch import moment_bytes
-from limner.profiling.launch_search import Cluster, enumerate_launches
+from limner.planner import cost
+from limner.planner.compression import compression_rate, table1, table2
+from limner.planner.cost import GB, Cost
+from limner.planner.gpus import GPUS
+from limner.planner.launch import moment_bytes
+from limner.planner.launch_search import Cluster, enumerate_launches
 from limner.text_table import render_table
 from limner.validation import Range, Validated
 
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> None:
     blocks = [*report(options.recipe, cost_model, training.steps, options.candidates)]
     blocks += launches(estimates, options.recipe, training)
     if options.dry_run:
-        from limner.profiling.dry_run import dry_run
+        from limner.planner.dry_run import dry_run
 
         blocks += dry_run_report(estimates[0], dry_run(estimates[0].launch))
     print("\n\n".join([*blocks, RUNS]))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from limner.profiling.cost import GB
-from limner.profiling.gpus import GPUS
-from limner.profiling.launch_search import LaunchEstimate, launch_command
+from limner.planner.cost import GB
+from limner.planner.gpus import GPUS
+from limner.planner.launch_search import LaunchEstimate, launch_command
 from limner.text_table import render_table
 from limner.training.config import TrainConfig
 
 if TYPE_CHECKING:
-    from limner.profiling.dry_run import DryRun
+    from limner.planner.dry_run import DryRun
 
 _MAX_LAUNCHES = 5
 

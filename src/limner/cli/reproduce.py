@@ -30,7 +30,7 @@ class Reproduce:
 
 def main(argv: Sequence[str]) -> None:
     """Reproduce a finding, or list all of them."""
-    from limner.reproduce import EXPERIMENTS, load
+    from limner.experiments import EXPERIMENTS, load
 
     if not argv:
         print("usage: limner reproduce NAME [--quick] [-o FOLDER]\n")
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     options = parse(Reproduce, argv, "limner reproduce")
     name = validate_choice(options.name, EXPERIMENTS, "finding")
     folder = check_writable(options.output, folder=True)
-    from limner.reproduce.sweep import TrialRunner
+    from limner.experiments.sweep import TrialRunner
 
     report = load(name).reproduce(TrialRunner(folder / "trials" / name), options.quick)
     if options.quick:

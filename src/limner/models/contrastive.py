@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
+from limner.attention.dense_attention import DenseAttention
 from limner.errors import UserError
-from limner.layers.dense_attention import DenseAttention
 from limner.models.patch_embedding import drop_patches, sinusoids
 from limner.models.transformer import Block
 from limner.numerics.precision import upcast

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
-from limner.layers.patterns import Grid
+from limner.attention.patterns import Grid
 from limner.models.patch_encoder import PatchEncoder
 from limner.numerics.precision import upcast
 from limner.validation import InvalidSetting, Range, Validated

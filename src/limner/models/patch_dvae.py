@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
-from limner.layers.patterns import Grid
+from limner.attention.patterns import Grid
 from limner.models.dvae import DVAE, EPSILON, Conv2d, ConvBlock, DVAEConfig, map_pixels, unmap_pixels
 from limner.numerics.precision import upcast
 from limner.progress import Advance

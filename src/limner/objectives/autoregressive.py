@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Num
 from torch import Tensor
 
-from limner.layers.cross_entropy import linear_cross_entropy
 from limner.models.transformer import Transformer
+from limner.objectives.cross_entropy import linear_cross_entropy
 from limner.text import PAD
 from limner.validation import Range, Validated
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from limner.layers.precisions import Fp16Weights
 from limner.models.contrastive import SIZES as CLIP_SIZES, CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
@@ -14,6 +13,7 @@ from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.optim.optimizers import AdamW16Config, AdamWConfig, MuonConfig, StableAdamWConfig
 from limner.optim.schedules import Anneal, Cosine, Plateau
+from limner.quantization.precisions import Fp16Weights
 from limner.recipes.recipe import (
     ContrastiveStage,
     DVAEStage,

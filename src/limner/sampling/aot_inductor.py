@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from limner import compat
 from limner.atomic_io import atomic_write_bytes, atomic_write_text, file_hash
+from limner.attention.cache import KVCache, LayerKVCache
 from limner.errors import UserError
-from limner.layers.cache import KVCache, LayerKVCache
-from limner.layers.convert import convert
-from limner.layers.inference_linear import DotLinear
 from limner.models.transformer import Transformer
+from limner.quantization.convert import convert
+from limner.quantization.inference_linear import DotLinear
 from limner.version import __version__
 
 CompiledStep = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
@@ -93,7 +93,8 @@ def cache_key(model: Transformer, memory: Sequence[Tensor]) -> str:
     """Hash of everything that determines the machine code: limner, torch, processor, weights and shapes."""
     digest = hashlib.sha256()
     package = Path(__file__).parent.parent
-    for file in sorted((*package.glob("layers/*.py"), *package.glob("models/*.py"), Path(__file__))):
+    files = [file for name in ("attention", "quantization", "models") for file in package.glob(f"{name}/*.py")]
+    for file in sorted([*files, Path(__file__)]):
         digest.update(file.read_bytes())
     device = memory[0].device
     if device.type == "cuda":

@@ -3,7 +3,7 @@
 A step of a small model consists of hundreds of kernels of a few microseconds each. On a GPU, launching them one by one
 takes longer than running them; a CUDA graph launches all in one call. A graph reads and writes fixed memory. So the
 token and the position are tensors that are filled before each replay, a step does the same work at every position
-(`layers/cache.py`), and a cache is copied into the graph's memory.
+(`attention/cache.py`), and a cache is copied into the graph's memory.
 
 Shapes: B captions, M rows, T text positions, V image vocabulary.
 """
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from limner.layers.cache import KVCache, KVStore, RaggedBatch
+from limner.attention.cache import KVCache, KVStore, RaggedBatch
 from limner.models.transformer import Transformer, TransformerConfig
 
 Thunk = Callable[[], object]

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
+from limner.attention.cache import KVStore, RaggedBatch
 from limner.errors import UserError
-from limner.layers.cache import KVStore, RaggedBatch
 from limner.sampling.cuda_graph import TokenDecoder
 from limner.sampling.generation_config import Sampler
 from limner.text import PAD

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from limner.config import differences, to_dict
 from limner.errors import UserError
-from limner.layers.precisions import TrainingPrecision
 from limner.numerics.precision import Auto
 from limner.optim.optimizers import AdamWConfig, OptimizerConfig
 from limner.optim.schedules import Constant, Cosine, Plateau
+from limner.quantization.precisions import TrainingPrecision
 from limner.validation import SEEDS, InvalidSetting, Range, Validated
 
 __all__ = ["TrainConfig", "check_resumable", "description"]
@@ -37,7 +37,7 @@ class TrainConfig(Validated):
         ema_on_cpu: keep the average in CPU memory, and update it in parallel with training.
         ema_warmup: reduce the weight of the first parameters in the average (`Ema`); not in the paper.
         precision: format of weights and matrix products; by default bf16 where it is faster. The formats of
-            `layers/precisions.py` train the blocks of transformers in 8 bits, or store their matrices in 16.
+            `quantization/precisions.py` train the blocks of transformers in 8 bits, or store their matrices in 16.
         scaling: gradient scaling for backward passes in fp16 (`grad_scaler.py`): "resblocks", one scale for each
             resblock, with fp32 outside, as in the paper; "loss", one dynamic scale for the loss; "tensors", one
             constant scale, skipping tensors that overflow.

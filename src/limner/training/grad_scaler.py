@@ -34,11 +34,11 @@ from torch.utils.hooks import RemovableHandle
 
 from limner import compat
 from limner.errors import UserError
-from limner.layers.simulated_gradients import simulate_cast
 from limner.models.transformer import Resblock
 from limner.numerics.formats import HALF_FORMATS, FloatFormat
 from limner.numerics.precision import upcast
 from limner.optim.dtensor import split_by_placement, sum_over_shards, to_local
+from limner.quantization.simulated_gradients import simulate_cast
 from limner.training.hooks import Hook
 from limner.training.train_state import TrainState
 
@@ -102,7 +102,7 @@ class PerBlockGradScaler(Hook):
     processes (D.3). Here the loss is the mean over one process's samples, which makes the factor unnecessary.
 
     Args:
-        form: simulated format of gradients in a block computed in fp32 (`layers/simulated_gradients.py`).
+        form: simulated format of gradients in a block computed in fp32 (`quantization/simulated_gradients.py`).
 
     Attributes:
         names: names of the R resblocks.

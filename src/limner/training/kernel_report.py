@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from limner.json_files import write_json
-from limner.layers.kernel_counter import Counts, counts_from_json, counts_to_json
-from limner.layers.low_precision import LowPrecisionLinear
+from limner.quantization.kernel_counter import Counts, counts_from_json, counts_to_json
+from limner.quantization.low_precision import LowPrecisionLinear
 from limner.training.hooks import Hook
 from limner.training.train_state import TrainState
 

@@ -28,8 +28,8 @@ from torch import nn
 from limner.atomic_io import exclusive_lock
 from limner.errors import UserError
 from limner.json_files import write_json
-from limner.layers.low_precision import to_linear
 from limner.progress import Progress
+from limner.quantization.low_precision import to_linear
 from limner.training.checkpoint import Checkpointer, LocalCheckpointer
 from limner.training.config import TrainConfig, description
 from limner.training.grad_scaler import scaling

@@ -21,9 +21,9 @@ from limner.cli.arguments import parse
 from limner.cli.draw import Draw
 from limner.cli.draw_common import output_path
 from limner.errors import UserError, escape_control
-from limner.layers.precisions import Fp16Weights
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.progress import PlainProgress
+from limner.quantization.precisions import Fp16Weights
 from limner.sampling.generation_config import GenerationConfig
 from limner.training.loop import Interrupted
 from tiny import tiny_pipe

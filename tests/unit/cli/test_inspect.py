@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 from limner.cli import main
-from limner.layers.precisions import Fp8SwitchBack, Fp16Weights, SwitchBack
 from limner.numerics.precision import Bf16
 from limner.optim.optimizers import AdamW16Config
 from limner.pipeline import load
+from limner.quantization.precisions import Fp8SwitchBack, Fp16Weights, SwitchBack
 from limner.runs.train import train_all
 from limner.tasks.build_scenes import write_scenes
 from limner.training.kernel_report import FILE

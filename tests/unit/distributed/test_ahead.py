@@ -11,7 +11,7 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
-from limner.profiling.memory_tracker import MemoryTracker
+from limner.planner.memory_tracker import MemoryTracker
 from limner.training.config import TrainConfig
 from limner.training.step import update
 from limner.training.train_state import TrainState

@@ -16,13 +16,13 @@ from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
 from limner.distributed.torch_powersgd import TorchPowerSGD
-from limner.layers.half_linear import HalfLinear
-from limner.layers.precisions import Fp16Weights
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim import grad_access
 from limner.optim.dtensor import full_tensor, to_local
 from limner.optim.optimizers import AdamW16Config
+from limner.quantization.half_linear import HalfLinear
+from limner.quantization.precisions import Fp16Weights
 from limner.training.checkpoint import LocalCheckpointer
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling

@@ -13,7 +13,6 @@ from torch import Tensor, distributed, nn
 from limner.bundles import load_model
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.sharded import Sharded, Zero2
-from limner.layers.precisions import SwitchBack
 from limner.models.contrastive import CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
@@ -23,7 +22,8 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.elbo import RelaxedELB
 from limner.optim.dtensor import full_tensor, is_dtensor
 from limner.optim.optimizers import AdamWConfig
-from limner.profiling.memory_tracker import MemoryTracker, storage_bytes
+from limner.planner.memory_tracker import MemoryTracker, storage_bytes
+from limner.quantization.precisions import SwitchBack
 from limner.runs.stages import init_from_codebook
 from limner.training.config import TrainConfig
 from limner.training.parallel import Parallel, SingleProcess

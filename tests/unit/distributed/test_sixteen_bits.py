@@ -12,7 +12,7 @@ from limner.numerics.precision import Bf16, Fp32, Precision
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.dtensor import full_tensor
 from limner.optim.optimizers import AdamWConfig
-from limner.profiling.memory_tracker import MemoryTracker
+from limner.planner.memory_tracker import MemoryTracker
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.parallel import Parallel, SingleProcess

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from limner.layers import sparse
-from limner.layers.patterns import PATTERNS
+from limner.attention import sparse
+from limner.attention.patterns import PATTERNS
 from limner.models.transformer import TransformerConfig
 from limner.text import PAD
 from more_patterns import alternate, dilated

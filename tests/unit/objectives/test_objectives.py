@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck
 from torch.func import functional_call
 
-from limner.layers import sparse
+from limner.attention import sparse
 from limner.models.contrastive import MAX_LOG_SCALE, CLIPConfig
 from limner.models.dvae import DVAEConfig, map_pixels
 from limner.models.patch_dvae import PatchDVAEConfig

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 from limner import recipes
 from limner.atomic_io import exclusive_lock
+from limner.attention.patterns import PATTERNS
 from limner.config import load_json, save_json
 from limner.errors import UserError
 from limner.evaluation.zero_shot import evaluate, scene_task
-from limner.layers.patterns import PATTERNS
 from limner.models.contrastive import CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from limner.attention.cache import Int8KVStore, KVStore
 from limner.errors import UserError
-from limner.layers.cache import Int8KVStore, KVStore
 from limner.models.transformer import TransformerConfig
 from limner.sampling import aot_inductor
 from limner.sampling.cuda_graph import GraphedDecoder, build_decoder

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
+from limner.attention.cache import Int8KVStore, KVStore
 from limner.errors import UserError
-from limner.layers.cache import Int8KVStore, KVStore
 from limner.models.transformer import TransformerConfig
 from limner.sampling.cuda_graph import GraphedDecoder
 from limner.sampling.generate import UNSET, Scheduler, candidate_noise, generate, sample_token

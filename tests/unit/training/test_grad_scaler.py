@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from limner.errors import UserError
-from limner.layers.precisions import SimulatedGradients
 from limner.models.contrastive import CLIPConfig
 from limner.models.transformer import TransformerConfig
 from limner.numerics.formats import FloatFormat
@@ -18,6 +17,7 @@ from limner.numerics.precision import Fp16, Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.contrastive import CLIPLoss
 from limner.optim.optimizers import AdamWConfig
+from limner.quantization.precisions import SimulatedGradients
 from limner.text import PAD
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import PerBlockGradScaler, Scale, scaling

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from limner.layers.half_linear import HalfLinear
-from limner.layers.precisions import Bf16Weights, Fp16Weights
 from limner.models.transformer import SIZES
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim import adamw16, grad_access
 from limner.optim.optimizers import AdamW16Config, AdamWConfig, Beta2WarmupAdamWConfig, MuonConfig, StableAdamWConfig
-from limner.profiling.cost import Cost
-from limner.profiling.dry_run import state_bytes
+from limner.planner.cost import Cost
+from limner.planner.dry_run import state_bytes
+from limner.quantization.half_linear import HalfLinear
+from limner.quantization.precisions import Bf16Weights, Fp16Weights
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook

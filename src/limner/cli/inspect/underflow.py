@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> None:
     if not recipe.exists():
         raise UserError(f"{options.run} lacks recipe.json: name the --out folder of `limner train`")
     from limner.data.stream import Stream
-    from limner.layers.low_precision import to_linear
-    from limner.profiling.grad_histogram import SMALLEST_SUBNORMAL, gradient_exponents
+    from limner.planner.grad_histogram import SMALLEST_SUBNORMAL, gradient_exponents
+    from limner.quantization.low_precision import to_linear
     from limner.recipes.recipe import Recipe
     from limner.runs.run_data import RunData
     from limner.runs.stages import StageTrainer

@@ -1,0 +1,276 @@
+"""A decoding cache: the keys and values that later positions can still see under each layer's pattern.
+
+All candidates of a caption share the prefix, whose keys and values are stored once and read once per step. For the
+image, a candidate holds
+
+    row     a ring of w + 1 positions
+    conv    a ring of (k // 2) (w + 1) + 1 positions, of which a mask hides those outside the window
+    column  a ring of h positions for each column, of which a step reads one
+    dense   a ring of all S
+
+as `patterns.py` defines. A step reads the written slots of its lane's ring, and a mask hides the pattern's gaps.
+At the paper's size (64 layers, 32 x 32 tokens) a candidate holds 283 positions per layer on average. A dense cache
+holds 1,280, with a copy of the text for each candidate. A candidate's states are stored in the model's format, or as
+int8 with a scale for each position and head.
+
+A position is an integer or a tensor [1]. With a tensor, every step runs the same operations on the same memory, so
+that a CUDA graph can replay it (`sampling/cuda_graph.py`). The trade-off: a step reads the whole ring and masks
+unwritten slots. On a GPU one kernel does the whole step (`triton_decode.py`).
+
+Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width; n positions held, L lanes (the
+columns of a pattern that sees only its own column, else 1), of which a step reads one; K rows kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from limner.attention.attention import AttentionFn
+from limner.attention.patterns import Pattern
+from limner.numerics.compile_elementwise import can_launch_triton
+
+Position = int | Tensor  # a tensor is int64 [1]
+
+_FULL_READ_FRACTION = (
+    4  # of a lane: a step that reads more than 1/4 reads the whole lane under a mask, since a product copies slices
+)
+
+
+class KVStore:
+    """Keys or values of candidates, [L, M, H, n / L, C], in the model's format. A lane is contiguous."""
+
+    def __init__(self, like: Tensor, num_lanes: int, n: int) -> None:
+        """Allocate for the candidates, heads, width and format of `like` [M, H, ..., C]."""
+        self.parts: list[Tensor] = [like.new_zeros(num_lanes, *like.shape[:2], n // num_lanes, like.shape[-1])]
+
+    def write(self, lane: Position, slot: Position, x: Float[Tensor, "M H C"]) -> None:
+        """Store the states of one position of each candidate."""
+        self.parts[0][lane, :, :, slot] = x
+
+    def read(self, lane: Position, slots: slice) -> Float[Tensor, "M H slots C"]:
+        """Return the states in `slots` of a lane."""
+        return _lane(self.parts[0], lane)[:, :, slots]
+
+    def expand(self, n: int) -> KVStore:
+        """Repeat each candidate `n` times."""
+        return self._with([part.repeat_interleave(n, 1) for part in self.parts])
+
+    def select(self, rows: Int64[Tensor, " K"]) -> KVStore:
+        """Return the candidates `rows` only."""
+        return self._with([part[:, rows] for part in self.parts])
+
+    def bind(self, buffers: Iterator[Tensor]) -> KVStore:
+        """Return a store backed by the next tensors of `buffers`, which hold the same states."""
+        return self._with([next(buffers) for _ in self.parts])
+
+    def _with(self, parts: list[Tensor]) -> KVStore:
+        rebound = copy(self)
+        rebound.parts = parts
+        return rebound
+
+    @property
+    def bytes_per_candidate(self) -> int:
+        return sum(part[:, 0].numel() * part.element_size() for part in self.parts)
+
+
+class Int8KVStore(KVStore):
+    """A store in int8, with a scale absmax / 127 for each position and head."""
+
+    def __init__(self, like: Tensor, num_lanes: int, n: int) -> None:
+        super().__init__(like, num_lanes, n)
+        values = self.parts[0]
+        self.parts = [values.to(torch.int8), values.new_ones(*values.shape[:-1], 1)]
+
+    def write(self, lane: Position, slot: Position, x: Float[Tensor, "M H C"]) -> None:
+        scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-6) / 127
+        self.parts[0][lane, :, :, slot] = (x / scale).round().clamp(-127, 127).to(torch.int8)
+        self.parts[1][lane, :, :, slot] = scale
+
+    def read(self, lane: Position, slots: slice) -> Float[Tensor, "M H slots C"]:
+        values, scale = (_lane(part, lane)[:, :, slots] for part in self.parts)
+        return values * scale
+
+
+def _lane(part: Tensor, lane: Position) -> Tensor:
+    """Return a lane of a part, [M, H, n / L, C]; a copy if `lane` is a tensor and the part has several lanes."""
+    return part[0] if len(part) == 1 else part[lane].view(part.shape[1:])
+
+
+@dataclass
+class LayerKVCache:
+    """Keys and values of one layer: prefix [B, H, P, C] and image.
+
+    `gap_bias` [n / L], by steps back in a lane, is -inf at the pattern's gaps (positions held but not visible), else 0.
+    """
+
+    num_lanes: int
+    has_gaps: bool
+    gap_bias: Tensor
+    prefix_keys: Tensor
+    prefix_values: Tensor
+    keys: KVStore
+    values: KVStore
+
+    @classmethod
+    def from_prefix(
+        cls,
+        pattern: Pattern,
+        keys: Float[Tensor, "B H P C"],
+        values: Float[Tensor, "B H P C"],
+        store: type[KVStore] = KVStore,
+    ) -> LayerKVCache:
+        """Return the cache after the prefix, given its keys and values, with one candidate per caption."""
+        empty = (store(x, pattern.num_lanes, pattern.cache_slots) for x in (keys, values))
+        gap_bias = _gap_bias(pattern, keys.device, keys.dtype)
+        return cls(pattern.num_lanes, pattern.has_gaps, gap_bias, keys, values, *empty)
+
+    def expand(self, n: int) -> LayerKVCache:
+        """Repeat each caption's candidates `n` times, M -> M * n; the prefix stays shared."""
+        return replace(self, keys=self.keys.expand(n), values=self.values.expand(n))
+
+    def select(self, rows: Int64[Tensor, " K"]) -> LayerKVCache:
+        """Return candidates `rows` only, the same number for each caption."""
+        return replace(self, keys=self.keys.select(rows), values=self.values.select(rows))
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All tensors of the cache."""
+        return [self.prefix_keys, self.prefix_values, *self.keys.parts, *self.values.parts]
+
+    def bind(self, buffers: Iterator[Tensor]) -> LayerKVCache:
+        """Return a cache backed by the next tensors of an iterator, in the order of the property `buffers`."""
+        prefix = {"prefix_keys": next(buffers), "prefix_values": next(buffers)}
+        return replace(self, **prefix, keys=self.keys.bind(buffers), values=self.values.bind(buffers))
+
+    def append(
+        self,
+        position: Position,
+        q: Float[Tensor, "M H 1 C"],
+        k: Float[Tensor, "M H 1 C"],
+        v: Float[Tensor, "M H 1 C"],
+    ) -> Float[Tensor, "M H 1 C"]:
+        """Store the key and value of an image position and return the attention output at that position."""
+        if isinstance(position, Tensor) and self._fused(q, k, v):
+            from limner.attention import triton_decode
+
+            rings = self.keys.parts[0], self.values.parts[0]
+            prefix = self.prefix_keys, self.prefix_values
+            return triton_decode.attend(position, q, k, v, prefix, rings, self.gap_bias)
+        lane, step = position % self.num_lanes, position // self.num_lanes
+        slots = self._slots(step)
+        self.keys.write(lane, step % len(self.gap_bias), k[:, :, 0])
+        self.values.write(lane, step % len(self.gap_bias), v[:, :, 0])
+        keys, values = self.keys.read(lane, slots), self.values.read(lane, slots)
+        b, heads, p, c = self.prefix_keys.shape
+        q = q * c**-0.5
+        grouped = q.view(b, -1, heads, c).transpose(1, 2)  # [B, H, N, C]: one product for all candidates
+        prefix_scores = (grouped @ self.prefix_keys.transpose(2, 3)).transpose(1, 2).reshape(len(q), heads, 1, p)
+        image_scores = q @ keys.transpose(2, 3)
+        if (bias := self._bias(step, slots)) is not None:
+            image_scores = image_scores + bias
+        weights = torch.cat([prefix_scores, image_scores], -1).softmax(-1)  # accumulates in fp32 for every format
+        prefix_output = weights[..., :p].view(b, -1, heads, p).transpose(1, 2) @ self.prefix_values
+        return prefix_output.transpose(1, 2).reshape(q.shape) + weights[..., p:] @ values
+
+    def _fused(self, *states: Tensor) -> bool:
+        """Return True if `triton_decode.py` attends: on a GPU, in the model's format, outside `torch.compile`."""
+        if not can_launch_triton(states[0]) or type(self.keys) is not KVStore:
+            return False
+        from limner.attention import triton_decode
+
+        return triton_decode.supports(*states, self.prefix_keys, self.prefix_values, self.keys.parts[0])
+
+    def _slots(self, step: Position) -> slice:
+        """Return the slots to read for the `step`-th position of a lane."""
+        ring_size = len(self.gap_bias)
+        written = ring_size if isinstance(step, Tensor) else min(step + 1, ring_size)
+        return slice(ring_size if written > ring_size // _FULL_READ_FRACTION else written)
+
+    def _bias(self, step: Position, slots: slice) -> Tensor | None:
+        """Return -inf for slots that the position must not see, else 0; None if it sees all slots."""
+        has_unwritten = isinstance(step, Tensor) or slots.stop > step + 1
+        if not has_unwritten and not self.has_gaps:
+            return None
+        back = (step - torch.arange(slots.stop, device=self.gap_bias.device)) % len(self.gap_bias)
+        bias = self.gap_bias[back]
+        return bias.masked_fill_(back > step, -torch.inf) if has_unwritten else bias
+
+
+@lru_cache(maxsize=16)
+def _gap_bias(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return -inf for the steps back in a lane that the pattern does not see, else 0: [n / L]."""
+    with torch.inference_mode(False):
+        visible = pattern.allows(pattern.num_lanes * torch.arange(pattern.lane_window, device="cpu"))
+        return torch.zeros(pattern.lane_window, device="cpu").masked_fill_(~visible, -torch.inf).to(device, dtype)
+
+
+@dataclass
+class KVCache:
+    """The caches of all layers, with `length` image positions read."""
+
+    layers: Sequence[LayerKVCache]
+    length: Position = 0
+
+    def expand(self, n: int) -> KVCache:
+        """Repeat each caption's candidates `n` times, M -> M * n."""
+        return KVCache([layer.expand(n) for layer in self.layers], self.length)
+
+    def select(self, rows: Int64[Tensor, " K"]) -> KVCache:
+        """Return candidates `rows` only, the same number for each caption."""
+        return KVCache([layer.select(rows) for layer in self.layers], self.length)
+
+    def copy(self) -> KVCache:
+        """Return a deep copy."""
+        buffers = (x.clone() for x in self.buffers)
+        return KVCache([layer.bind(buffers) for layer in self.layers], self.length)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All tensors of the cache."""
+        return [x for layer in self.layers for x in layer.buffers]
+
+    def attention_fns(self) -> list[AttentionFn]:
+        """Return each layer's attention at the next position."""
+        return [partial(layer.append, self.length) for layer in self.layers]
+
+    def advance(self) -> None:
+        """Count one more position as read."""
+        self.length += 1
+
+    @property
+    def rows(self) -> int:
+        return self.layers[0].keys.parts[0].shape[1]
+
+    @property
+    def bytes_per_candidate(self) -> int:
+        """Bytes that one more candidate takes."""
+        return sum(x.keys.bytes_per_candidate + x.values.bytes_per_candidate for x in self.layers)
+
+
+class RaggedBatch:
+    """Caches at different positions that share a step. Their rows form one batch, cache after cache; attention is
+    computed per cache."""
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        self.caches = caches
+        self.sizes = [cache.rows for cache in caches]
+        positions = torch.tensor([cache.length for cache in caches]).repeat_interleave(torch.tensor(self.sizes))
+        self.length = positions[:, None].to(caches[0].layers[0].prefix_keys.device)  # [M, 1]
+
+    def attention_fns(self) -> list[AttentionFn]:
+        return [partial(self._attend_each, fns) for fns in zip(*(x.attention_fns() for x in self.caches), strict=True)]
+
+    def _attend_each(self, attention_fns: Sequence[AttentionFn], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(attention_fns, *(x.split(self.sizes) for x in (q, k, v)), strict=True)
+        return torch.cat([attention_fn(*part) for attention_fn, *part in parts])
+
+    def advance(self) -> None:
+        for cache in self.caches:
+            cache.advance()

@@ -1,0 +1,76 @@
+"""Decoding from a cache equals attending to the whole, and holds no more than the pattern can see."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from limner.attention.attention import Attention, attend, attention_mask
+from limner.attention.cache import Int8KVStore, KVCache, KVStore, LayerKVCache
+from limner.attention.patterns import PATTERNS
+from limner.models.transformer import TransformerConfig
+from more_patterns import ALL
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    make=st.sampled_from(list(ALL.values())), grid=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    prefix=st.integers(1, 5), recorded=st.booleans(),
+    kernel=st.sampled_from([1, 3, 5]), candidates=st.integers(1, 3), before=st.integers(0, 4),
+)  # fmt: skip
+def test_step_by_step_equals_the_whole(make, grid, prefix, recorded, kernel, candidates, before):
+    torch.manual_seed(0)
+    size = grid[0] * grid[1]
+    before = min(before, size)  # image positions that all candidates of a caption share
+    pattern = make(grid, kernel)
+    layer, mask = Attention(32, 4), attention_mask(pattern, prefix)
+    text, shared = torch.randn(2, prefix, 32), torch.randn(2, before, 32)
+    own = torch.randn(2 * candidates, size - before, 32)
+    whole = layer(
+        torch.cat([*(x.repeat_interleave(candidates, 0) for x in (text, shared)), own], 1), partial(attend, mask=mask)
+    )
+    stored = []
+
+    def read(q, k, v):
+        stored.extend([k, v])
+        return attend(q, k, v, torch.ones(prefix, prefix, dtype=torch.bool).tril())
+
+    outputs = [layer(text, read).repeat_interleave(candidates, 0)]
+    cache = LayerKVCache.from_prefix(pattern, *stored)
+    for t in range(size):
+        if t == before:
+            cache = cache.expand(candidates)
+        x = shared[:, t : t + 1] if t < before else own[:, t - before : t - before + 1]
+        y = layer(x, partial(cache.append, torch.tensor([t]) if recorded else t))
+        outputs.append(y if t >= before else y.repeat_interleave(candidates, 0))
+    torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=1e-5, rtol=1e-5)
+    assert cache.prefix_keys.shape == (2, 4, prefix, 8)
+
+
+def test_a_candidate_costs_no_text():
+    layers = [
+        LayerKVCache.from_prefix(PATTERNS[kind]((4, 4), 3), torch.zeros(1, 2, 100, 8), torch.zeros(1, 2, 100, 8))
+        for kind in ("row", "column")
+    ]
+    cache = KVCache(layers).expand(5)
+    assert cache.bytes_per_candidate == 2 * 4 * 2 * 8 * (5 + 16)
+    assert [x.keys.parts[0].shape for x in cache.layers] == [(1, 5, 2, 5, 8), (4, 5, 2, 4, 8)]
+
+
+def test_an_8_bit_cache_takes_half_of_bf16s_memory_and_gives_nearly_the_same_logits():
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        text_vocab=20, image_vocab=12, text_len=4, grid=(6, 6), width=128, depth=4, heads=2, kernel=3
+    )
+    model, text = config.build().eval(), torch.randint(0, 20, (2, 4))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.05)
+    with torch.inference_mode():
+        caches = [model.prefill(text, store)[0].expand(3) for store in (KVStore, Int8KVStore)]
+        for _ in range(36):
+            token = torch.randint(0, 12, (6,))
+            whole, small = (model.step(cache, token) for cache in caches)
+            torch.testing.assert_close(small, whole, atol=0.02 * whole.std().item(), rtol=0)
+        half, small = (model.bfloat16().prefill(text, store)[0].bytes_per_candidate for store in (KVStore, Int8KVStore))
+    assert small / half == pytest.approx((64 + 2) / 128)
