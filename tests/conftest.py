@@ -24,7 +24,7 @@ SHAPED = [
     "models", "objectives", "metrics", "numerics.formats", "attention.attention", "objectives.cross_entropy",
     "quantization.inference_linear", "attention.dense_attention", "quantization.simulated_gradients",
     "attention.patterns", "quantization.scales", "attention.sparse", "distributed.powersgd",
-    "distributed.gradient_reducers", "distributed.replicated", "planner.grad_histogram", "planner.bench_linear",
+    "distributed.gradient_reducers", "distributed.replicated", "training.grad_histogram", "planner.bench_linear",
     "experiments.fixed_q", "experiments.dion", "experiments.householder", "sampling.generate",
     "sampling.cuda_graph", "sampling.rerank",
 ]  # fmt: skip

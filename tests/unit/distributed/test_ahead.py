@@ -11,7 +11,7 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
-from limner.planner.memory_tracker import MemoryTracker
+from limner.planner.trackers import CollectiveCounter
 from limner.training.config import TrainConfig
 from limner.training.step import update
 from limner.training.train_state import TrainState
@@ -29,7 +29,7 @@ def begun(kind: type[Sharded]) -> tuple[list[int], int]:
     run = TrainState(PRIOR.build(), Autoregressive(), config, parallel=kind())
     counts: list[int] = []
     blocks: Any = run.model.blocks
-    with MemoryTracker() as watch:
+    with CollectiveCounter() as watch:
         for block in blocks:
             block.attention.norm.register_forward_pre_hook(lambda *_: counts.append(watch.calls["send"]))
         update(run, {"text": torch.randint(0, 20, (2, 8)), "image": torch.randint(0, 8, (2, 9))})

@@ -12,7 +12,7 @@ from limner.numerics.precision import Bf16, Fp32, Precision
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.dtensor import full_tensor
 from limner.optim.optimizers import AdamWConfig
-from limner.planner.memory_tracker import MemoryTracker
+from limner.planner.trackers import CollectiveCounter
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.parallel import Parallel, SingleProcess
@@ -43,13 +43,12 @@ def learn(strategy: Parallel, precision: Precision, checkpointed: bool = False, 
         if isinstance(module, nn.Linear | nn.LayerNorm):
             module.register_forward_pre_hook(lambda m, _, name=name: seen.setdefault(name, set()).add(m.weight.dtype))
     generator, gradients, losses = torch.Generator().manual_seed(0), Gradients(), []
-    with MemoryTracker() as watch:
-        for _ in range(2):
-            text = torch.randint(0, 20, (8, 8), generator=generator).chunk(strategy.world_size)[strategy.rank]
-            image = torch.randint(0, 8, (8, 9), generator=generator).chunk(strategy.world_size)[strategy.rank]
-            watch.reset()
+    for _ in range(2):
+        text = torch.randint(0, 20, (8, 8), generator=generator).chunk(strategy.world_size)[strategy.rank]
+        image = torch.randint(0, 8, (8, 9), generator=generator).chunk(strategy.world_size)[strategy.rank]
+        with CollectiveCounter() as watch:
             update(run, {"text": text, "image": image}, [gradients])
-            losses.append(run.loss)
+        losses.append(run.loss)
     dtypes = {name: {p.dtype, p.grad.dtype} for name, p in run.model.named_parameters() if p.grad is not None}
     return {"loss": losses, "grads": gradients.found, "seen": seen, "sent": dict(watch.sent), "dtypes": dtypes}
 
