@@ -15,7 +15,7 @@ from limner import recipes
 from limner.cli import validate_choice
 from limner.cli.arguments import parse
 from limner.cli.plan_report import dry_run_report, launches, paper_report
-from limner.planner.launch import moment_bytes
+from limner.planner.cost import moment_bytes
 from limner.planner.launch_search import GPUS, Cluster, enumerate_launches
 from limner.planner.paper_layout import PaperLayout, default_rank
 from limner.validation import Range, Validated
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
     estimates = enumerate_launches(model, asked, options.gpus, cluster, options.dp_replicate, options.rank)
     blocks = [
         *paper_report(options.recipe, layout, options.gpu, training.steps, options.candidates),
-        *launches(estimates, options.recipe, training),
+        *launches(estimates, cluster, options.recipe, training),
     ]
     if options.dry_run:
         from limner.planner.dry_run import dry_run

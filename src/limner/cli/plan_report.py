@@ -72,9 +72,7 @@ def paper_report(name: str, layout: PaperLayout, gpu: str, steps: int, candidate
     times = []
     for name, kind in GPUS.items():
         cluster = Cluster(gpu=name, per_machine=m)
-        seconds = [
-            Estimate(launch=replace(x, checkpointing=True), cluster=cluster).seconds for x in (uncompressed, layout)
-        ]
+        seconds = [cluster.estimate(replace(x, checkpointing=True)).seconds for x in (uncompressed, layout)]
         days = (f"{t:,.2f} s, {t * steps / 86_400:,.3g} days" for t in seconds)
         times.append((name, f"{kind.mfu:.0%} of {kind.peak_flops / 1e12:,.0f} TFLOP/s", *days))
     yield render_table((f"{steps:,} steps, checkpointed", "assumed", "uncompressed", "compressed"), times)
@@ -96,9 +94,11 @@ def _memory_table(layout: PaperLayout, gpu: str) -> str:
     )
 
 
-def launches(estimates: Sequence[Estimate[Launch]], recipe: str, before: TrainConfig) -> Iterable[str]:
+def launches(
+    estimates: Sequence[Estimate[Launch]], cluster: Cluster, recipe: str, before: TrainConfig
+) -> Iterable[str]:
     """Yield blocks of text: the launches, then the best command or the least memory. `before`: the recipe's config."""
-    best, cluster = estimates[0], estimates[0].cluster
+    best = estimates[0]
     rows = []
     for timed in [timed for timed in estimates if timed.fits == best.fits][:_MAX_LAUNCHES]:
         launch, training = timed.launch, timed.launch.training
@@ -118,7 +118,7 @@ def launches(estimates: Sequence[Estimate[Launch]], recipe: str, before: TrainCo
         f"\ntraffic within machines overlaps computation; a machine sends {cluster.bandwidth * 8 / 1e6:,.0f} Mbit/s"
     )
     if best.fits:
-        yield f"the fastest that fits:\n\n{launch_command(best, recipe, before)}"
+        yield f"the fastest that fits:\n\n{launch_command(best.launch, cluster.per_machine, recipe, before)}"
         return
     yield (
         f"no launch fits into 90% of a {cluster.gpu}'s {_gb(GPUS[cluster.gpu].memory)} GB, the smallest takes "

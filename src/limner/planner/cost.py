@@ -9,10 +9,11 @@ Shapes: B samples on a GPU, N = P + S positions, D width, L layers, H heads, V v
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from limner.attention.patterns import Pattern
 from limner.attention.sparse import SparseAttention, training_attention
 from limner.models.transformer import TransformerConfig
 from limner.objectives.cross_entropy import LOGITS_PER_CHUNK
+from limner.optim.optimizers import OptimizerConfig
 
 Shape = tuple[int, ...]
 GB = 1e9
@@ -70,6 +72,31 @@ def attended_pairs(config: TransformerConfig, pattern: Pattern) -> int:
     """Count the (query, key) pairs of a sequence that a pattern allows."""
     p, s = config.text_len + 1, config.grid[0] * config.grid[1]
     return p * (p + 1) // 2 + s * p + s * len(pattern.offsets) - sum(pattern.offsets)
+
+
+def parameter_kind(name: str, shape: Sequence[int]) -> int:
+    """Return 0 for a matrix of a block, 1 for another tensor of a block, 2 for the rest."""
+    return int(len(shape) < 2) if in_block(name) else 2
+
+
+@lru_cache(maxsize=16)
+def moment_bytes(optimizer: OptimizerConfig) -> tuple[float, ...]:
+    """Measure the optimizer's bytes per value, for matrices of blocks, other tensors of blocks, and the rest, on a very
+    small model after a step."""
+    config = TransformerConfig(text_vocab=8, image_vocab=8, text_len=2, grid=(2, 2), width=16, depth=1, heads=1)
+    model = config.build()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    states: dict[Any, Mapping[str, Any]] = {}
+    for part in optimizer.build(model):
+        part.step()
+        states |= part.state
+    sizes, values = [0, 0, 0], [0, 0, 0]
+    for name, p in model.named_parameters():
+        moments = [v for v in states[p].values() if isinstance(v, torch.Tensor) and v.shape == p.shape]
+        sizes[parameter_kind(name, p.shape)] += sum(v.nbytes for v in moments)
+        values[parameter_kind(name, p.shape)] += p.numel()
+    return tuple(size / n for size, n in zip(sizes, values, strict=True))
 
 
 def training_state(

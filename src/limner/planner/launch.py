@@ -21,50 +21,31 @@ sends P [m, r / S] and Q [n, r / S] in 16 bits: the rank r is over all shards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import ceil, prod
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 from limner.data.stream import per_rank_batch_size
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.optim.dtensor import shard_dim
-from limner.optim.optimizers import OptimizerConfig
-from limner.planner.cost import FP32, HALF, Cost, Shape, in_block, parameter_shapes, training_state
+from limner.planner.cost import (
+    FP32,
+    HALF,
+    Cost,
+    Shape,
+    in_block,
+    moment_bytes,
+    parameter_kind,
+    parameter_shapes,
+    training_state,
+)
 from limner.quantization.precisions import Bf16Weights, Fp16Weights
 from limner.training.config import TrainConfig
 
 Kind = Literal["fsdp", "zero2"]  # values of `--parallel`
-
-
-@lru_cache(maxsize=16)
-def moment_bytes(optimizer: OptimizerConfig) -> tuple[float, ...]:
-    """Measure the optimizer's bytes per value, for matrices of blocks, other tensors of blocks, and the rest, on a very
-    small model after a step."""
-    config = TransformerConfig(text_vocab=8, image_vocab=8, text_len=2, grid=(2, 2), width=16, depth=1, heads=1)
-    model = config.build()
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    states: dict[Any, Mapping[str, Any]] = {}
-    for part in optimizer.build(model):
-        part.step()
-        states |= part.state
-    sizes, values = [0, 0, 0], [0, 0, 0]
-    for name, p in model.named_parameters():
-        moments = [v for v in states[p].values() if isinstance(v, torch.Tensor) and v.shape == p.shape]
-        sizes[_kind(name, p.shape)] += sum(v.nbytes for v in moments)
-        values[_kind(name, p.shape)] += p.numel()
-    return tuple(size / n for size, n in zip(sizes, values, strict=True))
-
-
-def _kind(name: str, shape: Sequence[int]) -> int:
-    """Return 0 for a matrix of a block, 1 for another tensor of a block, 2 for the rest."""
-    return int(len(shape) < 2) if in_block(name) else 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +83,7 @@ class Launch:
 
     def rank_problem(self, rank: int) -> str | None:
         """Return why gradients cannot be compressed to a rank, or None if they can."""
-        highest = self.shards * min(min(self._shard_shape(shape)) for shape in self._matrices)  # P is square
+        highest = self.shards * min(map(min, self._matrix_shards))  # P is square
         if self.replicas == 1:
             return f"a rank of {rank} needs at least two replicas: choose more replicas, or omit the rank"
         if rank % self.shards:
@@ -128,8 +109,9 @@ class Launch:
         return {name: shape for name, shape in parameter_shapes(self.config).items() if in_block(name)}
 
     @property
-    def _matrices(self) -> list[Shape]:
-        return [shape for shape in self._block.values() if len(shape) == 2]
+    def _matrix_shards(self) -> list[Shape]:
+        """Padded shapes of the shards of a block's matrices."""
+        return [self._shard_shape(shape) for shape in self._block.values() if len(shape) == 2]
 
     @property
     def stores_16bit(self) -> bool:
@@ -143,7 +125,7 @@ class Launch:
 
     @cached_property
     def _linear(self) -> list[str]:
-        """Names of the parameters of a block's linear layers."""
+        """Names of the parameters of a block's linear layers, whose weights are matrices."""
         return [name for name in self._block if len(self._block[f"{name.rpartition('.')[0]}.weight"]) == 2]
 
     @cached_property
@@ -158,22 +140,23 @@ class Launch:
 
     @cached_property
     def _sharded(self) -> dict[str, Shape]:
-        """Shapes of the parameters that are sharded, by name."""
+        """Padded shapes of the shards, by name of a parameter that is sharded."""
         shapes = parameter_shapes(self.config)
-        return {name: shape for name, shape in shapes.items() if name not in self.replicated}
+        return {name: self._shard_shape(shape) for name, shape in shapes.items() if name not in self.replicated}
 
     @property
     def uneven(self) -> list[str]:
         """Names of the parameters that the number of shards does not divide, which are padded; blocks first."""
-        names = [name for name, shape in self._sharded.items() if shape[shard_dim(shape, self.shards)] % self.shards]
+        full = parameter_shapes(self.config)
+        names = [name for name, shard in self._sharded.items() if prod(shard) * self.shards != prod(full[name])]
         return sorted(names, key=in_block, reverse=True)
 
     @cached_property
     def shard_values(self) -> tuple[int, int, int]:
         """Numbers of values in the first GPU's padded shards: matrices of blocks, other tensors of blocks, the rest."""
         values = [0, 0, 0]
-        for name, shape in self._sharded.items():
-            values[_kind(name, shape)] += prod(self._shard_shape(shape))
+        for name, shard in self._sharded.items():
+            values[parameter_kind(name, shard)] += prod(shard)
         return self.config.depth * values[0], self.config.depth * values[1], values[2]
 
     @cached_property
@@ -195,7 +178,7 @@ class Launch:
     @cached_property
     def _block_bytes(self) -> int:
         """Bytes of the first GPU's shard of a block in the format of the all-gather."""
-        linear = sum(prod(self._shard_shape(self._sharded[name])) for name in self._linear if name in self._sharded)
+        linear = sum(prod(self._sharded[name]) for name in self._linear if name in self._sharded)
         return FP32 * sum(self.shard_values[:2]) // self.config.depth - self.gathers_16bit * (FP32 - HALF) * linear
 
     @property
@@ -218,8 +201,8 @@ class Launch:
     @cached_property
     def activations(self) -> dict[str, float]:
         """Bytes that a micro-batch's forward pass leaves for the backward pass; for the head, its gradients."""
-        c, cost, checkpointing = self.config, self._cost, self.training.checkpoint_activations
-        stored = cost.activations(checkpointing, copies=not self.gathers_16bit)
+        c, cost = self.config, self._cost
+        stored = cost.activations(self.training.checkpoint_activations, copies=not self.gathers_16bit)
         stored.pop("one layer recomputed", None)
         head = (2 * self.samples * cost.positions + c.text_vocab + c.image_vocab) * c.width * FP32
         return {**stored, "at the loss": head}
@@ -247,9 +230,8 @@ class Launch:
     @property
     def _workspace(self) -> float:
         """Temporary bytes of a block's backward pass, MLP first, after recomputation with checkpointing. The MLP frees
-        in 16 bits its hidden layer before and after GELU, its input and copies of its matrices, in 32 bits the input of
-        its LayerNorm. Then attention has gradients of q, k, v and its output in 16 bits, of the identity path twice in
-        32."""
+        in 16 bits its hidden layer before and after GELU, its input and copies of its matrices, in 32 its LayerNorm's
+        input. Then attention has gradients of q, k, v and its output in 16 bits, of the identity path twice in 32."""
         cost, d = self._cost, self.config.width
         states = self.samples * cost.positions * d
         recomputed = cost.activations(True)["one layer recomputed"] if self.training.checkpoint_activations else 0
@@ -282,7 +264,7 @@ class Launch:
     def calls(self) -> dict[str, int]:
         """Calls of each collective in an update, for weights and uncompressed gradients."""
         depth, sharded, groups = self.config.depth, self.shards > 1, 1 + self.gathers_16bit  # groups of a block
-        gathers = depth * len(self._matrices) * self.training.optimizer.gathers_matrices
+        gathers = depth * len(self._matrix_shards) * self.training.optimizer.gathers_matrices
         return {
             "all-gather": sharded * (self.training.accumulate * (self._gathered_blocks * groups + 1) + gathers),
             "reduce-scatter": sharded * (depth * groups + 1),
@@ -293,8 +275,7 @@ class Launch:
     @property
     def factor_bytes(self) -> int:
         """Bytes of P and Q of all matrices in 16 bits; 0 without PowerSGD."""
-        sides = sum(sum(self._shard_shape(shape)) for shape in self._matrices)
-        return HALF * ((self.rank or 0) // self.shards) * self.config.depth * sides
+        return HALF * ((self.rank or 0) // self.shards) * self.config.depth * sum(map(sum, self._matrix_shards))
 
     @property
     def flops(self) -> float:

@@ -47,6 +47,24 @@ GPUS = {  # vendor specifications, usual networks
 
 
 @dataclass(frozen=True, kw_only=True)
+class Estimate(Generic[Layout]):
+    """A layout on a cluster.
+
+    Args:
+        fits: the peak is at most 90% of the memory: a margin for estimation error and GPU drivers.
+        compute_seconds, within_seconds, between_seconds, seconds: time of a step's computation, of its traffic within
+            and between machines, and of the whole step.
+    """
+
+    launch: Layout
+    fits: bool
+    compute_seconds: float
+    within_seconds: float
+    between_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Machines with `per_machine` GPUs of a type in `GPUS`. `link` is the bandwidth of a machine in bytes/s, by default
     the usual one for the GPU type."""
@@ -60,45 +78,18 @@ class Cluster:
         """Bandwidth between a machine and the other machines in bytes/s."""
         return GPUS[self.gpu].inter_node_bandwidth * self.per_machine if self.link is None else self.link
 
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate(Generic[Layout]):
-    """A layout on a cluster with its estimated time per step."""
-
-    launch: Layout
-    cluster: Cluster
-
-    @property
-    def fits(self) -> bool:
-        """True if the peak is at most 90% of the memory: a margin for estimation error and GPU drivers."""
-        return self.launch.peak <= 0.9 * GPUS[self.cluster.gpu].memory
-
-    @property
-    def compute_seconds(self) -> float:
-        kind = GPUS[self.cluster.gpu]
-        return self.launch.flops / (kind.peak_flops * kind.mfu)
-
-    @property
-    def within_seconds(self) -> float:
-        """Time of the traffic within machines, through the link of a GPU."""
-        launch, m = self.launch, self.cluster.per_machine
-        sent = self._sharding_bytes * (launch.shards <= m) + launch.sent["all-reduce"] * (launch.gpus <= m)
-        return sent / GPUS[self.cluster.gpu].intra_node_bandwidth
-
-    @property
-    def between_seconds(self) -> float:
-        """Time of the traffic between machines, through the link of a machine."""
-        launch, m = self.launch, self.cluster.per_machine
-        rings = min(launch.shards, m) * (launch.gpus > m)
-        return (self._sharding_bytes * (launch.shards > m) + launch.sent["all-reduce"] * rings) / self.cluster.bandwidth
-
-    @property
-    def _sharding_bytes(self) -> float:
-        return self.launch.sent["all-gather"] + self.launch.sent["reduce-scatter"]
-
-    @property
-    def seconds(self) -> float:
-        return max(self.compute_seconds, self.within_seconds) + self.between_seconds
+    def estimate(self, launch: Layout) -> Estimate[Layout]:
+        """Estimate the time of a step of a layout."""
+        kind, m = GPUS[self.gpu], self.per_machine
+        shards, replicas = launch.sent["all-gather"] + launch.sent["reduce-scatter"], launch.sent["all-reduce"]
+        compute = launch.flops / (kind.peak_flops * kind.mfu)
+        within = (shards * (launch.shards <= m) + replicas * (launch.gpus <= m)) / kind.intra_node_bandwidth
+        rings = min(launch.shards, m) * (launch.gpus > m)  # between replicas
+        between = (shards * (launch.shards > m) + replicas * rings) / self.bandwidth
+        return Estimate(
+            launch=launch, fits=launch.peak <= 0.9 * kind.memory, compute_seconds=compute, within_seconds=within,
+            between_seconds=between, seconds=max(compute, within) + between,
+        )  # fmt: skip
 
 
 def enumerate_launches(
@@ -139,7 +130,7 @@ def enumerate_launches(
         launches := [replace(launch, rank=rank) for launch in uncompressed if launch.rank_problem(rank) is None]
     ):
         launches = [replace(launch, rank=rank) for launch in uncompressed]
-    return sorted((Estimate(launch=launch, cluster=cluster) for launch in launches), key=_sort_key)
+    return sorted(map(cluster.estimate, launches), key=_sort_key)
 
 
 def _sort_key(estimate: Estimate[Launch]) -> tuple[bool, float, int, int, float]:
@@ -166,15 +157,16 @@ def _divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def launch_command(estimate: Estimate[Launch], recipe: str, defaults: TrainConfig) -> str:
+def launch_command(launch: Launch, per_machine: int, recipe: str, defaults: TrainConfig) -> str:
     """Return the multi-line shell command; options equal to `defaults`, the recipe's training, are omitted."""
-    launch, m = estimate.launch, estimate.cluster.per_machine
-    training, machines = launch.training, ceil(launch.gpus / m)
+    training, machines = launch.training, ceil(launch.gpus / per_machine)
     lines = [f"limner train DATA --recipe {recipe} --out RUN --stages prior"]
     if launch.gpus > 1:
         processes = f"--nproc-per-node {launch.gpus}"
         if machines > 1:
-            processes = f"--nnodes {machines} --nproc-per-node {m} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+            processes = (
+                f"--nnodes {machines} --nproc-per-node {per_machine} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+            )
         compression = f" --grad-compression powersgd --grad-compression.rank {launch.rank}" if launch.rank else ""
         parallel = f"--parallel {launch.kind} --dp-replicate {launch.replicas}{compression}"
         lines = [f"torchrun {processes} -m", *lines, parallel]

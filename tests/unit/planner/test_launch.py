@@ -130,11 +130,10 @@ def test_the_fastest_launch_that_fits_is_first() -> None:
     slow, fast = (enumerate_launches(SMALL, TRAINING, 16, Cluster(gpu="h100-80gb", link=link)) for link in (1e6, 1e15))
     assert slow[0].launch.replicas > 1 and slow[0].launch.shards == 8  # no ring of shards crosses the link
     assert fast[0].launch.rank is None  # compression costs more time than it saves
-    wide = enumerate_launches(SIZES["xl"], replace(training, batch_size=64), 16, Cluster(gpu="h100-80gb", link=1e8))
-    assert (
-        wide[0].launch.rank
-        and wide[0].between_seconds < 0.3 * replace(wide[0], launch=replace(wide[0].launch, rank=None)).between_seconds
-    )
+    linked = Cluster(gpu="h100-80gb", link=1e8)
+    wide = enumerate_launches(SIZES["xl"], replace(training, batch_size=64), 16, linked)[0]
+    assert wide.launch.rank
+    assert wide.between_seconds < 0.3 * linked.estimate(replace(wide.launch, rank=None)).between_seconds
     (gpus,) = {t.launch.gpus for t in enumerate_launches(SMALL, TRAINING, 1, Cluster(gpu="h100-80gb"))}
     assert gpus == 1
 
@@ -142,7 +141,9 @@ def test_the_fastest_launch_that_fits_is_first() -> None:
 def test_zero2_is_first_for_slow_links_and_enough_memory() -> None:
     wide = replace(PAPER.training, batch_size=16)
     best = enumerate_launches(SIZES["xl"], wide, 16, Cluster(gpu="h100-80gb", link=1e8), replicas=1)[0]
-    assert best.launch.kind == "zero2" and "--parallel zero2 --dp-replicate 1" in launch_command(best, "xl", wide)
+    assert best.launch.kind == "zero2" and "--parallel zero2 --dp-replicate 1" in launch_command(
+        best.launch, 8, "xl", wide
+    )
     assert {t.launch.kind for t in enumerate_launches(SMALL, TRAINING, 4, Cluster(gpu="h100-80gb"), replicas=4)} == {
         "fsdp"
     }
@@ -167,7 +168,7 @@ def test_traffic_through_the_link_of_a_machine() -> None:
 def test_the_command_has_only_options_that_differ_from_the_recipe() -> None:
     defaults = replace(TRAINING, batch_size=64)
     estimate = enumerate_launches(SMALL, TRAINING, 1, Cluster(gpu="h100-80gb"))[0]
-    command = launch_command(estimate, "small", defaults)
+    command = launch_command(estimate.launch, 8, "small", defaults)
     assert command.startswith("limner train DATA --recipe small --out RUN --stages prior \\\n")
     assert "--prior.training.batch-size 16" in command and "torchrun" not in command
 
