@@ -33,8 +33,9 @@ from limner.errors import UserError
 from limner.evaluation.confidence import TEST_SEEDS_FROM, PairedDifference, Proportion, drawing_seed
 from limner.evaluation.generate_batches import Predicate, attribute_key, generate_batches, verdicts
 from limner.json_files import read_json, write_json
-from limner.pipeline import Candidates, TextToImage
+from limner.pipeline import TextToImage
 from limner.progress import Advance
+from limner.sampling.candidates import Candidates
 from limner.sampling.generation_config import CANDIDATES, Sampler
 from limner.tasks import captions, scenes
 from limner.tasks.rendering import render_pair

@@ -35,13 +35,14 @@ from limner.errors import UserError
 from limner.evaluation import composition, report
 from limner.evaluation.scene_sheet import render_samples, scene_samples
 from limner.json_files import read_json, read_mapping, write_json
-from limner.pipeline import Candidates, TextToImage
+from limner.pipeline import TextToImage
 from limner.progress import progress
 from limner.recipes.recipe import ContrastiveStage, PretrainedDVAE, PriorStage, Recipe
 from limner.runs.demo_options import Demo
 from limner.runs.demo_report import page
 from limner.runs.time_estimate import PARALLEL_SLOWDOWN, seconds_per_step, timing_inputs
 from limner.runs.train import train_all
+from limner.sampling.candidates import Candidates
 from limner.tasks.build_scenes import write_scenes
 from limner.tasks.scenes import Scene
 

@@ -59,7 +59,8 @@ def main(argv: Sequence[str]) -> None:
     from limner.evaluation import composition as evaluation
     from limner.evaluation.report import save_png
     from limner.evaluation.scene_sheet import render_samples, scene_samples
-    from limner.pipeline import Candidates, load
+    from limner.pipeline import load
+    from limner.sampling.candidates import Candidates
 
     pipe = load(options.model)
     require_scenes(pipe.dvae.config.size, "name a model of scenes")
