@@ -240,11 +240,9 @@ def _load_part(folder: Path, name: str, kind: Any, data: Mapping[str, Any]) -> n
 def _check_size(config: Any, tensors: int, where: str) -> None:
     """Raise `UserError` for sizes that would make building slow. The number of `tensors` in the file bounds the
     number of layers."""
-    layers = config.groups * config.blocks if isinstance(config, AnyDVAEConfig) else config.depth
-    if layers > tensors:
-        raise UserError(f"{where} has {layers} layers, but its file has only {tensors} tensors")
-    is_contrastive = isinstance(config, CLIPConfig)
-    positions = (config.size // config.patch) ** 2 if is_contrastive else math.prod(config.grid)
+    if config.depth > tensors:
+        raise UserError(f"{where} has {config.depth} layers, but its file has only {tensors} tensors")
+    positions = math.prod(config.grid)
     longest = max(positions, getattr(config, "text_len", 0))
     if positions < 1 or longest > _MAX_POSITIONS:
         raise UserError(f"{where} has {longest} positions: a bundle must have from 1 to {_MAX_POSITIONS}")

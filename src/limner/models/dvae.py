@@ -175,7 +175,12 @@ class DVAEConfig(Validated):
     @property
     def branch_gain(self) -> float:
         """Factor of the residual branches (§2.1)."""
-        return self.gain or 1 / (self.groups * self.blocks) ** 2
+        return self.gain or 1 / self.depth**2
+
+    @property
+    def depth(self) -> int:
+        """Number of resblocks of the encoder, and of the decoder."""
+        return self.groups * self.blocks
 
     @property
     def stride(self) -> int:
