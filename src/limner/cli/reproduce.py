@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
             print(f"  {name:<{max(map(len, EXPERIMENTS))}}  {load(name).claim}")
         return
     options = parse(Reproduce, argv, "limner reproduce")
-    name = validate_choice(options.name, EXPERIMENTS, "finding")
+    name = validate_choice(options.name, tuple(EXPERIMENTS), "finding")
     folder = check_writable(options.output, folder=True)
     experiment = load(name)
     finding = experiment.reproduce(folder / "trials" / name, options.quick)

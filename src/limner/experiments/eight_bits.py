@@ -18,7 +18,6 @@ from limner.experiments.sweep import Result, Sweep, deviation, span
 from limner.experiments.tiny_models import CLIP, accuracy, scenes, train_clip
 from limner.numerics.precision import Bf16
 from limner.objectives.hard_negatives import HardNegativeLoss
-from limner.optim.optimizers import AdamWConfig
 from limner.quantization import int8
 from limner.quantization.convert import convert
 from limner.quantization.precisions import Fp8TensorWise, LLMInt8, SwitchBack, in_blocks
@@ -27,16 +26,12 @@ from limner.quantization.quantize import row_wise
 INT8 = {"SwitchBack": SwitchBack(), "LLM.int8()": LLMInt8()}
 
 
-def int8_trial(*, lr: float, batches: tuple[int, ...] = (), **settings: Any) -> Result:
+def int8_trial(*, batches: tuple[int, ...] = (), **settings: Any) -> Result:
     """Return the losses, accuracy on new scenes, and the errors of int8 gradients for some sizes of a batch.
 
     The error of a gradient is relative (L2 norm); the worst block matrix counts.
     """
-    run, losses = train_clip(
-        model=replace(CLIP, patch_dropout=0.0),  # use all positions
-        optimizer=AdamWConfig(lr=lr, betas=(0.9, 0.98)),
-        **settings,
-    )
+    run, losses = train_clip(model=replace(CLIP, patch_dropout=0.0), **settings)  # use all positions
     errors = {name: [] for name in INT8}
     correct = accuracy(run.model)
     for size in batches:
@@ -108,10 +103,10 @@ def switchback_accuracy(folder: Path, quick: bool) -> Finding:
     )
 
 
-def float8_trial(*, depth: int, lr: float, qk_norm: bool = False, layer_scale: bool = False, **settings: Any) -> Result:
+def float8_trial(*, depth: int, qk_norm: bool = False, layer_scale: bool = False, **settings: Any) -> Result:
     """Return the losses, accuracy on new scenes, and each image block's mean feature magnitude (Figure 2, right)."""
     model = replace(CLIP, depth=depth, qk_norm=qk_norm, layer_scale=layer_scale)
-    run, losses = train_clip(model=model, optimizer=AdamWConfig(lr=lr, betas=(0.9, 0.98)), **settings)
+    run, losses = train_clip(model=model, **settings)
     trained: Any = run.model
     result = {"loss": losses, "accuracy": accuracy(trained), "features": []}
     for block in trained.image_blocks:

@@ -21,12 +21,9 @@ from torch import Tensor, nn
 from limner.distributed.gradient_reducers import Codec, GradientReducer, PendingWork, Replicas, buckets
 from limner.experiments.sweep import Result
 from limner.experiments.tiny_models import PRIOR, train_prior
-from limner.optim.optimizers import AdamWConfig
 from limner.optim.param_groups import block_matrices
 from limner.training.parallel import SingleProcess
 from limner.training.train_module import Trainable
-
-ADAMW = AdamWConfig(lr=2e-3, betas=(0.9, 0.98))
 
 
 class SimulatedGroup(Replicas):
@@ -116,23 +113,17 @@ class SimulatedReplicas(SingleProcess):
 
 
 def train(
-    *,
-    reducer: Callable[[], GradientReducer],
-    width: int,
-    steps: int,
-    optimizer: Any = ADAMW,
-    clip_norm: float | None = 1.0,
-    seed: int,
+    *, reducer: Callable[[], GradientReducer], width: int, steps: int, clip_norm: float | None = 1.0, **settings: Any
 ) -> tuple[Result, list[Any]]:
     """Train a small prior with two replicas, batch size 32.
 
     Returns the losses with the bytes sent per step, of all parameters and of block matrices, and the reducers.
     """
     strategy = SimulatedReplicas(reducer, 2)
+    model = replace(PRIOR, width=width, depth=4, heads=max(2, width // 48))
     run, losses = train_prior(
-        model=replace(PRIOR, width=width, depth=4, heads=max(2, width // 48)), steps=steps, batch=32, accumulate=2,
-        optimizer=optimizer, clip_norm=clip_norm, parallel=strategy, seed=seed,
-    )  # fmt: skip
+        model=model, steps=steps, batch=32, accumulate=2, parallel=strategy, clip_norm=clip_norm, **settings
+    )
     matrices = frozenset(block_matrices(run.model))
     # With two replicas, a ring all-reduce sends each uncompressed number once.
     uncompressed = sum(p.nbytes for p in run.model.parameters() if p not in matrices)

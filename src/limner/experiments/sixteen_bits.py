@@ -46,7 +46,7 @@ class FastLossScaler(DynamicLossScaler):
     GROWTH_INTERVAL = DynamicLossScaler.GROWTH_INTERVAL // _SPEEDUP
 
 
-def grad_scales_trial(*, steps: int, depth: int, lr: float, scaler: type[Any] | None = None, **settings: Any) -> Result:
+def grad_scales_trial(*, steps: int, depth: int, scaler: type[Any] | None = None, **settings: Any) -> Result:
     """Return the losses, the number of skipped updates, and the scales of resblocks after each update."""
     scalers: list[Any] = []
 
@@ -55,8 +55,7 @@ def grad_scales_trial(*, steps: int, depth: int, lr: float, scaler: type[Any] | 
         return scalers
 
     run, losses = train_prior(
-        model=replace(PRIOR, depth=depth), optimizer=AdamWConfig(lr=lr, betas=(0.9, 0.98)), clip_norm=1.0,
-        hooks=make_hooks, steps=steps, max_bad_steps=steps, **settings,
+        model=replace(PRIOR, depth=depth), hooks=make_hooks, clip_norm=1.0, steps=steps, max_bad_steps=steps, **settings
     )  # fmt: skip
     scales = scalers[0].history if scaler is FastPerBlockGradScaler else []
     return {"loss": losses, "held_out": held_out_loss(run.model), "skipped": run.skipped, "scales": scales}

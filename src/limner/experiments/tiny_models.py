@@ -25,6 +25,7 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.hard_negatives import HardNegativeLoss
+from limner.optim.optimizers import AdamWConfig
 from limner.optim.schedules import Cosine
 from limner.tasks.captions import describe
 from limner.tasks.rendering import render
@@ -99,19 +100,21 @@ def train_clip(
 
 def _train(
     model: nn.Module, objective: Objective, samples: Mapping[str, Tensor], *, steps: int, batch: int, seed: int,
-    hooks: Callable[[TrainState], Sequence[Hook]] = scaling, parallel: Parallel | None = None, **settings: Any,
+    lr: float = 2e-3, hooks: Callable[[TrainState], Sequence[Hook]] = scaling, parallel: Parallel | None = None,
+    **settings: Any,
 ) -> Trained:  # fmt: skip
     """Train on random batches.
 
     Args:
         samples: tensors by name, [N, ...] each; a batch has the same rows of each.
+        lr: learning rate of AdamW, unless `settings` has another optimizer.
         hooks: makes the training hooks.
         parallel: the strategy of several replicas; None for a single process.
         settings: further fields of `TrainConfig`.
     """
     config = TrainConfig(
-        steps=steps, batch_size=batch, clip_norm=None, warmup_steps=steps // 4, schedule=Cosine(), precision=Fp32(),
-        seed=seed, max_bad_steps=50,
+        steps=steps, batch_size=batch, optimizer=AdamWConfig(lr=lr, betas=(0.9, 0.98)), clip_norm=None,
+        warmup_steps=steps // 4, schedule=Cosine(), precision=Fp32(), seed=seed, max_bad_steps=50,
     )  # fmt: skip
     run = TrainState(model, objective, replace(config, **settings), parallel=parallel)
     rng, losses, run_hooks = np.random.default_rng(seed), [], hooks(run)
