@@ -91,22 +91,17 @@ def spike_report(folder: Path) -> SpikeReport:
     if not rows:
         raise UserError(f"no steps in {path}: name a run folder of `limner train`, or a stage folder in it")
     last = max(row["step"] for row in rows)
-    names = {name for row in rows for name in row["rms"]}
-
-    def values(key: str, missing: float, group: str = "") -> np.ndarray:
-        series = np.full(last, missing)
-        for row in rows:
-            if key in (part := row[group] if group else row):
-                series[row["step"] - 1] = _number(part[key])
-        return series
-
-    loss = values("loss", math.nan)
-    rms = {name: values(name, 1.0, "rms") for name in sorted(names)}
+    loss = np.full(last, math.nan)
+    rms = {name: np.ones(last) for name in sorted({name for row in rows for name in row["rms"]})}
     features: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(rows, key=lambda row: row["step"]):
-        if isinstance(magnitudes := row.get("features"), dict):
-            for name, value in magnitudes.items():
-                features.setdefault(name, []).append((row["step"], _number(value)))
+        step, magnitudes = row["step"], row.get("features")
+        if "loss" in row:
+            loss[step - 1] = _number(row["loss"])
+        for name, value in row["rms"].items():
+            rms[name][step - 1] = _number(value)
+        for name, value in magnitudes.items() if isinstance(magnitudes, dict) else ():
+            features.setdefault(name, []).append((step, _number(value)))
     return SpikeReport(loss, rms, {name: match_spikes(loss, series) for name, series in rms.items()}, features)
 
 
