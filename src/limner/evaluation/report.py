@@ -1,7 +1,7 @@
 """Result pages: a contact sheet, and a web page in one file without network access.
 
 Pictures are data URIs, curves are inline SVG, colors follow the reader's light or dark scheme. Captions and names are
-escaped. All pages use these functions, which need no optional package; matplotlib would be one.
+escaped. All pages use these functions. Curves are our own SVG because matplotlib is an optional package.
 """
 
 from __future__ import annotations
