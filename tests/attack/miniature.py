@@ -69,7 +69,7 @@ def small() -> None:
     """Make what has no option for its size small in this process: the recipe of `limner demo`, the number of emoji."""
     if not os.environ.get("LIMNER_ATTACK_SMALL"):
         return
-    from limner.runs import demo
+    from limner.cli import demo
     from limner.tasks import emoji
 
     tiny = recipe(steps=1, every=1)

@@ -304,8 +304,8 @@ def test_plan_says_which_of_its_figures_run():
 TINY_DEMO = """
 import sys
 from dataclasses import replace
+from limner.cli import demo
 from limner.recipes import presets
-from limner.runs import demo
 def small(stage, **model):
     training = {"steps": 30, "batch_size": 4, "warmup_steps": 2, "log_every": 5, "eval_every": 10}
     return replace(stage, model=replace(stage.model, **model), training=replace(stage.training, **training))

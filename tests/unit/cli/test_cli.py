@@ -18,8 +18,7 @@ from limner import cli
 from limner.bundles import read_info
 from limner.cli import COMMANDS, Command, main, train
 from limner.cli.arguments import parse
-from limner.cli.draw import Draw
-from limner.cli.draw_common import output_path
+from limner.cli.draw import Draw, output_path
 from limner.errors import UserError, escape_control
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.progress import PlainProgress

@@ -1,4 +1,4 @@
-"""`limner inspect precision`: number formats of stored weights, and the kernels that computed 8-bit layers."""
+"""`limner inspect precision | spikes`: number formats and kernels, and loss spikes, from the records of a run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse
-from limner.cli.inspect.stage_files import records
+from limner.cli.arguments import check_writable, parse
 from limner.errors import UserError, escape_control
 from limner.json_files import read_json
 from limner.text_table import render_table
+from limner.validation import Validated
 
 if TYPE_CHECKING:
     from limner.quantization.kernel_counter import Counts
@@ -33,14 +33,25 @@ class PrecisionOptions:
     """A run of `limner train`, or the folder of one of its stages."""
 
 
-def main(argv: Sequence[str]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SpikesOptions(Validated):
+    """Find loss spikes of a run, and the matrices that predict them: their RMS_t spikes 1 to 8 steps earlier
+    (Wortsman et al. 2023)."""
+
+    run: Positional[Path]
+    """A run of `limner train`, or the folder of one of its stages, such as runs/mine/prior."""
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Write a page with the curves of one stage."""
+
+
+def precision(argv: Sequence[str]) -> None:
     """show the formats of weights, and the kernels of 8-bit layers with their counts"""
     run = parse(PrecisionOptions, argv, "limner inspect precision").run
     if not run.is_dir():
         raise UserError(f"{run} is not a folder: name the --out folder of `limner train`")
     from limner.training.kernel_report import FILE
 
-    files = records(run, FILE)
+    files = _records(run, FILE)
     if not files:
         if not any((run / name).exists() for name in ("recipe.json", "config.json")):
             raise UserError(f"{run} is not a run folder: name the --out folder of `limner train`")
@@ -48,10 +59,37 @@ def main(argv: Sequence[str]) -> None:
             f"{run} lacks records of low-precision layers: train with --prior.training.precision switchback or "
             "fp16weights, for example; each checkpoint writes the record"
         )
-    print("\n\n".join("\n".join(_report(title or "run", path)) for title, path in files.items()))
+    print("\n\n".join("\n".join(_precision_lines(title or "run", path)) for title, path in files.items()))
 
 
-def _report(title: str, path: Path) -> Iterator[str]:
+def spikes(argv: Sequence[str]) -> None:
+    """did RMS_t predict the spikes of the loss?"""
+    options = parse(SpikesOptions, argv, "limner inspect spikes")
+    if options.output:
+        check_writable(options.output)
+    from limner.evaluation.loss_spikes import STABILITY_FILE, spike_report
+
+    stages = _records(options.run, STABILITY_FILE) or {"": options.run / STABILITY_FILE}
+    if options.output and len(stages) > 1:
+        folder = next(iter(stages.values())).parent
+        raise UserError(f"{options.run} has several stages: name one for a page, such as {folder}")
+    reports = {title: spike_report(path.parent) for title, path in stages.items()}
+    print("\n\n".join((f"{title}: " if title else "") + report.text() for title, report in reports.items()))
+    if options.output:
+        ((title, report),) = reports.items()
+        page = report.save(options.output, f"Spikes of {stages[title].parent}")
+        print(f"written: {escape_control(page)}")
+
+
+def _records(run: Path, file: str) -> dict[str, Path]:
+    """Return the files named `file` in the stages of a run, by stage title; "" if `run` is a stage folder."""
+    from limner.recipes.recipe import STAGE_TITLES
+
+    paths = {title: run / name / file for name, title in STAGE_TITLES.items()} | {"": run / file}
+    return {title: path for title, path in paths.items() if path.exists()}
+
+
+def _precision_lines(title: str, path: Path) -> Iterator[str]:
     """Yield the lines of the report on one model."""
     from limner.quantization.half_linear import HalfLinear
     from limner.quantization.kernel_counter import Product, counts_from_json
