@@ -42,7 +42,7 @@ from limner.runs.demo_options import Demo
 from limner.runs.demo_report import page
 from limner.runs.time_estimate import PARALLEL_SLOWDOWN, seconds_per_step, timing_inputs
 from limner.runs.train import train_all
-from limner.tasks.build_scenes import write_scenes
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from limner.tasks.scenes import Scene
 
 COUNT_WEIGHTS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one to four objects
@@ -140,15 +140,8 @@ def write_data(demo: Demo) -> None:
         if is_complete(demo.out / folder):
             continue
         with progress(f"writing {kind} scenes", demo.scenes, unit="scene") as bar:
-            write_scenes(
-                demo.out / folder,
-                demo.scenes,
-                seed=1,
-                kind=kind,
-                pairs=0.0,
-                count_weights=COUNT_WEIGHTS,
-                progress=bar.advance,
-            )
+            settings = SceneDataSettings(count=demo.scenes, seed=1, kind=kind, pairs=0.0, objects=COUNT_WEIGHTS)
+            write_scenes(demo.out / folder, settings, bar.advance)
 
 
 def _train(demo: Demo, recipe: Recipe) -> TextToImage:
