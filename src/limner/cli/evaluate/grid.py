@@ -42,15 +42,14 @@ def main(argv: Sequence[str]) -> None:
     options = parse(DrawGrid, argv, "limner evaluate grid")
     check_writable_png(options.output)
     from limner.data.open_source import open_source
-    from limner.evaluation import icon_grid
-    from limner.evaluation.icon_pictures import Icons
+    from limner.evaluation.icon_pictures import Icons, draw_cells, grid_cells, render_grid
     from limner.evaluation.report import save_png
     from limner.pipeline import load
 
     source, pipe = open_source(options.data), load(options.model)
     data = Icons.from_source(source, pipe.dvae.config.size)
-    cells = icon_grid.grid_cells(data, options.subjects)
+    cells = grid_cells(data, options.subjects)
     with progress("drawing", len(cells) * options.candidates, unit="drawing") as bar:
-        drawings = icon_grid.generate(pipe, data, cells, options.candidates, options.seed, bar.advance)
-    path = save_png(icon_grid.render(data, cells, drawings, options.real), options.output)
+        drawings = draw_cells(pipe, data, cells, options.candidates, options.seed, bar.advance)
+    path = save_png(render_grid(data, cells, drawings, options.real), options.output)
     print(f"written: {escape_control(path)}")

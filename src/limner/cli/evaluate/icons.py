@@ -58,7 +58,6 @@ def main(argv: Sequence[str]) -> None:
     from limner.evaluation import icons as evaluation
     from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
     from limner.evaluation.icon_pictures import SPLITS, Icons
-    from limner.evaluation.icon_result import save
     from limner.pipeline import load
 
     source, pipe = open_source(options.data), load(options.model)
@@ -79,11 +78,11 @@ def main(argv: Sequence[str]) -> None:
     )
     results = []
     evaluations = [(evaluation.evaluate, split, data.references.splits.count(split)) for split in SPLITS]
-    kinds = data.pairs.kinds
+    kinds = data.pairs.splits
     evaluations += [(evaluation.evaluate_pairs, kind, kinds.count(kind)) for kind in sorted(set(kinds))]
     for evaluate, name, count in evaluations:
         if total := min(count, settings.captions) * settings.repeats * settings.candidates:
             with progress(f"drawing, {escape_control(name)}", total, unit="drawing") as bar:
                 results.append(evaluate(pipe, data, classifier, name, settings, bar.advance))
             print(results[-1].table())
-    write_result(lambda path: save(path, accuracy, results), options.output)
+    write_result(lambda path: evaluation.save(path, accuracy, results), options.output)
