@@ -26,7 +26,7 @@ from limner.objectives.reconstruction_loss import ReconstructionLoss
 from limner.optim.optimizers import AdamWConfig, MuonConfig
 from limner.optim.schedules import Cosine
 from limner.pipeline import TextToImage
-from limner.tasks.build_scenes import write_scenes
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from limner.tasks.verify import satisfies
 from limner.text.bpe import Tokenizer
 from limner.training.config import TrainConfig
@@ -48,7 +48,7 @@ def fit(name, model, objective, dataset, steps, batch, optimizer, **settings):
 
 # Data: scenes of one object on a background, with captions such as "a small striped red cross on a pink background".
 if not (OUT / "data/dataset.json").exists():
-    write_scenes(OUT / "data", 8_000, seed=0, count_weights=(1, 0, 0, 0), pairs=0, held_out=0)
+    write_scenes(OUT / "data", SceneDataSettings(count=8_000, objects=(1, 0, 0, 0), pairs=0, held_out=0))
 source = open_source(str(OUT / "data"))
 tokenizer = Tokenizer.train((caption for i in range(len(source)) for caption in source[i].captions), CODES)
 images = ImageCaptionDataset(source, SIZE, tokenizer=tokenizer, text_len=LENGTH, cache_bytes=1 << 30)

@@ -31,7 +31,9 @@ from limner.validation import InvalidSetting, invalid_choice
 
 T = TypeVar("T")
 _TEMPORARY_SUFFIX_BYTES = 18  # by which temporary names (`limner.atomic_io`) are longer than final names
-_METAVARS = {"out": "FOLDER", "bundle": "NAME|FOLDER", "start": "NAME|FOLDER"}  # of fields outside `limner.cli`
+_METAVARS = {  # of fields outside `limner.cli`
+    "out": "FOLDER", "bundle": "NAME|FOLDER", "start": "NAME|FOLDER", "background": "COLOR", "categories": "NAME ...",
+}  # fmt: skip
 _MAX_MESSAGE = 300  # characters of an error message, which quotes the arguments
 
 _REGISTRY = ConstructorRegistry()

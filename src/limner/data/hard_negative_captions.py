@@ -12,7 +12,7 @@ A distractor differs from its caption in one change. The three kinds of change a
   (docs/log/2026-11-22.md, "Spatial relations in the reranker").
 
 The method works on any data, without a grammar. It discards captions that it recognizes as correct: a list in another
-order, and, if the facts of a picture are known (`tasks/caption_truth.py`), any true caption. It also discards captions
+order, and, if the facts of a picture are known (`tasks/verify.py`), any true caption. It also discards captions
 of held-out samples: a model trained to call them wrong cannot be tested on them.
 """
 

@@ -29,7 +29,7 @@ from limner.training.config import TrainConfig
 def scenes() -> Recipe:
     """Synthetic scenes, as for the bundled model `scenes`. Two to three hours on two cores.
 
-    limner data scenes data/scenes --count 120000 --things 2 7 0.5 0.5 --in-order 0.7
+    limner data scenes data/scenes --count 120000 --objects 2 7 0.5 0.5 --in-order 0.7
     limner train data/scenes --recipe scenes --out runs/scenes
     """
     return Recipe(

@@ -43,7 +43,7 @@ from limner.recipes.recipe import STAGE_TITLES, PretrainedDVAE, Recipe
 from limner.runs.time_estimate import PARALLEL_SLOWDOWN, seconds_per_step, timing_inputs
 from limner.runs.train import train_all
 from limner.sampling.candidates import Candidates
-from limner.tasks.build_scenes import write_scenes
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from limner.tasks.scenes import Scene
 from limner.training.metrics_log import read_metrics
 
@@ -160,9 +160,8 @@ def write_data(folder: Path, scenes: int, kind: Literal["described", "crowded"])
     """Write the scenes to train on, unless they are complete."""
     if not is_complete(folder):
         with progress(f"writing {kind} scenes", scenes, unit="scene") as bar:
-            write_scenes(
-                folder, scenes, seed=1, kind=kind, pairs=0.0, count_weights=_COUNT_WEIGHTS, progress=bar.advance
-            )
+            settings = SceneDataSettings(count=scenes, seed=1, kind=kind, pairs=0.0, objects=_COUNT_WEIGHTS)
+            write_scenes(folder, settings, bar.advance)
 
 
 def _draw(

@@ -27,7 +27,7 @@ from limner.json_files import read_json, write_json
 from limner.models.patch_dvae import AnyDVAE
 from limner.progress import progress
 from limner.recipes.recipe import DVAEStage, PatchStage, PretrainedDVAE, Recipe
-from limner.tasks.caption_truth import falsity_test
+from limner.tasks.verify import falsity_test
 from limner.text.bpe import Tokenizer
 from limner.training.parallel import Parallel, SingleProcess
 

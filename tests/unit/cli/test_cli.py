@@ -60,7 +60,7 @@ def test_help_names_every_command(capsys):
         (["data", "scenes", "out", "--count", "0"], "count"),
         (["data", "scenes", "out", "--size", "50"], "multiple of 24"),
         (["data", "scenes", "out", "--held-out", "2"], "held-out"),
-        (["data", "scenes", "out", "--things", "0", "0", "0", "0"], "things"),
+        (["data", "scenes", "out", "--objects", "0", "0", "0", "0"], "objects"),
         (["data", "show", "no-such-folder"], "does not exist"),
         (["evaluate", "composition", "--things", "5"], "things must be at most 4, not 5"),
         (["evaluate", "emojis"], "did you mean 'emoji'"),

@@ -25,7 +25,7 @@ from limner.recipes.recipe import PatchStage, Recipe
 from limner.runs.run_data import RunData
 from limner.runs.stages import StageTrainer, init_from_codebook, load_reranker
 from limner.runs.train import train_all
-from limner.tasks.build_scenes import write_scenes
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import SingleProcess
 from more_patterns import dilated
@@ -35,7 +35,7 @@ from tiny import tiny_recipe
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "scenes"
-    write_scenes(folder, 24, 0, size=24, held_out=0.3)
+    write_scenes(folder, SceneDataSettings(count=24, size=24, held_out=0.3))
     return folder
 
 

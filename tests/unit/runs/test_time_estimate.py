@@ -11,7 +11,7 @@ from limner.errors import UserError
 from limner.recipes.recipe import PretrainedDVAE
 from limner.runs import time_estimate
 from limner.runs.train import train_all
-from limner.tasks.build_scenes import write_scenes
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from tiny import tiny_recipe
 
 STAGES = ("dvae", "prior", "contrastive")
@@ -153,7 +153,7 @@ def test_every_stage_can_be_timed_and_leaves_the_callers_random_numbers(monkeypa
 
 def test_the_command_prints_the_estimate_of_a_valid_run(tmp_path, monkeypatch, capsys):
     """The estimate precedes training; an invalid recipe has none."""
-    write_scenes(tmp_path / "data", 8, 0, size=24)
+    write_scenes(tmp_path / "data", SceneDataSettings(count=8, size=24))
     monkeypatch.setattr(recipes, "get", lambda name: with_steps(tiny_recipe(), dvae=2, prior=200, contrastive=2))
     monkeypatch.setattr(
         "limner.runs.stages.StageTrainer.dvae", lambda *_, **__: (_ for _ in ()).throw(UserError("here"))
@@ -167,7 +167,7 @@ def test_the_command_prints_the_estimate_of_a_valid_run(tmp_path, monkeypatch, c
 
 
 def test_on_start_is_called_once_with_the_stages(tmp_path):
-    write_scenes(tmp_path / "data", 8, 0, size=24)
+    write_scenes(tmp_path / "data", SceneDataSettings(count=8, size=24))
     started = []
     recipe = with_steps(tiny_recipe(), dvae=1, prior=1, contrastive=1)
     train_all(recipe, tmp_path / "data", tmp_path / "run", ("dvae",), started.append)

@@ -174,7 +174,6 @@ def icons(argv: Sequence[str]) -> None:
     from limner.evaluation import icons as evaluation
     from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
     from limner.evaluation.icon_pictures import SPLITS, Icons
-    from limner.evaluation.icon_result import save
     from limner.pipeline import load
 
     source, pipe = open_source(options.data), load(options.model)
@@ -193,7 +192,7 @@ def icons(argv: Sequence[str]) -> None:
     settings = evaluation.IconSettings(
         captions=options.captions, candidates=options.candidates, repeats=options.repeats, seed=options.seed
     )
-    kinds = data.pairs.kinds
+    kinds = data.pairs.splits
     evaluations = [(evaluation.evaluate, split, data.references.splits.count(split)) for split in SPLITS]
     evaluations += [(evaluation.evaluate_pairs, kind, kinds.count(kind)) for kind in sorted(set(kinds))]
     results = []
@@ -202,7 +201,7 @@ def icons(argv: Sequence[str]) -> None:
             with progress(f"drawing, {escape_control(name)}", total, unit="drawing") as bar:
                 results.append(evaluate(pipe, data, classifier, name, settings, bar.advance))
             print(results[-1].table())
-    _write(options.output, lambda path: save(path, accuracy, results))
+    _write(options.output, lambda path: evaluation.save(path, accuracy, results))
 
 
 def grid(argv: Sequence[str]) -> None:
@@ -210,17 +209,16 @@ def grid(argv: Sequence[str]) -> None:
     options = parse(DrawGrid, argv, "limner evaluate grid")
     check_writable_png(options.output)
     from limner.data.open_source import open_source
-    from limner.evaluation import icon_grid
-    from limner.evaluation.icon_pictures import Icons
+    from limner.evaluation.icon_pictures import Icons, draw_cells, grid_cells, render_grid
     from limner.evaluation.report import save_png
     from limner.pipeline import load
 
     source, pipe = open_source(options.data), load(options.model)
     data = Icons.from_source(source, pipe.dvae.config.size)
-    cells = icon_grid.grid_cells(data, options.subjects)
+    cells = grid_cells(data, options.subjects)
     with progress("drawing", len(cells) * options.candidates, unit="drawing") as bar:
-        drawings = icon_grid.generate(pipe, data, cells, options.candidates, options.seed, bar.advance)
-    _write(options.output, partial(save_png, icon_grid.render(data, cells, drawings, options.real)))
+        drawings = draw_cells(pipe, data, cells, options.candidates, options.seed, bar.advance)
+    _write(options.output, partial(save_png, render_grid(data, cells, drawings, options.real)))
 
 
 def _parse(cls: type[T], argv: Sequence[str], name: str) -> T:

@@ -4,7 +4,7 @@ import numpy as np
 
 from limner.data.hard_negative_captions import Distractors
 from limner.tasks import captions, rendering, scenes, verify
-from limner.tasks.caption_truth import falsity_test
+from limner.tasks.verify import falsity_test
 from sample_scenes import random_captions
 
 SCENES = Distractors(random_captions(6_000))
