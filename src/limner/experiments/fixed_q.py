@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from limner.distributed.gradient_reducers import Fp32Reducer, GradientReducer
+from limner.distributed.gradient_reducers import Fp32Reducer
 from limner.distributed.powersgd import Matrix, PowerSGD, PowerSGDConfig
 from limner.experiments.report import Finding
 from limner.experiments.sweep import Result, TrialRunner
@@ -84,7 +84,7 @@ def trial(setting: FixedQSetting) -> Result:
 
     kind = KINDS[setting.kind]
 
-    def make_reducer() -> GradientReducer:
+    def make_reducer() -> Fp32Reducer:
         return kind(PowerSGDConfig(rank=setting.rank)) if kind else Fp32Reducer()
 
     trained = replicas.train(make_reducer, width=setting.width, steps=setting.steps, seed=setting.seed)

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from limner.distributed.gradient_reducers import Fp32Reducer, GradientReducer
+from limner.distributed.gradient_reducers import Fp32Reducer
 from limner.distributed.powersgd import EPS, PowerSGD, PowerSGDConfig, orthonormal
 from limner.experiments.report import Finding
 from limner.experiments.sweep import Result, TrialRunner
@@ -114,7 +114,7 @@ def train(setting: HouseholderSetting) -> Result:
         def orthonormal(self, p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
             return METHODS[setting.method](p)
 
-    def make_reducer() -> GradientReducer:
+    def make_reducer() -> Fp32Reducer:
         return (
             Fp32Reducer() if setting.method == "uncompressed" else PowerSGDWithMethod(PowerSGDConfig(rank=setting.rank))
         )

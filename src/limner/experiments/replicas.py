@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from limner.distributed.gradient_reducers import Codec, GradientReducer, PendingWork, Replicas, buckets
+from limner.distributed.gradient_reducers import Codec, Fp32Reducer, PendingWork, Replicas, buckets
 from limner.experiments import tiny_prior
 from limner.experiments.tiny_train import Trained
 from limner.models.transformer import TransformerConfig
@@ -75,7 +75,7 @@ class SimulatedReplicas(SingleProcess):
         count: number of replicas.
     """
 
-    def __init__(self, make: Callable[[], GradientReducer], count: int) -> None:
+    def __init__(self, make: Callable[[], Fp32Reducer], count: int) -> None:
         super().__init__()
         self._make, self.count, self._replica = make, count, 0
 
@@ -125,7 +125,7 @@ class SimulatedReplicas(SingleProcess):
 
 
 def train(
-    make: Callable[[], GradientReducer],
+    make: Callable[[], Fp32Reducer],
     *,
     width: int,
     steps: int,

@@ -33,6 +33,7 @@ from torch import Tensor
 from limner import compat
 from limner.numerics.compile_elementwise import can_launch_triton
 from limner.numerics.formats import E6M9, HALF_FORMATS, UE6M10
+from limner.numerics.seeding import rounding_seed
 from limner.optim.dtensor import to_local
 from limner.optim.grad_access import grad_values
 
@@ -142,7 +143,7 @@ class MomentOptimizer(torch.optim.Optimizer):
         self._update(group, params, StepTensors(weights, grads, exp_avgs, exp_avg_sqs, use_triton), counts)
         for p, weight, count, index in zip(params, weights, counts, indices, strict=True):
             if p.dtype in HALF_FORMATS:
-                generator = torch.Generator(weight.device).manual_seed(_rounding_seed(count, index))
+                generator = torch.Generator(weight.device).manual_seed(rounding_seed(count, index))
                 to_local(p).copy_(HALF_FORMATS[p.dtype].round(weight, generator))
         if not use_triton:
             for moment, values in zip(MOMENT_FORMATS, (exp_avgs, exp_avg_sqs), strict=True):
@@ -263,11 +264,3 @@ def supports_triton(*lists: list[Tensor]) -> bool:
 def bias_corrections(beta: float, counts: list[int]) -> list[float]:
     """1 - beta^t for the step count t of each tensor (Kingma & Ba 2015, §3)."""
     return [1 - beta**count for count in counts]
-
-
-def _rounding_seed(count: int, index: int) -> int:
-    """Seed for rounding the tensor at `index` in its step `count`. CPU generators read only 32 bits of a seed.
-
-    Seeds of a tensor repeat after 2^32 steps; those of two tensors coincide only at steps far apart.
-    """
-    return (count * 2_654_435_769 + index) % 2**32

@@ -23,7 +23,7 @@ use 16-bit precision where it is really necessary", D.2).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from limner import compat
+from limner.blocks import resblocks
 from limner.errors import UserError
-from limner.models.transformer import Resblock
 from limner.numerics.formats import HALF_FORMATS, FloatFormat
 from limner.numerics.precision import upcast
 from limner.optim.dtensor import split_by_placement, sum_over_shards, to_local
@@ -87,14 +87,6 @@ def zero_nonfinite(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, 0)
 
 
-def resblocks(model: nn.Module) -> dict[str, Resblock]:
-    """Return the resblocks of a model by name. Raises `UserError` without resblocks."""
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, Resblock)}
-    if not blocks:
-        raise UserError(f"a {type(model).__name__} lacks resblocks: choose another value for scaling than resblocks")
-    return blocks
-
-
 class PerBlockGradScaler(Hook):
     """One scale for each resblock (Figure 4, App. D.1), on the device of the model.
 
@@ -113,9 +105,13 @@ class PerBlockGradScaler(Hook):
     INIT_SCALE, MIN_SCALE, MAX_SCALE = 2.0**13, 2.0**7, 2.0**24
     GROWTH, BACKOFF = 2 ** (1 / 1_000), 2**0.5  # multiplies after finite gradients; divides after others
     BACKOFF_INTERVAL = 125  # least number of updates between two decreases of a scale
+    saved = ("scales", "last_backoff", "skipped")
 
     def __init__(self, run: TrainState, form: FloatFormat | None = None) -> None:
-        blocks = resblocks(run.model)
+        blocks: dict[str, Any] = resblocks(run.model)
+        if not blocks:
+            name = type(run.model).__name__
+            raise UserError(f"a {name} lacks resblocks: choose another value for scaling than resblocks")
         self.names = list(blocks)
         self.scales = torch.full((len(blocks),), self.INIT_SCALE, dtype=torch.float32, device=run.device)
         self.last_backoff = torch.full((len(blocks),), -self.BACKOFF_INTERVAL, device="cpu")  # step of the decrease
@@ -125,8 +121,7 @@ class PerBlockGradScaler(Hook):
         handles = _run_within(run.trainable, partial(torch.autocast, run.device.type, enabled=False))
         for i, block in enumerate(blocks.values()):
             scaled = [*block.norm.parameters(), *block.branch.parameters()]  # a layer scale's gain is outside
-            run.parallel.set_grad_scale(scaled, self.scales[i])
-            self._cleanup.callback(run.parallel.set_grad_scale, scaled, None)
+            run.parallel.reduction.scales |= dict.fromkeys(scaled, self.scales[i])
             handles += [
                 *_run_within(block, partial(run.config.precision.autocast, run.device)),
                 block.norm.register_forward_pre_hook(lambda _, args, i=i: (Unscale.apply(args[0], self.scales[i]),)),
@@ -134,6 +129,7 @@ class PerBlockGradScaler(Hook):
             ]
         for handle in handles:
             self._cleanup.callback(handle.remove)
+        self._cleanup.callback(run.parallel.reduction.scales.clear)
 
     def after_backward(self, run: TrainState) -> None:
         sums = torch.stack([_l1_norms(block, self.scales).sum() for block in self.parameters])
@@ -143,7 +139,7 @@ class PerBlockGradScaler(Hook):
             if finite[i]:
                 scales[i] *= self.GROWTH
             else:
-                run.parallel.restore_error_feedback(block)
+                run.parallel.reduction.restore_error_feedback(block)
                 for p in block:
                     p.grad = None
                 self.skipped[i] += 1
@@ -152,20 +148,13 @@ class PerBlockGradScaler(Hook):
                     self.last_backoff[i] = run.step
         self.scales.copy_(torch.tensor(scales, dtype=torch.float32).clamp(self.MIN_SCALE, self.MAX_SCALE))
 
-    def on_report(self, run: TrainState, row: dict[str, Any]) -> None:
+    def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
         logs = self.scales.log2()
         row |= {"scale/lowest": logs.min().item(), "scale/highest": logs.max().item()}
         row["scale/skipped"] = int(self.skipped.sum())
 
     def close(self) -> None:
         self._cleanup.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scales": self.scales, "last_backoff": self.last_backoff, "skipped": self.skipped}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, value in self.state_dict().items():
-            value.copy_(state[name])
 
 
 def _run_within(module: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> list[RemovableHandle]:
@@ -205,14 +194,14 @@ class _LossScaler(Hook):
     def __init__(self, run: TrainState) -> None:
         self.parameters, self.parallel, self.skipped = run.parameters, run.parallel, 0
         self.scale = torch.tensor(self.INIT_SCALE, dtype=torch.float32, device=run.device)
-        self.parallel.set_grad_scale(self.parameters, self.scale)
+        self.parallel.reduction.scales |= dict.fromkeys(self.parameters, self.scale)
         self.handle = run.trainable.register_forward_hook(
             lambda _, args, out: (Scale.apply(out[0], self.scale, None), out[1])
         )
 
     def close(self) -> None:
         self.handle.remove()
-        self.parallel.set_grad_scale(self.parameters, None)
+        self.parallel.reduction.scales.clear()
 
 
 class DynamicLossScaler(_LossScaler):
@@ -223,6 +212,7 @@ class DynamicLossScaler(_LossScaler):
 
     GROWTH_INTERVAL = 2_000  # consecutive finite updates after which it doubles
     finite_steps = 0  # consecutive finite updates
+    saved = ("scale", "finite_steps", "skipped")
 
     def after_backward(self, run: TrainState) -> None:
         if math.isfinite(_l1_norms(self.parameters, self.scale).sum().item()):
@@ -233,15 +223,8 @@ class DynamicLossScaler(_LossScaler):
             self.finite_steps, self.skipped = 0, self.skipped + 1
             self.scale.div_(2)
 
-    def on_report(self, run: TrainState, row: dict[str, Any]) -> None:
+    def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
         row |= {"scale": math.log2(self.scale.item()), "scale/skipped": self.skipped}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "finite_steps": self.finite_steps, "skipped": self.skipped}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scale.copy_(state["scale"])
-        self.finite_steps, self.skipped = int(state["finite_steps"]), int(state["skipped"])
 
 
 class StaticLossScaler(_LossScaler):
@@ -251,23 +234,19 @@ class StaticLossScaler(_LossScaler):
     thus neither stop other layers nor lower the scale permanently.
     """
 
+    saved = ("skipped",)
+
     def after_backward(self, run: TrainState) -> None:
         trained = [p for p in self.parameters if p.grad is not None]
         norms = _l1_norms(self.parameters, self.scale).tolist()
         overflowed = [p for p, norm in zip(trained, norms, strict=True) if not math.isfinite(norm)]
-        run.parallel.restore_error_feedback(overflowed)
+        run.parallel.reduction.restore_error_feedback(overflowed)
         for p in overflowed:
             p.grad = None
         self.skipped += len(overflowed)
 
-    def on_report(self, run: TrainState, row: dict[str, Any]) -> None:
+    def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
         row["scale/skipped"] = self.skipped
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"skipped": self.skipped}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.skipped = int(state["skipped"])
 
 
 def scaling(run: TrainState) -> list[Hook]:

@@ -57,7 +57,7 @@ def update(run: TrainState, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[st
             run.ema.update(run.model, run.step + 1)
         run.initial_loss = run.loss if run.initial_loss is None else run.initial_loss
     else:
-        parallel.restore_error_feedback(run.parameters)
+        parallel.reduction.restore_error_feedback(run.parameters)
     run.skipped += not finite
     run.consecutive_bad_steps = run.consecutive_bad_steps + 1 if run.loss_exploded or not finite else 0
     for optimizer in run.optimizers:

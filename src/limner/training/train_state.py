@@ -4,16 +4,19 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from limner.errors import UserError
+from limner.numerics.seeding import fold_in
 from limner.optim.ema import Ema, EmaOnCpu
 from limner.training.config import TrainConfig
-from limner.training.parallel import Parallel, SingleProcess, fold_in
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.train_module import Objective, Trainable
+
+__all__ = ["Diverged", "TrainState", "prepare_model"]
 
 Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
 
@@ -25,21 +28,11 @@ class Diverged(UserError):
     """Raised if training diverges."""
 
 
-class PreparedModel(NamedTuple):
-    """The result of `prepare_model`; `TrainState` describes the attributes."""
-
-    model: nn.Module
-    trainable: Trainable
-    wrapped: nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    ema: Ema | None
-
-
 def prepare_model(
     model: nn.Module, objective: Objective, config: TrainConfig, device: torch.device, parallel: Parallel
-) -> PreparedModel:
+) -> tuple[nn.Module, Trainable, nn.Module, list[torch.optim.Optimizer], Ema | None]:
     """Set up training of a model: convert precision, prepare for the device, build optimizers, build the average.
-    Each stage needs the one before.
+    Each stage needs the one before. `TrainState` describes the results.
 
     Raises `UserError` or `ValueError` if the model does not support the config.
     """
@@ -48,16 +41,15 @@ def prepare_model(
         if not hasattr(model, "set_checkpointing"):
             raise UserError(f"a {type(model).__name__} cannot recompute activations: set checkpoint_activations=False")
         model.set_checkpointing(True)  # type: ignore[operator]
-    if parallel.world_size > 1 and (gathered := getattr(objective, "gathered", None)):
-        objective = gathered(parallel.all_gather_with_grad)
     trainable = Trainable(model, objective)
+    if parallel.world_size > 1 and (gathered := getattr(objective, "gathered", None)):
+        trainable.objective = gathered(parallel.all_gather_with_grad)
     wrapped = parallel.prepare(trainable, device, config.precision.dtype(device))
     optimizers = config.optimizer.build(model)
     ema = None
     if config.ema_decay is not None:
-        average = EmaOnCpu if config.ema_on_cpu else Ema
-        ema = average(model, config.ema_decay, config.ema_every, config.ema_warmup)
-    return PreparedModel(model, trainable, wrapped, optimizers, ema)
+        ema = (EmaOnCpu if config.ema_on_cpu else Ema)(model, config.ema_decay, config.ema_every, config.ema_warmup)
+    return model, trainable, wrapped, optimizers, ema
 
 
 class TrainState:

@@ -9,14 +9,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from limner.distributed import powersgd
-from limner.distributed.gradient_reducers import (
-    Bf16Reducer,
-    Fp32Reducer,
-    OverlappedReducer,
-    PendingWork,
-    Replicas,
-    buckets,
-)
+from limner.distributed.gradient_reducers import Bf16Reducer, Fp32Reducer, PendingWork, Replicas, buckets
+from limner.distributed.overlapped_reducer import OverlappedReducer
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig, orthonormal
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
@@ -49,7 +43,7 @@ def gradients(
     torch.manual_seed(parallel.rank)  # the first process's weights are everyone's
     model = PRIOR.build()
     compute = parallel.prepare(Trainable(model, Autoregressive()), torch.device("cpu"), torch.float32)
-    parallel.load_state_dict(kept or {})
+    parallel.reduction.load_state_dict(kept or {})
     found = []
     for step in range(first, first + steps):
         for p in model.parameters():
@@ -478,7 +472,7 @@ def test_a_rank_that_compresses_nothing_is_an_error():
 def described() -> str:
     parallel = Sharded(2, partial(PowerSGD, PowerSGDConfig(rank=7)))
     parallel.prepare(Trainable(PRIOR.build(), Autoregressive()), torch.device("cpu"), torch.float32)
-    return parallel.summary()
+    return parallel.reduction.summary()
 
 
 def test_the_rank_that_shards_can_have_is_said():

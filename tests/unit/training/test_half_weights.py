@@ -42,7 +42,7 @@ CASES = [
 def learn(out, config):
     torch.manual_seed(0)
     model = PRIOR.build()
-    train(model, Autoregressive(), Tokens(), config, out)
+    train(TrainState(model, Autoregressive(), config), Tokens(), out)
     return model, [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
 
 
@@ -82,7 +82,7 @@ def test_afterwards_the_model_is_an_ordinary_one_with_the_averages(tmp_path):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     weight = model.blocks[0].mlp.branch.up.weight.detach()
     assert not torch.equal(weight, weight.half().float())
-    train(model, Autoregressive(), Tokens(), replace(CONFIG, steps=2), tmp_path / "again")
+    train(TrainState(model, Autoregressive(), replace(CONFIG, steps=2)), Tokens(), tmp_path / "again")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
