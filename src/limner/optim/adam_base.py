@@ -23,6 +23,7 @@ State of a parameter, with the names of torch's AdamW: `step` (fp32, on the CPU)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 from typing import Any, NamedTuple
@@ -79,6 +80,15 @@ def write_moment(state: Mapping[str, Tensor], moment: str, value: Tensor) -> Non
         MOMENT_FORMATS[moment].pack(value, out=stored)
 
 
+class Coefficients(NamedTuple):
+    """beta1, and for each of n tensors beta2 and the bias corrections of both moments."""
+
+    beta1: float
+    beta2: list[float]
+    c1: list[float]
+    c2: list[float]
+
+
 class StepTensors(NamedTuple):
     """Local shards that a step updates, in fp32 or float64; 16-bit weights are fp32 copies. If `use_triton`, one kernel
     updates all tensors and decodes 16-bit moments itself."""
@@ -91,7 +101,7 @@ class StepTensors(NamedTuple):
 
 
 class MomentOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers with Adam's moments. Subclasses implement `_update`."""
+    """Base class of optimizers with Adam's moments. The update is AdamW's, unless a subclass overrides `_update`."""
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, ...], eps: float, weight_decay: float, **others: Any
@@ -161,9 +171,16 @@ class MomentOptimizer(torch.optim.Optimizer):
                 state[moment] = torch.zeros_like(p, dtype=dtype)
         return state
 
+    def coefficients(self, group: Mapping[str, Any], counts: list[int]) -> Coefficients:
+        """Return the coefficients of a step, from the step counts of its tensors (Kingma & Ba 2015, §3)."""
+        beta1, beta2 = group["betas"]
+        c1, c2 = ([1 - beta**count for count in counts] for beta in (beta1, beta2))
+        return Coefficients(beta1, [beta2] * len(counts), c1, c2)
+
     def _update(self, group: Mapping[str, Any], params: list[Tensor], inputs: StepTensors, counts: list[int]) -> None:
         """Update weights and moments of `params` in place. `counts` are step counts, this step included."""
-        raise NotImplementedError
+        lrs, bound = [group["lr"]] * len(counts), group.get("max_exp_avg_sq", inf)
+        adamw_(inputs, lrs, self.coefficients(group, counts), group["eps"], group["weight_decay"], bound)
 
 
 def supports_quantized_state(p: Tensor) -> bool:
@@ -182,18 +199,17 @@ def update_chunks(params: Iterable[Tensor], quantize: bool = False) -> Iterator[
     if any(p.grad is not None and p.grad.layout != torch.strided for p in params):
         raise RuntimeError("limner's optimizers cannot use sparse gradients: give nn.Embedding sparse=False")
     waiting: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
-    sizes: dict[tuple[torch.device, torch.dtype, bool], int] = {}
+    sizes: Counter[tuple[torch.device, torch.dtype, bool]] = Counter()
     for p in params:
-        kind, size = (p.device, p.dtype, quantize and supports_quantized_state(p)), p.numel()
-        limit = _chunk_values(p)
-        if size > limit:
+        kind, limit = (p.device, p.dtype, quantize and supports_quantized_state(p)), _chunk_values(p)
+        if p.numel() > limit:
             yield [p]
             continue
-        if sizes.get(kind, 0) + size > limit:
+        if sizes[kind] + p.numel() > limit:
             yield waiting.pop(kind)
-            sizes[kind] = 0
+            del sizes[kind]
         waiting.setdefault(kind, []).append(p)
-        sizes[kind] = sizes.get(kind, 0) + size
+        sizes[kind] += p.numel()
     yield from waiting.values()
 
 
@@ -205,10 +221,8 @@ def _chunk_values(p: Tensor) -> int:
 
 def adamw_(
     inputs: StepTensors,
-    *,
     lrs: list[float] | Tensor,
-    betas: tuple[float, list[float]],
-    corrections: tuple[list[float], list[float]],
+    coefficients: Coefficients,
     eps: float,
     weight_decay: float,
     max_exp_avg_sq: float = inf,
@@ -220,14 +234,11 @@ def adamw_(
     p <- p - lr (m / c1 / (sqrt(v / c2) + eps) + weight_decay p)
     """
     params, grads, exp_avgs, exp_avg_sqs, use_triton = inputs
-    (beta1, beta2), (c1, c2) = betas, corrections
+    beta1, beta2, c1, c2 = coefficients
     if use_triton:
         from limner.optim import triton_adamw
 
-        triton_adamw.adamw_(
-            params, grads, exp_avgs, exp_avg_sqs, lrs=lrs, betas=betas, corrections=corrections, eps=eps,
-            weight_decay=weight_decay, max_exp_avg_sq=max_exp_avg_sq,
-        )  # fmt: skip
+        triton_adamw.adamw_(inputs[:4], lrs, coefficients, eps, weight_decay, max_exp_avg_sq)
         return
     compat.foreach_lerp_(exp_avgs, grads, 1 - beta1)
     compat.foreach_mul_(exp_avg_sqs, beta2)
@@ -259,8 +270,3 @@ def supports_triton(*lists: list[Tensor]) -> bool:
         and all(x.stride() == p.stride() for p, *others in zip(*lists, strict=True) for x in others)
         and all(p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last) for p in params)
     )
-
-
-def bias_corrections(beta: float, counts: list[int]) -> list[float]:
-    """1 - beta^t for the step count t of each tensor (Kingma & Ba 2015, §3)."""
-    return [1 - beta**count for count in counts]

@@ -180,9 +180,8 @@ def _l1_norms(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
     dtype = torch.float32 if any(grad.dtype in HALF_FORMATS for grad in grads) else None  # sums overflow fp16
     norms: dict[int, Tensor] = {}
     for same_kind in split_by_placement(grads):
-        if same_kind:
-            sums = sum_over_shards(compat.foreach_norm([to_local(grad) for grad in same_kind], 1, dtype), same_kind)
-            norms |= zip(map(id, same_kind), sums, strict=True)
+        sums = sum_over_shards(compat.foreach_norm([to_local(grad) for grad in same_kind], 1, dtype), same_kind)
+        norms |= zip(map(id, same_kind), sums, strict=True)
     return torch.stack([norms[id(grad)] for grad in grads]) if grads else like.new_zeros(0)
 
 

@@ -143,5 +143,4 @@ def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tenso
                 u = (v if beta2_warmup else v / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST_NORMAL))
                 ratios[p] = (square / u).sum()
     for tensors in split_by_placement(ratios):
-        if tensors:
-            yield from zip(tensors, mean_over_shards([ratios[p] for p in tensors], tensors).sqrt(), strict=True)
+        yield from zip(tensors, mean_over_shards([ratios[p] for p in tensors], tensors).sqrt(), strict=True)
