@@ -13,7 +13,7 @@ of the training loop: its state is part of each checkpoint, and the model is unc
 
 The filter sets Inf and NaN to zero. Without it an overflow in one block would reach the identity path and lower the
 scales of all earlier blocks. Parameter gradients of norm and branch are divided by the scale as part of gradient
-averaging (`Parallel.set_grad_scale`), before clipping. If a block's gradients are not all finite, only this block is
+averaging (`Reduction.scales`), before clipping. If a block's gradients are not all finite, only this block is
 left out of the update.
 
 Operations outside the resblocks are not scaled and computed in fp32: embeddings, output layers, the objective ("Only
@@ -23,8 +23,8 @@ use 16-bit precision where it is really necessary", D.2).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -87,7 +87,20 @@ def zero_nonfinite(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, 0)
 
 
-class PerBlockGradScaler(Hook):
+class _Scaler(Hook):
+    """A hook that divides gradients by `scales`, by parameter. `handles` multiply them in the backward pass."""
+
+    def __init__(self, run: TrainState, scales: Mapping[Tensor, Tensor], handles: Sequence[RemovableHandle]) -> None:
+        self._scales, self._handles = run.parallel.reduction.scales, handles
+        self._scales |= scales
+
+    def close(self) -> None:
+        self._scales.clear()
+        for handle in self._handles:
+            handle.remove()
+
+
+class PerBlockGradScaler(_Scaler):
     """One scale for each resblock (Figure 4, App. D.1), on the device of the model.
 
     With M processes the paper's scales are M times as large, because its loss is divided by the samples of all
@@ -117,19 +130,17 @@ class PerBlockGradScaler(Hook):
         self.last_backoff = torch.full((len(blocks),), -self.BACKOFF_INTERVAL, device="cpu")  # step of the decrease
         self.skipped = torch.zeros(len(blocks), dtype=torch.int64, device="cpu")
         self.parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
-        self._cleanup = ExitStack()
+        divisors: dict[Tensor, Tensor] = {}
         handles = _run_within(run.trainable, partial(torch.autocast, run.device.type, enabled=False))
         for i, block in enumerate(blocks.values()):
             scaled = [*block.norm.parameters(), *block.branch.parameters()]  # a layer scale's gain is outside
-            run.parallel.reduction.scales |= dict.fromkeys(scaled, self.scales[i])
+            divisors |= dict.fromkeys(scaled, self.scales[i])
             handles += [
                 *_run_within(block, partial(run.config.precision.autocast, run.device)),
                 block.norm.register_forward_pre_hook(lambda _, args, i=i: (Unscale.apply(args[0], self.scales[i]),)),
                 block.branch.register_forward_hook(lambda _, args, out, i=i: Scale.apply(out, self.scales[i], form)),
             ]
-        for handle in handles:
-            self._cleanup.callback(handle.remove)
-        self._cleanup.callback(run.parallel.reduction.scales.clear)
+        super().__init__(run, divisors, handles)
 
     def after_backward(self, run: TrainState) -> None:
         sums = torch.stack([_l1_norms(block, self.scales).sum() for block in self.parameters])
@@ -152,9 +163,6 @@ class PerBlockGradScaler(Hook):
         logs = self.scales.log2()
         row |= {"scale/lowest": logs.min().item(), "scale/highest": logs.max().item()}
         row["scale/skipped"] = int(self.skipped.sum())
-
-    def close(self) -> None:
-        self._cleanup.close()
 
 
 def _run_within(module: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> list[RemovableHandle]:
@@ -185,22 +193,18 @@ def _l1_norms(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.stack([norms[id(grad)] for grad in grads]) if grads else like.new_zeros(0)
 
 
-class _LossScaler(Hook):
-    """Multiplies the loss by a scale in the backward pass, and registers the division of all gradients by it."""
+class _LossScaler(_Scaler):
+    """Multiplies the loss by a scale in the backward pass."""
 
     INIT_SCALE = 2.0**16
 
     def __init__(self, run: TrainState) -> None:
-        self.parameters, self.parallel, self.skipped = run.parameters, run.parallel, 0
+        self.parameters, self.skipped = run.parameters, 0
         self.scale = torch.tensor(self.INIT_SCALE, dtype=torch.float32, device=run.device)
-        self.parallel.reduction.scales |= dict.fromkeys(self.parameters, self.scale)
-        self.handle = run.trainable.register_forward_hook(
+        handle = run.trainable.register_forward_hook(
             lambda _, args, out: (Scale.apply(out[0], self.scale, None), out[1])
         )
-
-    def close(self) -> None:
-        self.handle.remove()
-        self.parallel.reduction.scales.clear()
+        super().__init__(run, dict.fromkeys(self.parameters, self.scale), [handle])
 
 
 class DynamicLossScaler(_LossScaler):

@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -121,15 +121,18 @@ class TrainState:
         """Return the metrics of the averaged weights; the state of model and generators is restored."""
         start = time.monotonic()
         devices = [self.device] if self.device.type == "cuda" else []
-        with (
-            self.ema.swapped(self.model) if self.ema else nullcontext(),
-            self.parallel.unsharded(),
-            _eval_mode(self.model),
-            torch.no_grad(),
-            torch.random.fork_rng(devices),
-            self.config.precision.autocast(self.device),
-        ):
-            metrics = evaluate(self.model, self.step)
+        self.model.eval()
+        try:
+            with (
+                self.ema.swapped(self.model) if self.ema else nullcontext(),
+                self.parallel.unsharded(),
+                torch.no_grad(),
+                torch.random.fork_rng(devices),
+                self.config.precision.autocast(self.device),
+            ):
+                metrics = evaluate(self.model, self.step)
+        finally:
+            self.model.train()
         self.samples_since += time.monotonic() - start
         return {name: float(value) for name, value in metrics.items()}
 
@@ -145,12 +148,3 @@ class TrainState:
             f"training diverged and stopped after step {self.step}: {reason}; lower lr "
             f"({self.config.optimizer.lr:g}) or lengthen warmup_steps ({self.config.warmup_steps})"
         )
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train()
