@@ -4,19 +4,15 @@ A step skips tensors without gradient: their moments and counts do not advance, 
 tensors whose updates are skipped (Wortsman et al. 2023, App. G, skip tensors with Inf or NaN).
 
 16-bit moments (Ramesh et al. 2021, App. B.2 and D) are integer codes: 1-6-9 for the running mean, 0-6-10 for the
-running variance. A step decodes the moments of a few tensors at a time, computes in fp32 and encodes them again; only
-`read_moment`, `write_moment` and the Triton kernel know the formats. Groups with `quantize_state` have 16-bit moments
-for tensors with two dimensions or more, except float64. "Store all gains, biases, embeddings, and unembeddings in
-32-bit precision, [...] and 32-bit Adam moments" (D.2): put embeddings and output layers into a group with
-`quantize_state=False`.
+running variance. A step decodes the moments of a few tensors at a time, computes in fp32 and encodes them again. Groups
+with `quantize_state` have 16-bit moments for tensors with two dimensions or more, except float64. "Store all gains,
+biases, embeddings, and unembeddings in 32-bit precision, [...] and 32-bit Adam moments" (D.2): put embeddings and
+output layers into a group with `quantize_state=False`.
 
-Weights may take 16 bits as well ("most parameters, Adam moments, and activations are stored in 16-bit precision",
-§2.4). Then unquantized moments and the whole update are fp32, and the last operation rounds the weight stochastically,
-which preserves its expected value. Rounding to nearest would lose every update below half a step of the format; the
-paper does not state its rounding,
-docs/log/2026-11-25.md, "Weights in 16 bits rounded at random"
-has measurements. The random numbers depend only on the step count of a
-tensor and its index in the optimizer, so replicas stay equal and a resumed run equals an uninterrupted one.
+Weights may take 16 bits as well (§2.4). Then unquantized moments and the whole update are fp32, and the last operation
+rounds the weight stochastically, which preserves its expected value: rounding to nearest would lose every update below
+half a step of the format (docs/log/2026-11-25.md, "Weights in 16 bits rounded at random"). The random numbers depend
+only on the step count of a tensor and its index, so replicas stay equal and a resumed run equals an uninterrupted one.
 
 State of a parameter, with the names of torch's AdamW: `step` (fp32, on the CPU), `exp_avg`, `exp_avg_sq`.
 """
@@ -161,13 +157,13 @@ class MomentOptimizer(torch.optim.Optimizer):
                     write_moment(state, moment, value)
 
     def _state(self, p: Tensor, quantize: bool) -> dict[str, Tensor]:
-        state = self.state[p]
-        quantize = quantize and supports_quantized_state(p)
-        if not state:
+        if not (state := self.state[p]):
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            for moment, moment_format in MOMENT_FORMATS.items():
-                unquantized = torch.float32 if p.dtype in HALF_FORMATS else p.dtype
-                dtype = moment_format.dtype if quantize else unquantized  # code 0 is the number 0
+            unquantized = torch.float32 if p.dtype in HALF_FORMATS else p.dtype
+            for moment, form in MOMENT_FORMATS.items():
+                dtype = (
+                    form.dtype if quantize and supports_quantized_state(p) else unquantized
+                )  # code 0 is the number 0
                 state[moment] = torch.zeros_like(p, dtype=dtype)
         return state
 
@@ -214,9 +210,9 @@ def update_chunks(params: Iterable[Tensor], quantize: bool = False) -> Iterator[
 
 
 def _chunk_values(p: Tensor) -> int:
-    if not p.is_cuda:
-        return CPU_CHUNK_VALUES
-    return _TRITON_CHUNK_VALUES if p.dtype == torch.float32 and can_launch_triton(p) else _GPU_CHUNK_VALUES
+    if p.is_cuda:
+        return _TRITON_CHUNK_VALUES if p.dtype == torch.float32 and can_launch_triton(p) else _GPU_CHUNK_VALUES
+    return CPU_CHUNK_VALUES
 
 
 def adamw_(
@@ -262,10 +258,9 @@ def supports_triton(*lists: list[Tensor]) -> bool:
     Weights and gradients are fp32, moments of one dtype, all without gaps and with the strides of the weight.
     """
     params, grads, *moments = lists
-    if not can_launch_triton(params[0]):
-        return False
     return (
-        {x.dtype for x in (*params, *grads)} == {torch.float32}
+        can_launch_triton(params[0])
+        and {x.dtype for x in (*params, *grads)} == {torch.float32}
         and len({x.dtype for tensors in moments for x in tensors}) == 1
         and all(x.stride() == p.stride() for p, *others in zip(*lists, strict=True) for x in others)
         and all(p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last) for p in params)

@@ -92,10 +92,10 @@ class StableAdamW(MomentOptimizer):
             adamw_(inputs, lrs, coefficients, group["eps"], decay)
             return
         steps = {count: torch.tensor(count, dtype=torch.float32, device="cpu") for count in set(counts)}
-        for tensors, tensor_lr, count in zip(zip(*inputs[:4], strict=True), lrs.tolist(), counts, strict=True):
+        for i, (tensor_lr, count) in enumerate(zip(lrs.tolist(), counts, strict=True)):
             compat.fused_adamw_(
-                *([x] for x in tensors), [], [steps[count]], lr=tensor_lr, beta1=beta1, beta2=beta2, weight_decay=decay,
-                eps=group["eps"], amsgrad=False, maximize=False,
+                [weights[i]], [grads[i]], [exp_avgs[i]], [exp_avg_sqs[i]], [], [steps[count]], lr=tensor_lr,
+                beta1=beta1, beta2=beta2, weight_decay=decay, eps=group["eps"], amsgrad=False, maximize=False,
             )  # fmt: skip
 
 

@@ -175,11 +175,11 @@ class _Loop:
                 raise run.diverged()
             stop = run.parallel.any(signals.received)
             if last or stop or (run.step % config.checkpoint_every == 0 and not run.consecutive_bad_steps):
-                self.saved = save(run, self.stream, self.hooks, self.description, self.checkpointer)
-            if last or stop:
-                self.checkpointer.flush()
-            if stop and not last:
-                raise Interrupted(run.step, self.saved)
+                self.saved = saved = save(run, self.stream, self.hooks, self.description, self.checkpointer)
+                if last or stop:
+                    self.checkpointer.flush()
+                if stop and not last:
+                    raise Interrupted(run.step, saved)
 
     def _row(self, metrics: Mapping[str, Tensor], evaluates: bool) -> dict[str, Any]:
         """Return the row for the log from the metrics of an update."""

@@ -2,6 +2,7 @@
 are those of one process."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from limner.training.train_state import TrainState
 from ranks import on_ranks
 
 PRIOR = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=5, heads=2)
+SHALLOW, SMALL = replace(PRIOR, depth=3), replace(PRIOR, depth=2, kernel=3)
 
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch lacks process groups")
@@ -95,7 +97,7 @@ def evaluating(parallel: Parallel, evaluates: bool) -> tuple[list[float], list[f
     """Losses, evaluation metrics of averaged weights, and the largest number of blocks with full weights."""
     torch.manual_seed(0)
     config = TrainConfig(steps=3, batch_size=8, precision=Bf16(), optimizer=AdamWConfig(lr=0.01), ema_decay=0.5)
-    run = TrainState(PRIOR.build(), Autoregressive(), config, parallel=parallel)
+    run = TrainState(SHALLOW.build(), Autoregressive(), config, parallel=parallel)
     g = torch.Generator().manual_seed(0)
     batch = {"text": torch.randint(0, 20, (8, 8), generator=g), "image": torch.randint(0, 8, (8, 9), generator=g)}
     share = {name: x.chunk(parallel.world_size)[parallel.rank] for name, x in batch.items()}
@@ -155,7 +157,7 @@ def learn(strategy: Parallel, precision: Precision, checkpointed: bool = False, 
         steps=2, batch_size=8, accumulate=accumulate, precision=precision, optimizer=AdamWConfig(lr=1e-3),
         checkpoint_activations=checkpointed, clip_norm=1.0,
     )  # fmt: skip
-    run = TrainState(PRIOR.build(), Autoregressive(), config, parallel=strategy)
+    run = TrainState(SMALL.build(), Autoregressive(), config, parallel=strategy)
     seen: dict[str, set[torch.dtype]] = {}
     for name, module in run.model.named_modules():
         if isinstance(module, nn.Linear | nn.LayerNorm):
@@ -192,14 +194,14 @@ def test_matrices_of_blocks_are_gathered_in_16_bits_and_all_else_in_32(halves):
         assert all(dtypes == {torch.float32} for dtypes in found["dtypes"].values())
     # Half of each number that is gathered or scattered goes to the other process: weights for the forward pass and, but
     # for the last block's, for the backward pass; gradients, in fp32, once.
-    everything = sum(p.numel() for p in PRIOR.build().parameters() if p.ndim)
-    block = PRIOR.build().blocks[0]
-    again = sum(p.numel() for p in block.parameters() if p.ndim) * (PRIOR.depth - 1)
+    everything = sum(p.numel() for p in SMALL.build().parameters() if p.ndim)
+    block = SMALL.build().blocks[0]
+    again = sum(p.numel() for p in block.parameters() if p.ndim) * (SMALL.depth - 1)
     bytes_sent = (everything + again + everything) * 4 // 2
     assert bytes_sent <= full["sent"]["send"] <= bytes_sent * 1.01  # with padding
     # Two bytes less for each number of a linear layer, as often as it is gathered.
     linear = sum(p.numel() for m in block.modules() if isinstance(m, nn.Linear) for p in m.parameters())
-    assert full["sent"]["send"] - sixteen["sent"]["send"] == linear * (2 * PRIOR.depth - 1)
+    assert full["sent"]["send"] - sixteen["sent"]["send"] == linear * (2 * SMALL.depth - 1)
     for found in (sixteen, full):
         assert not {"all-to-all", "reduce-scatter"} & set(found["sent"])
 
