@@ -28,9 +28,9 @@ checkpoints hold the sum; here gradients are means over a replica's samples.)
 If an update is skipped, or leaves out some tensors, `restore_error_feedback` adds P Q^T to their buffers again. The
 value that is not finite may be in another block, and E.2 would lose the contribution of earlier steps.
 
-Two details differ from E.2. Flags are sent with P and Q: whether the gradients, P and Q are finite and, with Q, whether
-P is finite after step 5. All replicas therefore leave out the same blocks. And the loop measures the gradient norm on
-P Q^T itself: the norm of Q (step 9) equals it only as far as P's columns are orthonormal after rounding.
+Two details differ from E.2. Flags sent with P and Q tell whether the gradients, P and Q are finite: all replicas leave
+out the same blocks. And the loop measures the gradient norm on P Q^T itself: the norm of Q (step 9) equals it only as
+far as P's columns are orthonormal after rounding.
 
 Shapes: m x n a matrix's shard with m <= n, r directions of a shard, k matrices of one m in a block.
 """
@@ -196,8 +196,7 @@ class PowerSGD(Fp32Reducer):
         finite = _finite(errors)
         for matrix, error in zip(matrices, errors, strict=True):
             error.add_(matrix.error())  # in place: the memory of the gradient holds E + G until `store_error` packs it
-        # `_inverse_root` is the "predetermined constants" of step 3. With them P rarely and Q never overflows 1-6-9.
-        # The constants of P cancel in step 5.
+        # With "predetermined constants" (step 3) P rarely and Q never overflows 1-6-9; step 5 cancels those of P.
         oriented = [error.T if matrix.transposed else error for matrix, error in zip(matrices, errors, strict=True)]
         p = [e @ matrix.q0 * _inverse_root(len(matrix.q0)) for e, matrix in zip(oriented, matrices, strict=True)]
         all_finite, all_usable = yield from self._average_factors(p, finite, _finite(p))
@@ -242,7 +241,7 @@ class PowerSGD(Fp32Reducer):
             if matrix.parameter in restored:
                 gradient = grad_access.grad_values(restored[matrix.parameter]).flatten(1)
                 if gradient.isfinite().all():
-                    matrix.store_error(matrix.error().add(gradient))
+                    matrix.store_error(matrix.error() + gradient)
 
     def orthonormal(self, p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
         """Run step 5 for matrices of one shape."""
