@@ -31,6 +31,7 @@ from limner.tasks.verify import satisfies
 from limner.text.bpe import Tokenizer
 from limner.training.config import TrainConfig
 from limner.training.loop import train
+from limner.training.train_state import TrainState
 
 OUT, SIZE, CODES, LENGTH, CANDIDATES, TARGET = Path(sys.argv[1]), 48, 512, 16, 8, 0.7
 
@@ -41,7 +42,7 @@ def fit(name, model, objective, dataset, steps, batch, optimizer, **settings):
         steps=steps, batch_size=batch, optimizer=optimizer, clip_norm=1.0, warmup_steps=50, schedule=Cosine(end=0.02),
         **settings,
     )  # fmt: skip
-    result = train(model, objective, Stream(dataset, batch), config, OUT / name)
+    result = train(TrainState(model, objective, config), Stream(dataset, batch), OUT / name)
     print(name, {key: round(value, 3) for key, value in result.metrics.items()})
     return model.eval()
 

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from limner.errors import UserError
+from limner.numerics.seeding import splitmix64
 
-__all__ = ["Dataset", "Stream", "per_rank_batch_size", "permutation", "splitmix64"]
+__all__ = ["Dataset", "Stream", "per_rank_batch_size", "permutation"]
 
 
 class Dataset(Protocol):
@@ -39,21 +40,6 @@ class Dataset(Protocol):
         (uint64 [B]), so it does not depend on its batch. If other samples replace bad ones, "index"
         (int64 [B]) holds the indices of the samples returned."""
         ...
-
-
-def splitmix64(*values: int | np.ndarray) -> np.ndarray:
-    """Hash integers, or broadcast arrays of them, to uint64 by chained splitmix64.
-
-    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
-    """
-    state = np.zeros((), np.uint64)
-    with np.errstate(over="ignore"):
-        for value in values:
-            state = state + np.asarray(value).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            state = state ^ (state >> np.uint64(31))
-    return np.asarray(state)
 
 
 def per_rank_batch_size(batch: int, world: int, setting: str = "") -> int:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from limner.distributed.gradient_reducers import Codec, GradientReducer, PendingWork, Replicas, buckets
+from limner.distributed.gradient_reducers import Codec, Fp32Reducer, PendingWork, Replicas, buckets
 from limner.experiments.sweep import Result
 from limner.experiments.tiny_models import PRIOR, train_prior
 from limner.optim.param_groups import block_matrices
@@ -63,7 +63,7 @@ class SimulatedReplicas(SingleProcess):
         exchanged: values of the last exchange, [R, n].
     """
 
-    def __init__(self, make: Callable[[], GradientReducer], count: int) -> None:
+    def __init__(self, make: Callable[[], Fp32Reducer], count: int) -> None:
         super().__init__()
         self.count, self._replica = count, 0
         self.reducers = [make() for _ in range(count)]
@@ -113,7 +113,7 @@ class SimulatedReplicas(SingleProcess):
 
 
 def train(
-    *, reducer: Callable[[], GradientReducer], width: int, steps: int, clip_norm: float | None = 1.0, **settings: Any
+    *, reducer: Callable[[], Fp32Reducer], width: int, steps: int, clip_norm: float | None = 1.0, **settings: Any
 ) -> tuple[Result, list[Any]]:
     """Train a small prior with two replicas, batch size 32.
 

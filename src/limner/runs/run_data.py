@@ -20,11 +20,12 @@ from limner.data.datasets import EncodedDataset, ImageCaptionDataset, TokenDatas
 from limner.data.hard_negative_captions import Distractors
 from limner.data.open_source import open_source
 from limner.data.sample import Rejected, Source, Subset, describe_unread, group_by_split
-from limner.data.stream import Dataset, splitmix64
+from limner.data.stream import Dataset
 from limner.data.token_cache import encode_tokens, weights_hash
 from limner.errors import UserError
 from limner.json_files import read_json, write_json
 from limner.models.patch_dvae import AnyDVAE
+from limner.numerics.seeding import splitmix64
 from limner.progress import progress
 from limner.recipes.recipe import DVAEStage, PatchStage, PretrainedDVAE, Recipe
 from limner.tasks.verify import falsity_test

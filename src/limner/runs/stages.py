@@ -25,6 +25,7 @@ from limner.models.contrastive import CLIP
 from limner.models.dvae import DVAE
 from limner.models.patch_dvae import KMEANS_ITERS, AnyDVAE, AnyDVAEConfig, PatchDVAE
 from limner.models.transformer import Transformer
+from limner.numerics.seeding import fold_in
 from limner.objectives.codebook_elbo import BalancedELB
 from limner.optim.dtensor import full_tensor, is_dtensor, shard_like
 from limner.pipeline import load
@@ -46,7 +47,6 @@ from limner.training.checkpoint import completed, load_weights
 from limner.training.hooks import Hook
 from limner.training.kernel_report import KernelReport
 from limner.training.loop import train
-from limner.training.parallel import fold_in
 from limner.training.rms_monitor import RMSMonitor
 from limner.training.state_tensors import fill_model, model_tensors
 from limner.training.train_state import Evaluate, TrainState
@@ -218,19 +218,9 @@ class StageTrainer:
             record = {**record, "start": self.recipe.start}
         stream = Stream(data, config.batch_size, config.seed, prefetch=2)
         with progress(f"training the {STAGE_TITLES[name]}", config.steps, shown=self.run_data.parallel.is_main) as bar:
-            trained = train(
-                model,
-                stage.objective,
-                stream,
-                config,
-                self.out / name,
-                evaluate=evaluate,
-                record=record,
-                hooks=[*hooks, RMSMonitor(self.out / name)],
-                device=self.device,
-                parallel=self.run_data.parallel,
-                bar=bar,
-            )
+            run = TrainState(model, stage.objective, config, self.device, self.run_data.parallel)
+            hooks = [*hooks, RMSMonitor(self.out / name)]
+            trained = train(run, stream, self.out / name, evaluate=evaluate, record=record, hooks=hooks, bar=bar)
         stream.close()
         return trained.checkpoint
 

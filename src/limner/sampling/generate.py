@@ -23,6 +23,7 @@ from torch import Tensor
 from limner.attention.cache import KVStore, RaggedBatch
 from limner.errors import UserError
 from limner.models.transformer import Transformer
+from limner.numerics.seeding import candidate_seed
 from limner.sampling.decoder import TokenDecoder
 from limner.sampling.generation_config import Sampler
 from limner.text import PAD
@@ -88,8 +89,8 @@ def _truncated(p: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
 def candidate_noise(seed: int, candidates: range, length: int) -> Float32[Tensor, "N {length}"]:
     """Uniform numbers in [0, 1), one row of `length` for each candidate, determined by (seed, candidate)."""
     rows = []
-    for i in candidates:  # generators read only 32 bits of a seed, so its upper bits are mixed in
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + (seed >> 32) * 2_654_435_769 + i) % 2**32)
+    for i in candidates:
+        generator = torch.Generator().manual_seed(candidate_seed(seed, i))
         rows.append(torch.rand(length, generator=generator))
     return torch.stack(rows)
 

@@ -31,7 +31,7 @@ class KernelReport(Hook):
         self._resumed: dict[str, Counts] = {}  # counts at the resume
         self._total: dict[str, Counts] = {}
 
-    def on_save(self, run: TrainState) -> None:
+    def before_save(self, run: TrainState) -> None:
         layers = {name: x for name, x in run.model.named_modules() if isinstance(x, nn.Linear)}
         counts = {name: x.counter.counts for name, x in layers.items() if isinstance(x, LowPrecisionLinear)}
         self._total = {name: self._resumed.get(name, Counter()) + count for name, count in counts.items()}

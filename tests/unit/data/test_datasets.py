@@ -13,8 +13,9 @@ from limner.data.filters import Filters
 from limner.data.hard_negative_captions import Distractors
 from limner.data.prepare import encode_image
 from limner.data.sample import Rejected, Sample
-from limner.data.stream import Stream, splitmix64
+from limner.data.stream import Stream
 from limner.errors import UserError
+from limner.numerics.seeding import splitmix64
 
 
 class Words:

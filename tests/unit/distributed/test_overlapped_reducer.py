@@ -1,13 +1,14 @@
-"""The contrastive loss with distractors, in micro-batches: gradients of several processes are those of one, and where
-an objective calls a block twice, which would spoil them, an error says so."""
+"""Reduction during the backward pass: its order, and the contrastive loss with distractors, in micro-batches: gradients
+of several processes are those of one, and where an objective calls a block twice, an error says so."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
-from limner.distributed.gradient_reducers import Fp32Reducer
+from limner.distributed.gradient_reducers import Fp32Reducer, PendingWork, Replicas, buckets
+from limner.distributed.overlapped_reducer import OverlappedReducer
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
 from limner.errors import UserError
@@ -24,10 +25,15 @@ from ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch lacks process groups")
 
+
 PARTS, BATCH = 2, 8
+
+
 MODEL = CLIPConfig(
     text_vocab=20, text_len=6, size=8, patch=4, width=16, depth=2, heads=2, embedding=8, qk_norm=True
 )  # fmt: skip
+
+
 WAYS = {
     "replicated": (2, Replicated),
     "replicated, reduced": (2, lambda: Replicated(Fp32Reducer)),
@@ -113,3 +119,35 @@ def said(way: str) -> str:
 def test_a_block_called_twice_is_said(way):
     for says in on_ranks(WAYS[way][0], said, way):
         assert "twice for one loss" in says and "call it once" in says
+
+
+class Noting(Fp32Reducer):
+    """A reducer that records its calls, and when its communication ends."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def reduce(self, bucket: str) -> PendingWork:
+        self.said.append(f"{bucket} sends")
+        yield from super().reduce(bucket)
+        self.said.append(f"{bucket} is through")
+
+
+def noted() -> list[str]:
+    said: list[str] = []
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    for i, layer in enumerate(model):
+        layer.register_full_backward_hook(lambda *_, i=i: said.append(f"backward of {i}"))
+    reduction = OverlappedReducer(Noting(said), buckets(model), Replicas(distributed.group.WORLD))
+    model(torch.ones(1, 3, requires_grad=True)).sum().backward()
+    reduction.complete()
+    return said
+
+
+def test_two_backward_passes_run_before_a_communication_is_waited_for():
+    for said in on_ranks(2, noted):
+        order = [one for one in said if not one.startswith("backward")]
+        assert order == [
+            "3 sends", "2 sends", "1 sends", "3 is through", "0 sends", "2 is through", "1 is through", "0 is through",
+        ]  # fmt: skip
+        assert said.index("backward of 2") < said.index("3 is through")
