@@ -135,9 +135,9 @@ def _option(action: Action) -> str:
 def _table(actions: list[Action], limits: dict[str, str]) -> list[str]:
     lines = ["| option | default | values | meaning |", "|---|---|---|---|"]
     for action in actions:
-        text, _, default = str(action.help or "").rpartition(" (")
-        default = default.removesuffix(")")
-        default = "required" if default == "required" else default.removeprefix("default:").strip() or "none"
+        help_text = re.fullmatch(r"(.*?)\s*(?:\((required|default:.*)\))?\s*", str(action.help or ""), re.DOTALL)
+        assert help_text is not None
+        text, default = help_text[1], (help_text[2] or "").removeprefix("default:").strip() or "none"
         if action.nargs == 0:
             default = {"True": "on", "False": "off"}.get(default, default)
         name = ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.metavar}`"

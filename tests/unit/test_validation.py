@@ -82,7 +82,7 @@ MADE = tuple(
     f"limner.{name}"
     for name in (
         "bundles", "drawing", "pipeline", "data.", "distributed.gradient_reducers.", "evaluation.", "attention.",
-        "metrics.", "profiling.", "reproduce.", "runs.run_data", "training.", "tasks.",
+        "metrics.", "experiments.", "planner.", "runs.run_data", "training.", "tasks.",
     )
 )  # fmt: skip
 SET = (

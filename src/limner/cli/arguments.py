@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,10 +30,11 @@ from limner.errors import UserError, closest_match
 from limner.validation import InvalidSetting, invalid_choice
 
 T = TypeVar("T")
-_TEMPORARY_SUFFIX_BYTES = 18  # by which temporary names (`limner.atomic_io`) are longer than final names
+_TEMPORARY_SUFFIX = "x" * 18  # as long as what temporary names (`limner.atomic_io`) append
 _METAVARS = {"out": "FOLDER", "bundle": "NAME|FOLDER", "start": "NAME|FOLDER"}  # of fields outside `limner.cli`
 _MAX_MESSAGE = 300  # characters of an error message, which quotes the arguments
 
+_MARKERS = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
 _REGISTRY = ConstructorRegistry()
 
 
@@ -65,10 +66,9 @@ def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 @_REGISTRY.primitive_rule
 def _path(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
     """Parse a path, shown as FILE in help."""
-    if info.type is not Path:
-        return None
     is_path, to_words = (lambda value: isinstance(value, Path)), (lambda value: [str(value)])
-    return PrimitiveConstructorSpec(1, "FILE", lambda words: Path(words[0]), is_path, to_words)
+    spec = PrimitiveConstructorSpec(1, "FILE", lambda words: Path(words[0]), is_path, to_words)
+    return spec if info.type is Path else None
 
 
 @_REGISTRY.struct_rule
@@ -76,32 +76,38 @@ def _with_help(info: StructTypeInfo) -> StructConstructorSpec | None:
     """Parse a dataclass, with unwrapped help texts: tyro keeps the line breaks of docstrings."""
     if not is_dataclass(info.type):
         return None
-    hints, instance = get_type_hints(info.type, include_extras=True), info.default
-    specs = []
+    hints, specs = get_type_hints(info.type, include_extras=True), []
     for setting in fields(info.type):
-        default = getattr(instance, setting.name) if is_dataclass(instance) else _default(setting)
-        nested = type(default) if is_dataclass(default) else None
-        help_text = partial(help_of, info.type, setting.name, nested)
+        default = getattr(info.default, setting.name) if is_dataclass(info.default) else default_of(setting)
+        help_text = partial(help_of, info.type, setting.name, default)
         hint: Any = hints[setting.name]
         if setting.name in _METAVARS and get_origin(hint) is not Annotated:
             hint = Annotated[hint, tyro.conf.arg(metavar=_METAVARS[setting.name])]
+        if default is None or default == ():
+            hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=partial(_default_hint, help_text))]
         specs.append(StructFieldSpec(setting.name, hint, default, help_text))
     return StructConstructorSpec(instantiate=info.type, fields=tuple(specs))
 
 
-def _default(setting: Field[Any]) -> Any:
-    if setting.default is not MISSING:
-        return setting.default
-    return tyro.MISSING if setting.default_factory is MISSING else setting.default_factory()
+def default_of(setting: Field[Any], fallback: object = None) -> Any:
+    """Return the default of a dataclass's setting; without one, the setting of `fallback`, else `tyro.MISSING`."""
+    if setting.default_factory is not MISSING:
+        return setting.default_factory()
+    return getattr(fallback, setting.name, tyro.MISSING) if setting.default is MISSING else setting.default
 
 
-def help_of(cls: type, name: str, nested: type | None = None) -> str | None:
-    """Return the help of a setting from the docstrings of the dataclass or its bases, else of its value's class."""
+def _default_hint(help_text: Callable[[], str | None], default: str) -> str:
+    """Return the end of an option's help: its default, unless the text states it."""
+    return "" if "by default" in (help_text() or "") else f"(default: {default})"
+
+
+def help_of(cls: type, name: str, default: object = None) -> str | None:
+    """Return the help of a setting from the docstrings of the dataclass or its bases, else of its default's class."""
     for base in cls.__mro__[:-1]:
         for parameter in docstring_parser.parse_from_object(base).params:
             if name in parameter.arg_name.split(", ") and parameter.description:
                 return _unwrap(parameter.description)
-    return _unwrap(docstring_parser.parse(nested.__doc__ or "").description or "") if nested else None
+    return _unwrap(docstring_parser.parse(default.__doc__ or "").description or "") if is_dataclass(default) else None
 
 
 def _unwrap(text: str) -> str:
@@ -119,16 +125,12 @@ def parse(
     parsed to their choices. `--help` prints the class's docstring, `variants` and the options, and exits. Raises
     `UserError` for invalid arguments.
     """
-    about = docstring_parser.parse(cls.__doc__ or "").description or ""
-    markers = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
-    options: dict[str, Any] = {"config": markers, "registry": _REGISTRY} | (
-        {} if default is None else {"default": default}
-    )
-    description = [_unwrap(about)]
+    description = [_unwrap(docstring_parser.parse(cls.__doc__ or "").description or "")]
     if variants:
         description += ["", "These options select a variant, whose settings are then options:"]
         description += [f"  {option} {', '.join(names)}" for option, names in variants.items()]
-    options["description"] = "\n".join(description)
+    options: dict[str, Any] = {"description": "\n".join(description), "config": _MARKERS, "registry": _REGISTRY}
+    options |= {} if default is None else {"default": default}
 
     def raise_user_error(event: compat.tyro_errors.ParseErrorEvent) -> None:
         if isinstance(event, compat.tyro_errors.UnrecognizedArgs):
@@ -208,15 +210,14 @@ def check_writable(path: Path, folder: bool = False) -> Path:
         raise UserError(f"{path} is a folder: name a file in it")
     if os.path.exists(path) and not (os.path.isdir(path) if folder else os.path.isfile(path)):
         raise UserError(f"{path} is not a {'folder' if folder else 'regular file'}: choose another output path")
-    missing = [p for p in (path, *path.parents) if not os.path.lexists(p)]
-    parent = (missing[-1] if missing else path).parent if missing or not folder else path
+    parent = next(p for p in (*[path] * folder, *path.parents) if os.path.lexists(p))
     if not os.path.isdir(parent):
         raise UserError(f"{parent} is not a folder: choose another output path")
     max_name, max_path = (os.pathconf(parent, f"PC_{kind}_MAX") for kind in ("NAME", "PATH"))
-    for part in {path, *missing}:
-        if len(os.fsencode(part.name)) > max_name - (_TEMPORARY_SUFFIX_BYTES if part == path else 0):
-            raise UserError(f"the name {part.name[:40]}... is too long for this file system: choose a shorter one")
-    if len(os.fsencode(path.absolute())) >= max_path - _TEMPORARY_SUFFIX_BYTES:
+    for name in (*path.parts[len(parent.parts) : -1], path.name + _TEMPORARY_SUFFIX):
+        if len(os.fsencode(name)) > max_name:
+            raise UserError(f"the name {name[:40]}... is too long for this file system: choose a shorter one")
+    if len(os.fsencode(path.absolute())) + len(_TEMPORARY_SUFFIX) >= max_path:
         raise UserError(f"the path {str(path)[:40]}... is too long for this system: choose a shorter one")
     try:
         with tempfile.TemporaryFile(dir=parent):

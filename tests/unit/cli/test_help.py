@@ -66,6 +66,8 @@ def test_help_flows(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "a shard of it (fsdp), or all weights and a shard of" in shown
     assert "It provides the tokenizer, initial weights for the trained stages" in shown
+    assert "Stages to train; all by default.\n" in "\n".join(map(str.rstrip, shown.splitlines()))  # no second default
+    assert "None starts with random weights. (default: None)" in shown
 
 
 def test_the_recipes_and_kinds_are_listed(capsys):
