@@ -20,7 +20,7 @@ from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import ReducerFactory
 from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError, escape_control
-from limner.recipes.recipe import PretrainedDVAE, Recipe
+from limner.recipes.recipe import PretrainedDVAE, Recipe, ResolvedRecipe
 from limner.runs import time_estimate
 from limner.runs.train import train_all
 from limner.training.determinism import deterministic
@@ -82,9 +82,10 @@ def main(argv: Sequence[str]) -> None:
     dvae = options.settings.dvae
     if isinstance(dvae, PretrainedDVAE) and "dvae" in options.stages:
         raise UserError(f"the recipe uses the trained dVAE of {dvae.bundle!r}: leave dvae out of --stages")
-    announce = partial(
-        time_estimate.print_estimate, options.settings, options.out, fallback=recipes.fallback_recipe(options.recipe)
-    )
+
+    def announce(resolved: ResolvedRecipe, stages: Sequence[str]) -> None:
+        time_estimate.print_estimate(resolved, options.out, stages, recipes.fallback_recipe(options.recipe))
+
     joined = process_group.join_process_group(options.parallel, options.dp_replicate, _reducer(options))
     with deterministic(options.deterministic), joined as parallel:
         bundle = train_all(options.settings, options.data, options.out, options.stages or None, announce, parallel)

@@ -37,7 +37,7 @@ from limner.evaluation.scene_sheet import render_samples, scene_samples
 from limner.json_files import read_json, read_mapping, write_json
 from limner.pipeline import Candidates, TextToImage
 from limner.progress import progress
-from limner.recipes.recipe import ContrastiveStage, PretrainedDVAE, PriorStage, Recipe
+from limner.recipes.recipe import ContrastiveStage, PretrainedDVAE, PriorStage, Recipe, resolve
 from limner.runs.demo_options import Demo
 from limner.runs.demo_report import page
 from limner.runs.time_estimate import PARALLEL_SLOWDOWN, seconds_per_step, timing_inputs
@@ -60,7 +60,9 @@ def _run(demo: Demo) -> composition.CompositionResult:
     recipe, out = demo.recipe(), demo.out
     claim_folder(out, {"scenes": demo.scenes, "recipe": to_dict(recipe)})
     if not isinstance(recipe.dvae, PretrainedDVAE) and not (out / "run" / "bundle").exists():
-        minutes = seconds_per_step(*timing_inputs(recipe, "dvae"), _TARGET_SECONDS) * recipe.dvae.training.steps / 60
+        minutes = (
+            seconds_per_step(*timing_inputs(resolve(recipe), "dvae"), _TARGET_SECONDS) * recipe.dvae.training.steps / 60
+        )
         _print(f"training the dVAE takes about {max(1, round(minutes))} minutes on this machine")
     with timed_phase(out, "writing scenes"):
         write_data(demo)
@@ -106,7 +108,8 @@ def affordable_steps(recipe: Recipe, max_seconds: float) -> dict[str, int]:
     threads = torch.get_num_threads()
     in_parallel = threads > 1  # with half of the threads each, which slows both
     torch.set_num_threads(threads - threads // 2)
-    step_seconds = {name: seconds_per_step(*timing_inputs(recipe, name), _TARGET_SECONDS) for name in stages}
+    resolved = resolve(recipe)
+    step_seconds = {name: seconds_per_step(*timing_inputs(resolved, name), _TARGET_SECONDS) for name in stages}
     torch.set_num_threads(threads)
     slowdown = PARALLEL_SLOWDOWN if in_parallel else 1
     seconds = {name: step_seconds[name] * steps[name] * slowdown for name in stages}

@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> None:
     from limner.runs.run_data import RunData
     from limner.runs.stages import StageTrainer
 
-    run, data = StageTrainer(RunData.open(load_json(Recipe, recipe), options.data, options.run)).restore(options.stage)
+    run_data = RunData.open(load_json(Recipe, recipe), options.data, options.run)
+    run, data = StageTrainer(run_data, (options.stage,)).restore(options.stage)
     to_linear(run.model)
     stream = Stream(data, run.config.batch_size, options.seed)
     parts = gradient_exponents(run, next(stream))
