@@ -54,9 +54,8 @@ def _check_dvae(training: TrainConfig) -> None:
         kind = type(training.optimizer).__name__.removesuffix("Config")
         raise InvalidSetting("training.optimizer", f"must be AdamW: {kind} is for the matrices of transformers")
     if training.precision.converts:
-        raise InvalidSetting(
-            "training.precision", "must be auto, bf16, fp16 or fp32: all others convert transformer blocks"
-        )
+        problem = "must be auto, bf16, fp16 or fp32: all others convert transformer blocks"
+        raise InvalidSetting("training.precision", problem)
     _check_activations(training)
 
 

@@ -68,17 +68,6 @@ class StageTrainer:
         self.models[name] = self.train(name, hooks) if trains else self.load(name)
         return self.models[name]
 
-    def restore(self, name: Stage) -> tuple[TrainState, Dataset]:
-        """Return a stage's newest checkpoint, in training mode, and its data. Raises `UserError` without one."""
-        if name not in self.resolved.stages or not completed(self.out / name):
-            raise UserError(f"no checkpoint in {self.out / name}: train the stage {name!r} first")
-        model, stage = self.resolved.models[name].build(), self.resolved.stages[name]
-        load_weights(model, self.out / name)
-        if name == "prior":
-            self.models["dvae"] = self.load("dvae")
-        data = self._dataset(name, self.run_data.train)
-        return TrainState(model.train(), stage.objective, stage.training, self.device), data
-
     def load(self, name: Stage) -> Any:
         """Load the newest checkpoint of the run, or the model of a bundle: the pretrained dVAE or the recipe's start.
 
@@ -112,7 +101,7 @@ class StageTrainer:
             record["dvae"] = weights_hash(self.models["dvae"])
             if (codes := getattr(self.models["dvae"], "codes", None)) is not None:
                 init_from_codebook(model, codes)
-        evaluate, data = self._evaluation(name), self._dataset(name, run_data.train)
+        evaluate, data = self._evaluation(name), self.dataset(name, run_data.train)
         if training.precision.converts:
             hooks.append(KernelReport(self.out / name))
         if start := self.resolved.recipe.start:
@@ -142,7 +131,8 @@ class StageTrainer:
             model.to(self.device)
         return (bundles.rounded(model) if name == "dvae" else model).eval()
 
-    def _dataset(self, name: Stage, source: Source) -> Dataset:
+    def dataset(self, name: Stage, source: Source) -> Dataset:
+        """Return the dataset of a stage. Samples of the training source are augmented."""
         if name == "dvae":
             return self.run_data.dvae_dataset(self.resolved.stages[name])
         assert self.tokenizer is not None
@@ -156,7 +146,7 @@ class StageTrainer:
         if name != "dvae":
             if not len(held_out):
                 return None
-            return held_out_metrics(objective, self._dataset(name, held_out), _EVALUATION_BATCH[name], self.device)
+            return held_out_metrics(objective, self.dataset(name, held_out), _EVALUATION_BATCH[name], self.device)
         source = held_out if len(held_out) else self.run_data.train
         pixels = self.run_data.evaluation_pictures(source, self.resolved.models[name].size).to(self.device)
         tau = getattr(objective, "tau", None)  # of relaxed codes
@@ -202,6 +192,20 @@ def init_from_codebook(prior: Transformer, codes: Float[Tensor, "V D"]) -> None:
         initial, projected = full_tensor(weight).cpu(), centered @ torch.randn(centered.shape[1], weight.shape[1])
         mixed = (initial + projected * (initial.std() / projected.std())) * 0.5**0.5
         weight.copy_(shard_like(mixed, weight))
+
+
+def restore(run_data: RunData, name: Stage) -> tuple[TrainState, Dataset]:
+    """Return a stage's newest checkpoint, in training mode, and its data. Raises `UserError` without one."""
+    folder = run_data.out / name
+    if not completed(folder):
+        raise UserError(f"no checkpoint in {folder}: train the stage {name!r} first")
+    trainer = StageTrainer(run_data, (name,))
+    if name == "prior":
+        trainer.model("dvae")
+    model, stage = trainer.resolved.models[name].build(), trainer.resolved.stages[name]
+    load_weights(model, folder)
+    data = trainer.dataset(name, run_data.train)
+    return TrainState(model.train(), stage.objective, stage.training, trainer.device), data
 
 
 def load_reranker(name_or_folder: str | Path) -> tuple[CLIP, Tokenizer, str]:
