@@ -6,7 +6,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from argparse import ArgumentError, ArgumentParser
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from tyro.constructors import (
 )  # fmt: skip
 
 from limner import compat
-from limner.config import settingless_variants
+from limner.config import settingless_variants, union_members, variant_name
 from limner.errors import UserError, closest_match
 from limner.validation import InvalidSetting, invalid_choice
 
@@ -115,16 +116,16 @@ def _unwrap(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text.strip()))
 
 
-def parse(
-    cls: type[T], argv: Sequence[str], prog: str, default: T | None = None, variants: Mapping[str, Sequence[str]] = {}
-) -> T:
+def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
     """Build an instance of the dataclass `cls` from command-line arguments.
 
-    A union of dataclasses keeps the member of `default`, which `limner.cli.variant_options` selects by name. If no
-    member has settings, this function selects the member by name. `variants` maps options that the caller has already
-    parsed to their choices. `--help` prints the class's docstring, `variants` and the options, and exits. Raises
-    `UserError` for invalid arguments.
+    A union of dataclasses has the member of `default`, or the one that an option selects by name:
+    `--prior.training.schedule Plateau`. `--help` prints the class's docstring, these options and all others, and exits.
+    Raises `UserError` for invalid arguments.
     """
+    variants: dict[str, list[str]] = {}
+    if default is not None:
+        default, argv, variants = _select_variants(cls, default, argv)
     description = [_unwrap(docstring_parser.parse(cls.__doc__ or "").description or "")]
     if variants:
         description += ["", "These options select a variant, whose settings are then options:"]
@@ -147,6 +148,66 @@ def parse(
             return tyro.cli(cls, args=list(argv), prog=prog, **options)
         except ValueError as error:  # raised by a dataclass with unprefixed options
             raise UserError(f"{_invalid_setting(error, cls) or error} (see `{prog} --help`)") from None
+
+
+def _select_variants(cls: type[T], default: T, argv: Sequence[str]) -> tuple[T, list[str], dict[str, list[str]]]:
+    """Return `default` with the union members that the arguments select, the other arguments, and the names of the
+    members by option. tyro cannot do this: the selected members determine which other options exist.
+
+    A selected member has its own defaults; a setting without a default takes the value of the replaced member. Only
+    tyro's instances are validated, because two selections may be valid only together. Raises `UserError` for an unknown
+    member.
+    """
+    rest, names_by_option = list(argv), {}
+
+    def select(hint: Any, value: Any, path: str) -> Any:
+        """Return `value`, of type `hint` at `path`, with the selected members."""
+        members, option = union_members(hint), f"--{path}"
+        if len(members) > 1 and all(map(is_dataclass, members)) and not settingless_variants(hint):
+            by_name = {variant_name(member): member for member in members}
+            names_by_option[option] = list(by_name)
+            name, rest[:] = pop_option(option, rest)
+            if name is not None and name not in by_name:
+                raise UserError(f"{option} {invalid_choice(name, by_name)}")
+            if name is not None and type(value) is not by_name[name]:
+                value = _unvalidated(by_name[name], {f.name: default_of(f, value) for f in fields(by_name[name])})
+        if not is_dataclass(value):
+            return value
+        hints, after = get_type_hints(type(value), include_extras=True), {}
+        for setting in fields(value):
+            kind, inner = hints[setting.name], path if _is_unprefixed(hints[setting.name]) else f"{path}.{setting.name}"
+            bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+            after[setting.name] = select(bare, getattr(value, setting.name), inner.lstrip(".").replace("_", "-"))
+        changed = any(after[name] is not getattr(value, name) for name in after)
+        return _unvalidated(type(value), after) if changed else value
+
+    return select(cls, default, ""), rest, names_by_option
+
+
+def _is_unprefixed(hint: Any) -> bool:
+    """Return True if the options of a nested dataclass have no prefix."""
+    return any(getattr(note, "name", None) == "" for note in getattr(hint, "__metadata__", ()))
+
+
+def _unvalidated(kind: type, values: dict[str, Any]) -> Any:
+    """Build an instance without validation."""
+    instance = object.__new__(kind)
+    instance.__dict__.update(values)
+    return instance
+
+
+def pop_option(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the last value of an option, None without any, and the other arguments.
+
+    Raises `UserError` if a value is missing.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(option, dest="value")
+    try:
+        known, rest = parser.parse_known_args(argv)
+    except ArgumentError:
+        raise UserError(f"{option} needs 1 value") from None
+    return known.value, rest
 
 
 def _unknown_options(words: Sequence[str], options: Sequence[str]) -> str:
@@ -188,8 +249,7 @@ def _invalid_setting(error: BaseException | None, cls: type) -> str | None:
     if error is None:
         return None
     first, _, rest = path.partition(".")
-    notes = getattr(get_type_hints(cls, include_extras=True).get(first), "__metadata__", ())
-    if any(getattr(note, "name", None) == "" for note in notes):  # options without a prefix
+    if _is_unprefixed(get_type_hints(cls, include_extras=True).get(first)):
         path = rest
     elif path == cls.__name__:  # tyro's name for the root
         path = ""

@@ -12,8 +12,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from limner import recipes
-from limner.cli.arguments import check_writable, parse
-from limner.cli.variant_options import apply_variant_flags, pop_option
+from limner.cli.arguments import check_writable, parse, pop_option
 from limner.config import load_json
 from limner.distributed import process_group
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
@@ -75,9 +74,8 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"limner train needs --recipe NAME: choose {', '.join(recipes.SUMMARIES)}")
     required: Any = tyro.MISSING
     settings = _with_pretrained_dvae(settings or recipes.get("scenes"), argv)
-    settings, argv, variants = apply_variant_flags(settings, argv)
     default = Train(data=required, out=required, recipe=required, settings=settings)
-    options = parse(Train, argv, "limner train", default, variants)
+    options = parse(Train, argv, "limner train", default)
     check_writable(options.out, folder=True)
     dvae = options.settings.dvae
     if isinstance(dvae, PretrainedDVAE) and "dvae" in options.stages:
