@@ -8,6 +8,7 @@ import sys
 import tempfile
 from argparse import ArgumentError, ArgumentParser
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -271,19 +272,16 @@ def check_writable(path: Path, folder: bool = False) -> Path:
     if os.path.exists(path) and not (os.path.isdir(path) if folder else os.path.isfile(path)):
         raise UserError(f"{path} is not a {'folder' if folder else 'regular file'}: choose another output path")
     parent = next(p for p in (*[path] * folder, *path.parents) if os.path.lexists(p))
-    if not os.path.isdir(parent):
-        raise UserError(f"{parent} is not a folder: choose another output path")
-    max_name, max_path = (os.pathconf(parent, f"PC_{kind}_MAX") for kind in ("NAME", "PATH"))
-    for name in (*path.parts[len(parent.parts) : -1], path.name + _TEMPORARY_SUFFIX):
-        if len(os.fsencode(name)) > max_name:
-            raise UserError(f"the name {name[:40]}... is too long for this file system: choose a shorter one")
-    if len(os.fsencode(path.absolute())) + len(_TEMPORARY_SUFFIX) >= max_path:
-        raise UserError(f"the path {str(path)[:40]}... is too long for this system: choose a shorter one")
+    names = (*path.parts[len(parent.parts) : -1], path.name + _TEMPORARY_SUFFIX)
     try:
+        for new_path in (*(parent / name for name in names), f"{path.absolute()}{_TEMPORARY_SUFFIX}"):
+            with suppress(FileNotFoundError):
+                os.lstat(new_path)  # fails if a name or the path is too long, or if `parent` is not a folder
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
-        raise UserError(f"{path} cannot be written, {parent}: {error.strerror}") from None
+        shown = str(path) if len(str(path)) <= 60 else f"{str(path)[:57]}..."
+        raise UserError(f"{shown} cannot be written ({error.strerror}): choose another output path") from None
     return path
 
 
