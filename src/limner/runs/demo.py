@@ -39,7 +39,7 @@ from limner.evaluation.scene_sheet import SceneSample, render_samples, scene_sam
 from limner.json_files import read_json, read_mapping, write_json
 from limner.pipeline import TextToImage
 from limner.progress import clock, progress
-from limner.recipes.recipe import STAGE_TITLES, PretrainedDVAE, Recipe
+from limner.recipes.recipe import STAGE_TITLES, PretrainedDVAE, Recipe, resolve
 from limner.runs.time_estimate import PARALLEL_SLOWDOWN, seconds_per_step, timing_inputs
 from limner.runs.train import train_all
 from limner.sampling.candidates import Candidates
@@ -74,7 +74,9 @@ def run(
     with exclusive_lock(out):
         claim_folder(out, {"scenes": scenes, "recipe": to_dict(recipe)})
         if not isinstance(recipe.dvae, PretrainedDVAE) and not (folder / "bundle").exists():
-            seconds = seconds_per_step(*timing_inputs(recipe, "dvae"), _TARGET_SECONDS) * recipe.dvae.training.steps
+            seconds = (
+                seconds_per_step(*timing_inputs(resolve(recipe), "dvae"), _TARGET_SECONDS) * recipe.dvae.training.steps
+            )
             print(
                 f"training the dVAE takes about {max(1, round(seconds / 60))} minutes on this machine",
                 file=sys.stderr,
@@ -129,7 +131,8 @@ def affordable_steps(recipe: Recipe, max_seconds: float) -> dict[str, int]:
     threads = torch.get_num_threads()
     in_parallel = threads > 1  # with half of the threads each, which slows both
     torch.set_num_threads(threads - threads // 2)
-    step_seconds = {name: seconds_per_step(*timing_inputs(recipe, name), _TARGET_SECONDS) for name in steps}
+    resolved = resolve(recipe)
+    step_seconds = {name: seconds_per_step(*timing_inputs(resolved, name), _TARGET_SECONDS) for name in steps}
     torch.set_num_threads(threads)
     slowdown = PARALLEL_SLOWDOWN if in_parallel else 1
     seconds = {name: step_seconds[name] * steps[name] * slowdown for name in steps}

@@ -6,7 +6,7 @@ RUN/tokenizer.json   RUN/tokens/   RUN/attribution.json, if the data names the o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from limner.json_files import read_json, write_json
 from limner.models.patch_dvae import AnyDVAE
 from limner.numerics.seeding import splitmix64
 from limner.progress import progress
-from limner.recipes.recipe import DVAEStage, PatchStage, PretrainedDVAE, Recipe
+from limner.recipes.recipe import DVAEStage, PatchStage, Recipe, ResolvedRecipe, resolve
 from limner.tasks.verify import falsity_test
 from limner.text.bpe import Tokenizer
+from limner.training.checkpoint import completed
 from limner.training.parallel import Parallel, SingleProcess
 
 _IMAGE_CACHE_BYTES = 1 << 30  # of decoded pictures
@@ -63,9 +64,7 @@ class RunData:
     def save_attribution(self) -> list[dict[str, Any]]:
         """Return and save the attribution (`data/attribution.py`) of the data of this call, of earlier calls, and of
         the bundles that the recipe starts from."""
-        path, starts = self.out / "attribution.json", [self.recipe.start]
-        if isinstance(self.recipe.dvae, PretrainedDVAE):
-            starts.append(self.recipe.dvae.bundle)
+        path, starts = self.out / "attribution.json", [self.recipe.start, getattr(self.recipe.dvae, "bundle", None)]
         inherited = [bundles.read_info(name).get("attribution") for name in starts if name]
         saved = read_json(path) if path.exists() else []
         rows = merge_attributions(saved, *inherited, attribution(self.train))
@@ -76,11 +75,18 @@ class RunData:
     def existing_tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer of the run, else of the recipe's start, else None."""
         path, start = self.out / "tokenizer.json", self.recipe.start
-        if path.exists():
-            return Tokenizer.load(path)
-        return (
-            Tokenizer.load(pretrained.find_bundle(pretrained.resolve_name(start)) / "tokenizer.json") if start else None
-        )
+        if not path.exists():
+            if start is None:
+                return None
+            path = pretrained.find_bundle(pretrained.resolve_name(start)) / "tokenizer.json"
+        return Tokenizer.load(path)
+
+    def resolve(self, stages: Sequence[str]) -> ResolvedRecipe:
+        """Resolve the recipe for a run that trains `stages`. Before the tokenizer exists, the vocabulary has the
+        recipe's maximal size."""
+        tokenizer = self.existing_tokenizer()
+        dvae_from_start = "dvae" not in stages and not completed(self.out / "dvae")
+        return resolve(self.recipe, tokenizer.vocab_size if tokenizer else None, dvae_from_start)
 
     def tokenizer(self) -> Tokenizer:
         """Return the run's tokenizer. The first call copies that of the recipe's start, or trains one on the
