@@ -148,7 +148,7 @@ class RunData:
 def _captions(source: Source) -> Iterable[str]:
     for i in range(len(source)):
         try:
-            yield from source[i].captions
+            yield from source.captions(i)
         except Rejected:
             continue
 
