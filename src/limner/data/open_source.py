@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from limner.data.sample import MAX_TEXT, Rejected, Sample, Source, parse_captions, select_split
 from limner.data.sanitize import (
@@ -237,7 +237,7 @@ def _saved_files(folder: Path) -> dict[Path, str | None]:
     return files
 
 
-def _is_file_name(name: Any) -> bool:
+def _is_file_name(name: Any) -> TypeGuard[str]:
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 

@@ -130,9 +130,9 @@ class TableSource(Reader):
 
 def _find_column(role: str, wanted: str | None, known: Sequence[str], columns: Sequence[str], file: Path) -> str:
     listed = ", ".join(column[:40] for column in columns[:20]) or "none"
-    if wanted in columns:
-        return wanted
     if wanted is not None:
+        if wanted in columns:
+            return wanted
         raise UserError(f'{file} lacks the column "{wanted}": choose one of {listed}')
     by_lowercase = {column.lower(): column for column in reversed(columns)}
     for name in known:
