@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from limner.data.augment import get_augment, largest_side
+from limner.data.augment import get_augment
 from limner.data.filters import Filters
 from limner.data.hard_negative_captions import Distractors, FalsityTest
 from limner.data.image_decode import decoded
@@ -102,9 +102,10 @@ class ImageCaptionDataset:
     ) -> None:
         if len(source) == 0:
             raise UserError("the data set is empty: give it samples")
-        self.source, self.size, self.augment = source, size, get_augment(augment)
+        self.source, self.size = source, size
+        self.augment, factor = get_augment(augment)
         self.text, self.filters, self.threads = text, filters, threads or os.cpu_count() or 1
-        self._target = largest_side(augment, size)
+        self._target = max(size, round(factor * size))  # largest side of the resized picture
         self._defects: dict[int, str] = {}
         # One array for all pictures: small arrays among large ones that are freed would fragment the heap.
         caches = augment == "none" and len(source) * 3 * size**2 <= cache_bytes

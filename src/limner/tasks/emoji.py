@@ -31,7 +31,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from limner.data.area_resize import area_resize
-from limner.data.prepare import Counts, encode_image
+from limner.data.image_encode import image_bytes
+from limner.data.prepare import Counts
 from limner.data.sample import Rejected
 from limner.data.shard_writer import ShardWriter
 from limner.errors import UserError
@@ -227,7 +228,7 @@ def write_emoji(
                     "emoji": emoji.text, "name": emoji.name, "base": emoji.base,
                     "tones": emoji.tones, "family": emoji.family, "split": split,
                 }  # fmt: skip
-                writer.write(encode_image(picture), emoji.captions, meta)
+                writer.write(image_bytes(picture), emoji.captions, meta)
             if progress:
                 progress(1)
         return Counts(writer.kept, dict(writer.rejected.most_common()))

@@ -11,7 +11,7 @@ from limner.data.augment import augment_none
 from limner.data.datasets import CaptionEncoding, ImageCaptionDataset, TokenDataset
 from limner.data.filters import Filters
 from limner.data.hard_negative_captions import Distractors
-from limner.data.prepare import encode_image
+from limner.data.image_encode import image_bytes
 from limner.data.sample import Rejected, Sample
 from limner.data.stream import Stream, splitmix64
 from limner.errors import UserError
@@ -51,7 +51,7 @@ class Memory:
         if index in self.bad:
             raise Rejected(self.bad[index])
         captions = (f"picture number {index}", f"number {index} in another phrasing")
-        return Sample(encode_image(self.pixels[index]), captions)
+        return Sample(image_bytes(self.pixels[index]), captions)
 
     def meta(self, index):
         return {}
