@@ -80,10 +80,7 @@ def _horizontal(n_in: int, n_out: int, channels: int) -> tuple[int, int, int, np
 
 
 def area_resize(
-    image: np.ndarray,
-    height: int,
-    width: int,
-    window: tuple[int, int, int, int] | None = None,
+    image: np.ndarray, height: int, width: int, window: tuple[int, int, int, int] | None = None
 ) -> np.ndarray:
     """Resize uint8 [H, W, C] to uint8 [height, width, C] by averaging over the area of each output
     pixel, rounding half to even. Enlarges and shrinks.

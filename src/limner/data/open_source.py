@@ -62,25 +62,20 @@ class FolderSource(Reader):
             kind = file.suffix[1:].lower()
             if kind == "txt" or kind in IMAGE_SUFFIXES:
                 stems.setdefault(file.with_suffix(""), ([], []))[kind == "txt"].append(file)
-        self._root = root
-        self._pairs: list[tuple[Path | None, Path | None]] = []
-        self._duplicates: set[int] = set()
-        for images, texts in stems.values():
-            self._pairs.append((images[0] if images else None, texts[0] if texts else None))
-            for image in images[1:]:
-                self._duplicates.add(len(self._pairs))
-                self._pairs.append((image, None))
         #: True if any picture has a caption.
-        self.captioned = any(image and text for image, text in self._pairs)
-        if not any(image for image, _ in self._pairs):
-            self._pairs = []
+        self.captioned = any(images and texts for images, texts in stems.values())
+        self._root = root
+        self._elements: list[tuple[Path | None, Path | None, bool]] = []  # picture, caption, True for a duplicate name
+        for images, texts in stems.values() if any(images for images, _ in stems.values()) else ():
+            self._elements.append((next(iter(images), None), next(iter(texts), None), False))
+            self._elements += [(image, None, True) for image in images[1:]]
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self._elements)
 
     def read(self, index: int, picture: bool) -> Sample:
-        image, text = self._pairs[index]
-        if index in self._duplicates:
+        image, text, is_duplicate = self._elements[index]
+        if is_duplicate:
             raise Rejected("duplicate picture name")
         if image is None:
             raise Rejected("missing image")
@@ -88,13 +83,13 @@ class FolderSource(Reader):
         return Sample(read_file(image, "missing image") if picture else b"", captions, self.read_meta(index))
 
     def read_meta(self, index: int) -> dict[str, Any]:
-        image, text = self._pairs[index]
+        image, text, _ = self._elements[index]
         path = image or text or self._root
         split = split_from_names(path.parent.relative_to(self._root).parts)
         return sanitize_metadata({"path": str(path), "split": split})
 
     def fingerprint(self) -> str:
-        return fingerprint([path for pair in self._pairs for path in pair if path])
+        return fingerprint([path for image, text, _ in self._elements for path in (image, text) if path])
 
 
 @dataclass(frozen=True, kw_only=True)

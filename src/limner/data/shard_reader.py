@@ -20,15 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from limner.data.sample import MAX_TEXT, Rejected, Sample, parse_captions
-from limner.data.sanitize import (
-    MAX_BYTES,
-    MAX_META,
-    Reader,
-    fingerprint,
-    open_regular,
-    opened,
-    sanitize_metadata,
-)
+from limner.data.sanitize import MAX_BYTES, MAX_META, Reader, fingerprint, open_regular, opened, sanitize_metadata
 from limner.data.shard_writer import INCOMPLETE_MARK
 from limner.errors import UserError
 from limner.json_files import parse_json

@@ -20,15 +20,7 @@ import numpy as np
 
 from limner.data.arrow_tables import Arrow, Parquet
 from limner.data.sample import Rejected, Sample, parse_captions
-from limner.data.sanitize import (
-    MAX_BYTES,
-    MAX_COLUMNS,
-    Reader,
-    fingerprint,
-    open_regular,
-    read_file,
-    sanitize_metadata,
-)
+from limner.data.sanitize import MAX_BYTES, MAX_COLUMNS, Reader, fingerprint, open_regular, read_file, sanitize_metadata
 from limner.data.text_tables import Csv, Jsonl
 from limner.errors import UserError
 
