@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import struct
 import warnings
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from typing import Any
-
-import numpy as np
 
 from limner.data.sample import Rejected
 from limner.data.sanitize import is_environment_error
@@ -27,20 +27,20 @@ class _RowGroups:
     hold many pictures: `limner data prepare` converts it to shards."""
 
     def __init__(self, columns: Sequence[str], counts: Sequence[int]) -> None:
-        self.columns = list(columns)
-        self._counts, self._ends = list(counts), np.cumsum(counts, dtype=np.int64)
+        self.columns, self._counts = list(columns), list(counts)
+        self._starts = [0, *accumulate(counts)]
         self._groups: OrderedDict[int, Any] = OrderedDict()  # None for a damaged table
         self._lock = Lock()
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._starts[-1]
 
     def _load(self, group: int) -> Any:
         """Load an Arrow table. Raises pyarrow's exceptions if it is damaged."""
         raise NotImplementedError
 
     def row(self, index: int) -> dict[str, Any]:
-        group = int(np.searchsorted(self._ends, index, side="right"))
+        group = bisect_right(self._starts, index) - 1
         with self._lock:
             if group not in self._groups:
                 try:
@@ -58,7 +58,7 @@ class _RowGroups:
             table = self._groups[group]
         if table is None:
             raise Rejected("damaged table")
-        offset, row = index - int(self._ends[group] - self._counts[group]), {}
+        offset, row = index - self._starts[group], {}
         for name, column in zip(table.column_names, table.columns, strict=True):
             try:
                 row[name] = column[offset].as_py()

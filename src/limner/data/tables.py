@@ -11,12 +11,11 @@ import binascii
 import contextlib
 import os
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from limner.data.arrow_tables import Arrow, Parquet
 from limner.data.sample import Rejected, Sample, parse_captions
@@ -49,7 +48,7 @@ class TableSource(Reader):
         """`splits` holds, for each file, the split of its rows that name none."""
         self.files, self.allow_outside, self._splits = list(files), allow_outside, list(splits)
         self.tables = [_open_table(file, alone=len(files) == 1) for file in files]
-        self._ends = np.cumsum([len(table) for table in self.tables], dtype=np.int64)
+        self._starts = [0, *accumulate(map(len, self.tables))]
         columns = list(dict.fromkeys(c for table in self.tables for c in table.columns))
         if len(columns) > MAX_COLUMNS:
             raise UserError(f"{files[0]} has {len(columns):,} columns: a table may have at most {MAX_COLUMNS:,}")
@@ -58,12 +57,12 @@ class TableSource(Reader):
             self.image = _find_column("image", image, IMAGE_COLUMNS, columns, files[0])
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._starts[-1]
 
     def row(self, index: int) -> tuple[int, dict[str, Any]]:
         """Return the number of a row's table, and the row."""
-        table = int(np.searchsorted(self._ends, index, side="right"))
-        return table, self.tables[table].row(index - int(self._ends[table]) + len(self.tables[table]))
+        table = bisect_right(self._starts, index) - 1
+        return table, self.tables[table].row(index - self._starts[table])
 
     def read(self, index: int, picture: bool) -> Sample:
         table, row = self.row(index)
@@ -109,7 +108,7 @@ class TableSource(Reader):
 
     def _picture_files(self) -> Iterator[Path]:
         """Yield the picture files that rows name. Stops reading a table at the first picture that it holds."""
-        for first, end in pairwise((0, *self._ends.tolist())):
+        for first, end in pairwise(self._starts):
             for index in range(first, end):
                 try:
                     image = self._guarded(lambda index: self._image(*self.row(index)), index)
