@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from limner.data.datasets import ImageCaptionDataset, TokenDataset
+from limner.data.datasets import CaptionEncoding, ImageCaptionDataset, TokenDataset
 from limner.data.open_source import open_source
 from limner.data.stream import Stream
 from limner.data.token_cache import encode_tokens, weights_hash
@@ -51,8 +51,9 @@ def fit(name, model, objective, dataset, steps, batch, optimizer, **settings):
 if not (OUT / "data/dataset.json").exists():
     write_scenes(OUT / "data", SceneDataSettings(count=8_000, objects=(1, 0, 0, 0), pairs=0, held_out=0))
 source = open_source(str(OUT / "data"))
-tokenizer = Tokenizer.train((caption for i in range(len(source)) for caption in source[i].captions), CODES)
-images = ImageCaptionDataset(source, SIZE, tokenizer=tokenizer, text_len=LENGTH, cache_bytes=1 << 30)
+tokenizer = Tokenizer.train((caption for i in range(len(source)) for caption in source.captions(i)), CODES)
+encoding = CaptionEncoding(tokenizer=tokenizer, length=LENGTH)
+images = ImageCaptionDataset(source, SIZE, text=encoding, cache_bytes=1 << 30)
 text = {"text_vocab": tokenizer.vocab_size, "text_len": LENGTH}
 torch.manual_seed(0)
 
@@ -63,7 +64,7 @@ fit("dvae", dvae, ReconstructionLoss(), images, 200, 16, AdamWConfig(lr=2e-3))
 
 # 2. Prior: a transformer over the tokens of a caption and of its picture.
 cache = encode_tokens(source, dvae.tokenize, key=weights_hash(dvae), size=SIZE, cache_dir=OUT / "tokens")
-tokens = TokenDataset(cache.tokens, cache.captions, tokenizer, LENGTH)
+tokens = TokenDataset(cache.tokens, cache.captions, encoding)
 prior = TransformerConfig(**text, image_vocab=CODES, grid=dvae.config.grid, width=96, depth=6, heads=4).build()
 fit("prior", prior, Autoregressive(), tokens, 1500, 16, MuonConfig(fallback_adamw=AdamWConfig(lr=5e-3)), ema_decay=0.99)
 

@@ -119,7 +119,8 @@ def test_training_goes_on_from_a_bundle(data):
     told = replace(recipe, **{**few, "prior": rested}, start=start)
     second = train_all(told, data / "data", data / "second", ("prior",))
     assert second is not None
-    assert second.tokenizer.hash == first.tokenizer.hash
+    tokenizers = [(state.tokenizer.vocab, state.tokenizer.merges) for state in (first, second)]
+    assert tokenizers[0] == tokenizers[1]
     models, _, _ = bundles.read(data / "first" / "bundle")
     for part, near in (("dvae", 0), ("contrastive", 0), ("prior", 1e-3)):  # the prior made a step of no size
         weights = getattr(second, part).state_dict()

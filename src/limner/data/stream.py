@@ -67,13 +67,7 @@ class Stream:
     samples. Raises `UserError` if the data set is empty.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        batch_size: int,
-        seed: int = 0,
-        prefetch: int = 0,
-    ) -> None:
+    def __init__(self, dataset: Dataset, batch_size: int, seed: int = 0, prefetch: int = 0) -> None:
         if len(dataset) == 0:
             raise UserError("the data set is empty: give it samples")
         if batch_size < 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from limner import bundles, pretrained
 from limner.data.attribution import attribution, merge_attributions
-from limner.data.datasets import EncodedDataset, ImageCaptionDataset, TokenDataset
+from limner.data.datasets import CaptionEncoding, EncodedDataset, ImageCaptionDataset, TokenDataset
 from limner.data.hard_negative_captions import Distractors
 from limner.data.open_source import open_source
 from limner.data.sample import Rejected, Source, Subset, describe_unread, group_by_split
@@ -118,13 +118,18 @@ class RunData:
         and cached."""
         stage, text, training = self.recipe.prior, self.recipe.text, source is self.train
         source, size = source if training else _evaluation_subset(source), dvae.config.size
-        dropout = (text.dropout, stage.caption_dropout) if training else (0.0, 0.0)
+        encoding = CaptionEncoding(
+            tokenizer=tokenizer,
+            length=text.length,
+            bpe_dropout=text.dropout if training else 0.0,
+            caption_dropout=stage.caption_dropout if training else 0.0,
+        )
 
         def encode(pixels: Tensor) -> Tensor:
             return dvae.tokenize(pixels.to(next(dvae.parameters()).device)).cpu()
 
         if training and stage.augment:
-            return EncodedDataset(ImageCaptionDataset(source, size, "prior", tokenizer, text.length, *dropout), encode)
+            return EncodedDataset(ImageCaptionDataset(source, size, "prior", encoding), encode)
         with (
             self.parallel.main_first(),
             progress("encoding pictures", len(source), unit="image", shown=self.parallel.is_main) as bar,
@@ -132,30 +137,29 @@ class RunData:
             cache = encode_tokens(
                 source, encode, key=weights_hash(dvae), size=size, cache_dir=self.out / "tokens", progress=bar.advance
             )
-        return TokenDataset(cache.tokens, cache.captions, tokenizer, text.length, *dropout)
+        return TokenDataset(cache.tokens, cache.captions, encoding)
 
     def contrastive_dataset(self, source: Source, tokenizer: Tokenizer, size: int) -> ImageCaptionDataset:
         """Return the contrastive model's dataset: pictures, captions and distractors."""
         stage, text, training = self.recipe.contrastive, self.recipe.text, source is self.train
         distractors = None
-        if stage.distractors:
-            distractors = Distractors(_captions(self.train), _captions(self.held_out), falsity_test), stage.distractors
-        return ImageCaptionDataset(
-            source if training else _evaluation_subset(source),
-            size,
-            "prior" if stage.augment and training else "none",
-            tokenizer,
-            text.length,
-            text.dropout if training else 0.0,
+        if count := stage.distractors:
+            distractors = Distractors(_captions(self.train), _captions(self.held_out), falsity_test, count)
+        encoding = CaptionEncoding(
+            tokenizer=tokenizer,
+            length=text.length,
+            bpe_dropout=text.dropout if training else 0.0,
             distractors=distractors,
-            cache_bytes=_IMAGE_CACHE_BYTES,
         )
+        subset = source if training else _evaluation_subset(source)
+        augment = "prior" if stage.augment and training else "none"
+        return ImageCaptionDataset(subset, size, augment, encoding, cache_bytes=_IMAGE_CACHE_BYTES)
 
 
 def _captions(source: Source) -> Iterable[str]:
     for i in range(len(source)):
         try:
-            yield from source[i].captions
+            yield from source.captions(i)
         except Rejected:
             continue
 

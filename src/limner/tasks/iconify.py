@@ -18,7 +18,7 @@ from typing import Any
 
 from limner.atomic_io import require_file
 from limner.data.sample import Rejected
-from limner.data.tar_index import DAMAGED, walk
+from limner.data.shard_reader import DAMAGED, walk
 from limner.errors import UserError
 from limner.json_files import parse_json, read_mapping
 from limner.tasks.svg import document
