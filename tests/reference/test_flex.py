@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
+from limner.attention import flex, patterns
 from limner.attention.attention import attend, attention_mask
 from limner.attention.patterns import Pattern
 from limner.attention.sparse import SparseAttention
-from limner.quantization import flex, patterns
 from more_patterns import ALL
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 import triton
 
+from limner.attention import cache, triton_decode
 from limner.attention.cache import LayerKVCache
-from limner.quantization import cache, triton_decode
 from more_patterns import ALL
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"

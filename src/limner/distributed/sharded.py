@@ -33,7 +33,7 @@ from limner.distributed.sharded_checkpoint import CheckpointDir, ShardedCheckpoi
 from limner.distributed.sharded_init import shard_in_place, shard_on_registration
 from limner.errors import UserError
 from limner.optim.dtensor import full_tensor, is_dtensor, shard_dim, to_local
-from limner.quantization.half_linear import HalfLinear
+from limner.quantization import HalfLinear
 
 PREFETCHED_BLOCKS = 2  # blocks gathered in advance: with one, the link is idle until the next block begins
 

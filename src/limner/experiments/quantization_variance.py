@@ -18,13 +18,11 @@ import torch
 
 from limner.experiments.report import Finding
 from limner.experiments.sweep import Result, TrialRunner
-from limner.quantization import int8
-from limner.quantization.quantize import row_wise
+from limner.quantization.products import product
+from limner.quantization.quantize import INT8_MAX, quantize
 
 CLAIM = "The variance that 8-bit rounding adds to an inner product grows with its length, as equation 12 says"
 SOURCE = "Wortsman et al. 2023, App. D.1"
-
-_INT8_MAX = 127
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +40,10 @@ def trial(setting: InnerProductSetting) -> Result:
     torch.manual_seed(setting.seed)
     shape = (setting.vectors, setting.length)
     u, v = (torch.rand(shape) * 2 - 1 if setting.kind == "uniform" else torch.randn(shape) for _ in range(2))
-    (a, scale_a), (b, scale_b) = row_wise(u), row_wise(v)
-    error = int8.product(a, b, scale_a, scale_b).double() - u.double() @ v.double().mT
+    (a, scale_a), (b, scale_b) = quantize(u, by_row=True), quantize(v, by_row=True)
+    error = product(a, b, scale_a, scale_b).double() - u.double() @ v.double().mT
     max_square = (u.abs().amax(1).square().mean() + v.abs().amax(1).square().mean()).item() / 2
-    s_q = max_square / _INT8_MAX**2 / 12  # error of rounding to multiples of the maximum / 127
+    s_q = max_square / INT8_MAX**2 / 12  # error of rounding to multiples of the maximum / 127
     s_u = s_v = 1 / 3 if setting.kind == "uniform" else 1.0
     return {"measured": error.var().item(), "expected": setting.length * s_q * (s_u + s_v + s_q), "rounding": s_q}
 

@@ -26,10 +26,9 @@ from limner.quantization import (
     SwitchBackLinear,
     SwitchBackMLinear,
     SwitchBackQLinear,
-    int8,
 )
-from limner.quantization.low_precision import weight_gradient
-from limner.quantization.quantize import row_wise, tensor_wise, tensor_wise_transposed
+from limner.quantization.products import int32_sums, product, select_kernel, weight_gradient
+from limner.quantization.quantize import quantize
 
 LAYERS = [SwitchBackLinear, SwitchBackMLinear, SwitchBackQLinear, LLMInt8Linear]
 SIMULATED = [Fp8SwitchBackLinear, Fp8TensorWiseLinear]
@@ -54,31 +53,31 @@ def switchback_steps(
     x: Float[Tensor, "b n"], weight: Float[Tensor, "m n"], g: Float[Tensor, "b m"]
 ) -> dict[str, Callable[[], object]]:
     """Return the steps of a SwitchBack layer."""
-    (q, scale_x), (w, scale_w) = row_wise(x), tensor_wise(weight)
-    (h, scale_g), (t, scale_t) = row_wise(g), tensor_wise_transposed(weight)
+    (q, scale_x), (w, scale_w) = quantize(x, by_row=True), quantize(weight, by_row=False)
+    (h, scale_g), (t, scale_t) = quantize(g, by_row=True), quantize(weight, by_row=False, transpose=True)
     counter = torch.zeros((), dtype=torch.int64)  # counts products, ignored
     return {
-        "quantize x": lambda: row_wise(x),
-        "quantize w": lambda: tensor_wise(weight),
-        "quantize g": lambda: row_wise(g),
-        "quantize w^T": lambda: tensor_wise_transposed(weight),
-        "forward": lambda: int8.product(q, w, scale_x, scale_w, None, x.dtype),
-        "input gradient": lambda: int8.product(h, t, scale_g, scale_t, None, x.dtype),
-        "weight gradient": lambda: weight_gradient(g, x, weight.dtype, counter),
+        "quantize x": lambda: quantize(x, by_row=True),
+        "quantize w": lambda: quantize(weight, by_row=False),
+        "quantize g": lambda: quantize(g, by_row=True),
+        "quantize w^T": lambda: quantize(weight, by_row=False, transpose=True),
+        "forward": lambda: product(q, w, scale_x, scale_w, None, x.dtype),
+        "input gradient": lambda: product(h, t, scale_g, scale_t, None, x.dtype),
+        "weight gradient": lambda: weight_gradient(g, x, counter).to(weight.dtype),
     }
 
 
 def matmuls(x: Float[Tensor, "b n"], weight: Float[Tensor, "m n"]) -> dict[str, Callable[[], object]]:
     """Return x w^T in each format, and the int8 product without scales."""
-    (q, scale_x), (w, scale_w) = row_wise(x), tensor_wise(weight)
+    (q, scale_x), (w, scale_w) = quantize(x, by_row=True), quantize(weight, by_row=False)
     x32, w32, x16, w16 = x.float(), weight.float(), x.bfloat16(), weight.bfloat16()
     functions: dict[str, Callable[[], object]] = {
         "fp32": lambda: x32 @ w32.mT,
         "bf16": lambda: x16 @ w16.mT,
-        f"int8 ({int8.select_kernel(q, w)[0]})": lambda: int8.product(q, w, scale_x, scale_w, None, x.dtype),
+        f"int8 ({select_kernel(q, w)[0]})": lambda: product(q, w, scale_x, scale_w, None, x.dtype),
     }
-    if int8.select_kernel(q, w)[0] == "_int_mm":
-        functions["int8, sums alone"] = lambda: int8.int32_sums(q, w)
+    if select_kernel(q, w)[0] == "_int_mm":
+        functions["int8, sums alone"] = lambda: int32_sums(q, w)
     return functions
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from limner import compat
 from limner.numerics.precision import acc_type
 from limner.quantization.convert import convert, unhooked
-from limner.quantization.quantize import row_wise
+from limner.quantization.quantize import quantize
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -72,7 +72,7 @@ class Int8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        weight, scale = row_wise(linear.weight.detach())
+        weight, scale = quantize(linear.weight.detach(), by_row=True)
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale.to(linear.weight.dtype))
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())

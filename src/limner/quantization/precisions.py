@@ -3,7 +3,7 @@
 
 As in both papers (§2.2 and Figure 7; App. D.2), a precision converts the linear layers of the blocks. Embeddings,
 heads and the patch convolution are unchanged. With eight bits, operations between the layers run as under `Auto`. The
-layers are in `switchback.py`, `float8.py` and `half_linear.py`.
+layers are in `low_precision.py`.
 
 Precisions in `TrainingPrecision` are without settings, so a recipe and the command line name them in one word:
 `--prior.training.precision switchback`. `SimulatedGradients` has a setting, and is for experiments in Python.
@@ -20,11 +20,17 @@ from torch import nn
 from limner.numerics.formats import FloatFormat
 from limner.numerics.precision import Auto, Bf16, Fp16, Fp32, Precision
 from limner.quantization.convert import convert
-from limner.quantization.float8 import Fp8SwitchBackLinear, Fp8TensorWiseLinear
-from limner.quantization.half_linear import HalfLinear
-from limner.quantization.low_precision import LowPrecisionLinear
+from limner.quantization.low_precision import (
+    Fp8SwitchBackLinear,
+    Fp8TensorWiseLinear,
+    HalfLinear,
+    LLMInt8Linear,
+    LowPrecisionLinear,
+    SwitchBackLinear,
+    SwitchBackMLinear,
+    SwitchBackQLinear,
+)
 from limner.quantization.simulated_gradients import SimulatedGradientLinear
-from limner.quantization.switchback import LLMInt8Linear, SwitchBackLinear, SwitchBackMLinear, SwitchBackQLinear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from limner.json_files import read_json
 from limner.text_table import render_table
 
 if TYPE_CHECKING:
-    from limner.quantization.kernel_counter import Counts
+    from limner.quantization.products import Counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _report(title: str, path: Path) -> Iterator[str]:
     """Yield the lines of the report on one model."""
-    from limner.quantization.half_linear import HalfLinear
-    from limner.quantization.kernel_counter import Product, counts_from_json
+    from limner.quantization import HalfLinear
+    from limner.quantization.products import Product, counts_from_json
 
     products, unlogged = get_args(Product), ("Linear", HalfLinear.__name__)
     try:
