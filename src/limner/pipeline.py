@@ -40,7 +40,8 @@ from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import Auto, Precision
 from limner.progress import Advance
-from limner.quantization.inference_linear import pack_linears, quantize_linears
+from limner.quantization.convert import convert
+from limner.quantization.inference_linear import Int8Linear, pack_linears
 from limner.sampling.cuda_graph import TokenDecoder, build_decoder
 from limner.sampling.generate import UNSET, generate
 from limner.sampling.generation_config import GenerationConfig, Sampler
@@ -388,7 +389,7 @@ class TextToImage:
             if dtype == torch.bfloat16 or self.inference_config.int8_weights:
                 prior = copy.deepcopy(prior).to(dtype)
                 if self.inference_config.int8_weights:
-                    prior = quantize_linears(prior)
+                    prior = convert(prior, Int8Linear)
                 elif not self.inference_config.compiled:  # the compiler chooses the layout of weights
                     prior = pack_linears(prior)
             self._inference_models = build_decoder(prior, self.inference_config.compiled), contrastive

@@ -11,6 +11,7 @@ from limner.models.transformer import Block
 from limner.objectives.cross_entropy import linear_cross_entropy
 from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW
 from limner.quantization import LLMInt8Linear, SwitchBackLinear, SwitchBackQLinear
+from limner.quantization.quantize import quantize
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
 from limner.training.train_state import TrainState

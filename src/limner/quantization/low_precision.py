@@ -8,14 +8,14 @@ Training a linear layer takes three products (Wortsman et al. 2023, §2.2.1):
 
 A `Scheme` says which of them use eight bits, and which entries share a scale:
 
-                     format          input, gradient    weight           weight gradient    saved for it
-    SwitchBack       int8            by row             one scale        16 bits            input
-    SwitchBackM      int8            by row             one scale        16 bits            input in 8 bits
-    SwitchBackQ      int8            by row             by row of W, W^T 16 bits            input
-    LLM.int8()       int8            by row             by row of W, W^T 8 bits             input
-    Fp8SwitchBack    e4m3, e5m2      by row             one scale        16 bits            input
-    Fp8TensorWise    e4m3, e5m2      one scale each     one scale        8 bits             input
-    Standard         no 8 bits                                           as the input       input
+                     format        input, gradient   weight           weight gradient    saved for it
+    SwitchBack       int8          by row            one scale        16 bits            input
+    SwitchBackM      int8          by row            one scale        16 bits            input in 8 bits
+    SwitchBackQ      int8          by row            by row, column   16 bits            input
+    LLM.int8()       int8          by row            by row, column   8 bits, by column  input
+    Fp8SwitchBack    e4m3, e5m2    by row            one scale        16 bits            input
+    Fp8TensorWise    e4m3, e5m2    one scale each    one scale        8 bits             input
+    Standard         no 8 bits                                        format of input    input
 
 The error of a product of rounded numbers grows with the number of terms summed (Appendix D, equation 12). The weight
 gradient sums over all positions of a batch, the other two products only over a layer's width. So SwitchBack switches
@@ -25,12 +25,11 @@ Two of the three products are in 8 bits. If int8 products are r times as fast, a
 time, plus rounding: a speedup of at most three if the weight gradient keeps its speed, and more where 16 bits are
 faster than 32 (AMX, tensor cores).
 
-float8: e4m3 has four bits of exponent and three of mantissa, e5m2 five and two. Inputs and weights need precision,
-gradients need range (Micikevicius et al. 2022, which the paper follows).
+e4m3 has four bits of exponent and three of mantissa, e5m2 five and two: inputs and weights need precision, gradients
+need range (Micikevicius et al. 2022, which the paper follows).
 
-Parameters keep the names and the format of `nn.Linear`, so checkpoints and optimizers work unchanged, and `to_linear`
-restores `nn.Linear` layers. Layers work under autocast, checkpointing, `torch.compile` and `torch.func`. A second
-derivative of an 8-bit layer raises `RuntimeError`.
+Parameters keep the names and the format of `nn.Linear`, so checkpoints and optimizers work unchanged, as do autocast,
+checkpointing, `torch.compile` and `torch.func`. A second derivative of an 8-bit layer raises `RuntimeError`.
 
 Shapes: b rows, n inputs, m outputs. `weight` is [m, n].
 """
@@ -59,10 +58,10 @@ class Scheme:
     Attributes:
         format: number format of inputs and weights.
         gradient_format: number format of gradients.
-        by_row: give inputs and gradients a scale for each row of the matrix that is multiplied, else one scale.
-        weight_by_row: the same for weights.
-        low_weight_gradient: compute the weight gradient in 8 bits, else in 16.
-        saves_8_bits: save inputs and weights for the backward pass in 8 bits (Algorithm 3).
+        by_row: inputs and gradients have a scale for each row (column in the weight gradient), else one scale.
+        weight_by_row: weights have a scale for each row (column in the input gradient), else one scale.
+        low_weight_gradient: the weight gradient is computed in 8 bits, else in 16.
+        saves_8_bits: input and weight are saved for the backward pass in 8 bits.
     """
 
     format: torch.dtype = torch.int8
@@ -98,40 +97,35 @@ class _LowPrecisionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        scheme = ctx.scheme
+        counter, *saved = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        by_x = by_weight = by_bias = None
         with torch.no_grad():
-            gradients = _gradients(ctx, g)
+            if needs_x or not scheme.by_row:
+                h, scale_g = quantize(g, scheme.by_row, scheme.gradient_format)
+            if needs_x:
+                if scheme.saves_8_bits:
+                    w, scale_w = saved[2].mT, saved[3]
+                else:
+                    w, scale_w = quantize(saved[1], scheme.weight_by_row, scheme.format, transpose=True)
+                by_x = product(h, w, scale_g, scale_w, None, g.dtype, counter, "input gradient")
+            if needs_weight and scheme.low_weight_gradient:
+                q, scale_x = quantize(saved[0], scheme.by_row, scheme.format, transpose=True)
+                if scheme.by_row:
+                    h, scale_g = quantize(g, True, scheme.gradient_format, transpose=True)
+                else:
+                    h = h.mT
+                by_weight = product(h, q, scale_g, scale_x, None, ctx.dtype, counter, "weight gradient")
+            elif needs_weight:
+                x = dequantize(*saved[:2]).to(g.dtype) if scheme.saves_8_bits else saved[0]
+                by_weight = weight_gradient(g, x, counter).to(ctx.dtype)
+            if needs_bias:
+                by_bias = g.sum(0, dtype=acc_type(g.dtype)).to(ctx.dtype)
+        gradients: list[Tensor | None] = [by_x, by_weight, by_bias]
         if torch.is_grad_enabled():  # torch's `once_differentiable` gives zeros within `torch.func`
-            sources = g, *ctx.saved_tensors
-            gradients = [x if x is None else _NoDoubleBackward.apply(x, *sources) for x in gradients]
+            gradients = [y if y is None else _NoDoubleBackward.apply(y, g, *ctx.saved_tensors) for y in gradients]
         return *gradients, None, None
-
-
-def _gradients(ctx: Any, g: Tensor) -> list[Tensor | None]:
-    """Return the gradients of x, the weight and the bias, None for those that are not needed."""
-    scheme, (counter, *saved) = ctx.scheme, ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    by_x = by_weight = by_bias = None
-    if needs_x or not scheme.by_row:
-        h, scale_g = quantize(g, scheme.by_row, scheme.gradient_format)
-    if needs_x:
-        if scheme.saves_8_bits:
-            w, scale_w = saved[2].mT, saved[3]
-        else:
-            w, scale_w = quantize(saved[1], scheme.weight_by_row, scheme.format, transpose=True)
-        by_x = product(h, w, scale_g, scale_w, None, g.dtype, counter, "input gradient")
-    if needs_weight and scheme.low_weight_gradient:
-        if scheme.by_row:
-            h, scale_g = quantize(g, True, scheme.gradient_format, transpose=True)
-        else:
-            h = h.mT
-        q, scale_x = quantize(saved[0], scheme.by_row, scheme.format, transpose=True)
-        by_weight = product(h, q, scale_g, scale_x, None, ctx.dtype, counter, "weight gradient")
-    elif needs_weight:
-        x = dequantize(*saved[:2]).to(g.dtype) if scheme.saves_8_bits else saved[0]
-        by_weight = weight_gradient(g, x, counter).to(ctx.dtype)
-    if needs_bias:
-        by_bias = g.sum(0, dtype=acc_type(g.dtype)).to(ctx.dtype)
-    return [by_x, by_weight, by_bias]
 
 
 class _NoDoubleBackward(torch.autograd.Function):
@@ -255,7 +249,7 @@ class Fp8SwitchBackLinear(LowPrecisionLinear):
 
 
 class Fp8TensorWiseLinear(LowPrecisionLinear):
-    """`nn.Linear` with all products in float8, one scale per matrix: the baseline that diverges in large models (§2.3)."""
+    """`nn.Linear` with all products in float8, one scale per matrix: the baseline that diverges in large models."""
 
     scheme = Scheme(E4M3, E5M2, by_row=False, low_weight_gradient=True)
 
@@ -294,11 +288,11 @@ def to_linear(model: M) -> M:
     """Replace each low-precision layer by an `nn.Linear` with the same parameters, in place. 16-bit weights become
     fp32."""
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, HalfLinear):
-            layer.weight = nn.Parameter(layer.weight.detach().float(), layer.weight.requires_grad)
         if isinstance(layer, LowPrecisionLinear | HalfLinear):
             linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
             linear.weight, linear.bias = layer.weight, layer.bias
+            if isinstance(layer, HalfLinear):
+                linear.weight = nn.Parameter(layer.weight.detach().float(), layer.weight.requires_grad)
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, linear.train(layer.training))
     return model

@@ -227,7 +227,8 @@ def is_exact(device: torch.device) -> bool:
     pairs = [(a, a.flip(0))]
     if device.type == "cpu":  # only CPUs pass small products to `_int_mm`
         for m, n, k in itertools.product((1, 2, 3), repeat=3):
-            pairs += itertools.product(*([row_major(x), row_major(x.mT).mT] for x in (a[-m:, :k], a[16 : 16 + n, :k])))
+            x, y = a[-m:, :k], a[16 : 16 + n, :k]
+            pairs += itertools.product((row_major(x), row_major(x.mT).mT), (row_major(y), row_major(y.mT).mT))
     fill = torch.iinfo(torch.int32).max  # marks sums that a kernel does not write
     try:
         return all(

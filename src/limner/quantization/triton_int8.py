@@ -5,9 +5,9 @@
                 (`tensor-wise_quantize_transpose`). GPUs multiply only A B^T, so the gradient needs W transposed
     product     a b^T in int32 on tensor cores, with scales and bias applied before the result is written
 
-Each kernel does the fp32 operations of `quantize.py` and `products.py` in the same order: quotients are rounded correctly
-(`div_rn`), and products are not fused with additions (`enable_fp_fusion=False`), so that all devices give the same
-integers. Rounding to nearest even adds and subtracts 1.5 * 2^23, where fp32 steps by integers.
+Each kernel does the fp32 operations of `quantize.py` and `products.py` in the same order: quotients are rounded
+correctly (`div_rn`), and products are not fused with additions (`enable_fp_fusion=False`), so that all devices give the
+same integers. Rounding to nearest even adds and subtracts 1.5 * 2^23, where fp32 steps by integers.
 
 This module is imported only with a GPU. Without one, tests run it under Triton's interpreter and compile it ahead of
 time.
