@@ -22,7 +22,7 @@ from jaxtyping import config, install_import_hook
 #: What other processes compute (`ranks.py`) is not checked.
 SHAPED = [
     "models", "objectives", "metrics", "numerics.formats", "attention.attention", "objectives.cross_entropy",
-    "quantization.inference_linear", "attention.dense_attention", "quantization.simulated_gradients",
+    "quantization.inference_linear", "quantization.simulated_gradients",
     "attention.patterns", "attention.sparse", "distributed.powersgd",
     "distributed.gradient_reducers", "distributed.replicated", "planner.grad_histogram", "planner.bench_linear",
     "experiments.fixed_q", "experiments.dion", "experiments.householder", "sampling.generate",

@@ -33,9 +33,8 @@ from torch.utils.checkpoint import checkpoint
 
 from limner.attention.attention import Attention, AttentionFn
 from limner.attention.cache import KVCache, KVStore, LayerKVCache, Position, RaggedBatch
-from limner.attention.dense_attention import DenseAttention
 from limner.attention.patterns import PATTERNS, Pattern, paper_pattern
-from limner.attention.sparse import training_attention
+from limner.attention.sparse import DenseAttention, training_attention
 from limner.numerics.precision import upcast
 from limner.text import PAD
 from limner.validation import InvalidSetting, Range, Validated, abbreviate

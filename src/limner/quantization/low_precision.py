@@ -99,7 +99,7 @@ class _LowPrecisionFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         scheme = ctx.scheme
         counter, *saved = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         by_x = by_weight = by_bias = None
         with torch.no_grad():
             if needs_x or not scheme.by_row:
