@@ -41,9 +41,9 @@ from limner.quantization import (
     SwitchBackLinear,
     SwitchBackMLinear,
     SwitchBackQLinear,
-    int8,
 )
-from limner.quantization.quantize import row_wise, tensor_wise
+from limner.quantization.products import product, select_kernel
+from limner.quantization.quantize import quantize
 
 LAYERS = [StandardLinear, SwitchBackLinear, SwitchBackMLinear, SwitchBackQLinear, LLMInt8Linear]
 FLOAT8_LAYERS = [Fp8SwitchBackLinear, Fp8TensorWiseLinear]
@@ -76,12 +76,12 @@ def main() -> None:
 
 def products(x: Tensor, weight: Tensor) -> Functions:
     """Return x w^T in each format, and the int8 product without scales."""
-    (q, scale_x), (w, scale_w) = row_wise(x), tensor_wise(weight)
+    (q, scale_x), (w, scale_w) = quantize(x, by_row=True), quantize(weight, by_row=False)
     x32, w32, x16, w16 = x.float(), weight.float(), x.bfloat16(), weight.bfloat16()
     functions: Functions = {
         "fp32": lambda: x32 @ w32.mT,
         "bf16": lambda: x16 @ w16.mT,
-        f"int8 ({int8.select_kernel(q, w)[0]})": lambda: int8.product(q, w, scale_x, scale_w, None, x.dtype),
+        f"int8 ({select_kernel(q, w)[0]})": lambda: product(q, w, scale_x, scale_w, None, x.dtype),
     }
     return functions | int8_sums(x, weight)
 

@@ -12,7 +12,7 @@ from jaxtyping import config, install_import_hook
 
 #: The modules whose annotations name shapes, but for
 #:
-#: - quantization.float8, int8, low_precision and quantize: torch makes operators of their functions and reads
+#: - quantization.low_precision, products and quantize: torch makes operators of their functions and reads
 #:   annotations, which it does not find in a function that is checked;
 #: - attention.cache: the compiler makes its dataclasses, and does not know those that are checked;
 #: - evaluation.zero_shot: its tests give it stand-ins for a model and a source;
@@ -22,9 +22,8 @@ from jaxtyping import config, install_import_hook
 #: What other processes compute (`ranks.py`) is not checked.
 SHAPED = [
     "models", "objectives", "metrics", "numerics.formats", "attention.attention", "objectives.cross_entropy",
-    "quantization.inference_linear", "attention.dense_attention", "quantization.simulated_gradients",
-    "attention.patterns", "quantization.scales", "attention.sparse", "distributed.powersgd",
-    "distributed.gradient_reducers", "distributed.replicated", "planner.grad_histogram",
+    "quantization.inference_linear", "quantization.simulated_gradients", "attention.patterns", "attention.sparse",
+    "distributed.powersgd", "distributed.gradient_reducers", "distributed.replicated", "planner.grad_histogram",
     "experiments.gradient_compression", "experiments.dion", "experiments.switchback_speed", "sampling.generate",
     "sampling.cuda_graph", "sampling.rerank",
 ]  # fmt: skip

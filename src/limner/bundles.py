@@ -34,7 +34,7 @@ from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.optim.dtensor import shard_like
 from limner.pretrained import FORMAT, find_bundle, is_bundle, resolve_name
-from limner.quantization.quantize import row_wise
+from limner.quantization.quantize import quantize
 from limner.text.bpe import Tokenizer
 
 __all__ = ["check_fit", "load_model", "read", "read_info", "rounded", "save_dvae", "write"]
@@ -109,7 +109,7 @@ def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype) 
         tensors = {key: convert(value, small) for key, value in state.items()}
         if dtype == torch.int8 and name != "dvae":
             for key in (key for key, value in state.items() if value.dim() == 2):
-                tensors[key], tensors[key + _SCALE_SUFFIX] = row_wise(state[key].detach().cpu())
+                tensors[key], tensors[key + _SCALE_SUFFIX] = quantize(state[key].detach().cpu(), by_row=True)
         # `save_file` of safetensors creates a file that only its owner can read.
         atomic_write_bytes(folder / f"{name}.safetensors", save(tensors))
 

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from limner.attention.patterns import Pattern
+from limner.attention.patterns import Grid, Pattern
 from limner.compat import FakeTensor
 from limner.numerics.compile_elementwise import specialize_ints, triton_supports
 
@@ -68,8 +68,12 @@ def attend(
 ) -> Float[Tensor, "B H N C"] | None:
     """Return softmax(q k^T / sqrt(C)) v under the mask `attention_mask(pattern, prefix)`; None, with one warning, if
     the kernel fails to compile or run."""
+
+    def reorder(x: Tensor, grid: Grid) -> Tensor:
+        return torch.cat([x[:, :, :prefix], to_column_order(x[:, :, prefix:], grid)], 2)
+
     if pattern.by_column:
-        q, k, v = (to_column_order(x, prefix, pattern.grid) for x in (q, k, v))
+        q, k, v = (reorder(x, pattern.grid) for x in (q, k, v))
     try:
         y = compiled_flex_attention(q, k, v, _block_mask(pattern, prefix, q.device))
     except torch.OutOfMemoryError:
@@ -79,8 +83,7 @@ def attend(
         reason = str(error).strip().partition("\n")[0]
         warnings.warn(f"FlexAttention failed ({reason}): attention runs more slowly", stacklevel=2)
         return None
-    h, w = pattern.grid
-    return to_column_order(y, prefix, (w, h)) if pattern.by_column else y
+    return reorder(y, pattern.grid[::-1]) if pattern.by_column else y
 
 
 @lru_cache(maxsize=32)
@@ -120,6 +123,6 @@ def _block_mask(pattern: Pattern, prefix: int, device: torch.device) -> Any:
         return create_block_mask(mask_mod(pattern, prefix, device), None, None, n, n, device=device, BLOCK_SIZE=_BLOCK)  # pyright: ignore[reportArgumentType]
 
 
-def to_column_order(x: Tensor, prefix: int, grid: tuple[int, int]) -> Tensor:
-    """Return x [B, H, N, C] with the image's positions by columns instead of rows."""
-    return torch.cat([x[:, :, :prefix], x[:, :, prefix:].unflatten(2, grid).transpose(2, 3).flatten(2, 3)], 2)
+def to_column_order(x: Tensor, grid: Grid) -> Tensor:
+    """Reorder the positions of a grid from raster order to column order, [..., S, C]."""
+    return x.unflatten(-2, grid).transpose(-3, -2).flatten(-3, -2)

@@ -36,7 +36,7 @@ from limner.distributed.sharded_checkpoint import ShardedCheckpointer
 from limner.distributed.sharded_init import shard_in_place, shard_on_registration
 from limner.errors import UserError
 from limner.optim.dtensor import full_tensor, is_dtensor, shard_dim, to_local
-from limner.quantization.half_linear import HalfLinear
+from limner.quantization import HalfLinear
 from limner.training.checkpoint import LocalCheckpointer
 from limner.training.parallel import Reduction
 from limner.training.train_module import Trainable

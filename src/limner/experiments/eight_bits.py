@@ -18,10 +18,10 @@ from limner.experiments.sweep import Result, Sweep, deviation, span
 from limner.experiments.tiny_models import CLIP, accuracy, scenes, train_clip
 from limner.numerics.precision import Bf16
 from limner.objectives.hard_negatives import HardNegativeLoss
-from limner.quantization import int8
 from limner.quantization.convert import convert
 from limner.quantization.precisions import Fp8TensorWise, LLMInt8, SwitchBack, in_blocks
-from limner.quantization.quantize import row_wise
+from limner.quantization.products import product
+from limner.quantization.quantize import quantize
 
 INT8 = {"SwitchBack": SwitchBack(), "LLM.int8()": LLMInt8()}
 
@@ -173,8 +173,8 @@ def inner_product_trial(*, kind: str, length: int, seed: int, vectors: int) -> R
     torch.manual_seed(seed)
     shape = (vectors, length)
     u, v = (torch.rand(shape) * 2 - 1 if kind == "uniform" else torch.randn(shape) for _ in range(2))
-    (a, scale_a), (b, scale_b) = row_wise(u), row_wise(v)
-    error = int8.product(a, b, scale_a, scale_b).double() - u.double() @ v.double().mT
+    (a, scale_a), (b, scale_b) = quantize(u, by_row=True), quantize(v, by_row=True)
+    error = product(a, b, scale_a, scale_b).double() - u.double() @ v.double().mT
     max_square = (u.abs().amax(1).square().mean() + v.abs().amax(1).square().mean()).item() / 2
     s_q = max_square / 127**2 / 12  # error of rounding to multiples of the maximum / 127
     s_u = s_v = 1 / 3 if kind == "uniform" else 1.0

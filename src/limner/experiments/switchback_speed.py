@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from limner import compat
 from limner.experiments.report import Finding, experiment
 from limner.progress import progress
-from limner.quantization import StandardLinear, SwitchBackLinear, int8
-from limner.quantization.low_precision import weight_gradient
-from limner.quantization.quantize import row_wise, tensor_wise, tensor_wise_transposed
+from limner.quantization import StandardLinear, SwitchBackLinear
+from limner.quantization.products import int32_sums, product, select_kernel, weight_gradient
+from limner.quantization.quantize import quantize
 
 ROUNDS = 7
 Functions = dict[str, Callable[[], object]]
@@ -51,24 +51,24 @@ def time_rounds(functions: Mapping[str, Callable[[], object]], rounds: int) -> T
 
 def switchback_steps(x: Float[Tensor, "b n"], weight: Float[Tensor, "m n"], g: Float[Tensor, "b m"]) -> Functions:
     """Return the steps of a SwitchBack layer."""
-    (q, scale_x), (w, scale_w) = row_wise(x), tensor_wise(weight)
-    (h, scale_g), (t, scale_t) = row_wise(g), tensor_wise_transposed(weight)
+    (q, scale_x), (w, scale_w) = quantize(x, by_row=True), quantize(weight, by_row=False)
+    (h, scale_g), (t, scale_t) = quantize(g, by_row=True), quantize(weight, by_row=False, transpose=True)
     counter = torch.zeros((), dtype=torch.int64)  # counts products, ignored
     return {
-        "quantize x": lambda: row_wise(x),
-        "quantize w": lambda: tensor_wise(weight),
-        "quantize g": lambda: row_wise(g),
-        "quantize w^T": lambda: tensor_wise_transposed(weight),
-        "forward": lambda: int8.product(q, w, scale_x, scale_w, None, x.dtype),
-        "input gradient": lambda: int8.product(h, t, scale_g, scale_t, None, x.dtype),
-        "weight gradient": lambda: weight_gradient(g, x, weight.dtype, counter),
+        "quantize x": lambda: quantize(x, by_row=True),
+        "quantize w": lambda: quantize(weight, by_row=False),
+        "quantize g": lambda: quantize(g, by_row=True),
+        "quantize w^T": lambda: quantize(weight, by_row=False, transpose=True),
+        "forward": lambda: product(q, w, scale_x, scale_w, None, x.dtype),
+        "input gradient": lambda: product(h, t, scale_g, scale_t, None, x.dtype),
+        "weight gradient": lambda: weight_gradient(g, x, counter).to(weight.dtype),
     }
 
 
 def int8_sums(x: Float[Tensor, "b n"], weight: Float[Tensor, "m n"]) -> Functions:
     """Return the int8 product without scales; nothing if the kernel includes scales."""
-    q, w = row_wise(x)[0], tensor_wise(weight)[0]
-    return {"int8, sums alone": partial(int8.int32_sums, q, w)} if int8.select_kernel(q, w)[0] == "_int_mm" else {}
+    q, w = quantize(x, by_row=True)[0], quantize(weight, by_row=False)[0]
+    return {"int8, sums alone": partial(int32_sums, q, w)} if select_kernel(q, w)[0] == "_int_mm" else {}
 
 
 def forward_backward(layer: nn.Module, x: Float[Tensor, "b n"], g: Float[Tensor, "b m"]) -> None:

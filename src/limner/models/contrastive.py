@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
-from limner.attention.dense_attention import DenseAttention
+from limner.attention.sparse import DenseAttention
 from limner.errors import UserError
 from limner.models.patch_embedding import drop_patches, sinusoids
 from limner.models.transformer import Block

@@ -116,9 +116,8 @@ class _FakeValueTracker(MemoryTracker):
 class _GPUSparseAttention(SparseAttention):
     """Sparse attention with the chunk size of a GPU."""
 
-    @property
-    def sequences_per_part(self) -> int:
-        return self.sequences_per_part_on("cuda")
+    def sequences_per_part(self, device: str) -> int:
+        return super().sequences_per_part("cuda")
 
 
 class MemoryHook(Hook):

@@ -25,7 +25,8 @@ from limner.models.patch_dvae import AnyDVAE
 from limner.models.transformer import Transformer
 from limner.numerics.precision import Auto, Precision
 from limner.progress import Advance
-from limner.quantization.inference_linear import pack_linears, quantize_linears
+from limner.quantization.convert import convert
+from limner.quantization.inference_linear import Int8Linear, pack_linears
 from limner.sampling.cuda_graph import build_decoder
 from limner.sampling.generate import UNSET, generate
 from limner.sampling.generation_config import Sampler
@@ -139,7 +140,7 @@ class CandidateGenerator:
         if dtype == torch.bfloat16 or config.int8_weights:
             prior = copy.deepcopy(prior).to(dtype)
             if config.int8_weights:
-                prior = quantize_linears(prior)
+                prior = convert(prior, Int8Linear)
             elif not config.compiled:  # the compiler chooses the layout of weights
                 prior = pack_linears(prior)
         self.decoder, self.contrastive = build_decoder(prior, config.compiled), contrastive

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from limner.attention.cache import KVCache, KVStore, LayerKVCache, RaggedBatch
-from limner.attention.dense_attention import DenseAttention
 from limner.attention.patterns import Pattern
+from limner.attention.sparse import DenseAttention
 from limner.models.transformer import Transformer, TransformerConfig
 from limner.numerics.precision import upcast
 

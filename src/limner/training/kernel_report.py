@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from limner.json_files import write_json
-from limner.quantization.kernel_counter import Counts, counts_from_json, counts_to_json
 from limner.quantization.low_precision import LowPrecisionLinear
+from limner.quantization.products import Counts, counts_from_json, counts_to_json
 from limner.training.hooks import Hook
 from limner.training.train_state import TrainState
 

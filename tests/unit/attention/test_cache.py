@@ -41,7 +41,7 @@ def test_step_by_step_equals_the_whole(make, grid, prefix, recorded, kernel, can
     cache = LayerKVCache.from_prefix(pattern, *stored)
     for t in range(size):
         if t == before:
-            cache = cache.expand(candidates)
+            (cache,) = KVCache([cache]).expand(candidates).layers
         x = shared[:, t : t + 1] if t < before else own[:, t - before : t - before + 1]
         y = layer(x, partial(cache.append, torch.tensor([t]) if recorded else t))
         outputs.append(y if t >= before else y.repeat_interleave(candidates, 0))

@@ -22,7 +22,7 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.optim import grad_access
 from limner.optim.dtensor import full_tensor, to_local
 from limner.optim.optimizers import AdamW16Config
-from limner.quantization.half_linear import HalfLinear
+from limner.quantization import HalfLinear
 from limner.quantization.precisions import Fp16Weights
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling

@@ -14,7 +14,7 @@ from limner.optim import adamw, grad_access
 from limner.optim.optimizers import AdamW16Config, AdamWConfig, Beta2WarmupAdamWConfig, MuonConfig, StableAdamWConfig
 from limner.planner.cost import Cost
 from limner.planner.dry_run import state_bytes
-from limner.quantization.half_linear import HalfLinear
+from limner.quantization import HalfLinear
 from limner.quantization.precisions import Bf16Weights, Fp16Weights
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling

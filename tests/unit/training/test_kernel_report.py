@@ -12,8 +12,8 @@ from torch import nn
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
-from limner.quantization.kernel_counter import counts_from_json
 from limner.quantization.precisions import Fp8SwitchBack, Fp8TensorWise, LLMInt8, SwitchBack, SwitchBackM, SwitchBackQ
+from limner.quantization.products import counts_from_json
 from limner.training.config import TrainConfig
 from limner.training.kernel_report import FILE, KernelReport
 from limner.training.loop import train

@@ -17,7 +17,7 @@ from limner.text_table import render_table
 from limner.validation import Validated
 
 if TYPE_CHECKING:
-    from limner.quantization.kernel_counter import Counts
+    from limner.quantization.products import Counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,8 @@ def _records(run: Path, file: str) -> dict[str, Path]:
 
 def _precision_lines(title: str, path: Path) -> Iterator[str]:
     """Yield the lines of the report on one model."""
-    from limner.quantization.half_linear import HalfLinear
-    from limner.quantization.kernel_counter import Product, counts_from_json
+    from limner.quantization import HalfLinear
+    from limner.quantization.products import Product, counts_from_json
 
     products, unlogged = get_args(Product), ("Linear", HalfLinear.__name__)
     try:

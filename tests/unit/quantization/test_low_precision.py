@@ -21,10 +21,10 @@ from limner.quantization import (
     SwitchBackLinear,
     SwitchBackMLinear,
     SwitchBackQLinear,
-    float8,
 )
 from limner.quantization.convert import convert
 from limner.quantization.low_precision import to_linear
+from limner.quantization.quantize import E4M3, E5M2, round_to_float8
 
 COUNTED = [
     SwitchBackLinear, SwitchBackMLinear, SwitchBackQLinear, LLMInt8Linear, Fp8SwitchBackLinear, Fp8TensorWiseLinear
@@ -45,12 +45,12 @@ def back(values, dim=None):
 def float8_back(values, format, dim=None):
     values = values.detach().double()
     scale = (values.abs().amax() if dim is None else values.abs().amax(dim, keepdim=True)) / torch.finfo(format).max
-    return float8.round_to_float8(values / scale, format).double() * scale
+    return round_to_float8(values / scale, format).double() * scale
 
 
 def expected(kind, x, weight, bias, g):
     """Output and gradients of Algorithms 1, 3, 4 and 5, in fp64."""
-    rows, columns, e4m3, e5m2 = partial(back, dim=1), partial(back, dim=0), float8.E4M3, float8.E5M2
+    rows, columns = partial(back, dim=1), partial(back, dim=0)
     by_x, by_weight = (g, weight), (g, x)  # what the two gradients are products of
     if kind in (SwitchBackLinear, SwitchBackMLinear):
         forward, by_x = (rows(x), back(weight)), (rows(g), back(weight))
@@ -59,8 +59,8 @@ def expected(kind, x, weight, bias, g):
         forward, by_x = (rows(x), rows(weight)), (rows(g), columns(weight))
         by_weight = (columns(g), columns(x)) if kind is LLMInt8Linear else (g, x)
     elif kind in (Fp8SwitchBackLinear, Fp8TensorWiseLinear):
-        dim, w = (1 if kind is Fp8SwitchBackLinear else None), float8_back(weight, e4m3)
-        x8, g8 = float8_back(x, e4m3, dim), float8_back(g, e5m2, dim)
+        dim, w = (1 if kind is Fp8SwitchBackLinear else None), float8_back(weight, E4M3)
+        x8, g8 = float8_back(x, E4M3, dim), float8_back(g, E5M2, dim)
         forward, by_x, by_weight = (x8, w), (g8, w), (g8, x8) if dim is None else (g, x)
     else:
         forward = x, weight
