@@ -18,8 +18,9 @@ import torch
 
 from limner.experiments.report import Finding
 from limner.experiments.sweep import Result, TrialRunner
+from limner.numerics.formats import INT8_MAX
 from limner.quantization.products import product
-from limner.quantization.quantize import INT8_MAX, quantize
+from limner.quantization.quantize import quantize
 
 CLAIM = "The variance that 8-bit rounding adds to an inner product grows with its length, as equation 12 says"
 SOURCE = "Wortsman et al. 2023, App. D.1"
