@@ -5,9 +5,10 @@ import pytest
 import torch
 import triton
 
+from limner.numerics.formats import INT8_MAX
 from limner.quantization import triton_int8
 from limner.quantization.products import product
-from limner.quantization.quantize import INT8_MAX, quantize, scale_and_inverse
+from limner.quantization.quantize import quantize, scale_and_inverse
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 SHAPES = [(1, 1, 1), (3, 5, 7), (65, 33, 130), (64, 64, 64), (100, 70, 16)]  # m, n, k

@@ -1,11 +1,9 @@
 """Sparse attention on a GPU by torch's FlexAttention, which Inductor compiles to a Triton kernel.
 
 One kernel replaces the copies, products and softmax of `sparse.py` and keeps scores on the chip; another computes the
-gradients. The kernel skips blocks of 128 queries and 128 keys where no query sees a key, and applies the mask in
-partly visible blocks. For patterns that see only their own column, the image is transposed first, so that visible
-keys are contiguous, as in `sparse.py`.
-
-The first call of each pattern compiles for some seconds; torch caches the code on disk.
+gradients. Kernels skip blocks of queries and keys where no query sees a key. As in `sparse.py`, the image is transposed
+for patterns that see only their own column. The first call of each pattern compiles for some seconds; torch caches the
+code on disk.
 
 Shapes: B batch, H heads, P prefix, h x w grid, N = P + h * w positions, C head width.
 """
@@ -28,8 +26,6 @@ from limner.numerics.compile_elementwise import specialize_ints, triton_supports
 _MAX_RUNS = 8  # a kernel compares runs of consecutive offsets one by one
 _BLOCK = 128  # queries and keys of a block
 _MIN_HEAD_WIDTH = 16  # smallest head width of a product on tensor cores
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class _CompiledFlexAttention:
@@ -83,7 +79,8 @@ def attend(
         reason = str(error).strip().partition("\n")[0]
         warnings.warn(f"FlexAttention failed ({reason}): attention runs more slowly", stacklevel=2)
         return None
-    return reorder(y, pattern.grid[::-1]) if pattern.by_column else y
+    h, w = pattern.grid
+    return reorder(y, (w, h)) if pattern.by_column else y
 
 
 @lru_cache(maxsize=32)
@@ -94,7 +91,7 @@ def runs(pattern: Pattern) -> list[tuple[int, int]]:
     return list(zip(firsts, lasts, strict=True))
 
 
-def mask_mod(pattern: Pattern, prefix: int, device: torch.device) -> MaskMod:
+def mask_mod(pattern: Pattern, prefix: int, device: torch.device) -> Callable[..., Tensor]:
     """Return FlexAttention's `mask_mod`, (batch, head, query, key) -> True if the query sees the key. Arguments are
     indices; if `pattern.by_column`, the image is in column order."""
     (nearest, farthest), *others = runs(pattern)

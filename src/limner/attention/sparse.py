@@ -136,7 +136,8 @@ class SparseAttention(nn.Module):
         return flex.to_column_order(x, self.pattern.grid) if self.pattern.by_column else x
 
     def _to_raster(self, x: Tensor) -> Tensor:
-        return flex.to_column_order(x, self.pattern.grid[::-1]) if self.pattern.by_column else x
+        h, w = self.pattern.grid
+        return flex.to_column_order(x, (w, h)) if self.pattern.by_column else x
 
     # Prefix and image are two attentions with separate queries, keys and values. `split_queries`, `gather_keys` and
     # their transposes join them.

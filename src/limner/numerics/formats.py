@@ -18,9 +18,8 @@ reaches down to 2^-69.
 
 Algorithm: for |x| in [2^k, 2^(k+1)) the format's step is 2^(k-m). The fp32 sum |x| + 2^(k-m+23) has exactly that step,
 so the hardware rounds to it: to nearest, ties to even. The lowest bits of the sum are then the significand with its
-leading one. Below the smallest normal number k is constant, which rounds subnormals by the same formula. This takes no
-branch, no table and no second rounding. tests/reference/test_formats.py has the plain definition, equal on every code,
-at and near ties, and on random bits.
+leading one. Below the smallest normal number k is constant, which rounds subnormals by the same formula.
+tests/reference/test_formats.py has the plain definition.
 """
 
 from __future__ import annotations
@@ -37,7 +36,10 @@ from torch import Tensor
 from limner.numerics.compile_elementwise import CompiledElementwise
 from limner.validation import Range, Validated
 
-__all__ = ["E6M9", "HALF_FORMATS", "UE6M10", "FloatFormat"]
+__all__ = ["E6M9", "HALF_FORMATS", "INT8_MAX", "MIN_ABSMAX", "UE6M10", "FloatFormat"]
+
+INT8_MAX = 127  # the largest magnitude with both signs in int8; -128 is not used
+MIN_ABSMAX = 2.0**-109  # smallest magnitude that is scaled to 8 bits: below, the scale's inverse could overflow fp32
 
 _FP32_MANTISSA = 23  # bits of an fp32 significand
 _FP32_BIAS = 127

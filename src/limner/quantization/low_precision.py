@@ -21,9 +21,8 @@ The error of a product of rounded numbers grows with the number of terms summed 
 gradient sums over all positions of a batch, the other two products only over a layer's width. So SwitchBack switches
 back to 16 bits for the weight gradient, unlike LLM.int8().
 
-Two of the three products are in 8 bits. If int8 products are r times as fast, a layer takes (2 / r + 1) / 3 of its
-time, plus rounding: a speedup of at most three if the weight gradient keeps its speed, and more where 16 bits are
-faster than 32 (AMX, tensor cores).
+Two of the three products are in 8 bits. If these are r times as fast, a layer takes (2 / r + 1) / 3 of its time, plus
+rounding: a speedup of at most three if the weight gradient keeps its speed.
 
 e4m3 has four bits of exponent and three of mantissa, e5m2 five and two: inputs and weights need precision, gradients
 need range (Micikevicius et al. 2022, which the paper follows).

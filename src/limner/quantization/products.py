@@ -13,8 +13,8 @@ before its first use on the largest magnitudes and, on CPUs, on small matrices i
 kernel does not support a shape, the reference computes the product.
 
 On a CPU an integer product is computed a few rows at a time, and scaled while its int32 sums are in the cache.
-(`onednn.qlinear_pointwise` gives fp32 directly, but is not faster on unsigned inputs, needs reordered weights, and
-takes minutes with signed inputs on CPUs for which it lacks a kernel.)
+(`onednn.qlinear_pointwise` gives fp32 directly, but is not faster, and takes minutes on CPUs for which it lacks a
+kernel.)
 
 float8 products:
 
@@ -22,10 +22,9 @@ float8 products:
     simulated   in bf16 or fp32, which hold each float8 number exactly, summed in fp32: the paper's simulation. It
                 reproduces the accuracy of float8 training, not its speed
 
-The class name `SwitchBackLinear` proves nothing: an unsupported shape, a missing library or a compiler that replaced
-the layer would go unnoticed. So each product chooses its kernel, runs it and counts it in one operation that is opaque
-to `torch.compile` and autograd. Every execution counts, also in evaluation and when checkpointing recomputes a forward
-product. A replayed CUDA graph runs no Python and counts nothing.
+An unsupported shape, a missing library or a compiler that replaced a layer would go unnoticed. So each product chooses
+its kernel, runs it and counts it in one operation that is opaque to `torch.compile` and autograd. Every execution
+counts, also in evaluation and when checkpointing recomputes a forward product. A replayed CUDA graph counts nothing.
 
 Shapes: m rows of inputs, n of weights, k summed over.
 """

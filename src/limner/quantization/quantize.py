@@ -8,13 +8,11 @@ half its scale. Scales are fp32. The paper stores absmax as the "state" and divi
 division is done once.
 
 Finer scales lose less: one large entry reduces the precision of its row only. But a scale must be constant along the
-dimension that a product sums over. So inputs [b, n] and weights [m, n] of x w^T have scales by row, and w^T in the
-gradient g w has scales by row of w^T.
+dimension that a product sums over: in x w^T along the rows of x and w, in g w along the rows of g and w^T.
 
 A row of zeros stays zeros. A row with infinity or NaN gets a scale that is not finite, so that its products are not
-finite either, and training skips the update.
-
-Every backend does the same fp32 operations in the same order, so all give the same integers.
+finite either, and training skips the update. Every backend does the same fp32 operations in the same order, so all give
+the same integers.
 
 Shapes: m rows, n columns.
 """
@@ -27,9 +25,8 @@ import torch
 from torch import Tensor
 
 from limner.numerics.compile_elementwise import triton_supports
+from limner.numerics.formats import INT8_MAX, MIN_ABSMAX
 
-INT8_MAX = 127  # the largest magnitude with both signs in int8; -128 is not used
-MIN_ABSMAX = 2.0**-109  # lower bound for absmax: with less, a scale's inverse could overflow fp32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _CPU_VALUES_PER_PART = 1 << 18  # 1 MB in fp32: on a CPU the second pass reads them from the cache
 

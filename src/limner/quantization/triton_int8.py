@@ -9,8 +9,7 @@ Each kernel does the fp32 operations of `quantize.py` and `products.py` in the s
 correctly (`div_rn`), and products are not fused with additions (`enable_fp_fusion=False`), so that all devices give the
 same integers. Rounding to nearest even adds and subtracts 1.5 * 2^23, where fp32 steps by integers.
 
-This module is imported only with a GPU. Without one, tests run it under Triton's interpreter and compile it ahead of
-time.
+This module is imported only with a GPU, or by tests under Triton's interpreter.
 
 Shapes: m rows of inputs, n of weights, k summed over.
 """
@@ -25,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from limner.quantization.quantize import INT8_MAX, MIN_ABSMAX
+from limner.numerics.formats import INT8_MAX, MIN_ABSMAX
 
 _INT8_MAX = tl.constexpr(INT8_MAX)
 _MIN_ABSMAX = tl.constexpr(MIN_ABSMAX)

@@ -106,7 +106,7 @@ def test_scales_use_all_of_a_format(format):
     values, scale = quantize(x, True, format)
     assert values.dtype == format and scale.dtype == torch.float32
     peaks = values.float().abs().amax(1)
-    assert peaks[0] < 1 and peaks[3] == 0  # one row is too small for a scale of its own, one has no numbers
+    assert peaks[0] < 1 and peaks[3] == 0  # the first row is below the smallest scale, row 3 is zero
     assert (peaks[[1, 2, 4, 5]] == largest).all()
     step = 2.0 ** -FORMATS[format][1]  # relative, of a normal number
     near = (values.float() * scale[:, None] - x).abs()[1:] <= (x.abs() * step / 2)[1:] + scale[1:, None] * 2.0**-9
