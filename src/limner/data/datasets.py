@@ -47,7 +47,7 @@ class CaptionEncoder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionEncoding:
-    """How a data set turns the phrasings of a caption into text tokens.
+    """The conversion of a caption's phrasings to text tokens.
 
     Args:
         length: T, text positions.

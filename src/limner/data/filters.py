@@ -140,9 +140,12 @@ class Filters(Validated):
 
     def caption(self, caption: str) -> str | None:
         """Return the reason to reject a caption, or None."""
-        filters = ((too_short, self.min_words), (boilerplate, self.boilerplate), (not_english, self.english))
-        reasons = (rejects(caption, threshold) for rejects, threshold in filters if threshold is not None)
-        return next(filter(None, reasons), None)
+        return (
+            (self.min_words is not None and too_short(caption, self.min_words))
+            or (self.boilerplate is not None and boilerplate(caption, self.boilerplate))
+            or (self.english is not None and not_english(caption, self.english))
+            or None
+        )
 
     def captions(self, captions: Sequence[str]) -> tuple[str, ...]:
         """Return the phrasings that pass. Raises `Rejected` with the first reason if none passes."""

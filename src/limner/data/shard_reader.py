@@ -28,7 +28,7 @@ from limner.json_files import parse_json
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 _BLOCK = 512
 _MAX_EXTENSION = 1 << 20  # bytes of an extension header, such as a long name
-#: In place of the offset of an unreadable member. A sample with the last three has no readable member.
+#: In place of the offset of an unreadable member; the last three reject the whole sample.
 MISSING, DAMAGED, DUPLICATE_NAME, AMBIGUOUS = -1, -2, -3, -4
 _REASONS = {DAMAGED: "damaged shard", DUPLICATE_NAME: "duplicate picture name", AMBIGUOUS: "duplicate key"}
 _ABSENT = (MISSING, 0)

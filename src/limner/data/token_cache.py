@@ -102,7 +102,7 @@ def _encode_batch(images: ImageCaptionDataset, encode: Callable[[Tensor], Tensor
 
 
 def _join(parts: Sequence[TokenCache]) -> TokenCache:
-    good = [part for part in parts if len(part)] or parts[:1]  # empty parts have no number of tokens
+    good = [part for part in parts if len(part)] or parts[:1]  # concatenating fails for empty parts, of shape [0, 0]
     return TokenCache(
         tokens=np.concatenate([part.tokens for part in good]),
         captions=[captions for part in good for captions in part.captions],
