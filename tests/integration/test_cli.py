@@ -214,7 +214,7 @@ def test_data_from_icon_sets_to_shards(tmp_path):
 
 SCORED = ["--captions", 3, "--candidates", 2]
 EVALUATIONS = {
-    "composition": ([*SCORED, "--things", 1, "--mosaic", "drawn.png"], "written: drawn.png"),
+    "composition": ([*SCORED, "--objects", 1, "--mosaic", "drawn.png"], "written: drawn.png"),
     "pairs": (["--pairs", 3, "--candidates", 2], "best of 2"),
     "reconstruction": (["--count", 4], "4 unseen pictures"),
 }

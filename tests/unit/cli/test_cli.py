@@ -62,7 +62,7 @@ def test_help_names_every_command(capsys):
         (["data", "scenes", "out", "--held-out", "2"], "held-out"),
         (["data", "scenes", "out", "--objects", "0", "0", "0", "0"], "objects"),
         (["data", "show", "no-such-folder"], "does not exist"),
-        (["evaluate", "composition", "--things", "5"], "things must be at most 4, not 5"),
+        (["evaluate", "composition", "--objects", "5"], "objects must be at most 4, not 5"),
         (["evaluate", "emojis"], "did you mean 'emoji'"),
         (["evaluate", "pairs", "--pairs", "0"], "pairs must be at least 1"),
         (["plan", "--gpu", "v100"], "did you mean 'v100-16gb'"),

@@ -45,14 +45,14 @@ def composition(argv: Sequence[str]) -> None:
     options = _parse(ScoreComposition, argv, "composition")
     if options.mosaic:
         check_writable_png(options.mosaic)
-    if not options.things:
-        raise UserError("--things needs at least one number from 1 to 4")
+    if not options.objects:
+        raise UserError("--objects needs at least one number from 1 to 4")
     from limner.evaluation.composition import CompositionSettings, sample_captions, score
     from limner.evaluation.report import save_png
     from limner.evaluation.scene_sheet import render_samples, scene_samples
 
     pipe = _load_scene_model(options.model)
-    captions = sample_captions(options.split, options.things, options.captions, options.seed)
+    captions = sample_captions(options.split, options.objects, options.captions, options.seed)
     settings = CompositionSettings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
     start_time, pictures = time.monotonic(), []
 

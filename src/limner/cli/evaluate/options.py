@@ -58,7 +58,7 @@ class ScoreComposition(SceneOptions):
 
     captions: Count = 1_024
     """Number of captions to draw."""
-    things: Annotated[tuple[int, ...], Range(1, 4)] = (1, 2)
+    objects: Annotated[tuple[int, ...], Range(1, 4)] = (1, 2)
     """Numbers of objects in a scene, used cyclically."""
     candidates: Annotated[int, CANDIDATES] = 64
     """Candidates per caption, of which the one with the best score counts."""
