@@ -81,6 +81,7 @@ def ours(options: argparse.Namespace, folder: Path, captions: list[str]) -> Tens
     recipe = _with_steps(recipe, prior=max(1, min(recipe.prior.training.steps, affordable)))
     trainer = StageTrainer(RunData.open(recipe, options.data, folder / "run"), ("prior",))
     dvae, prior = trainer.model("dvae"), trainer.model("prior")
+    assert trainer.tokenizer is not None
     minutes = clock.share() * options.minutes
     print(f"ours: {steps:,} and {recipe.prior.training.steps:,} steps in {minutes:.1f} minutes", file=sys.stderr)
     unused = trainer.resolved.models["contrastive"].build()

@@ -44,12 +44,13 @@ class Range:
             raise InvalidSetting(name, f"must be {TYPE_NAMES[int if whole else float]}, not {abbreviate(value)}")
         if not isinstance(value, Integral) and not isfinite(value):
             raise InvalidSetting(name, f"must be a finite number, not {abbreviate(value)}")
+        number: Any = value  # comparable, which its abstract type is not
         low, high = -LARGEST if self.ge is None else self.ge, LARGEST if self.le is None else self.le
         for violated, relation, bound in (
-            (value < low, "at least", low),
-            (self.gt is not None and value <= self.gt, "above", self.gt),
-            (value > high, "at most", high),
-            (self.lt is not None and value >= self.lt, "below", self.lt),
+            (number < low, "at least", low),
+            (self.gt is not None and number <= self.gt, "above", self.gt),
+            (number > high, "at most", high),
+            (self.lt is not None and number >= self.lt, "below", self.lt),
         ):
             if violated:
                 raise InvalidSetting(name, f"must be {relation} {abbreviate(bound)}, not {abbreviate(value)}")

@@ -188,7 +188,7 @@ def _select_variants(cls: type[T], default: T, argv: Sequence[str]) -> tuple[T, 
 
 
 def _is_unprefixed(hint: Any) -> bool:
-    """Return True if the options of a nested dataclass have no prefix."""
+    """Return True if a nested dataclass omits the prefix of its options."""
     return any(getattr(note, "name", None) == "" for note in getattr(hint, "__metadata__", ()))
 
 

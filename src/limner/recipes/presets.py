@@ -77,7 +77,7 @@ def icons() -> Recipe:
 
     The dVAE trains on random crops, which the margin allows, and reconstructs unseen pictures better for it. The prior
     trains without crops and memorizes its training pictures: it draws training captions correctly, but not objects in
-    styles it has not seen them in (docs/log/2026-11-27.md).
+    styles it has not seen them in (docs/log/2026-11-27.md, "Icons of 16 x 16 tokens after 6,500 steps").
     """
     return Recipe(
         text=TextConfig(vocab=2_048, length=26, dropout=0.0),

@@ -182,7 +182,7 @@ class ResolvedRecipe:
 
     recipe: Recipe
     models: dict[str, Any]
-    stages: dict[str, AnyStage]
+    stages: dict[str, Any]
     dvae_bundle: str | None
 
 
@@ -192,12 +192,15 @@ def resolve(recipe: Recipe, text_vocab: int | None = None, dvae_from_start: bool
     `text_vocab` is the size of the tokenizer, by default the recipe's maximum. With `dvae_from_start` the dVAE is that
     of the bundle `recipe.start`, if any. Raises `UserError` if a bundle is missing, `ValueError` if sizes do not fit.
     """
-    trained, bundle = {}, recipe.start if dvae_from_start else None
+    bundle = recipe.start if dvae_from_start else None
     if isinstance(recipe.dvae, PretrainedDVAE):
         bundle = recipe.dvae.bundle
-    elif bundle is None:
-        trained = {"dvae": recipe.dvae}
-    dvae = _read_dvae_config(bundle) if bundle is not None else recipe.dvae.model
+    stages: dict[str, Any] = {"dvae": recipe.dvae, "prior": recipe.prior, "contrastive": recipe.contrastive}
+    if bundle is None:
+        dvae: AnyDVAEConfig = stages["dvae"].model
+    else:
+        dvae = _read_dvae_config(bundle)
+        del stages["dvae"]
     text = {"text_vocab": text_vocab or recipe.text.vocab, "text_len": recipe.text.length}
     return ResolvedRecipe(
         recipe=recipe,
@@ -206,7 +209,7 @@ def resolve(recipe: Recipe, text_vocab: int | None = None, dvae_from_start: bool
             "prior": replace(recipe.prior.model, image_vocab=dvae.vocab, grid=dvae.grid, **text),
             "contrastive": replace(recipe.contrastive.model, size=dvae.size, **text),
         },
-        stages={**trained, "prior": recipe.prior, "contrastive": recipe.contrastive},
+        stages=stages,
         dvae_bundle=bundle,
     )
 
@@ -217,7 +220,8 @@ def _read_dvae_config(name_or_folder: str) -> AnyDVAEConfig:
     if not is_bundle(folder, DVAE_FORMAT):
         folder = find_bundle(resolve_name(name_or_folder))
     path = folder / "config.json"
+    kind: Any = AnyDVAEConfig
     try:
-        return from_dict(AnyDVAEConfig, read_mapping(path).get("dvae"), "dvae")
+        return from_dict(kind, read_mapping(path).get("dvae"), "dvae")
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
