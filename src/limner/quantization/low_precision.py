@@ -52,7 +52,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Scheme:
-    """How an 8-bit layer computes its products: a row of the table above.
+    """The number formats and scales of an 8-bit layer's products: a row of the table above.
 
     Attributes:
         format: number format of inputs and weights.
