@@ -29,6 +29,7 @@ from limner.tasks.scene_reader import (
 from limner.tasks.scenes import (
     BACKGROUNDS,
     COLORS,
+    EXTENT,
     FILLS,
     SHAPES,
     SIZES,
@@ -160,11 +161,12 @@ def _is_synthetic(truth: Scene | ScenePair) -> bool:
         and (scene.width, scene.height) in ((UNITS, UNITS), (UNITS, UNITS // 2))
         and len(scene.objects) <= UNITS**2
         and all(t.shape in SHAPES and t.fill in FILLS and t.size in SIZES and t.color in COLORS for t in scene.objects)
-        and all(0 <= t.x <= UNITS and 0 <= t.y <= UNITS for t in scene.objects)
+        and all(0 <= t.x <= scene.width - EXTENT[t.size] for t in scene.objects)
+        and all(0 <= t.y <= scene.height - EXTENT[t.size] for t in scene.objects)
     )
     if isinstance(truth, ScenePair):
-        return is_known and truth.transform in TRANSFORMS and render_pair(truth, _COMPARED_PIXELS).ndim == 3
-    return is_known and render(truth, _COMPARED_PIXELS).ndim == 3
+        is_known &= truth.transform in TRANSFORMS and (truth.transform != "recolored" or truth.color in COLORS)
+    return is_known
 
 
 def _is_false_of_scene(scene: Scene, caption: str) -> bool:

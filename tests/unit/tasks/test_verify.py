@@ -83,6 +83,17 @@ def test_a_faint_object_in_a_gray_panel_is_seen():
     assert not verify.pair_holds(pair, picture)
 
 
+def test_a_gray_panel_is_compared_if_an_object_extends_past_the_frame():
+    item = SceneObject(shape="square", color="black", size="small", fill="solid", x=9, y=3)
+    pair = ScenePair(top=Scene(objects=(item,), background="beige", height=6), transform="grayscale")
+    top, bottom = np.split(rendering.render_pair(pair), 2)
+    shifted = np.concatenate([np.roll(panel, 1, (0, 1)) for panel in (top, bottom)])
+    read, _ = verify.read_pair(shifted, "grayscale")
+    assert read.scene is not None and (read.objects[0].x, read.objects[0].y) == (9.25, 3.25)
+    assert verify.is_gray_of(shifted, read.scene)
+    assert not verify.is_gray_of(np.concatenate([shifted[:24], bottom]), read.scene)
+
+
 DEGRADED_PAIRS = {
     "fresh": (lambda p: p, 1.0),
     "blur 1.0": (lambda p: blur(p, 1.0), 0.95),
