@@ -52,8 +52,7 @@ if not (OUT / "data/dataset.json").exists():
     write_scenes(OUT / "data", SceneDataSettings(count=8_000, objects=(1, 0, 0, 0), pairs=0, held_out=0))
 source = open_source(str(OUT / "data"))
 tokenizer = Tokenizer.train((caption for i in range(len(source)) for caption in source.captions(i)), CODES)
-encoding = CaptionEncoding(tokenizer=tokenizer, length=LENGTH)
-images = ImageCaptionDataset(source, SIZE, text=encoding, cache_bytes=1 << 30)
+images = ImageCaptionDataset(source, SIZE, text=CaptionEncoding(tokenizer=tokenizer, length=LENGTH), cache_bytes=2**30)
 text = {"text_vocab": tokenizer.vocab_size, "text_len": LENGTH}
 torch.manual_seed(0)
 
@@ -64,7 +63,7 @@ fit("dvae", dvae, ReconstructionLoss(), images, 200, 16, AdamWConfig(lr=2e-3))
 
 # 2. Prior: a transformer over the tokens of a caption and of its picture.
 cache = encode_tokens(source, dvae.tokenize, key=weights_hash(dvae), size=SIZE, cache_dir=OUT / "tokens")
-tokens = TokenDataset(cache.tokens, cache.captions, encoding)
+tokens = TokenDataset(cache.tokens, cache.captions, images.text)
 prior = TransformerConfig(**text, image_vocab=CODES, grid=dvae.config.grid, width=96, depth=6, heads=4).build()
 fit("prior", prior, Autoregressive(), tokens, 1500, 16, MuonConfig(fallback_adamw=AdamWConfig(lr=5e-3)), ema_decay=0.99)
 

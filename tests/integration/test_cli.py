@@ -253,7 +253,6 @@ def test_evaluate_reads_held_out_data_and_emoji(bundle, tmp_path):
             Image.new("RGB", (24, 24), (30 * i, 255 - 30 * i, 90)).save(file, "PNG")
             meta = {"emoji": chr(0x1F600 + i), "family": f"family {i // 2}", "split": "held-out" if i < 2 else "train"}
             writer.write(file.getvalue(), [f"a face of kind {i}"], meta)
-        writer.close()
     code, out, err = limner("evaluate", "reconstruction", bundle, "--data", "data", "-o", "scores.json", cwd=tmp_path)
     assert code == 0, err
     assert "2 unseen pictures" in out
