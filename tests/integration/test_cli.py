@@ -201,7 +201,7 @@ def test_data_from_icon_sets_to_shards(tmp_path):
     for wrong, says in (
         (["none.tgz"], "none.tgz"),
         ([words, "openmoji.tgz"], "no icon set has a permissive license"),
-        (["twemoji.tgz", "--background", "no such color"], "is not a CSS color"),
+        (["twemoji.tgz", "--background", "no such color"], "background must be a CSS color"),
         (["twemoji.tgz", "--size", 33], "must be even"),
         (["twemoji.tgz", "--margin", 17], "must be at most a quarter of size, 16, not 17"),
         ([], "files"),
