@@ -74,14 +74,9 @@ def run(
     with exclusive_lock(out):
         claim_folder(out, {"scenes": scenes, "recipe": to_dict(recipe)})
         if not isinstance(recipe.dvae, PretrainedDVAE) and not (folder / "bundle").exists():
-            seconds = (
-                seconds_per_step(*timing_inputs(resolve(recipe), "dvae"), _TARGET_SECONDS) * recipe.dvae.training.steps
-            )
-            print(
-                f"training the dVAE takes about {max(1, round(seconds / 60))} minutes on this machine",
-                file=sys.stderr,
-                flush=True,
-            )
+            step_seconds = seconds_per_step(*timing_inputs(resolve(recipe), "dvae"), _TARGET_SECONDS)
+            minutes = max(1, round(step_seconds * recipe.dvae.training.steps / 60))
+            print(f"training the dVAE takes about {minutes} minutes on this machine", file=sys.stderr, flush=True)
         with timed_phase(out, "writing scenes"):
             write_data(out / "data", scenes, "described")
             if from_scratch:
