@@ -59,7 +59,9 @@ def fields(hint: type, path: str = "", default: object = None):
         value = getattr(default, name, None)
         kind = type(value) if is_dataclass(value) else get_args(inner)[0] if get_origin(inner) is Annotated else inner
         if is_dataclass(kind):
-            yield from fields(kind, path if name in ("filters", "options", "sampler", "settings") else f"{path}{name}.", value)
+            yield from fields(
+                kind, path if name in ("filters", "options", "sampler", "settings") else f"{path}{name}.", value
+            )
         elif issubclass(hint, Validated) and name in rules(hint) and rules(hint)[name].allowed:
             shape = next((get_args(k) for k in (kind, *get_args(kind)) if get_origin(k) is tuple), ())
             count = 1 if not shape or Ellipsis in shape else len(shape)
