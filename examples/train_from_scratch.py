@@ -38,10 +38,8 @@ OUT, SIZE, CODES, LENGTH, CANDIDATES, TARGET = Path(sys.argv[1]), 48, 512, 16, 8
 
 def fit(name, model, objective, dataset, steps, batch, optimizer, **settings):
     """Train a model in OUT/name, and return it ready for use."""
-    config = TrainConfig(
-        steps=steps, batch_size=batch, optimizer=optimizer, clip_norm=1.0, warmup_steps=50, schedule=Cosine(end=0.02),
-        **settings,
-    )  # fmt: skip
+    common = {"optimizer": optimizer, "clip_norm": 1.0, "warmup_steps": 50, "schedule": Cosine(end=0.02)}
+    config = TrainConfig(steps=steps, batch_size=batch, **common, **settings)
     result = train(TrainState(model, objective, config), Stream(dataset, batch), OUT / name)
     print(name, {key: round(value, 3) for key, value in result.metrics.items()})
     return model.eval()
