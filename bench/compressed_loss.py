@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from limner.experiments.compression_rank import CompressionRankSetting, trial
-from limner.experiments.sweep import TrialRunner
+from limner.distributed.gradient_reducers import Fp32Reducer
+from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
+from limner.experiments import replicas
+from limner.experiments.sweep import Sweep
 
 LAST_UPDATES = 50
 
@@ -31,14 +34,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("compressed"))
     options = parser.parse_args()
     rank, seeds = options.rank or options.width // 12, range(1, options.seeds + 1)
-    settings = [
-        CompressionRankSetting(width=options.width, rank=r, seed=seed, steps=options.steps)
-        for r in (0, rank)
-        for seed in seeds
-    ]
-    results = TrialRunner(options.folder).run(trial, settings, "training priors")
-    losses = [statistics.fmean(result["loss"][-LAST_UPDATES:]) for result in results]
-    plain, compressed = losses[: options.seeds], losses[options.seeds :]
+    reducers = {0: Fp32Reducer, rank: partial(PowerSGD, PowerSGDConfig(rank=rank))}
+    grid = {r: {"reducer": reducer} for r, reducer in reducers.items()}
+    sweep = Sweep(replicas.trial, grid, seeds, width=options.width, steps=options.steps).run(options.folder)
+    plain, compressed = (runs.losses(LAST_UPDATES).tolist() for runs in sweep.runs.values())
     print(f"torch {torch.__version__}; width {options.width}, rank {rank}, {options.steps} updates")
     print(f"{'seed':8}{'uncompressed':>14}{'compressed':>12}{'change':>9}")
     for seed, a, b in zip(seeds, plain, compressed, strict=True):

@@ -43,7 +43,7 @@ from limner.evaluation.icon_classifier import IconClassifierConfig, train_classi
 from limner.evaluation.icon_pictures import Icons
 from limner.pipeline import TextToImage, load
 from limner.progress import progress
-from limner.recipes.recipe import PatchStage, Recipe, resolve_contrastive_config
+from limner.recipes.recipe import PatchStage, Recipe, resolve
 from limner.runs.run_data import RunData
 from limner.runs.stages import StageTrainer
 from limner.runs.time_estimate import seconds_per_step, timing_inputs
@@ -74,20 +74,19 @@ def ours(options: argparse.Namespace, folder: Path, captions: list[str]) -> Tens
     assert isinstance(recipe.dvae, PatchStage)
     steps = max(1, round(recipe.dvae.training.steps * min(1.0, options.minutes / 240)))
     recipe = _with_steps(recipe, dvae=steps)
-    dvae = StageTrainer(RunData.open(recipe, options.data, folder / "run")).dvae()
+    StageTrainer(RunData.open(recipe, options.data, folder / "run"), ("dvae",)).model("dvae")
     remaining = (1 - clock.share()) * clock.seconds
     # 5% for data preparation
-    affordable = int(0.95 * remaining / seconds_per_step(*timing_inputs(recipe, "prior"), target_seconds=10.0))
+    affordable = int(0.95 * remaining / seconds_per_step(*timing_inputs(resolve(recipe), "prior"), target_seconds=10.0))
     recipe = _with_steps(recipe, prior=max(1, min(recipe.prior.training.steps, affordable)))
-    run_data = RunData.open(recipe, options.data, folder / "run")
-    tokenizer = run_data.tokenizer()
-    prior = StageTrainer(run_data).prior(tokenizer, dvae)
+    trainer = StageTrainer(RunData.open(recipe, options.data, folder / "run"), ("prior",))
+    dvae, prior = trainer.model("dvae"), trainer.model("prior")
+    assert trainer.tokenizer is not None
     minutes = clock.share() * options.minutes
     print(f"ours: {steps:,} and {recipe.prior.training.steps:,} steps in {minutes:.1f} minutes", file=sys.stderr)
-    assert prior is not None
-    unused = resolve_contrastive_config(recipe.contrastive, recipe.text, tokenizer.vocab_size, dvae.config).build()
+    unused = trainer.resolved.models["contrastive"].build()
     defaults = {"temperature": recipe.prior.temperature, "guidance": recipe.prior.guidance}
-    pipe = TextToImage(dvae, prior, unused.eval(), tokenizer, {"name": "ours", **defaults})
+    pipe = TextToImage(dvae, prior, unused.eval(), trainer.tokenizer, {"name": "ours", **defaults})
     pictures = []
     with progress("drawing", len(captions) * CANDIDATES, unit="drawing") as bar:
         for _, part in generate_batches(pipe, captions, CANDIDATES, TEST_SEEDS_FROM, progress=bar.advance):

@@ -20,17 +20,33 @@ import platform
 import statistics
 
 import torch
+from torch import Tensor
 
 from limner.cli.malloc_tuning import restart_with_malloc_tunables
-from limner.planner.bench_linear import (
+from limner.experiments.switchback_speed import (
+    Functions,
     Times,
     describe_device,
-    layer_steps,
-    matmuls,
+    int8_sums,
+    linear_layers,
     median_speedup,
     switchback_steps,
     time_rounds,
 )
+from limner.quantization import (
+    Fp8SwitchBackLinear,
+    Fp8TensorWiseLinear,
+    LLMInt8Linear,
+    StandardLinear,
+    SwitchBackLinear,
+    SwitchBackMLinear,
+    SwitchBackQLinear,
+)
+from limner.quantization.products import product, select_kernel
+from limner.quantization.quantize import quantize
+
+LAYERS = [StandardLinear, SwitchBackLinear, SwitchBackMLinear, SwitchBackQLinear, LLMInt8Linear]
+FLOAT8_LAYERS = [Fp8SwitchBackLinear, Fp8TensorWiseLinear]
 
 
 def main() -> None:
@@ -52,9 +68,22 @@ def main() -> None:
             x, g = (torch.randn(b, n, device=device, dtype=dtype) for n in (d, 4 * d))
             weight = torch.randn(4 * d, d, device=device)
             print(f"\n{b:,} rows, {d:,} -> {4 * d:,}")
-            _print_steps(time_rounds(switchback_steps(x, weight, g), options.rounds, device))
-            _print_products(time_rounds(matmuls(x, weight), options.rounds, device), 2 * b * d * 4 * d)
-            _print_layers(time_rounds(layer_steps(x, g, options.float8), options.rounds, device))
+            _print_steps(time_rounds(switchback_steps(x, weight, g), options.rounds))
+            _print_products(time_rounds(products(x, weight), options.rounds), 2 * b * d * 4 * d)
+            layers = linear_layers(x, g, LAYERS + FLOAT8_LAYERS * options.float8)
+            _print_layers(time_rounds(layers, options.rounds))
+
+
+def products(x: Tensor, weight: Tensor) -> Functions:
+    """Return x w^T in each format, and the int8 product without scales."""
+    (q, scale_x), (w, scale_w) = quantize(x, by_row=True), quantize(weight, by_row=False)
+    x32, w32, x16, w16 = x.float(), weight.float(), x.bfloat16(), weight.bfloat16()
+    functions: Functions = {
+        "fp32": lambda: x32 @ w32.mT,
+        "bf16": lambda: x16 @ w16.mT,
+        f"int8 ({select_kernel(q, w)[0]})": lambda: product(q, w, scale_x, scale_w, None, x.dtype),
+    }
+    return functions | int8_sums(x, weight)
 
 
 def _print_steps(seconds: Times) -> None:

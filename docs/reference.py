@@ -135,9 +135,9 @@ def _option(action: Action) -> str:
 def _table(actions: list[Action], limits: dict[str, str]) -> list[str]:
     lines = ["| option | default | values | meaning |", "|---|---|---|---|"]
     for action in actions:
-        text, _, default = str(action.help or "").rpartition(" (")
-        default = default.removesuffix(")")
-        default = "required" if default == "required" else default.removeprefix("default:").strip() or "none"
+        help_text = re.fullmatch(r"(.*?)\s*(?:\((required|default:.*)\))?\s*", str(action.help or ""), re.DOTALL)
+        assert help_text is not None
+        text, default = help_text[1], (help_text[2] or "").removeprefix("default:").strip() or "none"
         if action.nargs == 0:
             default = {"True": "on", "False": "off"}.get(default, default)
         name = ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.metavar}`"
@@ -158,7 +158,7 @@ def _kind(action: Action) -> str:
 def _limits(cls: type, default: object, path: str = "") -> Iterator[tuple[str, str]]:
     """The numbers that each option takes, by its name without dashes."""
     hints = get_type_hints(cls, include_extras=True)
-    ranges = validation.ranges(cls)
+    rules = {name: rule for name, rule in validation.rules(cls).items() if rule.allowed}
     for field in dataclasses.fields(cls):
         notes = getattr(hints[field.name], "__metadata__", ())
         names = [note.name for note in notes if getattr(note, "name", None) is not None]
@@ -166,9 +166,8 @@ def _limits(cls: type, default: object, path: str = "") -> Iterator[tuple[str, s
         option = f"{path}.{name}".strip(".") if name else path
         value = getattr(default, field.name, None)
         inner = type(value) if dataclasses.is_dataclass(value) else next(_classes(hints[field.name]), None)
-        if field.name in ranges:
-            allowed, whole, words = ranges[field.name]
-            yield option, _range(dataclasses.astuple(allowed), whole, words)
+        if rule := rules.get(field.name):
+            yield option, _range(dataclasses.astuple(rule.allowed), rule.whole, rule.words)
         elif inner is not None:
             yield from _limits(inner, value if dataclasses.is_dataclass(value) else None, option)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from limner.data.datasets import ImageCaptionDataset, TokenDataset
+from limner.data.datasets import CaptionEncoding, ImageCaptionDataset, TokenDataset
 from limner.data.open_source import open_source
 from limner.data.stream import Stream
 from limner.data.token_cache import encode_tokens, weights_hash
@@ -26,32 +26,31 @@ from limner.objectives.reconstruction_loss import ReconstructionLoss
 from limner.optim.optimizers import AdamWConfig, MuonConfig
 from limner.optim.schedules import Cosine
 from limner.pipeline import TextToImage
-from limner.tasks.build_scenes import write_scenes
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from limner.tasks.verify import satisfies
 from limner.text.bpe import Tokenizer
 from limner.training.config import TrainConfig
 from limner.training.loop import train
+from limner.training.train_state import TrainState
 
 OUT, SIZE, CODES, LENGTH, CANDIDATES, TARGET = Path(sys.argv[1]), 48, 512, 16, 8, 0.7
 
 
 def fit(name, model, objective, dataset, steps, batch, optimizer, **settings):
     """Train a model in OUT/name, and return it ready for use."""
-    config = TrainConfig(
-        steps=steps, batch_size=batch, optimizer=optimizer, clip_norm=1.0, warmup_steps=50, schedule=Cosine(end=0.02),
-        **settings,
-    )  # fmt: skip
-    result = train(model, objective, Stream(dataset, batch), config, OUT / name)
+    common = {"optimizer": optimizer, "clip_norm": 1.0, "warmup_steps": 50, "schedule": Cosine(end=0.02)}
+    config = TrainConfig(steps=steps, batch_size=batch, **common, **settings)
+    result = train(TrainState(model, objective, config), Stream(dataset, batch), OUT / name)
     print(name, {key: round(value, 3) for key, value in result.metrics.items()})
     return model.eval()
 
 
 # Data: scenes of one object on a background, with captions such as "a small striped red cross on a pink background".
 if not (OUT / "data/dataset.json").exists():
-    write_scenes(OUT / "data", 8_000, seed=0, count_weights=(1, 0, 0, 0), pairs=0, held_out=0)
+    write_scenes(OUT / "data", SceneDataSettings(count=8_000, objects=(1, 0, 0, 0), pairs=0, held_out=0))
 source = open_source(str(OUT / "data"))
-tokenizer = Tokenizer.train((caption for i in range(len(source)) for caption in source[i].captions), CODES)
-images = ImageCaptionDataset(source, SIZE, tokenizer=tokenizer, text_len=LENGTH, cache_bytes=1 << 30)
+tokenizer = Tokenizer.train((caption for i in range(len(source)) for caption in source.captions(i)), CODES)
+images = ImageCaptionDataset(source, SIZE, text=CaptionEncoding(tokenizer=tokenizer, length=LENGTH), cache_bytes=2**30)
 text = {"text_vocab": tokenizer.vocab_size, "text_len": LENGTH}
 torch.manual_seed(0)
 
@@ -62,7 +61,7 @@ fit("dvae", dvae, ReconstructionLoss(), images, 200, 16, AdamWConfig(lr=2e-3))
 
 # 2. Prior: a transformer over the tokens of a caption and of its picture.
 cache = encode_tokens(source, dvae.tokenize, key=weights_hash(dvae), size=SIZE, cache_dir=OUT / "tokens")
-tokens = TokenDataset(cache.tokens, cache.captions, tokenizer, LENGTH)
+tokens = TokenDataset(cache.tokens, cache.captions, images.text)
 prior = TransformerConfig(**text, image_vocab=CODES, grid=dvae.config.grid, width=96, depth=6, heads=4).build()
 fit("prior", prior, Autoregressive(), tokens, 1500, 16, MuonConfig(fallback_adamw=AdamWConfig(lr=5e-3)), ema_decay=0.99)
 

@@ -12,20 +12,19 @@ from jaxtyping import config, install_import_hook
 
 #: The modules whose annotations name shapes, but for
 #:
-#: - quantization.float8, int8, low_precision and quantize: torch makes operators of their functions and reads
+#: - quantization.low_precision, products and quantize: torch makes operators of their functions and reads
 #:   annotations, which it does not find in a function that is checked;
 #: - attention.cache: the compiler makes its dataclasses, and does not know those that are checked;
 #: - evaluation.zero_shot: its tests give it stand-ins for a model and a source;
-#: - experiments.tiny_prior, replicas, tiny_train and spike_sweep: the protocols that they name cannot be checked at run
+#: - experiments.replicas, tiny_models and spikes: the protocols that they name cannot be checked at run
 #: time.
 #:
 #: What other processes compute (`ranks.py`) is not checked.
 SHAPED = [
     "models", "objectives", "metrics", "numerics.formats", "attention.attention", "objectives.cross_entropy",
-    "quantization.inference_linear", "attention.dense_attention", "quantization.simulated_gradients",
-    "attention.patterns", "quantization.scales", "attention.sparse", "distributed.powersgd",
-    "distributed.gradient_reducers", "distributed.replicated", "training.grad_histogram", "planner.bench_linear",
-    "experiments.fixed_q", "experiments.dion", "experiments.householder", "sampling.generate",
+    "quantization.inference_linear", "quantization.simulated_gradients", "attention.patterns", "attention.sparse",
+    "distributed.powersgd", "distributed.gradient_reducers", "distributed.replicated", "training.grad_histogram",
+    "experiments.gradient_compression", "experiments.dion", "experiments.switchback_speed", "sampling.generate",
     "sampling.cuda_graph", "sampling.rerank",
 ]  # fmt: skip
 # Where an annotation says float, a whole number is one.

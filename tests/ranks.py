@@ -36,8 +36,8 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, seconds:
 
 def left_out(parallel: Any) -> dict[str, Tensor]:
     """Return the mean of the error buffers over replicas, as full tensors; {} for one process."""
-    reducer = getattr(parallel, "reducer", None)
-    return {name: full_tensor(x) for name, x in reducer.mean_error_buffers().items()} if reducer else {}
+    buffers = getattr(parallel.reduction, "mean_error_buffers", dict)()
+    return {name: full_tensor(x) for name, x in buffers.items()}
 
 
 @contextmanager

@@ -133,10 +133,8 @@ def learn(
     try:
         with ours.init_context():
             model = build()
-        train(
-            model, Autoregressive(), stream, CONFIG, out,
-            hooks=[Steps(stop), *hooks], parallel=ours, checkpointer=ours.checkpointer(files),
-        )  # fmt: skip
+        run = TrainState(model, Autoregressive(), CONFIG, parallel=ours)
+        train(run, stream, out, hooks=[Steps(stop), *hooks], checkpointer=ours.checkpointer(files))
     except Interrupted as stopped:
         return stopped.step, (stopped.checkpoint / "SHA256SUMS").exists()
     finally:

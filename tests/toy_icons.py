@@ -65,5 +65,4 @@ def write_toy_icons(folder: Path, size: int = 24) -> Path:
             says = f"the exact same {subject} on the top"
             write(pair(flat, dark), f"{says} dark", **facts, **held, pair={"kind": "style", "style": "dark"})
             write(pair(flat, turned), f"{says} upside down", **facts, **held, pair={"kind": "upside down"})
-        writer.close()
     return folder

@@ -26,18 +26,18 @@ from torch.overrides import TorchFunctionMode
 
 from limner.atomic_io import atomic_folder, atomic_write_bytes, atomic_write_text, require_file
 from limner.config import from_dict, to_dict
-from limner.data.attribution import KEYS, merge_attributions
 from limner.errors import UserError
 from limner.json_files import parse_json, read_mapping, to_json, write_json
+from limner.model_card import model_card
 from limner.models.contrastive import CLIPConfig
 from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.optim.dtensor import shard_like
 from limner.pretrained import FORMAT, find_bundle, is_bundle, resolve_name
-from limner.quantization.quantize import row_wise
+from limner.quantization.quantize import quantize
 from limner.text.bpe import Tokenizer
 
-__all__ = ["load_model", "model_card", "read", "read_info", "rounded", "save_dvae", "write"]
+__all__ = ["check_fit", "load_model", "read", "read_info", "rounded", "save_dvae", "write"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -109,7 +109,7 @@ def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype) 
         tensors = {key: convert(value, small) for key, value in state.items()}
         if dtype == torch.int8 and name != "dvae":
             for key in (key for key, value in state.items() if value.dim() == 2):
-                tensors[key], tensors[key + _SCALE_SUFFIX] = row_wise(state[key].detach().cpu())
+                tensors[key], tensors[key + _SCALE_SUFFIX] = quantize(state[key].detach().cpu(), by_row=True)
         # `save_file` of safetensors creates a file that only its owner can read.
         atomic_write_bytes(folder / f"{name}.safetensors", save(tensors))
 
@@ -139,48 +139,6 @@ def rounded(model: M, dtype: torch.dtype = torch.float16) -> M:
     used for drawing. Return the model."""
     model.load_state_dict({key: _to_dtype(value, dtype) for key, value in model.state_dict().items()})
     return model
-
-
-def model_card(models: Mapping[str, Any], tokenizer: Tokenizer, info: Mapping[str, Any]) -> str:
-    """Return the model card of a bundle: architecture, data, attribution, scores, recipe and limits."""
-    dvae, prior = models["dvae"].config, models["prior"].config
-    h, w = dvae.grid
-    lines = [
-        f"# {info.get('name', 'A bundle of limner')}",
-        "",
-        str(info.get("about") or "A text-to-image model trained with limner: dVAE, transformer prior, reranker."),
-        "",
-        f"- pictures: {dvae.size} x {dvae.size} pixels, {h} x {w} tokens of {dvae.vocab} codes",
-        f"- captions: at most {prior.text_len} tokens of {tokenizer.vocab_size}, lowercased",
-    ]
-    names = {"dvae": "dVAE", "prior": "prior", "contrastive": "contrastive model"}
-    for part, title in names.items():
-        count = sum(p.numel() for p in models[part].parameters())
-        lines.append(f"- {title}: {count / 1e6:.2f} M parameters")
-    for key in ("data", "samples", "created", "limner", "license"):
-        if key in info:
-            lines.append(f"- {key}: {info[key]}")
-    lines += [
-        "", "## Use", "", "```python", "import limner", "",
-        'limner.load("THIS/FOLDER")("a caption", n=4, candidates=64, seed=0).save("drawing.png")', "```",
-    ]  # fmt: skip
-    if rows := merge_attributions(info.get("attribution")):
-        lines += ["", "## Attribution", "", "The training pictures are by:", "", *map(_credit, rows)]
-    for key, title in (("scores", "Scores"), ("recipe", "Recipe")):
-        if info.get(key):
-            text = to_json(info[key], indent=2, ensure_ascii=False)
-            lines += ["", f"## {title}", "", "```json", text, "```"]
-    lines += [
-        "", "## Limits", "",
-        "The model draws only what its training data shows; other captions give meaningless pictures. The metadata of",
-        "each PNG states that a model drew it.", "",
-    ]  # fmt: skip
-    return "\n".join(lines)
-
-
-def _credit(row: Mapping[str, Any]) -> str:
-    credited = ", ".join(row[key] for key in KEYS if key in row)
-    return f"- {credited or 'others'}: {row['pictures']:,} pictures"
 
 
 # ---------------------------------------------------------------------------- reading
@@ -282,11 +240,9 @@ def _load_part(folder: Path, name: str, kind: Any, data: Mapping[str, Any]) -> n
 def _check_size(config: Any, tensors: int, where: str) -> None:
     """Raise `UserError` for sizes that would make building slow. The number of `tensors` in the file bounds the
     number of layers."""
-    layers = config.groups * config.blocks if isinstance(config, AnyDVAEConfig) else config.depth
-    if layers > tensors:
-        raise UserError(f"{where} has {layers} layers, but its file has only {tensors} tensors")
-    is_contrastive = isinstance(config, CLIPConfig)
-    positions = (config.size // config.patch) ** 2 if is_contrastive else math.prod(config.grid)
+    if config.depth > tensors:
+        raise UserError(f"{where} has {config.depth} layers, but its file has only {tensors} tensors")
+    positions = math.prod(config.grid)
     longest = max(positions, getattr(config, "text_len", 0))
     if positions < 1 or longest > _MAX_POSITIONS:
         raise UserError(f"{where} has {longest} positions: a bundle must have from 1 to {_MAX_POSITIONS}")
@@ -318,6 +274,20 @@ class _NoInitialValues(TorchFunctionMode):
         if func in (Tensor.normal_, Tensor.uniform_) or getattr(func, "__module__", None) == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
         return func(*args, **kwargs)
+
+
+def check_fit(dvae: AnyDVAEConfig, prior: TransformerConfig, contrastive: CLIPConfig, tokenizer: Tokenizer) -> None:
+    """Raise `UserError` if the models of a bundle were not trained together."""
+    pairs = (
+        ("grid of the prior", tuple(prior.grid), "grid of the dVAE", tuple(dvae.grid)),
+        ("image vocabulary of the prior", prior.image_vocab, "codebook of the dVAE", dvae.vocab),
+        ("picture of the contrastive model", contrastive.size, "picture of the dVAE", dvae.size),
+        ("text vocabulary of the prior", prior.text_vocab, "tokenizer", tokenizer.vocab_size),
+        ("text vocabulary of the contrastive model", contrastive.text_vocab, "tokenizer", tokenizer.vocab_size),
+    )
+    for left, a, right, b in pairs:
+        if a != b:
+            raise UserError(f"the models do not match: the {left} has size {a}, the {right} {b}")
 
 
 def _check_finite(tensor: Tensor, key: str, path: Path) -> Tensor:

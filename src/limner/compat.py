@@ -10,27 +10,13 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any
 
+_KERNELS = (  # functions of torch without a public name
+    "foreach_add_", "foreach_addcmul_", "foreach_clamp_max_", "foreach_clamp_min_", "foreach_div", "foreach_div_",
+    "foreach_lerp", "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_norm", "foreach_sign_", "foreach_sqrt_",
+    "foreach_sub_", "fused_adamw_", "int_mm", "scaled_mm", "softmax_backward_data", "weight_int8pack_mm",
+)  # fmt: skip
 PRIVATE = {
-    # Kernels without a public name.
-    "foreach_add_": ("torch:_foreach_add_", "torch 2.13"),
-    "foreach_addcmul_": ("torch:_foreach_addcmul_", "torch 2.13"),
-    "foreach_clamp_max_": ("torch:_foreach_clamp_max_", "torch 2.13"),
-    "foreach_clamp_min_": ("torch:_foreach_clamp_min_", "torch 2.13"),
-    "foreach_div": ("torch:_foreach_div", "torch 2.13"),
-    "foreach_div_": ("torch:_foreach_div_", "torch 2.13"),
-    "foreach_lerp": ("torch:_foreach_lerp", "torch 2.13"),
-    "foreach_lerp_": ("torch:_foreach_lerp_", "torch 2.13"),
-    "foreach_mul": ("torch:_foreach_mul", "torch 2.13"),
-    "foreach_mul_": ("torch:_foreach_mul_", "torch 2.13"),
-    "foreach_norm": ("torch:_foreach_norm", "torch 2.13"),
-    "foreach_sign_": ("torch:_foreach_sign_", "torch 2.13"),
-    "foreach_sqrt_": ("torch:_foreach_sqrt_", "torch 2.13"),
-    "foreach_sub_": ("torch:_foreach_sub_", "torch 2.13"),
-    "fused_adamw_": ("torch:_fused_adamw_", "torch 2.13"),
-    "int_mm": ("torch:_int_mm", "torch 2.13"),
-    "scaled_mm": ("torch:_scaled_mm", "torch 2.13"),
-    "softmax_backward_data": ("torch:_softmax_backward_data", "torch 2.13"),
-    "weight_int8pack_mm": ("torch:_weight_int8pack_mm", "torch 2.13"),
+    **{name: (f"torch:_{name}", "torch 2.13") for name in _KERNELS},
     "linear_pointwise": ("torch:ops.mkldnn._linear_pointwise", "torch 2.13"),
     "reorder_linear_weight": ("torch:ops.mkldnn._reorder_linear_weight", "torch 2.13"),
     # What the CPU supports.

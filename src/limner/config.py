@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from limner.errors import UserError, did_you_mean
 from limner.json_files import read_json, write_json
-from limner.validation import TYPE_NAMES, InvalidSetting, abbreviate, invalid_choice, join_choices
+from limner.validation import TYPE_NAMES, InvalidSetting, abbreviate, invalid_choice
 
 T = TypeVar("T")
 
@@ -58,16 +58,15 @@ def load_json(cls: type[T], path: str | Path) -> T:
         raise UserError(f"{path}: {error}") from None
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> list[str]:
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Return the dotted paths at which two dictionaries differ, in order of appearance."""
     differing = []
     for key in dict.fromkeys([*a, *b]):
-        path = f"{where}.{key}" if where else key
         left, right = a.get(key, MISSING), b.get(key, MISSING)
         if isinstance(left, Mapping) and isinstance(right, Mapping):
-            differing += differences(left, right, path)
+            differing += [f"{key}.{path}" for path in differences(left, right)]
         elif left != right:
-            differing.append(path)
+            differing.append(key)
     return differing
 
 
@@ -103,33 +102,22 @@ def _dump(value: Any, hint: Any) -> Any:
 def _load(hint: Any, value: Any, where: str) -> Any:
     """Convert `value` to the type `hint`."""
     members, args, at = union_members(hint), get_args(hint), where or "the config"
+    if value is None and NoneType in args:
+        return None
+    if names := settingless_variants(hint):
+        return names[_load(Literal[tuple(names)], value, where)]()
+    if len(members) == 1:
+        return _load(members[0], value, where)
+    if members or is_dataclass(hint):
+        return _load_dataclass({variant_name(member): member for member in members or [hint]}, value, where)
     if get_origin(hint) is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in args):
             raise UserError(f"{at} {invalid_choice(value, args)}")
         return value
-    if members:
-        if value is None and NoneType in args:
-            return None
-        if len(members) == 1:
-            return _load(members[0], value, where)
-        if names := settingless_variants(hint):
-            return names[_load(Literal[tuple(names)], value, where)]()
-        by_name = {variant_name(member): member for member in members}
-        data = _mapping(value, " or ".join(by_name), at)
-        name = data.get(TAG)
-        if not isinstance(name, str) or name not in by_name:
-            raise UserError(
-                f"{at}.{TAG} {invalid_choice(name, by_name)}"
-                if TAG in data
-                else f"{at} needs a {TAG!r}: choose {join_choices(by_name)}"
-            )
-        return _load(by_name[name], {k: v for k, v in data.items() if k != TAG}, where)
-    if is_dataclass(hint):
-        return _load_dataclass(hint, value, where)
     if get_origin(hint) is tuple:
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
             raise _wrong_type(f"a list of {len(args)} values", value, at)
-        return tuple(_load(kind, v, f"{where}[{i}]") for i, (kind, v) in enumerate(zip(args, value, strict=True)))
+        return tuple(_load(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(args, value, strict=True)))
     if hint is float and type(value) is int:
         try:
             return float(value)
@@ -140,29 +128,33 @@ def _load(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-def _load_dataclass(cls: Any, value: Any, where: str) -> Any:
-    at, known = where or "the config", {f.name: f for f in fields(cls)}
-    data = _mapping(value, cls.__name__, at)
+def _load_dataclass(members: Mapping[str, type], value: Any, where: str) -> Any:
+    """Build a dataclass, one of `members` by name."""
+    at, choices = where or "the config", ", ".join(map(repr, members))
+    if not isinstance(value, Mapping):
+        raise _wrong_type(f"the settings of a {' or '.join(members)}", value, at)
+    data, (name, *others) = dict(value), members
+    if others:
+        if TAG not in data:
+            raise UserError(f"{at} needs a {TAG!r}: choose {choices}")
+        name = data.pop(TAG)
+        if not isinstance(name, str) or name not in members:
+            raise UserError(f"{at}.{TAG} {invalid_choice(name, members)}")
+    cls: Any = members[name]
+    hints, known = get_type_hints(cls), {f.name: f for f in fields(cls)}
     for key in data:
         if key not in known:
             raise UserError(f"{at}: unknown setting {key!r} ({did_you_mean(key, known)})")
-    for name, field in known.items():
-        if name not in data and field.default is field.default_factory is MISSING:
-            raise UserError(f"{at} lacks {name!r}: add it, since it is required")
-    hints = get_type_hints(cls)
-    values = {key: _load(hints[key], value, f"{where}.{key}".lstrip(".")) for key, value in data.items()}
+    for key, field in known.items():
+        if key not in data and field.default is field.default_factory is MISSING:
+            raise UserError(f"{at} lacks {key!r}: add it, since it is required")
+    values = {key: _load(hints[key], inner, f"{where}.{key}".lstrip(".")) for key, inner in data.items()}
     try:
         return cls(**values)
     except InvalidSetting as error:
         raise UserError(f"{where}.{error}".lstrip(".")) from None
     except ValueError as error:
         raise UserError(f"{at}: {error}") from None
-
-
-def _mapping(value: Any, kind: str, at: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise _wrong_type(f"the settings of a {kind}", value, at)
-    return value
 
 
 def _wrong_type(expected: str, value: Any, at: str) -> UserError:

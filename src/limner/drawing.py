@@ -7,10 +7,11 @@ type "trained algorithmic media".
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import UserList
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 from xml.sax.saxutils import escape
 
 from PIL import Image
@@ -92,11 +93,8 @@ def numbered(path: Path, n: int) -> list[Path]:
     return [path] if n == 1 else [path.with_stem(f"{path.stem}-{i}") for i in range(1, n + 1)]
 
 
-class Drawings(Sequence[Drawing]):
+class Drawings(UserList[Drawing]):
     """The drawings of one caption, best first."""
-
-    def __init__(self, drawings: Sequence[Drawing]) -> None:
-        self._drawings = list(drawings)
 
     @property
     def images(self) -> list[Image.Image]:
@@ -132,19 +130,6 @@ class Drawings(Sequence[Drawing]):
             sheet.paste(picture, (i % columns * (w + gap), i // columns * (h + gap)))
         model = self[0].model
         return _encode_png(sheet, self.caption, model, {"seed": self.seed, "model": model})
-
-    def __len__(self) -> int:
-        return len(self._drawings)
-
-    @overload
-    def __getitem__(self, index: int) -> Drawing: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Drawings: ...
-
-    def __getitem__(self, index: int | slice) -> Drawing | Drawings:
-        item = self._drawings[index]
-        return item if isinstance(item, Drawing) else Drawings(item)
 
 
 def _enlarged(image: Image.Image, scale: int) -> Image.Image:

@@ -58,10 +58,10 @@ def _read(path: str) -> str:
 def busy_threads_elsewhere() -> int:
     """Return the number of other threads on the machine that run or wait for a core; 0 without /proc/loadavg."""
     counts = []
-    for _ in range(_SAMPLES):
-        try:
+    try:
+        for _ in range(_SAMPLES):
             counts.append(int(_read("/proc/loadavg").split()[3].partition("/")[0]) - 1)
-        except (OSError, ValueError, IndexError):
-            return 0
-        time.sleep(_SAMPLE_SECONDS)
+            time.sleep(_SAMPLE_SECONDS)
+    except (OSError, ValueError, IndexError):
+        return 0
     return max(0, min(counts))

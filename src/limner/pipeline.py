@@ -5,22 +5,17 @@
     drawings[0].save("circle.png")
 
 The prior samples `candidates` token grids, the dVAE decodes them, the contrastive model scores the pictures against
-the caption, and the pipeline returns the best `n` (`sampling/rerank.py`). Candidate i of a caption depends only on the
-caption, the seed and i. More candidates or other captions in the batch do not change it, apart from float rounding,
-which may flip a choice between two equally likely tokens.
-
-Weights are stored in 16 or 8 bits (`bundles.py`). Drawing computes in bf16 on hardware with fast bf16 products, else in
-single precision.
+the caption (`sampling/candidates.py`), and the pipeline returns the best `n` (`sampling/rerank.py`). Candidate i of a
+caption depends only on the caption, the seed and i. More candidates or other captions in the batch do not change it,
+apart from float rounding, which may flip a choice between two equally likely tokens.
 
 Shapes: B captions, N candidates, T text positions, S image positions, H x W pixels.
 """
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,95 +25,32 @@ from PIL import Image
 from torch import Tensor
 
 from limner import bundles, pretrained
-from limner.attention.cache import Int8KVStore, KVStore
 from limner.data.augment import augment_none
 from limner.data.image_decode import to_rgb
 from limner.drawing import Drawing, Drawings
 from limner.errors import UserError
-from limner.models.contrastive import CLIP, CLIPConfig
-from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
-from limner.models.transformer import Transformer, TransformerConfig
-from limner.numerics.precision import Auto, Precision
+from limner.models.contrastive import CLIP
+from limner.models.patch_dvae import AnyDVAE
+from limner.models.transformer import Transformer
 from limner.progress import Advance
-from limner.quantization.inference_linear import pack_linears, quantize_linears
-from limner.sampling.cuda_graph import TokenDecoder, build_decoder
-from limner.sampling.generate import UNSET, generate
+from limner.sampling.candidates import (
+    CandidateGenerator,
+    Candidates,
+    InferenceConfig,
+    OnPreview,
+    Prompts,
+    caption_seeds,
+)
+from limner.sampling.generate import UNSET
 from limner.sampling.generation_config import GenerationConfig, Sampler
-from limner.sampling.rerank import best, distinct_first, scores
+from limner.sampling.rerank import best, distinct_first
 from limner.text.bpe import Tokenizer
-from limner.validation import SEEDS, InvalidSetting, Range
+from limner.validation import InvalidSetting, Range
 from limner.version import __version__
 
-__all__ = ["Candidates", "InferenceConfig", "OnPreview", "Preview", "TextToImage", "load"]
+__all__ = ["TextToImage", "load"]
 
-MAX_CPU_BATCH = 256  # candidates in one batch on a CPU; larger batches exceed its caches
-MAX_CACHE_BYTES = 1 << 30  # of keys and values in one batch on a CPU; on a GPU, a quarter of the free memory
-MAX_GPU_BATCH = 1_024  # candidates in one batch on a GPU
-MAX_DECODER_BYTES = 1 << 30  # of codes and activations in the dVAE's decoder
 _PRIOR_SCORE_WEIGHTS = Range(0, 100)
-
-OnPreview = Callable[["Preview"], object]
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """All candidates of B captions, in the order of their numbers.
-
-    Attributes:
-        pictures: uint8 [B, N, 3, H, W].
-        scores: float32 [B, N], higher is better; see `Drawing.score`.
-        tokens: int64 [B, N, S].
-        sampler: settings of the sampler, with the model's defaults filled in.
-    """
-
-    pictures: Tensor
-    scores: Tensor
-    tokens: Tensor
-    sampler: Sampler
-
-
-@dataclass(frozen=True)
-class Preview:
-    """The top rows of unfinished drawings.
-
-    Attributes:
-        captions: indices of b captions.
-        candidates: indices of n candidates.
-        pictures: uint8 [b, n, 3, current height, W]. The last rows may still change slightly, since the dVAE's
-            decoder also depends on the rows below.
-    """
-
-    captions: Sequence[int]
-    candidates: range
-    pictures: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class InferenceConfig:
-    """Settings of computation.
-
-    Args:
-        precision: by default bf16 on hardware with fast bf16 products, else fp32.
-        int8_cache: store keys and values in 8 bits, which halves the memory per candidate (`attention/cache.py`).
-        int8_weights: store the prior's matrices in 8 bits, which halves its memory.
-        compiled: faster, after half a minute or more of compilation for each number of candidates
-            (`sampling/aot_inductor.py`).
-    """
-
-    precision: Precision = field(default_factory=Auto)
-    int8_cache: bool = False
-    int8_weights: bool = False
-    compiled: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.precision, Precision):
-            raise UserError(
-                f"precision is Auto(), Bf16(), Fp16() or Fp32() of limner.numerics.precision, not {self.precision!r}"
-            )
-
-    @property
-    def store(self) -> type[KVStore]:
-        return Int8KVStore if self.int8_cache else KVStore
 
 
 class TextToImage:
@@ -152,9 +84,8 @@ class TextToImage:
             _PRIOR_SCORE_WEIGHTS.check("prior_score_weight", self.prior_score_weight)
         except InvalidSetting as error:
             raise UserError(f"the model's {error}: correct its config.json") from None
-        _check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
-        self._inference_models: tuple[TokenDecoder, CLIP] | None = None
-        self._free_gpu_bytes = 0  # before the first drawing
+        bundles.check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
+        self._candidate_generator: CandidateGenerator | None = None
 
     def _bundle_default(self, setting: str, default: float = 1.0) -> float:
         """Return a number of `info`. Raises `UserError` if it has another type."""
@@ -175,7 +106,7 @@ class TextToImage:
         """Move all three models to a device. Return the pipeline."""
         for model in (self.dvae, self.prior, self.contrastive):
             model.to(device)
-        self._inference_models, self._free_gpu_bytes = None, 0
+        self._candidate_generator = None
         return self
 
     def __call__(
@@ -263,7 +194,7 @@ class TextToImage:
             options = replace(options, **settings)
         except ValueError as error:
             raise UserError(str(error)) from None
-        seeds = _seeds(options.seed if seed is None else seed, len(captions))
+        seeds = caption_seeds(options.seed if seed is None else seed, len(captions))
         result = self.candidates(
             captions, max(n, options.candidates), seed=seeds, sampler=options, prompt_tokens=prompt_tokens,
             progress=progress, on_preview=on_preview, preview_every=preview_every,
@@ -287,7 +218,6 @@ class TextToImage:
             for row, caption in enumerate(captions)
         ]
 
-    @torch.inference_mode()
     def candidates(
         self,
         captions: Sequence[str],
@@ -305,57 +235,22 @@ class TextToImage:
             raise UserError(f"the number of candidates must be at least 1, not {count}")
         if preview_every < 1:
             raise UserError(f"preview_every, a number of rows of tokens, must be at least 1, not {preview_every}")
-        sampler = sampler.with_defaults(self.sampler)
-        seeds = _seeds(seed, len(captions))
-        text = rerank_text = self._encode(captions, self.prior.config.text_len)
-        if self.contrastive.config.text_len != self.prior.config.text_len:
-            rerank_text = self._encode(captions, self.contrastive.config.text_len)
-        height, width = self.dvae.config.grid
-        length = height * width
-        side, device = self.dvae.config.size, self.device
-        b = len(captions)
-        tokens = torch.empty(b, count, length, dtype=torch.long)
-        pictures = torch.empty(b, count, 3, side, side, dtype=torch.uint8)
-        score = torch.empty(b, count)
-        prior, contrastive = self._build_inference_models()
-        inpainting = prompt_tokens is not None and bool((prompt_tokens != UNSET).any())
-        sampled_tokens = reported = 0
-        for rows, part in _batches(seeds, count, self.max_batch()):
-            size = len(rows) * len(part)
+        text, rerank_text = (self._encode(captions, x.config.text_len) for x in (self.prior, self.contrastive))
+        prompts = Prompts(
+            text=text, rerank_text=rerank_text, seeds=caption_seeds(seed, len(captions)), image=prompt_tokens
+        )
+        return self.candidate_generator(
+            prompts, count, sampler.with_defaults(self.sampler), progress, on_preview, preview_every
+        )
 
-            def report(positions: int, size: int = size) -> None:
-                nonlocal sampled_tokens, reported
-                sampled_tokens += positions * size
-                if progress and (more := sampled_tokens // length - reported):
-                    reported += more
-                    progress(more)
-
-            def preview(partial: Tensor, h: int, rows: list[int] = rows, part: range = part) -> None:
-                if on_preview and h % preview_every == 0:
-                    on_preview(Preview(rows, part, self.decode(partial[..., : h * width], h)))
-
-            result = generate(
-                prior, text[rows].to(device), part, sampler, seed=seeds[rows[0]],
-                prompt_tokens=None if prompt_tokens is None else prompt_tokens[rows].to(device),
-                store=self.inference_config.store, progress=report, on_preview=preview if on_preview else None,
-            )  # fmt: skip
-            decoded = self.decode(result.tokens, height)
-            batch_score, columns = result.log_likelihood, slice(part.start, part.stop)
-            if not inpainting:
-                cosines = scores(contrastive, rerank_text[rows].to(device), decoded).float()
-                batch_score = cosines + self.prior_score_weight * batch_score
-            score[rows, columns] = batch_score.cpu()
-            tokens[rows, columns], pictures[rows, columns] = result.tokens.cpu(), decoded.cpu()
-        return Candidates(pictures, score, tokens, sampler)
-
-    def decode(self, tokens: Tensor, rows: int) -> Tensor:
-        """Decode tokens [b, n, rows * w] into pictures, uint8 [b, n, 3, height, W]."""
-        c = self.dvae.config
-        codes, states = math.prod(c.grid) * c.vocab, c.size**2 * c.width
-        picture_bytes = 8 * codes + 4 * 4 * states  # int64 codes, and about four fp32 tensors of the widest layer
-        parts = tokens.flatten(0, 1).split(max(1, MAX_DECODER_BYTES // picture_bytes))
-        pictures = torch.cat([self.dvae.decode_tokens(part, (rows, c.grid[1])) for part in parts])
-        return pictures.unflatten(0, tokens.shape[:2])
+    @property
+    def candidate_generator(self) -> CandidateGenerator:
+        """The models in the number formats of inference, converted once for each device."""
+        if self._candidate_generator is None:
+            self._candidate_generator = CandidateGenerator(
+                self.dvae, self.prior, self.contrastive, self.prior_score_weight, self.inference_config
+            )
+        return self._candidate_generator
 
     def _encode(self, captions: Sequence[str], length: int) -> Tensor:
         for caption in captions:
@@ -364,35 +259,6 @@ class TextToImage:
             except UnicodeEncodeError:
                 raise UserError(f"the caption {caption!r} is not valid Unicode text: check its encoding") from None
         return self.tokenizer.encode(captions, length)
-
-    def max_batch(self) -> int:
-        """Return the maximum number of candidates in one batch, limited by the memory of keys and values."""
-        c, dtype = self.prior.config, self.inference_config.precision.dtype(self.device)
-        like = torch.empty(1, c.heads, 0, c.width // c.heads, dtype=dtype, device="meta")
-        stores = (self.inference_config.store(like, 1, pattern.cache_slots) for pattern in c.patterns)
-        candidate_bytes = 2 * sum(store.bytes_per_candidate for store in stores)
-        limit, cache_bytes = MAX_CPU_BATCH, MAX_CACHE_BYTES
-        if self.device.type == "cuda":
-            self._free_gpu_bytes = self._free_gpu_bytes or torch.cuda.mem_get_info(self.device)[0]
-            limit, cache_bytes = MAX_GPU_BATCH, self._free_gpu_bytes // 4  # two CUDA graphs and a cache copied into one
-        return max(1, min(limit, cache_bytes // candidate_bytes))
-
-    @torch.inference_mode(False)  # the compiler does not support inference tensors
-    def _build_inference_models(self) -> tuple[TokenDecoder, CLIP]:
-        """Return decoder and contrastive model in the number format of inference, built once."""
-        if self._inference_models is None:
-            prior, contrastive = self.prior, self.contrastive
-            dtype = self.inference_config.precision.dtype(self.device)
-            if dtype == torch.bfloat16:
-                contrastive = pack_linears(copy.deepcopy(contrastive).to(dtype))
-            if dtype == torch.bfloat16 or self.inference_config.int8_weights:
-                prior = copy.deepcopy(prior).to(dtype)
-                if self.inference_config.int8_weights:
-                    prior = quantize_linears(prior)
-                elif not self.inference_config.compiled:  # the compiler chooses the layout of weights
-                    prior = pack_linears(prior)
-            self._inference_models = build_decoder(prior, self.inference_config.compiled), contrastive
-        return self._inference_models
 
     # ------------------------------------------------------------------------ bundles
 
@@ -432,45 +298,3 @@ def load(name_or_folder: str | Path = pretrained.DEFAULT, **options: Any) -> Tex
     `options` are `device` and settings of `InferenceConfig`. Raises `UserError` if the model is missing or invalid.
     """
     return TextToImage.from_pretrained(pretrained.resolve_name(name_or_folder), **options)
-
-
-def _seeds(seed: int | Sequence[int], count: int) -> list[int]:
-    """Return a seed per caption, as Python integers, since numpy's overflow. Raises `UserError` for an invalid seed."""
-    seeds = [seed] * count if isinstance(seed, (int, np.integer)) else list(seed)
-    if len(seeds) != count:
-        raise ValueError(f"{len(seeds)} seeds for {count} captions")
-    try:
-        for value in seeds:
-            SEEDS.check("seed", value, whole=True)
-    except InvalidSetting as error:
-        raise UserError(str(error)) from None
-    return [int(value) for value in seeds]
-
-
-def _batches(seeds: Sequence[int], count: int, rows: int) -> list[tuple[list[int], range]]:
-    """Return (caption indices, candidate indices) of each batch; captions with equal seeds share batches."""
-    step = min(count, rows)
-    parts = [range(i, min(i + step, count)) for i in range(0, count, step)]
-    captions_per_batch = max(1, rows // step)
-    by_seed: dict[int, list[int]] = {}
-    for row, seed in enumerate(seeds):
-        by_seed.setdefault(seed, []).append(row)
-    return [
-        (group[i : i + captions_per_batch], part)
-        for group in by_seed.values()
-        for i in range(0, len(group), captions_per_batch)
-        for part in parts
-    ]
-
-
-def _check_fit(dvae: AnyDVAEConfig, prior: TransformerConfig, contrastive: CLIPConfig, tokenizer: Tokenizer) -> None:
-    pairs = (
-        ("grid of the prior", tuple(prior.grid), "grid of the dVAE", tuple(dvae.grid)),
-        ("image vocabulary of the prior", prior.image_vocab, "codebook of the dVAE", dvae.vocab),
-        ("picture of the contrastive model", contrastive.size, "picture of the dVAE", dvae.size),
-        ("text vocabulary of the prior", prior.text_vocab, "tokenizer", tokenizer.vocab_size),
-        ("text vocabulary of the contrastive model", contrastive.text_vocab, "tokenizer", tokenizer.vocab_size),
-    )
-    for left, a, right, b in pairs:
-        if a != b:
-            raise UserError(f"the models do not match: the {left} has size {a}, the {right} {b}")

@@ -14,8 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self, TextIO
+from typing import Self
 
 from limner.errors import escape_control
 
@@ -93,12 +92,7 @@ class Progress:
         self._begin()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
 
@@ -118,7 +112,7 @@ class PlainProgress(Progress):
             self.note(self._line())
 
     def note(self, text: str) -> None:
-        print(escape_control(text), file=self._stream(), flush=True)
+        print(escape_control(text), file=sys.stderr, flush=True)
 
     def __exit__(self, *_: object) -> None:
         self.note(f"{self._line()} · took {clock(time.monotonic() - self.started)}")
@@ -126,9 +120,6 @@ class PlainProgress(Progress):
     def _line(self) -> str:
         count = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
         return f"{self.title}: {count}" + (f" · {status}" if (status := self.status()) else "")
-
-    def _stream(self) -> TextIO:
-        return sys.stderr
 
 
 class BarProgress(Progress):

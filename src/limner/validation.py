@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import isfinite
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from limner.errors import closest_match
 
@@ -44,13 +44,15 @@ class Range:
             raise InvalidSetting(name, f"must be {TYPE_NAMES[int if whole else float]}, not {abbreviate(value)}")
         if not isinstance(value, Integral) and not isfinite(value):
             raise InvalidSetting(name, f"must be a finite number, not {abbreviate(value)}")
-        for relation, bound, violates in (
-            ("at least", -LARGEST if self.ge is None else self.ge, lambda bound: value < bound),
-            ("above", self.gt, lambda bound: value <= bound),
-            ("at most", LARGEST if self.le is None else self.le, lambda bound: value > bound),
-            ("below", self.lt, lambda bound: value >= bound),
+        number: Any = value  # comparable, which its abstract type is not
+        low, high = -LARGEST if self.ge is None else self.ge, LARGEST if self.le is None else self.le
+        for violated, relation, bound in (
+            (number < low, "at least", low),
+            (self.gt is not None and number <= self.gt, "above", self.gt),
+            (number > high, "at most", high),
+            (self.lt is not None and number >= self.lt, "below", self.lt),
         ):
-            if bound is not None and violates(bound):
+            if violated:
                 raise InvalidSetting(name, f"must be {relation} {abbreviate(bound)}, not {abbreviate(value)}")
 
 
@@ -66,50 +68,42 @@ class Validated:
     """
 
     def __post_init__(self) -> None:
-        for name, words in literal_choices(type(self)).items():
-            if getattr(self, name) not in words:
-                raise InvalidSetting(name, invalid_choice(getattr(self, name), words))
-        for name, (allowed, whole, words) in ranges(type(self)).items():
+        for name, (allowed, whole, words, count) in rules(type(self)).items():
             value = getattr(self, name)
             if value in words:
                 continue
+            if allowed is None:
+                raise InvalidSetting(name, invalid_choice(value, words))
             numbers = value if isinstance(value, (tuple, list)) else (value,)
             for number in numbers:
                 allowed.check(name, number, whole)
-            if (count := tuple_lengths(type(self)).get(name)) and len(numbers) != count:
+            if count and len(numbers) != count:
                 raise InvalidSetting(name, f"must be a list of {count} values, not {abbreviate(value)}")
 
 
+class Rule(NamedTuple):
+    """Valid values of a field."""
+
+    allowed: Range | None  # range of numbers; None for a `Literal`
+    whole: bool  # integers only
+    words: tuple[Any, ...]  # valid values that are not numbers: None, or words of a `Literal`
+    count: int  # length of a tuple; 0 for other types and for tuples of any length
+
+
 @cache
-def ranges(cls: type) -> dict[str, tuple[Range, bool, tuple[Any, ...]]]:
-    """Return by field with a range: the range, True for integers only, and the valid values that are not numbers (None,
-    or words of a `Literal`)."""
+def rules(cls: type) -> dict[str, Rule]:
+    """Return the rule of each field with a `Range`, and of each `Literal`."""
     by_field = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
-        for note in getattr(hint, "__metadata__", ()):
-            if isinstance(note, Range):
-                types = leaf_types(hint)
-                words = [word for kind in types for word in get_args(kind)] + [None] * (type(None) in types)
-                by_field[name] = note, float not in types, tuple(words)
+        allowed = next((note for note in getattr(hint, "__metadata__", ()) if isinstance(note, Range)), None)
+        if allowed is None and get_origin(hint) is not Literal:
+            continue
+        types, kind = leaf_types(hint), get_args(hint)[0] if allowed else hint
+        words = [word for leaf in types for word in get_args(leaf)] + [None] * (type(None) in types)
+        tuples = [get_args(k) for k in (kind, *get_args(kind)) if get_origin(k) is tuple]  # also in a union with None
+        count = len(tuples[0]) if tuples and Ellipsis not in tuples[0] else 0
+        by_field[name] = Rule(allowed, float not in types, tuple(words), count)
     return by_field
-
-
-@cache
-def tuple_lengths(cls: type) -> dict[str, int]:
-    """Return the length of each field with a tuple of fixed length: 2 for `tuple[float, float]`."""
-    by_field = {}
-    for name, hint in get_type_hints(cls).items():
-        for kind in (hint,) if get_origin(hint) is tuple else get_args(hint):  # each member of a union
-            if get_origin(kind) is tuple and Ellipsis not in get_args(kind):
-                by_field[name] = len(get_args(kind))
-    return by_field
-
-
-@cache
-def literal_choices(cls: type) -> dict[str, tuple[Any, ...]]:
-    """Return the words of each `Literal` field."""
-    hints = get_type_hints(cls)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 def leaf_types(hint: Any) -> set[Any]:
@@ -124,14 +118,8 @@ def leaf_types(hint: Any) -> set[Any]:
 def invalid_choice(value: object, choices: Iterable[object]) -> str:
     """Return the end of the message for an invalid choice: all choices, and the most similar one."""
     choices = list(choices)
-    match = closest_match(value, choices)
-    hint = f" (did you mean {match!r}?)" if match else ""
-    return f"cannot be {abbreviate(value)}: choose {join_choices(choices)}{hint}"
-
-
-def join_choices(choices: Iterable[object]) -> str:
-    """Return the `repr` of the choices, separated by commas."""
-    return ", ".join(map(repr, choices))
+    hint = f" (did you mean {match!r}?)" if (match := closest_match(value, choices)) else ""
+    return f"cannot be {abbreviate(value)}: choose {', '.join(map(repr, choices))}{hint}"
 
 
 def abbreviate(value: object) -> str:

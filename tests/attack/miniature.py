@@ -19,7 +19,7 @@ from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.recipes import get
 from limner.recipes.recipe import Recipe
-from limner.tasks.build_scenes import write_scenes
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 
 
 def recipe(steps: int = 4, every: int = 2) -> Recipe:
@@ -55,7 +55,7 @@ def recipe(steps: int = 4, every: int = 2) -> Recipe:
 def world(folder: Path, count: int = 24) -> None:
     """`folder/data`, `folder/recipe.json`: what `limner train data --recipe recipe.json --out run` needs."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_scenes(folder / "data", count, 0, size=24, held_out=0.2)
+    write_scenes(folder / "data", SceneDataSettings(count=count, size=24, held_out=0.2))
     save_json(recipe(), folder / "recipe.json")
 
 
@@ -69,7 +69,7 @@ def small() -> None:
     """Make what has no option for its size small in this process: the recipe of `limner demo`, the number of emoji."""
     if not os.environ.get("LIMNER_ATTACK_SMALL"):
         return
-    from limner.runs import demo
+    from limner.cli import demo
     from limner.tasks import emoji
 
     tiny = recipe(steps=1, every=1)

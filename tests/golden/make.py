@@ -44,6 +44,7 @@ from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
 from limner.training.train_module import Objective
+from limner.training.train_state import TrainState
 
 FILE = Path(__file__).with_name("curves.json")
 KEPT = ("loss", "grad_norm", "eval/loss")  # of each line of metrics.jsonl
@@ -111,7 +112,7 @@ def curve(
 
     config = replace(config, steps=20, batch_size=8, log_every=1, eval_every=10, precision=Fp32(), **settings)
     with tempfile.TemporaryDirectory() as out:
-        train(model, objective, Stream(data, 8, seed=3), config, out, evaluate=evaluate)
+        train(TrainState(model, objective, config), Stream(data, 8, seed=3), out, evaluate=evaluate)
         rows = read_metrics(Path(out) / "metrics.jsonl")
     return {name: [row[name] for row in rows if name in row] for name in KEPT}
 

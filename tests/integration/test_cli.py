@@ -201,7 +201,7 @@ def test_data_from_icon_sets_to_shards(tmp_path):
     for wrong, says in (
         (["none.tgz"], "none.tgz"),
         ([words, "openmoji.tgz"], "no icon set has a permissive license"),
-        (["twemoji.tgz", "--background", "no such color"], "is not a CSS color"),
+        (["twemoji.tgz", "--background", "no such color"], "background must be a CSS color"),
         (["twemoji.tgz", "--size", 33], "must be even"),
         (["twemoji.tgz", "--margin", 17], "must be at most a quarter of size, 16, not 17"),
         ([], "files"),
@@ -214,7 +214,7 @@ def test_data_from_icon_sets_to_shards(tmp_path):
 
 SCORED = ["--captions", 3, "--candidates", 2]
 EVALUATIONS = {
-    "composition": ([*SCORED, "--things", 1, "--mosaic", "drawn.png"], "written: drawn.png"),
+    "composition": ([*SCORED, "--objects", 1, "--mosaic", "drawn.png"], "written: drawn.png"),
     "pairs": (["--pairs", 3, "--candidates", 2], "best of 2"),
     "reconstruction": (["--count", 4], "4 unseen pictures"),
 }
@@ -253,7 +253,6 @@ def test_evaluate_reads_held_out_data_and_emoji(bundle, tmp_path):
             Image.new("RGB", (24, 24), (30 * i, 255 - 30 * i, 90)).save(file, "PNG")
             meta = {"emoji": chr(0x1F600 + i), "family": f"family {i // 2}", "split": "held-out" if i < 2 else "train"}
             writer.write(file.getvalue(), [f"a face of kind {i}"], meta)
-        writer.close()
     code, out, err = limner("evaluate", "reconstruction", bundle, "--data", "data", "-o", "scores.json", cwd=tmp_path)
     assert code == 0, err
     assert "2 unseen pictures" in out
@@ -304,8 +303,8 @@ def test_plan_says_which_of_its_figures_run():
 TINY_DEMO = """
 import sys
 from dataclasses import replace
+from limner.cli import demo
 from limner.recipes import presets
-from limner.runs import demo
 def small(stage, **model):
     training = {"steps": 30, "batch_size": 4, "warmup_steps": 2, "log_every": 5, "eval_every": 10}
     return replace(stage, model=replace(stage.model, **model), training=replace(stage.training, **training))

@@ -110,6 +110,7 @@ from limner.distributed.replicated import Replicated
 from limner.numerics.precision import Fp32
 from limner.training.config import TrainConfig
 from limner.training.loop import train
+from limner.training.train_state import TrainState
 
 
 class Line:
@@ -129,7 +130,7 @@ distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank
 torch.manual_seed(0)
 model = nn.Linear(1, 1)
 config = TrainConfig(steps=30, batch_size=4, precision=Fp32(), clip_norm=None)
-train(model, squared_error, Stream(Line(), batch_size=4), config, sys.argv[3], parallel=STRATEGY)
+train(TrainState(model, squared_error, config, parallel=STRATEGY), Stream(Line(), batch_size=4), sys.argv[3])
 assert set(REDUCERS) == set(get_args(get_type_hints(Train)["grad_compression"]))
 print(model.weight.item(), model.bias.item())
 distributed.destroy_process_group()

@@ -6,14 +6,14 @@ import pytest
 
 from limner.cli import main
 from limner.runs.train import train_all
-from limner.tasks.build_scenes import write_scenes
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from tiny import STEPS, tiny_recipe
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    write_scenes(folder / "data", 12, 0, size=24, held_out=0.2)
+    write_scenes(folder / "data", SceneDataSettings(count=12, size=24, held_out=0.2))
     train_all(tiny_recipe(), folder / "data", folder / "run", ("dvae", "prior"))
     return folder
 

@@ -18,7 +18,7 @@ from limner.pipeline import TextToImage
 from limner.quantization.precisions import SwitchBack
 from limner.recipes.recipe import PretrainedDVAE, Recipe
 from limner.runs.train import train_all
-from limner.tasks.build_scenes import write_scenes
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from limner.training.checkpoint import completed
 from limner.training.metrics_log import read_metrics
 from tiny import STEPS, tiny_pipe, tiny_recipe
@@ -37,7 +37,7 @@ CLOCKS = {"seconds", "samples_per_s"}
 def folder(tmp_path_factory) -> Path:
     """Pictures, and a dVAE."""
     folder = tmp_path_factory.mktemp("data")
-    write_scenes(folder / "data", 24, 0, size=24, held_out=0.2)
+    write_scenes(folder / "data", SceneDataSettings(count=24, size=24, held_out=0.2))
     tiny_pipe().save_pretrained(folder / "bundle")
     return folder
 

@@ -31,6 +31,7 @@ from limner.training.config import TrainConfig
 from limner.training.loop import Interrupted, train
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import Parallel, SingleProcess
+from limner.training.train_state import TrainState
 
 STEPS = 20
 
@@ -67,7 +68,7 @@ def work(out: Path, parallel: Parallel) -> None:
     )  # fmt: skip
     stream = Stream(Tokens(), 8, seed=3, prefetch=1)
     try:
-        train(model.build(), Slow(), stream, config, out, parallel=parallel)
+        train(TrainState(model.build(), Slow(), config, parallel=parallel), stream, out)
     except Interrupted:
         sys.exit(130)
     finally:

@@ -62,8 +62,8 @@ WITHIN = {  # commands within sentences of the README, and the file that runs th
 NOT_RUN = ("pip install", "apt-get install", "npm pack")
 DEMO = """
 from dataclasses import replace
+from limner.cli import demo
 from limner.recipes import presets
-from limner.runs import demo
 def small(stage):
     training = replace(stage.training, steps=4, batch_size=4)
     return replace(stage, model=replace(stage.model, width=32, depth=1, heads=2), training=training)

@@ -20,7 +20,7 @@ from limner.experiments import EXPERIMENTS, load
 def test_a_quick_run_leaves_a_page_with_table_and_curves(name, tmp_path, capsys):
     assert main(["reproduce", name, "--quick", "-o", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert load(name).CLAIM in said and "quick" in said
+    assert load(name).claim in said and "quick" in said
     found = json.loads((tmp_path / f"{name}.json").read_text())
     assert found["rows"] and all(len(row) == len(found["header"]) for row in found["rows"])
     assert found["holds"] is None  # quick trials cannot tell
@@ -35,7 +35,7 @@ def test_a_quick_run_leaves_a_page_with_table_and_curves(name, tmp_path, capsys)
 def test_without_a_name_the_findings_are_listed(capsys):
     assert main(["reproduce"]) == 0
     said = capsys.readouterr().out
-    assert all(f"{name} " in said and load(name).CLAIM in said for name in EXPERIMENTS)
+    assert all(f"{name} " in said and load(name).claim in said for name in EXPERIMENTS)
     assert main(["reproduce", "loss-spike"]) == 2
     assert "unknown finding 'loss-spike'" in capsys.readouterr().err
 

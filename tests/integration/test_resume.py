@@ -27,6 +27,7 @@ from limner.training.checkpoint import completed
 from limner.training.config import TrainConfig
 from limner.training.loop import Interrupted, train
 from limner.training.metrics_log import read_metrics
+from limner.training.train_state import TrainState
 
 STEPS = 80
 
@@ -65,14 +66,7 @@ def work(out: str) -> None:
         return {"at_zero": model(torch.zeros(1, 8)).item()}
 
     try:
-        train(
-            model,
-            objective,
-            Stream(Points(), 8, seed=3, prefetch=2),
-            config,
-            out,
-            evaluate=evaluate,
-        )
+        train(TrainState(model, objective, config), Stream(Points(), 8, seed=3, prefetch=2), out, evaluate=evaluate)
     except Interrupted as stop:
         print(stop)
         sys.exit(130)

@@ -5,8 +5,8 @@ import pytest
 import torch
 import triton
 
-from limner.attention.cache import LayerKVCache
-from limner.quantization import cache, triton_decode
+from limner.attention import cache, triton_decode
+from limner.attention.cache import KVCache, LayerKVCache
 from more_patterns import ALL
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -23,7 +23,8 @@ def test_decoding_equals_torch(kind, captions, candidates, dtype, tolerance, mon
     grid, heads, c, rows = (5, 4), 2, 16, captions * candidates
     pattern = ALL[kind](grid, 3)
     prefix = [torch.randn(captions, heads, 140, c).to(DEVICE, dtype) for _ in range(2)]
-    ours, theirs = (LayerKVCache.from_prefix(pattern, *prefix).expand(candidates) for _ in range(2))
+    caches = [KVCache([LayerKVCache.from_prefix(pattern, *prefix)]).expand(candidates) for _ in range(2)]
+    ours, theirs = (x.layers[0] for x in caches)
     calls = []
     attend = triton_decode.attend
     monkeypatch.setattr(triton_decode, "attend", lambda *args: calls.append(1) or attend(*args))

@@ -5,8 +5,10 @@ import pytest
 import torch
 import triton
 
-from limner.quantization import int8, quantize, triton_int8
-from limner.quantization.scales import INT8, scale_and_inverse
+from limner.numerics.formats import INT8_MAX
+from limner.quantization import triton_int8
+from limner.quantization.products import product
+from limner.quantization.quantize import quantize, scale_and_inverse
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 SHAPES = [(1, 1, 1), (3, 5, 7), (65, 33, 130), (64, 64, 64), (100, 70, 16)]  # m, n, k
@@ -29,14 +31,14 @@ def edge_cases(m, n, seed=0):
 def test_integers_and_scales_equal_those_of_torch(shape, dtype):
     x = edge_cases(*shape).to(dtype)
     for y in (x, x.mT):
-        for result, expected in zip(triton_int8.row_wise(y.to(DEVICE)), quantize.row_wise(y), strict=True):
+        for result, expected in zip(triton_int8.row_wise(y.to(DEVICE)), quantize(y, by_row=True), strict=True):
             assert torch.equal(result.cpu(), expected)
-    whole, _ = quantize.tensor_wise(x)
-    inverse = scale_and_inverse(x.abs().amax(), INT8)[1].to(DEVICE)
+    whole, _ = quantize(x, by_row=False)
+    inverse = scale_and_inverse(x.abs().amax(), INT8_MAX)[1].to(DEVICE)
     assert torch.equal(triton_int8.quantize(x.to(DEVICE), inverse).cpu(), whole)
     transposed = triton_int8.quantize(x.to(DEVICE), inverse, transposed=True)
     assert transposed.is_contiguous() and torch.equal(transposed.cpu(), whole.mT)
-    assert torch.equal(quantize.tensor_wise_transposed(x)[0], transposed.cpu())
+    assert torch.equal(quantize(x, by_row=False, transpose=True)[0], transposed.cpu())
 
 
 def test_a_value_that_is_not_finite_makes_its_row_not_finite():
@@ -58,7 +60,7 @@ def test_products_equal_the_reference(m, n, k, by_row, by_column, bias, dtype):
     a, b = (torch.randint(-127, 128, (rows, k), dtype=torch.int8) for rows in (m, n))
     scale_a, scale_b = torch.rand(m if by_row else ()), torch.rand(n if by_column else ())
     offset = torch.randn(n) if bias else None
-    expected = int8.product(a, b, scale_a, scale_b, offset, dtype)
+    expected = product(a, b, scale_a, scale_b, offset, dtype)
     tolerance = {"rtol": 1e-6, "atol": 1e-4} if dtype == torch.float32 else {}
     a, b, scale_a, scale_b = (x.to(DEVICE) for x in (a, b, scale_a, scale_b))
     offset = None if offset is None else offset.to(DEVICE)

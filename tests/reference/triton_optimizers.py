@@ -94,10 +94,7 @@ def test_codes_equal_those_of_the_formats():
         before = means.clone(), variances.clone()
         p, g, m, v = (y.clone().to(DEVICE) for y in (torch.zeros_like(x), x, means, variances))
         lrs = torch.zeros(1, device=DEVICE)
-        triton_adamw.adamw_(
-            [p], [g], [m], [v], lrs=lrs, betas=(beta1, [beta2]), corrections=([1.0], [1.0]), eps=1e-8,
-            weight_decay=0.0,
-        )  # fmt: skip
+        triton_adamw.adamw_(([p], [g], [m], [v]), lrs, (beta1, [beta2], [1.0], [1.0]), eps=1e-8, weight_decay=0.0)
         finite = x.abs() < 1e18  # with finite squares: 0 times infinity is NaN
         expected_codes = before if beta1 else (E6M9.pack(x), UE6M10.pack(x * x))
         for form, codes, expected in zip((E6M9, UE6M10), (m, v), expected_codes, strict=True):
@@ -110,8 +107,6 @@ def test_gradients_that_are_not_finite_propagate():
         g[17] = wrong
         sums = triton_adamw.sums_of_ratios([g, g[:9]], [v, v[:9]], 0.9, [1e-8, 1e-8])
         assert sums.isfinite().tolist() == [False, True]
-        triton_adamw.adamw_(
-            [p], [g], [m], [v], lrs=torch.ones(1, device=DEVICE), betas=(0.9, [0.9]), corrections=([1.0], [1.0]),
-            eps=1e-8, weight_decay=0.0,
-        )  # fmt: skip
+        lrs = torch.ones(1, device=DEVICE)
+        triton_adamw.adamw_(([p], [g], [m], [v]), lrs, (0.9, [0.9], [1.0], [1.0]), eps=1e-8, weight_decay=0.0)
         assert p.isnan().sum() == 1 and p[17].isnan()

@@ -11,7 +11,7 @@ from limner.models.transformer import Block
 from limner.objectives.cross_entropy import linear_cross_entropy
 from limner.optim import AdamW16, Beta2WarmupAdamW, StableAdamW
 from limner.quantization import LLMInt8Linear, SwitchBackLinear, SwitchBackQLinear
-from limner.quantization.quantize import row_wise
+from limner.quantization.quantize import quantize
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
 from limner.training.train_state import TrainState
@@ -62,7 +62,7 @@ def loss() -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "compute",
     [
-        lambda: list(row_wise(numbers(5, 7))),
+        lambda: list(quantize(numbers(5, 7), by_row=True)),
         loss,
         *(lambda kind=kind: layer(kind.from_linear) for kind in (SwitchBackLinear, SwitchBackQLinear, LLMInt8Linear)),
         *(lambda make=make: optimised(make) for make in (AdamW16, Beta2WarmupAdamW, StableAdamW)),

@@ -85,7 +85,7 @@ def test_of_lines_the_objects_are_read(tmp_path: Path) -> None:
 
 #: Where numbers must come back as they were, NaN included, where the text is not read again, and messages to a child.
 DIRECT = {
-    "json_files.py", "evaluation/icon_classifier.py", "experiments/sweep.py", "tasks/svg_renderer.py", "text/bpe.py",
+    "json_files.py", "evaluation/icon_classifier.py", "experiments/sweep.py", "tasks/svg.py", "text/bpe.py",
     "training/checkpoint.py", "training/config.py",
 }  # fmt: skip
 

@@ -13,11 +13,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import limner
-from limner import bundles, pipeline, pretrained
+from limner import bundles, pretrained
 from limner.drawing import SOURCE_TYPE
 from limner.errors import UserError
 from limner.numerics.precision import Auto, Bf16
-from limner.pipeline import InferenceConfig, TextToImage, load
+from limner.pipeline import TextToImage, load
+from limner.sampling import candidates
+from limner.sampling.candidates import InferenceConfig
+from limner.sampling.decoder import TokenDecoder
 from limner.sampling.generation_config import GenerationConfig, Sampler
 from tiny import WORDS, tiny_pipe
 
@@ -154,7 +157,7 @@ def test_drawing_leaves_the_callers_random_numbers_alone(pipe, saved):
 
 def test_batches_do_not_change_what_is_drawn(pipe, monkeypatch):
     whole = pipe.candidates(WORDS, 6, seed=[1, 2])
-    monkeypatch.setattr(pipeline, "MAX_CPU_BATCH", 4)
+    monkeypatch.setattr(candidates, "MAX_CPU_BATCH", 4)
     parts = pipe.candidates(WORDS, 6, seed=[1, 2])
     assert torch.equal(whole.tokens, parts.tokens)
     assert torch.equal(whole.pictures, parts.pictures)
@@ -164,25 +167,25 @@ def test_batches_do_not_change_what_is_drawn(pipe, monkeypatch):
 
 
 def test_what_a_batch_holds_follows_from_what_the_layers_keep(pipe, monkeypatch):
-    monkeypatch.setattr(pipeline, "MAX_CPU_BATCH", 1_000_000)
-    each = pipe.prior.prefill(
+    monkeypatch.setattr(candidates, "MAX_CPU_BATCH", 1_000_000)
+    each = TokenDecoder(pipe.prior).prefill(
         torch.zeros(1, pipe.prior.config.text_len, dtype=torch.long), pipe.inference_config.store
     )[0]
     dtype = Auto().dtype(pipe.device)
     each = each.bytes_per_candidate * dtype.itemsize // 4
-    assert pipe.max_batch() == pipeline.MAX_CACHE_BYTES // each
+    assert pipe.candidate_generator.max_batch() == candidates.MAX_CACHE_BYTES // each
     config = InferenceConfig(int8_cache=True)
     small = TextToImage(pipe.dvae, pipe.prior, pipe.contrastive, pipe.tokenizer, inference_config=config)
-    assert small.max_batch() > 1.3 * pipeline.MAX_CACHE_BYTES // each
-    monkeypatch.setattr(pipeline, "MAX_CACHE_BYTES", 1)
-    assert pipe.max_batch() == 1
+    assert small.candidate_generator.max_batch() > 1.3 * candidates.MAX_CACHE_BYTES // each
+    monkeypatch.setattr(candidates, "MAX_CACHE_BYTES", 1)
+    assert pipe.candidate_generator.max_batch() == 1
 
 
 def test_pictures_are_the_same_however_many_are_decoded_at_once(pipe, monkeypatch):
     tokens = torch.randint(0, pipe.dvae.config.vocab, (2, 5, 36))
-    whole = pipe.decode(tokens, 6)
-    monkeypatch.setattr(pipeline, "MAX_DECODER_BYTES", 1)
-    assert torch.equal(pipe.decode(tokens, 6), whole)
+    whole = pipe.candidate_generator.decode(tokens, 6)
+    monkeypatch.setattr(candidates, "MAX_DECODER_BYTES", 1)
+    assert torch.equal(pipe.candidate_generator.decode(tokens, 6), whole)
 
 
 def test_captions_of_one_seed_share_a_batch_and_agree_with_drawing_alone(pipe):
@@ -192,14 +195,14 @@ def test_captions_of_one_seed_share_a_batch_and_agree_with_drawing_alone(pipe):
 
 
 def test_progress_reaches_the_end_exactly_once(pipe, monkeypatch):
-    monkeypatch.setattr(pipeline, "MAX_CPU_BATCH", 4)
+    monkeypatch.setattr(candidates, "MAX_CPU_BATCH", 4)
     seen = []
     pipe(CAPTION, candidates=6, progress=seen.append)
     assert sum(seen) == 6 and min(seen) > 0 and len(seen) > 2  # as they are drawn, not batch after batch
 
 
 def test_partial_pictures_come_every_few_rows_and_end_in_the_drawing(pipe, monkeypatch):
-    monkeypatch.setattr(pipeline, "MAX_CPU_BATCH", 4)
+    monkeypatch.setattr(candidates, "MAX_CPU_BATCH", 4)
     parts = []
     made = pipe.candidates(WORDS, 6, seed=[1, 2], on_preview=parts.append, preview_every=4)
     (h, _), side = pipe.dvae.config.grid, pipe.dvae.config.size

@@ -19,7 +19,7 @@ def two(tmp_path, monkeypatch):
         (tmp_path / name / "config.json").write_text(json.dumps({"format": pretrained.FORMAT, "info": info}))
     (tmp_path / "stray").mkdir()
     monkeypatch.setattr(pretrained, "ASSETS", tmp_path)
-    for module in ("limner.cli.draw_common", "limner.cli.draw", "limner.cli.edit"):  # list the models on import
+    for module in ("limner.cli.draw", "limner.cli.edit"):  # list the models on import
         assert find_spec(module), f"{module} is renamed: its former import would stay"
         monkeypatch.setitem(sys.modules, module, sys)  # so that what is imported now goes again
         monkeypatch.delitem(sys.modules, module)

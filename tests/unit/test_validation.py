@@ -11,7 +11,7 @@ import pytest
 import limner
 from limner.config import from_dict
 from limner.errors import UserError
-from limner.validation import InvalidSetting, Range, Validated, leaf_types, ranges
+from limner.validation import InvalidSetting, Range, Validated, leaf_types, rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,8 @@ def test_ends_none_and_whole_numbers_for_floats_are_in_range():
 MADE = tuple(
     f"limner.{name}"
     for name in (
-        "bundles", "drawing", "pipeline", "data.", "distributed.gradient_reducers.", "evaluation.", "layers.",
-        "metrics.", "profiling.", "reproduce.", "runs.run_data", "training.", "tasks.",
+        "bundles", "drawing", "sampling.candidates", "data.", "distributed.gradient_reducers.", "evaluation.",
+        "attention.", "metrics.", "experiments.", "planner.", "runs.run_data", "training.", "tasks.",
     )
 )  # fmt: skip
 SET = (
@@ -114,8 +114,8 @@ def test_every_number_that_people_set_has_a_range_and_whole_ones_an_upper_end():
         if cls is not Range:
             where = f"{cls.__module__}.{cls.__qualname__}.{name}"
             assert issubclass(cls, Validated), where
-            assert name in ranges(cls), where
-            assert float in kinds or ranges(cls)[name][0].le is not None, where
+            assert name in rules(cls), where
+            assert float in kinds or rules(cls)[name].allowed.le is not None, where
 
 
 def test_the_error_crosses_between_processes():

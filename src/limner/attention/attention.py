@@ -4,9 +4,8 @@ The stream is a prefix of P positions (the text and the start-of-image position)
 S = h * w positions in raster order. The prefix is causal; every image position sees the whole prefix. The layer's
 pattern (`patterns.py`) selects visible image positions: row, column, conv or dense.
 
-One softmax runs over text and image keys together (footnote 7). This file is the readable form, with a
-mask over all positions. Models run equivalents: `dense_attention.py` for short sequences, `sparse.py` for visible
-keys only, `cache.py` for decoding.
+One softmax runs over text and image keys together (footnote 7). This file is the readable form, with a mask over all
+positions. Models run equivalents: `sparse.py` in training, `cache.py` in decoding.
 
 Shapes: B batch, H heads, P prefix, S image positions, N = P + S, D width, C = D / H.
 """

@@ -14,8 +14,8 @@ holds 1,280, with a copy of the text for each candidate. A candidate's states ar
 int8 with a scale for each position and head.
 
 A position is an integer or a tensor [1]. With a tensor, every step runs the same operations on the same memory, so
-that a CUDA graph can replay it (`sampling/cuda_graph.py`). The trade-off: a step reads the whole ring and masks
-unwritten slots. On a GPU one kernel does the whole step (`triton_decode.py`).
+that a CUDA graph can replay it (`sampling/cuda_graph.py`), but reads the whole ring and masks unwritten slots. On a GPU
+one kernel does the whole step (`triton_decode.py`).
 
 Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width; n positions held, L lanes (the
 columns of a pattern that sees only its own column, else 1), of which a step reads one; K rows kept.
@@ -23,7 +23,7 @@ columns of a pattern that sees only its own column, else 1), of which a step rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -38,9 +38,8 @@ from limner.numerics.compile_elementwise import can_launch_triton
 
 Position = int | Tensor  # a tensor is int64 [1]
 
-_FULL_READ_FRACTION = (
-    4  # of a lane: a step that reads more than 1/4 reads the whole lane under a mask, since a product copies slices
-)
+# A step that reads more than this part of a lane reads the whole lane under a mask, since a product copies slices.
+_FULL_READ_FRACTION = 1 / 4
 
 
 class KVStore:
@@ -54,26 +53,15 @@ class KVStore:
         """Store the states of one position of each candidate."""
         self.parts[0][lane, :, :, slot] = x
 
-    def read(self, lane: Position, slots: slice) -> Float[Tensor, "M H slots C"]:
-        """Return the states in `slots` of a lane."""
-        return _lane(self.parts[0], lane)[:, :, slots]
+    def read(self, lane: Position, slots: int) -> Float[Tensor, "M H slots C"]:
+        """Return the states in the first slots of a lane."""
+        return _lane(self.parts[0], lane)[:, :, :slots]
 
-    def expand(self, n: int) -> KVStore:
-        """Repeat each candidate `n` times."""
-        return self._with([part.repeat_interleave(n, 1) for part in self.parts])
-
-    def select(self, rows: Int64[Tensor, " K"]) -> KVStore:
-        """Return the candidates `rows` only."""
-        return self._with([part[:, rows] for part in self.parts])
-
-    def bind(self, buffers: Iterator[Tensor]) -> KVStore:
-        """Return a store backed by the next tensors of `buffers`, which hold the same states."""
-        return self._with([next(buffers) for _ in self.parts])
-
-    def _with(self, parts: list[Tensor]) -> KVStore:
-        rebound = copy(self)
-        rebound.parts = parts
-        return rebound
+    def map(self, function: Callable[[Tensor], Tensor]) -> KVStore:
+        """Return a store of `function(part)` for each part [L, M, H, n / L, ...]."""
+        mapped = copy(self)
+        mapped.parts = [function(part) for part in self.parts]
+        return mapped
 
     @property
     def bytes_per_candidate(self) -> int:
@@ -93,8 +81,8 @@ class Int8KVStore(KVStore):
         self.parts[0][lane, :, :, slot] = (x / scale).round().clamp(-127, 127).to(torch.int8)
         self.parts[1][lane, :, :, slot] = scale
 
-    def read(self, lane: Position, slots: slice) -> Float[Tensor, "M H slots C"]:
-        values, scale = (_lane(part, lane)[:, :, slots] for part in self.parts)
+    def read(self, lane: Position, slots: int) -> Float[Tensor, "M H slots C"]:
+        values, scale = (_lane(part, lane)[:, :, :slots] for part in self.parts)
         return values * scale
 
 
@@ -131,13 +119,9 @@ class LayerKVCache:
         gap_bias = _gap_bias(pattern, keys.device, keys.dtype)
         return cls(pattern.num_lanes, pattern.has_gaps, gap_bias, keys, values, *empty)
 
-    def expand(self, n: int) -> LayerKVCache:
-        """Repeat each caption's candidates `n` times, M -> M * n; the prefix stays shared."""
-        return replace(self, keys=self.keys.expand(n), values=self.values.expand(n))
-
-    def select(self, rows: Int64[Tensor, " K"]) -> LayerKVCache:
-        """Return candidates `rows` only, the same number for each caption."""
-        return replace(self, keys=self.keys.select(rows), values=self.values.select(rows))
+    def map(self, function: Callable[[Tensor], Tensor]) -> LayerKVCache:
+        """Apply `KVStore.map` to keys and values of the candidates; the prefix stays shared."""
+        return replace(self, keys=self.keys.map(function), values=self.values.map(function))
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -147,14 +131,10 @@ class LayerKVCache:
     def bind(self, buffers: Iterator[Tensor]) -> LayerKVCache:
         """Return a cache backed by the next tensors of an iterator, in the order of the property `buffers`."""
         prefix = {"prefix_keys": next(buffers), "prefix_values": next(buffers)}
-        return replace(self, **prefix, keys=self.keys.bind(buffers), values=self.values.bind(buffers))
+        return replace(self, **prefix).map(lambda _: next(buffers))
 
     def append(
-        self,
-        position: Position,
-        q: Float[Tensor, "M H 1 C"],
-        k: Float[Tensor, "M H 1 C"],
-        v: Float[Tensor, "M H 1 C"],
+        self, position: Position, q: Float[Tensor, "M H 1 C"], k: Float[Tensor, "M H 1 C"], v: Float[Tensor, "M H 1 C"]
     ) -> Float[Tensor, "M H 1 C"]:
         """Store the key and value of an image position and return the attention output at that position."""
         if isinstance(position, Tensor) and self._fused(q, k, v):
@@ -187,18 +167,18 @@ class LayerKVCache:
 
         return triton_decode.supports(*states, self.prefix_keys, self.prefix_values, self.keys.parts[0])
 
-    def _slots(self, step: Position) -> slice:
-        """Return the slots to read for the `step`-th position of a lane."""
+    def _slots(self, step: Position) -> int:
+        """Return the number of slots to read for the `step`-th position of a lane."""
         ring_size = len(self.gap_bias)
         written = ring_size if isinstance(step, Tensor) else min(step + 1, ring_size)
-        return slice(ring_size if written > ring_size // _FULL_READ_FRACTION else written)
+        return ring_size if written > ring_size * _FULL_READ_FRACTION else written
 
-    def _bias(self, step: Position, slots: slice) -> Tensor | None:
+    def _bias(self, step: Position, slots: int) -> Tensor | None:
         """Return -inf for slots that the position must not see, else 0; None if it sees all slots."""
-        has_unwritten = isinstance(step, Tensor) or slots.stop > step + 1
+        has_unwritten = isinstance(step, Tensor) or slots > step + 1
         if not has_unwritten and not self.has_gaps:
             return None
-        back = (step - torch.arange(slots.stop, device=self.gap_bias.device)) % len(self.gap_bias)
+        back = (step - torch.arange(slots, device=self.gap_bias.device)) % len(self.gap_bias)
         bias = self.gap_bias[back]
         return bias.masked_fill_(back > step, -torch.inf) if has_unwritten else bias
 
@@ -220,11 +200,11 @@ class KVCache:
 
     def expand(self, n: int) -> KVCache:
         """Repeat each caption's candidates `n` times, M -> M * n."""
-        return KVCache([layer.expand(n) for layer in self.layers], self.length)
+        return KVCache([layer.map(lambda x: x.repeat_interleave(n, 1)) for layer in self.layers], self.length)
 
     def select(self, rows: Int64[Tensor, " K"]) -> KVCache:
         """Return candidates `rows` only, the same number for each caption."""
-        return KVCache([layer.select(rows) for layer in self.layers], self.length)
+        return KVCache([layer.map(lambda x: x[:, rows]) for layer in self.layers], self.length)
 
     def copy(self) -> KVCache:
         """Return a deep copy."""
@@ -245,10 +225,6 @@ class KVCache:
         self.length += 1
 
     @property
-    def rows(self) -> int:
-        return self.layers[0].keys.parts[0].shape[1]
-
-    @property
     def bytes_per_candidate(self) -> int:
         """Bytes that one more candidate takes."""
         return sum(x.keys.bytes_per_candidate + x.values.bytes_per_candidate for x in self.layers)
@@ -260,7 +236,7 @@ class RaggedBatch:
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
         self.caches = caches
-        self.sizes = [cache.rows for cache in caches]
+        self.sizes = [cache.layers[0].keys.parts[0].shape[1] for cache in caches]
         positions = torch.tensor([cache.length for cache in caches]).repeat_interleave(torch.tensor(self.sizes))
         self.length = positions[:, None].to(caches[0].layers[0].prefix_keys.device)  # [M, 1]
 

@@ -1,11 +1,9 @@
 """Sparse attention on a GPU by torch's FlexAttention, which Inductor compiles to a Triton kernel.
 
 One kernel replaces the copies, products and softmax of `sparse.py` and keeps scores on the chip; another computes the
-gradients. The kernel skips blocks of 128 queries and 128 keys where no query sees a key, and applies the mask in
-partly visible blocks. For patterns that see only their own column, the image is transposed first, so that visible
-keys are contiguous, as in `sparse.py`.
-
-The first call of each pattern compiles for some seconds; torch caches the code on disk.
+gradients. Kernels skip blocks of queries and keys where no query sees a key. As in `sparse.py`, the image is transposed
+for patterns that see only their own column. The first call of each pattern compiles for some seconds; torch caches the
+code on disk.
 
 Shapes: B batch, H heads, P prefix, h x w grid, N = P + h * w positions, C head width.
 """
@@ -21,15 +19,13 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from limner.attention.patterns import Pattern
+from limner.attention.patterns import Grid, Pattern
 from limner.compat import FakeTensor
 from limner.numerics.compile_elementwise import specialize_ints, triton_supports
 
 _MAX_RUNS = 8  # a kernel compares runs of consecutive offsets one by one
 _BLOCK = 128  # queries and keys of a block
 _MIN_HEAD_WIDTH = 16  # smallest head width of a product on tensor cores
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class _CompiledFlexAttention:
@@ -68,8 +64,12 @@ def attend(
 ) -> Float[Tensor, "B H N C"] | None:
     """Return softmax(q k^T / sqrt(C)) v under the mask `attention_mask(pattern, prefix)`; None, with one warning, if
     the kernel fails to compile or run."""
+
+    def reorder(x: Tensor, grid: Grid) -> Tensor:
+        return torch.cat([x[:, :, :prefix], to_column_order(x[:, :, prefix:], grid)], 2)
+
     if pattern.by_column:
-        q, k, v = (to_column_order(x, prefix, pattern.grid) for x in (q, k, v))
+        q, k, v = (reorder(x, pattern.grid) for x in (q, k, v))
     try:
         y = compiled_flex_attention(q, k, v, _block_mask(pattern, prefix, q.device))
     except torch.OutOfMemoryError:
@@ -80,7 +80,7 @@ def attend(
         warnings.warn(f"FlexAttention failed ({reason}): attention runs more slowly", stacklevel=2)
         return None
     h, w = pattern.grid
-    return to_column_order(y, prefix, (w, h)) if pattern.by_column else y
+    return reorder(y, (w, h)) if pattern.by_column else y
 
 
 @lru_cache(maxsize=32)
@@ -91,7 +91,7 @@ def runs(pattern: Pattern) -> list[tuple[int, int]]:
     return list(zip(firsts, lasts, strict=True))
 
 
-def mask_mod(pattern: Pattern, prefix: int, device: torch.device) -> MaskMod:
+def mask_mod(pattern: Pattern, prefix: int, device: torch.device) -> Callable[..., Tensor]:
     """Return FlexAttention's `mask_mod`, (batch, head, query, key) -> True if the query sees the key. Arguments are
     indices; if `pattern.by_column`, the image is in column order."""
     (nearest, farthest), *others = runs(pattern)
@@ -120,6 +120,6 @@ def _block_mask(pattern: Pattern, prefix: int, device: torch.device) -> Any:
         return create_block_mask(mask_mod(pattern, prefix, device), None, None, n, n, device=device, BLOCK_SIZE=_BLOCK)  # pyright: ignore[reportArgumentType]
 
 
-def to_column_order(x: Tensor, prefix: int, grid: tuple[int, int]) -> Tensor:
-    """Return x [B, H, N, C] with the image's positions by columns instead of rows."""
-    return torch.cat([x[:, :, :prefix], x[:, :, prefix:].unflatten(2, grid).transpose(2, 3).flatten(2, 3)], 2)
+def to_column_order(x: Tensor, grid: Grid) -> Tensor:
+    """Reorder the positions of a grid from raster order to column order, [..., S, C]."""
+    return x.unflatten(-2, grid).transpose(-3, -2).flatten(-3, -2)

@@ -1,9 +1,9 @@
-"""The paper's sparse attention, computed sparsely (Ramesh et al. 2021, §2.2, Figure 11, App. B.1).
+"""Attention in training: the paper's patterns, computed sparsely (Ramesh et al. 2021, §2.2, Figure 11, App. B.1).
 
-`attention.py` defines visibility by a dense mask; this module reads only windows around visible keys. Queries
-of the image are grouped into blocks of consecutive positions in raster order (transposed for patterns that see only
-their own column). The image keys that a block sees are then within a window, which ends with the block and begins
-before it by the span of the pattern:
+`attention.py` defines visibility by a dense mask. `DenseAttention` applies that mask, for short sequences.
+`SparseAttention` reads only windows around visible keys. Queries of the image are grouped into blocks of consecutive
+positions in raster order (transposed for patterns that see only their own column). The image keys that a block sees are
+then within a window, which ends with the block and begins before it by the span of the pattern:
 
     row     w
     conv    (k // 2) (w + 1)
@@ -14,7 +14,7 @@ softmax under one small mask runs over both (footnote 7). Work and memory grow w
 (P + S)^2. The prefix is causal. The backward pass recomputes the weights, some heads at a time, to bound memory. On a
 GPU one kernel does these steps for the patterns it supports (`flex.py`).
 
-Shapes: B batch, H heads, P prefix, h x w grid, S = h * w, C head width; R some of the B * H sequences,
+Shapes: B batch, H heads, P prefix, h x w grid, S = h * w, N = P + S, C head width; R some of the B * H sequences,
 n blocks of q queries with m keys each in their windows.
 """
 
@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from limner import compat
 from limner.attention import flex
 from limner.attention.attention import attention_mask
-from limner.attention.dense_attention import DenseAttention
-from limner.attention.patterns import Grid, Pattern
+from limner.attention.patterns import Pattern
 from limner.numerics.precision import product
 
-__all__ = ["SparseAttention", "to_column_order", "training_attention"]
+__all__ = ["DenseAttention", "SparseAttention", "training_attention"]
 
+EXPLICIT_MAX_MASK = 512**2  # mask entries up to which a CPU computes explicit products
 DENSE_MAX_POSITIONS = 256  # positions up to which a dense mask is as fast
 MIN_QUERIES = 64  # of a block, at least, where the grid allows: small products underuse the hardware
 _KEY_MULTIPLE = 8  # keys of a block are a multiple of this: odd numbers make slow products
@@ -50,6 +50,33 @@ def training_attention(pattern: Pattern, prefix: int) -> nn.Module:
     if len(pattern.offsets) == h * w or prefix + h * w <= DENSE_MAX_POSITIONS:
         return DenseAttention(attention_mask(pattern, prefix))
     return SparseAttention(pattern, prefix)
+
+
+class DenseAttention(nn.Module):
+    """softmax(q k^T / sqrt(C)) v over the keys that `mask`, bool [n, m], lets each query see.
+
+    On a CPU, torch's kernel takes five times as long to train short sequences as explicit products, which store
+    B * H * n * m weights.
+    """
+
+    mask: Tensor
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(
+        self, q: Float[Tensor, "B H n C"], k: Float[Tensor, "B H n C"], v: Float[Tensor, "B H n C"]
+    ) -> Float[Tensor, "B H n C"]:
+        """Return the attention output: q [B, H, n, C], k and v [B, H, m, C] -> [B, H, n, C]."""
+        if q.device.type != "cpu" or self.mask.numel() > EXPLICIT_MAX_MASK:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        bias = torch.zeros_like(self.mask, dtype=q.dtype).masked_fill_(~self.mask, -torch.inf)
+        rows = q.shape[0] * q.shape[1]
+        weights = torch.baddbmm(
+            bias.expand(rows, *bias.shape), q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=q.shape[-1] ** -0.5
+        ).softmax(-1)
+        return (weights @ v.flatten(0, 1)).unflatten(0, q.shape[:2])
 
 
 class SparseAttention(nn.Module):
@@ -73,7 +100,7 @@ class SparseAttention(nn.Module):
         self.window = self.queries + self.span
         self.register_buffer("bias", self._bias(), persistent=False)
         later = torch.ones(prefix, prefix, dtype=torch.bool, device="cpu").triu(1)
-        self.register_buffer("causal", _mask_to_bias(later), persistent=False)
+        self.register_buffer("causal", torch.where(later, -torch.inf, 0.0), persistent=False)
 
     def forward(
         self, q: Float[Tensor, "B H n C"], k: Float[Tensor, "B H n C"], v: Float[Tensor, "B H n C"]
@@ -88,17 +115,9 @@ class SparseAttention(nn.Module):
     def _bias(self) -> Tensor:
         """Return 0 where a query of a block sees a key, else -inf: [n, q, P + m]."""
         at = torch.arange(1, self.blocks * self.queries + 1, device="cpu").view(1, -1, 1)
-        query, key = self._blocks(at)[0], self._windows(at)[0].transpose(1, 2)
+        query, key = self._to_lanes(at).view(self.blocks, self.queries, 1), self._windows(at)[0].transpose(1, 2)
         visible = self.pattern.allows(query - key) & (key > 0)  # 0: before the image
-        return _mask_to_bias(F.pad(~visible, (self.prefix, 0), value=False))
-
-    def _blocks(self, x: Tensor) -> Tensor:
-        """Split image states in raster order into blocks: [R, S, C] -> [R, n, q, C]."""
-        return self._to_lanes(x).unflatten(1, (self.blocks, self.queries))
-
-    def _raster(self, x: Tensor) -> Tensor:
-        """Invert `_blocks`."""
-        return self._to_raster(x.flatten(1, 2))
+        return torch.where(F.pad(visible, (self.prefix, 0), value=True), 0.0, -torch.inf)
 
     def _windows(self, x: Tensor) -> Tensor:
         """Copy image states into the blocks' windows, [R, S, C] -> [R, n, m, C], with zeros before the image."""
@@ -114,23 +133,23 @@ class SparseAttention(nn.Module):
         return self._to_raster(padded[:, self.span : self.span + size])
 
     def _to_lanes(self, x: Tensor) -> Tensor:
-        return to_column_order(x, self.pattern.grid) if self.pattern.by_column else x
+        return flex.to_column_order(x, self.pattern.grid) if self.pattern.by_column else x
 
     def _to_raster(self, x: Tensor) -> Tensor:
         h, w = self.pattern.grid
-        return to_column_order(x, (w, h)) if self.pattern.by_column else x
+        return flex.to_column_order(x, (w, h)) if self.pattern.by_column else x
 
     # Prefix and image are two attentions with separate queries, keys and values. `split_queries`, `gather_keys` and
     # their transposes join them.
 
     def split_queries(self, x: Float[Tensor, "R N C"]) -> tuple[Float[Tensor, "R P C"], Float[Tensor, "Rn q C"]]:
         """Split states [R, P + S, C] into queries of the prefix [R, P, C] and of image blocks [R n, q, C]."""
-        return x[:, : self.prefix], self._blocks(x[:, self.prefix :]).flatten(0, 1)
+        return x[:, : self.prefix], self._to_lanes(x[:, self.prefix :]).unflatten(1, (self.blocks, -1)).flatten(0, 1)
 
     def merge_queries(self, parts: Iterable[Tensor]) -> Float[Tensor, "R N C"]:
         """Invert `split_queries`; also its transpose."""
         prefix, blocks = parts
-        return torch.cat([prefix, self._raster(blocks.unflatten(0, (-1, self.blocks)))], 1)
+        return torch.cat([prefix, self._to_raster(blocks.unflatten(0, (-1, self.blocks)).flatten(1, 2))], 1)
 
     def gather_keys(self, x: Float[Tensor, "R N C"]) -> tuple[Float[Tensor, "R P C"], Float[Tensor, "Rn keys C"]]:
         """Return keys or values [R, P + S, C] for the prefix, [R, P, C], and for blocks, [R n, P + m, C]."""
@@ -153,13 +172,8 @@ class SparseAttention(nn.Module):
         dtype = keys[0].dtype
         return text.add_(self.causal).softmax(-1).to(dtype), image.softmax(-1).to(dtype)
 
-    @property
-    def sequences_per_part(self) -> int:
-        """Number of sequences whose weights are in memory together."""
-        return self.sequences_per_part_on(self.bias.device.type)
-
-    def sequences_per_part_on(self, device: str) -> int:
-        """Return `sequences_per_part` for a device type."""
+    def sequences_per_part(self, device: str) -> int:
+        """Return the number of sequences whose weights are in memory together on a device type."""
         return max(1, (CPU_WEIGHTS_PER_PART if device == "cpu" else GPU_WEIGHTS_PER_PART) // self.bias.numel())
 
 
@@ -172,7 +186,7 @@ class _RecomputedAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v)
         out, scale = _empty_like(q), q.shape[-1] ** -0.5
         with torch.autocast(q.device.type, enabled=False):  # as in the backward pass
-            for part in _parts(q, attention.sequences_per_part):
+            for part in _parts(q, attention.sequences_per_part(q.device.type)):
                 queries, keys, values = (x[part].flatten(0, 1) for x in (q, k, v))
                 weights = attention.weights(attention.split_queries(queries * scale), attention.gather_keys(keys))
                 outputs = _matmul_each(weights, attention.gather_keys(values))
@@ -183,7 +197,7 @@ class _RecomputedAttention(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         attention, (q, k, v) = ctx.attention, ctx.saved_tensors
         by_q, by_k, by_v, scale = _empty_like(q), _empty_like(k), _empty_like(v), q.shape[-1] ** -0.5
-        for part in _parts(q, attention.sequences_per_part):
+        for part in _parts(q, attention.sequences_per_part(q.device.type)):
             g, queries, keys, values = (x[part].flatten(0, 1) for x in (*upstream, q, k, v))
             g, queries = attention.split_queries(g), attention.split_queries(queries * scale)
             keys, values = attention.gather_keys(keys), attention.gather_keys(values)
@@ -204,16 +218,6 @@ def _matmul_each(left: Iterable[Tensor], right: Iterable[Tensor]) -> list[Tensor
 
 def _transpose_each(matrices: Iterable[Tensor]) -> list[Tensor]:
     return [x.mT for x in matrices]
-
-
-def to_column_order(x: Tensor, grid: Grid) -> Tensor:
-    """Reorder the positions of a grid from raster order to column order, [R, S, C]."""
-    return x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)
-
-
-def _mask_to_bias(hidden: Tensor) -> Tensor:
-    """Return -inf where true, else 0."""
-    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 def _empty_like(x: Tensor) -> Tensor:

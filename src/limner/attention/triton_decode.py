@@ -2,11 +2,9 @@
 
 In torch operations this takes some thirty small kernels for each layer of each step, which take longer than reading the
 weights of a model with a billion parameters. Here one program handles a head and some candidates of a caption, which
-share the text's keys and values. It writes the new key and value. One softmax runs over text and image in blocks, in
-fp32 (Milakov & Gimelshein 2018).
+share the text's keys and values. One softmax runs over text and image in blocks, in fp32 (Milakov & Gimelshein 2018).
 
-This module is imported only with a GPU. Without one, tests run it under Triton's interpreter and compile it ahead of
-time.
+This module is imported only with a GPU, or by tests under Triton's interpreter.
 
 Shapes: B captions, M rows (as many for each caption), H heads, P prefix, C head width; L lanes with a ring each.
 """

@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (stays open until the process ends)
-    debug = _pop_flag("--debug", arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    debug = "--debug" in arguments[:end]
+    arguments[:end] = [word for word in arguments[:end] if word != "--debug"]
     warnings.showwarning = show_warning
     command = COMMANDS.get(arguments[0]) if arguments else None
     try:
@@ -124,16 +126,19 @@ def _flush_stdout() -> OSError | None:
 
 def help_text() -> str:
     """Return the text of `limner --help`."""
-    width = max(map(len, COMMANDS))
-    lines = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
     return (
         "usage: limner COMMAND [OPTIONS]\n\n"
         "Draw pictures from captions, and train the models for it.\n\n"
-        f"commands:\n{lines}\n\n"
+        f"commands:\n{_two_columns({name: command.help for name, command in COMMANDS.items()})}\n\n"
         'try:      limner draw "a small red circle above a large blue square on a gray background"\n'
         "more:     limner COMMAND --help\n"
         "options:  --version; with any command, --debug shows tracebacks\n"
     )
+
+
+def _two_columns(help_by_name: Mapping[str, str]) -> str:
+    width = max(map(len, help_by_name))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in help_by_name.items())
 
 
 def validate_choice(name: str, options: Sequence[str], kind: str) -> str:
@@ -148,9 +153,8 @@ def run_subcommand(prog: str, commands: Mapping[str, Callable[[Sequence[str]], N
     if argv and argv[0] not in ("-h", "--help"):
         commands[validate_choice(argv[0], list(commands), prog.split()[-1] + " command")](argv[1:])
         return
-    width = max(map(len, commands))
-    lines = [f"  {name:<{width}}  {(function.__doc__ or '').splitlines()[0]}" for name, function in commands.items()]
-    print(f"usage: {prog} COMMAND [OPTIONS]\n\n" + "\n".join(lines) + f"\n\nmore: {prog} COMMAND --help")
+    listed = _two_columns({name: (function.__doc__ or "").splitlines()[0] for name, function in commands.items()})
+    print(f"usage: {prog} COMMAND [OPTIONS]\n\n{listed}\n\nmore: {prog} COMMAND --help")
     if not argv:
         raise UserError(f"{prog} needs a command: {', '.join(commands)}")
 
@@ -169,15 +173,6 @@ def _without_command(arguments: list[str]) -> int:
         kind = "option" if arguments[0].startswith("-") else "command"
         validate_choice(arguments[0], ["--help", "--version"] if kind == "option" else list(COMMANDS), kind)
     return 0
-
-
-def _pop_flag(flag: str, arguments: list[str]) -> bool:
-    """Remove `flag` from the arguments before `--`. Return True if it was there."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    indices = [i for i in range(end) if arguments[i] == flag]
-    for i in reversed(indices):
-        del arguments[i]
-    return bool(indices)
 
 
 def _explain(error: BaseException, command: Command | None) -> tuple[int, str] | None:
@@ -248,7 +243,6 @@ def show_warning(
 ) -> None:
     """Print a warning as one line, without its place in the source, at most three times per place."""
     warning_counts[filename, lineno] += 1
-    if warning_counts[filename, lineno] <= 3:
-        print(f"limner: warning: {escape_control(message)}", file=sys.stderr)
-    elif warning_counts[filename, lineno] == 4:
-        print("limner: warning: further warnings of this kind are not shown", file=sys.stderr)
+    if (count := warning_counts[filename, lineno]) <= 4:
+        text = "further warnings of this kind are not shown" if count == 4 else escape_control(message)
+        print(f"limner: warning: {text}", file=sys.stderr)

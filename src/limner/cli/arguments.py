@@ -6,7 +6,9 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from argparse import ArgumentError, ArgumentParser
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,15 +27,18 @@ from tyro.constructors import (
 )  # fmt: skip
 
 from limner import compat
-from limner.config import settingless_variants
+from limner.config import settingless_variants, union_members, variant_name
 from limner.errors import UserError, closest_match
 from limner.validation import InvalidSetting, invalid_choice
 
 T = TypeVar("T")
-_TEMPORARY_SUFFIX_BYTES = 18  # by which temporary names (`limner.atomic_io`) are longer than final names
-_METAVARS = {"out": "FOLDER", "bundle": "NAME|FOLDER", "start": "NAME|FOLDER"}  # of fields outside `limner.cli`
+_TEMPORARY_SUFFIX = "x" * 18  # as long as what temporary names (`limner.atomic_io`) append
+_METAVARS = {  # of fields outside `limner.cli`
+    "out": "FOLDER", "bundle": "NAME|FOLDER", "start": "NAME|FOLDER", "background": "COLOR", "categories": "NAME ...",
+}  # fmt: skip
 _MAX_MESSAGE = 300  # characters of an error message, which quotes the arguments
 
+_MARKERS = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
 _REGISTRY = ConstructorRegistry()
 
 
@@ -65,10 +70,9 @@ def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 @_REGISTRY.primitive_rule
 def _path(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
     """Parse a path, shown as FILE in help."""
-    if info.type is not Path:
-        return None
     is_path, to_words = (lambda value: isinstance(value, Path)), (lambda value: [str(value)])
-    return PrimitiveConstructorSpec(1, "FILE", lambda words: Path(words[0]), is_path, to_words)
+    spec = PrimitiveConstructorSpec(1, "FILE", lambda words: Path(words[0]), is_path, to_words)
+    return spec if info.type is Path else None
 
 
 @_REGISTRY.struct_rule
@@ -76,32 +80,38 @@ def _with_help(info: StructTypeInfo) -> StructConstructorSpec | None:
     """Parse a dataclass, with unwrapped help texts: tyro keeps the line breaks of docstrings."""
     if not is_dataclass(info.type):
         return None
-    hints, instance = get_type_hints(info.type, include_extras=True), info.default
-    specs = []
+    hints, specs = get_type_hints(info.type, include_extras=True), []
     for setting in fields(info.type):
-        default = getattr(instance, setting.name) if is_dataclass(instance) else _default(setting)
-        nested = type(default) if is_dataclass(default) else None
-        help_text = partial(help_of, info.type, setting.name, nested)
+        default = getattr(info.default, setting.name) if is_dataclass(info.default) else default_of(setting)
+        help_text = partial(help_of, info.type, setting.name, default)
         hint: Any = hints[setting.name]
         if setting.name in _METAVARS and get_origin(hint) is not Annotated:
             hint = Annotated[hint, tyro.conf.arg(metavar=_METAVARS[setting.name])]
+        if default is None or default == ():
+            hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=partial(_default_hint, help_text))]
         specs.append(StructFieldSpec(setting.name, hint, default, help_text))
     return StructConstructorSpec(instantiate=info.type, fields=tuple(specs))
 
 
-def _default(setting: Field[Any]) -> Any:
-    if setting.default is not MISSING:
-        return setting.default
-    return tyro.MISSING if setting.default_factory is MISSING else setting.default_factory()
+def default_of(setting: Field[Any], fallback: object = None) -> Any:
+    """Return the default of a dataclass's setting; without one, the setting of `fallback`, else `tyro.MISSING`."""
+    if setting.default_factory is not MISSING:
+        return setting.default_factory()
+    return getattr(fallback, setting.name, tyro.MISSING) if setting.default is MISSING else setting.default
 
 
-def help_of(cls: type, name: str, nested: type | None = None) -> str | None:
-    """Return the help of a setting from the docstrings of the dataclass or its bases, else of its value's class."""
+def _default_hint(help_text: Callable[[], str | None], default: str) -> str:
+    """Return the end of an option's help: its default, unless the text states it."""
+    return "" if "by default" in (help_text() or "") else f"(default: {default})"
+
+
+def help_of(cls: type, name: str, default: object = None) -> str | None:
+    """Return the help of a setting from the docstrings of the dataclass or its bases, else of its default's class."""
     for base in cls.__mro__[:-1]:
         for parameter in docstring_parser.parse_from_object(base).params:
             if name in parameter.arg_name.split(", ") and parameter.description:
                 return _unwrap(parameter.description)
-    return _unwrap(docstring_parser.parse(nested.__doc__ or "").description or "") if nested else None
+    return _unwrap(docstring_parser.parse(default.__doc__ or "").description or "") if is_dataclass(default) else None
 
 
 def _unwrap(text: str) -> str:
@@ -109,26 +119,22 @@ def _unwrap(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text.strip()))
 
 
-def parse(
-    cls: type[T], argv: Sequence[str], prog: str, default: T | None = None, variants: Mapping[str, Sequence[str]] = {}
-) -> T:
+def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
     """Build an instance of the dataclass `cls` from command-line arguments.
 
-    A union of dataclasses keeps the member of `default`, which `limner.cli.variant_options` selects by name. If no
-    member has settings, this function selects the member by name. `variants` maps options that the caller has already
-    parsed to their choices. `--help` prints the class's docstring, `variants` and the options, and exits. Raises
-    `UserError` for invalid arguments.
+    A union of dataclasses has the member of `default`, or the one that an option selects by name:
+    `--prior.training.schedule Plateau`. `--help` prints the class's docstring, these options and all others, and exits.
+    Raises `UserError` for invalid arguments.
     """
-    about = docstring_parser.parse(cls.__doc__ or "").description or ""
-    markers = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
-    options: dict[str, Any] = {"config": markers, "registry": _REGISTRY} | (
-        {} if default is None else {"default": default}
-    )
-    description = [_unwrap(about)]
+    variants: dict[str, list[str]] = {}
+    if default is not None:
+        default, argv, variants = _select_variants(cls, default, argv)
+    description = [_unwrap(docstring_parser.parse(cls.__doc__ or "").description or "")]
     if variants:
         description += ["", "These options select a variant, whose settings are then options:"]
         description += [f"  {option} {', '.join(names)}" for option, names in variants.items()]
-    options["description"] = "\n".join(description)
+    options: dict[str, Any] = {"description": "\n".join(description), "config": _MARKERS, "registry": _REGISTRY}
+    options |= {} if default is None else {"default": default}
 
     def raise_user_error(event: compat.tyro_errors.ParseErrorEvent) -> None:
         if isinstance(event, compat.tyro_errors.UnrecognizedArgs):
@@ -145,6 +151,66 @@ def parse(
             return tyro.cli(cls, args=list(argv), prog=prog, **options)
         except ValueError as error:  # raised by a dataclass with unprefixed options
             raise UserError(f"{_invalid_setting(error, cls) or error} (see `{prog} --help`)") from None
+
+
+def _select_variants(cls: type[T], default: T, argv: Sequence[str]) -> tuple[T, list[str], dict[str, list[str]]]:
+    """Return `default` with the union members that the arguments select, the other arguments, and the names of the
+    members by option. tyro cannot do this: the selected members determine which other options exist.
+
+    A selected member has its own defaults; a setting without a default takes the value of the replaced member. Only
+    tyro's instances are validated, because two selections may be valid only together. Raises `UserError` for an unknown
+    member.
+    """
+    rest, names_by_option = list(argv), {}
+
+    def select(hint: Any, value: Any, path: str) -> Any:
+        """Return `value`, of type `hint` at `path`, with the selected members."""
+        members, option = union_members(hint), f"--{path}"
+        if len(members) > 1 and all(map(is_dataclass, members)) and not settingless_variants(hint):
+            by_name = {variant_name(member): member for member in members}
+            names_by_option[option] = list(by_name)
+            name, rest[:] = pop_option(option, rest)
+            if name is not None and name not in by_name:
+                raise UserError(f"{option} {invalid_choice(name, by_name)}")
+            if name is not None and type(value) is not by_name[name]:
+                value = _unvalidated(by_name[name], {f.name: default_of(f, value) for f in fields(by_name[name])})
+        if not is_dataclass(value):
+            return value
+        hints, after = get_type_hints(type(value), include_extras=True), {}
+        for setting in fields(value):
+            kind, inner = hints[setting.name], path if _is_unprefixed(hints[setting.name]) else f"{path}.{setting.name}"
+            bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+            after[setting.name] = select(bare, getattr(value, setting.name), inner.lstrip(".").replace("_", "-"))
+        changed = any(after[name] is not getattr(value, name) for name in after)
+        return _unvalidated(type(value), after) if changed else value
+
+    return select(cls, default, ""), rest, names_by_option
+
+
+def _is_unprefixed(hint: Any) -> bool:
+    """Return True if a nested dataclass omits the prefix of its options."""
+    return any(getattr(note, "name", None) == "" for note in getattr(hint, "__metadata__", ()))
+
+
+def _unvalidated(kind: type, values: dict[str, Any]) -> Any:
+    """Build an instance without validation."""
+    instance = object.__new__(kind)
+    instance.__dict__.update(values)
+    return instance
+
+
+def pop_option(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the last value of an option, None without any, and the other arguments.
+
+    Raises `UserError` if a value is missing.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(option, dest="value")
+    try:
+        known, rest = parser.parse_known_args(argv)
+    except ArgumentError:
+        raise UserError(f"{option} needs 1 value") from None
+    return known.value, rest
 
 
 def _unknown_options(words: Sequence[str], options: Sequence[str]) -> str:
@@ -186,8 +252,7 @@ def _invalid_setting(error: BaseException | None, cls: type) -> str | None:
     if error is None:
         return None
     first, _, rest = path.partition(".")
-    notes = getattr(get_type_hints(cls, include_extras=True).get(first), "__metadata__", ())
-    if any(getattr(note, "name", None) == "" for note in notes):  # options without a prefix
+    if _is_unprefixed(get_type_hints(cls, include_extras=True).get(first)):
         path = rest
     elif path == cls.__name__:  # tyro's name for the root
         path = ""
@@ -208,21 +273,17 @@ def check_writable(path: Path, folder: bool = False) -> Path:
         raise UserError(f"{path} is a folder: name a file in it")
     if os.path.exists(path) and not (os.path.isdir(path) if folder else os.path.isfile(path)):
         raise UserError(f"{path} is not a {'folder' if folder else 'regular file'}: choose another output path")
-    missing = [p for p in (path, *path.parents) if not os.path.lexists(p)]
-    parent = (missing[-1] if missing else path).parent if missing or not folder else path
-    if not os.path.isdir(parent):
-        raise UserError(f"{parent} is not a folder: choose another output path")
-    max_name, max_path = (os.pathconf(parent, f"PC_{kind}_MAX") for kind in ("NAME", "PATH"))
-    for part in {path, *missing}:
-        if len(os.fsencode(part.name)) > max_name - (_TEMPORARY_SUFFIX_BYTES if part == path else 0):
-            raise UserError(f"the name {part.name[:40]}... is too long for this file system: choose a shorter one")
-    if len(os.fsencode(path.absolute())) >= max_path - _TEMPORARY_SUFFIX_BYTES:
-        raise UserError(f"the path {str(path)[:40]}... is too long for this system: choose a shorter one")
+    parent = next(p for p in (*[path] * folder, *path.parents) if os.path.lexists(p))
+    names = (*path.parts[len(parent.parts) : -1], path.name + _TEMPORARY_SUFFIX)
     try:
+        for new_path in (*(parent / name for name in names), f"{path.absolute()}{_TEMPORARY_SUFFIX}"):
+            with suppress(FileNotFoundError):
+                os.lstat(new_path)  # fails if a name or the path is too long, or if `parent` is not a folder
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
-        raise UserError(f"{path} cannot be written, {parent}: {error.strerror}") from None
+        shown = str(path) if len(str(path)) <= 60 else f"{str(path)[:57]}..."
+        raise UserError(f"{shown} cannot be written ({error.strerror}): choose another output path") from None
     return path
 
 

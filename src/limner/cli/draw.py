@@ -1,14 +1,49 @@
-"""`limner draw "a caption"`: draw a caption and write PNG files."""
+"""`limner draw "a caption"`: draw a caption and write PNG files. `limner edit` shares the options and the drawing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
-from limner.cli.arguments import parse
-from limner.cli.draw_common import DrawOrEdit, draw
+from limner import pretrained
+from limner.cli.arguments import check_writable, parse
+from limner.errors import UserError, escape_control
+from limner.progress import progress
+from limner.sampling.generation_config import GenerationConfig
+from limner.validation import Range, Validated
+
+_MAX_NAME_BYTES = 120  # of the caption in a file name; file systems allow 255 bytes, some 143
+
+
+def _model_help() -> str:
+    lines = [f"{name}: {about}" for name, about in pretrained.list_pretrained().items()]
+    return "\n".join(["A folder that `limner train` wrote, or the name of a bundled model:", *lines])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawOrEdit(Validated):
+    """Options of drawing and editing.
+
+    `suffix` is part of the default file name: an edited picture often has the same caption as its original.
+    """
+
+    suffix: ClassVar[str] = ""
+
+    n: Annotated[int, arg(aliases=("-n",)), Range(1, 2**16)] = 1
+    """Number of drawings to keep, the best distinct ones."""
+    options: Annotated[GenerationConfig, arg(name="")] = GenerationConfig(candidates=16)
+    model: Annotated[str, arg(help=_model_help(), metavar="NAME|FOLDER")] = pretrained.DEFAULT
+    output: Annotated[str | None, arg(aliases=("-o",), metavar="FILE|FOLDER")] = None
+    """A PNG file (NAME-1.png, NAME-2.png, ... for several) or a folder; by default a file named after the caption."""
+    scale: Annotated[int | None, Range(1, 2**14)] = None
+    """Integer factor of enlargement; by default to at least 384 pixels. 1 keeps the model's resolution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +61,53 @@ def main(argv: Sequence[str]) -> None:
     """Draw a caption."""
     options = parse(Draw, argv, "limner draw")
     draw(options, options.caption)
+
+
+def draw(options: DrawOrEdit, caption: str, prime: Callable[[Any], Any] | None = None) -> None:
+    """Draw a caption and write PNG files. `prime` maps the loaded model to prompt tokens. Raises `UserError`."""
+    if not caption.strip():
+        raise UserError("the caption is empty: describe the picture")
+    out = output_path(options, caption)
+    from limner.drawing import enlargement
+    from limner.pipeline import load  # heavy, so only now
+
+    pipe = load(options.model)
+    enlargement(pipe.dvae.config.size, options.scale)
+    prompt_tokens = prime(pipe) if prime else None
+    number = max(options.n, options.options.candidates)
+    with progress("drawing", number, unit="picture") as bar:
+        drawings = pipe(caption, options.options, n=options.n, prompt_tokens=prompt_tokens, progress=bar.advance)
+    for drawing, path in zip(drawings, drawings.save(out, options.scale), strict=True):
+        print(f"{escape_control(path)}  (score {drawing.score:.3f}, candidate {drawing.candidate} of {number})")
+    if (distinct := len({drawing.image.tobytes() for drawing in drawings})) < options.n:
+        print(f"only {distinct} of {number} candidates differ: a higher --temperature may give more", file=sys.stderr)
+
+
+def output_path(options: DrawOrEdit, caption: str) -> Path:
+    """Return the output file. Raises `UserError` if it is not writable."""
+    words = re.sub(r"[^\w]+", "-", caption.lower()).strip("-")[:80]
+    name = (words.encode()[:_MAX_NAME_BYTES].decode(errors="ignore").strip("-") or "drawing") + options.suffix
+    if options.options.seed:
+        name += f"-seed-{options.options.seed}"
+    from limner.drawing import numbered
+
+    out = _output_file(options.output, f"{name}.png")
+    names = numbered(out, options.n)
+    check_writable(next((path for path in names if os.path.isdir(path)), names[-1]))
+    return out
+
+
+def _output_file(output: str | None, name: str) -> Path:
+    """Return the file of `--output`; `name` is the file name in a folder or without `--output`."""
+    if output is None:
+        return Path(name)
+    if not output:
+        raise UserError("--output is empty: name a PNG file or a folder")
+    out = Path(output)
+    if os.path.isdir(out) or output.endswith("/") or out.name == "..":
+        return out / name
+    if not out.suffix:
+        return out.with_suffix(".png")
+    if out.suffix.lower() != ".png":
+        raise UserError(f"drawings are PNG files: use the name {out.with_suffix('.png')}, not {out}")
+    return out

@@ -11,7 +11,7 @@ from tyro.conf import Positional
 
 from limner.atomic_io import require_file
 from limner.cli.arguments import parse
-from limner.cli.draw_common import DrawOrEdit, draw
+from limner.cli.draw import DrawOrEdit, draw
 from limner.errors import UserError
 from limner.validation import Range
 

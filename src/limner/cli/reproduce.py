@@ -35,18 +35,17 @@ def main(argv: Sequence[str]) -> None:
     if not argv:
         print("usage: limner reproduce NAME [--quick] [-o FOLDER]\n")
         for name in EXPERIMENTS:
-            print(f"  {name:<{max(map(len, EXPERIMENTS))}}  {load(name).CLAIM}")
+            print(f"  {name:<{max(map(len, EXPERIMENTS))}}  {load(name).claim}")
         return
     options = parse(Reproduce, argv, "limner reproduce")
-    name = validate_choice(options.name, EXPERIMENTS, "finding")
+    name = validate_choice(options.name, tuple(EXPERIMENTS), "finding")
     folder = check_writable(options.output, folder=True)
-    from limner.experiments.sweep import TrialRunner
-
-    report = load(name).reproduce(TrialRunner(folder / "trials" / name), options.quick)
+    experiment = load(name)
+    finding = experiment.reproduce(folder / "trials" / name, options.quick)
     if options.quick:
-        report = replace(report, holds=None)
-    page = report.save(folder)
-    print(report.text())
+        finding = replace(finding, holds=None)
+    page = finding.save(folder, name, experiment)
+    print(finding.text(experiment))
     if options.quick:
         print("Quick trials only show that the command works; they do not test the finding.")
     print(f"The page is {page}")

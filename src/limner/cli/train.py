@@ -12,15 +12,14 @@ import tyro
 from tyro.conf import Positional, arg
 
 from limner import recipes
-from limner.cli.arguments import check_writable, parse
-from limner.cli.variant_options import apply_variant_flags, variant_flags
+from limner.cli.arguments import check_writable, parse, pop_option
 from limner.config import load_json
 from limner.distributed import process_group
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import ReducerFactory
 from limner.distributed.torch_powersgd import TorchPowerSGD
 from limner.errors import UserError, escape_control
-from limner.recipes.recipe import PretrainedDVAE, Recipe
+from limner.recipes.recipe import PretrainedDVAE, Recipe, ResolvedRecipe
 from limner.runs import time_estimate
 from limner.runs.train import train_all
 from limner.training.determinism import deterministic
@@ -70,20 +69,21 @@ class Train(Validated):
 
 def main(argv: Sequence[str]) -> None:
     """Train the stages of a recipe; its settings are options."""
-    settings = find_recipe(_value_of("--recipe", argv))
+    settings = find_recipe(pop_option("--recipe", argv)[0])
     if settings is None and not {"-h", "--help"} & set(argv):
         raise UserError(f"limner train needs --recipe NAME: choose {', '.join(recipes.SUMMARIES)}")
     required: Any = tyro.MISSING
-    settings, argv = apply_variant_flags(_with_pretrained_dvae(settings or recipes.get("scenes"), argv), argv)
+    settings = _with_pretrained_dvae(settings or recipes.get("scenes"), argv)
     default = Train(data=required, out=required, recipe=required, settings=settings)
-    options = parse(Train, argv, "limner train", default, dict(variant_flags(settings)))
+    options = parse(Train, argv, "limner train", default)
     check_writable(options.out, folder=True)
     dvae = options.settings.dvae
     if isinstance(dvae, PretrainedDVAE) and "dvae" in options.stages:
         raise UserError(f"the recipe uses the trained dVAE of {dvae.bundle!r}: leave dvae out of --stages")
-    announce = partial(
-        time_estimate.print_estimate, options.settings, options.out, fallback=recipes.fallback_recipe(options.recipe)
-    )
+
+    def announce(resolved: ResolvedRecipe, stages: Sequence[str]) -> None:
+        time_estimate.print_estimate(resolved, options.out, stages, recipes.fallback_recipe(options.recipe))
+
     joined = process_group.join_process_group(options.parallel, options.dp_replicate, _reducer(options))
     with deterministic(options.deterministic), joined as parallel:
         bundle = train_all(options.settings, options.data, options.out, options.stages or None, announce, parallel)
@@ -120,17 +120,7 @@ def _with_pretrained_dvae(recipe: Recipe, argv: Sequence[str]) -> Recipe:
     if "--dvae.bundle" not in names or isinstance(recipe.dvae, PretrainedDVAE):
         return recipe
     for name in names:
-        other_variant = name == "--dvae" and _value_of(name, argv) != PretrainedDVAE.__name__
+        other_variant = name == "--dvae" and pop_option(name, argv)[0] != PretrainedDVAE.__name__
         if other_variant or (name.startswith("--dvae.") and name != "--dvae.bundle"):
             raise UserError(f"{name} configures a new dVAE, --dvae.bundle loads a trained one: give one of the two")
     return replace(recipe, dvae=PretrainedDVAE())
-
-
-def _value_of(option: str, argv: Sequence[str]) -> str | None:
-    """Return the value of an option on which other options depend; None if it is absent."""
-    for i, word in enumerate(argv):
-        if word == option and i + 1 < len(argv):
-            return argv[i + 1]
-        if word.startswith(option + "="):
-            return word.removeprefix(option + "=")
-    return None

@@ -80,10 +80,7 @@ def _horizontal(n_in: int, n_out: int, channels: int) -> tuple[int, int, int, np
 
 
 def area_resize(
-    image: np.ndarray,
-    height: int,
-    width: int,
-    window: tuple[int, int, int, int] | None = None,
+    image: np.ndarray, height: int, width: int, window: tuple[int, int, int, int] | None = None
 ) -> np.ndarray:
     """Resize uint8 [H, W, C] to uint8 [height, width, C] by averaging over the area of each output
     pixel, rounding half to even. Enlarges and shrinks.
@@ -114,16 +111,7 @@ def area_resize(
 
     # Wv @ image
     reads, down = (array[a0:a1] for array in _vertical(n_rows, height))
-    for a in range(0, a1 - a0, _ROWS_PER_GATHER // _BAND):
-        part = slice(a, min(a + _ROWS_PER_GATHER // _BAND, a1 - a0))
-        gather_width = max(1, MAX_GATHERED_VALUES // (reads[part].size * channels))  # of a huge picture
-        for begin in range(inside.start, inside.stop, gather_width):
-            gathered = image[:, begin : min(begin + gather_width, inside.stop)][reads[part]]
-            tall = _scratch("tall", *reads[part].shape, gathered.shape[2] * channels)
-            tall[:] = gathered.reshape(tall.shape)
-            offset = (begin - inside.start) * channels
-            for x in _chunks(tall.shape[2], down[0].size):
-                np.matmul(down[part], tall[:, :, x], out=inner[part, :, offset + x.start : offset + x.stop])
+    _multiply_rows(down, reads, image[:, inside], out=inner)
 
     # ... @ Wh^T, with the bands and the parts as the axes of a batch
     line = (x1 - x0) * channels
@@ -142,15 +130,26 @@ def area_resize(
     return np.rint(out, out=out).astype(np.uint8).reshape(rows, columns, channels)
 
 
+def _multiply_rows(down: np.ndarray, reads: np.ndarray, image: np.ndarray, out: np.ndarray) -> None:
+    """Write the products of the bands `down` [N, _BAND, w] and the rows `reads` [N, w] of an image [H, W, C] to `out`
+    [N, _BAND, W * C]."""
+    channels = image.shape[2]
+    step = max(1, _MAX_MULTIPLICATIONS // down[0].size)  # values of a row in a product
+    for a in range(0, len(down), _ROWS_PER_GATHER // _BAND):
+        part = slice(a, min(a + _ROWS_PER_GATHER // _BAND, len(down)))
+        gather_width = max(1, MAX_GATHERED_VALUES // (reads[part].size * channels))  # of a huge picture
+        for begin in range(0, image.shape[1], gather_width):
+            gathered = image[:, begin : begin + gather_width][reads[part]]
+            tall = _scratch("tall", *reads[part].shape, gathered.shape[2] * channels)
+            tall[:] = gathered.reshape(tall.shape)
+            columns = out[part, :, begin * channels : begin * channels + tall.shape[2]]
+            for x in range(0, tall.shape[2], step):
+                np.matmul(down[part], tall[:, :, x : x + step], out=columns[:, :, x : x + step])
+
+
 def _scratch(name: str, *shape: int) -> np.ndarray:
     """Return this thread's float32 buffer, reused since new memory pages cost as much as the products."""
     size, buffers = math.prod(shape), _local.__dict__
     if name not in buffers or buffers[name].size < size:
         buffers[name] = np.empty(size, np.float32)
     return buffers[name][:size].reshape(shape)
-
-
-def _chunks(length: int, cost: int) -> list[slice]:
-    """Split `range(length)`, at `cost` multiplications per item, into slices within `_MAX_MULTIPLICATIONS`."""
-    step = max(1, _MAX_MULTIPLICATIONS // cost)
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import struct
 import warnings
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from typing import Any
-
-import numpy as np
 
 from limner.data.sample import Rejected
 from limner.data.sanitize import is_environment_error
 from limner.errors import UserError
 
-MAX_GROUP_BYTES = 1 << 31  # bytes of a row group, which is read as a whole
+MAX_GROUP_BYTES = 1 << 31  # bytes of a row group, which is read as a whole, and of a compressed Arrow file
 _MAX_CACHED_BYTES = 1 << 28  # of row groups in memory
 _CELL_BYTES = 16  # bytes of a value in memory, without the characters of a text
 
@@ -25,20 +27,20 @@ class _RowGroups:
     hold many pictures: `limner data prepare` converts it to shards."""
 
     def __init__(self, columns: Sequence[str], counts: Sequence[int]) -> None:
-        self.columns = list(columns)
-        self._counts, self._ends = list(counts), np.cumsum(counts, dtype=np.int64)
+        self.columns, self._counts = list(columns), list(counts)
+        self._starts = [0, *accumulate(counts)]
         self._groups: OrderedDict[int, Any] = OrderedDict()  # None for a damaged table
         self._lock = Lock()
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._starts[-1]
 
     def _load(self, group: int) -> Any:
         """Load an Arrow table. Raises pyarrow's exceptions if it is damaged."""
         raise NotImplementedError
 
     def row(self, index: int) -> dict[str, Any]:
-        group = int(np.searchsorted(self._ends, index, side="right"))
+        group = bisect_right(self._starts, index) - 1
         with self._lock:
             if group not in self._groups:
                 try:
@@ -47,7 +49,7 @@ class _RowGroups:
                     if is_environment_error(error):
                         raise
                     table = None
-                self._groups[group] = table if table is not None and table.num_rows == self._counts[group] else None
+                self._groups[group] = table if table is not None and len(table) == self._counts[group] else None
                 sizes = [getattr(table, "nbytes", 0) for table in self._groups.values()]
                 while len(sizes) > 1 and sum(sizes) > _MAX_CACHED_BYTES:
                     self._groups.popitem(last=False)
@@ -56,7 +58,15 @@ class _RowGroups:
             table = self._groups[group]
         if table is None:
             raise Rejected("damaged table")
-        return _arrow_row(table, index - int(self._ends[group] - self._counts[group]))
+        offset, row = index - self._starts[group], {}
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            try:
+                row[name] = column[offset].as_py()
+            except UnicodeDecodeError:
+                row[name] = "\udc80"  # in a caption: rejected as "caption is not UTF-8"
+            except (ValueError, OverflowError):  # times that Python cannot represent
+                row[name] = column[offset].cast("string").as_py()
+        return row
 
 
 class Parquet(_RowGroups):
@@ -64,11 +74,9 @@ class Parquet(_RowGroups):
 
     def __init__(self, path: Path) -> None:
         pyarrow = _pyarrow(path)
-        import pyarrow.parquet as parquet
-
         size = path.stat().st_size
         try:
-            self._file = parquet.ParquetFile(path)
+            self._file = pyarrow.parquet.ParquetFile(path)
             meta = self._file.metadata
             names, columns = self._file.schema_arrow.names, range(meta.num_columns)
             groups = [meta.row_group(group) for group in range(meta.num_row_groups)]
@@ -77,7 +85,7 @@ class Parquet(_RowGroups):
             # A dictionary holds a repeated value once: without it, 50 kB may expand to 20,000 texts of 1 MB.
             schemas = {i: meta.schema.column(i) for i in columns if i not in self._prefixed}
             repeated = [column.path for column in schemas.values() if column.physical_type == "BYTE_ARRAY"]
-            self._file = parquet.ParquetFile(path, metadata=meta, read_dictionary=repeated)
+            self._file = pyarrow.parquet.ParquetFile(path, metadata=meta, read_dictionary=repeated)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise UserError(f"{path} is not a Parquet file: {_first_line(error)}") from None
         # Each row holds a caption or a picture, so a number of rows above that of bytes is damaged.
@@ -102,48 +110,106 @@ class Parquet(_RowGroups):
 
 
 class Arrow(_RowGroups):
-    """An Arrow IPC file: a stream, as `datasets` writes, or a file with a footer. Memory-mapping leaves its batches in
-    the file."""
+    """An Arrow IPC file: a stream, as `datasets` writes, or a file with a footer.
+
+    Memory-mapping leaves its batches in the file, unless they are compressed: `MAX_GROUP_BYTES` bounds these.
+    """
 
     def __init__(self, path: Path) -> None:
         pyarrow = _pyarrow(path)
-        import pyarrow.ipc as ipc
-
+        damage = (pyarrow.ArrowException, OSError, ValueError)
         self._batches: list[Any] = []
-        intact, names = True, []
+        intact = True
         try:
-            with open(path, "rb") as start:
-                has_footer = start.read(6) == b"ARROW1"
             mapped = pyarrow.memory_map(str(path))
-            file = ipc.open_file(mapped) if has_footer else ipc.open_stream(mapped)
+            data = mapped.read_buffer()
+            has_footer = bytes(data[:6]) == b"ARROW1"
+            file = pyarrow.ipc.open_file(mapped) if has_footer else pyarrow.ipc.open_stream(data)
             batches = (file.get_batch(n) for n in range(file.num_record_batches)) if has_footer else file
-            names = file.schema.names
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            size = sum(map(_decompressed_size, _messages(data, has_footer)))
+        except damage as error:
             raise UserError(f"{path} is not an Arrow file: {_first_line(error)}") from None
+        if size > MAX_GROUP_BYTES:
+            limit = f"the maximum is {MAX_GROUP_BYTES:,}"
+            raise UserError(f"{path} decompresses to {size:,} bytes, and {limit}: write it without compression")
         try:
             self._batches += batches
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
+        except damage as error:
             warnings.warn(f"{path} is damaged ({_first_line(error)}): the rest of the file is skipped", stacklevel=2)
             intact = False
         size = path.stat().st_size
         counts = [len(batch) if len(batch) <= size else 1 for batch in self._batches]
-        super().__init__(names, counts + [1] * (not intact))
+        super().__init__(file.schema.names, counts + [1] * (not intact))
 
     def _load(self, group: int) -> Any:
         import pyarrow
 
-        columns = []
-        for column in self._batches[group].columns:
-            text = pyarrow.types.is_string(column.type)
-            # Without validation pyarrow follows offsets beyond the data. `_arrow_row` checks UTF-8 per cell.
-            (column.view(pyarrow.binary()) if text else column).validate(full=True)
-            columns.append(column)
+        columns = self._batches[group].columns
+        for column in columns:
+            is_text = pyarrow.types.is_string(column.type)
+            # Without validation pyarrow follows offsets beyond the data. `row` checks UTF-8 per cell.
+            (column.view(pyarrow.binary()) if is_text else column).validate(full=True)
         return pyarrow.Table.from_arrays(columns, names=self.columns)
+
+
+# Reading an Arrow file decompresses it. The functions below find its size before, from the sizes at the beginning of
+# its compressed buffers. The buffers' positions are in FlatBuffers tables (`File.fbs` and `Message.fbs` of the Arrow
+# format), which pyarrow verifies but does not show.
+
+
+def _messages(data: Any, has_footer: bool) -> Iterator[Any]:
+    """Yield the messages of an Arrow stream or file up to the first damage."""
+    from pyarrow import ArrowException, ipc
+
+    with suppress(ArrowException, OSError, ValueError):
+        if not has_footer:
+            yield from ipc.MessageReader.open_stream(data)
+            return
+        (length,) = struct.unpack("<i", data[-10:-6])
+        footer = bytes(data[-10 - length : -10])
+        for field in (2, 3):  # dictionaries and record batches
+            for (offset,) in _structs(footer, _pointer(footer, 0), field, "<q16x"):
+                yield ipc.read_message(data[offset:])
+
+
+def _decompressed_size(message: Any) -> int:
+    """Return the bytes of a message's compressed buffers after decompression."""
+    data, size = bytes(message.metadata), 0
+    batch = _pointer(data, _field(data, _pointer(data, 0), 2))
+    if message.type == "dictionary":
+        batch = _pointer(data, _field(data, batch, 1))
+    if message.type != "schema" and _field(data, batch, 3):  # it has a compression
+        for offset, length in _structs(data, batch, 2, "<qq"):
+            prefix = bytes(message.body[offset : offset + min(8, length)])
+            size += max(0, int.from_bytes(prefix, "little", signed=True))  # -1: the buffer is not compressed
+    return size
+
+
+def _pointer(data: bytes, at: int) -> int:
+    return at + struct.unpack_from("<I", data, at)[0]
+
+
+def _field(data: bytes, table: int, number: int) -> int:
+    """Return the position of a field of a FlatBuffers table; 0 if it is absent."""
+    entries = table - struct.unpack_from("<i", data, table)[0]
+    (size,) = struct.unpack_from("<H", data, entries)
+    offset = struct.unpack_from("<H", data, entries + 4 + 2 * number)[0] if 4 + 2 * number < size else 0
+    return table + offset if offset else 0
+
+
+def _structs(data: bytes, table: int, field: int, layout: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the elements of a field that is a vector of structs."""
+    if at := _field(data, table, field):
+        start = _pointer(data, at) + 4
+        (count,) = struct.unpack_from("<I", data, start - 4)
+        yield from struct.iter_unpack(layout, data[start : start + count * struct.calcsize(layout)])
 
 
 def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
     except ImportError:
         raise UserError(f'reading {path} needs pyarrow: pip install "limner[data]"') from None
     return pyarrow
@@ -151,15 +217,3 @@ def _pyarrow(path: Path) -> Any:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-def _arrow_row(table: Any, offset: int) -> dict[str, Any]:
-    row = {}
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        try:
-            row[name] = column[offset].as_py()
-        except UnicodeDecodeError:
-            row[name] = "\udc80"  # in a caption: rejected as "caption is not UTF-8"
-        except (ValueError, OverflowError):  # times that Python cannot represent
-            row[name] = column[offset].cast("string").as_py()
-    return row

@@ -8,7 +8,7 @@ Rows count only pictures with a license or an author.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from limner.data.sample import Rejected, Source
@@ -27,12 +27,18 @@ def attribution(source: Source) -> list[dict[str, Any]]:
 
     A picture counts once in a row. If mappings in its metadata attribute parts of it, it counts in their rows, too.
     """
-    return _table((row, 1) for meta in _metadata(source) for row in sorted(_rows(meta)))
+    return _table((row, 1) for rows in _rows(source) for row in sorted(rows))
 
 
-def _rows(meta: Mapping[str, Any]) -> set[_Row]:
-    parts = [meta, *(value for value in meta.values() if isinstance(value, dict))]
-    return {_row(part) for part in parts if part.get("license") or part.get("author")}
+def _rows(source: Source) -> Iterator[set[_Row]]:
+    """Yield the rows of each picture with readable metadata."""
+    for index in range(len(source)):
+        try:
+            meta = source.meta(index)
+        except Rejected:
+            continue
+        parts = [meta, *(value for value in meta.values() if isinstance(value, dict))]
+        yield {_row(part) for part in parts if part.get("license") or part.get("author")}
 
 
 def merge_attributions(*tables: object) -> list[dict[str, Any]]:
@@ -46,14 +52,6 @@ def merge_attributions(*tables: object) -> list[dict[str, Any]]:
             if isinstance(row, dict) and type(count := row.get("pictures")) is int and 0 < count < _MAX_COUNT:
                 largest[_row(row)] = max(count, largest.get(_row(row), 0))
     return _table(largest.items())
-
-
-def _metadata(source: Source) -> Iterable[Mapping[str, Any]]:
-    for index in range(len(source)):
-        try:
-            yield source.meta(index)
-        except Rejected:
-            continue
 
 
 def _row(meta: Mapping[str, Any]) -> _Row:

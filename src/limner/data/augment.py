@@ -69,16 +69,16 @@ def _random_crop(h: int, w: int, size: int, rng: np.random.Generator) -> tuple[i
     return int(rng.integers(0, h - size + 1)), int(rng.integers(0, w - size + 1))
 
 
-AUGMENTS: dict[str, Augment] = {"dvae": augment_dvae, "prior": augment_prior, "none": augment_none}
+#: Each augmentation, with the largest side to which it resizes its square before the last crop, relative to `size`.
+AUGMENTS: dict[str, tuple[Augment, float]] = {
+    "dvae": (augment_dvae, 12 / 8),
+    "prior": (augment_prior, 9 / 8),
+    "none": (augment_none, 1),
+}
 
 
-def largest_side(augment: str, size: int) -> int:
-    """Return the largest side `t` to which an augmentation resizes its square before the last crop."""
-    return max(size, round({"dvae": 12 / 8, "prior": 9 / 8, "none": 1}[augment] * size))
-
-
-def get_augment(name: str) -> Augment:
-    """Return an augmentation by name. Raises `UserError` if the name is unknown."""
+def get_augment(name: str) -> tuple[Augment, float]:
+    """Return an entry of `AUGMENTS`. Raises `UserError` if the name is unknown."""
     if name not in AUGMENTS:
         raise UserError(f'unknown augmentation "{name}": choose one of {", ".join(AUGMENTS)}')
     return AUGMENTS[name]

@@ -12,24 +12,25 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from limner.data.augment import get_augment, largest_side
+from limner.data.augment import get_augment
 from limner.data.filters import Filters
 from limner.data.hard_negative_captions import Distractors, FalsityTest
 from limner.data.image_decode import decoded
-from limner.data.sample import Rejected, Source
+from limner.data.sample import Rejected, Source, format_reasons
 from limner.data.stream import Dataset
 from limner.errors import UserError
 from limner.text import PAD
 
-__all__ = ["CaptionEncoder", "Dataset", "EncodedDataset", "ImageCaptionDataset", "TokenDataset", "sample_rng"]
+__all__ = ["CaptionEncoder", "CaptionEncoding", "Dataset", "EncodedDataset", "ImageCaptionDataset", "TokenDataset"]
 
 
 class CaptionEncoder(Protocol):
@@ -40,23 +41,48 @@ class CaptionEncoder(Protocol):
         captions: Sequence[str],
         length: int,
         dropout: float = 0.0,
-        rng: np.random.Generator | None = None,
+        rng: Sequence[np.random.Generator] | None = None,
     ) -> Tensor: ...
 
 
-def sample_rng(seed: int | np.integer[Any]) -> np.random.Generator:
-    """Return the random generator of a sample from its uint64 seed."""
-    return np.random.Generator(np.random.PCG64(int(seed)))
+@dataclass(frozen=True, kw_only=True)
+class CaptionEncoding:
+    """The conversion of a caption's phrasings to text tokens.
+
+    Args:
+        length: T, text positions.
+        bpe_dropout: probability of skipping a merge.
+        caption_dropout: probability of an empty text (all padding), as guidance requires.
+        distractors: generator of wrong captions for each picture.
+    """
+
+    tokenizer: CaptionEncoder
+    length: int = 256
+    bpe_dropout: float = 0.0
+    caption_dropout: float = 0.0
+    distractors: Distractors | None = None
+
+    def choose(self, phrasings: Sequence[str], rng: np.random.Generator) -> str | None:
+        """Return a random phrasing; None if the caption is dropped."""
+        phrasing = phrasings[int(rng.integers(len(phrasings)))]
+        return None if rng.random() < self.caption_dropout else phrasing
+
+    def encode(self, captions: Iterable[str | None], rngs: Sequence[np.random.Generator]) -> Tensor:
+        """Encode captions to Long [B, T], each with its generator; None becomes all padding."""
+        rows = [(row, caption) for row, caption in enumerate(captions) if caption is not None]
+        out = torch.full((len(rngs), self.length), PAD)
+        if rows:
+            indices, texts = map(list, zip(*rows, strict=True))
+            out[indices] = self.tokenizer.encode(texts, self.length, self.bpe_dropout, [rngs[row] for row in indices])
+        return out
 
 
 class ImageCaptionDataset:
     """A data set that decodes and augments pictures on demand.
 
-    `augment` is "dvae" (Listing 1), "prior" (Listing 2) or "none" (the central square, resized).
-    With a `tokenizer`, batches hold text: a random phrasing of the caption, encoded with
-    `bpe_dropout`. With probability `caption_dropout` the text is empty (all padding), as guidance
-    requires. `distractors` holds a generator and the number of distractors per caption. `filters`
-    reject samples during reading. Decoding and resizing release the GIL and run in `threads` threads.
+    `augment` is "dvae" (Listing 1), "prior" (Listing 2) or "none" (the central square, resized). With `text`, batches
+    hold a random phrasing of each caption, and distractors. `filters` reject samples during reading. Decoding and
+    resizing release the GIL and run in `threads` threads.
 
     Large JPEGs are decoded at a smaller scale if resizing then still shrinks them at least twofold
     (see `decoded`). With `augment="none"`, if all pictures fit into `cache_bytes` of memory, each is
@@ -68,22 +94,18 @@ class ImageCaptionDataset:
         source: Source,
         size: int,
         augment: str = "none",
-        tokenizer: CaptionEncoder | None = None,
-        text_len: int = 256,
-        bpe_dropout: float = 0.0,
-        caption_dropout: float = 0.0,
+        text: CaptionEncoding | None = None,
+        *,
         filters: Filters | None = None,
-        distractors: tuple[Distractors, int] | None = None,
         threads: int | None = None,
         cache_bytes: int = 0,
     ) -> None:
         if len(source) == 0:
             raise UserError("the data set is empty: give it samples")
-        self.source, self.size, self.augment = source, size, get_augment(augment)
-        self.tokenizer, self.text_len = tokenizer, text_len
-        self.bpe_dropout, self.caption_dropout, self.filters = bpe_dropout, caption_dropout, filters
-        self.distractors, self.threads = distractors, threads or os.cpu_count() or 1
-        self._target = largest_side(augment, size)
+        self.source, self.size = source, size
+        self.augment, factor = get_augment(augment)
+        self.text, self.filters, self.threads = text, filters, threads or os.cpu_count() or 1
+        self._target = max(size, round(factor * size))  # largest side of the resized picture
         self._defects: dict[int, str] = {}
         # One array for all pictures: small arrays among large ones that are freed would fragment the heap.
         caches = augment == "none" and len(source) * 3 * size**2 <= cache_bytes
@@ -101,7 +123,9 @@ class ImageCaptionDataset:
         with self._lock:
             return Counter(self._defects.values())
 
-    def _read(self, index: int, rng: np.random.Generator, out: np.ndarray) -> tuple[tuple[str, ...], Any, str | None]:
+    def _read(
+        self, index: int, rng: np.random.Generator, out: np.ndarray
+    ) -> tuple[tuple[str, ...], FalsityTest | None, str | None]:
         """Write sample `index`, augmented, into `out` [3, size, size]. Returns its captions, the test for captions that
         are false for it (None if unknown, or without distractors), and the reason if the sample is bad."""
         if index in self._defects:
@@ -120,24 +144,23 @@ class ImageCaptionDataset:
             with self._lock:
                 self._defects[index] = rejected.reason
             return (), None, rejected.reason
-        wrong = self.distractors[0].falsity_test(sample.meta) if self.distractors else None
+        distractors = self.text and self.text.distractors
+        is_false = distractors.falsity_test(sample.meta) if distractors else None
         if self._cached_pixels is not None:
             self._cached_pixels[index] = out
-            self._cached_captions[index] = captions, wrong
-        return captions, wrong, None
+            self._cached_captions[index] = captions, is_false
+        return captions, is_false, None
 
-    def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[int, str | None, Any, Any]:
-        """Write one training sample into `out`. Returns its index, its caption (None if dropped), its generator, and
-        the test for captions that are false for it."""
+    def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[int, tuple[str, ...], Any, FalsityTest | None]:
+        """Write one training sample into `out`. Returns its index, its captions, its generator, and the test for
+        captions that are false for it."""
         n = len(self.source)
         for candidate in ((index + step) % n for step in range(n)):
-            rng = sample_rng(seed)
-            captions, wrong, reason = self._read(candidate, rng, out)
+            rng = np.random.default_rng(seed)
+            captions, is_false, reason = self._read(candidate, rng, out)
             if reason is None:
-                caption = captions[int(rng.integers(len(captions)))]
-                return candidate, (None if rng.random() < self.caption_dropout else caption), rng, wrong
-        reasons = ", ".join(f"{reason}: {k}" for reason, k in self.rejected.most_common())
-        raise UserError(f"none of the {n} samples can be used ({reasons}): check the data")
+                return candidate, captions, rng, is_false
+        raise UserError(f"none of the {n} samples can be used ({format_reasons(self.rejected)}): check the data")
 
     def _map(self, function: Any, *arguments: Any) -> list[Any]:
         if self.threads == 1:
@@ -147,33 +170,33 @@ class ImageCaptionDataset:
         return list(self._pool.map(function, *arguments))
 
     def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
-        """Return {"pixels": uint8 [B, 3, size, size], "index": Long [B], "text": Long [B, text_len] with a tokenizer,
-        "distractors": Long [B, K, text_len] with distractors, all padding where a caption lacks one}.
+        """Return {"pixels": uint8 [B, 3, size, size], "index": Long [B]}, with `text` also {"text": Long [B, T]}, and
+        with distractors {"distractors": Long [B, K, T]}, all padding where a caption lacks one.
 
         "index" names the samples read: the next good one replaces a bad one. Raises `UserError` if all are bad.
         """
         pixels = np.empty((len(indices), 3, self.size, self.size), np.uint8)
         samples = self._map(self._sample, indices.tolist(), seeds.tolist(), pixels)
-        batch = {"pixels": torch.from_numpy(pixels), "index": torch.tensor([index for index, *_ in samples])}
-        if self.tokenizer:
-            texts = [(caption, rng) for _, caption, rng, _ in samples]
-            batch["text"] = _encode(self.tokenizer, texts, self.text_len, self.bpe_dropout)
-        if self.tokenizer and self.distractors:
-            make_negative, count = self.distractors[0].make_negative, self.distractors[1]
+        read, phrasings, rngs, tests = zip(*samples, strict=True)
+        batch = {"pixels": torch.from_numpy(pixels), "index": torch.tensor(read)}
+        if self.text is None:
+            return batch
+        captions = [self.text.choose(*pair) for pair in zip(phrasings, rngs, strict=True)]
+        batch["text"] = self.text.encode(captions, rngs)
+        if distractors := self.text.distractors:
             negatives = [
-                (caption and make_negative(caption, rng, wrong), rng)
-                for _, caption, rng, wrong in samples
-                for _ in range(count)
+                [caption and distractors.make_negative(caption, rng, is_false) for _ in range(distractors.count)]
+                for caption, rng, is_false in zip(captions, rngs, tests, strict=True)
             ]
-            encoded = _encode(self.tokenizer, negatives, self.text_len, self.bpe_dropout)
-            batch["distractors"] = encoded.unflatten(0, (-1, count))
+            columns = zip(*negatives, strict=True)
+            batch["distractors"] = torch.stack([self.text.encode(column, rngs) for column in columns], 1)
         return batch
 
     def load(self, indices: np.ndarray) -> tuple[np.ndarray, Tensor, list[tuple[str, ...]], Counter[str]]:
         """Load the good samples among `indices` without replacing bad ones. Returns their indices,
         pixels uint8 [B, 3, size, size], all captions, and the number of bad samples by reason."""
         pixels = np.empty((len(indices), 3, self.size, self.size), np.uint8)
-        rngs = [sample_rng(0) for _ in indices]
+        rngs = [np.random.default_rng(0) for _ in indices]
         results = self._map(self._read, indices.tolist(), rngs, pixels)
         good = np.array([reason is None for *_, reason in results], bool)
         return (
@@ -197,70 +220,42 @@ class TokenDataset:
     dropout the constructor encodes every caption. Raises `ValueError` if the lengths differ.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray | Tensor,
-        captions: Sequence[Sequence[str]],
-        tokenizer: CaptionEncoder,
-        text_len: int = 256,
-        bpe_dropout: float = 0.0,
-        caption_dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, tokens: np.ndarray | Tensor, captions: Sequence[Sequence[str]], text: CaptionEncoding) -> None:
         if len(tokens) != len(captions):
             raise ValueError(f"{len(tokens)} rows of tokens but {len(captions)} of captions")
         self.tokens = tokens.numpy() if isinstance(tokens, Tensor) else tokens
-        self.captions, self.tokenizer, self.text_len = captions, tokenizer, text_len
-        self.bpe_dropout, self.caption_dropout = bpe_dropout, caption_dropout
-        self._rows: dict[str, int] = {}
-        self._encoded = torch.empty(0, text_len, dtype=torch.int32)
-        if not bpe_dropout:
-            unique = list(dict.fromkeys(c for phrasings in captions for c in phrasings))
-            self._rows = {caption: row for row, caption in enumerate(unique)}
-            parts = [unique[i : i + 4096] for i in range(0, len(unique), 4096)]
-            encoded = [tokenizer.encode(part, text_len).to(torch.int32) for part in parts]
-            self._encoded = torch.cat(encoded) if encoded else self._encoded
+        self.captions = captions
+        self.text = text if text.bpe_dropout else replace(text, tokenizer=_EncodedCaptions(captions, text))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def batch(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, Tensor]:
-        """Return {"text": Long [B, text_len], "image": Long [B, S]}."""
-        texts = [self._phrasing(i, seed) for i, seed in zip(indices, seeds, strict=True)]
-        if self.bpe_dropout:
-            text = _encode(self.tokenizer, texts, self.text_len, self.bpe_dropout)
-        else:
-            text = torch.full((len(texts), self.text_len), PAD)
-            captioned = [b for b, (caption, _) in enumerate(texts) if caption is not None]
-            rows = [self._rows[caption] for caption, _ in texts if caption is not None]
-            text[captioned] = self._encoded[rows].long()
+        """Return {"text": Long [B, T], "image": Long [B, S]}."""
+        rngs = [np.random.default_rng(seed) for seed in seeds.tolist()]
+        captions = [self.text.choose(self.captions[int(i)], rng) for i, rng in zip(indices, rngs, strict=True)]
         image = torch.from_numpy(self.tokens[indices].astype(np.int64))
-        return {"text": text, "image": image}
-
-    def _phrasing(self, index: int, seed: int) -> tuple[str | None, np.random.Generator]:
-        rng = sample_rng(seed)
-        phrasings = self.captions[int(index)]
-        caption = phrasings[int(rng.integers(len(phrasings)))]
-        return (None if rng.random() < self.caption_dropout else caption), rng
+        return {"text": self.text.encode(captions, rngs), "image": image}
 
 
-def _encode(
-    tokenizer: CaptionEncoder,
-    texts: Sequence[tuple[str | None, np.random.Generator]],
-    length: int,
-    dropout: float,
-) -> Tensor:
-    """Encode captions to Long [B, length], each with its generator; None becomes all padding."""
-    out = torch.full((len(texts), length), PAD)
-    captioned = [b for b, (caption, _) in enumerate(texts) if caption is not None]
-    captions = [caption for caption, _ in texts if caption is not None]
-    if not captions:
-        return out
-    if dropout:
-        rows = [tokenizer.encode([texts[b][0] or ""], length, dropout, texts[b][1]) for b in captioned]
-        out[captioned] = torch.cat(rows)
-    else:
-        out[captioned] = tokenizer.encode(captions, length)
-    return out
+class _EncodedCaptions:
+    """A `CaptionEncoder` of known captions, which it encodes once."""
+
+    def __init__(self, captions: Sequence[Sequence[str]], text: CaptionEncoding) -> None:
+        unique = list(dict.fromkeys(c for phrasings in captions for c in phrasings))
+        self._rows = {caption: row for row, caption in enumerate(unique)}
+        self._tokens = torch.empty(len(unique), text.length, dtype=torch.int32)
+        for i in range(0, len(unique), 4096):
+            self._tokens[i : i + 4096] = text.tokenizer.encode(unique[i : i + 4096], text.length)
+
+    def encode(
+        self,
+        captions: Sequence[str],
+        length: int,
+        dropout: float = 0.0,
+        rng: Sequence[np.random.Generator] | None = None,
+    ) -> Tensor:
+        return self._tokens[[self._rows[caption] for caption in captions]].long()
 
 
 class EncodedDataset:

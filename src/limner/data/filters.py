@@ -16,7 +16,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Annotated, Any
 
 from limner.data.sample import Rejected
@@ -106,14 +106,11 @@ def boilerplate(caption: str, share: float = 0.5) -> str | None:
 def not_english(caption: str, confidence: float = 0.6) -> str | None:
     """Reject another language with at least this `confidence`, or mostly non-Latin letters."""
     letters = [character for character in caption if character.isalpha()]
-    if 2 * sum(_is_latin(letter) for letter in letters) < len(letters):
+    latin = [c for c in letters if c.isascii() or unicodedata.name(c, "").startswith("LATIN")]
+    if 2 * len(latin) < len(letters):
         return NOT_ENGLISH  # the model divides its confidence among Russian, Ukrainian and Bulgarian
     language, probability = _identifier().classify(caption)
     return NOT_ENGLISH if language not in _ENGLISH and probability >= confidence else None
-
-
-def _is_latin(letter: str) -> bool:
-    return letter.isascii() or unicodedata.name(letter, "").startswith("LATIN")
 
 
 def aspect_ratio(height: int, width: int, limit: float = 2.0) -> str | None:
@@ -121,7 +118,7 @@ def aspect_ratio(height: int, width: int, limit: float = 2.0) -> str | None:
     return ASPECT_RATIO if max(height, width) > limit * min(height, width) else None
 
 
-@lru_cache(maxsize=1)
+@cache
 def _identifier() -> Any:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
@@ -130,20 +127,16 @@ def _identifier() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Filters(Validated):
-    """Thresholds of the filters. `None` turns a filter off; by default all of the paper's filters apply.
-
-    Args:
-        min_words: least words of a caption.
-        english: least confidence in another language that rejects a caption.
-        boilerplate: least share of a caption's letters and digits that its only word must have, where dates and file
-            names do not count as words.
-        aspect_ratio: greatest ratio of a picture's longer side to its shorter.
-    """
+    """Thresholds of the filters. `None` turns a filter off; by default all of the paper's filters apply."""
 
     min_words: Annotated[int | None, Range(0, 10**6)] = 2
+    """Minimum number of words in a caption."""
     english: Annotated[float | None, Range(0, 1)] = 0.6
+    """Minimum confidence in another language that rejects a caption."""
     boilerplate: Annotated[float | None, Range(0, 1)] = 0.5
+    """Minimum share of a caption's letters and digits in its only word; dates and file names do not count as words."""
     aspect_ratio: Annotated[float | None, Range(1, 10**6)] = 2.0
+    """Maximum ratio of a picture's longer side to its shorter side."""
 
     def caption(self, caption: str) -> str | None:
         """Return the reason to reject a caption, or None."""

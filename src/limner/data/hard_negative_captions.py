@@ -12,7 +12,7 @@ A distractor differs from its caption in one change. The three kinds of change a
   (docs/log/2026-11-22.md, "Spatial relations in the reranker").
 
 The method works on any data, without a grammar. It discards captions that it recognizes as correct: a list in another
-order, and, if the facts of a picture are known (`tasks/caption_truth.py`), any true caption. It also discards captions
+order, and, if the facts of a picture are known (`tasks/verify.py`), any true caption. It also discards captions
 of held-out samples: a model trained to call them wrong cannot be tested on them.
 """
 
@@ -38,7 +38,8 @@ class Distractors:
     """A generator of distractors: `make_negative(caption, rng)` returns one, or None if it finds none.
 
     `captions` are the training captions; no distractor equals one of `held_out`. `falsity_test` turns a sample's
-    metadata into a test that is true for false captions, or None if the metadata lacks the facts.
+    metadata into a test that is true for false captions, or None if the metadata lacks the facts. A data set asks for
+    `count` distractors per caption.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class Distractors:
         captions: Iterable[str],
         held_out: Iterable[str] = (),
         falsity_test: Callable[[Mapping[str, Any]], FalsityTest | None] = lambda meta: None,
+        count: int = 1,
     ) -> None:
-        self.falsity_test = falsity_test
+        self.falsity_test, self.count = falsity_test, count
         self.held_out = {caption.lower() for caption in held_out}
         words: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for caption in islice(captions, _MAX_COUNTED):

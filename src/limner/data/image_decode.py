@@ -1,9 +1,7 @@
 """Decode untrusted pictures in bounded time and memory.
 
-The decoder reads a picture's size from its header before it allocates pixels. It accepts only plain
-raster formats (Pillow's EPS reader, for example, would start Ghostscript). It also computes the memory
-of decoding from the header: a thread waits until this fits into `BUDGET` together with the pictures of
-other threads. A picture larger than `BUDGET` is decoded alone.
+Only plain raster formats are decoded (Pillow's EPS reader would start Ghostscript). A thread waits until the memory of
+decoding, computed from the header, fits into `BUDGET` together with the pictures of other threads.
 """
 
 from __future__ import annotations
@@ -11,9 +9,9 @@ from __future__ import annotations
 import io
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -48,8 +46,7 @@ _local = threading.local()
 
 
 class Budget:
-    """A memory budget, in bytes, that threads share. A thread waits until its bytes are free. If no other thread holds
-    bytes, it never waits, even for more than the total."""
+    """A memory budget, in bytes, that threads share. A thread gets more than the total if no other holds bytes."""
 
     def __init__(self, total: int) -> None:
         self.total, self.used = total, 0
@@ -59,8 +56,7 @@ class Budget:
     def reserve(self, size: int) -> Iterator[None]:
         """Hold `size` bytes for the block."""
         with self._queue, self._released:
-            while self.used and self.used + size > self.total:
-                self._released.wait()
+            self._released.wait_for(lambda: not self.used or self.used + size <= self.total)
             self.used += size
         try:
             yield
@@ -73,78 +69,69 @@ class Budget:
 BUDGET = Budget(1 << 30)
 
 
-def decode_image(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0) -> np.ndarray:
+def decode_image(data: bytes, *, target: int = 0) -> np.ndarray:
     """Decode a picture to uint8 [H, W, 3]: sRGB values, upright, blended onto white.
 
     `target` is explained at `decoded`. Raises `Rejected`: "broken image", "decompression bomb" if the header claims
-    more than `max_pixels`, "too many scans", "too many strips", "file too large" for slow formats, or "floating-point
+    more than `MAX_PIXELS`, "too many scans", "too many strips", "file too large" for slow formats, or "floating-point
     pixels", since their value of white is unknown.
     """
-    with decoded(data, max_pixels=max_pixels, target=target) as image:
+    with decoded(data, target=target) as image:
         return image
 
 
 @contextmanager
-def decoded(data: bytes, *, max_pixels: int = MAX_PIXELS, target: int = 0, reuse: bool = False) -> Iterator[np.ndarray]:
+def decoded(data: bytes, *, target: int = 0, reuse: bool = False) -> Iterator[np.ndarray]:
     """`decode_image` as a context manager: the picture holds its share of `BUDGET` until the block ends.
 
     With `target` > 0 the caller promises to resize the picture by area to a shorter side of at most `target` pixels.
-    JPEGs then decode faster:
-
-    - at 1/2, 1/4 or 1/8 of their size, if the shorter side remains at least twice the target;
-    - with repeated instead of interpolated chroma, if the shorter side remains at least 1.5 times the target, since
-      resizing averages chroma again.
-
-    With `reuse`, this thread's next call may overwrite the result.
+    JPEGs then decode faster: at 1/2, 1/4 or 1/8 of their size, if the shorter side remains at least twice the target;
+    and with repeated instead of interpolated chroma, if the shorter side remains at least 1.5 times the target, since
+    resizing averages chroma again. With `reuse`, this thread's next call may overwrite the result.
     """
-    multiscan = False
-    if data[:2] == b"\xff\xd8":
-        multiscan = _has_several_scans(data)
-        if simplejpeg is not None and not any(mark in data[:65536] for mark in _ORIENTATION_MARKS):
-            header = _jpeg_header(data)
-            if header is not None:
-                height, width = header
-                _check_pixels(width, height, max_pixels)
-                _check_scans(data, multiscan, width * height)
-                scale = _jpeg_scale(width, height, target)
-                needed = 3 * height * width // scale**2 + multiscan * _BYTES_PER_PIXEL["JPEG"] * height * width
-                with BUDGET.reserve(needed):
-                    image = _decode_jpeg(data, height, width, target, reuse)
-                    if image is not None:
-                        yield image
-                        return
-    size = webp_size(data)
-    if size is not None:  # Pillow allocates memory for a whole WebP on opening
-        _check_pixels(*size, max_pixels)
-        with BUDGET.reserve(size[0] * size[1] * (_BYTES_PER_PIXEL["WEBP"] + 7)):
-            yield _decode_with_pillow(_open(data, max_pixels))
-        return
+    for needed, decode in _decoders(data, target, reuse):
+        with BUDGET.reserve(needed):
+            image = decode()
+            if image is not None:
+                yield image
+                return
+
+
+def _decoders(data: bytes, target: int, reuse: bool) -> Iterator[tuple[int, Callable[[], np.ndarray | None]]]:
+    """Yield the bytes of memory and the function of each decoder to try, until one does not return None. Raises
+    `Rejected` if the header shows that decoding would take too long or too much memory."""
+    is_multiscan = data[:2] == b"\xff\xd8" and _has_several_scans(data)
+    if (size := _jpeg_size(data)) is not None:
+        pixels = _check_pixels(*size)
+        _check_scans(data, is_multiscan, pixels)
+        needed = 3 * pixels // _jpeg_scale(*size, target) ** 2 + is_multiscan * _BYTES_PER_PIXEL["JPEG"] * pixels
+        yield needed, partial(_decode_jpeg, data, *size, target, reuse)
+    if (size := webp_size(data)) is not None:  # Pillow allocates memory for a whole WebP on opening
+        needed = _check_pixels(*size) * (_BYTES_PER_PIXEL["WEBP"] + 7)
+        yield needed, lambda: _decode_with_pillow(_open(data))
     if _count_tiff_values(data) > _MAX_TIFF_VALUES:
         raise Rejected("too many strips")
-    picture = _open(data, max_pixels)
-    _check_scans(data, multiscan, picture.width * picture.height)  # also for MPO: several JPEGs in one file
-    if len(data) > _MAX_SLOW_BYTES and _is_slow(data):
+    picture = _open(data)
+    pixels = picture.width * picture.height
+    _check_scans(data, is_multiscan, pixels)  # also for MPO: several JPEGs in one file
+    is_slow = data[:2] in (b"P1", b"P2", b"P3") or (data[:2] == b"BM" and data[30:34] in (b"\1\0\0\0", b"\2\0\0\0"))
+    if is_slow and len(data) > _MAX_SLOW_BYTES:
         raise Rejected("file too large")
     if picture.mode == "F":
         raise Rejected("floating-point pixels")
     if picture.format == "TIFF" and _jpegs_in_tiff(picture) < data.count(b"\xff\xda"):
         raise Rejected("too many scans")
-    needed = picture.width * picture.height * (_BYTES_PER_PIXEL.get(picture.format or "", 8) + 7)
-    with BUDGET.reserve(needed):
-        scale = _jpeg_scale(*picture.size, target)
-        if picture.format == "JPEG" and scale > 1:
-            picture.draft(None, (picture.width // scale, picture.height // scale))
-        yield _decode_with_pillow(picture)
+    if picture.format == "JPEG" and (scale := _jpeg_scale(*picture.size, target)) > 1:
+        picture.draft(None, (picture.width // scale, picture.height // scale))
+    yield pixels * (_BYTES_PER_PIXEL.get(picture.format or "", 8) + 7), partial(_decode_with_pillow, picture)
 
 
-def _open(data: bytes, max_pixels: int) -> Image.Image:
+def _open(data: bytes) -> Image.Image:
     try:
         picture = Image.open(io.BytesIO(data), formats=_FORMATS)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise Rejected("decompression bomb") from None
     except Exception as error:  # Pillow's readers raise OSError, SyntaxError, struct.error ...
         raise _as_rejection(error) from None
-    _check_pixels(*picture.size, max_pixels)
+    _check_pixels(*picture.size)
     return picture
 
 
@@ -152,14 +139,11 @@ def _decode_with_pillow(picture: Image.Image) -> np.ndarray:
     try:
         picture.load()
         orient = _ORIENTATIONS.get(picture.getexif().get(0x0112, 1))
-        rows = max(1, PIXELS_PER_STRIP // picture.width)
-        if rows >= picture.height:
-            image = np.asarray(to_rgb(picture))
-        else:  # in strips, since each of Pillow's conversions copies its whole input
-            image = np.empty((picture.height, picture.width, 3), np.uint8)
-            for top in range(0, picture.height, rows):
-                bottom = min(top + rows, picture.height)
-                image[top:bottom] = np.asarray(to_rgb(picture.crop((0, top, picture.width, bottom))))
+        image = np.empty((picture.height, picture.width, 3), np.uint8)
+        rows = max(1, PIXELS_PER_STRIP // picture.width)  # of a strip: Pillow's conversions copy their whole input
+        for top in range(0, picture.height, rows):
+            bottom = min(top + rows, picture.height)
+            image[top:bottom] = np.asarray(to_rgb(picture.crop((0, top, picture.width, bottom))))
         picture.close()
         return np.ascontiguousarray(orient(image)) if orient else image
     except Exception as error:
@@ -168,6 +152,8 @@ def _decode_with_pillow(picture: Image.Image) -> np.ndarray:
 
 def _as_rejection(error: Exception) -> Exception:
     """Return the exception for a failure of Pillow. Raises `UserError` if Pillow lacks a format."""
+    if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
+        return Rejected("decompression bomb")
     if is_environment_error(error):
         return error
     require_formats()
@@ -189,26 +175,28 @@ def require_formats() -> None:
 
 #: The transform of [H, W, 3] for each EXIF orientation.
 _ORIENTATIONS = {
-    2: lambda a: a[:, ::-1],
-    3: lambda a: a[::-1, ::-1],
-    4: lambda a: a[::-1],
-    5: lambda a: a.swapaxes(0, 1),
-    6: lambda a: np.rot90(a, -1),
-    7: lambda a: a[::-1, ::-1].swapaxes(0, 1),
-    8: lambda a: np.rot90(a),
+    2: np.fliplr,
+    3: partial(np.rot90, k=2),
+    4: np.flipud,
+    5: partial(np.swapaxes, axis1=0, axis2=1),
+    6: partial(np.rot90, k=-1),
+    7: lambda image: np.rot90(image, 2).swapaxes(0, 1),
+    8: np.rot90,
 }
 
 
-def _jpeg_header(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a JPEG, or None if simplejpeg cannot decode it."""
+def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Width and height of a JPEG; None if simplejpeg cannot decode it, or if it may have an orientation."""
+    if data[:2] != b"\xff\xd8" or simplejpeg is None or any(mark in data[:65536] for mark in _ORIENTATION_MARKS):
+        return None
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    return (height, width) if space in ("YCbCr", "Gray", "RGB") else None
+    return (width, height) if space in ("YCbCr", "Gray", "RGB") else None
 
 
-def _decode_jpeg(data: bytes, height: int, width: int, target: int, reuse: bool) -> np.ndarray | None:
+def _decode_jpeg(data: bytes, width: int, height: int, target: int, reuse: bool) -> np.ndarray | None:
     """Decode with simplejpeg; return None on failure, for Pillow to try."""
     scale = _jpeg_scale(width, height, target)
     height, width = -(-height // scale), -(-width // scale)
@@ -217,28 +205,26 @@ def _decode_jpeg(data: bytes, height: int, width: int, target: int, reuse: bool)
         if len(getattr(_local, "pixels", ())) < size:
             _local.pixels = np.empty(size, np.uint8)
         buffer = _local.pixels[:size]
+    fast = 0 < 1.5 * target <= min(height, width)
     try:
         return simplejpeg.decode_jpeg(
-            data,
-            fastupsample=bool(target) and min(height, width) >= 1.5 * target,
-            min_height=height,
-            min_width=width,
-            min_factor=scale,
-            buffer=buffer,
+            data, fastupsample=fast, min_height=height, min_width=width, min_factor=scale, buffer=buffer
         )
     except Exception:  # ValueError, or a MemoryError
         return None
 
 
-def _check_pixels(width: int, height: int, max_pixels: int) -> None:
-    if width * height > max_pixels or max(width, height) > MAX_SIDE:
+def _check_pixels(width: int, height: int) -> int:
+    """Return the number of pixels. Raises `Rejected` if it is too large."""
+    if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
         raise Rejected("decompression bomb")
     if width < 1 or height < 1:
         raise Rejected("broken image")
+    return width * height
 
 
-def _check_scans(data: bytes, multiscan: bool, pixels: int) -> None:
-    if multiscan:
+def _check_scans(data: bytes, is_multiscan: bool, pixels: int) -> None:
+    if is_multiscan:
         scans = data.count(b"\xff\xda")  # compressed data escapes 0xff with a zero
         if scans > MAX_SCANS or scans * pixels > MAX_SCANNED:
             raise Rejected("too many scans")
@@ -298,15 +284,9 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
     return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
 
 
-def _is_slow(data: bytes) -> bool:
-    return data[:2] in (b"P1", b"P2", b"P3") or (data[:2] == b"BM" and data[30:34] in (b"\1\0\0\0", b"\2\0\0\0"))
-
-
 def _jpeg_scale(width: int, height: int, target: int) -> int:
-    """The largest of 8, 4, 2, 1 that leaves both sides at least twice `target`."""
-    if target < 1:
-        return 1
-    return next(s for s in (8, 4, 2, 1) if s == 1 or min(width, height) >= 2 * s * target)
+    """The largest of 8, 4, 2, 1 that leaves both sides at least twice `target`; 1 without a target."""
+    return next((s for s in (8, 4, 2) if 0 < 2 * s * target <= min(width, height)), 1)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -315,7 +295,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
         wide = np.asarray(image).astype(np.int64) >> 8
         image = Image.fromarray(np.clip(wide, 0, 255).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
+        image = Image.alpha_composite(white, image.convert("RGBA"))
     return image.convert("RGB")

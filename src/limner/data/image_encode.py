@@ -14,17 +14,16 @@ def image_bytes(
     picture: np.ndarray | Image.Image,
     kind: Literal["PNG", "JPEG"] = "PNG",
     *,
-    quality: int = 95,
     optimize: bool = False,
     pnginfo: PngInfo | None = None,
 ) -> bytes:
-    """Encode a picture, uint8 [H, W, 3] or Pillow's, as PNG or JPEG.
+    """Encode a picture, uint8 [H, W, 3] or Pillow's, as PNG or as JPEG of quality 95.
 
-    `quality` is for JPEG. For PNG, `optimize` spends time on a smaller file and `pnginfo` adds text.
+    For PNG, `optimize` spends time on a smaller file and `pnginfo` adds text.
     """
     if isinstance(picture, np.ndarray):
         picture = Image.fromarray(picture)
-    options = {"quality": quality} if kind == "JPEG" else {"optimize": optimize, "pnginfo": pnginfo}
+    options = {"quality": 95} if kind == "JPEG" else {"optimize": optimize, "pnginfo": pnginfo}
     buffer = io.BytesIO()
     picture.save(buffer, kind, **options)
     return buffer.getvalue()

@@ -25,25 +25,78 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from limner.data.image_folder import FolderSource
-from limner.data.sample import Rejected, Source, select_split
-from limner.data.sanitize import MAX_META, normalize_split, read_file, split_from_names
+from limner.data.sample import MAX_TEXT, Rejected, Sample, Source, parse_captions, select_split
+from limner.data.sanitize import (
+    MAX_META,
+    Reader,
+    fingerprint,
+    normalize_split,
+    read_file,
+    sanitize_metadata,
+    split_from_names,
+)
 from limner.data.shard_reader import IMAGE_SUFFIXES, ShardReader
 from limner.data.shard_writer import INCOMPLETE_MARK
 from limner.data.tables import TableSource
 from limner.errors import UserError
 from limner.json_files import parse_json
 
-__all__ = ["READERS", "SourceSpec", "open_source"]
+__all__ = ["READERS", "FolderSource", "SourceSpec", "open_source"]
+
+TABLES = ("jsonl", "ndjson", "csv", "tsv", "parquet", "arrow")
 
 
-@dataclass(frozen=True)
+class FolderSource(Reader):
+    """A source of pictures with captions in `.txt` files of the same folder and name, a/b.jpg and a/b.txt.
+
+    An element is a picture, or a caption without one. Of several pictures with one name (`a.png`, `a.jpg`) the first
+    has the caption. The others are rejected: one could otherwise be trained on and another held out.
+    """
+
+    def __init__(self, files: Sequence[Path], root: Path) -> None:
+        """The names of folders below `root` may give splits."""
+        stems: dict[Path, tuple[list[Path], list[Path]]] = {}
+        for file in files:
+            kind = file.suffix[1:].lower()
+            if kind == "txt" or kind in IMAGE_SUFFIXES:
+                stems.setdefault(file.with_suffix(""), ([], []))[kind == "txt"].append(file)
+        #: True if any picture has a caption.
+        self.captioned = any(images and texts for images, texts in stems.values())
+        self._root = root
+        self._elements: list[tuple[Path | None, Path | None, bool]] = []  # picture, caption, True for a duplicate name
+        for images, texts in stems.values() if any(images for images, _ in stems.values()) else ():
+            self._elements.append((next(iter(images), None), next(iter(texts), None), False))
+            self._elements += [(image, None, True) for image in images[1:]]
+
+    def __len__(self) -> int:
+        return len(self._elements)
+
+    def read(self, index: int, picture: bool) -> Sample:
+        image, text, is_duplicate = self._elements[index]
+        if is_duplicate:
+            raise Rejected("duplicate picture name")
+        if image is None:
+            raise Rejected("missing image")
+        captions = parse_captions(read_file(text, "missing caption", MAX_TEXT, "caption too long") if text else None)
+        return Sample(read_file(image, "missing image") if picture else b"", captions, self.read_meta(index))
+
+    def read_meta(self, index: int) -> dict[str, Any]:
+        image, text, _ = self._elements[index]
+        path = image or text or self._root
+        split = split_from_names(path.parent.relative_to(self._root).parts)
+        return sanitize_metadata({"path": str(path), "split": split})
+
+    def fingerprint(self) -> str:
+        return fingerprint([path for image, text, _ in self._elements for path in (image, text) if path])
+
+
+@dataclass(frozen=True, kw_only=True)
 class SourceSpec:
     """Files in or below the folder `root`, with the options of `open_source` for tables."""
 
-    files: Sequence[Path]
+    files: Sequence[Path] = ()
     root: Path
     caption: str | None
     image: str | None
@@ -58,11 +111,9 @@ class SourceSpec:
         return [split_from_names(file.relative_to(self.root).parts) for file in self.files] if several else [None]
 
 
-def _tables(spec: SourceSpec) -> Source:
-    return TableSource(spec.files, spec.caption, spec.image, spec.allow_outside, spec.splits())
+def _tables(spec: SourceSpec, splits: Sequence[str | None] | None = None) -> Source:
+    return TableSource(spec.files, spec.caption, spec.image, spec.allow_outside, splits or spec.splits())
 
-
-TABLES = ("jsonl", "ndjson", "csv", "tsv", "parquet", "arrow")
 
 #: The opener for each set of suffixes; the suffixes of all files must be in one set.
 READERS: dict[tuple[str, ...], Callable[[SourceSpec], Source]] = {
@@ -89,7 +140,7 @@ def open_source(
 
     Raises `UserError` if no sample is found or the columns are not recognized.
     """
-    source = _open(os.fspath(path), caption, image, allow_outside)
+    source = _open(os.fspath(path), SourceSpec(root=Path(), caption=caption, image=image, allow_outside=allow_outside))
     if len(source) == 0:
         raise UserError(f"found no pictures in {path}: give a folder of pictures, a table or tar shards")
     if split is None:
@@ -101,11 +152,11 @@ def open_source(
     return chosen
 
 
-def _open(path: str, caption: str | None, image: str | None, allow_outside: bool) -> Source:
+def _open(path: str, spec: SourceSpec) -> Source:
     if "\0" in path:
         raise UserError("a path cannot hold a zero byte: give a folder, a file or a glob")
     if os.path.isdir(path):
-        return _open_folder(SourceSpec([], Path(path), caption, image, allow_outside))
+        return _open_folder(replace(spec, root=Path(path)))
     names = [path] if os.path.lexists(path) else _expand_glob(path)
     files = [Path(name) for name in names if not os.path.isdir(name)]
     if not files:
@@ -116,7 +167,7 @@ def _open(path: str, caption: str | None, image: str | None, allow_outside: bool
     suffixes = {file.suffix[1:].lower() for file in files}
     for known, reader in READERS.items():
         if suffixes <= set(known):
-            return reader(SourceSpec(files, root, caption, image, allow_outside))
+            return reader(replace(spec, files=files, root=root))
     raise UserError(
         f"{path} mixes kinds of files or has an unknown kind ({', '.join(sorted(suffixes)[:10])}): "
         f"give pictures, tar shards or one of {', '.join(TABLES)}"
@@ -139,7 +190,7 @@ def _open_folder(spec: SourceSpec) -> Source:
     if (folder / INCOMPLETE_MARK).exists():
         return ShardReader([folder / "00000.tar"])
     if saved := _saved_files(folder):
-        return TableSource(list(saved), spec.caption, spec.image, spec.allow_outside, list(saved.values()))
+        return _tables(replace(spec, files=list(saved)), list(saved.values()))
     files: list[Path] = []
     for base, folders, names in os.walk(folder, onerror=_warn_unlisted):
         folders[:] = _visible(folders)
@@ -171,29 +222,25 @@ def _warn_unlisted(error: OSError) -> None:
 
 def _saved_files(folder: Path) -> dict[Path, str | None]:
     """The Arrow files of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote, and their splits."""
-    state, both = _object(folder / "state.json"), _object(folder / "dataset_dict.json")
-    splits: dict[Path, str | None] = {}
-    for part in _list(state.get("_data_files")):
-        name = part.get("filename") if isinstance(part, dict) else None
-        if isinstance(name, str) and name.endswith(".arrow") and "/" not in name and "\0" not in name:
-            splits[folder / name] = None  # not other .arrow files: `map` writes caches there
-    for split in _list(both.get("splits")):
-        if isinstance(split, str) and split not in ("", ".", "..") and "/" not in split and "\0" not in split:
-            splits |= {file: normalize_split(split) or split for file in _saved_split_files(folder / split)}
-    return splits
+    splits = filter(_is_file_name, _json_list(folder / "dataset_dict.json", "splits"))
+    files: dict[Path, str | None] = {}
+    for split, subfolder in [(None, folder), *((split, folder / split) for split in splits)]:
+        for part in _json_list(subfolder / "state.json", "_data_files"):
+            name = part.get("filename") if isinstance(part, dict) else None
+            if _is_file_name(name) and name.endswith(".arrow"):  # not other .arrow files: `map` writes caches there
+                files[subfolder / name] = split and (normalize_split(split) or split)
+    return files
 
 
-def _saved_split_files(folder: Path) -> list[Path]:
-    return list(_saved_files(folder)) if not os.path.exists(folder / "dataset_dict.json") else []
+def _is_file_name(name: Any) -> TypeGuard[str]:
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _json_list(path: Path, key: str) -> list[Any]:
+    """Return the list under a key of a JSON file; [] if the file or the list is missing or of another type."""
     try:
         data = parse_json(read_file(path, "none", MAX_META))
     except (Rejected, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
+        return []
+    value = data.get(key) if isinstance(data, dict) else None
     return value if isinstance(value, list) else []

@@ -8,35 +8,28 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import floor
 from typing import TypeVar
-
-import numpy as np
 
 from limner.data.area_resize import area_resize
 from limner.data.filters import Filters
 from limner.data.image_decode import decoded
 from limner.data.image_encode import image_bytes
 from limner.data.open_source import open_source
-from limner.data.sample import Rejected, Sample, Source
+from limner.data.sample import Rejected, Sample, Source, format_reasons
 from limner.data.shard_writer import ShardWriter
 from limner.errors import UserError
 from limner.progress import Advance
 
 _T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of samples: kept, rejected by reason, and kept by split.
-
-    Each kind of source defines its samples (`FolderSource`, `ShardReader`, `tables`). A sample is either kept or
-    rejected for one reason.
-    """
+    """Numbers of samples: kept, rejected by reason, and kept by split."""
 
     kept: int
     rejected: dict[str, int] = field(default_factory=dict)
@@ -85,7 +78,7 @@ def prepare(
 
     without_split = 0
     with ShardWriter(out) as writer:
-        for result in _map_ahead(process, range(len(data)), threads):
+        for result in _map_ahead(process, len(data), threads):
             if isinstance(result, str):
                 writer.reject(result)
             else:
@@ -99,37 +92,31 @@ def prepare(
                 progress(1)
         counts = Counts(writer.kept, dict(writer.rejected.most_common()), dict(writer.splits))
         if not writer.kept:
-            reasons = ", ".join(f"{reason}: {n}" for reason, n in counts.rejected.items())
+            reasons = format_reasons(writer.rejected)
             raise UserError(f"none of the {counts.total} samples can be used ({reasons}): check data and filters")
     return counts
 
 
 def _prepare_one(sample: Sample, filters: Filters, size: int | None) -> tuple[Sample, str]:
     """Return the sample to write and the suffix of its picture. Raises `Rejected` if it is bad."""
-    captions = filters.captions(sample.captions)
-    suffix = _suffix(sample.image)
+    captions, suffix = filters.captions(sample.captions), _suffix(sample.image)
     with decoded(sample.image) as image:
         height, width = image.shape[:2]
         filters.image(height, width)
-        if size and min(height, width) > size:
+        shrinks = bool(size) and min(height, width) > size
+        if suffix and not shrinks:
+            return Sample(sample.image, captions, sample.meta), suffix
+        if shrinks:
             scale = size / min(height, width)
             image = area_resize(image, max(size, round(height * scale)), max(size, round(width * scale)))
-            suffix = "jpg" if suffix == "jpg" else "png"
-            return Sample(encode_image(image, suffix), captions, sample.meta), suffix
-        if suffix is None:  # TIFF, BMP, ...: `prepare` writes only JPEG, PNG and WebP
-            return Sample(encode_image(image, "png"), captions, sample.meta), "png"
-    return Sample(sample.image, captions, sample.meta), suffix
+        suffix = suffix if suffix == "jpg" else "png"  # `prepare` encodes no other kind
+        return Sample(image_bytes(image, "JPEG" if suffix == "jpg" else "PNG"), captions, sample.meta), suffix
 
 
 def _is_held_out(n: int, share: float) -> bool:
     """Return True if sample `n` is held out: a `share` of all, evenly spaced from the second sample on, so that small
     data sets have one, too."""
     return n > 0 and floor((n - 1) * share) > floor((n - 2) * share)
-
-
-def encode_image(image: np.ndarray, suffix: str = "png") -> bytes:
-    """Encode uint8 [H, W, 3] as PNG ("png") or as JPEG of quality 95 ("jpg")."""
-    return image_bytes(image, "JPEG", quality=95) if suffix == "jpg" else image_bytes(image)
 
 
 def _suffix(data: bytes) -> str | None:
@@ -140,18 +127,17 @@ def _suffix(data: bytes) -> str | None:
     return "webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
 
 
-def _map_ahead(function: Callable[[_T], _R], items: Iterable[_T], threads: int | None) -> Iterator[_R]:
-    """`map` in threads, in order, with a bounded number of pending results."""
+def _map_ahead(function: Callable[[int], _T], count: int, threads: int | None) -> Iterator[_T]:
+    """Yield `function` of 0, 1, ... `count` - 1, computed in threads with a bounded number of pending results."""
     threads = threads or os.cpu_count() or 1
-    with ThreadPoolExecutor(threads) as pool:
-        pending = deque()
-        try:
-            for item in items:
-                pending.append(pool.submit(function, item))
-                if len(pending) > 4 * threads:
-                    yield pending.popleft().result()
-            while pending:
+    pending: deque[Future[_T]] = deque()
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for index in range(count):
+            pending.append(pool.submit(function, index))
+            if len(pending) > 4 * threads:
                 yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,9 +1,8 @@
 """Samples of training data, their sources, and the exception for a bad sample.
 
-A `Sample` is an encoded picture, its captions (several phrasings of one description) and its
-metadata. A defect is not an error of the program: `Rejected` carries a short, stable reason, so that
-a reader can skip the sample and count the reason. Every element of a source is either kept or
-rejected for one reason: the numbers of kept and rejected elements add up to the source's length.
+A defect of a sample is not an error of the program: `Rejected` carries a short, stable reason, so that a reader can
+skip the sample and count the reason. Every element of a source is either kept or rejected for one reason: the numbers
+of kept and rejected elements add up to the source's length.
 
 The metadata of a sample names its split. Training and evaluation never read splits other than "train" and "held-out";
 `describe_unread` reports them. A sample without a split is for training.
@@ -12,6 +11,7 @@ The metadata of a sample names its split. Training and evaluation never read spl
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ __all__ = [
     "Subset",
     "describe_unread",
     "digest",
+    "format_reasons",
     "group_by_split",
     "parse_captions",
     "select_split",
@@ -38,7 +39,7 @@ MAX_TEXT = 1 << 16  # characters, or bytes, of all phrasings
 
 @dataclass(frozen=True)
 class Sample:
-    """An encoded picture (PNG, JPEG, WebP, ...), at least one caption, and metadata."""
+    """An encoded picture (PNG, JPEG, WebP, ...), at least one phrasing of its caption, and metadata."""
 
     image: bytes
     captions: tuple[str, ...]
@@ -60,8 +61,13 @@ class Source(Protocol):
 
     def __getitem__(self, index: int) -> Sample: ...
 
+    def captions(self, index: int) -> tuple[str, ...]:
+        """Return the captions without opening the picture's file. Raises `Rejected` for every defect but those of
+        this file."""
+        ...
+
     def meta(self, index: int) -> dict[str, Any]:
-        """Return the metadata without reading the picture. Raises `Rejected` if it is unreadable."""
+        """Return the metadata without opening the picture's file. Raises `Rejected` if it is unreadable."""
         ...
 
     def fingerprint(self) -> str:
@@ -80,6 +86,9 @@ class Subset:
 
     def __getitem__(self, index: int) -> Sample:
         return self.source[int(self.indices[index])]
+
+    def captions(self, index: int) -> tuple[str, ...]:
+        return self.source.captions(int(self.indices[index]))
 
     def meta(self, index: int) -> dict[str, Any]:
         return self.source.meta(int(self.indices[index]))
@@ -117,6 +126,11 @@ def describe_unread(splits: Mapping[str, int]) -> str:
     return f'{total:,} samples are never read: their split ({names}) is neither "{TRAIN}" nor "{HELD_OUT}"'
 
 
+def format_reasons(rejected: Counter[str]) -> str:
+    """Format numbers of rejected samples as "reason: number, ...", most frequent reason first."""
+    return ", ".join(f"{reason}: {count}" for reason, count in rejected.most_common())
+
+
 def parse_captions(text: Any) -> tuple[str, ...]:
     """Parse captions from bytes or text, one phrasing per line, or from a list of phrasings.
 
@@ -128,7 +142,8 @@ def parse_captions(text: Any) -> tuple[str, ...]:
     if not isinstance(text, bytes | str | list | tuple):
         raise Rejected("caption is not a text")
     lines: list[str] = []
-    for part in text if isinstance(text, list | tuple) else (text,):
+    is_list = isinstance(text, list | tuple)
+    for part in text if is_list else (text,):
         if len(lines) > MAX_CAPTIONS:
             raise Rejected("too many captions")
         if isinstance(part, bytes | str) and len(part) > MAX_TEXT:
@@ -139,7 +154,7 @@ def parse_captions(text: Any) -> tuple[str, ...]:
             except UnicodeDecodeError:
                 raise Rejected("caption is not UTF-8") from None
         if isinstance(part, str):
-            lines += [part] if isinstance(text, list | tuple) else part.splitlines()
+            lines += [part] if is_list else part.splitlines()
     if len(lines) > MAX_CAPTIONS or sum(map(len, lines)) > MAX_TEXT:
         raise Rejected("too many captions")
     captions = tuple(line for line in (" ".join(line.split()) for line in lines) if line)

@@ -1,33 +1,32 @@
-"""Safe reading of untrusted files, text and metadata.
+"""Safe reading of untrusted files and metadata.
 
-The functions trust no name, size or type. They open only regular files, since reading a FIFO or a
-device may block forever or never end. They read a bounded number of bytes. A reader either returns
-plain, bounded data or raises `Rejected`.
+The functions trust no name, size or type. They open only regular files, since reading a FIFO or a device may block
+forever or never end. They read a bounded number of bytes, and return plain data or raise `Rejected`.
 """
 
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date, time
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from limner.data.sample import HELD_OUT, TRAIN, Rejected, digest
+from limner.data.sample import HELD_OUT, TRAIN, Rejected, Sample, digest
 from limner.errors import UserError
 
 __all__ = [
-    "escape_surrogates",
+    "Reader",
     "fingerprint",
     "is_environment_error",
     "normalize_split",
     "open_regular",
+    "opened",
     "read_file",
-    "reject_on_error",
     "sanitize_metadata",
     "split_from_names",
 ]
@@ -46,7 +45,7 @@ _SPLITS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), HELD_OUT),
 }
 
-_Read = TypeVar("_Read", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 
 def is_environment_error(error: Exception) -> bool:
@@ -56,19 +55,41 @@ def is_environment_error(error: Exception) -> bool:
     return files or isinstance(error, ImportError | UserError)
 
 
-def reject_on_error(read: _Read) -> _Read:
-    """Decorate a method of a source to turn unexpected exceptions into `Rejected`, "unreadable sample".
+class Reader:
+    """Base of the sources that read untrusted files.
 
-    A bad sample therefore never ends a loop over a source. An index out of range raises `IndexError`. Faults of the
-    environment (`is_environment_error`) pass unchanged.
+    A subclass implements `__len__`, `read`, `read_meta` and `fingerprint`. `read` and `read_meta` raise `Rejected` on a
+    defect. Any other exception is rejected as "unreadable sample", so that a bad sample never ends a loop over a
+    source. Faults of the environment (`is_environment_error`) pass unchanged.
     """
 
-    @functools.wraps(read)
-    def guarded(source: Any, index: int) -> Any:
-        if not -len(source) <= index < len(source):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, index: int, picture: bool) -> Sample:
+        """Return a sample. With `picture` False its image may be empty, and the picture's file is not opened."""
+        raise NotImplementedError
+
+    def read_meta(self, index: int) -> dict[str, Any]:
+        """Return the metadata of a sample without opening the picture's file."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._guarded(self.read, index, True)
+
+    def captions(self, index: int) -> tuple[str, ...]:
+        """See `Source.captions`."""
+        return self._guarded(self.read, index, False).captions
+
+    def meta(self, index: int) -> dict[str, Any]:
+        """See `Source.meta`."""
+        return self._guarded(self.read_meta, index)
+
+    def _guarded(self, read: Callable[..., _T], index: int, *options: bool) -> _T:
+        if not -len(self) <= index < len(self):
             raise IndexError(index)
         try:
-            return read(source, index)
+            return read(index % len(self), *options)
         except Rejected:
             raise
         except Exception as error:
@@ -76,21 +97,16 @@ def reject_on_error(read: _Read) -> _Read:
                 raise
             raise Rejected("unreadable sample") from error
 
-    return cast(_Read, guarded)
-
-
-# ------------------------------------------------------------------------------------------ files
-
 
 #: Flags to open a regular file for reading, without blocking if a FIFO has replaced it.
-READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
     """Open a regular file for reading and return its descriptor; never block. Raises `OSError` for other paths."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device can have an effect
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    descriptor = os.open(path, READ_FLAGS)
+    descriptor = os.open(path, _READ_FLAGS)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # it was replaced in between
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
@@ -114,6 +130,16 @@ def read_file(
     return data
 
 
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[int]:
+    """Open a file for `os.pread`, which threads can call at the same time; yields the descriptor."""
+    descriptor = os.open(path, _READ_FLAGS)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def fingerprint(paths: Iterable[Path]) -> str:
     """Hash the names, sizes and times of files; only the names of unreadable files."""
     parts = []
@@ -126,26 +152,23 @@ def fingerprint(paths: Iterable[Path]) -> str:
     return digest(*parts)
 
 
-# --------------------------------------------------------------------------------------- metadata
-
-
-def sanitize_metadata(raw: Any) -> dict[str, Any]:
+def sanitize_metadata(raw: Any, split: str | None = None) -> dict[str, Any]:
     """Convert metadata to JSON values in UTF-8, and a known name of a split to "train" or "held-out".
 
-    Omits top-level bytes, turns dates and decimals into text and NaN into null. Raises `Rejected`: "metadata too
-    large", or "broken metadata" if it is nested too deep or if the split is not a name.
+    Omits top-level bytes, turns dates and decimals into text and NaN into null. `split` is the split of metadata that
+    names none. Raises `Rejected`: "metadata too large", or "broken metadata" if it is nested too deep or if the split
+    is not a name.
     """
-    if not isinstance(raw, dict):
-        return {}
+    raw = raw if isinstance(raw, dict) else {}
     meta = _to_json({k: v for k, v in raw.items() if not isinstance(v, bytes | bytearray)}, [MAX_META], 0)
-    split = meta.get("split")
-    if split is None or split == "":
+    name = meta.get("split")
+    if name is None or name == "":
         meta.pop("split", None)
-    elif not isinstance(split, str) or not split.isprintable() or len(split) > _MAX_NAME:
+    elif not isinstance(name, str) or not name.isprintable() or len(name) > _MAX_NAME:
         raise Rejected("broken metadata")
     else:
-        meta["split"] = normalize_split(split) or split
-    return meta
+        meta["split"] = normalize_split(name) or name
+    return meta if split is None else {"split": split, **meta}
 
 
 def normalize_split(word: str) -> str | None:
@@ -168,7 +191,7 @@ def _to_json(value: Any, remaining: list[int], depth: int) -> Any:
     if remaining[0] < 0:
         raise Rejected("metadata too large")
     if kind is str:
-        return value if value.isascii() else escape_surrogates(value)
+        return _escape_surrogates(value)
     if value is None or kind is int or kind is bool:
         return value
     if kind is float:
@@ -177,7 +200,7 @@ def _to_json(value: Any, remaining: list[int], depth: int) -> Any:
         raise Rejected("broken metadata")
     if isinstance(value, dict):
         remaining[0] -= sum(map(len, map(str, value)))
-        return {escape_surrogates(str(name)): _to_json(item, remaining, depth + 1) for name, item in value.items()}
+        return {_escape_surrogates(str(name)): _to_json(item, remaining, depth + 1) for name, item in value.items()}
     if isinstance(value, list | tuple | set):
         return [_to_json(item, remaining, depth + 1) for item in value]
     if isinstance(value, bytes | bytearray):
@@ -185,6 +208,6 @@ def _to_json(value: Any, remaining: list[int], depth: int) -> Any:
     return _to_json(value.isoformat() if isinstance(value, date | time) else str(value), remaining, depth)
 
 
-def escape_surrogates(text: str) -> str:
+def _escape_surrogates(text: str) -> str:
     """Replace surrogates, which represent invalid UTF-8 bytes, by escape sequences."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

@@ -1,37 +1,42 @@
 """Reader of shards: samples in tar files written by `shard_writer.py` or by other tools.
 
-The reader scans the headers of each tar once into an index of offsets, and then reads each file of a sample with one
-`pread`. It keeps no file open, so threads can share it and processes can inherit it.
+The reader scans the headers of each tar once into an index of offsets, and then reads a sample's files with one `pread`
+each. It unpacks nothing, checks all numbers in headers, and keeps no file open, so threads can share it and processes
+can inherit it.
 """
 
 from __future__ import annotations
 
 import os
+import tarfile
+import warnings
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from limner.data.sample import MAX_TEXT, Rejected, Sample, parse_captions
-from limner.data.sanitize import MAX_BYTES, MAX_META, READ_FLAGS, fingerprint, reject_on_error, sanitize_metadata
+from limner.data.sanitize import MAX_BYTES, MAX_META, Reader, fingerprint, open_regular, opened, sanitize_metadata
 from limner.data.shard_writer import INCOMPLETE_MARK
-from limner.data.tar_index import DAMAGED, MISSING, Member, tar_members
 from limner.errors import UserError
 from limner.json_files import parse_json
 
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm")
-DUPLICATE_NAME, AMBIGUOUS = -3, -4  # in place of an offset, like `MISSING` and `DAMAGED`
-_REASONS = {
-    MISSING: "missing image",
-    DUPLICATE_NAME: "duplicate picture name",
-    AMBIGUOUS: "duplicate key",
-    DAMAGED: "damaged shard",
-}
+_BLOCK = 512
+_MAX_EXTENSION = 1 << 20  # bytes of an extension header, such as a long name
+#: In place of the offset of an unreadable member; the last three reject the whole sample.
+MISSING, DAMAGED, DUPLICATE_NAME, AMBIGUOUS = -1, -2, -3, -4
+_REASONS = {DAMAGED: "damaged shard", DUPLICATE_NAME: "duplicate picture name", AMBIGUOUS: "duplicate key"}
+_ABSENT = (MISSING, 0)
+#: The most bytes of a picture, a caption and metadata, and the reason to reject larger ones.
+_LIMITS = ((MAX_BYTES, "file too large"), (MAX_TEXT, "caption too long"), (MAX_META, "metadata too large"))
 
 
-class ShardReader:
+class ShardReader(Reader):
     """A source of the samples in tar files, in file order.
 
     An element is a picture with the caption and the metadata of the same key, or a caption or metadata without a
@@ -58,58 +63,46 @@ class ShardReader:
     def __len__(self) -> int:
         return len(self._index)
 
-    def _read(self, index: int, *slots: int) -> list[bytes | None]:
-        """Read the members in `slots` (0 picture, 1 caption, 2 metadata) of a sample."""
-        shard, *spans = self._index[index].tolist()
-        if spans[0] < MISSING:
-            raise Rejected(_REASONS[spans[0]])
-        descriptor = os.open(self.paths[shard], READ_FLAGS)
-        try:
-            members: list[bytes | None] = []
-            for slot in slots:
-                offset, size = spans[2 * slot : 2 * slot + 2]
-                limit, larger = _LIMITS[slot]
-                if size > limit:
-                    raise Rejected(larger)
-                members.append(os.pread(descriptor, size, offset) if offset >= 0 else None)
-            return members
-        finally:
-            os.close(descriptor)
-
-    @reject_on_error
-    def __getitem__(self, index: int) -> Sample:
-        image, text, meta = self._read(index, 0, 1, 2)
-        metadata = self._metadata_of(index, meta)
+    def read(self, index: int, picture: bool) -> Sample:
+        image, text, meta = self._members(index, (0, 1, 2), picture)
+        metadata = self._sanitize(index, meta)
         if image is None:
             raise Rejected("missing image")
         captions = parse_captions(text if text is not None else metadata.get("caption"))
-        if len(image) < self._index[index, 2]:
+        if picture and len(image) < self._index[index, 2]:
             raise Rejected("broken image")  # the tar is truncated
         return Sample(image, captions, metadata)
 
-    @reject_on_error
-    def meta(self, index: int) -> dict[str, Any]:
-        return self._metadata_of(index, self._read(index, 2)[0])
-
-    def _metadata_of(self, index: int, data: bytes | None) -> dict[str, Any]:
-        try:
-            meta = sanitize_metadata(parse_json(data or b"{}"))
-        except ValueError:
-            raise Rejected("broken metadata") from None
-        split = self._splits[self._index[index, 0]]
-        return meta if split is None else {"split": split, **meta}
+    def read_meta(self, index: int) -> dict[str, Any]:
+        return self._sanitize(index, *self._members(index, (2,)))
 
     def fingerprint(self) -> str:
         return fingerprint(self.paths)
 
+    def _members(self, index: int, slots: Sequence[int], picture: bool = True) -> list[bytes | None]:
+        """Read a sample's picture (slot 0; no bytes without `picture`), caption (1) and metadata (2)."""
+        shard, *numbers = self._index[index].tolist()
+        if numbers[0] in _REASONS:
+            raise Rejected(_REASONS[numbers[0]])
+        spans = []
+        for slot in slots:
+            offset, size = numbers[2 * slot : 2 * slot + 2]
+            limit, larger = _LIMITS[slot]
+            if size > limit:
+                raise Rejected(larger)
+            spans.append((offset, size if slot or picture else 0))
+        with opened(self.paths[shard]) as file:
+            return [os.pread(file, size, offset) if offset >= 0 else None for offset, size in spans]
 
-#: The most bytes of a picture, a caption and metadata, and the reason to reject larger ones.
-_LIMITS = ((MAX_BYTES, "file too large"), (MAX_TEXT, "caption too long"), (MAX_META, "metadata too large"))
+    def _sanitize(self, index: int, data: bytes | None) -> dict[str, Any]:
+        try:
+            return sanitize_metadata(parse_json(data or b"{}"), self._splits[self._index[index, 0]])
+        except ValueError:
+            raise Rejected("broken metadata") from None
 
 
-def _samples(members: Iterable[Member]) -> Iterator[list[int]]:
+def _samples(members: Iterable[Member]) -> Iterator[tuple[int, ...]]:
     """Yield the elements of a tar: offset and size of picture, caption and metadata."""
-    absent = (MISSING, 0)
     by_key: dict[tuple[int, str], tuple[list, list, list]] = {}
     damaged = False
     for member in members:
@@ -120,15 +113,129 @@ def _samples(members: Iterable[Member]) -> Iterator[list[int]]:
         if slot is not None and stem.rpartition("/")[2]:
             slots = by_key.setdefault((member.archive, stem), ([], [], []))
             slots[slot].append((member.offset, member.size))
-    for images, texts, metas in by_key.values():
-        count = max(map(len, (images, texts, metas)))
-        if all(len(slot) in (0, count) for slot in (images, texts, metas)):
-            for row in zip(*(slot or [absent] * count for slot in (images, texts, metas)), strict=True):
-                yield [value for pair in row for value in pair]
-        elif len(texts) <= 1 and len(metas) <= 1:
-            yield [*images[0], *(texts or [absent])[0], *(metas or [absent])[0]]
-            yield from [[DUPLICATE_NAME, 0, *absent, *absent]] * (count - 1)
+    for slots in by_key.values():
+        count = max(map(len, slots))
+        first = [(slot or [_ABSENT])[0] for slot in slots]
+        if all(len(slot) in (0, count) for slot in slots):
+            rows = list(zip(*(slot or [_ABSENT] * count for slot in slots), strict=True))
+        elif len(slots[1]) <= 1 and len(slots[2]) <= 1:
+            rows = [first] + [[(DUPLICATE_NAME, 0), _ABSENT, _ABSENT]] * (count - 1)
         else:
-            yield from [[AMBIGUOUS, 0, *absent, *absent]] * count
+            rows = [[(AMBIGUOUS, 0), _ABSENT, _ABSENT]] * count
+        yield from (tuple(chain(*row)) for row in rows)
     if damaged:
-        yield [DAMAGED, 0, *absent, *absent]
+        yield DAMAGED, 0, *_ABSENT, *_ABSENT
+
+
+class Member(NamedTuple):
+    """A file in a tar: number of its archive among the joined ones, name, offset and size in bytes.
+
+    A link has the offset `MISSING` and size 0. If headers are damaged, or an archive lacks its closing zero block, the
+    last member has an empty name, the offset `DAMAGED`, and as size the position of the damage.
+    """
+
+    archive: int
+    name: str
+    offset: int
+    size: int
+
+
+def tar_members(path: str | os.PathLike[str]) -> Iterator[Member]:
+    """Yield the files and links in all joined archives of a tar (`cat a.tar b.tar`), from the headers alone.
+
+    Warns of damage; yields one damaged member if the file cannot be opened.
+    """
+    try:
+        descriptor = open_regular(path)
+    except OSError as error:
+        warnings.warn(f"{path} cannot be read ({error.strerror}): skipping it", stacklevel=2)
+        yield Member(0, "", DAMAGED, 0)
+        return
+    try:
+        for member in walk(partial(os.pread, descriptor), os.fstat(descriptor).st_size):
+            if member.offset == DAMAGED:
+                warnings.warn(f"{path} is damaged at byte {member.size}: the rest of the file is skipped", stacklevel=2)
+            yield member
+    finally:
+        os.close(descriptor)
+
+
+def walk(read: Callable[[int, int], bytes], end: int) -> Iterator[Member]:
+    """`tar_members` of the `end` bytes that `read(size, offset)` returns, without warnings."""
+    archive, at, ended = 0, 0, False
+    overrides: dict[str, str] = {}  # extensions' values for the next member
+    while at < end:
+        block = read(_BLOCK, at)
+        if not block.strip(b"\0"):
+            at, ended = _skip_zeros(read, at, end), True
+            continue
+        try:
+            member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except (tarfile.HeaderError, ValueError):
+            break
+        size = member.size if "size" not in overrides else int(overrides["size"])
+        if not 0 <= size < 1 << 60:  # base-256 numbers may have 95 bits
+            break
+        if ended:
+            archive, ended = archive + 1, False
+        at += _BLOCK
+        if member.type in _EXTENSION_TYPES:
+            values = _parse_extension(member.type, read(min(size, _MAX_EXTENSION), at))
+            if values is None or size > _MAX_EXTENSION:
+                break
+            overrides.update(values)
+        else:
+            if member.type == tarfile.GNUTYPE_SPARSE and block[482]:
+                while read(1, at + 504) not in (b"\0", b""):  # further blocks of the sparse map
+                    at += _BLOCK
+                at += _BLOCK
+            name = overrides.get("path", member.name)
+            if member.isreg() and member.type != tarfile.GNUTYPE_SPARSE:
+                yield Member(archive, name, at, size)
+            elif not member.isdir():
+                yield Member(archive, name, MISSING, 0)
+            overrides = {}
+        if member.isreg() or member.type in _EXTENSION_TYPES or member.type not in tarfile.SUPPORTED_TYPES:
+            at += -(-size // _BLOCK) * _BLOCK
+    if at < end or not ended or end % _BLOCK:  # a partial block shows truncation
+        yield Member(archive, "", DAMAGED, min(at, end))
+
+
+_EXTENSION_TYPES = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.XGLTYPE,
+)
+
+
+def _parse_extension(kind: bytes, data: bytes) -> dict[str, str] | None:
+    """Return the "path" and "size" of the next member from an extension; None if it is damaged."""
+    if kind == tarfile.GNUTYPE_LONGNAME:
+        return {"path": data.split(b"\0")[0].decode("utf-8", "surrogateescape")}
+    overrides: dict[str, str] = {}
+    if kind not in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
+        return overrides
+    while data.strip(b"\0"):  # pax: "LENGTH KEY=VALUE\n", where LENGTH counts the whole record
+        length, _, rest = data.partition(b" ")
+        if not length.isdigit() or len(length) > 9 or not len(length) + 3 <= int(length) <= len(data):
+            return None
+        key, equals, value = rest[: int(length) - len(length) - 2].partition(b"=")
+        if not equals or (key == b"size" and not (value.isdigit() and len(value) < 18)):
+            return None
+        if key in (b"path", b"size"):
+            overrides[key.decode()] = value.decode("utf-8", "surrogateescape")
+        data = data[int(length) :]
+    return overrides
+
+
+def _skip_zeros(read: Callable[[int, int], bytes], at: int, end: int) -> int:
+    """Return the offset of the first nonzero block from `at` on, or `end`."""
+    while at < end:
+        chunk = read(1 << 20, at)
+        nonzero = chunk.lstrip(b"\0")
+        if nonzero or not chunk:
+            return at + (len(chunk) - len(nonzero)) // _BLOCK * _BLOCK if chunk else end
+        at += len(chunk)
+    return end

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
-from limner.atomic_io import LOCK, exclusive_lock, with_filename
+from limner.atomic_io import LOCK, atomic_writer, exclusive_lock
 from limner.errors import UserError
 from limner.json_files import to_json, write_json
 
@@ -45,9 +45,8 @@ class ShardWriter:
     def __init__(self, folder: str | os.PathLike[str], per_shard: int = 10_000) -> None:
         self.folder, self.per_shard = Path(folder), per_shard
         self.kept, self.rejected, self.splits = 0, Counter[str](), Counter[str]()
+        self._lock, self._shard = ExitStack(), ExitStack()
         self._tar: tarfile.TarFile | None = None
-        self._file: BinaryIO | None = None
-        self._lock = ExitStack()
 
     def _prepare_folder(self) -> None:
         present = {path.name for path in self.folder.iterdir() if path.name != LOCK}
@@ -55,24 +54,25 @@ class ShardWriter:
             raise UserError(f"{self.folder} is not empty: name a new folder, or delete this one first")
         (self.folder / INCOMPLETE_MARK).touch()
         for name in present:
-            if name.removesuffix(".tmp").endswith(".tar") or name == SUMMARY:
+            if name.endswith((".tar", ".tmp")) or name == SUMMARY:
                 (self.folder / name).unlink()
 
     def write(
-        self,
-        image: bytes,
-        captions: Sequence[str],
-        meta: dict[str, Any] | None = None,
-        suffix: str = "png",
+        self, image: bytes, captions: Sequence[str], meta: dict[str, Any] | None = None, suffix: str = "png"
     ) -> None:
         """Add a sample. `image` is an encoded picture and `suffix` its file suffix."""
-        if self.kept % self.per_shard == 0:
-            self._finish_shard()
+        if self._tar is None or self.kept % self.per_shard == 0:
+            self._shard.close()
+            file = self._shard.enter_context(atomic_writer(self.folder / f"{self.kept // self.per_shard:05d}.tar"))
+            tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)
+            self._tar = self._shard.enter_context(tar)
         key = f"{self.kept:09d}"
         meta = {"key": key, **(meta or {})}
-        self._add(f"{key}.{suffix}", image)
-        self._add(f"{key}.txt", "\n".join(captions).encode())
-        self._add(f"{key}.json", to_json(meta, ensure_ascii=False).encode())
+        text, data = "\n".join(captions).encode(), to_json(meta, ensure_ascii=False).encode()
+        for name, content in ((suffix, image), ("txt", text), ("json", data)):
+            info = tarfile.TarInfo(f"{key}.{name}")
+            info.size = len(content)
+            self._tar.addfile(info, io.BytesIO(content))
         self.kept += 1
         if "split" in meta:
             self.splits[meta["split"]] += 1
@@ -91,35 +91,6 @@ class ShardWriter:
             "shards": -(-self.kept // self.per_shard),
         }
 
-    def close(self, **extra: Any) -> None:
-        """Complete the data set, with `extra` in `dataset.json`."""
-        self._finish_shard()
-        write_json(self.folder / SUMMARY, {**self.summary(), **extra}, indent=2, ensure_ascii=False)
-        (self.folder / INCOMPLETE_MARK).unlink(missing_ok=True)
-
-    def _path(self) -> Path:
-        return self.folder / f"{(self.kept - 1) // self.per_shard:05d}.tar"
-
-    def _add(self, name: str, data: bytes) -> None:
-        if self._tar is None:
-            self._file = open(self.folder / "shard.tar.tmp", "wb")  # noqa: SIM115 (closed with the shard)
-            self._tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
-        info = tarfile.TarInfo(name)
-        info.size = len(data)
-        with with_filename(self.folder):
-            self._tar.addfile(info, io.BytesIO(data))
-
-    def _finish_shard(self) -> None:
-        if self._tar is None or self._file is None:
-            return
-        with with_filename(self.folder):
-            self._tar.close()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-        os.replace(self.folder / "shard.tar.tmp", self._path())
-        self._tar = self._file = None
-
     def __enter__(self) -> ShardWriter:
         with ExitStack() as stack:
             stack.enter_context(exclusive_lock(self.folder))
@@ -128,14 +99,13 @@ class ShardWriter:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._lock:
-            if kind is None:
-                self.close()
-            elif self._file is not None:
+            if kind is not None:
                 with suppress(OSError):  # a failed flush of an incomplete shard does not matter
-                    self._file.close()
+                    self._shard.__exit__(kind, error, trace)
+                return
+            self._shard.close()
+            write_json(self.folder / SUMMARY, self.summary(), indent=2, ensure_ascii=False)
+            (self.folder / INCOMPLETE_MARK).unlink(missing_ok=True)

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from limner.errors import UserError
+from limner.numerics.seeding import splitmix64
 
-__all__ = ["Dataset", "Stream", "per_rank_batch_size", "permutation", "splitmix64"]
+__all__ = ["Dataset", "Stream", "per_rank_batch_size", "permutation"]
 
 
 class Dataset(Protocol):
@@ -39,21 +40,6 @@ class Dataset(Protocol):
         (uint64 [B]), so it does not depend on its batch. If other samples replace bad ones, "index"
         (int64 [B]) holds the indices of the samples returned."""
         ...
-
-
-def splitmix64(*values: int | np.ndarray) -> np.ndarray:
-    """Hash integers, or broadcast arrays of them, to uint64 by chained splitmix64.
-
-    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
-    """
-    state = np.zeros((), np.uint64)
-    with np.errstate(over="ignore"):
-        for value in values:
-            state = state + np.asarray(value).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            state = state ^ (state >> np.uint64(31))
-    return np.asarray(state)
 
 
 def per_rank_batch_size(batch: int, world: int, setting: str = "") -> int:
@@ -81,13 +67,7 @@ class Stream:
     samples. Raises `UserError` if the data set is empty.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        batch_size: int,
-        seed: int = 0,
-        prefetch: int = 0,
-    ) -> None:
+    def __init__(self, dataset: Dataset, batch_size: int, seed: int = 0, prefetch: int = 0) -> None:
         if len(dataset) == 0:
             raise UserError("the data set is empty: give it samples")
         if batch_size < 1:

@@ -1,7 +1,7 @@
 """Samples from the rows of tables, which name or hold pictures.
 
-Each kind of table has `columns`, a length and `row(index)`, which raises `Rejected` for an unreadable row. JSONL and
-CSV are in `text_tables.py`, Parquet and Arrow in `arrow_tables.py`.
+JSONL and CSV are in `text_tables.py`, Parquet and Arrow in `arrow_tables.py`. Each kind of table has `columns`, a
+length and `row(index)`, which raises `Rejected` for an unreadable row.
 """
 
 from __future__ import annotations
@@ -11,24 +11,15 @@ import binascii
 import contextlib
 import os
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from limner.data.arrow_tables import Arrow, Parquet
 from limner.data.sample import Rejected, Sample, parse_captions
-from limner.data.sanitize import (
-    MAX_BYTES,
-    MAX_COLUMNS,
-    fingerprint,
-    open_regular,
-    read_file,
-    reject_on_error,
-    sanitize_metadata,
-)
+from limner.data.sanitize import MAX_BYTES, MAX_COLUMNS, Reader, fingerprint, open_regular, read_file, sanitize_metadata
 from limner.data.text_tables import Csv, Jsonl
 from limner.errors import UserError
 
@@ -40,17 +31,7 @@ IMAGE_COLUMNS = (
 _BASE64_STARTS = ("data:image/", "/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD")  # JPEG, PNG, WebP, GIF
 
 
-class TableFile(Protocol):
-    """The rows of a file."""
-
-    columns: list[str]
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> dict[str, Any]: ...
-
-
-class TableSource:
+class TableSource(Reader):
     """A source of the rows of tables. Among several tables, an unreadable one counts as one element.
 
     Raises `UserError` if a single table is unreadable, if pyarrow is missing, or if a column is not found.
@@ -65,44 +46,40 @@ class TableSource:
         splits: Sequence[str | None],
     ) -> None:
         """`splits` holds, for each file, the split of its rows that name none."""
-        self.files, self.allow_outside = list(files), allow_outside
-        self._splits = list(splits)
+        self.files, self.allow_outside, self._splits = list(files), allow_outside, list(splits)
         self.tables = [_open_table(file, alone=len(files) == 1) for file in files]
-        self._ends = np.cumsum([len(table) for table in self.tables])
+        self._starts = [0, *accumulate(map(len, self.tables))]
         columns = list(dict.fromkeys(c for table in self.tables for c in table.columns))
-        where = str(files[0])
         if len(columns) > MAX_COLUMNS:
-            raise UserError(f"{where} has {len(columns):,} columns: a table may have at most {MAX_COLUMNS:,}")
+            raise UserError(f"{files[0]} has {len(columns):,} columns: a table may have at most {MAX_COLUMNS:,}")
         if len(self):
-            self.caption = _find_column("caption", caption, CAPTION_COLUMNS, columns, where)
-            self.image = _find_column("image", image, IMAGE_COLUMNS, columns, where)
+            self.caption = _find_column("caption", caption, CAPTION_COLUMNS, columns, files[0])
+            self.image = _find_column("image", image, IMAGE_COLUMNS, columns, files[0])
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._starts[-1]
 
     def row(self, index: int) -> tuple[int, dict[str, Any]]:
-        table = int(np.searchsorted(self._ends, index, side="right"))
-        offset = index - (int(self._ends[table - 1]) if table else 0)
-        return table, self.tables[table].row(offset)
+        """Return the number of a row's table, and the row."""
+        table = bisect_right(self._starts, index) - 1
+        return table, self.tables[table].row(index - self._starts[table])
 
-    @reject_on_error
-    def __getitem__(self, index: int) -> Sample:
+    def read(self, index: int, picture: bool) -> Sample:
         table, row = self.row(index)
         captions = parse_captions(row.get(self.caption))
-        meta = self._metadata_of(table, row)
-        picture = self._picture(table, row)
-        return Sample(picture if isinstance(picture, bytes) else read_file(picture, "missing image"), captions, meta)
+        meta = self._sanitize(table, row)
+        image = self._image(table, row)
+        if isinstance(image, Path):
+            image = read_file(image, "missing image") if picture else b""
+        return Sample(image, captions, meta)
 
-    @reject_on_error
-    def meta(self, index: int) -> dict[str, Any]:
-        return self._metadata_of(*self.row(index))
+    def read_meta(self, index: int) -> dict[str, Any]:
+        return self._sanitize(*self.row(index))
 
-    def _metadata_of(self, table: int, row: dict[str, Any]) -> dict[str, Any]:
-        meta = sanitize_metadata({k: v for k, v in row.items() if k != self.image})
-        split = self._splits[table]
-        return meta if split is None else {"split": split, **meta}
+    def _sanitize(self, table: int, row: dict[str, Any]) -> dict[str, Any]:
+        return sanitize_metadata({k: v for k, v in row.items() if k != self.image}, self._splits[table])
 
-    def _picture(self, table: int, row: dict[str, Any]) -> bytes | Path:
+    def _image(self, table: int, row: dict[str, Any]) -> bytes | Path:
         """Return a row's picture, or the path of its file."""
         value, folder = row.get(self.image), self.files[table].parent
         if isinstance(value, dict):  # the Image feature of Hugging Face's datasets
@@ -131,35 +108,31 @@ class TableSource:
 
     def _picture_files(self) -> Iterator[Path]:
         """Yield the picture files that rows name. Stops reading a table at the first picture that it holds."""
-        for first, end in pairwise((0, *self._ends.tolist())):
+        for first, end in pairwise(self._starts):
             for index in range(first, end):
                 try:
-                    picture = self._locate_picture(index)
+                    image = self._guarded(lambda index: self._image(*self.row(index)), index)
                 except Rejected:
                     continue
-                if isinstance(picture, bytes):
+                if isinstance(image, bytes):
                     break
-                yield picture
-
-    @reject_on_error
-    def _locate_picture(self, index: int) -> bytes | Path:
-        return self._picture(*self.row(index))
+                yield image
 
 
-def _find_column(role: str, wanted: str | None, known: Sequence[str], columns: Sequence[str], where: str) -> str:
+def _find_column(role: str, wanted: str | None, known: Sequence[str], columns: Sequence[str], file: Path) -> str:
     listed = ", ".join(column[:40] for column in columns[:20]) or "none"
     if wanted is not None:
-        if wanted not in columns:
-            raise UserError(f'{where} lacks the column "{wanted}": choose one of {listed}')
-        return wanted
+        if wanted in columns:
+            return wanted
+        raise UserError(f'{file} lacks the column "{wanted}": choose one of {listed}')
     by_lowercase = {column.lower(): column for column in reversed(columns)}
     for name in known:
         if name in by_lowercase:
             return by_lowercase[name]
-    raise UserError(f"{where} lacks a {role} column with a known name: name one of {listed}")
+    raise UserError(f"{file} lacks a {role} column with a known name: name one of {listed}")
 
 
-def _open_table(path: Path, alone: bool) -> TableFile:
+def _open_table(path: Path, alone: bool) -> Parquet | Arrow | Csv | Jsonl | _Unreadable:
     kind = {".parquet": Parquet, ".arrow": Arrow, ".csv": Csv, ".tsv": Csv}.get(path.suffix.lower(), Jsonl)
     try:
         os.close(open_regular(path))
@@ -177,8 +150,7 @@ def _open_table(path: Path, alone: bool) -> TableFile:
 class _Unreadable:
     """An unreadable table, with an unknown number of rows."""
 
-    def __init__(self) -> None:
-        self.columns: list[str] = []
+    columns: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return 1

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from limner.atomic_io import atomic_write_bytes
 from limner.data.datasets import ImageCaptionDataset
-from limner.data.sample import Source, digest
+from limner.data.sample import Source, digest, format_reasons
 from limner.errors import UserError
 from limner.json_files import parse_json, write_json
 from limner.progress import Advance
@@ -70,57 +70,44 @@ def encode_tokens(
     """
     folder = Path(cache_dir) / digest(key, source.fingerprint(), f"{size} {part_size} v1")[:32]
     images = ImageCaptionDataset(source, size)
-    total = len(source)
     parts = []
-    for number, start in enumerate(range(0, total, part_size)):
-        stop = min(start + part_size, total)
-        part = _load_part(folder / f"{number:05d}")
-        if part is None:
-            part = _encode_part(images, encode, np.arange(start, stop), batch_size, progress)
-            _save_part(folder / f"{number:05d}", part)
-        elif progress:
+    for start in range(0, len(source), part_size):
+        stem, stop = folder / f"{len(parts):05d}", min(start + part_size, len(source))
+        part = _load_part(stem)
+        if part is not None and progress:
             progress(stop - start)
+        if part is None:
+            batches = []
+            for first in range(start, stop, batch_size):
+                rows = np.arange(first, min(first + batch_size, stop))
+                batches.append(_encode_batch(images, encode, rows))
+                if progress:
+                    progress(len(rows))
+            part = _join(batches)
+            _save_part(stem, part)
         parts.append(part)
-    rejected = sum((part.rejected for part in parts), Counter[str]())
-    good = [part for part in parts if len(part)]
-    if not good:
-        raise UserError(f"no picture could be encoded ({_reasons(rejected)}): check the data")
+    cache = _join(parts)
+    if not len(cache):
+        raise UserError(f"no picture could be encoded ({format_reasons(cache.rejected)}): check the data")
     write_json(folder / "complete.json", {"parts": len(parts)})
+    return cache
+
+
+@torch.no_grad()
+def _encode_batch(images: ImageCaptionDataset, encode: Callable[[Tensor], Tensor], indices: np.ndarray) -> TokenCache:
+    good, pixels, captions, rejected = images.load(indices)
+    tokens = encode(pixels).cpu().numpy() if len(good) else np.zeros((0, 0), np.int64)
+    fits_uint16 = tokens.max(initial=0) < 1 << 16
+    return TokenCache(tokens.astype(np.uint16 if fits_uint16 else np.int32), captions, good, rejected)
+
+
+def _join(parts: Sequence[TokenCache]) -> TokenCache:
+    good = [part for part in parts if len(part)] or parts[:1]  # concatenating fails for empty parts, of shape [0, 0]
     return TokenCache(
         tokens=np.concatenate([part.tokens for part in good]),
         captions=[captions for part in good for captions in part.captions],
         indices=np.concatenate([part.indices for part in good]),
-        rejected=rejected,
-    )
-
-
-@torch.no_grad()
-def _encode_part(
-    images: ImageCaptionDataset,
-    encode: Callable[[Tensor], Tensor],
-    indices: np.ndarray,
-    batch_size: int,
-    progress: Advance | None,
-) -> TokenCache:
-    tokens, captions, good_indices = [], [], []
-    rejected = Counter[str]()
-    for start in range(0, len(indices), batch_size):
-        rows = indices[start : start + batch_size]
-        good, pixels, texts, reasons = images.load(rows)
-        rejected.update(reasons)
-        if len(good):
-            tokens.append(encode(pixels).cpu().numpy())
-            captions += texts
-            good_indices.append(good)
-        if progress:
-            progress(len(rows))
-    values = np.concatenate(tokens) if tokens else np.zeros((0, 0), np.int64)
-    fits_uint16 = values.size == 0 or values.max() < 1 << 16
-    return TokenCache(
-        tokens=values.astype(np.uint16 if fits_uint16 else np.int32),
-        captions=captions,
-        indices=np.concatenate(good_indices) if good_indices else np.zeros(0, np.int64),
-        rejected=rejected,
+        rejected=sum((part.rejected for part in parts), Counter[str]()),
     )
 
 
@@ -150,7 +137,3 @@ def weights_hash(model: torch.nn.Module) -> str:
         state.update(f"{name} {tuple(tensor.shape)}".encode())
         state.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return state.hexdigest()
-
-
-def _reasons(rejected: Counter[str]) -> str:
-    return ", ".join(f"{reason}: {n}" for reason, n in rejected.most_common()) or "it is empty"

@@ -21,17 +21,16 @@ fp32. Rounding errors stay in the buffers: step 12 subtracts the product of the 
 bits, the error of rounding or clamping the gradient to its format stays there, too.
 
 With shards, each process factors its own shard, with r / shards directions, "independently of its neighboring GPUs"
-(§2.5). Since all steps are linear in E, only the mean of the buffers over replicas matters, up to rounding. A
-checkpoint holds the buffers of each replica, or their mean if they are too large (`gradient_reducers.py`). The same
-number of replicas resumes bit for bit, another number from the mean. (The paper divides gradients by the whole batch,
-so its checkpoints hold the sum; here gradients are means over a replica's samples.)
+(§2.5). Since all steps are linear in E, only the mean of the buffers over replicas matters, up to rounding: a run
+resumes from the mean with another number of replicas. (The paper divides gradients by the whole batch, so its
+checkpoints hold the sum; here gradients are means over a replica's samples.)
 
 If an update is skipped, or leaves out some tensors, `restore_error_feedback` adds P Q^T to their buffers again. The
 value that is not finite may be in another block, and E.2 would lose the contribution of earlier steps.
 
-Two details differ from E.2. Flags are sent with P and Q: whether the gradients, P and Q are finite and, with Q, whether
-P is finite after step 5. All replicas therefore leave out the same blocks. And the loop measures the gradient norm on
-P Q^T itself: the norm of Q (step 9) equals it only as far as P's columns are orthonormal after rounding.
+Two details differ from E.2. Flags sent with P and Q tell whether the gradients, P and Q are finite: all replicas leave
+out the same blocks. And the loop measures the gradient norm on P Q^T itself: the norm of Q (step 9) equals it only as
+far as P's columns are orthonormal after rounding.
 
 Shapes: m x n a matrix's shard with m <= n, r directions of a shard, k matrices of one m in a block.
 """
@@ -47,10 +46,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, distributed, nn
 
-from limner.data.stream import splitmix64
-from limner.distributed.gradient_reducers import Bucket, PendingWork, Replicas, average_grads, unpack_error
+from limner.distributed.gradient_reducers import Bucket, Fp32Reducer, PendingWork, Replicas, average_grads, unpack_error
 from limner.errors import UserError
 from limner.numerics.formats import E6M9, HALF_FORMATS
+from limner.numerics.seeding import named_seed
 from limner.optim import grad_access
 from limner.optim.dtensor import from_local, is_dtensor, shard_like, to_local
 from limner.validation import Range, Validated
@@ -94,7 +93,7 @@ class Matrix:
     parameter: nn.Parameter
     buffer: Tensor  # E in the shape of the shard, in fp32 or as codes
     transposed: bool  # True if the shard has more rows than columns
-    q0: Float[Tensor, "n r"]
+    q0: Float[Tensor, "n r"]  # §2.5 fixes it "at the start of training"; Vogels et al. take the last Q
     grad_scale: Tensor | None = None  # pending scale of a gradient in 16 bits (`optim/grad_access.py`)
 
     def pop_grad(self) -> Float[Tensor, "h w"]:
@@ -106,8 +105,7 @@ class Matrix:
     def set_grad(self, gradient: Float[Tensor, "h w"]) -> None:
         """Set the gradient of the parameter."""
         weight, scale = to_local(self.parameter.detach()), self.grad_scale
-        if scale is not None:
-            gradient = gradient * scale
+        gradient = gradient if scale is None else gradient * scale
         # In the parameter's own layout: fused optimizers ignore strides.
         if (weight.stride(), weight.dtype) != (gradient.stride(), gradient.dtype):
             gradient = torch.empty_like(weight).copy_(gradient.view(weight.shape))
@@ -117,7 +115,7 @@ class Matrix:
 
     def error(self) -> Float[Tensor, "h w"]:
         """Return E in fp32, shaped as the shard."""
-        return (self.buffer if self.buffer.is_floating_point() else E6M9.unpack(self.buffer)).flatten(1)
+        return unpack_error(self.buffer).flatten(1)
 
     def store_error(self, error: Float[Tensor, "h w"]) -> None:
         error = error.view(self.buffer.shape)
@@ -126,40 +124,35 @@ class Matrix:
         else:
             E6M9.pack(error, out=self.buffer)
 
-    def oriented(self, error: Float[Tensor, "h w"]) -> Float[Tensor, "m n"]:
-        return error.T if self.transposed else error
-
-    def rounded(self, gradient: Float[Tensor, "h w"]) -> Float[Tensor, "h w"]:
-        """Return the gradient rounded to the parameter's format."""
-        return grad_access.round_to_storage(gradient, self.parameter.dtype, self.grad_scale)
-
     def product(self, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> tuple[Tensor, Tensor]:
         """Return factors [h, r] and [r, w] of P Q^T, shaped as the shard."""
         return (q, p.T) if self.transposed else (p, q.T)
 
+    def rounded_product(self, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> Float[Tensor, "h w"]:
+        """Return P Q^T, shaped as the shard and rounded to the parameter's format."""
+        left, right = self.product(p, q)
+        return grad_access.round_to_storage(left @ right, self.parameter.dtype, self.grad_scale)
 
-class PowerSGD:
-    """A `GradientReducer` with the steps of the module docstring."""
+
+class PowerSGD(Fp32Reducer):
+    """A reducer with the steps of the module docstring."""
 
     def __init__(self, config: PowerSGDConfig | None = None) -> None:
         self.config = config or PowerSGDConfig()
         self.blocks: dict[str, list[Matrix]] = {}  # compressed matrices by block
-        self._outside: dict[str, list[nn.Parameter]] = {}
         self._uncompressed: list[nn.Parameter] = []  # of blocks
         self._total = 0  # number of matrices of blocks
         self.factors: list[tuple[Matrix, Tensor, Tensor]] = []  # P and Q of matrices with gradients
 
     def attach(self, buckets: Mapping[str, Bucket], replicas: Replicas) -> None:
-        self._replicas = replicas
+        super().attach(buckets, replicas)
         for name, bucket in buckets.items():
-            if not bucket.in_block:
-                self._outside[name] = list(bucket.parameters.values())
-                continue
-            trained = {key: p for key, p in bucket.parameters.items() if p.requires_grad}
-            matrices = {key: self.make_matrix(key, p) for key, p in trained.items()}
-            self.blocks[name] = [matrix for matrix in matrices.values() if matrix is not None]
-            self._uncompressed += [p for key, p in bucket.parameters.items() if matrices.get(key) is None]
-            self._total += sum(p.ndim > 1 for p in trained.values())
+            if bucket.in_block:
+                trained = {key: p for key, p in bucket.parameters.items() if p.requires_grad}
+                matrices = {key: self.make_matrix(key, p) for key, p in trained.items()}
+                self.blocks[name] = [matrix for matrix in matrices.values() if matrix is not None]
+                self._uncompressed += [p for key, p in bucket.parameters.items() if matrices.get(key) is None]
+                self._total += sum(p.ndim > 1 for p in trained.values())
         if self._total and not self.matrices():
             rank = "" if self.config.rank is None else f" of rank {self.config.rank}"
             raise UserError(
@@ -172,8 +165,7 @@ class PowerSGD:
             return "the model lacks blocks, so its gradients are sent in fp32"
         ranks = {m.q0.shape[1] * _shards(m.parameter) for m in self.matrices()}
         rank = " to ".join(str(r) for r in sorted({min(ranks), max(ranks)}))
-        shards = _shards(self.matrices()[0].parameter)
-        split = f" over {shards} shards" if shards > 1 else ""
+        split = f" over {shards} shards" if (shards := _shards(self.matrices()[0].parameter)) > 1 else ""
         return f"gradients of {len(self.matrices())} of {self._total} matrices are compressed to rank {rank}{split}"
 
     def make_matrix(self, name: str, p: nn.Parameter) -> Matrix | None:
@@ -187,40 +179,33 @@ class PowerSGD:
         r = max(1, min((self.config.rank or min(len(p), p[0].numel()) // 8) // shards, m))
         if r * (m + n) >= m * n:
             return None
-        seed = int(splitmix64(self.config.seed, *name.encode())) >> 1  # the same on all replicas; differs between names
-        q0 = torch.randn(n, r, generator=torch.Generator().manual_seed(seed)).to(shard.device)
+        generator = torch.Generator().manual_seed(named_seed(self.config.seed, name))  # the same on all replicas
+        q0 = torch.randn(n, r, generator=generator).to(shard.device)
         buffer = torch.zeros(shard.shape, dtype=torch.float32, device=shard.device)
         return Matrix(name, p, E6M9.pack(buffer) if self.config.quantize else buffer, height > width, q0)
 
     def reduce(self, bucket: str) -> PendingWork:
         """Run steps 2 to 7 and 12 for a block, step 8 for a bucket outside the blocks."""
-        if bucket in self._outside:
-            yield from average_grads(self._outside[bucket], self._replicas.mean)
+        if not self.buckets[bucket].in_block:
+            yield from super().reduce(bucket)
             return
         matrices = [matrix for matrix in self.blocks[bucket] if matrix.parameter.grad is not None]
         if not matrices:
             return
-        grads = [matrix.pop_grad() for matrix in matrices]
-        finite = _finite(grads)
-        # In place: the memory of the gradient holds E + G until `store_error` packs it.
-        errors = [grad.add_(matrix.error()) for matrix, grad in zip(matrices, grads, strict=True)]
-        del grads
-        # `_inverse_root` is the "predetermined constants" of step 3. With them P rarely and Q never overflows 1-6-9.
-        # The constants of P cancel in step 5.
-        p = [
-            matrix.oriented(error) @ self.initial_q(matrix) * _inverse_root(len(matrix.q0))
-            for matrix, error in zip(matrices, errors, strict=True)
-        ]
+        errors = [matrix.pop_grad() for matrix in matrices]
+        finite = _finite(errors)
+        for matrix, error in zip(matrices, errors, strict=True):
+            error.add_(matrix.error())  # in place: the memory of the gradient holds E + G until `store_error` packs it
+        # With "predetermined constants" (step 3) P rarely and Q never overflows 1-6-9; step 5 cancels those of P.
+        oriented = [error.T if matrix.transposed else error for matrix, error in zip(matrices, errors, strict=True)]
+        p = [e @ matrix.q0 * _inverse_root(len(matrix.q0)) for e, matrix in zip(oriented, matrices, strict=True)]
         all_finite, all_usable = yield from self._average_factors(p, finite, _finite(p))
         if all_finite and all_usable:
             p = self._orthonormal(p)
             orthonormal_finite = _finite(p)  # 1-6-9 has only finite codes: NaN would become the largest
             if self.config.quantize:
                 p = [E6M9.round(x) for x in p]
-            q = [
-                matrix.oriented(error).T @ x * _inverse_root(len(x))
-                for matrix, error, x in zip(matrices, errors, p, strict=True)
-            ]
+            q = [e.T @ x * _inverse_root(len(x)) for e, x in zip(oriented, p, strict=True)]
             (all_usable,) = yield from self._average_factors(q, orthonormal_finite & _finite(q))
             q = [y / _inverse_root(len(x)) for x, y in zip(p, q, strict=True)]
             if all_usable:
@@ -236,32 +221,27 @@ class PowerSGD:
         """Replace each factor by its mean over replicas, in one collective. Return for each flag whether it is
         true on all replicas."""
         flat = torch.cat([x.flatten() for x in factors] + [(~flag).float().view(1) for flag in flags])
-        yield from self._replicas.compressed_mean(flat, E6M9) if self.config.quantize else self._replicas.mean(flat)
+        yield from self.replicas.compressed_mean(flat, E6M9) if self.config.quantize else self.replicas.mean(flat)
         *values, failures = flat.split([*(x.numel() for x in factors), len(flags)])
         factors[:] = [x.view_as(before) for x, before in zip(values, factors, strict=True)]
         return [not flag for flag in failures.tolist()]
 
     def finish(self) -> PendingWork:
         """Run step 8 for the uncompressed parameters of all blocks, and step 11."""
-        yield from average_grads(self._uncompressed, self._replicas.mean)
+        yield from average_grads(self._uncompressed, self.replicas.mean)
         for matrix, p, q in self.factors:
-            left, right = matrix.product(p, q)
-            matrix.set_grad(matrix.rounded(left @ right))
+            matrix.set_grad(matrix.rounded_product(p, q))
         self.factors.clear()
 
     @torch.no_grad()
     def restore_error_feedback(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add P Q^T to the buffer again if it is finite; if not, step 12 has not subtracted it."""
-        restored = set(parameters)
+        restored = {p: p.grad for p in parameters if p.grad is not None}
         for matrix in self.matrices():
-            if matrix.parameter in restored and matrix.parameter.grad is not None:
-                gradient = grad_access.grad_values(matrix.parameter.grad).flatten(1)
+            if matrix.parameter in restored:
+                gradient = grad_access.grad_values(restored[matrix.parameter]).flatten(1)
                 if gradient.isfinite().all():
-                    matrix.store_error(matrix.error().add(gradient))
-
-    def initial_q(self, matrix: Matrix) -> Float[Tensor, "n r"]:
-        """Return the Q of step 3. §2.5 fixes it "at the start of training"; Vogels et al. take the last Q."""
-        return matrix.q0
+                    matrix.store_error(matrix.error() + gradient)
 
     def orthonormal(self, p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
         """Run step 5 for matrices of one shape."""
@@ -271,31 +251,24 @@ class PowerSGD:
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
     ) -> None:
         """Run step 12, which may overwrite `error`, and keep P and Q for step 11."""
-        left, right = matrix.product(p, q)
         if matrix.parameter.dtype in HALF_FORMATS:
-            error.sub_(matrix.rounded(left @ right))
+            error.sub_(matrix.rounded_product(p, q))
         else:
-            error.addmm_(left, right, alpha=-1)
+            error.addmm_(*matrix.product(p, q), alpha=-1)
         matrix.store_error(error)
         self.factors.append((matrix, p, q))
 
     def _orthonormal(self, factors: list[Float[Tensor, "m r"]]) -> list[Float[Tensor, "m r"]]:
         """Run step 5 for all factors, batched by shape."""
-        shapes: dict[torch.Size, list[int]] = {}
-        for i, p in enumerate(factors):
-            shapes.setdefault(p.shape, []).append(i)
-        results = list(factors)
-        for indices in shapes.values():
-            for i, p in zip(indices, self.orthonormal(torch.stack([factors[i] for i in indices])), strict=True):
-                results[i] = p
-        return results
+        by_shape: dict[torch.Size, list[Tensor]] = {}
+        for p in factors:
+            by_shape.setdefault(p.shape, []).append(p)
+        results = {shape: iter(self.orthonormal(torch.stack(group))) for shape, group in by_shape.items()}
+        return [next(results[p.shape]) for p in factors]
 
     def matrices(self) -> list[Matrix]:
         """Return the compressed matrices of all blocks."""
         return [matrix for block in self.blocks.values() for matrix in block]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
 
     def error_buffers(self) -> dict[str, Tensor]:
         return {matrix.name: from_local(matrix.buffer, matrix.parameter) for matrix in self.matrices()}
@@ -312,8 +285,7 @@ class PowerSGD:
 
 
 def _inverse_root(n: int) -> float:
-    """Return about 1 / sqrt(n) as a power of two, so that scaling is exact. E^T p with a column p of length 1 is at
-    most sqrt(m) times the largest number of E."""
+    """Return about 1 / sqrt(n) as a power of two, so that scaling is exact."""
     return 2.0 ** -ceil(log2(n) / 2)
 
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import distributed
@@ -72,38 +72,10 @@ def join_process_group(
         return
     if missing := [name for name in TORCHRUN_VARIABLES if not os.environ.get(name)]:
         raise UserError(f"RANK is set, but {', '.join(missing)} is not: start the processes with torchrun")
-    on_gpus = torch.cuda.is_available()
-    local = int(os.environ["LOCAL_RANK"])
-    if on_gpus:
-        if local >= torch.cuda.device_count():
-            raise UserError(
-                f"process {local} lacks a GPU, because this machine has {torch.cuda.device_count()}: give torchrun "
-                f"--nproc-per-node {torch.cuda.device_count()}"
-            )
-        torch.cuda.set_device(local)
+    _init_process_group()
     try:
-        _init_process_group("nccl" if on_gpus else "gloo")
-    except (RuntimeError, TimeoutError, ValueError) as error:  # DistStoreError, DistNetworkError and the like
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(f"process {rank()} cannot reach its peers at {where}: {error}".splitlines()[0]) from None
-    quiet = warnings.catch_warnings(action="ignore") if rank() else nullcontext()
-    try:
-        if kind == "ddp" and replicas != 1:
-            raise UserError("--parallel ddp makes each process a replica: omit --dp-replicate, or use fsdp or zero2")
-        if kind != "ddp" and replicas == 1 and make_reducer:
-            raise UserError(
-                "all processes together hold one replica, so --grad-compression has no effect: choose --dp-replicate 2 "
-                "or more, or omit --grad-compression"
-            )
-        if kind == "ddp":
-            strategy: Replicated = Replicated(make_reducer)
-        else:
-            from limner.distributed.sharded import KINDS  # imported here because it takes half a second
-
-            count = count_nodes() if replicas == "per-node" else replicas
-            strategy = KINDS[kind](count, make_reducer)
-        with quiet:
-            yield strategy
+        with warnings.catch_warnings(action="ignore") if rank() else nullcontext():
+            yield _strategy(kind, replicas, make_reducer)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         if PEER_ENDED.search(str(error)):
@@ -117,6 +89,21 @@ def join_process_group(
         distributed.destroy_process_group()
 
 
+def _strategy(kind: Kind, replicas: int | PerNode, make_reducer: ReducerFactory | None) -> Replicated:
+    if kind == "ddp":
+        if replicas != 1:
+            raise UserError("--parallel ddp makes each process a replica: omit --dp-replicate, or use fsdp or zero2")
+        return Replicated(make_reducer)
+    if replicas == 1 and make_reducer:
+        raise UserError(
+            "all processes together hold one replica, so --grad-compression has no effect: choose --dp-replicate 2 "
+            "or more, or omit --grad-compression"
+        )
+    from limner.distributed.sharded import KINDS  # imported here because it takes half a second
+
+    return KINDS[kind](count_nodes() if replicas == "per-node" else replicas, make_reducer)
+
+
 def count_nodes() -> int:
     """Return the number of machines. Raises `UserError` if the local process count does not divide the total."""
     world_size, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
@@ -128,12 +115,24 @@ def count_nodes() -> int:
     return world_size // local
 
 
-def _init_process_group(backend: str) -> None:
-    """Join the process group under a name in the store that is unique to this start."""
-    number, world_size = rank(), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+def _init_process_group() -> None:
+    """Join the process group under a name in the store that is unique to this start. Raises `UserError`."""
+    number, world_size, local = rank(), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    if on_gpus := torch.cuda.is_available():
+        if local >= (gpus := torch.cuda.device_count()):
+            raise UserError(
+                f"process {local} lacks a GPU, because this machine has {gpus}: give torchrun --nproc-per-node {gpus}"
+            )
+        torch.cuda.set_device(local)
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     hosts = number == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = distributed.TCPStore(address, port, world_size, is_master=hosts, timeout=COLLECTIVE_TIMEOUT)
-    run = distributed.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", "run"), store)
-    store = distributed.PrefixStore(agree_on_run_id(run, number, world_size, CONNECT_TIMEOUT), run)
-    distributed.init_process_group(backend, store=store, rank=number, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    limits: Any = {"world_size": world_size, "timeout": COLLECTIVE_TIMEOUT}
+    try:
+        store = distributed.TCPStore(address, int(port), is_master=hosts, **limits)
+        run = distributed.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", "run"), store)
+        store = distributed.PrefixStore(agree_on_run_id(run, number, world_size, CONNECT_TIMEOUT), run)
+        distributed.init_process_group("nccl" if on_gpus else "gloo", store=store, rank=number, **limits)
+    except (RuntimeError, TimeoutError, ValueError) as error:  # DistStoreError, DistNetworkError and the like
+        raise UserError(
+            f"process {number} cannot reach its peers at {address}:{port}: {error}".splitlines()[0]
+        ) from None

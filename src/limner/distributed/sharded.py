@@ -8,7 +8,7 @@ are one more group, which stays gathered from the forward to the backward pass. 
 sharded. Weights, gradients, averages and optimizer state thus take 1/W of their memory on each of W processes.
 
 With `replicas`, W / replicas processes share a set of weights. Gradients are first reduced within such a group by FSDP,
-then between groups by a `GradientReducer`. (FSDP can do both, but without compression, and on CPUs it blocks during the
+then between groups by a reducer. (FSDP can do both, but without compression, and on CPUs it blocks during the
 second reduction.)
 """
 
@@ -17,8 +17,9 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -26,20 +27,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from limner.distributed.gradient_reducers import Fp32Reducer, double_backward_error
+from limner.blocks import block_lists
+from limner.distributed.gradient_reducers import Fp32Reducer
+from limner.distributed.overlapped_reducer import double_backward_error
 from limner.distributed.p2p_collectives import all_gather, all_to_all
 from limner.distributed.replicated import ReducerFactory, Replicated
-from limner.distributed.sharded_checkpoint import CheckpointDir, ShardedCheckpointer
+from limner.distributed.sharded_checkpoint import ShardedCheckpointer
 from limner.distributed.sharded_init import shard_in_place, shard_on_registration
 from limner.errors import UserError
 from limner.optim.dtensor import full_tensor, is_dtensor, shard_dim, to_local
-from limner.quantization.half_linear import HalfLinear
+from limner.quantization import HalfLinear
+from limner.training.checkpoint import LocalCheckpointer
+from limner.training.parallel import Reduction
+from limner.training.train_module import Trainable
 
 PREFETCHED_BLOCKS = 2  # blocks gathered in advance: with one, the link is idle until the next block begins
 
 
 class Sharded(Replicated):
-    """The strategy of a process of the default process group; see `Parallel`.
+    """The strategy of a process of the default process group.
 
     Args:
         replicas: number of groups of processes that each hold a complete set of weights.
@@ -63,13 +69,12 @@ class Sharded(Replicated):
         self._replicated: list[nn.Parameter] = []
         self._reduce_scatter = _ReduceScatter(0)
 
-    def checkpointer(self, files: CheckpointDir) -> ShardedCheckpointer:
-        """See `Parallel`."""
+    def checkpointer(self, files: LocalCheckpointer) -> ShardedCheckpointer:
         return ShardedCheckpointer(files, self.mesh["replicate"].size(), self.mesh.get_local_rank("replicate"))
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
-        """See `Parallel`. All processes draw the random numbers of the first one."""
+        """All processes draw the random numbers of the first one."""
         state = torch.get_rng_state()
         self._broadcast(state, distributed.group.WORLD)
         torch.set_rng_state(state)
@@ -81,13 +86,14 @@ class Sharded(Replicated):
         mesh = self.mesh["shard"]
         return distribute_tensor(p.contiguous(), mesh, [self._sharding(p)], src_data_rank=None)
 
-    def prepare(self, trainable: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """See `Parallel`. A model that was not built in `init_context` must be complete on each process."""
-        self._modules, self._scales = [], {}
-        layers = [x for x in trainable.modules() if isinstance(x, HalfLinear) and x.bias is not None]
-        for layer in layers:  # an FSDP group has one dtype; these biases are small enough not to shard
-            layer.bias = nn.Parameter(full_tensor(layer.bias.detach()), layer.bias.requires_grad)
-        self._replicated = [layer.bias for layer in layers]
+    def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """A model that was not built in `init_context` must be complete on each process."""
+        self._modules, self._replicated, self.reduction = [], [], Reduction()
+        for layer in trainable.modules():
+            if isinstance(layer, HalfLinear) and layer.bias is not None:
+                # An FSDP group has one dtype; these biases are small enough not to shard.
+                layer.bias = nn.Parameter(full_tensor(layer.bias.detach()), layer.bias.requires_grad)
+                self._replicated.append(layer.bias)
         self._replicated += [p for p in trainable.parameters() if p.ndim == 0]  # scalars cannot be sharded
         for p in self._replicated:
             p.data = p.data.to(device)
@@ -114,11 +120,10 @@ class Sharded(Replicated):
 
     def _apply_fsdp(self, trainable: nn.Module, dtype: torch.dtype) -> None:
         """Apply FSDP in groups: one for each block of a module list, one for the other parameters."""
-        lists = [module for module in trainable.modules() if isinstance(module, nn.ModuleList)]
         first: list[FSDPModule] = []
-        for blocks in lists:
-            reshard = self.reshard_after_forward
-            groups = [self._fsdp_groups(block, dtype, reshard and block is not blocks[-1]) for block in blocks]
+        for blocks in block_lists(trainable).values():
+            resharded = list(blocks)[:-1] if self.reshard_after_forward else []
+            groups = [self._fsdp_groups(block, dtype, block in resharded) for block in blocks]
             ahead = [list(chain.from_iterable(groups[i : i + PREFETCHED_BLOCKS])) for i in range(len(groups) + 1)]
             for (group, *_), following in zip(groups, ahead[1:], strict=True):
                 group.set_modules_to_forward_prefetch(following)
@@ -138,46 +143,40 @@ class Sharded(Replicated):
     def _fsdp_groups(self, block: nn.Module, dtype: torch.dtype, reshard: bool) -> list[FSDPModule]:
         """Apply FSDP to a block and return its groups, the block's main group first. Linear layers are gathered in the
         16-bit format to which autocast would round them. Gains stay fp32, and gradients are summed in fp32."""
-        mesh, halves = self.mesh["shard"], [module for module in block.modules() if isinstance(module, HalfLinear)]
+        halves = [module for module in block.modules() if isinstance(module, HalfLinear)]
         linear = halves or [module for module in block.modules() if type(module) is nn.Linear]
         inner: list[FSDPModule] = []
+        shards: Any = {
+            "mesh": self.mesh["shard"], "shard_placement_fn": self._sharding, "reshard_after_forward": reshard,
+        }  # fmt: skip
         if dtype != torch.float32 and linear:
             # The warning is about in-place changes of a linear layer's output; no code makes them.
             warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP(Half)?Linear.* returned a view tensor")
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-            fully_shard(
-                linear, mesh=mesh, shard_placement_fn=self._sharding, mp_policy=policy,  # pyright: ignore
-                reshard_after_forward=reshard, ignored_params=set(self._replicated),
-            )  # fmt: skip
+            fully_shard(linear, mp_policy=policy, ignored_params=set(self._replicated), **shards)  # pyright: ignore
             inner = [linear[0]]  # pyright: ignore
-        main = fully_shard(
-            block, mesh=self.mesh["shard"], shard_placement_fn=self._sharding, reshard_after_forward=reshard
-        )
-        return [main, *inner]
+        return [fully_shard(block, **shards), *inner]
 
     def _sharding(self, p: Tensor) -> Shard:
         return Shard(shard_dim(p.shape, self.mesh["shard"].size()))
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        """See `Parallel`. Gradients of earlier micro-batches stay unsharded on their process."""
+        """Gradients of earlier micro-batches stay unsharded on their process."""
         self._modules[-1].set_requires_gradient_sync(last)
         with super().microbatch(last):
             yield
 
-    def unsharded(self) -> AbstractContextManager[object]:
-        """See `Parallel`."""
-        return self._unsharded() if self._modules else nullcontext()
-
     @contextmanager
-    def _unsharded(self) -> Iterator[None]:
-        self._modules[-1].unshard()  # parameters outside the blocks; a call of a block gathers the block
+    def unsharded(self) -> Iterator[None]:
+        for module in self._modules[-1:]:
+            module.unshard()  # parameters outside the blocks; a call of a block gathers the block
         yield
         for module in self._modules:
             module.reshard()  # weights may change before the next forward pass
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """See `Parallel`. Waits for the last gradients that the backward pass sent, and averages those of scalars."""
+        """Wait for the last gradients that the backward pass sent, and average those of scalars."""
         self._reduce_scatter.finish()
         super().reduce(parameters)
         grads = [p.grad for p in self._replicated if p.grad is not None]
@@ -187,7 +186,6 @@ class Sharded(Replicated):
                 grad.copy_(part.view_as(grad))
 
     def assert_replicas_equal(self, parameters: Iterable[nn.Parameter]) -> None:
-        """See `Parallel`."""
         self._compare_hashes(parameters, self.mesh["replicate"].get_group())
 
 

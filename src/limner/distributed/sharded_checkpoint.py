@@ -22,11 +22,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -34,42 +34,21 @@ from torch import Tensor, distributed, nn
 from limner.atomic_io import file_hash
 from limner.errors import UserError
 from limner.optim.dtensor import is_dtensor, to_local
+from limner.training.checkpoint import Checkpointer, LocalCheckpointer, Tensors, write_error
 
 T = TypeVar("T")
-Tensors = Mapping[str, Mapping[str, Tensor]]
 VISIBILITY_TIMEOUT = 60.0  # seconds for a network file system to show a new file
 
 
-@runtime_checkable
-class CheckpointDir(Protocol):
-    """The checkpoints of a run; `training.checkpoint.Files` implements and describes the methods."""
-
-    folder: Path
-
-    def path(self, step: int) -> Path: ...
-
-    def create(self, step: int, state: Mapping[str, Any], sums: Mapping[str, str]) -> AbstractContextManager[Path]: ...
-
-    def latest(self) -> Path | None: ...
-
-    def load(self, checkpoint: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]: ...
-
-    def error_buffers(
-        self, checkpoint: Path, model: nn.Module, replicas: int, replica: int
-    ) -> Iterator[Mapping[str, Tensor]]: ...
-
-    def acquire(self) -> None: ...
-
-
-class ShardedCheckpointer:
-    """A `Checkpointer` (`training/checkpoint.py`) in which each process of the default group writes a file.
+class ShardedCheckpointer(Checkpointer):
+    """A `Checkpointer` in which each process of the default group writes a file.
 
     Args:
         files: the checkpoints of the run.
         replicas: number of processes that hold the same shards; this process has index `replica`.
     """
 
-    def __init__(self, files: CheckpointDir, replicas: int = 1, replica: int = 0) -> None:
+    def __init__(self, files: LocalCheckpointer, replicas: int = 1, replica: int = 0) -> None:
         self.files, self.rank = files, distributed.get_rank()
         self._holders = {True: (replicas, replica), False: (distributed.get_world_size(), self.rank)}
         self._group: Any = distributed.new_group(backend="gloo")
@@ -85,7 +64,7 @@ class ShardedCheckpointer:
         return self.files.path(step)
 
     def flush(self) -> None:
-        """Wait until all processes have written the last save. Raises `UserError` if one fails."""
+        """Wait until all processes have written the last save."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -97,15 +76,14 @@ class ShardedCheckpointer:
         return self.files.folder / newest.name if newest else None
 
     def load(self, checkpoint: Path, model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
-        """See `Checkpointer`. Any number of processes may have saved; this process reads its shards."""
+        """Any number of processes may have saved; this process reads its shards."""
         return self.files.load(checkpoint, model)
 
     def error_buffers(self, checkpoint: Path, model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
-        """See `Checkpointer`."""
         return self.files.error_buffers(checkpoint, model, *self._holders[True])
 
     def acquire(self) -> None:
-        """See `Checkpointer`. Raises `UserError` if processes do not see each other's files."""
+        """Raises `UserError` if processes do not see each other's files."""
         with ExitStack() as stack:
 
             def mark() -> str:
@@ -115,11 +93,11 @@ class ShardedCheckpointer:
                 return Path(stack.enter_context(TemporaryDirectory(dir=self.files.folder))).name
 
             marked = self.files.folder / self._all_gather(mark)[0]
-            unseeing = [number for number, sees in enumerate(self._all_gather(lambda: _appears(marked))) if not sees]
-            if unseeing:
+            seen = self._all_gather(lambda: _appears(marked))
+            if not all(seen):
                 raise UserError(
                     f"the folder {self.files.folder.parent} is not shared by all processes: process "
-                    f"{unseeing[0]} does not see the files of process 0; choose a folder on a shared file system"
+                    f"{seen.index(False)} does not see the files of process 0; choose a folder on a shared file system"
                 )
 
     @torch.no_grad()
@@ -131,11 +109,11 @@ class ShardedCheckpointer:
         for group, values in tensors.items():
             replica_group = f"errors.{self._holders[True][1]}" if group == "errors" else ""
             for name, value in values.items():
-                totals = bytes_of[is_dtensor(value)]
+                totals, (_, holder) = bytes_of[is_dtensor(value)], self._holders[is_dtensor(value)]
                 writer = totals.index(min(totals))
                 if not replica_group:
                     totals[writer] += value.nbytes
-                    if writer != self._holders[is_dtensor(value)][1]:
+                    if writer != holder:
                         continue
                 key = f"{replica_group or group}/{name}"
                 copy = reusable.get(key)
@@ -162,17 +140,15 @@ class ShardedCheckpointer:
                 folder = self.files.folder / self._all_gather(begin)[0]
                 writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
                 dcp.save(self._copies, storage_writer=writer, process_group=self._group)
-                for hashes in self._all_gather(lambda: _hashes(folder, self.rank)):
+                pattern = f"shard-{self.rank + 1:05d}-*"
+                for hashes in self._all_gather(lambda: {p.name: file_hash(p) for p in folder.glob(pattern)}):
                     sums |= hashes
                 self._all_gather(stack.close)
         except CheckpointException as error:
             number, (reason, _) = next(iter(error.failures.items()))
-            raise self._write_error(step, f"process {number}: {reason}") from error
+            raise write_error(self.files.path(step), f"process {number}: {reason}") from error
         except OSError as error:
-            raise self._write_error(step, str(error)) from error
-
-    def _write_error(self, step: int, reason: str) -> UserError:
-        return UserError(f"cannot write checkpoint {self.files.path(step)}: {reason}; earlier checkpoints are intact")
+            raise write_error(self.files.path(step), error) from error
 
     def _all_gather(self, function: Callable[[], T]) -> list[T]:
         """Call `function` on all processes and return the results by rank. If it fails on one, all raise its error."""
@@ -187,11 +163,6 @@ class ShardedCheckpointer:
             if error is not None:
                 raise error
         return [value for value, _ in outcomes]
-
-
-def _hashes(folder: Path, rank: int) -> dict[str, str]:
-    """Return the checksums of the files that a process has written, by name."""
-    return {path.name: file_hash(path) for path in folder.glob(f"shard-{rank + 1:05d}-*")}
 
 
 def _appears(path: Path) -> bool:

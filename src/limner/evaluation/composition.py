@@ -33,8 +33,9 @@ from limner.errors import UserError
 from limner.evaluation.confidence import TEST_SEEDS_FROM, PairedDifference, Proportion, drawing_seed
 from limner.evaluation.generate_batches import Predicate, attribute_key, generate_batches, verdicts
 from limner.json_files import read_json, write_json
-from limner.pipeline import Candidates, TextToImage
+from limner.pipeline import TextToImage
 from limner.progress import Advance
+from limner.sampling.candidates import Candidates
 from limner.sampling.generation_config import CANDIDATES, Sampler
 from limner.tasks import captions, scenes
 from limner.tasks.rendering import render_pair
@@ -100,39 +101,36 @@ class CompositionResult:
     best_of: tuple[int, ...]
     settings: dict[str, Any]
 
-    def chosen(self, k: int) -> np.ndarray:
-        """Return the index of the highest score among the first k candidates, [B]."""
-        return self.scores[:, :k].argmax(1)
-
     def rate(self, k: int, kind: str | None = None) -> Proportion:
         """Return the share of captions whose best of k is right; `kind` restricts the captions."""
-        return self._rate(self._best(k), kind)
+        return self._proportion(self._best(k), kind)
 
     def ceiling(self, k: int, kind: str | None = None) -> Proportion:
         """Return the share of captions for which any of the first k candidates is right."""
-        return self._rate(np.any(self.right[:, :k], axis=1), kind)
+        return self._proportion(np.any(self.right[:, :k], axis=1), kind)
 
     def single(self, kind: str | None = None) -> Proportion:
         """Return the share of all candidates that are right: the expectation of best of 1, with less variance."""
-        return self._rate(self.right.mean(1), kind)
+        return self._proportion(self.right.mean(1), kind)
 
     def gain(self, k: int, more: int, kind: str | None = None) -> PairedDifference:
         """Return the difference of best of `more` and best of k."""
-        rows = self._where(kind)
-        return PairedDifference.from_values(self._best(more)[rows], self._best(k)[rows], self._clusters(rows))
+        rows, clusters = self._group(kind)
+        return PairedDifference.from_values(self._best(more)[rows], self._best(k)[rows], clusters)
 
     def _best(self, k: int) -> np.ndarray:
-        return np.take_along_axis(self.right, self.chosen(k)[:, None], 1)[:, 0]
+        """Return the verdicts on the candidates with the highest score among the first k, bool [B]."""
+        chosen = self.scores[:, :k].argmax(1)
+        return np.take_along_axis(self.right, chosen[:, None], 1)[:, 0]
 
-    def _where(self, kind: str | None) -> np.ndarray:
-        return np.flatnonzero([kind in (None, other) for other in self.kinds])
+    def _group(self, kind: str | None) -> tuple[np.ndarray, list[str]]:
+        """Return the indices and the clusters of the captions of a kind, by default of all."""
+        rows = np.flatnonzero([kind in (None, other) for other in self.kinds])
+        return rows, [self.clusters[i] for i in rows]
 
-    def _clusters(self, rows: np.ndarray) -> list[str]:
-        return [self.clusters[i] for i in rows]
-
-    def _rate(self, verdicts: np.ndarray, kind: str | None) -> Proportion:
-        rows = self._where(kind)
-        return Proportion.from_values(verdicts[rows], self._clusters(rows))
+    def _proportion(self, verdicts: np.ndarray, kind: str | None) -> Proportion:
+        rows, clusters = self._group(kind)
+        return Proportion.from_values(verdicts[rows], clusters)
 
     def groups(self) -> dict[str, str | None]:
         """Return the groups of the table: all captions, then each kind if there are several."""
@@ -143,8 +141,8 @@ class CompositionResult:
         """Format the table in lines of less than 80 columns."""
         lines = []
         for name, kind in self.groups().items():
-            rows = self._where(kind)
-            lines.append(f"{name}, {len(rows):,} captions of {len(set(self._clusters(rows))):,} combinations")
+            rows, clusters = self._group(kind)
+            lines.append(f"{name}, {len(rows):,} captions of {len(set(clusters)):,} combinations")
             lines.append(f"  any candidate {self.single(kind)}")
             for k in self.best_of:
                 lines.append(f"  best of {k:<6}{self.rate(k, kind)}, ceiling {self.ceiling(k, kind)}")
@@ -154,23 +152,15 @@ class CompositionResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values: table, settings, and for each caption its seed, scores and right candidates."""
-        table = {
-            name: {
-                "any candidate": self.single(kind).to_dict(),
-                **{
-                    f"best of {k}": {
-                        **self.rate(k, kind).to_dict(),
-                        "ceiling": self.ceiling(k, kind).to_dict(),
-                    }
-                    for k in self.best_of
-                },
-                **{
-                    f"best of {more} over best of {k}": asdict(self.gain(k, more, kind))
-                    for k, more in pairwise(self.best_of)
-                },
-            }
-            for name, kind in self.groups().items()
-        }
+        table: dict[str, dict[str, Any]] = {}
+        for name, kind in self.groups().items():
+            table[name] = {"any candidate": self.single(kind).to_dict()}
+            for k in self.best_of:
+                table[name][f"best of {k}"] = {
+                    **self.rate(k, kind).to_dict(), "ceiling": self.ceiling(k, kind).to_dict()
+                }  # fmt: skip
+            for k, more in pairwise(self.best_of):
+                table[name][f"best of {more} over best of {k}"] = asdict(self.gain(k, more, kind))
         rows = [
             {
                 "caption": caption,

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from limner.evaluation.confidence import drawing_seed
-from limner.pipeline import Candidates, TextToImage
+from limner.pipeline import TextToImage
 from limner.progress import Advance
+from limner.sampling.candidates import Candidates
 from limner.sampling.generation_config import Sampler
 from limner.tasks import scenes
 from limner.tasks.scenes import Scene

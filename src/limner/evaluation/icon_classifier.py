@@ -35,6 +35,7 @@ from limner.training.checkpoint import latest, load_weights, step_of
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.train_module import Batch
+from limner.training.train_state import TrainState
 from limner.validation import Range, Validated
 
 _BATCH_SIZE = 256  # at inference
@@ -198,5 +199,6 @@ def train_classifier(
             warmup_steps=config.steps // 20, schedule=Cosine(), keep=1,
         )  # fmt: skip
         record = {"classifier": {**to_dict(config), "pictures": len(data)}}
-        train(net, _SubjectAndStyle(), Stream(data, config.batch_size), training, out, record=record, bar=bar)
+        run = TrainState(net, _SubjectAndStyle(), training)
+        train(run, Stream(data, config.batch_size), out, record=record, bar=bar)
     return IconClassifier(net, data.subjects, data.styles)

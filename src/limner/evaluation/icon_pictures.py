@@ -1,40 +1,41 @@
-"""Pictures of a data set of icons for its evaluation: splits, held-out pairs, and the copying baseline."""
+"""Pictures of a data set of icons for its evaluation: splits, held-out pairs, the copying baseline, and a grid.
+
+The grid has a row for each subject and a column for each style. A cell shows the best drawing of its caption. Cells of
+held-out combinations are framed: the model was not trained on the subject in that style. A cell is empty if the data
+set lacks the combination.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import Source
-from limner.errors import UserError
+from limner.errors import UserError, did_you_mean
+from limner.evaluation.generate_batches import generate_batches
 from limner.evaluation.icon_classifier import LabeledIcons
 from limner.evaluation.nearest_neighbor import ReferenceSet
+from limner.evaluation.report import wrap
+from limner.pipeline import TextToImage
+from limner.progress import Advance
+from limner.sampling.rerank import best
 
 #: Splits and their titles in tables: training pictures, and the two reasons to hold a picture out.
 SPLITS = {"combination": "held-out combinations", "subject": "held-out subjects", "train": "training captions"}
+FRAME, SIDE, GAP, LEFT, TOP = "#d97706", 96, 12, 120, 34  # color; in pixels: cell (minimum), gap, left and top margin
+_DEFAULT_ROWS = 8
 
-
-@dataclass(frozen=True)
-class HeldOutPairs:
-    """P held-out pairs.
-
-    Attributes:
-        pictures: uint8 [P, 3, H, W].
-        captions: first caption of each pair.
-        kinds: transform of the lower half: "style", "upside down", ...
-        subjects, styles: of the lower halves.
-    """
-
-    pictures: Tensor
-    captions: list[str]
-    kinds: list[str]
-    subjects: list[str]
-    styles: list[str]
+Cells = dict[tuple[str, str], int]  # (subject, style) -> index of the real picture in the reference set
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ class Icons:
         references: the M single pictures. A key is the subject, a family the subject without its skin tone, a split one
             of `SPLITS`.
         styles: of the single pictures, [M].
-        pairs: held-out pairs.
+        pairs: the P held-out pairs. A split is the kind of the lower half: "style", "upside down", ...
+        pair_styles: of the lower halves, [P].
     """
 
     references: ReferenceSet
     styles: list[str]
-    pairs: HeldOutPairs
+    pairs: ReferenceSet
+    pair_styles: list[str]
 
     @staticmethod
     def from_source(source: Source, size: int) -> Icons:
@@ -68,30 +71,20 @@ class Icons:
                 "no sample has a subject and a style in its metadata: name the output of `limner data icons`"
             )
 
-        def first_value(samples: Sequence[int], *keys: str) -> list[str]:
-            """Return the value of the first key that a sample has."""
-            return [next(str(meta[i][key]) for key in keys if key in meta[i]) for i in samples]
+        def references(samples: list[int], split: Callable[[dict[str, Any]], object]) -> ReferenceSet:
+            return ReferenceSet(
+                pictures[samples],
+                [captions[i][0] for i in samples],
+                [str(meta[i]["subject"]) for i in samples],
+                [str(meta[i].get("base", meta[i]["subject"])) for i in samples],
+                [str(split(meta[i])) for i in samples],
+            )
 
-        splits = [
-            str(meta[i].get("held_out", "combination")) if meta[i].get("split") == "held-out" else "train"
-            for i in single
-        ]
         return Icons(
-            ReferenceSet(
-                pictures[single],
-                [captions[i][0] for i in single],
-                first_value(single, "subject"),
-                first_value(single, "base", "subject"),
-                splits,
-            ),
-            first_value(single, "style"),
-            HeldOutPairs(
-                pictures[pairs],
-                [captions[i][0] for i in pairs],
-                [str(meta[i]["pair"].get("kind")) for i in pairs],
-                first_value(pairs, "base", "subject"),
-                [str(meta[i]["pair"].get("style", meta[i]["style"])) for i in pairs],
-            ),
+            references(single, lambda m: m.get("held_out", "combination") if m.get("split") == "held-out" else "train"),
+            [str(meta[i]["style"]) for i in single],
+            references(pairs, lambda m: m["pair"].get("kind")),
+            [str(meta[i]["pair"].get("style", meta[i]["style"])) for i in pairs],
         )
 
     @property
@@ -126,3 +119,61 @@ class Icons:
             [i for i in by_family.get(references.families[t], []) if self.styles[i] != self.styles[t]] for t in targets
         )
         return [min(pool, key=lambda i: cost(t, i), default=None) for t, pool in zip(targets, pools, strict=True)]
+
+
+def grid_cells(icons: Icons, subjects: Sequence[str] = ()) -> Cells:
+    """Return the cells of the named subjects in that order. By default eight subjects with a held-out combination,
+    round-robin over styles, those with the most styles first.
+
+    Raises `UserError` for a subject that the data set does not have.
+    """
+    references = icons.references
+    pictures: dict[str, dict[str, int]] = {}
+    for i, (subject, style) in enumerate(zip(references.keys, icons.styles, strict=True)):
+        pictures.setdefault(subject, {}).setdefault(style, i)
+    if not subjects:
+        by_style: dict[str, list[str]] = {}
+        for i in references.split_indices("combination"):
+            if references.keys[i] == references.families[i]:  # one skin tone per subject
+                by_style.setdefault(icons.styles[i], []).append(references.keys[i])
+        rows = (sorted(subjects, key=lambda subject: -len(pictures[subject])) for subjects in by_style.values())
+        held_out = [subject for turn in zip_longest(*rows) for subject in turn if subject]
+        subjects = (held_out or list(pictures))[:_DEFAULT_ROWS]
+    for subject in subjects:
+        if subject not in pictures:
+            raise UserError(f"unknown subject {subject!r}: {did_you_mean(subject, pictures)}")
+    return {(subject, style): pictures[subject][style] for subject in subjects for style in sorted(pictures[subject])}
+
+
+def draw_cells(
+    pipe: TextToImage, icons: Icons, cells: Cells, candidates: int, seed: int, progress: Advance | None = None
+) -> Tensor:
+    """Generate the best of `candidates` drawings for each cell, uint8 [B, 3, H, W]."""
+    captions = [icons.references.captions[i] for i in cells.values()]
+    batches = generate_batches(pipe, captions, candidates, seed, progress=progress)
+    return torch.cat([b.pictures[torch.arange(len(part)), best(b.scores, 1)[:, 0]] for part, b in batches])
+
+
+def render_grid(icons: Icons, cells: Cells, drawings: Tensor, real: bool = False) -> Image.Image:
+    """Render the grid; with `real`, the real picture is to the right of each drawing."""
+    references = icons.references
+    subjects, styles = list(dict.fromkeys(s for s, _ in cells)), sorted({style for _, style in cells})
+    side = math.ceil(SIDE / drawings.shape[-1]) * drawings.shape[-1]
+    offset = side + GAP // 3  # from a drawing to its real picture
+    width = (offset if real else 0) + side + GAP
+    grid = Image.new("RGB", (LEFT + len(styles) * width + GAP, TOP + len(subjects) * (side + GAP) + 22), "white")
+    pen, font = ImageDraw.Draw(grid), ImageFont.load_default(14)
+    for column, style in enumerate(styles):
+        pen.text((LEFT + column * width, 8), style, "black", font)
+    for row, subject in enumerate(subjects):
+        for line, text in enumerate(wrap(subject, font, LEFT - GAP)[:4]):
+            pen.text((GAP, TOP + row * (side + GAP) + 17 * line), text, "black", font)
+    for (subject, style), i, drawing in zip(cells, cells.values(), drawings, strict=True):
+        x, y = LEFT + styles.index(style) * width, TOP + subjects.index(subject) * (side + GAP)
+        if references.splits[i] != "train":
+            pen.rectangle((x - 4, y - 4, x + width - GAP + 3, y + side + 3), outline=FRAME, width=3)
+        for column, pixels in enumerate((drawing, references.pictures[i])[: 2 if real else 1]):
+            image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+            grid.paste(image.resize((side, side), Image.Resampling.NEAREST), (x + column * offset, y))
+    pen.text((LEFT, grid.height - 22), "framed: held-out combination of subject and style", FRAME, font)
+    return grid

@@ -15,13 +15,14 @@ lower half. For the kind "style", the classifier reads the enlarged lower half. 
 the lower half is compared with the real lower halves of all held-out pairs of that kind, and is right if the real one
 of its pair is the nearest.
 
-Drawings that differ only in skin tone count as one subject.
+Drawings that differ only in skin tone count as one subject. Intervals are clustered by subject.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -30,13 +31,14 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from limner.evaluation.confidence import TEST_SEEDS_FROM
+from limner.errors import escape_control
+from limner.evaluation.confidence import TEST_SEEDS_FROM, Proportion
 from limner.evaluation.generate_batches import generate_batches
 from limner.evaluation.icon_classifier import IconClassifier
 from limner.evaluation.icon_pictures import SPLITS, Icons
-from limner.evaluation.icon_result import IconResult, Verdicts
-from limner.evaluation.nearest_neighbor import nearest_picture
+from limner.evaluation.nearest_neighbor import ReferenceSet, nearest_picture
 from limner.evaluation.reconstruction import reconstructions
+from limner.json_files import write_json
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.sampling.generation_config import CANDIDATES, Sampler
@@ -45,6 +47,8 @@ from limner.validation import SEEDS, Range, Validated
 
 _SUBJECT_AND_STYLE = "subject and style"
 _MATCH = "right"
+
+Verdicts = dict[str, np.ndarray]  # by respect ("subject", "style", ...): right or not, or the share that is right, [B]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,68 @@ class IconSettings(Validated):
     seed: Annotated[int, SEEDS] = TEST_SEEDS_FROM
 
 
+@dataclass(frozen=True)
+class IconResult:
+    """Verdicts on the drawings of B captions of a split, or of a kind of pairs.
+
+    Attributes:
+        name: title of the split or kind.
+        captions, subjects: of the drawings, [B].
+        verdicts: by row of the table ("best of 16", "any candidate", "real pictures", ...) and respect.
+        chance: accuracy of a uniform guess, by respect.
+        pictures: best drawings, uint8 [B, 3, H, W].
+        settings: of the generation.
+    """
+
+    name: str
+    captions: list[str]
+    subjects: list[str]
+    verdicts: dict[str, Verdicts]
+    chance: dict[str, float]
+    pictures: Tensor
+    settings: dict[str, Any]
+
+    def rates(self) -> dict[str, dict[str, Proportion]]:
+        return {
+            row: {respect: Proportion.from_values(values, self.subjects) for respect, values in verdicts.items()}
+            for row, verdicts in self.verdicts.items()
+        }
+
+    def table(self) -> str:
+        """Format the table in lines of less than 80 columns, with the interval of the first respect."""
+        respects = list(self.chance)
+        subjects, repeats = len(set(self.subjects)), self.settings["repeats"]
+        captions = len(self.captions) // repeats  # not the distinct ones: two pairs can have the same caption
+        lines = [
+            f"{escape_control(self.name)}, {captions:,} captions of {subjects:,} subjects, drawn {repeats} times",
+            f"  {'':<33}{respects[0]:<26}" + "".join(f"{name:>9}" for name in respects[1:]),
+        ]
+        for row, rates in self.rates().items():
+            first, *others = rates.values()
+            lines.append(f"  {row:<33}{first!s:<26}" + "".join(f"{rate.value:>9.1%}" for rate in others))
+        first, *others = (f"{value:.2%}" for value in self.chance.values())
+        lines.append(f"  {'chance':<33}{first:>6}{'':<20}" + "".join(f"{value:>9}" for value in others))
+        return "\n".join(line.rstrip() for line in lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        rates = {row: {key: rate.to_dict() for key, rate in rates.items()} for row, rates in self.rates().items()}
+        cases = [
+            {"caption": caption, "subject": subject}
+            | {
+                row: {respect: round(float(values[i]), 4) for respect, values in verdicts.items()}
+                for row, verdicts in self.verdicts.items()
+            }
+            for i, (caption, subject) in enumerate(zip(self.captions, self.subjects, strict=True))
+        ]
+        return {"name": self.name, "rates": rates, "chance": self.chance, "settings": self.settings, "cases": cases}
+
+
+def save(path: str | Path, classifier_accuracy: dict[str, float], results: Sequence[IconResult]) -> None:
+    """Write all results as JSON."""
+    data = {"classifier": classifier_accuracy, "results": [result.to_dict() for result in results]}
+    write_json(path, data, ensure_ascii=False)
+
+
 def evaluate(
     pipe: TextToImage,
     icons: Icons,
@@ -75,11 +141,9 @@ def evaluate(
     """Draw captions of a split and classify the drawings."""
     references, styles = icons.references, icons.styles
     targets = references.split_indices(split, settings.captions, settings.seed) * settings.repeats
-    captions, subjects = [references.captions[t] for t in targets], [references.families[t] for t in targets]
 
     def verdict(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
-        labels = classifier.classify(pictures)
-        return _verdicts(labels, [subjects[i] for i in cases], [styles[targets[i]] for i in cases])
+        return _verdicts(classifier.classify(pictures), references.families, styles, [targets[i] for i in cases])
 
     def verdict_on_real(indices: Sequence[int | None]) -> Verdicts:
         """Verdicts on real pictures instead of drawings; None counts as wrong."""
@@ -87,18 +151,17 @@ def evaluate(
         exists = np.array([i is not None for i in indices])
         return {respect: right & exists for respect, right in verdict(pictures, range(len(indices))).items()}
 
-    results, best_drawings = _generate(pipe, captions, verdict, settings, progress=progress)
-    nearest = nearest_picture(references.pictures, best_drawings).tolist()
+    result = _generate(pipe, references, targets, verdict, settings, progress)
+    nearest = nearest_picture(references.pictures, result.pictures).tolist()
     labels = [references.families[i] for i in nearest], [styles[i] for i in nearest]
-    row = f"best of {settings.candidates}, nearest picture"
-    results[row] = _verdicts(labels, subjects, [styles[t] for t in targets])
+    rows = result.verdicts
+    rows[f"best of {settings.candidates}, nearest picture"] = _verdicts(labels, references.families, styles, targets)
     if split == "combination":
-        results["copied from the nearest style"] = verdict_on_real(icons.nearest_style_copies(targets))
-    results["real pictures"] = verdict_on_real(targets)
+        rows["copied from the nearest style"] = verdict_on_real(icons.nearest_style_copies(targets))
+    rows["real pictures"] = verdict_on_real(targets)
     reconstructed = [part.cpu() for *_, part in reconstructions(pipe.dvae, references.pictures[targets])]
-    results["real pictures, through the dVAE"] = verdict(torch.cat(reconstructed), range(len(targets)))
-    title, chance = SPLITS.get(split, split), _chance(classifier)
-    return IconResult(title, captions, subjects, results, chance, best_drawings, _metadata(pipe, settings))
+    rows["real pictures, through the dVAE"] = verdict(torch.cat(reconstructed), range(len(targets)))
+    return replace(result, name=SPLITS.get(split, split), chance=_chance(classifier))
 
 
 def evaluate_pairs(
@@ -111,18 +174,17 @@ def evaluate_pairs(
 ) -> IconResult:
     """Draw the lower halves of the held-out pairs of a kind, with the real upper halves as prompts."""
     pairs = icons.pairs
-    of_kind = [i for i, name in enumerate(pairs.kinds) if name == kind]
-    targets = _sample(of_kind, settings) * settings.repeats
-    captions, subjects = [pairs.captions[t] for t in targets], [pairs.subjects[t] for t in targets]
-    keep_rows = pipe.dvae.config.grid[0] // 2
+    targets = pairs.split_indices(kind, settings.captions, settings.seed) * settings.repeats
+    real = _lower_halves(pairs.pictures[pairs.split_indices(kind)])
     tops = pairs.pictures[targets]
     _lower_halves(tops)[:] = tops[:, :, :1, :1]  # background: the encoder's receptive field must not reach the answer
-    prompt_tokens = torch.cat([pipe.prime(_image(top), keep_rows=keep_rows) for top in tops])
-    real = _lower_halves(pairs.pictures[of_kind])
+    images = [Image.fromarray(top.permute(1, 2, 0).contiguous().numpy()) for top in tops]
+    keep_rows = pipe.dvae.config.grid[0] // 2
+    prompt_tokens = torch.cat([pipe.prime(image, keep_rows=keep_rows) for image in images])
 
     def classified(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
         labels = classifier.classify(enlarge_middle(_lower_halves(pictures)))
-        return _verdicts(labels, [subjects[i] for i in cases], [pairs.styles[targets[i]] for i in cases])
+        return _verdicts(labels, pairs.families, icons.pair_styles, [targets[i] for i in cases])
 
     def matched(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
         target = _lower_halves(pairs.pictures[[targets[i] for i in cases]])
@@ -130,17 +192,18 @@ def evaluate_pairs(
         return {_MATCH: (nearest == target).flatten(1).all(1).numpy()}  # by pixels: two pairs can be equal
 
     verdict = classified if kind == "style" else matched
-    results, best_drawings = _generate(pipe, captions, verdict, settings, prompt_tokens, progress)
+    result = _generate(pipe, pairs, targets, verdict, settings, progress, prompt_tokens)
     if kind == "style":
-        results["real lower halves"] = classified(pairs.pictures[targets], range(len(targets)))
-    title, chance = f"held-out pairs, {kind}", _chance(classifier) if kind == "style" else {_MATCH: 1 / len(of_kind)}
-    return IconResult(title, captions, subjects, results, chance, best_drawings, _metadata(pipe, settings))
+        result.verdicts["real lower halves"] = classified(pairs.pictures[targets], range(len(targets)))
+    chance = _chance(classifier) if kind == "style" else {_MATCH: 1 / len(real)}
+    return replace(result, name=f"held-out pairs, {kind}", chance=chance)
 
 
 def accuracy(classifier: IconClassifier, icons: Icons) -> dict[str, float]:
     """Return the accuracy of the classifier on its training data, all real pictures."""
     references = icons.references
-    verdicts = _verdicts(classifier.classify(references.pictures), references.families, icons.styles)
+    labels = classifier.classify(references.pictures)
+    verdicts = _verdicts(labels, references.families, icons.styles, range(len(icons.styles)))
     return {respect: float(right.mean()) for respect, right in verdicts.items()}
 
 
@@ -158,15 +221,16 @@ def _lower_halves(pictures: Tensor) -> Tensor:
 
 def _generate(
     pipe: TextToImage,
-    captions: Sequence[str],
+    references: ReferenceSet,
+    targets: Sequence[int],
     verdict: Callable[[Tensor, Sequence[int]], Verdicts],
     settings: IconSettings,
+    progress: Advance | None,
     prompt_tokens: Tensor | None = None,
-    progress: Advance | None = None,
-) -> tuple[dict[str, Verdicts], Tensor]:
-    """Return verdicts on the best drawings and on all candidates, and the best drawings, uint8 [B, 3, H, W]; `verdict`
-    takes pictures and the indices of their captions."""
-    n = settings.candidates
+) -> IconResult:
+    """Return verdicts on the best drawings and on all candidates of the captions of `targets`, without a name and
+    `chance`; `verdict` takes pictures and the indices of their targets."""
+    n, captions = settings.candidates, [references.captions[t] for t in targets]
     best_drawings, right, picks = [], dict[str, list[np.ndarray]](), []
     for part, batch in generate_batches(pipe, captions, n, settings.seed, Sampler(), prompt_tokens, progress):
         picks.append(best(batch.scores, 1)[:, 0])
@@ -178,28 +242,28 @@ def _generate(
     pick = torch.cat(picks).numpy()[:, None]
     first = {respect: np.take_along_axis(values, pick, 1)[:, 0] for respect, values in candidates.items()}
     mean = {respect: values.mean(1) for respect, values in candidates.items()}
-    return {f"best of {n}": first, "any candidate": mean}, torch.cat(best_drawings)
+    return IconResult(
+        name="",
+        captions=captions,
+        subjects=[references.families[t] for t in targets],
+        verdicts={f"best of {n}": first, "any candidate": mean},
+        chance={},
+        pictures=torch.cat(best_drawings),
+        settings={"model": pipe.name, **vars(settings)},
+    )
 
 
-def _verdicts(labels: tuple[Sequence[str], Sequence[str]], subjects: Sequence[str], styles: Sequence[str]) -> Verdicts:
-    """Compare labels (subjects, styles) with the captions' subjects and styles."""
-    subject, style = (np.array(a) == np.array(b) for a, b in zip(labels, (subjects, styles), strict=True))
+def _verdicts(
+    labels: tuple[Sequence[str], Sequence[str]], subjects: Sequence[str], styles: Sequence[str], targets: Sequence[int]
+) -> Verdicts:
+    """Compare labels (subjects, styles) with the subjects and styles of `targets`."""
+    subject, style = (
+        np.array(named) == np.array([names[t] for t in targets])
+        for named, names in zip(labels, (subjects, styles), strict=True)
+    )
     return {_SUBJECT_AND_STYLE: subject & style, "subject": subject, "style": style}
 
 
 def _chance(classifier: IconClassifier) -> dict[str, float]:
     subject, style = 1 / len(classifier.subjects), 1 / len(classifier.styles)
     return {_SUBJECT_AND_STYLE: subject * style, "subject": subject, "style": style}
-
-
-def _sample(indices: list[int], settings: IconSettings) -> list[int]:
-    n = min(settings.captions, len(indices))
-    return sorted(np.random.default_rng(settings.seed).choice(indices, n, replace=False).tolist())
-
-
-def _image(picture: Tensor) -> Image.Image:
-    return Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
-
-
-def _metadata(pipe: TextToImage, settings: IconSettings) -> dict[str, Any]:
-    return {"model": pipe.name, **vars(settings)}

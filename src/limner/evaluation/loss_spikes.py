@@ -17,10 +17,11 @@ import numpy as np
 from limner.errors import UserError
 from limner.evaluation.report import Points, chart, save_page, table
 from limner.metrics.spikes import FOLLOW_STEPS, RMS_SPIKE, SpikeMatch, loss_spikes, match_spikes
+from limner.text_table import render_table
 from limner.training.metrics_log import read_metrics
 
 STABILITY_FILE = "stability.jsonl"  # in the folder of a stage
-HEADER = ("matrix", "RMS spikes", "loss spikes", "after an RMS spike", "by chance", "highest RMS")
+_HEADER = ("matrix", "RMS spikes", "loss spikes", "after an RMS spike", "by chance", "highest RMS")
 _ZOOM_STEPS = 40  # steps before and after a spike in its chart
 _MAX_CHARTED_SPIKES = 6
 _MAX_STEP = 10_000_000  # rows of later steps are ignored
@@ -40,13 +41,22 @@ class SpikeReport:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the table, the most significant matrix first."""
-        order = sorted(self.matches, key=lambda name: (self.matches[name].p_value, -self.rms[name].max()))
         rows = []
-        for name in order:
+        for name in sorted(self.matches, key=lambda name: (self.matches[name].p_value, -self.rms[name].max())):
             match, highest = self.matches[name], self.rms[name].max()
             counts = map(str, (len(match.rms), len(match.loss), len(match.following)))
             rows.append((name, *counts, f"{match.p_value:.2g}", f"{highest:.1f}"))
         return rows
+
+    def text(self) -> str:
+        """Format the numbers of steps and spikes, and the rows with RMS spikes, for a terminal."""
+        rows, spikes = [row for row in self.rows() if row[1] != "0"], loss_spikes(self.loss)
+        steps = f", at steps {', '.join(map(str, spikes[:8]))}{' ...' if len(spikes) > 8 else ''}" if spikes else ""
+        head = f"{len(self.loss):,} steps, {len(spikes)} spike{'s' * (len(spikes) != 1)} of the loss{steps}"
+        if rows:
+            return f"{head}\n{render_table(_HEADER, rows, align='left')}"
+        no_rows = "RMS_t did not spike" if self.matches else "RMS_t was not logged: only Adam and its variants have it"
+        return f"{head}\n{no_rows}"
 
     def save(self, path: Path, title: str) -> Path:
         """Write a page with the curves of the whole run and close-ups of its first spikes."""
@@ -67,7 +77,7 @@ class SpikeReport:
         first_step, last_step = FOLLOW_STEPS
         legend = f"A loss spike counts as preceded by an RMS spike that is {first_step} to {last_step} steps earlier."
         body = (
-            f"<h1>{escape(title)}</h1><p>{legend}</p>{table(self.rows(), HEADER)}"
+            f"<h1>{escape(title)}</h1><p>{legend}</p>{table(self.rows(), _HEADER)}"
             f'<h2>The run</h2><div class="charts">{"".join(charts)}</div>'
             f'<h2>Loss spikes</h2><div class="charts">{"".join(close_ups)}</div>'
         )
@@ -81,22 +91,17 @@ def spike_report(folder: Path) -> SpikeReport:
     if not rows:
         raise UserError(f"no steps in {path}: name a run folder of `limner train`, or a stage folder in it")
     last = max(row["step"] for row in rows)
-    names = {name for row in rows for name in row["rms"]}
-
-    def values(key: str, missing: float, group: str = "") -> np.ndarray:
-        series = np.full(last, missing)
-        for row in rows:
-            if key in (part := row[group] if group else row):
-                series[row["step"] - 1] = _number(part[key])
-        return series
-
-    loss = values("loss", math.nan)
-    rms = {name: values(name, 1.0, "rms") for name in sorted(names)}
+    loss = np.full(last, math.nan)
+    rms = {name: np.ones(last) for name in sorted({name for row in rows for name in row["rms"]})}
     features: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(rows, key=lambda row: row["step"]):
-        if isinstance(magnitudes := row.get("features"), dict):
-            for name, value in magnitudes.items():
-                features.setdefault(name, []).append((row["step"], _number(value)))
+        step, magnitudes = row["step"], row.get("features")
+        if "loss" in row:
+            loss[step - 1] = _number(row["loss"])
+        for name, value in row["rms"].items():
+            rms[name][step - 1] = _number(value)
+        for name, value in magnitudes.items() if isinstance(magnitudes, dict) else ():
+            features.setdefault(name, []).append((step, _number(value)))
     return SpikeReport(loss, rms, {name: match_spikes(loss, series) for name, series in rms.items()}, features)
 
 

@@ -11,13 +11,12 @@ other families of the same kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
@@ -25,7 +24,6 @@ from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import Source
 from limner.evaluation.confidence import TEST_SEEDS_FROM, Proportion
 from limner.evaluation.generate_batches import generate_batches
-from limner.json_files import write_json
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.sampling.rerank import best
@@ -33,20 +31,13 @@ from limner.sampling.rerank import best
 
 @dataclass(frozen=True)
 class ReferenceSet:
-    """M real pictures with their labels.
+    """M real pictures with their labels."""
 
-    Attributes:
-        pictures: uint8 [M, 3, H, W].
-        captions: first caption of each, [M].
-        keys: identity of each, [M]; pictures of one key show the same subject.
-        families, splits: [M].
-    """
-
-    pictures: Tensor
-    captions: list[str]
-    keys: list[str]
-    families: list[str]
-    splits: list[str]
+    pictures: Tensor  # uint8 [M, 3, H, W]
+    captions: list[str]  # first caption of each, [M]
+    keys: list[str]  # identity of each, [M]; pictures of one key show the same subject
+    families: list[str]  # [M]
+    splits: list[str]  # [M]
 
     @staticmethod
     def from_source(source: Source, size: int, key: str = "emoji", family: str = "family") -> ReferenceSet:
@@ -68,10 +59,6 @@ class ReferenceSet:
             indices = sorted(np.random.default_rng(seed).choice(indices, n, replace=False).tolist())
         return indices
 
-    def nearest(self, pictures: Tensor) -> Tensor:
-        """Return the index of the nearest real picture by squared error: uint8 [B, 3, H, W] -> [B]."""
-        return nearest_picture(self.pictures, pictures)
-
 
 def nearest_picture(real: Tensor, pictures: Tensor) -> Tensor:
     """Return the index of the nearest real picture by squared error: uint8 [M, 3, H, W], [B, 3, H, W] -> [B]."""
@@ -83,25 +70,16 @@ def nearest_picture(real: Tensor, pictures: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NearestResult:
-    """Nearest real pictures to B drawings of a split.
-
-    Attributes:
-        targets, nearest: reference indices of the caption's picture and of the nearest picture, [B].
-        families: of the target pictures, [B].
-        right: same key, bool [B].
-        related: same key or family, bool [B].
-        pictures: best drawings, uint8 [B, 3, H, W].
-        settings: of the generation.
-    """
+    """Nearest real pictures to B drawings of a split."""
 
     split: str
-    targets: list[int]
-    nearest: list[int]
-    families: list[str]
-    right: np.ndarray
-    related: np.ndarray
-    pictures: Tensor
-    settings: dict[str, Any]
+    targets: list[int]  # reference index of the caption's picture, [B]
+    nearest: list[int]  # reference index of the nearest picture, [B]
+    families: list[str]  # of the target pictures, [B]
+    right: np.ndarray  # same key, bool [B]
+    related: np.ndarray  # same key or family, bool [B]
+    pictures: Tensor  # best drawings, uint8 [B, 3, H, W]
+    settings: dict[str, Any]  # of the generation
 
     def rates(self) -> tuple[Proportion, Proportion]:
         """Return the shares of right and of related pictures."""
@@ -137,39 +115,28 @@ def evaluate(
     seed: int = TEST_SEEDS_FROM,
     progress: Advance | None = None,
 ) -> NearestResult:
-    """Draw the captions of `n` pictures of a split, `repeats` times, and select the best of `candidates` each time;
-    drawing i uses `drawing_seed(seed, i)`."""
+    """Draw the captions of `n` pictures of a split that is not empty, `repeats` times, and select the best of
+    `candidates` each time; drawing i uses `drawing_seed(seed, i)`."""
     targets = references.split_indices(split, n, seed) * repeats
     nearest, drawings = [], []
     for part, batch in generate_batches(pipe, [references.captions[i] for i in targets], candidates, seed):
         drawings.append(batch.pictures[torch.arange(len(part)), best(batch.scores, 1)[:, 0]])
-        nearest += references.nearest(drawings[-1]).tolist()
+        nearest += nearest_picture(references.pictures, drawings[-1]).tolist()
         if progress:
             progress(len(part))
-    keys, families = references.keys, references.families
-    right = np.array([keys[t] == keys[n] for t, n in zip(targets, nearest, strict=True)], bool)
-    same_family = np.array([families[t] == families[n] for t, n in zip(targets, nearest, strict=True)], bool)
-    shape = (0, *references.pictures.shape[1:])
-    pictures = torch.cat(drawings) if drawings else torch.empty(shape, dtype=torch.uint8)
+    keys, families = np.array(references.keys, object), np.array(references.families, object)
+    right, same_family = keys[targets] == keys[nearest], families[targets] == families[nearest]
     settings = {"model": pipe.name, "candidates": candidates, "repeats": repeats, "seed": seed}
     return NearestResult(
-        split, targets, nearest, [families[t] for t in targets], right, right | same_family, pictures, settings
+        split, targets, nearest, families[targets].tolist(), right, right | same_family, torch.cat(drawings), settings
     )
-
-
-def save(path: str | Path, references: ReferenceSet, results: Sequence[NearestResult]) -> None:
-    """Write all results as JSON."""
-    write_json(path, [result.to_dict(references) for result in results], indent=1, ensure_ascii=False)
 
 
 def mosaic(references: ReferenceSet, result: NearestResult, n: int = 48, columns: int = 8) -> Image.Image:
     """Render the first `n` pairs of a drawing (left) and its real picture (right)."""
-    n = min(n, len(result.targets))
-    h, w = references.pictures.shape[2:]
-    columns = max(1, min(columns, n))
-    sheet = Image.new("RGB", (columns * (2 * w + 8), math.ceil(n / columns) * (h + 8)), "white")
-    for i in range(n):
-        x, y = i % columns * (2 * w + 8), i // columns * (h + 8)
-        for dx, picture in ((0, result.pictures[i]), (w, references.pictures[result.targets[i]])):
-            sheet.paste(Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy()), (x + dx, y))
-    return sheet
+    pairs = torch.cat((result.pictures[:n], references.pictures[result.targets[:n]]), dim=3)
+    columns = max(1, min(columns, len(pairs)))
+    rows = math.ceil(len(pairs) / columns)
+    pairs = F.pad(pairs, (0, 8, 0, 8, 0, 0, 0, rows * columns - len(pairs)), value=255)
+    sheet = pairs.unflatten(0, (rows, columns)).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
+    return Image.fromarray(sheet.contiguous().numpy())

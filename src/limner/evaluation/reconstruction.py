@@ -8,15 +8,13 @@ positions within half a unit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from limner.evaluation.confidence import TEST_SEEDS_FROM
-from limner.json_files import write_json
 from limner.metrics.codebook import usage
 from limner.metrics.psnr import psnr
 from limner.models.dvae import DVAE, unmap_pixels
@@ -31,36 +29,23 @@ _BATCH_SIZE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruction:
-    """Metrics over `pictures` pictures.
+    """Metrics over a set of pictures."""
 
-    Attributes:
-        psnr: mean over pictures, in dB; `psnr_worst` is the first percentile.
-        codes: number of codes used at least once, of `vocab`.
-        perplexity: exp of the entropy of the codes in nats.
-        same_scene: share of reconstructions that parse as the original scene; None for other pictures.
-    """
-
-    pictures: int
-    psnr: float
-    psnr_worst: float
-    codes: int
+    pictures: int  # number of pictures
+    psnr: float  # mean over pictures, in dB
+    psnr_worst: float  # the first percentile
+    codes: int  # used at least once, of `vocab`
     vocab: int
-    perplexity: float
-    same_scene: float | None = None
+    perplexity: float  # exp of the entropy of the codes in nats
+    same_scene: float | None = None  # share that parses as the original scene; None for other pictures
 
     def table(self) -> str:
-        lines = [
-            f"{self.pictures} unseen pictures",
-            f"  PSNR          {self.psnr:.2f} dB (worst hundredth: {self.psnr_worst:.2f} dB)",
-            f"  codes in use  {self.codes} of {self.vocab} ({self.codes / self.vocab:.0%}), "
-            f"perplexity {self.perplexity:.0f}",
-        ]
-        if self.same_scene is not None:
-            lines.append(f"  same scene    {self.same_scene:.1%}")
-        return "\n".join(lines)
-
-    def save(self, path: str | Path) -> None:
-        write_json(path, asdict(self), indent=2)
+        share = self.codes / self.vocab
+        return (
+            f"{self.pictures} unseen pictures\n"
+            f"  PSNR          {self.psnr:.2f} dB (worst hundredth: {self.psnr_worst:.2f} dB)\n"
+            f"  codes in use  {self.codes} of {self.vocab} ({share:.0%}), perplexity {self.perplexity:.0f}"
+        ) + ("" if self.same_scene is None else f"\n  same scene    {self.same_scene:.1%}")
 
 
 def fresh_scenes(n: int, seed: int = TEST_SEEDS_FROM, split: Split | None = None, size: int = 48) -> Tensor:
@@ -85,11 +70,7 @@ def reconstructions(dvae: AnyDVAE, pictures: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def measure(
-    dvae: AnyDVAE,
-    pictures: Tensor,
-    *,
-    check_scenes: bool = False,
-    progress: Advance | None = None,
+    dvae: AnyDVAE, pictures: Tensor, *, check_scenes: bool = False, progress: Advance | None = None
 ) -> Reconstruction:
     """Reconstruct uint8 [B, 3, H, W] and measure the result; `check_scenes` is for pictures of scenes."""
     psnrs, used, same = [], [], 0

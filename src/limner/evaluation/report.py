@@ -1,7 +1,7 @@
 """Result pages: a contact sheet, and a web page in one file without network access.
 
 Pictures are data URIs, curves are inline SVG, colors follow the reader's light or dark scheme. Captions and names are
-escaped.
+escaped. All pages use these functions. Curves are our own SVG because matplotlib is an optional package.
 """
 
 from __future__ import annotations
@@ -128,10 +128,11 @@ def chart(title: str, curves: Mapping[str, Points], x_label: str = "steps") -> s
     for i, (name, points) in enumerate(finite.items()):
         sampled = [*points[: -1 : math.ceil(len(points) / 400)], points[-1]]  # enough points for the width
         line = " ".join(to_pixels(x, y) for x, y in sampled)
-        parts.append(f'<polyline class="c{i % 4}" points="{line}"><title>{escape(name)}</title></polyline>')
+        color, name = f"var(--c{i % 4})", escape(name)
+        parts.append(f'<polyline style="stroke: {color}" points="{line}"><title>{name}</title></polyline>')
         if len(finite) > 1:
             y = top + 4 + 15 * i
-            parts.append(f'<text x="{width - 12}" y="{y}" text-anchor="end" class="c{i % 4}">{escape(name)}</text>')
+            parts.append(f'<text x="{width - 12}" y="{y}" text-anchor="end" style="fill: {color}">{name}</text>')
     return "".join(parts) + "</svg>"
 
 
@@ -161,10 +162,6 @@ table { border-collapse: collapse; font-size: .92rem } td, th { text-align: left
   border: 1px solid var(--line); border-radius: 8px }
 .chart text { font: 11px system-ui, sans-serif; fill: var(--dim) } .chart .title { fill: var(--ink); font-size: 12px }
 .chart .axis { fill: none; stroke: var(--line) } .chart polyline { fill: none; stroke-width: 1.6 }
-.chart .c0 { stroke: var(--c0) } .chart .c1 { stroke: var(--c1) } .chart .c2 { stroke: var(--c2) }
-.chart .c3 { stroke: var(--c3) } .chart text.c0 { stroke: none; fill: var(--c0) }
-.chart text.c1 { stroke: none; fill: var(--c1) } .chart text.c2 { stroke: none; fill: var(--c2) }
-.chart text.c3 { stroke: none; fill: var(--c3) }
 """
 
 
@@ -174,16 +171,12 @@ def chart_svg(chart: str) -> str:
     return f"{head}><style>{_STYLE}</style>{rest}\n"
 
 
-def page(title: str, body: str) -> str:
-    """Return an HTML document."""
-    return (
+def save_page(path: str | Path, title: str, body: str) -> Path:
+    """Write an HTML document with the body atomically."""
+    document = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>{body}</body></html>\n"
     )
-
-
-def save_page(path: str | Path, title: str, body: str) -> Path:
-    """Write an HTML document atomically."""
-    atomic_write_text(path, page(title, body))
+    atomic_write_text(path, document)
     return Path(path)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from limner.errors import UserError
 from limner.evaluation.confidence import TEST_SEEDS_FROM, Proportion
 from limner.evaluation.generate_batches import attribute_key
 from limner.evaluation.nearest_neighbor import ReferenceSet
-from limner.json_files import write_json
 from limner.models.contrastive import CLIP
 from limner.progress import Advance
 from limner.tasks.rendering import render
@@ -35,31 +34,22 @@ from limner.text.bpe import Tokenizer
 
 TOP_K = (1, 5)
 EMOJI_PROMPTS = ("{}", "{} emoji")
-SCENE_PROMPTS = (
-    *(f"a {size} {{}} on a {background} background" for size, background in product(SIZES, BACKGROUNDS)),
-    *(f"a {size} striped {{}} on a {background} background" for size, background in product(SIZES, BACKGROUNDS)),
-    *(f"a {size} outlined {{}} on a {background} background" for size, background in product(SIZES, BACKGROUNDS)),
+SCENE_PROMPTS = tuple(
+    f"a {size} {fill}{{}} on a {background} background"
+    for fill, size, background in product(("", "striped ", "outlined "), SIZES, BACKGROUNDS)
 )
 _BATCH_SIZE = 256
 
 
 @dataclass(frozen=True)
 class ZeroShotTask:
-    """Pictures to classify.
+    """Pictures to classify."""
 
-    Attributes:
-        pictures: uint8 [B, 3, H, W].
-        labels: class index of each picture, [B].
-        clusters: of the pictures, for intervals (`confidence.py`), [B].
-        names: of the classes, [C].
-        prompts: texts with "{}" for the name, [K].
-    """
-
-    pictures: Tensor
-    labels: list[int]
-    clusters: list[str]
-    names: list[str]
-    prompts: Sequence[str]
+    pictures: Tensor  # uint8 [B, 3, H, W]
+    labels: list[int]  # class index of each picture, [B]
+    clusters: list[str]  # of the pictures, for intervals (`confidence.py`), [B]
+    names: list[str]  # of the classes, [C]
+    prompts: Sequence[str]  # texts with "{}" for the name, [K]
 
 
 def scene_task(count: int, size: int, split: Split = "held-out", seed: int = TEST_SEEDS_FROM) -> ZeroShotTask:
@@ -105,11 +95,10 @@ class ZeroShotResult:
         ]
         return "\n".join(lines)
 
-    def save(self, path: str | Path, model: str) -> None:
-        """Write the rates as JSON, with the name of the model."""
-        settings = {"model": model, "prompts": self.prompts}
+    def to_dict(self, model: str) -> dict[str, Any]:
+        """Return the rates as JSON values, with the name of the model."""
         rates = {f"top {k}": rate.to_dict() for k, rate in self.rates().items()}
-        write_json(path, {"rates": rates, "classes": self.classes, "settings": settings}, indent=1)
+        return {"rates": rates, "classes": self.classes, "settings": {"model": model, "prompts": self.prompts}}
 
 
 def evaluate(model: CLIP, tokenizer: Tokenizer, task: ZeroShotTask, progress: Advance | None = None) -> ZeroShotResult:

@@ -1,46 +1,33 @@
 """Small-scale reproductions of the papers' findings, and of one later method: `limner reproduce NAME`.
 
-Each module states the paper's claim and its source, and runs trials that take a machine with two cores at most twenty
-minutes. It returns a `Finding`: a table, curves, and whether the claim holds at this scale.
+An `Experiment` states the paper's claim and its source. Its function has a grid of settings and the criterion by which
+a `Sweep` of trials decides whether the claim holds at this scale. The trials take a machine with two cores at most
+twenty minutes.
 """
 
 from importlib import import_module
-from typing import Any, Protocol, cast
 
-from limner.experiments.report import Finding
-from limner.experiments.sweep import TrialRunner
+from limner.experiments.report import Experiment
 
-#: In the order of the papers' sections.
-EXPERIMENTS = (
-    "grad-scales",
-    "compression-rank",
-    "fixed-q",
-    "sixteen-bit-moments",
-    "bandwidth",
-    "householder",
-    "dion",
-    "switchback-accuracy",
-    "fp8-layerscale",
-    "switchback-speed",
-    "quantization-variance",
-    "loss-spikes",
-    "rms-predicts",
-    "stable-adamw",
-)
+#: The module of each experiment, in the order of the papers' sections.
+EXPERIMENTS = {
+    "grad-scales": "sixteen_bits",
+    "compression-rank": "gradient_compression",
+    "fixed-q": "gradient_compression",
+    "sixteen-bit-moments": "sixteen_bits",
+    "bandwidth": "bandwidth",
+    "householder": "gradient_compression",
+    "dion": "dion",
+    "switchback-accuracy": "eight_bits",
+    "fp8-layerscale": "eight_bits",
+    "switchback-speed": "switchback_speed",
+    "quantization-variance": "eight_bits",
+    "loss-spikes": "spikes",
+    "rms-predicts": "spikes",
+    "stable-adamw": "spikes",
+}
 
 
-class Reproduction(Protocol):
-    """A module of this package."""
-
-    CLAIM: str
-    SOURCE: str
-
-    def reproduce(self, trials: TrialRunner, quick: bool) -> Finding:
-        """Run the trials, or with `quick` a few short ones as a smoke test."""
-        ...
-
-
-def load(name: str) -> Reproduction:
-    """Import the module of one of `EXPERIMENTS`."""
-    module: Any = import_module(f"{__name__}.{name.replace('-', '_')}")
-    return cast(Reproduction, module)
+def load(name: str) -> Experiment:
+    """Import one of `EXPERIMENTS`."""
+    return getattr(import_module(f"{__name__}.{EXPERIMENTS[name]}"), name.replace("-", "_"))

@@ -17,10 +17,11 @@ equal rank, against AdamW and Muon with uncompressed gradients. AdamW updates em
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -28,16 +29,13 @@ from torch import Tensor, nn
 
 from limner.distributed.gradient_reducers import Fp32Reducer
 from limner.distributed.powersgd import Matrix, PowerSGD, PowerSGDConfig
-from limner.experiments.report import Finding
-from limner.experiments.sweep import Result, TrialRunner
+from limner.experiments import replicas
+from limner.experiments.report import Finding, experiment
+from limner.experiments.sweep import Sweep, deviation, span
 from limner.optim.optimizers import AdamWConfig, MuonConfig
 from limner.optim.param_groups import block_matrices
 
-CLAIM = "At equal rank and bytes, Dion learns as fast as with uncompressed gradients, and faster than PowerSGD"
-SOURCE = "Ahn et al. 2025, arXiv:2504.05295, compared with Ramesh et al. 2021, App. E.2"
-
-_LAST = 50  # last updates whose loss is averaged
-_DECAY = 0.05  # decay of the momentum in the directions of an update: 1 - mu
+DECAY = 0.05  # decay of the momentum in the directions of an update: 1 - mu
 
 
 class Dion(PowerSGD):
@@ -46,7 +44,7 @@ class Dion(PowerSGD):
     def subtract_update(
         self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
     ) -> None:
-        matrix.store_error(error.addmm_(*matrix.product(p, q), alpha=-_DECAY))
+        matrix.store_error(error.addmm_(*matrix.product(p, q), alpha=-DECAY))
         matrix.q0 = F.normalize(q, dim=0)
         self.factors.append((matrix, p, matrix.q0 * max(1, error.shape[0] / error.shape[1]) ** 0.5))
 
@@ -64,92 +62,53 @@ class UpdateFromGradientConfig:
         return [torch.optim.SGD([group], lr=self.lr, weight_decay=0.01), *self.adamw.build(model, frozenset(matrices))]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DionSetting:
-    """Settings of a small prior with two replicas. `kind` is a key of `LR`."""
-
-    kind: str
-    rank: int
-    lr: float
-    seed: int
-    steps: int
-    width: int = 96
-    fallback_lr: float = 0.032  # learning rate of parameters other than block matrices
+# The best learning rates on seed 0 (docs/log/2026-11-25.md, "Dion against PowerSGD at equal rank").
+ADAMW = AdamWConfig(lr=8e-3, betas=(0.9, 0.98))
+FALLBACK = AdamWConfig(lr=0.032, betas=(0.9, 0.98))  # for parameters other than block matrices
+MUON = MuonConfig(lr=0.02, fallback_adamw=FALLBACK)
+UPDATE = UpdateFromGradientConfig(lr=0.02, adamw=FALLBACK)
 
 
-#: The best learning rates on seed 0
-#: (docs/log/2026-11-25.md, "Dion against PowerSGD at equal rank").
-LR = {"AdamW": 8e-3, "Muon": 0.02, "PowerSGD, AdamW": 8e-3, "PowerSGD, Muon": 0.02, "Dion": 0.02}
-
-
-def trial(setting: DionSetting) -> Result:
-    """Return the losses, and bytes sent per step."""
-    from limner.experiments import replicas
-
-    adamw = AdamWConfig(lr=setting.fallback_lr, betas=(0.9, 0.98))
-    if setting.kind == "Dion":
-        optimizer: Any = UpdateFromGradientConfig(lr=setting.lr, adamw=adamw)
-    else:
-        optimizer = (
-            MuonConfig(lr=setting.lr, fallback_adamw=adamw)
-            if "Muon" in setting.kind
-            else AdamWConfig(lr=setting.lr, betas=(0.9, 0.98))
-        )
-    config = PowerSGDConfig(rank=setting.rank or None)
-    trained = replicas.train(
-        lambda: Fp32Reducer() if not setting.rank else Dion(config) if setting.kind == "Dion" else PowerSGD(config),
-        width=setting.width, steps=setting.steps, seed=setting.seed, optimizer=optimizer,
-        clip_norm=None if setting.kind == "Dion" else 1.0,  # all Dion updates have the same norm
-    )  # fmt: skip
-    strategy = trained.run.parallel
-    assert isinstance(strategy, replicas.SimulatedReplicas)
-    return {"loss": trained.loss.tolist(), "sent": strategy.groups[0].sent / setting.steps}
-
-
-def reproduce(trials: TrialRunner, quick: bool) -> Finding:
+@experiment(
+    "At equal rank and bytes, Dion learns as fast as with uncompressed gradients, and faster than PowerSGD",
+    "Ahn et al. 2025, arXiv:2504.05295, compared with Ramesh et al. 2021, App. E.2",
+)
+def dion(folder: Path, quick: bool) -> Finding:
     """Compare Dion with PowerSGD and uncompressed gradients under AdamW and Muon."""
     ranks, seeds, steps = ((8,), range(1, 2), 10) if quick else ((4, 16), range(1, 4), 300)
-    cases = [(kind, rank) for kind in LR for rank in ((0,) if kind in ("AdamW", "Muon") else ranks)]
-    settings = [
-        DionSetting(kind=kind, rank=rank, lr=LR[kind], seed=seed, steps=steps) for kind, rank in cases for seed in seeds
-    ]
-    results = iter(trials.run(trial, settings, "training priors"))
-    cells = {case: [next(results) for _ in seeds] for case in cases}
-    losses = {case: np.array([np.mean(r["loss"][-_LAST:]) for r in runs]) for case, runs in cells.items()}
-    reference = min((("AdamW", 0), ("Muon", 0)), key=lambda case: losses[case].mean())
-    noise = float(losses[reference].std(ddof=1)) if len(seeds) > 1 else 0.0
-    rows = [
-        (
-            kind,
-            rank or "-",
-            f"{runs[0]['sent'] / 1e6:.2f} MB",
-            f"{losses[kind, rank].mean():.4f}",
-            f"{losses[kind, rank].min():.4f} to {losses[kind, rank].max():.4f}",
-        )
-        for (kind, rank), runs in cells.items()
-    ]
-    gaps = [losses["Dion", rank].mean() - losses[reference].mean() for rank in ranks]
-    leads = [
-        min(losses["PowerSGD, AdamW", rank].mean(), losses["PowerSGD, Muon", rank].mean()) - losses["Dion", rank].mean()
-        for rank in ranks
-    ]
-    return Finding(
-        name="dion",
-        claim=CLAIM,
-        source=SOURCE,
-        holds=all(gap < noise for gap in gaps) and all(lead > 0 for lead in leads),
-        verdict=". ".join(
+    grid: dict[tuple[str, Any], dict[str, Any]] = {
+        ("AdamW", "-"): {"reducer": Fp32Reducer, "optimizer": ADAMW},
+        ("Muon", "-"): {"reducer": Fp32Reducer, "optimizer": MUON},
+    }
+    for name, optimizer in {"PowerSGD, AdamW": ADAMW, "PowerSGD, Muon": MUON, "Dion": UPDATE}.items():
+        for r in ranks:
+            reducer = partial(Dion if name == "Dion" else PowerSGD, PowerSGDConfig(rank=r))
+            grid[name, r] = {"reducer": reducer, "optimizer": optimizer}
+            if name == "Dion":
+                grid[name, r]["clip_norm"] = None  # all its updates have the same norm
+    sweep = Sweep(replicas.trial, grid, seeds, steps=steps, width=96).run(folder)
+    loss = {label: float(runs.losses().mean()) for label, runs in sweep.runs.items()}
+    reference = min((("AdamW", "-"), ("Muon", "-")), key=lambda label: loss[label])
+    noise = deviation(sweep.runs[reference].losses())
+    gaps = [loss["Dion", rank] - loss[reference] for rank in ranks]
+    leads = [min(loss["PowerSGD, AdamW", rank], loss["PowerSGD, Muon", rank]) - loss["Dion", rank] for rank in ranks]
+    return sweep.finding(
+        all(gap < noise for gap in gaps) and all(lead > 0 for lead in leads),
+        ". ".join(
             f"At rank {rank} the loss of Dion differs by {gap:+.4f} from uncompressed {reference[0]} and by "
             f"{-lead:+.4f} from the better PowerSGD"
             for rank, gap, lead in zip(ranks, gaps, leads, strict=True)
         )
         + f". The standard deviation over seeds is {noise:.4f}.",
-        header=("optimizer", "rank", "sent per update", "loss at the end", "of seeds"),
-        rows=rows,
-        curves={
+        ("optimizer", "rank"),
+        {
+            "sent per update": lambda runs: f"{runs.results[0]['sent'] / 1e6:.2f} MB",
+            "loss at the end": lambda runs: f"{runs.losses().mean():.4f}",
+            "of seeds": lambda runs: span(runs.losses(), ".4f"),
+        },
+        {
             f"loss, first seed, rank {ranks[-1]}": {
-                kind: list(enumerate(runs[0]["loss"])) for (kind, rank), runs in cells.items() if rank in (0, ranks[-1])
+                name: runs.curve for (name, rank), runs in sweep.runs.items() if rank in ("-", ranks[-1])
             }
         },
-        settings={"seeds": list(seeds), **{k: asdict(settings[0])[k] for k in ("steps", "width")}},
     )

@@ -18,53 +18,37 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from limner.distributed.gradient_reducers import Codec, GradientReducer, PendingWork, Replicas, buckets
-from limner.experiments import tiny_prior
-from limner.experiments.tiny_train import Trained
-from limner.models.transformer import TransformerConfig
-from limner.optim.optimizers import AdamWConfig
+from limner.distributed.gradient_reducers import Codec, Fp32Reducer, PendingWork, Replicas, buckets
+from limner.experiments.sweep import Result
+from limner.experiments.tiny_models import PRIOR, train_prior
+from limner.optim.param_groups import block_matrices
 from limner.training.parallel import SingleProcess
 from limner.training.train_module import Trainable
-
-
-class SimulatedNetwork:
-    """The simulated network: `all` holds the values of the last exchange."""
-
-    def __init__(self) -> None:
-        self._pending: list[Tensor] = []
-        self.all = torch.empty(0)  # [R, n]
-
-    def send(self, values: Float[Tensor, " n"]) -> None:
-        self._pending.append(values.clone())
-
-    def exchange(self) -> None:
-        """Exchange the values, after each replica has called `send`."""
-        self.all, self._pending = torch.stack(self._pending), []
 
 
 class SimulatedGroup(Replicas):
     """A simulated process group of one replica. `sent` counts bytes of a ring all-reduce."""
 
-    def __init__(self, network: SimulatedNetwork, count: int) -> None:
-        self.network, self._count, self.sent = network, count, 0
+    def __init__(self, strategy: SimulatedReplicas) -> None:
+        self.strategy, self.sent = strategy, 0
 
     @property
     def count(self) -> int:
-        return self._count
+        return self.strategy.count
 
     def _exchange(self, values: Tensor, size: int) -> Iterator[Any]:
-        self.network.send(values)
+        self.strategy.outbox.append(values.clone())
         self.sent += 2 * size * (self.count - 1) // self.count
         yield self
 
     def mean(self, values: Float[Tensor, " n"]) -> PendingWork:
         yield from self._exchange(values, values.nbytes)
-        values.copy_(self.network.all.mean(0))
+        values.copy_(self.strategy.exchanged.mean(0))
 
     def compressed_mean(self, values: Float[Tensor, " n"], codec: Codec) -> PendingWork:
         codes = codec.pack(values)
         yield from self._exchange(codec.unpack(codes), codes.nbytes)
-        values.copy_(codec.unpack(codec.pack(self.network.all.mean(0))))
+        values.copy_(codec.unpack(codec.pack(self.strategy.exchanged.mean(0))))
 
 
 class SimulatedReplicas(SingleProcess):
@@ -73,20 +57,26 @@ class SimulatedReplicas(SingleProcess):
     Args:
         make: builds a reducer.
         count: number of replicas.
+
+    Attributes:
+        outbox: values of the replicas that wait for the next exchange.
+        exchanged: values of the last exchange, [R, n].
     """
 
-    def __init__(self, make: Callable[[], GradientReducer], count: int) -> None:
+    def __init__(self, make: Callable[[], Fp32Reducer], count: int) -> None:
         super().__init__()
-        self._make, self.count, self._replica = make, count, 0
+        self.count, self._replica = count, 0
+        self.reducers = [make() for _ in range(count)]
+        self.groups = [SimulatedGroup(self) for _ in range(count)]
+        self.outbox: list[Tensor] = []
+        self.exchanged = torch.empty(0)
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         module = super().prepare(trainable, device, dtype)
-        self._network, self._buckets = SimulatedNetwork(), buckets(trainable.model)
-        self.groups = [SimulatedGroup(self._network, self.count) for _ in range(self.count)]
-        self.reducers = [self._make() for _ in range(self.count)]
+        self._buckets = buckets(trainable.model)
         # A replica's parameters share memory with the model's, but have separate gradients.
         self._params = dict(trainable.model.named_parameters())
-        self._views = [{name: nn.Parameter(p.detach()) for name, p in self._params.items()} for _ in range(self.count)]
+        self._views = [{name: nn.Parameter(p.detach()) for name, p in self._params.items()} for _ in self.reducers]
         for reducer, parameters, group in zip(self.reducers, self._views, self.groups, strict=True):
             replica_buckets = {
                 name: replace(bucket, parameters={key: parameters[key] for key in bucket.parameters})
@@ -116,28 +106,31 @@ class SimulatedReplicas(SingleProcess):
         super().reduce(parameters)
 
     def _run_lockstep(self, pending: list[PendingWork]) -> None:
-        while True:
-            finished = [next(work, None) is None for work in pending]
-            if all(finished):
-                return
-            assert not any(finished)  # all wait for the same exchanges
-            self._network.exchange()
+        while not all(finished := [next(work, None) is None for work in pending]):
+            assert not any(finished)  # all wait for the same exchange
+            self.exchanged = torch.stack(self.outbox)
+            self.outbox.clear()
 
 
 def train(
-    make: Callable[[], GradientReducer],
-    *,
-    width: int,
-    steps: int,
-    seed: int,
-    replicas: int = 2,
-    optimizer: Any | None = None,
-    clip_norm: float | None = 1.0,
-) -> Trained:
-    """Train a small prior with replicas, batch size 32. `run.parallel` is the `SimulatedReplicas`."""
-    model: TransformerConfig = replace(tiny_prior.MODEL, width=width, depth=4, heads=max(2, width // 48))
-    return tiny_prior.train(
-        steps, model=model, seed=seed, batch=32, accumulate=replicas, clip_norm=clip_norm,
-        optimizer=optimizer or AdamWConfig(lr=2e-3, betas=(0.9, 0.98)),
-        parallel=SimulatedReplicas(make, replicas),
-    )  # fmt: skip
+    *, reducer: Callable[[], Fp32Reducer], width: int, steps: int, clip_norm: float | None = 1.0, **settings: Any
+) -> tuple[Result, list[Any]]:
+    """Train a small prior with two replicas, batch size 32.
+
+    Returns the losses with the bytes sent per step, of all parameters and of block matrices, and the reducers.
+    """
+    strategy = SimulatedReplicas(reducer, 2)
+    model = replace(PRIOR, width=width, depth=4, heads=max(2, width // 48))
+    run, losses = train_prior(
+        model=model, steps=steps, batch=32, accumulate=2, parallel=strategy, clip_norm=clip_norm, **settings
+    )
+    matrices = frozenset(block_matrices(run.model))
+    # With two replicas, a ring all-reduce sends each uncompressed number once.
+    uncompressed = sum(p.nbytes for p in run.model.parameters() if p not in matrices)
+    sent = strategy.groups[0].sent / steps
+    return {"loss": losses, "sent": sent, "sent_matrices": sent - uncompressed}, strategy.reducers
+
+
+def trial(**settings: Any) -> Result:
+    """Return the result of `train`."""
+    return train(**settings)[0]

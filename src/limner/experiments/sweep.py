@@ -1,86 +1,196 @@
-"""Short trainings in parallel on the cores of this machine. Each result is saved when its trial ends.
+"""Trials over a grid of settings and several seeds, in parallel on the cores of this machine.
 
 A small model uses only one core, so each trial runs in a separate process with one thread. A trial's result is a file,
 {"result": ..., "sha256": hash of the result's JSON}. Repeating the command after Ctrl-C runs only the trials whose file
 is missing or damaged.
+
+Shapes: S seeds.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
+import math
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import as_completed
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
+
+import numpy as np
+from jaxtyping import Float
 
 from limner.atomic_io import atomic_write_text
 from limner.errors import UserError
-from limner.experiments.pool import process_pool
+from limner.evaluation.report import Points
+from limner.experiments.report import Finding
 from limner.json_files import read_json
 from limner.progress import progress
 from limner.version import __version__
 
-T = TypeVar("T")
 Result = dict[str, Any]  # JSON values
-
-_KILLED_MESSAGE = (
-    "the process of a trial was killed, probably because memory ran out: close other programs, or run one trial at a "
-    "time (on Linux with taskset -c 0); finished trials are saved, and the same command resumes"
-)
+Settings = Mapping[str, Any]  # keyword arguments of a trial; a setting has the same `repr` in all processes
+Trial = Callable[..., Result]  # a module-level function, whose result depends only on the arguments and the code
 
 
-class TrialRunner:
-    """A runner of trials, `workers` at a time (default: all cores), that saves their results in `folder`."""
+@dataclass(frozen=True)
+class Runs:
+    """The trials of one setting.
 
-    def __init__(self, folder: Path, workers: int | None = None) -> None:
-        self.folder, self.workers = folder, workers or _cores()
+    Attributes:
+        label: label of the setting in the grid.
+        settings: arguments of the trial, without the seed.
+        results: the result of each seed.
+    """
 
-    def run(self, trial: Callable[[T], Result], settings: Sequence[T], title: str) -> list[Result]:
-        """Return the results of `trial` for all settings, in their order.
+    label: Any
+    settings: Settings
+    results: Sequence[Result]
+
+    def values(self, key: str) -> Float[np.ndarray, "S ..."]:
+        """Return one value of each result."""
+        return np.array([result[key] for result in self.results])
+
+    def mean(self, key: str) -> float:
+        """Return the mean of one value over seeds."""
+        return float(self.values(key).mean())
+
+    def losses(self, last: int = 50) -> Float[np.ndarray, " S"]:
+        """Return the mean of each run's last losses, or the highest loss of a run that diverged."""
+        losses, steps = [result["loss"] for result in self.results], self.settings["steps"]
+        return np.array([np.mean(run[-last:]) if len(run) == steps else np.nanmax(run) for run in losses])
+
+    @property
+    def curve(self) -> Points:
+        """Losses of the first seed over steps."""
+        return list(enumerate(self.results[0]["loss"]))
+
+
+class Sweep:
+    """Trials of each setting of a grid with each seed.
+
+    Args:
+        trial: runs in another process.
+        grid: settings by label, the first cell of a row of the table or a tuple of its first cells.
+        seeds: values of the argument `seed` of the trial; empty for a trial without this argument.
+        common: settings of all trials, which the grid may override.
+
+    Attributes:
+        runs: by label, empty before `run`.
+        settings: seeds and settings of all trials.
+    """
+
+    def __init__(self, trial: Trial, grid: Mapping[Any, Settings], seeds: Sequence[int] = (), **common: Any) -> None:
+        self.trial, self.grid, self.seeds, self.common = trial, grid, seeds, common
+        self.runs: dict[Any, Runs] = {}
+        self.settings = {"seeds": list(seeds), **common} if seeds else common
+
+    def run(self, folder: Path) -> Self:
+        """Run the trials whose results are not in `folder` yet."""
+        cells = {label: {**self.common, **settings} for label, settings in self.grid.items()}
+        seeds = [{"seed": seed} for seed in self.seeds] or [{}]
+        results = iter(run_trials(folder, self.trial, [cell | seed for cell in cells.values() for seed in seeds]))
+        self.runs = {label: Runs(label, cell, [next(results) for _ in seeds]) for label, cell in cells.items()}
+        return self
+
+    @property
+    def curves(self) -> dict[str, Points]:
+        """Losses of the first seed by label."""
+        return {label: runs.curve for label, runs in self.runs.items()}
+
+    def finding(
+        self,
+        holds: bool | None,
+        verdict: str,
+        labels: Sequence[str],
+        columns: Mapping[str, Callable[[Runs], object]],
+        curves: Mapping[str, Mapping[str, Points]],
+        **settings: Any,
+    ) -> Finding:
+        """Return a `Finding` whose table has a row for each setting.
 
         Args:
-            trial: a module-level function, which another process imports.
-            settings: frozen dataclasses; a result may depend only on their `repr` and the code.
-            title: title of the progress bar.
-
-        Raises `UserError` if a trial's process is killed; results of finished trials are saved.
+            labels: headers of the cells of a label.
+            columns: further headers, and the cell of each as a function of the runs.
+            settings: settings that are not arguments of the trial.
         """
-        paths = [self.path(trial, setting) for setting in settings]
-        results = [_load(path) for path in paths]
-        missing = [i for i, result in enumerate(results) if result is None]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with progress(title, len(settings), unit="trial") as bar:
-            bar.resume(len(settings) - len(missing))
-            with process_pool(self.workers, begin_process) as pool:
-                try:
-                    running = {pool.submit(trial, settings[i]): i for i in missing}
-                    for future in as_completed(running):
-                        results[running[future]] = _save(paths[running[future]], future.result())
-                        bar.advance()
-                except BaseException as error:  # Ctrl-C: do not wait for running trials
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    for process in multiprocessing.active_children():
-                        process.terminate()
-                    if isinstance(error, BrokenProcessPool):
-                        raise UserError(_KILLED_MESSAGE) from error
-                    raise
-        return [result for result in results if result is not None]
+        rows = [
+            (*(label if isinstance(label, tuple) else (label,)), *(cell(runs) for cell in columns.values()))
+            for label, runs in self.runs.items()
+        ]
+        return Finding(
+            holds=holds, verdict=verdict, header=[*labels, *columns], rows=rows, curves=curves,
+            settings=self.settings | settings,
+        )  # fmt: skip
 
-    def path(self, trial: Callable[[T], Result], setting: T) -> Path:
-        """Return the file of a result, named by setting, source of the trial's module, and limner's version."""
-        source = inspect.getsource(sys.modules[trial.__module__])
-        text = f"{__version__} {trial.__module__}.{trial.__qualname__} {setting!r} {source}"
-        return self.folder / f"{_digest(text)[:24]}.json"
+
+def deviation(values: Float[np.ndarray, " S"]) -> float:
+    """Return the standard deviation of the population, estimated from several seeds; 0 for one seed."""
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
+
+
+def mean_and_error(differences: Float[np.ndarray, " S"]) -> tuple[float, float]:
+    """Return the mean of differences paired by seed, and its standard error, infinite for one seed."""
+    error = deviation(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
+    return float(differences.mean()), error
+
+
+def interval(differences: Float[np.ndarray, " S"]) -> str:
+    """Format the mean of differences paired by seed, with its 95% interval."""
+    mean, error = mean_and_error(differences)
+    return f"{mean:+.4f} ± {1.96 * error:.4f}"
+
+
+def span(values: Float[np.ndarray, " S"], spec: str) -> str:
+    """Format the lowest and the highest value."""
+    return f"{values.min():{spec}} to {values.max():{spec}}"
+
+
+def run_trials(folder: Path, trial: Trial, settings: Sequence[Settings]) -> list[Result]:
+    """Return the results for all settings, in their order. Equal settings share a result, which `folder` keeps.
+
+    Raises `UserError` if a trial's process is killed; results of finished trials are saved.
+    """
+    paths = [result_path(folder, trial, setting) for setting in settings]
+    unique = dict(zip(paths, settings, strict=True))
+    results = {path: result for path in unique if (result := _load(path)) is not None}
+    folder.mkdir(parents=True, exist_ok=True)
+    with progress("running trials", len(unique), unit="trial") as bar, process_pool(num_cores()) as pool:
+        bar.resume(len(results))
+        try:
+            running = {pool.submit(trial, **unique[path]): path for path in unique if path not in results}
+            for future in as_completed(running):
+                path = running[future]
+                results[path] = _save(path, future.result())
+                bar.advance()
+        except BaseException as error:  # Ctrl-C: do not wait for running trials
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise UserError(
+                    "the process of a trial was killed, probably because memory ran out: close other programs, or run "
+                    "one trial at a time (on Linux with taskset -c 0); finished trials are saved, and the same command "
+                    "resumes"
+                ) from error
+            raise
+    return [results[path] for path in paths]
+
+
+def result_path(folder: Path, trial: Trial, setting: Settings) -> Path:
+    """Return the file of a result, named by setting, source of this package, and limner's version."""
+    source = "".join(path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("*.py")))
+    return (
+        folder / f"{_digest(f'{__version__} {trial.__module__}.{trial.__qualname__} {setting!r} {source}')[:24]}.json"
+    )
 
 
 def _save(path: Path, result: Result) -> Result:
@@ -106,8 +216,22 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _cores() -> int:
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_pool(workers: int) -> ProcessPoolExecutor:
+    """Return a pool of spawned processes for trials. Raises `UserError` if shared memory is missing."""
+    context = multiprocessing.get_context("spawn")
+    try:
+        context.Lock()
+    except (OSError, ImportError) as error:
+        raise UserError(
+            f"no shared memory for several processes ({error}): mount a writable /dev/shm with free space "
+            "(for a container, docker run --shm-size 1g)"
+        ) from None
+    return ProcessPoolExecutor(workers, context, begin_process)
 
 
 def begin_process() -> None:

@@ -3,93 +3,164 @@ layer overtakes 16-bit and 32-bit layers.
 
 Quantization and dequantization touch each number once; products touch it once per input or output. The share of the
 former falls with width. Operations are timed one at a time with all threads of this device, which must be idle
-otherwise.
+otherwise. Alternatives are timed alternately in each round, so that slow phases of the machine affect all of them.
+
+Shapes: b rows, n inputs, m outputs.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 
-from limner.experiments.report import Finding
-from limner.experiments.sweep import TrialRunner
-from limner.planner.bench_linear import (
-    Times,
-    describe_device,
-    layer_steps,
-    matmuls,
-    median_speedup,
-    switchback_steps,
-    time_rounds,
-)
+from limner import compat
+from limner.experiments.report import Finding, experiment
 from limner.progress import progress
+from limner.quantization import StandardLinear, SwitchBackLinear
+from limner.quantization.products import int32_sums, product, select_kernel, weight_gradient
+from limner.quantization.quantize import quantize
 
-CLAIM = "The share of quantizing falls with a layer's width, and a wide SwitchBack layer is faster than in 16 bits"
-SOURCE = "Wortsman et al. 2023, App. B, Figures 6 to 8"
+ROUNDS = 7
+Functions = dict[str, Callable[[], object]]
+Times = Mapping[str, list[float]]
 
-_ROUNDS = 7
+
+def time_rounds(functions: Mapping[str, Callable[[], object]], rounds: int) -> Times:
+    """Return the seconds of each function in each round, after a warm-up round."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for number in range(rounds + 1):
+        for name, function in functions.items():
+            synchronize()
+            start = time.perf_counter()
+            function()
+            synchronize()
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
 
 
-def reproduce(trials: TrialRunner, quick: bool) -> Finding:
-    """Time the layers. Times are not saved in `trials`, since they depend on the machine's load."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dims, rows = ((64, 128), (64,)) if quick else ((256, 512, 1_024, 2_048), (512, 2_048))
-    if device.type == "cuda" and not quick:
-        dims, rows = (1_024, 2_048, 4_096), (16_384, 65_536)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    table_rows, shares, speeds = [], {}, {}
-    with progress("timing layers", len(dims) * len(rows), unit="layer") as bar:
-        for b in rows:
-            for d in dims:
-                torch.manual_seed(0)
-                x, g = (torch.randn(b, n, device=device, dtype=dtype) for n in (d, 4 * d))
-                weight, times = torch.randn(4 * d, d, device=device), 1 if quick else _ROUNDS
-                quantize, dequantize, multiply = _shares(
-                    time_rounds(switchback_steps(x, weight, g), times, device),
-                    time_rounds(matmuls(x, weight), times, device),
-                )
-                timed = time_rounds(layer_steps(x, g, simulated=False), times, device)
-                switchback = timed["SwitchBackLinear"]
-                speedups = {key: median_speedup(timed[key], switchback) for key in ("nn.Linear fp32", "nn.Linear bf16")}
-                standard = median_speedup(timed["StandardLinear"], switchback)
-                shares.setdefault(b, []).append((d, 100 * (quantize + dequantize)))
-                speeds.setdefault(b, []).append((d, speedups["nn.Linear bf16"]))
-                percent = (f"{share:.0%}" for share in (quantize, dequantize, multiply))
-                factors = (f"{value:.2f}" for value in (*speedups.values(), standard))
-                table_rows.append((f"{b:,}", f"{d:,} -> {4 * d:,}", *percent, *factors))
-                bar.advance()
-    share_falls = all(points[-1][1] < points[0][1] for points in shares.values())
+def switchback_steps(x: Float[Tensor, "b n"], weight: Float[Tensor, "m n"], g: Float[Tensor, "b m"]) -> Functions:
+    """Return the steps of a SwitchBack layer."""
+    (q, scale_x), (w, scale_w) = quantize(x, by_row=True), quantize(weight, by_row=False)
+    (h, scale_g), (t, scale_t) = quantize(g, by_row=True), quantize(weight, by_row=False, transpose=True)
+    counter = torch.zeros((), dtype=torch.int64)  # counts products, ignored
+    return {
+        "quantize x": lambda: quantize(x, by_row=True),
+        "quantize w": lambda: quantize(weight, by_row=False),
+        "quantize g": lambda: quantize(g, by_row=True),
+        "quantize w^T": lambda: quantize(weight, by_row=False, transpose=True),
+        "forward": lambda: product(q, w, scale_x, scale_w, None, x.dtype),
+        "input gradient": lambda: product(h, t, scale_g, scale_t, None, x.dtype),
+        "weight gradient": lambda: weight_gradient(g, x, counter).to(weight.dtype),
+    }
+
+
+def int8_sums(x: Float[Tensor, "b n"], weight: Float[Tensor, "m n"]) -> Functions:
+    """Return the int8 product without scales; nothing if the kernel includes scales."""
+    q, w = quantize(x, by_row=True)[0], quantize(weight, by_row=False)[0]
+    return {"int8, sums alone": partial(int32_sums, q, w)} if select_kernel(q, w)[0] == "_int_mm" else {}
+
+
+def forward_backward(layer: nn.Module, x: Float[Tensor, "b n"], g: Float[Tensor, "b m"]) -> None:
+    """Run forward and backward with cleared gradients."""
+    layer.zero_grad(set_to_none=True)
+    layer(x.detach().requires_grad_()).backward(g)
+
+
+def linear_layers(x: Float[Tensor, "b n"], g: Float[Tensor, "b m"], kinds: Sequence[Any]) -> Functions:
+    """Return forward and backward of `nn.Linear` and of the layers of `kinds`, which take the format of x."""
+    n, m = x.shape[1], g.shape[1]
+    linear, linear16 = nn.Linear(n, m, device=x.device), nn.Linear(n, m, device=x.device).bfloat16()
+    return {
+        "nn.Linear fp32": partial(forward_backward, linear, x.float(), g.float()),
+        "nn.Linear bf16": partial(forward_backward, linear16, x.bfloat16(), g.bfloat16()),
+        **{kind.__name__: partial(forward_backward, kind.from_linear(linear), x, g) for kind in kinds},
+    }
+
+
+def median_speedup(base: list[float], other: list[float]) -> float:
+    """Return the speedup over `base`, the median over rounds."""
+    return statistics.median(a / b for a, b in zip(base, other, strict=True))
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the name of a GPU, or the low-precision units of a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    units = {
+        "VNNI": compat.is_vnni_supported(),
+        "AVX512-BF16": compat.is_avx512_bf16_supported(),
+        "AMX": compat.is_amx_tile_supported(),
+    }
+    present = " and ".join(name for name, is_present in units.items() if is_present)
+    return f"a CPU with {present or 'no unit for 8 or 16 bits'}"
+
+
+def time_shares(steps: Times) -> tuple[float, float, float]:
+    """Return the time shares of quantization, dequantization and products in a SwitchBack layer. Dequantization that
+    is not timed alone counts as part of the product."""
+    seconds = {name: statistics.median(times) for name, times in steps.items()}
+    sums = seconds.pop("int8, sums alone", seconds["forward"])
+    quantize, total = sum(value for name, value in seconds.items() if "quantize" in name), sum(seconds.values())
+    dequantize = (seconds["forward"] + seconds["input gradient"]) * max(0.0, 1 - sums / seconds["forward"])
+    return quantize / total, dequantize / total, (total - quantize - dequantize) / total
+
+
+@experiment(
+    "The share of quantizing falls with a layer's width, and a wide SwitchBack layer is faster than in 16 bits",
+    "Wortsman et al. 2023, App. B, Figures 6 to 8",
+)
+def switchback_speed(folder: Path, quick: bool) -> Finding:
+    """Time the layers. Times are not saved in `folder`, since they depend on the machine's load."""
+    device, dtype = torch.device("cpu"), torch.float32
+    widths, rows = ((64, 128), (64,)) if quick else ((256, 512, 1_024, 2_048), (512, 2_048))
+    if torch.cuda.is_available():
+        device, dtype = torch.device("cuda"), torch.bfloat16
+        if not quick:
+            widths, rows = (1_024, 2_048, 4_096), (16_384, 65_536)
+    rounds = 1 if quick else ROUNDS
+    table, shares, speeds = [], {b: [] for b in rows}, {b: [] for b in rows}
+    with progress("timing layers", len(widths) * len(rows), unit="layer") as bar:
+        for b, d in itertools.product(rows, widths):
+            torch.manual_seed(0)
+            x, g = (torch.randn(b, n, device=device, dtype=dtype) for n in (d, 4 * d))
+            weight = torch.randn(4 * d, d, device=device)
+            parts = time_shares(time_rounds(switchback_steps(x, weight, g) | int8_sums(x, weight), rounds))
+            layers = time_rounds(linear_layers(x, g, [StandardLinear, SwitchBackLinear]), rounds)
+            speedups = [
+                median_speedup(layers[name], layers["SwitchBackLinear"])
+                for name in ("nn.Linear fp32", "nn.Linear bf16", "StandardLinear")
+            ]
+            shares[b].append((d, 100 * (parts[0] + parts[1])))
+            speeds[b].append((d, speedups[1]))
+            cells = (*(f"{share:.0%}" for share in parts), *(f"{value:.2f}" for value in speedups))
+            table.append((f"{b:,}", f"{d:,} -> {4 * d:,}", *cells))
+            bar.advance()
     widest = [points[-1][1] for points in speeds.values()]
     return Finding(
-        name="switchback-speed",
-        claim=CLAIM,
-        source=SOURCE,
-        holds=share_falls and min(widest) > 1,
+        holds=all(points[-1][1] < points[0][1] for points in shares.values()) and min(widest) > 1,
         verdict=f"On {describe_device(device)} with {torch.get_num_threads()} threads, quantization takes "
-        + " and ".join(f"{points[0][1]:.0f}% (width {points[0][0]}) to {points[-1][1]:.0f}% ({points[-1][0]:,}) with "
-                       f"{b:,} rows" for b, points in shares.items())
+        + " and ".join(
+            f"{points[0][1]:.0f}% (width {points[0][0]}) to {points[-1][1]:.0f}% ({points[-1][0]:,}) with {b:,} rows"
+            for b, points in shares.items()
+        )
         + f"; at the largest width SwitchBack is {min(widest):.2f} to {max(widest):.2f} times as fast as bf16.",
         header=("rows", "layer", "quantize", "dequantize", "multiply", "times as fast as fp32", "as bf16",
                 "as Algorithm 5"),
-        rows=table_rows,
+        rows=table,
         curves={
             "percent of quantizing and dequantizing, over the width": {f"{b:,} rows": p for b, p in shares.items()},
             "times as fast as bf16, over the width": {f"{b:,} rows": p for b, p in speeds.items()},
         },
-        settings={"rounds": _ROUNDS, "format given to the layers": str(dtype).removeprefix("torch.")},
+        settings={"rounds": ROUNDS, "format given to the layers": str(dtype).removeprefix("torch.")},
     )  # fmt: skip
-
-
-def _shares(steps: Times, products: Times) -> tuple[float, float, float]:
-    """Return the time shares of quantization, dequantization and products in a SwitchBack layer. Dequantization that
-    is not timed alone counts as part of the product."""
-    seconds = {name: statistics.median(times) for name, times in steps.items()}
-    quantize = sum(value for name, value in seconds.items() if name.startswith("quantize"))
-    total, matmul = sum(seconds.values()), seconds["forward"] + seconds["input gradient"]
-    unscaled = products.get("int8, sums alone")
-    dequantize = 0.0
-    if unscaled is not None:
-        scaled = next(times for name, times in products.items() if name.startswith("int8 ("))
-        dequantize = matmul * max(0.0, 1 - statistics.median(unscaled) / statistics.median(scaled))
-    return quantize / total, dequantize / total, (total - quantize - dequantize) / total

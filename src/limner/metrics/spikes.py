@@ -89,16 +89,12 @@ class SpikeMatch:
         n, k, p = len(self.loss), len(self.following), self.covered
         if p in (0, 1):
             return float(k == 0 or p)
-        # Logarithms, since binomial coefficients of a thousand spikes overflow.
-        terms = [
-            math.lgamma(n + 1)
-            - math.lgamma(i + 1)
-            - math.lgamma(n - i + 1)
-            + i * math.log(p)
-            + (n - i) * math.log1p(-p)
-            for i in range(k, n + 1)
-        ]  # fmt: skip
-        return min(1.0, math.fsum(map(math.exp, terms)))
+
+        def log_probability(i: int) -> float:  # binomial coefficients of a thousand spikes overflow
+            coefficient = math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1)
+            return coefficient + i * math.log(p) + (n - i) * math.log1p(-p)
+
+        return min(1.0, math.fsum(math.exp(log_probability(i)) for i in range(k, n + 1)))
 
 
 def match_spikes(loss: Float[np.ndarray, " T"], rms: Float[np.ndarray, " T"], window: int = WINDOW) -> SpikeMatch:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
-from limner.attention.dense_attention import DenseAttention
+from limner.attention.sparse import DenseAttention
 from limner.errors import UserError
 from limner.models.patch_embedding import drop_patches, sinusoids
 from limner.models.transformer import Block
@@ -70,6 +70,11 @@ class CLIPConfig(Validated):
         """Width, depth and heads of the picture's tower."""
         return self.width, self.depth, self.heads
 
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Grid of ViT patches."""
+        return self.size // self.patch, self.size // self.patch
+
     def build(self) -> CLIP:
         """Build the model. Raises `UserError` if the patch does not divide the picture, whose size the dVAE may set."""
         if self.size % self.patch:
@@ -102,7 +107,7 @@ class CLIP(nn.Module):
     def __init__(self, config: CLIPConfig) -> None:
         super().__init__()
         self.config = config
-        d, side = config.width, config.size // config.patch
+        d, side = config.width, config.grid[0]
 
         def tower(width: int, depth: int, heads: int) -> nn.ModuleList:
             return nn.ModuleList(Block(width, heads, config.layer_scale, config.qk_norm) for _ in range(depth))

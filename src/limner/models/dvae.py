@@ -4,7 +4,8 @@ The encoder and decoder are convolutional ResNets with bottleneck blocks. The en
 between its groups and ends in a 1x1 convolution to one logit for each of the `vocab` codes at every
 grid position; the decoder begins with a 1x1 convolution, which for a one-hot input *is* the codebook,
 and upsamples by nearest-neighbor interpolation. The paper's model is the default: 4 groups, so 8x downsampling,
-256 x 256 -> 32 x 32 tokens, width 256, 8192 codes. Parameters carry the names of the released code.
+256 x 256 -> 32 x 32 tokens, width 256, 8192 codes. Parameters carry the names of the released code. The bundled
+`scenes` has such a dVAE, `icons` one of patches (`patch_dvae.py`), which takes minutes to train.
 
     encoder  conv 7x7 -> [2 blocks, pool] x (groups - 1) -> 2 blocks -> relu -> conv 1x1 -> logits
     decoder  conv 1x1 -> [2 blocks, x2]   x (groups - 1) -> 2 blocks -> relu -> conv 1x1 -> (mu, ln b)
@@ -174,7 +175,12 @@ class DVAEConfig(Validated):
     @property
     def branch_gain(self) -> float:
         """Factor of the residual branches (§2.1)."""
-        return self.gain or 1 / (self.groups * self.blocks) ** 2
+        return self.gain or 1 / self.depth**2
+
+    @property
+    def depth(self) -> int:
+        """Number of resblocks of the encoder, and of the decoder."""
+        return self.groups * self.blocks
 
     @property
     def stride(self) -> int:

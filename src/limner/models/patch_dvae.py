@@ -67,6 +67,11 @@ class PatchDVAEConfig(Validated):
         return 1
 
     @property
+    def depth(self) -> int:
+        """Number of residual blocks of the decoder."""
+        return self.blocks + self.pixel_blocks
+
+    @property
     def grid(self) -> tuple[int, int]:
         return self.size // self.patch, self.size // self.patch
 

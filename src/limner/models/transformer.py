@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from math import prod
 from typing import Annotated
@@ -32,8 +32,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from limner.attention.attention import Attention, AttentionFn
-from limner.attention.cache import KVCache, KVStore, LayerKVCache, Position, RaggedBatch
-from limner.attention.dense_attention import DenseAttention
 from limner.attention.patterns import PATTERNS, Pattern, paper_pattern
 from limner.attention.sparse import training_attention
 from limner.numerics.precision import upcast
@@ -126,8 +124,11 @@ class Embedding(nn.Module):
         x = torch.where(has_token, tokens, self.padding.weight)
         return torch.cat([x, self.start.expand(len(x), 1, -1)], 1)
 
-    def tokens(self, image: Int64[Tensor, "B n"], begin: Position = 0) -> Float[Tensor, "B n D"]:
-        """Embed image tokens [B, n] at raster positions begin ... begin + n - 1: [B, n, D]."""
+    def tokens(self, image: Int64[Tensor, "B n"], begin: int | Tensor = 0) -> Float[Tensor, "B n D"]:
+        """Embed image tokens [B, n] at raster positions begin ... begin + n - 1: [B, n, D].
+
+        `begin` is a number, int64 [1], or int64 [B, 1] with a position for each row.
+        """
         position = begin + torch.arange(image.shape[1], device=image.device)
         return self.image(image) + self.row(position // self.grid[1]) + self.column(position % self.grid[1])
 
@@ -194,7 +195,7 @@ class Head(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The prior (see the module's docstring). `states` is for training, `prefill` and `step` for decoding."""
+    """The prior (see the module's docstring). `states` is for training; `sampling/decoder.py` decodes with a cache."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -274,31 +275,3 @@ class Transformer(nn.Module):
             else:
                 x = block(x, attention_fn)
         return x
-
-    def prefill(
-        self, text: Int64[Tensor, "B T"], store: type[KVStore] = KVStore
-    ) -> tuple[KVCache, Float[Tensor, "B V"]]:
-        """Encode the captions: text [B, T] -> a cache with one candidate each, and logits [B, V] of image_0.
-
-        `store` is the storage format of the candidates' keys and values.
-        """
-        x = self.embed.prefix(text)
-        causal = DenseAttention(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril())
-        layers: list[LayerKVCache] = []
-
-        def attend_and_cache(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            layers.append(LayerKVCache.from_prefix(pattern, k.contiguous(), v.contiguous(), store))
-            return causal(q, k, v)
-
-        x = self.run(x, attention_fns=[partial(attend_and_cache, pattern) for pattern in self.config.patterns])
-        return KVCache(layers), self._logits(x)
-
-    def step(self, cache: KVCache | RaggedBatch, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]:
-        """Append one image token per row, [M], and return the fp32 logits [M, V] of the next token."""
-        x = self.embed.tokens(token[:, None], cache.length)
-        x = self.run(x, attention_fns=cache.attention_fns())
-        cache.advance()
-        return self._logits(x)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        return upcast(self.head.image(self.head.norm(x[:, -1])))

@@ -1,9 +1,8 @@
 """Elementwise functions compiled to one pass over memory, and tests for Triton.
 
-A chain of tensor operations reads and writes memory once per operation. `torch.compile` fuses the chain into one loop:
-for number formats six times as fast on one core. It takes some ten seconds the first time (torch caches the code on
-disk) and 0.1 ms per call, so only large tensors are worth it. It needs a C++ compiler on a CPU, and Triton on a GPU.
-Without them, functions run uncompiled.
+`torch.compile` fuses a chain of tensor operations into one loop: for number formats six times as fast on one core. It
+takes some ten seconds the first time (torch caches the code on disk) and 0.1 ms per call, so only large tensors are
+worth it. It needs a C++ compiler on a CPU, and Triton on a GPU. Without them, functions run uncompiled.
 """
 
 from __future__ import annotations

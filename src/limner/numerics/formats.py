@@ -18,14 +18,13 @@ reaches down to 2^-69.
 
 Algorithm: for |x| in [2^k, 2^(k+1)) the format's step is 2^(k-m). The fp32 sum |x| + 2^(k-m+23) has exactly that step,
 so the hardware rounds to it: to nearest, ties to even. The lowest bits of the sum are then the significand with its
-leading one. Below the smallest normal number k is constant, which rounds subnormals by the same formula. This takes no
-branch, no table and no second rounding. tests/reference/test_formats.py has the plain definition, equal on every code,
-at and near ties, and on random bits.
+leading one. Below the smallest normal number k is constant, which rounds subnormals by the same formula.
+tests/reference/test_formats.py has the plain definition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
@@ -37,13 +36,16 @@ from torch import Tensor
 from limner.numerics.compile_elementwise import CompiledElementwise
 from limner.validation import Range, Validated
 
-__all__ = ["E6M9", "HALF_FORMATS", "UE6M10", "FloatFormat"]
+__all__ = ["E6M9", "HALF_FORMATS", "INT8_MAX", "MIN_ABSMAX", "UE6M10", "FloatFormat"]
+
+INT8_MAX = 127  # the largest magnitude with both signs in int8; -128 is not used
+MIN_ABSMAX = 2.0**-109  # smallest magnitude that is scaled to 8 bits: below, the scale's inverse could overflow fp32
 
 _FP32_MANTISSA = 23  # bits of an fp32 significand
 _FP32_BIAS = 127
 _MAGNITUDE_MASK = 0x7FFFFFFF
 _EXPONENT_MASK = 0x7F800000
-_CPU_VALUES_PER_PART = 1 << 15  # values whose intermediate results stay in a core's cache
+_CPU_VALUES_PER_PART, _GPU_VALUES_PER_PART = 1 << 15, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -111,28 +113,18 @@ class FloatFormat(Validated):
             return codes.copy_(self.pack(x, generator))
         if codes.stride() != x.stride():
             x = torch.empty_like(codes, dtype=x.dtype).copy_(x)
-        values, flat_out = _flat(x), _flat(codes)
-        if generator is not None:
-            for part, part_out in _parts(values, flat_out):
-                noise = torch.rand(part.shape, generator=generator, device=part.device)
-                part_out.copy_(self.encode(part, noise))
-        elif self.compiled_pack.compiles(values):
-            self.compiled_pack(values, flat_out)
-        else:
-            for part, part_out in _parts(values, flat_out):
-                self.compiled_pack(part, part_out)
+
+        def encode_with_noise(part: Tensor, out: Tensor) -> None:
+            out.copy_(self.encode(part, torch.rand(part.shape, generator=generator, device=part.device)))
+
+        _convert(encode_with_noise if generator else self.compiled_pack, x, codes)
         return codes
 
     def unpack(self, codes: Integer[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return the numbers of codes, exact in fp32."""
         codes = _dense(codes)
         x = torch.empty_like(codes, dtype=torch.float32)
-        source, flat_out = _flat(codes), _flat(x)
-        if self.compiled_unpack.compiles(source):
-            self.compiled_unpack(source, flat_out)
-        else:
-            for part, part_out in _parts(source, flat_out):
-                self.compiled_unpack(part, part_out)
+        _convert(self.compiled_unpack, codes, x)
         return x
 
     def round(self, x: Float[Tensor, "*shape"], generator: torch.Generator | None = None) -> Float[Tensor, "*shape"]:
@@ -216,13 +208,13 @@ def _dense(x: Tensor) -> Tensor:
     return x if torch.empty_like(x, device="meta").stride() == x.stride() else x.contiguous()
 
 
-def _flat(x: Tensor) -> Tensor:
-    """Return a view [n] of a dense tensor's values in memory order."""
-    return x.as_strided((x.numel(),), (1,))
-
-
-def _parts(*flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors [n] into parts: small ones on a CPU, so that intermediate results stay in its cache, larger ones on
-    a GPU, to bound the memory of these results."""
-    size = _CPU_VALUES_PER_PART if flat[0].device.type == "cpu" else 1 << 24
-    return zip(*(x.split(size) for x in flat), strict=True)
+def _convert(function: Callable[[Tensor, Tensor], object], source: Tensor, target: Tensor) -> None:
+    """Call `function(values [n], out [n])` on dense tensors of the same strides, in memory order. A compiled function
+    takes all values. Others take small parts on a CPU, so that intermediate results stay in its cache, and larger ones
+    on a GPU, to bound the memory of these results."""
+    size = _CPU_VALUES_PER_PART if source.device.type == "cpu" else _GPU_VALUES_PER_PART
+    if isinstance(function, CompiledElementwise) and function.compiles(source):
+        size = source.numel()
+    flat = (x.as_strided((x.numel(),), (1,)).split(size) for x in (source, target))
+    for part, out in zip(*flat, strict=True):
+        function(part, out)

@@ -27,10 +27,11 @@ class Fp32:
     """Single precision throughout. `converts` is True for precisions that change layers."""
 
     converts: ClassVar[bool] = False
+    format: ClassVar[torch.dtype] = torch.float32
 
     def dtype(self, device: torch.device | str) -> torch.dtype:
         """Return the number format of large matrix products."""
-        return torch.float32
+        return self.format
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Convert the layers of a model in place, if the precision does so, and return the model."""
@@ -50,16 +51,14 @@ class Fp32:
 class Bf16(Fp32):
     """Matrix products in bf16."""
 
-    def dtype(self, device: torch.device | str) -> torch.dtype:
-        return torch.bfloat16
+    format = torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp16(Fp32):
     """Matrix products in fp16, whose gradients need a scale (`TrainConfig.scaling`)."""
 
-    def dtype(self, device: torch.device | str) -> torch.dtype:
-        return torch.float16
+    format = torch.float16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +93,7 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(acc_type(x.dtype))
 
 
-@torch.library.custom_op(
-    "limner::product", mutates_args=()
-)  # opaque to torch.compile, which cannot trace the setting below
+@torch.library.custom_op("limner::product", mutates_args=())  # torch.compile cannot trace the setting below
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b of matrices [..., n, m] and [..., m, k], summed and returned in fp32; in fp64 if either is fp64.
 

@@ -6,7 +6,8 @@ The categorical q cannot be sampled with a gradient, so z is a gumbel-softmax at
 which becomes one-hot as tau -> 0. The likelihood is a logit-Laplace. Everything is divided by the
 number of pixel values, so that with 8x downsampling beta weighs the KL by beta / 192.
 
-On small, flat pictures this objective collapses to a few codes; that of `codebook_elbo.py` does not.
+On small, flat pictures this objective collapses to a few codes. The bundled `scenes` was trained with
+`codebook_elbo.py`, which does not collapse; the codes of `icons` are clusters of patches (`models/patch_dvae.py`).
 
 Shapes: B batch, H x W pixels, h x w grid, V codes.
 """

@@ -5,8 +5,7 @@ from limner.optim import StableAdamW
 optimizer = StableAdamW(model.parameters(), lr=1e-3)
 """
 
-from limner.optim.adamw16 import AdamW16
-from limner.optim.beta2_warmup import Beta2WarmupAdamW
+from limner.optim.adamw import AdamW16, Beta2WarmupAdamW
 from limner.optim.lion import Lion
 from limner.optim.muon import Muon
 from limner.optim.stable_adamw import StableAdamW

@@ -4,25 +4,22 @@ A step skips tensors without gradient: their moments and counts do not advance, 
 tensors whose updates are skipped (Wortsman et al. 2023, App. G, skip tensors with Inf or NaN).
 
 16-bit moments (Ramesh et al. 2021, App. B.2 and D) are integer codes: 1-6-9 for the running mean, 0-6-10 for the
-running variance. A step decodes the moments of a few tensors at a time, computes in fp32 and encodes them again; only
-`read_moment`, `write_moment` and the Triton kernel know the formats. Groups with `quantize_state` have 16-bit moments
-for tensors with two dimensions or more, except float64. "Store all gains, biases, embeddings, and unembeddings in
-32-bit precision, [...] and 32-bit Adam moments" (D.2): put embeddings and output layers into a group with
-`quantize_state=False`.
+running variance. A step decodes the moments of a few tensors at a time, computes in fp32 and encodes them again. Groups
+with `quantize_state` have 16-bit moments for tensors with two dimensions or more, except float64. "Store all gains,
+biases, embeddings, and unembeddings in 32-bit precision, [...] and 32-bit Adam moments" (D.2): put embeddings and
+output layers into a group with `quantize_state=False`.
 
-Weights may take 16 bits as well ("most parameters, Adam moments, and activations are stored in 16-bit precision",
-§2.4). Then unquantized moments and the whole update are fp32, and the last operation rounds the weight stochastically,
-which preserves its expected value. Rounding to nearest would lose every update below half a step of the format; the
-paper does not state its rounding,
-docs/log/2026-11-25.md, "Weights in 16 bits rounded at random"
-has measurements. The random numbers depend only on the step count of a
-tensor and its index in the optimizer, so replicas stay equal and a resumed run equals an uninterrupted one.
+Weights may take 16 bits as well (§2.4). Then unquantized moments and the whole update are fp32, and the last operation
+rounds the weight stochastically, which preserves its expected value: rounding to nearest would lose every update below
+half a step of the format (docs/log/2026-11-25.md, "Weights in 16 bits rounded at random"). The random numbers depend
+only on the step count of a tensor and its index, so replicas stay equal and a resumed run equals an uninterrupted one.
 
 State of a parameter, with the names of torch's AdamW: `step` (fp32, on the CPU), `exp_avg`, `exp_avg_sq`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 from typing import Any, NamedTuple
@@ -33,6 +30,7 @@ from torch import Tensor
 from limner import compat
 from limner.numerics.compile_elementwise import can_launch_triton
 from limner.numerics.formats import E6M9, HALF_FORMATS, UE6M10
+from limner.numerics.seeding import rounding_seed
 from limner.optim.dtensor import to_local
 from limner.optim.grad_access import grad_values
 
@@ -78,6 +76,15 @@ def write_moment(state: Mapping[str, Tensor], moment: str, value: Tensor) -> Non
         MOMENT_FORMATS[moment].pack(value, out=stored)
 
 
+class Coefficients(NamedTuple):
+    """beta1, and for each of n tensors beta2 and the bias corrections of both moments."""
+
+    beta1: float
+    beta2: list[float]
+    c1: list[float]
+    c2: list[float]
+
+
 class StepTensors(NamedTuple):
     """Local shards that a step updates, in fp32 or float64; 16-bit weights are fp32 copies. If `use_triton`, one kernel
     updates all tensors and decodes 16-bit moments itself."""
@@ -90,7 +97,7 @@ class StepTensors(NamedTuple):
 
 
 class MomentOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers with Adam's moments. Subclasses implement `_update`."""
+    """Base class of optimizers with Adam's moments. The update is AdamW's, unless a subclass overrides `_update`."""
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, ...], eps: float, weight_decay: float, **others: Any
@@ -142,7 +149,7 @@ class MomentOptimizer(torch.optim.Optimizer):
         self._update(group, params, StepTensors(weights, grads, exp_avgs, exp_avg_sqs, use_triton), counts)
         for p, weight, count, index in zip(params, weights, counts, indices, strict=True):
             if p.dtype in HALF_FORMATS:
-                generator = torch.Generator(weight.device).manual_seed(_rounding_seed(count, index))
+                generator = torch.Generator(weight.device).manual_seed(rounding_seed(count, index))
                 to_local(p).copy_(HALF_FORMATS[p.dtype].round(weight, generator))
         if not use_triton:
             for moment, values in zip(MOMENT_FORMATS, (exp_avgs, exp_avg_sqs), strict=True):
@@ -150,19 +157,26 @@ class MomentOptimizer(torch.optim.Optimizer):
                     write_moment(state, moment, value)
 
     def _state(self, p: Tensor, quantize: bool) -> dict[str, Tensor]:
-        state = self.state[p]
-        quantize = quantize and supports_quantized_state(p)
-        if not state:
+        if not (state := self.state[p]):
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            for moment, moment_format in MOMENT_FORMATS.items():
-                unquantized = torch.float32 if p.dtype in HALF_FORMATS else p.dtype
-                dtype = moment_format.dtype if quantize else unquantized  # code 0 is the number 0
+            unquantized = torch.float32 if p.dtype in HALF_FORMATS else p.dtype
+            for moment, form in MOMENT_FORMATS.items():
+                dtype = (
+                    form.dtype if quantize and supports_quantized_state(p) else unquantized
+                )  # code 0 is the number 0
                 state[moment] = torch.zeros_like(p, dtype=dtype)
         return state
 
+    def coefficients(self, group: Mapping[str, Any], counts: list[int]) -> Coefficients:
+        """Return the coefficients of a step, from the step counts of its tensors (Kingma & Ba 2015, §3)."""
+        beta1, beta2 = group["betas"]
+        c1, c2 = ([1 - beta**count for count in counts] for beta in (beta1, beta2))
+        return Coefficients(beta1, [beta2] * len(counts), c1, c2)
+
     def _update(self, group: Mapping[str, Any], params: list[Tensor], inputs: StepTensors, counts: list[int]) -> None:
         """Update weights and moments of `params` in place. `counts` are step counts, this step included."""
-        raise NotImplementedError
+        lrs, bound = [group["lr"]] * len(counts), group.get("max_exp_avg_sq", inf)
+        adamw_(inputs, lrs, self.coefficients(group, counts), group["eps"], group["weight_decay"], bound)
 
 
 def supports_quantized_state(p: Tensor) -> bool:
@@ -181,33 +195,30 @@ def update_chunks(params: Iterable[Tensor], quantize: bool = False) -> Iterator[
     if any(p.grad is not None and p.grad.layout != torch.strided for p in params):
         raise RuntimeError("limner's optimizers cannot use sparse gradients: give nn.Embedding sparse=False")
     waiting: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
-    sizes: dict[tuple[torch.device, torch.dtype, bool], int] = {}
+    sizes: Counter[tuple[torch.device, torch.dtype, bool]] = Counter()
     for p in params:
-        kind, size = (p.device, p.dtype, quantize and supports_quantized_state(p)), p.numel()
-        limit = _chunk_values(p)
-        if size > limit:
+        kind, limit = (p.device, p.dtype, quantize and supports_quantized_state(p)), _chunk_values(p)
+        if p.numel() > limit:
             yield [p]
             continue
-        if sizes.get(kind, 0) + size > limit:
+        if sizes[kind] + p.numel() > limit:
             yield waiting.pop(kind)
-            sizes[kind] = 0
+            del sizes[kind]
         waiting.setdefault(kind, []).append(p)
-        sizes[kind] = sizes.get(kind, 0) + size
+        sizes[kind] += p.numel()
     yield from waiting.values()
 
 
 def _chunk_values(p: Tensor) -> int:
-    if not p.is_cuda:
-        return CPU_CHUNK_VALUES
-    return _TRITON_CHUNK_VALUES if p.dtype == torch.float32 and can_launch_triton(p) else _GPU_CHUNK_VALUES
+    if p.is_cuda:
+        return _TRITON_CHUNK_VALUES if p.dtype == torch.float32 and can_launch_triton(p) else _GPU_CHUNK_VALUES
+    return CPU_CHUNK_VALUES
 
 
 def adamw_(
     inputs: StepTensors,
-    *,
     lrs: list[float] | Tensor,
-    betas: tuple[float, list[float]],
-    corrections: tuple[list[float], list[float]],
+    coefficients: Coefficients,
     eps: float,
     weight_decay: float,
     max_exp_avg_sq: float = inf,
@@ -219,14 +230,11 @@ def adamw_(
     p <- p - lr (m / c1 / (sqrt(v / c2) + eps) + weight_decay p)
     """
     params, grads, exp_avgs, exp_avg_sqs, use_triton = inputs
-    (beta1, beta2), (c1, c2) = betas, corrections
+    beta1, beta2, c1, c2 = coefficients
     if use_triton:
         from limner.optim import triton_adamw
 
-        triton_adamw.adamw_(
-            params, grads, exp_avgs, exp_avg_sqs, lrs=lrs, betas=betas, corrections=corrections, eps=eps,
-            weight_decay=weight_decay, max_exp_avg_sq=max_exp_avg_sq,
-        )  # fmt: skip
+        triton_adamw.adamw_(inputs[:4], lrs, coefficients, eps, weight_decay, max_exp_avg_sq)
         return
     compat.foreach_lerp_(exp_avgs, grads, 1 - beta1)
     compat.foreach_mul_(exp_avg_sqs, beta2)
@@ -250,24 +258,10 @@ def supports_triton(*lists: list[Tensor]) -> bool:
     Weights and gradients are fp32, moments of one dtype, all without gaps and with the strides of the weight.
     """
     params, grads, *moments = lists
-    if not can_launch_triton(params[0]):
-        return False
     return (
-        {x.dtype for x in (*params, *grads)} == {torch.float32}
+        can_launch_triton(params[0])
+        and {x.dtype for x in (*params, *grads)} == {torch.float32}
         and len({x.dtype for tensors in moments for x in tensors}) == 1
         and all(x.stride() == p.stride() for p, *others in zip(*lists, strict=True) for x in others)
         and all(p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last) for p in params)
     )
-
-
-def bias_corrections(beta: float, counts: list[int]) -> list[float]:
-    """1 - beta^t for the step count t of each tensor (Kingma & Ba 2015, §3)."""
-    return [1 - beta**count for count in counts]
-
-
-def _rounding_seed(count: int, index: int) -> int:
-    """Seed for rounding the tensor at `index` in its step `count`. CPU generators read only 32 bits of a seed.
-
-    Seeds of a tensor repeat after 2^32 steps; those of two tensors coincide only at steps far apart.
-    """
-    return (count * 2_654_435_769 + index) % 2**32

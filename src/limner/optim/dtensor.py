@@ -85,4 +85,4 @@ def split_by_placement(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Split tensors into ordinary ones and `DTensor`s, which torch's multi-tensor operations cannot mix."""
     tensors = list(tensors)
     kinds = [[x for x in tensors if is_dtensor(x) == sharded] for sharded in (False, True)]
-    return [kind for kind in kinds if kind] or [[]]
+    return [kind for kind in kinds if kind]

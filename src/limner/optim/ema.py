@@ -35,11 +35,7 @@ class Ema:
         if not 0 <= decay < 1 or every < 1:
             raise ValueError(f"averaging needs 0 <= decay < 1 and every >= 1, not {decay} and {every}")
         self.decay, self.every, self.warmup = decay, every, warmup
-        self._averages = self._copies(model)
-
-    @staticmethod
-    def _copies(model: nn.Module) -> dict[str, Tensor]:
-        return {name: upcast(p.detach()).clone() for name, p in model.named_parameters()}
+        self._averages = {name: upcast(p.detach()).clone() for name, p in model.named_parameters()}
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -98,14 +94,10 @@ class EmaOnCpu(Ema):
     def __init__(self, model: nn.Module, decay: float, every: int = 1, warmup: bool = True) -> None:
         super().__init__(model, decay, every, warmup)
         on_gpu = any(p.is_cuda for p in model.parameters())
+        self._averages = {name: x if x.is_meta else x.cpu() for name, x in self._averages.items()}  # meta in a dry run
         self._latest = {name: torch.empty_like(x, pin_memory=on_gpu) for name, x in self._averages.items()}
         self._thread = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
-
-    @staticmethod
-    def _copies(model: nn.Module) -> dict[str, Tensor]:
-        copies = Ema._copies(model).items()
-        return {name: x if x.is_meta else x.cpu() for name, x in copies}  # a dry run has meta tensors
 
     @property
     def parameters(self) -> dict[str, Tensor]:

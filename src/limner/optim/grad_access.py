@@ -67,14 +67,12 @@ def round_to_storage(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -
 def total_norm(grads: Iterable[Tensor]) -> Tensor:
     """Euclidean norm of all gradients together, [], equal on every process."""
     wide, halves = _split_by_width(grads)
-    parts = split_by_placement(wide) if wide or not halves else []
-    norms = [full_tensor(nn.utils.get_total_norm(part)) for part in parts]
-    for part in split_by_placement(halves):
-        if part:  # fp32, since sums of squares overflow fp16
-            shards = [torch.linalg.vector_norm(to_local(grad), dtype=torch.float32) for grad in part]
-            scales = map(pending_scale, part)
-            shards = [x if scale is None else x / scale for x, scale in zip(shards, scales, strict=True)]
-            norms.append(sum_over_shards(compat.foreach_mul(shards, shards), part).sum().sqrt())
+    norms = [full_tensor(nn.utils.get_total_norm(part)) for part in split_by_placement(wide)]
+    for part in split_by_placement(halves):  # fp32, since sums of squares overflow fp16
+        shards = [torch.linalg.vector_norm(to_local(grad), dtype=torch.float32) for grad in part]
+        scales = map(pending_scale, part)
+        shards = [x if scale is None else x / scale for x, scale in zip(shards, scales, strict=True)]
+        norms.append(sum_over_shards(compat.foreach_mul(shards, shards), part).sum().sqrt())
     return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
 
 

@@ -85,21 +85,19 @@ class Muon(torch.optim.Optimizer):
         """Update every parameter that has a gradient. `closure` is ignored."""
         for group in self.param_groups:
             lr, momentum = group["lr"], group["momentum"]
-            by_shape: defaultdict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+            by_shape: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
-                    by_shape[p.shape].append((p, p.grad))
-            for shape, pairs in by_shape.items():
-                momenta = [full_tensor(self._nesterov(p, grad, momentum)) for p, grad in pairs]
-                updates = orthogonalize(torch.stack(momenta))
+                    by_shape[p.shape].append(p)
+            for shape, params in by_shape.items():
+                momenta = [full_tensor(self._nesterov(p, p.grad, momentum)) for p in params if p.grad is not None]
+                updates = orthogonalize(torch.stack(momenta)).to(params[0].dtype)
                 scale = max(1, shape[0] / shape[1]) ** 0.5
-                for (p, _), update in zip(pairs, updates.to(pairs[0][1].dtype), strict=True):
+                for p, update in zip(params, updates, strict=True):
                     p.mul_(1 - lr * group["weight_decay"]).add_(shard_like(update, p), alpha=-lr * scale)
 
     def _nesterov(self, p: Tensor, grad: Tensor, momentum: float) -> Tensor:
         """Nesterov momentum, with the gradient added to the buffer."""
-        state = self.state[p]
-        if not state:
+        if not (state := self.state[p]):
             state["momentum_buffer"] = torch.zeros_like(p)
-        buffer = state["momentum_buffer"].lerp_(grad, 1 - momentum)
-        return grad.lerp(buffer, momentum)
+        return grad.lerp(state["momentum_buffer"].lerp_(grad, 1 - momentum), momentum)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from limner.numerics.formats import HALF_FORMATS
-from limner.optim import adamw16, beta2_warmup, lion, muon, stable_adamw
+from limner.optim import adamw, lion, muon, stable_adamw
 from limner.optim.param_groups import DecayScope, block_matrices, parameter_groups
 from limner.validation import Range, Validated
 
@@ -46,28 +46,38 @@ class _Settings(Validated):
     needs_blocks: ClassVar[bool] = False
     gathers_matrices: ClassVar[bool] = False
 
+    def block_matrices(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return the matrices of a model's blocks. Raises `ValueError` without any."""
+        if matrices := block_matrices(model):
+            return matrices
+        name = type(self).__name__.removesuffix("Config")
+        raise ValueError(f"{name} needs a model with blocks: this model lacks matrices within an nn.ModuleList")
+
+    def groups(self: Any, model: nn.Module, exclude: frozenset[nn.Parameter] = frozenset()) -> list[dict[str, Any]]:
+        """Return the groups of all trainable parameters outside `exclude`."""
+        groups = parameter_groups(model, self.weight_decay, self.decay_scope, exclude)
+        return [{**group, "initial_lr": self.lr} for group in groups]
+
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWConfig(_Settings):
-    """AdamW (Loshchilov & Hutter 2019)."""
-
+class _AdamSettings(_Settings):
     lr: Annotated[float, Range(gt=0)] = 3e-4
     betas: Annotated[tuple[float, float], Range(0, lt=1)] = (0.9, 0.96)
     eps: Annotated[float, Range(gt=0, le=1)] = 1e-8
     weight_decay: Annotated[float, Range(0)] = 4.5e-2
     decay_scope: DecayScope = "matrices"
 
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(_AdamSettings):
+    """AdamW (Loshchilov & Hutter 2019)."""
+
     def build(self, model: nn.Module, exclude: frozenset[nn.Parameter] = frozenset()) -> list[torch.optim.Optimizer]:
-        groups = parameter_groups(model, self.weight_decay, self.decay_scope, exclude)
-        for group in groups:
-            group["initial_lr"] = self.lr
-        if any(
-            p.dtype in HALF_FORMATS for group in groups for p in group["params"]
-        ):  # torch's AdamW would keep moments in 16 bits
-            groups = [{**group, "quantize_state": False} for group in groups]
-            return [adamw16.AdamW16(groups, lr=self.lr, betas=self.betas, eps=self.eps, max_exp_avg_sq=inf)]
-        device = next(model.parameters()).device.type
-        fused = device in ("cpu", "cuda")
+        groups = self.groups(model, exclude)
+        if any(p.dtype in HALF_FORMATS for group in groups for p in group["params"]):
+            groups = [{**group, "quantize_state": False} for group in groups]  # torch's AdamW: moments in 16 bits
+            return [adamw.AdamW16(groups, lr=self.lr, betas=self.betas, eps=self.eps, max_exp_avg_sq=inf)]
+        fused = next(model.parameters()).device.type in ("cpu", "cuda")
         return [torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)]
 
 
@@ -91,9 +101,7 @@ class MuonConfig(_Settings):
     fallback_adamw: AdamWConfig = field(default_factory=AdamWConfig)
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        matrices = block_matrices(model)
-        if not matrices:
-            raise ValueError("Muon needs a model with blocks: this model lacks matrices within an nn.ModuleList")
+        matrices = self.block_matrices(model)
         group = {"params": matrices, "initial_lr": self.lr}
         return [
             muon.Muon([group], lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay),
@@ -102,7 +110,7 @@ class MuonConfig(_Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW16Config(_Settings):
+class AdamW16Config(_AdamSettings):
     """AdamW with 16-bit moments for the matrices of a model's blocks, and fp32 moments for gains, biases, embeddings
     and output layers (Ramesh et al. 2021, App. D.2).
 
@@ -111,28 +119,21 @@ class AdamW16Config(_Settings):
     """
 
     needs_blocks = True
-    lr: Annotated[float, Range(gt=0)] = 3e-4
-    betas: Annotated[tuple[float, float], Range(0, lt=1)] = (0.9, 0.96)
-    eps: Annotated[float, Range(gt=0, le=1)] = 1e-8
-    weight_decay: Annotated[float, Range(0)] = 4.5e-2
-    decay_scope: DecayScope = "matrices"
     max_exp_avg_sq: Annotated[float, Range(gt=0)] = 5.0
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        matrices = frozenset(block_matrices(model))
-        if not matrices:
-            raise ValueError("AdamW16 needs a model with blocks: this model lacks matrices within an nn.ModuleList")
+        matrices = frozenset(self.block_matrices(model))
         others = frozenset(model.parameters()) - matrices
         groups = [
-            {**group, "quantize_state": quantize, "initial_lr": self.lr}
+            {**group, "quantize_state": quantize}
             for quantize, excluded in ((True, others), (False, matrices))
-            for group in parameter_groups(model, self.weight_decay, self.decay_scope, excluded)
+            for group in self.groups(model, excluded)
         ]
-        return [adamw16.AdamW16(groups, self.lr, self.betas, self.eps, max_exp_avg_sq=self.max_exp_avg_sq)]
+        return [adamw.AdamW16(groups, self.lr, self.betas, self.eps, max_exp_avg_sq=self.max_exp_avg_sq)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StableAdamWConfig(_Settings):
+class StableAdamWConfig(_AdamSettings):
     """AdamW that divides the learning rate of a tensor by RMS_t where RMS_t is above 1 (Wortsman et al. 2023,
     Algorithm 2). Replaces clipping by `clip_norm`.
 
@@ -140,15 +141,12 @@ class StableAdamWConfig(_Settings):
         clip_decay: divide weight decay by RMS_t, too (`optim/stable_adamw.py`).
     """
 
-    lr: Annotated[float, Range(gt=0)] = 3e-4
     betas: Annotated[tuple[float, float], Range(0, lt=1)] = (0.9, 0.99)
     eps: Annotated[float, Range(gt=0, le=1)] = 1e-6
-    weight_decay: Annotated[float, Range(0)] = 4.5e-2
-    decay_scope: DecayScope = "matrices"
     clip_decay: bool = True
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        groups = _groups(model, self.lr, self.weight_decay, self.decay_scope)
+        groups = self.groups(model)
         return [stable_adamw.StableAdamW(groups, self.lr, self.betas, self.eps, clip_decay=self.clip_decay)]
 
 
@@ -169,8 +167,7 @@ class Beta2WarmupAdamWConfig(_Settings):
     decay_scope: DecayScope = "matrices"
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        groups = _groups(model, self.lr, self.weight_decay, self.decay_scope)
-        return [beta2_warmup.Beta2WarmupAdamW(groups, self.lr, self.beta1, self.power, self.eps)]
+        return [adamw.Beta2WarmupAdamW(self.groups(model), self.lr, self.beta1, self.power, self.eps)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,12 +180,7 @@ class LionConfig(_Settings):
     decay_scope: DecayScope = "matrices"
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        return [lion.Lion(_groups(model, self.lr, self.weight_decay, self.decay_scope), self.lr, self.betas)]
+        return [lion.Lion(self.groups(model), self.lr, self.betas)]
 
 
 OptimizerConfig = AdamWConfig | MuonConfig | AdamW16Config | StableAdamWConfig | Beta2WarmupAdamWConfig | LionConfig
-
-
-def _groups(model: nn.Module, lr: float, weight_decay: float, decay_scope: DecayScope) -> list[dict[str, Any]]:
-    """Groups of all trainable parameters, with `initial_lr`."""
-    return [{**group, "initial_lr": lr} for group in parameter_groups(model, weight_decay, decay_scope)]

@@ -9,14 +9,15 @@ from typing import Any, Literal
 
 from torch import nn
 
+from limner.blocks import block_lists
 from limner.optim.dtensor import is_dtensor
 
 DecayScope = Literal["matrices", "all"]
 
 
 def block_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Trainable matrices within repeated blocks (an `nn.ModuleList`), in model order, without embeddings and head."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    """Return the trainable matrices within a model's blocks, in model order."""
+    lists = block_lists(model).values()
     inside = {p for blocks in lists for p in blocks.parameters() if p.ndim == 2 and p.requires_grad}
     return [p for p in model.parameters() if p in inside]
 

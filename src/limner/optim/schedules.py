@@ -4,17 +4,16 @@ Two kinds, separate because only one has state:
 
 - Pure functions of the step: `warmup`, `cooldown`, `cosine`, and `Anneal`, a cosine as a config. The paper anneals the
   KL weight β, the relaxation temperature τ and the learning rate of the dVAE with it (A.2).
-- Configs `Constant | Cosine | Plateau`. Their `build(steps)` returns a `Schedule`, a factor on the base learning rate.
-  `Plateau` halves the factor when the training loss stops falling, as the paper did five times for the prior (B.2).
-  Checkpoints contain its state.
+- Configs `Constant | Cosine | Plateau`, whose `build(steps)` returns a `Schedule`. `Plateau` halves the factor when the
+  training loss stops falling, as the paper did five times for the prior (B.2). Checkpoints contain its state.
 
 Steps count from 0. The training loop multiplies the base learning rate by `warmup * cooldown * schedule.factor(step)`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from limner.validation import Range, Validated
 
@@ -55,18 +54,25 @@ class Anneal(Validated):
         return cosine(step, self.start, self.end, self.steps)
 
 
-class Schedule(Protocol):
-    """A factor on the learning rate, which may depend on training losses."""
+class Schedule:
+    """A factor on the learning rate by step. Subclasses may depend on training losses; their state is JSON values."""
 
-    def factor(self, step: int) -> float: ...
+    def __init__(self, factor: Callable[[int], float]) -> None:
+        self._factor = factor
+
+    def factor(self, step: int) -> float:
+        """Return the factor of a step."""
+        return self._factor(step)
 
     def observe(self, loss: float) -> None:
         """Record a training loss; called once after every update."""
-        ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +80,7 @@ class Constant:
     """Constant learning rate."""
 
     def build(self, steps: int) -> Schedule:
-        return _Stateless(Anneal(start=1.0, end=1.0, steps=steps))
+        return Schedule(lambda step: 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +98,7 @@ class Cosine(Validated):
     steps: Annotated[int | None, Range(1, 10**9)] = None
 
     def build(self, steps: int) -> Schedule:
-        return _Stateless(Anneal(start=1.0, end=self.end, steps=steps if self.steps is None else self.steps))
+        return Schedule(Anneal(start=1.0, end=self.end, steps=steps if self.steps is None else self.steps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,21 +125,7 @@ class Plateau(Validated):
         return HalveOnPlateau(self)
 
 
-class _Stateless:
-    def __init__(self, anneal: Anneal) -> None:
-        self.factor = anneal.__call__
-
-    def observe(self, loss: float) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
-
-
-class HalveOnPlateau:
+class HalveOnPlateau(Schedule):
     """State of a `Plateau` schedule."""
 
     def __init__(self, config: Plateau) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from limner import compat
 from limner.numerics.compile_elementwise import CompiledElementwise
-from limner.optim.adam_base import SMALLEST_NORMAL, MomentOptimizer, StepTensors, adamw_, bias_corrections
+from limner.optim.adam_base import SMALLEST_NORMAL, MomentOptimizer, StepTensors, adamw_
 from limner.optim.dtensor import mean_over_shards
 
 
@@ -79,9 +79,9 @@ class StableAdamW(MomentOptimizer):
         return {names[p]: value for p, value in zip(recorded, values, strict=True) if p in names}
 
     def _update(self, group: Mapping[str, Any], params: list[Tensor], inputs: StepTensors, counts: list[int]) -> None:
-        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-        c1, c2 = bias_corrections(beta1, counts), bias_corrections(beta2, counts)
-        rms = update_rms(params, inputs, beta2, c2, group["eps"])
+        coefficients, lr, decay = self.coefficients(group, counts), group["lr"], group["weight_decay"]
+        beta1, beta2 = group["betas"]
+        rms = update_rms(params, inputs, beta2, coefficients.c2, group["eps"])
         self._rms.append((params, rms))
         lrs = lr / rms.clamp_min(1)
         if not group["clip_decay"]:
@@ -89,10 +89,7 @@ class StableAdamW(MomentOptimizer):
             decay = 0.0
         weights, grads, exp_avgs, exp_avg_sqs, use_triton = inputs
         if use_triton or not all(map(supports_fused, weights, grads, exp_avgs, exp_avg_sqs)):
-            adamw_(
-                inputs, lrs=lrs, betas=(beta1, [beta2] * len(c1)),
-                corrections=(c1, c2), eps=group["eps"], weight_decay=decay,
-            )  # fmt: skip
+            adamw_(inputs, lrs, coefficients, group["eps"], decay)
             return
         steps = {count: torch.tensor(count, dtype=torch.float32, device="cpu") for count in set(counts)}
         for i, (tensor_lr, count) in enumerate(zip(lrs.tolist(), counts, strict=True)):

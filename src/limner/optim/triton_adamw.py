@@ -53,28 +53,24 @@ class _Table:
 
 
 def adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    *,
+    tensors: Sequence[Sequence[Tensor]],
     lrs: Sequence[float] | Tensor,
-    betas: tuple[float, Sequence[float]],
-    corrections: tuple[Sequence[float], Sequence[float]],
+    coefficients: tuple[float, Sequence[float], Sequence[float], Sequence[float]],
     eps: float,
     weight_decay: float,
     max_exp_avg_sq: float = inf,
 ) -> None:
-    """Update as `adam_base.adamw_` does. Moments are all numbers or all codes."""
-    table, (beta1, beta2) = _Table(params, grads, exp_avgs, exp_avg_sqs), betas
+    """Update as `adam_base.adamw_` does. `tensors` are weights, gradients, means and variances; moments are all numbers
+    or all codes."""
+    table, (beta1, beta2, c1, c2) = _Table(*tensors), coefficients
     device = table.rows.device
     if table.programs:
         if not isinstance(lrs, Tensor):
             lrs = _to(torch.tensor(lrs, dtype=torch.float32), device)
-        coefficients = torch.tensor([beta2, [1 - beta for beta in beta2], *corrections], dtype=torch.float32)
+        rows = torch.tensor([beta2, [1 - beta for beta in beta2], c1, c2], dtype=torch.float32)
         launch: Any = adamw_kernel[(table.programs,)]
         launch(
-            table.rows, table.owners, lrs, _to(coefficients, device), len(beta2), 1 - beta1, eps, weight_decay,
+            table.rows, table.owners, lrs, _to(rows, device), len(beta2), 1 - beta1, eps, weight_decay,
             max_exp_avg_sq, QUANTIZED=table.quantized, BLOCK=BLOCK_VALUES, BLOCKS=BLOCKS_PER_PROGRAM,
             ALIGNED=_ALIGNMENT if table.aligned else 1, enable_fp_fusion=False,
         )  # fmt: skip

@@ -126,7 +126,7 @@ def _attention_size(config: TransformerConfig, pattern: Pattern, device: str) ->
     """Return the size of an attention: sparse or not, weights and keys of one sequence, sequences per kernel call."""
     path = training_attention(pattern, config.text_len + 1)
     if isinstance(path, SparseAttention):
-        return True, path.bias.numel(), path.bias.numel() // path.queries, path.sequences_per_part_on(device)
+        return True, path.bias.numel(), path.bias.numel() // path.queries, path.sequences_per_part(device)
     n = config.text_len + 1 + config.grid[0] * config.grid[1]
     return False, n**2, n, 1 << 62
 

@@ -167,6 +167,7 @@ class _FakeValues(TorchDispatchMode):
 
 
 class _GPUSparseAttention(SparseAttention):
-    @property
-    def sequences_per_part(self) -> int:
-        return self.sequences_per_part_on("cuda")
+    """Sparse attention with the chunk size of a GPU."""
+
+    def sequences_per_part(self, device: str) -> int:
+        return super().sequences_per_part("cuda")

@@ -110,11 +110,11 @@ def time_generation(
     with torch.inference_mode(False), torch.random.fork_rng(devices=()), device:
         torch.manual_seed(0)  # equal weights hit the cache of compiled steps
         model = config.build().to(device, Auto().dtype(device)).eval()
-    model = build_decoder(model if compiled else pack_linears(model), compiled)
+    decoder = build_decoder(model if compiled else pack_linears(model), compiled)
     sampler, uniform = Sampler(), torch.rand(candidates, device=device)
     text = torch.randint(0, config.text_vocab, (1, config.text_len), device=device)
-    prefill = median_seconds(lambda: model.prefill(text), 1)
-    cache, logits = model.prefill(text)
+    prefill = median_seconds(lambda: decoder.prefill(text), 1)
+    cache, logits = decoder.prefill(text)
     cache = cache.expand(candidates)
     prefix = sum(x.prefix_keys.nbytes + x.prefix_values.nbytes for x in cache.layers)
     if not shared:
@@ -124,7 +124,7 @@ def time_generation(
     def step(position: int) -> None:
         nonlocal token
         cache.length = position
-        token = sample_token(sampler, model.step(cache, token), uniform)
+        token = sample_token(sampler, decoder.step(cache, token), uniform)
 
     cache_bytes = cache.bytes_per_candidate
     return GenerationTime(

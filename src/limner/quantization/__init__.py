@@ -1,4 +1,4 @@
-"""Attention patterns, caches and linear layers. The linear layers that train in eight bits work in any model:
+"""Linear layers that train in eight or sixteen bits, in any model:
 
 from limner.quantization import SwitchBackLinear
 from limner.quantization.convert import convert
@@ -6,8 +6,10 @@ from limner.quantization.convert import convert
 convert(model.blocks, SwitchBackLinear.from_linear)
 """
 
-from limner.quantization.float8 import Fp8SwitchBackLinear, Fp8TensorWiseLinear
-from limner.quantization.switchback import (
+from limner.quantization.low_precision import (
+    Fp8SwitchBackLinear,
+    Fp8TensorWiseLinear,
+    HalfLinear,
     LLMInt8Linear,
     StandardLinear,
     SwitchBackLinear,
@@ -18,6 +20,7 @@ from limner.quantization.switchback import (
 __all__ = [
     "Fp8SwitchBackLinear",
     "Fp8TensorWiseLinear",
+    "HalfLinear",
     "LLMInt8Linear",
     "StandardLinear",
     "SwitchBackLinear",

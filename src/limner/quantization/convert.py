@@ -1,8 +1,4 @@
-"""Replacement of a model's linear layers, from outside and after initialization.
-
-Model code uses `nn.Linear` only. A layer that computes differently (`inference_linear.py`) replaces an `nn.Linear` and
-takes over its weights.
-"""
+"""Replacement of a model's linear layers, from outside and after initialization. Model code uses `nn.Linear` only."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-__all__ = ["all_layers", "convert", "unhooked"]
+__all__ = ["convert", "unhooked"]
 
 M = TypeVar("M", bound=nn.Module)
 LayerFilter = Callable[[str, nn.Linear], bool]
@@ -20,22 +16,17 @@ LayerFilter = Callable[[str, nn.Linear], bool]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def all_layers(name: str, layer: nn.Linear) -> bool:
-    """Return True: choose all linear layers."""
-    return True
-
-
 def unhooked(name: str, layer: nn.Linear) -> bool:
     """Return True for layers without hooks."""
     return not any(getattr(layer, kind) for kind in _HOOKS)
 
 
-def convert(model: M, make: Callable[[nn.Linear], nn.Module], where: LayerFilter = all_layers) -> M:
+def convert(model: M, make: Callable[[nn.Linear], nn.Module], where: LayerFilter = lambda name, layer: True) -> M:
     """Replace each linear layer by `make(layer)`, in place, and return the model.
 
     Args:
         make: returns a layer's replacement, which may share its parameters.
-        where: returns True for layers to replace, by dotted name and layer.
+        where: returns True for layers to replace, by dotted name and layer. The default chooses all.
 
     Raises:
         ValueError: no layer is chosen; or a chosen layer is a subclass of `nn.Linear`, or it or a parameter of it has
@@ -46,17 +37,12 @@ def convert(model: M, make: Callable[[nn.Linear], nn.Module], where: LayerFilter
     if not chosen:
         raise ValueError(f"`where` selects no linear layer of the {type(model).__name__}: check the names it accepts")
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    exclude = "exclude it with convert(..., where=lambda name, layer: ...)"
     for name, layer in chosen.items():
         if type(layer) is not nn.Linear:
-            raise ValueError(
-                f"{name} is a {type(layer).__name__}, not an nn.Linear: exclude it with "
-                "convert(..., where=lambda name, layer: ...)"
-            )
+            raise ValueError(f"{name} is a {type(layer).__name__}, not an nn.Linear: {exclude}")
         if any(uses[id(p)] > 1 for p in layer.parameters()):
-            raise ValueError(
-                f"{name} or its weight is used in several places: untie it, or exclude it with "
-                "convert(..., where=lambda name, layer: ...)"
-            )
+            raise ValueError(f"{name} or its weight is used in several places: untie it, or {exclude}")
         if not unhooked(name, layer):
             raise ValueError(f"{name} has hooks, which its replacement would lose: convert before adding hooks")
     for name, layer in chosen.items():

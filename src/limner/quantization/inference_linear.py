@@ -1,7 +1,5 @@
 """Linear layers for inference: weights packed once for a CPU's matrix units or stored in 8 bits, or one row of input.
 
-They replace the `nn.Linear` layers of a trained model from outside (`convert.py`).
-
 Shapes: n inputs, m outputs.
 """
 
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from limner import compat
 from limner.numerics.precision import acc_type
 from limner.quantization.convert import convert, unhooked
-from limner.quantization.quantize import row_wise
+from limner.quantization.quantize import quantize
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -72,19 +70,15 @@ class Int8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        weight, scale = row_wise(linear.weight.detach())
+        weight, scale = quantize(linear.weight.detach(), by_row=True)
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale.to(linear.weight.dtype))
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
     def forward(self, x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows m"]:
         rows = x.reshape(-1, x.shape[-1])
-        if (
-            len(rows) <= _MAX_ROWS
-            and x.device.type == "cpu"
-            and rows.shape[1] % _STEP == 0
-            and x.dtype != torch.float64
-        ):
+        has_kernel = x.device.type == "cpu" and x.dtype != torch.float64 and rows.shape[1] % _STEP == 0
+        if has_kernel and len(rows) <= _MAX_ROWS:
             y = compat.weight_int8pack_mm(rows.contiguous(), self.weight, self.scale)
         else:
             y = F.linear(rows, self.weight.to(x.dtype)) * self.scale
@@ -105,8 +99,3 @@ def pack_linears(model: M) -> M:
     if kinds != {(torch.bfloat16, "cpu")} or not supports_packed_linear() or not convertible:
         return model
     return convert(model, PackedLinear, unhooked)
-
-
-def quantize_linears(model: M) -> M:
-    """Replace the linear layers of a model by `Int8Linear`, in place."""
-    return convert(model, Int8Linear)

@@ -2,8 +2,7 @@
 (Ramesh et al. 2021).
 
 As in both papers (§2.2 and Figure 7; App. D.2), a precision converts the linear layers of the blocks. Embeddings,
-heads and the patch convolution are unchanged. With eight bits, operations between the layers run as under `Auto`. The
-layers are in `switchback.py`, `float8.py` and `half_linear.py`.
+heads and the patch convolution are unchanged. With eight bits, operations between the layers run as under `Auto`.
 
 Precisions in `TrainingPrecision` are without settings, so a recipe and the command line name them in one word:
 `--prior.training.precision switchback`. `SimulatedGradients` has a setting, and is for experiments in Python.
@@ -19,12 +18,10 @@ from torch import nn
 
 from limner.numerics.formats import FloatFormat
 from limner.numerics.precision import Auto, Bf16, Fp16, Fp32, Precision
+from limner.quantization import low_precision
 from limner.quantization.convert import convert
-from limner.quantization.float8 import Fp8SwitchBackLinear, Fp8TensorWiseLinear
-from limner.quantization.half_linear import HalfLinear
-from limner.quantization.low_precision import LowPrecisionLinear
+from limner.quantization.low_precision import HalfLinear, LowPrecisionLinear
 from limner.quantization.simulated_gradients import SimulatedGradientLinear
-from limner.quantization.switchback import LLMInt8Linear, SwitchBackLinear, SwitchBackMLinear, SwitchBackQLinear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +29,7 @@ class SwitchBack(Auto):
     """int8, with the weight gradient in 16 bits."""
 
     converts = True
-    layer: ClassVar[type[LowPrecisionLinear]] = SwitchBackLinear
+    layer: ClassVar[type[LowPrecisionLinear]] = low_precision.SwitchBackLinear
 
     def apply(self, model: nn.Module) -> nn.Module:
         return convert(model, self.layer.from_linear, in_blocks)
@@ -42,35 +39,35 @@ class SwitchBack(Auto):
 class SwitchBackM(SwitchBack):
     """`SwitchBack` that saves int8 for the backward pass."""
 
-    layer = SwitchBackMLinear
+    layer = low_precision.SwitchBackMLinear
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchBackQ(SwitchBack):
     """`SwitchBack` with a scale for each row or column of a weight."""
 
-    layer = SwitchBackQLinear
+    layer = low_precision.SwitchBackQLinear
 
 
 @dataclass(frozen=True, kw_only=True)
 class LLMInt8(SwitchBack):
     """int8 in all three products."""
 
-    layer = LLMInt8Linear
+    layer = low_precision.LLMInt8Linear
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8SwitchBack(SwitchBack):
     """float8, with the weight gradient in 16 bits."""
 
-    layer = Fp8SwitchBackLinear
+    layer = low_precision.Fp8SwitchBackLinear
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8TensorWise(SwitchBack):
     """float8 in all three products, with one scale for each matrix."""
 
-    layer = Fp8TensorWiseLinear
+    layer = low_precision.Fp8TensorWiseLinear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Linear layers whose gradients are rounded to a number format with few exponents, computed in fp32.
 
 They simulate the loss of a backward pass in fp16 or less on any machine: gradients that enter and leave the layer, and
-gradients of its parameters, are rounded to the format. Too small values become zero and too large ones infinite, as in
-hardware. The forward pass is unchanged, since layer norms bound the range of activations.
+gradients of its parameters, are rounded. Too small values become zero and too large ones infinite, as in hardware. The
+forward pass is unchanged, since layer norms bound the range of activations.
 
 Shapes: n inputs, m outputs.
 """

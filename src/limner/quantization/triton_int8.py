@@ -5,12 +5,11 @@
                 (`tensor-wise_quantize_transpose`). GPUs multiply only A B^T, so the gradient needs W transposed
     product     a b^T in int32 on tensor cores, with scales and bias applied before the result is written
 
-Each kernel does the fp32 operations of `quantize.py` and `int8.py` in the same order: quotients are rounded correctly
-(`div_rn`), and products are not fused with additions (`enable_fp_fusion=False`), so that all devices give the same
-integers. Rounding to nearest even adds and subtracts 1.5 * 2^23, where fp32 steps by integers.
+Each kernel does the fp32 operations of `quantize.py` and `products.py` in the same order: quotients are rounded
+correctly (`div_rn`), and products are not fused with additions (`enable_fp_fusion=False`), so that all devices give the
+same integers. Rounding to nearest even adds and subtracts 1.5 * 2^23, where fp32 steps by integers.
 
-This module is imported only with a GPU. Without one, tests run it under Triton's interpreter and compile it ahead of
-time.
+This module is imported only with a GPU, or by tests under Triton's interpreter.
 
 Shapes: m rows of inputs, n of weights, k summed over.
 """
@@ -25,9 +24,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from limner.quantization.scales import INT8, MIN_ABSMAX
+from limner.numerics.formats import INT8_MAX, MIN_ABSMAX
 
-_INT8_MAX = tl.constexpr(INT8)
+_INT8_MAX = tl.constexpr(INT8_MAX)
 _MIN_ABSMAX = tl.constexpr(MIN_ABSMAX)
 _ROUNDING_OFFSET = tl.constexpr(1.5 * 2**23)
 _GROUP_ROWS = tl.constexpr(8)  # rows of tiles in a group
@@ -58,7 +57,7 @@ def quantize(x: Tensor, inverse: Tensor, transposed: bool = False) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return `int8.product`. Tensor cores read both matrices along k."""
+    """Return `products.product` of int8 matrices. Tensor cores read both matrices along k."""
     b = b.contiguous()
     (m, k), n = a.shape, len(b)
     y = torch.empty(m, n, dtype=dtype, device=a.device)

@@ -1,16 +1,20 @@
 """Recipe: one frozen configuration of everything that determines a trained bundle.
 
 A recipe describes three stages (dVAE, prior, contrastive model) and the tokenization of captions. Settings that follow
-from the data or an earlier stage (vocabulary sizes, the token grid) are resolved when the stage runs, so a recipe
-cannot contradict itself.
+from the tokenizer or the dVAE (vocabulary sizes, the token grid) are filled in once, by `resolve`, so a recipe cannot
+contradict itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
-from limner.bundles import load_model
+from limner.bundles import DVAE_FORMAT
+from limner.config import from_dict
+from limner.errors import UserError
+from limner.json_files import read_mapping
 from limner.models.contrastive import CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import AnyDVAEConfig, PatchDVAEConfig
@@ -20,6 +24,7 @@ from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.elbo import RelaxedELB
 from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.objectives.reconstruction_loss import ReconstructionLoss
+from limner.pretrained import find_bundle, is_bundle, resolve_name
 from limner.training.config import TrainConfig
 from limner.validation import InvalidSetting, Range, Validated
 
@@ -49,9 +54,8 @@ def _check_dvae(training: TrainConfig) -> None:
         kind = type(training.optimizer).__name__.removesuffix("Config")
         raise InvalidSetting("training.optimizer", f"must be AdamW: {kind} is for the matrices of transformers")
     if training.precision.converts:
-        raise InvalidSetting(
-            "training.precision", "must be auto, bf16, fp16 or fp32: all others convert transformer blocks"
-        )
+        problem = "must be auto, bf16, fp16 or fp32: all others convert transformer blocks"
+        raise InvalidSetting("training.precision", problem)
     _check_activations(training)
 
 
@@ -62,6 +66,8 @@ class DVAEStage:
     Args:
         augment: crop and flip pictures at random (Listing 1) instead of taking the central square.
     """
+
+    fits_codebook: ClassVar[bool] = False
 
     model: DVAEConfig = field(default_factory=DVAEConfig)
     objective: RelaxedELB | BalancedELB = field(default_factory=RelaxedELB)
@@ -79,6 +85,8 @@ class PatchStage:
     Args:
         augment: crop and flip pictures at random (Listing 1) instead of taking the central square.
     """
+
+    fits_codebook: ClassVar[bool] = True  # before the first step
 
     model: PatchDVAEConfig = field(default_factory=PatchDVAEConfig)
     objective: ReconstructionLoss = field(default_factory=ReconstructionLoss)
@@ -162,21 +170,58 @@ class Recipe:
 STAGE_TITLES = {"dvae": "dVAE", "prior": "prior", "contrastive": "contrastive model"}
 
 
-def resolve_dvae_config(recipe: Recipe) -> AnyDVAEConfig:
-    """Config of the dVAE that the recipe trains or loads. Raises `UserError` if the bundle to load from is missing."""
-    dvae = recipe.dvae
-    return load_model(dvae.bundle, "dvae").config if isinstance(dvae, PretrainedDVAE) else dvae.model
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRecipe:
+    """A recipe with all settings of its models.
+
+    Attributes:
+        models: config of each model by stage, with sizes from the tokenizer and the dVAE.
+        stages: training of each model by stage, without the dVAE if a bundle provides it.
+        dvae_bundle: bundle (name or folder) that provides the dVAE; None if the run trains it.
+    """
+
+    recipe: Recipe
+    models: dict[str, Any]
+    stages: dict[str, Any]
+    dvae_bundle: str | None
 
 
-def resolve_prior_config(
-    stage: PriorStage, text: TextConfig, text_vocab: int, dvae: AnyDVAEConfig
-) -> TransformerConfig:
-    """Config of the prior, with sizes taken from the tokenizer and the dVAE."""
-    return replace(stage.model, text_vocab=text_vocab, text_len=text.length, image_vocab=dvae.vocab, grid=dvae.grid)
+def resolve(recipe: Recipe, text_vocab: int | None = None, dvae_from_start: bool = False) -> ResolvedRecipe:
+    """Fill in the settings that follow from the tokenizer and the dVAE. Reads at most the config of a bundle.
+
+    `text_vocab` is the size of the tokenizer, by default the recipe's maximum. With `dvae_from_start` the dVAE is that
+    of the bundle `recipe.start`, if any. Raises `UserError` if a bundle is missing, `ValueError` if sizes do not fit.
+    """
+    bundle = recipe.start if dvae_from_start else None
+    if isinstance(recipe.dvae, PretrainedDVAE):
+        bundle = recipe.dvae.bundle
+    stages: dict[str, Any] = {"dvae": recipe.dvae, "prior": recipe.prior, "contrastive": recipe.contrastive}
+    if bundle is None:
+        dvae: AnyDVAEConfig = stages["dvae"].model
+    else:
+        dvae = _read_dvae_config(bundle)
+        del stages["dvae"]
+    text = {"text_vocab": text_vocab or recipe.text.vocab, "text_len": recipe.text.length}
+    return ResolvedRecipe(
+        recipe=recipe,
+        models={
+            "dvae": dvae,
+            "prior": replace(recipe.prior.model, image_vocab=dvae.vocab, grid=dvae.grid, **text),
+            "contrastive": replace(recipe.contrastive.model, size=dvae.size, **text),
+        },
+        stages=stages,
+        dvae_bundle=bundle,
+    )
 
 
-def resolve_contrastive_config(
-    stage: ContrastiveStage, text: TextConfig, text_vocab: int, dvae: AnyDVAEConfig
-) -> CLIPConfig:
-    """Config of the contrastive model, with sizes taken from the tokenizer and the dVAE."""
-    return replace(stage.model, text_vocab=text_vocab, text_len=text.length, size=dvae.size)
+def _read_dvae_config(name_or_folder: str) -> AnyDVAEConfig:
+    """Read the config of the dVAE in a bundle, or in a folder with a dVAE alone."""
+    folder = Path(name_or_folder)
+    if not is_bundle(folder, DVAE_FORMAT):
+        folder = find_bundle(resolve_name(name_or_folder))
+    path = folder / "config.json"
+    kind: Any = AnyDVAEConfig
+    try:
+        return from_dict(kind, read_mapping(path).get("dvae"), "dvae")
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None

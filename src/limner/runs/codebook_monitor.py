@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from limner.training.hooks import Hook
@@ -19,10 +18,12 @@ class CollapseWarning(Hook):
     with less than `_MIN_USED_SHARE` of the vocabulary in use. Checkpoints hold their count and whether the run warned.
     """
 
+    saved = ("low_reports", "warned")
+
     def __init__(self, vocab: int) -> None:
         self.vocab, self.low_reports, self.warned = vocab, 0, False
 
-    def on_report(self, run: TrainState, row: dict[str, Any]) -> None:
+    def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
         codes = row.get("codes", self.vocab)
         self.low_reports = (
             self.low_reports + 1 if run.step >= _FIRST_STEP and codes < _MIN_USED_SHARE * self.vocab else 0
@@ -35,9 +36,3 @@ class CollapseWarning(Hook):
                 "min_log_b, or lower the learning rate",
                 stacklevel=2,
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"low_reports": self.low_reports, "warned": self.warned}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.low_reports, self.warned = int(state["low_reports"]), bool(state["warned"])

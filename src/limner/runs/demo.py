@@ -1,7 +1,7 @@
 """The whole pipeline, from data to pictures, in a few minutes: `limner demo`.
 
     OUT/data/                generated scenes of one and two objects
-    OUT/crowded/             crowded scenes for the dVAE with --from-scratch
+    OUT/crowded/             crowded scenes for the dVAE, if the recipe trains one
     OUT/steps.json           training steps that fit the time limit on this machine
     OUT/run/                 the training run, with its bundle
     OUT/composition.json     the score over the held-out captions
@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,49 +33,69 @@ from limner.atomic_io import atomic_write_bytes, exclusive_lock
 from limner.config import to_dict
 from limner.data.shard_writer import is_complete
 from limner.errors import UserError
-from limner.evaluation import composition, report
-from limner.evaluation.scene_sheet import render_samples, scene_samples
+from limner.evaluation import report
+from limner.evaluation.composition import CompositionResult, CompositionSettings, sample_captions, score
+from limner.evaluation.scene_sheet import SceneSample, render_samples, scene_samples
 from limner.json_files import read_json, read_mapping, write_json
-from limner.pipeline import Candidates, TextToImage
-from limner.progress import progress
-from limner.recipes.recipe import ContrastiveStage, PretrainedDVAE, PriorStage, Recipe
-from limner.runs.demo_options import Demo
-from limner.runs.demo_report import page
+from limner.pipeline import TextToImage
+from limner.progress import clock, progress
+from limner.recipes.recipe import STAGE_TITLES, PretrainedDVAE, Recipe, resolve
 from limner.runs.time_estimate import PARALLEL_SLOWDOWN, seconds_per_step, timing_inputs
 from limner.runs.train import train_all
-from limner.tasks.build_scenes import write_scenes
+from limner.sampling.candidates import Candidates
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from limner.tasks.scenes import Scene
+from limner.training.metrics_log import read_metrics
 
-COUNT_WEIGHTS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one to four objects
+_COUNT_WEIGHTS = (0.6, 0.4, 0.0, 0.0)  # shares of scenes with one to four objects
 _MAX_TRAINING_SECONDS = 540  # other phases take about 90, and all together at most twelve minutes under load
 _TARGET_SECONDS = 5.0  # of a timed batch: enough for a full batch on most machines
+_SHORTENED_STAGES = ("prior", "contrastive")
+_CHARTED_METRICS = {
+    "dvae": ("loss", "eval/psnr"),
+    "prior": ("image", "text", "eval/image"),
+    "contrastive": ("loss", "eval/accuracy"),
+}
 
 
-def run(demo: Demo) -> composition.CompositionResult:
-    """Run the phases that are not done, write the report, and return the score."""
-    with exclusive_lock(demo.out):
-        return _run(demo)
+def run(
+    out: Path, recipe: Recipe, *, scenes: int, captions: int, candidates: int, evaluated: int, seed: int
+) -> CompositionResult:
+    """Run the phases that are not done, write the report, and return the score.
 
-
-def _run(demo: Demo) -> composition.CompositionResult:
-    recipe, out = demo.recipe(), demo.out
-    claim_folder(out, {"scenes": demo.scenes, "recipe": to_dict(recipe)})
-    if not isinstance(recipe.dvae, PretrainedDVAE) and not (out / "run" / "bundle").exists():
-        minutes = seconds_per_step(*timing_inputs(recipe, "dvae"), _TARGET_SECONDS) * recipe.dvae.training.steps / 60
-        _print(f"training the dVAE takes about {max(1, round(minutes))} minutes on this machine")
-    with timed_phase(out, "writing scenes"):
-        write_data(demo)
-    with timed_phase(out, "training"):
-        recipe = limit_steps(recipe, out)
-        pipe = _train(demo, recipe)
-    captioned = composition.sample_captions("held-out", (1, 2), max(demo.captions, demo.evaluated), demo.seed)
-    with timed_phase(out, "drawing"):
-        result, pictures = _draw(demo, pipe, captioned)
-    samples = scene_samples(captioned, pictures, result)
-    report.save_png(render_samples(samples), out / "contact.png")
-    timings = read_numbers(out / "timings.json")
-    report.save_page(out / "report.html", "limner demo", page(demo, recipe, pipe, samples, result, timings))
-    return result
+    Args:
+        scenes: number of scenes to train on.
+        captions: number of held-out captions in the report.
+        candidates: drawings per caption.
+        evaluated: number of held-out captions in the score, including those of the report.
+        seed: of captions and drawings.
+    """
+    folder, from_scratch = out / "run", not isinstance(recipe.dvae, PretrainedDVAE)
+    with exclusive_lock(out):
+        claim_folder(out, {"scenes": scenes, "recipe": to_dict(recipe)})
+        if not isinstance(recipe.dvae, PretrainedDVAE) and not (folder / "bundle").exists():
+            step_seconds = seconds_per_step(*timing_inputs(resolve(recipe), "dvae"), _TARGET_SECONDS)
+            minutes = max(1, round(step_seconds * recipe.dvae.training.steps / 60))
+            print(f"training the dVAE takes about {minutes} minutes on this machine", file=sys.stderr, flush=True)
+        with timed_phase(out, "writing scenes"):
+            write_data(out / "data", scenes, "described")
+            if from_scratch:
+                write_data(out / "crowded", scenes, "crowded")
+        with timed_phase(out, "training"):
+            recipe = limit_steps(recipe, out)
+            if not (folder / "bundle" / "config.json").exists():
+                if from_scratch:
+                    train_all(recipe, out / "crowded", folder, ("dvae",))
+                train_all(recipe, out / "data", folder)
+            pipe = TextToImage.from_pretrained(folder)  # the stored weights, which later calls use
+        captioned = sample_captions("held-out", (1, 2), max(captions, evaluated), seed)
+        with timed_phase(out, "drawing"):
+            settings = CompositionSettings(candidates=candidates, best_of=(1,), seed=seed)
+            result, pictures = _draw(out, pipe, captioned, captions, settings)
+        samples = scene_samples(captioned, pictures, result)
+        report.save_png(render_samples(samples), out / "contact.png")
+        report.save_page(out / "report.html", "limner demo", _page(out, recipe, pipe, scenes, samples, result))
+        return result
 
 
 # ---------------------------------------------------------------------------- phases
@@ -86,35 +107,37 @@ def limit_steps(recipe: Recipe, out: Path, max_seconds: float = _MAX_TRAINING_SE
     Steps are timed once. Their number is saved in `out/steps.json`, so that a resumed demo uses the same number.
     """
     path = out / "steps.json"
-    if not (steps := read_numbers(path)).keys() >= {"prior", "contrastive"}:
+    if not (steps := read_numbers(path)).keys() >= {*_SHORTENED_STAGES}:
         write_json(path, steps := affordable_steps(recipe, max_seconds))
 
-    def with_steps(stage: Any, name: str) -> Any:
+    stages: dict[str, Any] = {}
+    for name in _SHORTENED_STAGES:
+        stage = getattr(recipe, name)
         count = max(1, min(stage.training.steps, int(steps[name])))
-        return replace(stage, training=replace(stage.training, steps=count))
-
-    prior, contrastive = with_steps(recipe.prior, "prior"), with_steps(recipe.contrastive, "contrastive")
-    return replace(recipe, prior=prior, contrastive=contrastive)
+        stages[name] = replace(stage, training=replace(stage.training, steps=count))
+    return replace(recipe, **stages)
 
 
 def affordable_steps(recipe: Recipe, max_seconds: float) -> dict[str, int]:
     """Return the number of steps of each stage that fit `max_seconds`, at most those of the recipe."""
-    stages: dict[str, PriorStage | ContrastiveStage] = {"prior": recipe.prior, "contrastive": recipe.contrastive}
-    steps = {name: stage.training.steps for name, stage in stages.items()}
+    steps = {name: getattr(recipe, name).training.steps for name in _SHORTENED_STAGES}
     if torch.cuda.is_available():
         return steps
     threads = torch.get_num_threads()
     in_parallel = threads > 1  # with half of the threads each, which slows both
     torch.set_num_threads(threads - threads // 2)
-    step_seconds = {name: seconds_per_step(*timing_inputs(recipe, name), _TARGET_SECONDS) for name in stages}
+    resolved = resolve(recipe)
+    step_seconds = {name: seconds_per_step(*timing_inputs(resolved, name), _TARGET_SECONDS) for name in steps}
     torch.set_num_threads(threads)
     slowdown = PARALLEL_SLOWDOWN if in_parallel else 1
-    seconds = {name: step_seconds[name] * steps[name] * slowdown for name in stages}
+    seconds = {name: step_seconds[name] * steps[name] * slowdown for name in steps}
     total = max(seconds.values()) if in_parallel else sum(seconds.values())
     if total > max_seconds:
-        _print(f"training is shortened to {max_seconds / 60:.0f} of {total / 60:.0f} minutes")
-    available = {name: max_seconds if in_parallel else max_seconds * seconds[name] / total for name in stages}
-    return {name: max(1, min(steps[name], int(steps[name] * available[name] / seconds[name]))) for name in stages}
+        print(
+            f"training is shortened to {max_seconds / 60:.0f} of {total / 60:.0f} minutes", file=sys.stderr, flush=True
+        )
+    affordable = {name: n * max_seconds / (seconds[name] if in_parallel else total) for name, n in steps.items()}
+    return {name: max(1, min(steps[name], int(affordable[name]))) for name in steps}
 
 
 def claim_folder(out: Path, settings: dict[str, Any]) -> None:
@@ -131,65 +154,46 @@ def claim_folder(out: Path, settings: dict[str, Any]) -> None:
         write_json(path, settings, indent=2)
 
 
-def write_data(demo: Demo) -> None:
+def write_data(folder: Path, scenes: int, kind: Literal["described", "crowded"]) -> None:
     """Write the scenes to train on, unless they are complete."""
-    kinds: dict[str, Literal["described", "crowded"]] = {"data": "described"}
-    if demo.from_scratch:
-        kinds["crowded"] = "crowded"
-    for folder, kind in kinds.items():
-        if is_complete(demo.out / folder):
-            continue
-        with progress(f"writing {kind} scenes", demo.scenes, unit="scene") as bar:
-            write_scenes(
-                demo.out / folder,
-                demo.scenes,
-                seed=1,
-                kind=kind,
-                pairs=0.0,
-                count_weights=COUNT_WEIGHTS,
-                progress=bar.advance,
-            )
-
-
-def _train(demo: Demo, recipe: Recipe) -> TextToImage:
-    folder = demo.out / "run"
-    if not (folder / "bundle" / "config.json").exists():
-        if demo.from_scratch:
-            train_all(recipe, demo.out / "crowded", folder, ("dvae",))
-        train_all(recipe, demo.out / "data", folder)
-    return TextToImage.from_pretrained(folder)  # the stored weights, which later calls use
+    if not is_complete(folder):
+        with progress(f"writing {kind} scenes", scenes, unit="scene") as bar:
+            settings = SceneDataSettings(count=scenes, seed=1, kind=kind, pairs=0.0, objects=_COUNT_WEIGHTS)
+            write_scenes(folder, settings, bar.advance)
 
 
 def _draw(
-    demo: Demo, pipe: TextToImage, captioned: Sequence[tuple[str, Scene]]
-) -> tuple[composition.CompositionResult, Tensor]:
-    """Return the scores, and the candidates of the captions to show, uint8 [B, N, 3, H, W]."""
-    path, drawings_file = demo.out / "composition.json", demo.out / "drawings.safetensors"
-    if path.exists() and (saved := load_result(demo, path, [caption for caption, _ in captioned])):
+    out: Path,
+    pipe: TextToImage,
+    captioned: Sequence[tuple[str, Scene]],
+    shown: int,
+    settings: CompositionSettings,
+) -> tuple[CompositionResult, Tensor]:
+    """Return the scores, and the candidates of the first `shown` captions, uint8 [B, N, 3, H, W]."""
+    path, drawings_file = out / "composition.json", out / "drawings.safetensors"
+    if saved := load_result(path, [caption for caption, _ in captioned], settings):
         with suppress(FileNotFoundError, SafetensorError, KeyError):
-            pictures = load_file(drawings_file)["pictures"]
-            if len(pictures) >= demo.captions:
-                return saved, pictures[: demo.captions]
+            if len(pictures := load_file(drawings_file)["pictures"]) >= shown:
+                return saved, pictures[:shown]
     first_pictures: list[Tensor] = []
 
-    def keep_first(start: int, candidates: Candidates) -> None:
-        first_pictures.extend(candidates.pictures[: max(0, demo.captions - start)])
+    def keep_first(start: int, batch: Candidates) -> None:
+        first_pictures.extend(batch.pictures[: max(0, shown - start)])
 
-    settings = composition.CompositionSettings(candidates=demo.candidates, best_of=(1,), seed=demo.seed)
-    with progress("drawing", len(captioned) * demo.candidates, unit="picture") as bar:
-        result = composition.score(pipe, captioned, settings, progress=bar.advance, on_candidates=keep_first)
+    with progress("drawing", len(captioned) * settings.candidates, unit="picture") as bar:
+        result = score(pipe, captioned, settings, progress=bar.advance, on_candidates=keep_first)
     pictures = torch.stack(first_pictures)
     atomic_write_bytes(drawings_file, save({"pictures": pictures}))
     result.save(path)
     return result, pictures
 
 
-def load_result(demo: Demo, path: Path, captions: list[str]) -> composition.CompositionResult | None:
+def load_result(path: Path, captions: list[str], settings: CompositionSettings) -> CompositionResult | None:
     """Return the saved result if it has the same captions and settings, else None."""
-    with suppress(UserError):  # damaged: draw again
-        result = composition.CompositionResult.load(path)
-        settings = result.settings["candidates"], result.settings["seed"]
-        return result if result.captions == captions and settings == (demo.candidates, demo.seed) else None
+    with suppress(UserError):  # missing or damaged: draw again
+        result = CompositionResult.load(path)
+        saved = result.settings["candidates"], result.settings["seed"]
+        return result if result.captions == captions and saved == (settings.candidates, settings.seed) else None
     return None
 
 
@@ -200,9 +204,8 @@ def timed_phase(out: Path, phase: str) -> Iterator[None]:
     try:
         yield
     finally:
-        seconds = time.monotonic() - start
         recorded = read_numbers(path)
-        write_json(path, {**recorded, phase: recorded.get(phase, 0.0) + seconds}, indent=2)
+        write_json(path, {**recorded, phase: recorded.get(phase, 0.0) + time.monotonic() - start}, indent=2)
 
 
 def read_numbers(path: Path) -> dict[str, Any]:
@@ -213,5 +216,81 @@ def read_numbers(path: Path) -> dict[str, Any]:
     return {name: value for name, value in values.items() if type(value) in (int, float) and math.isfinite(value)}
 
 
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+# ---------------------------------------------------------------------------- report
+
+
+def _page(
+    out: Path,
+    recipe: Recipe,
+    pipe: TextToImage,
+    scenes: int,
+    samples: Sequence[SceneSample],
+    result: CompositionResult,
+) -> str:
+    """Return the body of the report: drawings, scores, training curves and times."""
+    k = result.best_of[-1]
+    best, first = result.rate(k), result.rate(1)
+    from_scratch = not isinstance(recipe.dvae, PretrainedDVAE)
+    trained = "Three models were" if from_scratch else "A prior and a contrastive model were"
+    scores = [
+        (name, f"{result.single(kind).value:.1%}", result.rate(1, kind), result.rate(k, kind), result.ceiling(k, kind))
+        for name, kind in result.groups().items()
+    ]
+    times = read_numbers(out / "timings.json")
+    times["total"] = sum(times.values())
+    charts = []
+    for stage, keys in _CHARTED_METRICS.items():
+        lines = read_metrics(out / "run" / stage / "metrics.jsonl")
+        for key in keys:
+            points = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
+            name = f"{key.removeprefix('eval/')} (held out)" if "/" in key else key
+            charts.append(report.chart(f"{STAGE_TITLES[stage]}: {name}", {key: points}))
+    size, (rows, columns) = pipe.dvae.config.size, pipe.dvae.config.grid
+    settings = [("pictures", f"{size} x {size} pixels, {rows} x {columns} tokens")]
+    for name in _SHORTENED_STAGES:
+        millions = sum(p.numel() for p in getattr(pipe, name).parameters()) / 1e6
+        steps = getattr(recipe, name).training.steps
+        settings.append((STAGE_TITLES[name], f"{millions:.2f} M parameters, {steps:,} steps"))
+    settings += [
+        ("dVAE", "trained here" if from_scratch else "bundled"),
+        ("seed", result.settings["seed"]),
+        ("torch", torch.__version__),
+        ("threads", torch.get_num_threads()),
+    ]
+    return f"""<h1>limner demo</h1>
+<p class="lead">{trained} trained here, from random weights, on {scenes:,} pictures of synthetic scenes.
+Of {best.total} captions with held-out combinations, the chosen drawing is right for <b>{best.value:.0%}</b>
+(best of {k}), compared with {first.value:.0%} for a single drawing.</p>
+<h2>Drawings</h2>
+<p class="dim">The best of each row was chosen by the contrastive model (blue frame); a scene parser without learned
+parts found the right ones (green line).</p>
+{"".join(map(_article, samples))}
+<h2>Score over {best.total} held-out captions</h2>
+{report.table(scores, ("captions", "any candidate", "best of 1", f"best of {k}", f"any of {k} right"))}
+<p class="dim">With 95% intervals. Right means: number, size, fill, color and shape of all objects, their relation, and
+the background.</p>
+<h2>Training</h2>
+<div class="charts">{"".join(charts)}</div>
+<h2>Time</h2>
+{report.table([(phase, clock(seconds)) for phase, seconds in times.items()])}
+<h2>Settings</h2>
+{report.table(settings)}"""
+
+
+def _article(sample: SceneSample) -> str:
+    """Return the drawing of a caption, the real scene, and all candidates."""
+    verdict = '<span class="good">right</span>' if sample.right[sample.best] else '<span class="bad">wrong</span>'
+    strip = []
+    for i in range(len(sample.pictures)):
+        kind = " ".join(name for name, on in (("chosen", i == sample.best), ("right", sample.right[i])) if on)
+        title = f"candidate {i + 1}, score {float(sample.scores[i]):.3f}"
+        tag = report.img_tag(sample.picture(i), f"candidate {i + 1}", 48)
+        strip.append(tag.replace("<img ", f'<img class="{kind}" title="{title}" ', 1))
+    best = report.img_tag(sample.picture(sample.best), "best drawing", 192)
+    return f"""<article><h3>{escape(sample.caption)}</h3>
+<div class="pair"><figure>{best}
+<figcaption>drawn: {verdict}, score {float(sample.scores[sample.best]):.3f}</figcaption></figure>
+<figure>{report.img_tag(sample.real(), "real scene", 192)}<figcaption>real scene</figcaption></figure></div>
+<div class="strip">{"".join(strip)}</div>
+<small>{int(sample.right.sum())} of {len(sample.right)} candidates are right</small></article>
+"""

@@ -44,7 +44,7 @@ class WorkerHook(Hook):
     def __init__(self, process: subprocess.Popen[bytes], log_file: Path, threads: int) -> None:
         self.process, self.log_file, self.threads = process, log_file, threads
 
-    def on_report(self, run: TrainState, row: dict[str, Any]) -> None:
+    def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
         self.check()
         if self.process.poll() is not None:
             torch.set_num_threads(self.threads)

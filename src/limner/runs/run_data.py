@@ -6,7 +6,7 @@ RUN/tokenizer.json   RUN/tokens/   RUN/attribution.json, if the data names the o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,21 @@ from torch import Tensor
 
 from limner import bundles, pretrained
 from limner.data.attribution import attribution, merge_attributions
-from limner.data.datasets import EncodedDataset, ImageCaptionDataset, TokenDataset
+from limner.data.datasets import CaptionEncoding, EncodedDataset, ImageCaptionDataset, TokenDataset
 from limner.data.hard_negative_captions import Distractors
 from limner.data.open_source import open_source
 from limner.data.sample import Rejected, Source, Subset, describe_unread, group_by_split
-from limner.data.stream import Dataset, splitmix64
+from limner.data.stream import Dataset
 from limner.data.token_cache import encode_tokens, weights_hash
 from limner.errors import UserError
 from limner.json_files import read_json, write_json
 from limner.models.patch_dvae import AnyDVAE
+from limner.numerics.seeding import splitmix64
 from limner.progress import progress
-from limner.recipes.recipe import DVAEStage, PatchStage, PretrainedDVAE, Recipe
-from limner.tasks.caption_truth import falsity_test
+from limner.recipes.recipe import DVAEStage, PatchStage, Recipe, ResolvedRecipe, resolve
+from limner.tasks.verify import falsity_test
 from limner.text.bpe import Tokenizer
+from limner.training.checkpoint import completed
 from limner.training.parallel import Parallel, SingleProcess
 
 _IMAGE_CACHE_BYTES = 1 << 30  # of decoded pictures
@@ -62,9 +64,7 @@ class RunData:
     def save_attribution(self) -> list[dict[str, Any]]:
         """Return and save the attribution (`data/attribution.py`) of the data of this call, of earlier calls, and of
         the bundles that the recipe starts from."""
-        path, starts = self.out / "attribution.json", [self.recipe.start]
-        if isinstance(self.recipe.dvae, PretrainedDVAE):
-            starts.append(self.recipe.dvae.bundle)
+        path, starts = self.out / "attribution.json", [self.recipe.start, getattr(self.recipe.dvae, "bundle", None)]
         inherited = [bundles.read_info(name).get("attribution") for name in starts if name]
         saved = read_json(path) if path.exists() else []
         rows = merge_attributions(saved, *inherited, attribution(self.train))
@@ -75,11 +75,18 @@ class RunData:
     def existing_tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer of the run, else of the recipe's start, else None."""
         path, start = self.out / "tokenizer.json", self.recipe.start
-        if path.exists():
-            return Tokenizer.load(path)
-        return (
-            Tokenizer.load(pretrained.find_bundle(pretrained.resolve_name(start)) / "tokenizer.json") if start else None
-        )
+        if not path.exists():
+            if start is None:
+                return None
+            path = pretrained.find_bundle(pretrained.resolve_name(start)) / "tokenizer.json"
+        return Tokenizer.load(path)
+
+    def resolve(self, stages: Sequence[str]) -> ResolvedRecipe:
+        """Resolve the recipe for a run that trains `stages`. Before the tokenizer exists, the vocabulary has the
+        recipe's maximal size."""
+        tokenizer = self.existing_tokenizer()
+        dvae_from_start = "dvae" not in stages and not completed(self.out / "dvae")
+        return resolve(self.recipe, tokenizer.vocab_size if tokenizer else None, dvae_from_start)
 
     def tokenizer(self) -> Tokenizer:
         """Return the run's tokenizer. The first call copies that of the recipe's start, or trains one on the
@@ -111,13 +118,18 @@ class RunData:
         and cached."""
         stage, text, training = self.recipe.prior, self.recipe.text, source is self.train
         source, size = source if training else _evaluation_subset(source), dvae.config.size
-        dropout = (text.dropout, stage.caption_dropout) if training else (0.0, 0.0)
+        encoding = CaptionEncoding(
+            tokenizer=tokenizer,
+            length=text.length,
+            bpe_dropout=text.dropout if training else 0.0,
+            caption_dropout=stage.caption_dropout if training else 0.0,
+        )
 
         def encode(pixels: Tensor) -> Tensor:
             return dvae.tokenize(pixels.to(next(dvae.parameters()).device)).cpu()
 
         if training and stage.augment:
-            return EncodedDataset(ImageCaptionDataset(source, size, "prior", tokenizer, text.length, *dropout), encode)
+            return EncodedDataset(ImageCaptionDataset(source, size, "prior", encoding), encode)
         with (
             self.parallel.main_first(),
             progress("encoding pictures", len(source), unit="image", shown=self.parallel.is_main) as bar,
@@ -125,30 +137,29 @@ class RunData:
             cache = encode_tokens(
                 source, encode, key=weights_hash(dvae), size=size, cache_dir=self.out / "tokens", progress=bar.advance
             )
-        return TokenDataset(cache.tokens, cache.captions, tokenizer, text.length, *dropout)
+        return TokenDataset(cache.tokens, cache.captions, encoding)
 
     def contrastive_dataset(self, source: Source, tokenizer: Tokenizer, size: int) -> ImageCaptionDataset:
         """Return the contrastive model's dataset: pictures, captions and distractors."""
         stage, text, training = self.recipe.contrastive, self.recipe.text, source is self.train
         distractors = None
-        if stage.distractors:
-            distractors = Distractors(_captions(self.train), _captions(self.held_out), falsity_test), stage.distractors
-        return ImageCaptionDataset(
-            source if training else _evaluation_subset(source),
-            size,
-            "prior" if stage.augment and training else "none",
-            tokenizer,
-            text.length,
-            text.dropout if training else 0.0,
+        if count := stage.distractors:
+            distractors = Distractors(_captions(self.train), _captions(self.held_out), falsity_test, count)
+        encoding = CaptionEncoding(
+            tokenizer=tokenizer,
+            length=text.length,
+            bpe_dropout=text.dropout if training else 0.0,
             distractors=distractors,
-            cache_bytes=_IMAGE_CACHE_BYTES,
         )
+        subset = source if training else _evaluation_subset(source)
+        augment = "prior" if stage.augment and training else "none"
+        return ImageCaptionDataset(subset, size, augment, encoding, cache_bytes=_IMAGE_CACHE_BYTES)
 
 
 def _captions(source: Source) -> Iterable[str]:
     for i in range(len(source)):
         try:
-            yield from source[i].captions
+            yield from source.captions(i)
         except Rejected:
             continue
 

@@ -15,17 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from limner.models.patch_dvae import AnyDVAEConfig
-from limner.recipes.recipe import (
-    STAGE_TITLES,
-    AnyStage,
-    PretrainedDVAE,
-    PriorStage,
-    Recipe,
-    resolve_contrastive_config,
-    resolve_dvae_config,
-    resolve_prior_config,
-)
+from limner.recipes.recipe import STAGE_TITLES, AnyStage, ResolvedRecipe
 from limner.runs.parallel_stage import trains_in_parallel
 from limner.training.checkpoint import completed, step_of
 from limner.training.step import update
@@ -40,7 +30,7 @@ _SECONDS_PER_DAY = 86_400
 Batches = Callable[[int], dict[str, Tensor]]
 
 
-def print_estimate(recipe: Recipe, out: Path, stages: Sequence[str], fallback: str | None = None) -> None:
+def print_estimate(recipe: ResolvedRecipe, out: Path, stages: Sequence[str], fallback: str | None = None) -> None:
     """Print the estimated remaining time of the stages to stderr. Beyond a day, suggest the recipe `fallback` or fewer
     steps. Prints nothing if few steps remain, and raises no exception."""
     try:
@@ -52,19 +42,16 @@ def print_estimate(recipe: Recipe, out: Path, stages: Sequence[str], fallback: s
         print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
-def _estimate_lines(recipe: Recipe, out: Path, stages: Sequence[str], fallback: str | None) -> list[str]:
+def _estimate_lines(recipe: ResolvedRecipe, out: Path, stages: Sequence[str], fallback: str | None) -> list[str]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     in_parallel = {"prior", "contrastive"} if trains_in_parallel(stages, device) else set()
     threads = torch.get_num_threads()
     lines_by_stage, seconds, incomplete = {}, dict.fromkeys(STAGE_TITLES, 0.0), False
     all_threads_ratio = 1.0  # time of a prior step after the contrastive model is done, relative to one in parallel
-    for name, title in STAGE_TITLES.items():
-        stage = getattr(recipe, name)
-        if name not in stages or isinstance(stage, PretrainedDVAE):
-            continue
-        done = completed(out / name)
+    for name, stage in recipe.stages.items():
+        title, done = STAGE_TITLES[name], completed(out / name)
         steps = stage.training.steps - (step_of(done[-1]) if done else 0)
-        if steps <= _MIN_STEPS:
+        if name not in stages or steps <= _MIN_STEPS:
             continue
         lines_by_stage[name] = f"  {title}: {steps:,} steps"
         if _flops_per_sample(recipe, name) > _MAX_FLOPS:
@@ -108,44 +95,34 @@ def _duration(seconds: float) -> str:
     return f"{count:,} {unit}{'s' * (count > 1)}"
 
 
-def _build_model(recipe: Recipe, name: str, dvae: AnyDVAEConfig) -> nn.Module:
-    """Build the model of a stage with initial weights."""
-    if name == "dvae":
-        return dvae.build()
-    resolve = resolve_prior_config if name == "prior" else resolve_contrastive_config
-    return resolve(getattr(recipe, name), recipe.text, recipe.text.vocab, dvae).build()
-
-
-def _flops_per_sample(recipe: Recipe, name: str) -> float:
+def _flops_per_sample(recipe: ResolvedRecipe, name: str) -> float:
     """Estimate the FLOPs of a training step per sample: 6 per parameter and position. Each group of a dVAE is counted
     like the innermost one, which has most of the parameters and works at the grid's resolution."""
-    dvae = resolve_dvae_config(recipe)
+    config, dvae = recipe.models[name], recipe.models["dvae"]
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in _build_model(recipe, name, dvae).parameters())
-    positions = prod(dvae.grid)
-    if name == "contrastive":
-        positions = (dvae.size // recipe.contrastive.model.patch) ** 2
-    return 6 * parameters * (positions * dvae.groups if name == "dvae" else positions + recipe.text.length)
+        parameters = sum(p.numel() for p in config.build().parameters())
+    positions = (dvae.size // config.patch) ** 2 if name == "contrastive" else prod(dvae.grid)
+    return 6 * parameters * (positions * dvae.groups if name == "dvae" else positions + recipe.recipe.text.length)
 
 
-def timing_inputs(recipe: Recipe, name: str) -> tuple[nn.Module, AnyStage, Batches]:
+def timing_inputs(recipe: ResolvedRecipe, name: str) -> tuple[nn.Module, AnyStage, Batches]:
     """Return the model of a stage, the stage, and a function that generates random batches of a given size."""
-    stage, text, dvae = getattr(recipe, name), recipe.text, resolve_dvae_config(recipe)
-    encoder = dvae.build() if isinstance(stage, PriorStage) and stage.augment else None
+    stage, text, dvae = recipe.stages[name], recipe.recipe.text, recipe.models["dvae"]
+    encoder = dvae.build() if name == "prior" and stage.augment else None
 
     def batches(n: int) -> dict[str, Tensor]:
         pixels = torch.randint(0, 256, (n, 3, dvae.size, dvae.size), dtype=torch.uint8)
         if name == "dvae":
             return {"pixels": pixels}
         batch = {"text": torch.randint(0, text.vocab, (n, text.length))}
-        if isinstance(stage, PriorStage):  # with augmentation, each step encodes its pictures
+        if name == "prior":  # with augmentation, each step encodes its pictures
             image = encoder.tokenize(pixels) if encoder else torch.randint(0, dvae.vocab, (n, prod(dvae.grid)))
             return {**batch, "image": image}
-        if stage.distractors:
-            batch["distractors"] = torch.randint(0, text.vocab, (n, stage.distractors, text.length))
+        if distractors := recipe.recipe.contrastive.distractors:
+            batch["distractors"] = torch.randint(0, text.vocab, (n, distractors, text.length))
         return {**batch, "pixels": pixels}
 
-    return _build_model(recipe, name, dvae), stage, batches
+    return recipe.models[name].build(), stage, batches
 
 
 def seconds_per_step(

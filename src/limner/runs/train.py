@@ -18,7 +18,7 @@ from limner.atomic_io import exclusive_lock
 from limner.config import save_json, to_dict
 from limner.errors import UserError
 from limner.pipeline import TextToImage
-from limner.recipes.recipe import STAGE_TITLES, Recipe, resolve_dvae_config
+from limner.recipes.recipe import STAGE_TITLES, Recipe, ResolvedRecipe
 from limner.runs.parallel_stage import contrastive_in_parallel, trains_in_parallel
 from limner.runs.preflight import check
 from limner.runs.run_data import RunData
@@ -35,40 +35,37 @@ def train_all(
     data: str | Path,
     out: str | Path,
     stages: Sequence[Stage] | None = None,
-    on_start: Callable[[Sequence[Stage]], object] | None = None,
+    on_start: Callable[[ResolvedRecipe, Sequence[Stage]], object] | None = None,
     parallel: Parallel | None = None,
 ) -> TextToImage | None:
     """Train the stages (default: all) and write `out/bundle`.
 
-    Returns the bundle on the first process once all three models exist, else None. `on_start` is called with the stages
-    after the checks. Raises `UserError` if the stages cannot be trained, or after writing if most updates of a stage
-    were skipped. On a CPU with several threads the prior and the contrastive model train in parallel. With several
-    processes (`parallel`) all train every stage together, and the first writes the files.
+    Returns the bundle on the first process once all three models exist, else None. `on_start` is called with the
+    resolved recipe and the stages after the checks. Raises `UserError` if the stages cannot be trained, or after
+    writing if most updates of a stage were skipped. On a CPU with several threads the prior and the contrastive model
+    train in parallel. With several processes (`parallel`) all train every stage together, and the first writes the
+    files.
     """
     parallel, selected, out = parallel or SingleProcess(), stages or STAGES, Path(out)
     run_data = RunData.open(recipe, data, out, parallel)
-    trainer = StageTrainer(run_data)
     with exclusive_lock(out) if parallel.is_main else nullcontext(-1) as lock, _check_skipped(out, selected, parallel):
-        check(run_data, selected)
+        resolved = check(run_data, selected)
         with parallel.main_first():
             if parallel.is_main:
                 save_json(recipe, out / "recipe.json")
             attribution = run_data.save_attribution()
             if on_start and parallel.is_main:
-                on_start(selected)
-        tokenizer = run_data.tokenizer() if {"prior", "contrastive"} & set(selected) else None
-        if tokenizer and set(selected) == {"contrastive"} and not trainer.has_dvae():  # needs only the dVAE's config
-            trainer.contrastive(tokenizer, resolve_dvae_config(recipe))
-            return None
-        dvae = trainer.dvae(train="dvae" in selected)
-        if tokenizer is None:
+                on_start(resolved, selected)
+        trainer = StageTrainer(run_data, selected)
+        dvae = trainer.model("dvae")
+        if trainer.tokenizer is None:
             return None
         parallel_allowed = parallel.world_size == 1 and not torch.are_deterministic_algorithms_enabled()
         in_parallel = parallel_allowed and trains_in_parallel(selected, trainer.device)
         with contrastive_in_parallel(recipe, data, out, lock) if in_parallel else nullcontext() as hook:
-            prior = trainer.prior(tokenizer, dvae, "prior" in selected, [hook] if hook else [])
-        contrastive = trainer.contrastive(tokenizer, dvae.config, train="contrastive" in selected and not in_parallel)
-        if prior is None or contrastive is None:
+            prior = trainer.model("prior", [hook] if hook else [])
+        contrastive = trainer.load("contrastive") if in_parallel else trainer.model("contrastive")
+        if dvae is None or prior is None or contrastive is None:
             return None
         info = {
             "data": Path(data).name,
@@ -78,7 +75,7 @@ def train_all(
             "guidance": recipe.prior.guidance,
             "prior_score_weight": recipe.contrastive.prior_score_weight,
         } | ({"attribution": attribution} if attribution else {})
-        bundle = TextToImage(dvae, prior, contrastive, tokenizer, info)
+        bundle = TextToImage(dvae, prior, contrastive, trainer.tokenizer, info)
         if parallel.is_main:
             bundle.save_pretrained(out / "bundle")
         return bundle

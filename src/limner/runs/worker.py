@@ -24,8 +24,7 @@ def main(data: str, out: str) -> None:
 
     threading.Thread(target=interrupt_when_stdin_closes, daemon=True).start()
     run_data = RunData.open(load_json(Recipe, Path(out) / "recipe.json"), data, out)
-    trainer = StageTrainer(run_data)
-    trainer.contrastive(run_data.tokenizer(), trainer.dvae(train=False).config)
+    StageTrainer(run_data, ("contrastive",)).model("contrastive")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from limner.errors import UserError
 from limner.models.transformer import Transformer
 from limner.quantization.convert import convert
 from limner.quantization.inference_linear import DotLinear
+from limner.sampling.decoder import TokenDecoder
 from limner.version import __version__
 
 CompiledStep = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
@@ -86,7 +87,7 @@ class _Step(nn.Module):
     def forward(self, token: Tensor, position: Tensor, memory: Sequence[Tensor]) -> Tensor:
         buffers = iter(memory)
         layers = [layer.bind(buffers) for layer in self.layers]
-        return self.model.step(KVCache(layers, position.clone()), token)
+        return TokenDecoder(self.model).step(KVCache(layers, position.clone()), token)
 
 
 def cache_key(model: Transformer, memory: Sequence[Tensor]) -> str:
@@ -94,7 +95,7 @@ def cache_key(model: Transformer, memory: Sequence[Tensor]) -> str:
     digest = hashlib.sha256()
     package = Path(__file__).parent.parent
     files = [file for name in ("attention", "quantization", "models") for file in package.glob(f"{name}/*.py")]
-    for file in sorted([*files, Path(__file__)]):
+    for file in sorted([*files, Path(__file__), Path(__file__).with_name("decoder.py")]):
         digest.update(file.read_bytes())
     device = memory[0].device
     if device.type == "cuda":

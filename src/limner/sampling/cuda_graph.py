@@ -5,21 +5,21 @@ takes longer than running them; a CUDA graph launches all in one call. A graph r
 token and the position are tensors that are filled before each replay, a step does the same work at every position
 (`attention/cache.py`), and a cache is copied into the graph's memory.
 
-Shapes: B captions, M rows, T text positions, V image vocabulary.
+Shapes: M rows, V image vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 from weakref import ref
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from limner.attention.cache import KVCache, KVStore, RaggedBatch
-from limner.models.transformer import Transformer, TransformerConfig
+from limner.attention.cache import KVCache, RaggedBatch
+from limner.models.transformer import Transformer
+from limner.sampling.decoder import TokenDecoder
 
 Thunk = Callable[[], object]
 Capture = Callable[[Thunk], Thunk]
@@ -27,29 +27,15 @@ Capture = Callable[[Thunk], Thunk]
 _MAX_GRAPHS = 2  # each holds the memory of a cache: one for full batches, one for a smaller last batch
 
 
-@runtime_checkable
-class TokenDecoder(Protocol):
-    """Interface of a model for `generate`: a `Transformer` or a `GraphedDecoder`."""
-
-    @property
-    def config(self) -> TransformerConfig: ...
-
-    def prefill(
-        self, text: Int64[Tensor, "B T"], store: type[KVStore] = KVStore
-    ) -> tuple[KVCache, Float[Tensor, "B V"]]: ...
-
-    def step(self, cache: KVCache | RaggedBatch, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]: ...
-
-
 def build_decoder(model: Transformer, compile: bool = False) -> TokenDecoder:
-    """Wrap the model for the fastest decoding on its device.
+    """Return the fastest decoder of the model on its device.
 
     Compiled steps are faster, but the first use of each number of candidates takes half a minute or more
     (`aot_inductor.py`).
     """
     on_gpu = model.head.image.weight.device.type == "cuda"
     if not (compile or on_gpu):
-        return model
+        return TokenDecoder(model)
     return GraphedDecoder(model, cuda_graph if on_gpu else eager, compile)
 
 
@@ -72,11 +58,11 @@ def cuda_graph(run: Thunk) -> Thunk:
     return graph.replay
 
 
-class GraphedDecoder:
-    """A model whose decoding step is captured with the first cache of a shape, and replayed for later caches.
+class GraphedDecoder(TokenDecoder):
+    """A decoder whose step is captured with the first cache of a shape, and replayed for later caches.
 
-    The next step overwrites the logits that `step` returned. Rows at several positions use the model directly, since
-    their shapes change whenever a row joins or leaves.
+    The next step overwrites the logits that `step` returned. Rows at several positions use no graph, since their
+    shapes change whenever a row joins or leaves.
 
     Args:
         capture: turns a function without arguments into one with the same effect on the same memory.
@@ -84,21 +70,13 @@ class GraphedDecoder:
     """
 
     def __init__(self, model: Transformer, capture: Capture = cuda_graph, compile: bool = False) -> None:
-        self.model, self.capture, self.compile = model, capture, compile
+        super().__init__(model)
+        self.capture, self.compile = capture, compile
         self._steps: list[GraphedStep] = []  # least recently used first
-
-    @property
-    def config(self) -> TransformerConfig:
-        return self.model.config
-
-    def prefill(
-        self, text: Int64[Tensor, "B T"], store: type[KVStore] = KVStore
-    ) -> tuple[KVCache, Float[Tensor, "B V"]]:
-        return self.model.prefill(text, store)
 
     def step(self, cache: KVCache | RaggedBatch, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]:
         if isinstance(cache, RaggedBatch):
-            return self.model.step(cache, token)
+            return super().step(cache, token)
         with torch.inference_mode(False), torch.no_grad():  # torch.compile cannot use inference tensors
             return self._graphed_step(cache, token)(cache, token)
 
@@ -138,7 +116,7 @@ class GraphedStep:
         else:
 
             def run() -> None:
-                self.logits = decoder.model.step(KVCache(self.layers, self.position.clone()), self.token)
+                self.logits = TokenDecoder(decoder.model).step(KVCache(self.layers, self.position.clone()), self.token)
 
         self.replay = decoder.capture(run)
 

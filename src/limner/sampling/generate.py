@@ -1,5 +1,6 @@
 """Sampling of image tokens from the prior, one position after the other (Ramesh et al. 2021, §2.6; t = 1).
 
+`reference_tokens` is the method. `generate` samples the same tokens for many candidates, with a cache (`decoder.py`).
 The module handles tokens only: a model returns logits, `sample_token` turns them into tokens. Each candidate has one
 uniform number for each position, generated from its own seed, and a token is the inverse of the cumulative
 distribution at that number. So candidate i of a caption does not depend on its batch. Guidance changes logits and
@@ -21,13 +22,38 @@ from torch import Tensor
 
 from limner.attention.cache import KVStore, RaggedBatch
 from limner.errors import UserError
-from limner.sampling.cuda_graph import TokenDecoder
+from limner.models.transformer import Transformer
+from limner.numerics.seeding import candidate_seed
+from limner.sampling.decoder import TokenDecoder
 from limner.sampling.generation_config import Sampler
 from limner.text import PAD
 
-__all__ = ["GenerationGroup", "Scheduler", "candidate_noise", "generate", "sample_token"]
+__all__ = ["GenerationGroup", "Scheduler", "candidate_noise", "generate", "reference_tokens", "sample_token"]
 
 UNSET = -1  # marks a position to sample
+
+
+@torch.inference_mode()
+def reference_tokens(
+    model: Transformer,
+    text: Int64[Tensor, "B T"],
+    sampler: Sampler,
+    uniform: Float32[Tensor, "B S"],
+    prompt_tokens: Int64[Tensor, "B S"],
+) -> Int64[Tensor, "B S"]:
+    """Sample one candidate of each caption in the plainest way; `generate` samples the same tokens with a cache.
+
+    Shapes: text [B, T], uniform numbers in [0, 1) [B, S], prompt tokens [B, S], `UNSET` where to sample -> [B, S].
+    """
+    tokens = prompt_tokens.clamp_min(0)  # a position sees earlier ones only, so that later ones may have any token
+    for s in range(tokens.shape[1]):
+        logits = model(text, tokens)[1][:, s]
+        if sampler.guidance not in (1, None):
+            empty = model(torch.full_like(text, PAD), tokens)[1][:, s]
+            logits = empty + sampler.guidance * (logits - empty)
+        sampled = sample_token(sampler, logits, uniform[:, s])
+        tokens[:, s] = torch.where(prompt_tokens[:, s] == UNSET, sampled, prompt_tokens[:, s])
+    return tokens
 
 
 def sample_token(sampler: Sampler, logits: Float[Tensor, "M V"], uniform: Float32[Tensor, " M"]) -> Int64[Tensor, " M"]:
@@ -63,8 +89,8 @@ def _truncated(p: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
 def candidate_noise(seed: int, candidates: range, length: int) -> Float32[Tensor, "N {length}"]:
     """Uniform numbers in [0, 1), one row of `length` for each candidate, determined by (seed, candidate)."""
     rows = []
-    for i in candidates:  # generators read only 32 bits of a seed, so its upper bits are mixed in
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + (seed >> 32) * 2_654_435_769 + i) % 2**32)
+    for i in candidates:
+        generator = torch.Generator().manual_seed(candidate_seed(seed, i))
         rows.append(torch.rand(length, generator=generator))
     return torch.stack(rows)
 
@@ -78,7 +104,7 @@ class GenerationGroup:
 
     def __init__(
         self,
-        model: TokenDecoder,
+        decoder: TokenDecoder,
         text: Int64[Tensor, "B T"],
         candidates: range,
         sampler: Sampler,
@@ -86,7 +112,7 @@ class GenerationGroup:
         prompt_tokens: Int64[Tensor, "B S"] | None,
         store: type[KVStore],
     ) -> None:
-        b, n, length = len(text), len(candidates), prod(model.config.grid)
+        b, n, length = len(text), len(candidates), prod(decoder.config.grid)
         self.sampler, self.guidance = sampler, 1.0 if sampler.guidance is None else sampler.guidance
         self.guided = self.guidance != 1
         self.captions, self.n = b, n
@@ -95,7 +121,7 @@ class GenerationGroup:
         self._tokens = prompt.repeat_interleave(n, 0)  # [B * N, S]
         self._uniform = candidate_noise(seed, candidates, length).repeat(b, 1).to(text.device)  # [B * N, S]
         prefixes = torch.cat([text, torch.full_like(text, PAD)]) if self.guided else text
-        self.cache, self.logits = model.prefill(prefixes, store)
+        self.cache, self.logits = decoder.prefill(prefixes, store)
         self._nll = torch.zeros(b, device=text.device)  # fp32 [B], [B * N] after the prompt
         self.finite = torch.ones((), dtype=torch.bool, device=text.device)  # of all logits; reading synchronizes a GPU
 
@@ -150,8 +176,8 @@ class Scheduler:
     for groups that joined at different times (selective batching: Yu et al. 2022, Orca, §3.2).
     """
 
-    def __init__(self, model: TokenDecoder, store: type[KVStore] = KVStore) -> None:
-        self.model, self.store = model, store
+    def __init__(self, decoder: TokenDecoder, store: type[KVStore] = KVStore) -> None:
+        self.decoder, self.store = decoder, store
         self.groups: list[GenerationGroup] = []
 
     @torch.inference_mode()
@@ -175,7 +201,7 @@ class Scheduler:
             prompt_tokens: int64 [B, S], fixed image tokens, `UNSET` where to sample. Top rows prime the model (§2.6,
                 Figure 14). With fixed tokens elsewhere, sampling in raster order inpaints.
         """
-        group = GenerationGroup(self.model, text, candidates, sampler, seed, prompt_tokens, self.store)
+        group = GenerationGroup(self.decoder, text, candidates, sampler, seed, prompt_tokens, self.store)
         self.groups.append(group)
         return group
 
@@ -190,16 +216,16 @@ class Scheduler:
         self.groups = [group for group in self.groups if not group.finished]
         if len(self.groups) == 1:
             (group,) = self.groups
-            group.logits = self.model.step(group.cache, tokens[group])
+            group.logits = self.decoder.step(group.cache, tokens[group])
         elif self.groups:
             parts = [tokens[group] for group in self.groups]
-            logits = self.model.step(RaggedBatch([group.cache for group in self.groups]), torch.cat(parts))
+            logits = self.decoder.step(RaggedBatch([group.cache for group in self.groups]), torch.cat(parts))
             for group, part in zip(self.groups, logits.split([len(part) for part in parts]), strict=True):
                 group.logits = part
 
 
 def generate(
-    model: TokenDecoder,
+    decoder: TokenDecoder,
     text: Int64[Tensor, "B T"],
     candidates: range,
     sampler: Sampler,
@@ -221,7 +247,7 @@ def generate(
 
     Raises `UserError` if a logit is not finite.
     """
-    w, scheduler = model.config.grid[1], Scheduler(model, store)
+    w, scheduler = decoder.config.grid[1], Scheduler(decoder, store)
     group = scheduler.add(text, candidates, sampler, seed=seed, prompt_tokens=prompt_tokens)
     while not group.finished:
         scheduler.step()

@@ -35,7 +35,7 @@ _RELATION_MARGIN = UNITS / 8  # least distance of two centers for a relation to 
 _OPPOSITE: dict[Relation, Relation] = {
     "above": "below", "below": "above", "left of": "right of", "right of": "left of",
 }  # fmt: skip
-_NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
+_NUMBERS = ("one", "two", "three", "four")
 _PAIR = re.compile(r"the exact same (.+) on the top (.+) at the bottom")
 _TRANSFORM_PHRASES: dict[str, Transform] = {
     "as a sketch": "sketch",
@@ -51,9 +51,7 @@ def _noun(attributes: tuple[str, ...], rng: np.random.Generator, sized: bool, co
         words.append(fill)
     words += [color, shape]
     if count > 1:
-        number = next(word for word, n in _NUMBERS.items() if n == count)
-        plural = "crosses" if shape == "cross" else shape + "s"
-        return " ".join([number, *words[:-1], plural])
+        return " ".join([_NUMBERS[count - 1], *words[:-1], _plural(shape)])
     return " ".join(["an" if words[0][0] in "aeiou" else "a", *words])
 
 
@@ -98,27 +96,20 @@ def describe_pair(pair: ScenePair, rng: np.random.Generator) -> str:
     if rng.random() < _NAMED:
         subject = f"{_body(pair.top, rng)} on a {pair.top.background} background"
         subject = subject.removeprefix("an ").removeprefix("a ")
-    phrase = {
-        "sketch": "as a sketch at the bottom",
-        "upside down": "upside down at the bottom",
-        "grayscale": "in grayscale at the bottom",
-        "recolored": f"colored {pair.color} at the bottom",
-    }[pair.transform]
-    return f"the exact same {subject} on the top {phrase}"
+    phrases = {transform: phrase for phrase, transform in _TRANSFORM_PHRASES.items()}
+    phrase = phrases.get(pair.transform, f"colored {pair.color}")
+    return f"the exact same {subject} on the top {phrase} at the bottom"
 
 
 def spatial_relations(a: SceneObject, b: SceneObject) -> list[Relation]:
     """Return the relations of a to b; one holds if the boxes do not overlap along its axis."""
-    relations: list[Relation] = []
-    if a.y + EXTENT[a.size] <= b.y:
-        relations.append("above")
-    if b.y + EXTENT[b.size] <= a.y:
-        relations.append("below")
-    if a.x + EXTENT[a.size] <= b.x:
-        relations.append("left of")
-    if b.x + EXTENT[b.size] <= a.x:
-        relations.append("right of")
-    return relations
+    gaps: dict[Relation, float] = {
+        "above": b.y - a.y - EXTENT[a.size],
+        "below": a.y - b.y - EXTENT[b.size],
+        "left of": b.x - a.x - EXTENT[a.size],
+        "right of": a.x - b.x - EXTENT[b.size],
+    }
+    return [relation for relation, gap in gaps.items() if gap >= 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +122,7 @@ class ParsedCaption:
 
     def matches(self, scene: Scene) -> bool:
         """Return True if number, attributes, relation and background all match the scene."""
-        if self.background not in (None, scene.background):
-            return False
-        if len(scene.objects) != len(self.attributes):
+        if self.background not in (None, scene.background) or len(scene.objects) != len(self.attributes):
             return False
         return any(self._fits(order) for order in permutations(scene.objects))
 
@@ -141,13 +130,11 @@ class ParsedCaption:
         for named, item in zip(self.attributes, objects, strict=True):
             if any(word not in (None, value) for word, value in zip(named, item.attributes, strict=True)):
                 return False
-        return self.relation is None or _relation_holds(self.relation, objects[0], objects[1])
-
-
-def _relation_holds(relation: Relation, a: SceneObject, b: SceneObject) -> bool:
-    (ax, ay), (bx, by) = a.center, b.center
-    gap = {"above": by - ay, "below": ay - by, "left of": bx - ax, "right of": ax - bx}[relation]
-    return gap >= _RELATION_MARGIN
+        if self.relation is None:
+            return True
+        (ax, ay), (bx, by) = objects[0].center, objects[1].center
+        gap = {"above": by - ay, "below": ay - by, "left of": bx - ax, "right of": ax - bx}[self.relation]
+        return gap >= _RELATION_MARGIN
 
 
 def parse(caption: str) -> ParsedCaption | None:
@@ -169,31 +156,33 @@ def parse(caption: str) -> ParsedCaption | None:
     if relation is None:
         parts = text.replace(" and ", " , ").split(",")
     attributes: list[tuple[str | None, str, str, str]] = []
-    for part in (p.strip(" ,") for p in parts):
-        if part and not _parse_noun(part, attributes):
+    for part in filter(None, (part.strip(" ,") for part in parts)):
+        if (named := _parse_noun(part)) is None:
             return None
+        attributes += named
     if not 1 <= len(attributes) <= 4 or (relation and (len(parts) != 2 or len(attributes) != 2)):
         return None
     return ParsedCaption(attributes=tuple(attributes), relation=relation, background=background)
 
 
-def _parse_noun(part: str, attributes: list[tuple[str | None, str, str, str]]) -> bool:
+def _parse_noun(part: str) -> list[tuple[str | None, str, str, str]] | None:
+    """Parse a noun phrase into the attributes of each of its objects; None for any other phrase."""
     words = part.removeprefix("there is ").removeprefix("there are ").split()
-    count = _NUMBERS.get(words[0], 1 if words[0] in ("a", "an") else 0)
-    if not count or len(words) < 3:
-        return False
-    plural = words[-1]
-    singular = plural.removesuffix("es") if plural == "crosses" else plural.removesuffix("s")
-    shape = plural if plural in SHAPES else singular
+    if len(words) < 3 or words[0] not in ("a", "an", *_NUMBERS):
+        return None
+    count = _NUMBERS.index(words[0]) + 1 if words[0] in _NUMBERS else 1
+    shape = next((shape for shape in SHAPES if words[-1] in (shape, _plural(shape))), None)
     adjectives = words[1:-1]
     size = next((w for w in adjectives if w in SIZES), None)
     fill = next((w for w in adjectives if w in FILLS), "solid")
     color = next((w for w in adjectives if w in COLORS), None)
-    known = {size, color, fill}
-    if shape not in SHAPES or color is None or any(w not in known for w in adjectives):
-        return False
-    attributes += [(size, fill, color, shape)] * count
-    return True
+    if shape is None or color is None or any(w not in (size, color, fill) for w in adjectives):
+        return None
+    return [(size, fill, color, shape)] * count
+
+
+def _plural(shape: str) -> str:
+    return shape + ("es" if shape.endswith("s") else "s")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,17 +21,17 @@ import re
 import shutil
 import subprocess
 import unicodedata
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from limner.data.area_resize import area_resize
-from limner.data.prepare import Counts, encode_image
+from limner.data.image_encode import image_bytes
+from limner.data.prepare import Counts
 from limner.data.sample import Rejected
 from limner.data.shard_writer import ShardWriter
 from limner.errors import UserError
@@ -64,10 +64,11 @@ _INSTALL_HINT = "install one (Debian, Ubuntu: apt-get install fonts-noto-color-e
 
 @dataclass(frozen=True)
 class Emoji:
-    """A fully qualified emoji: its code points and its English short name."""
+    """A fully qualified emoji: its code points, its English short name and other names."""
 
     text: str
     name: str
+    aliases: tuple[str, ...] = ()
 
     @property
     def tones(self) -> tuple[str, ...]:
@@ -90,12 +91,12 @@ class Emoji:
         parts = [part for part in self.text.translate(_NEUTRAL).split("\u200d") if part]
         return "-".join(f"{ord(character):x}" for part in parts for character in part)
 
-    @cached_property
+    @property
     def captions(self) -> tuple[str, ...]:
         """Captions, the plain name first."""
+        if self.is_flag:
+            return (f"flag of {self.name}", f"{self.name} flag")
         if not self.tones:
-            if self.is_flag:
-                return (f"flag of {self.name}", f"{self.name} flag")
             return (self.name, f"{self.name} emoji")
         tones = " and ".join(dict.fromkeys(self.tones))
         return (self.name, f"{self.base} with {tones} skin tone", f"{self.base}, {tones} skin")
@@ -103,21 +104,15 @@ class Emoji:
 
 def all_emoji() -> list[Emoji]:
     """Return every fully qualified emoji of the `emoji` package, in a fixed order. Raises `UserError` without it."""
-    return [Emoji(text, _plain(entry["en"])) for text, entry in _entries()]
-
-
-def emoji_aliases() -> dict[str, tuple[str, ...]]:
-    """Return the aliases of emoji in the `emoji` package, by code points. Raises `UserError` without it."""
-    return {text: tuple(map(_plain, entry.get("alias", ()))) for text, entry in _entries()}
-
-
-def _entries() -> list[tuple[str, dict[str, Any]]]:
     try:
         import emoji
     except ImportError:
         raise UserError('emoji names need the emoji package: pip install "limner[data]"') from None
-    qualified = emoji.STATUS["fully_qualified"]
-    return [(text, entry) for text, entry in sorted(emoji.EMOJI_DATA.items()) if entry["status"] == qualified]
+    return [
+        Emoji(text, _plain(entry["en"]), tuple(map(_plain, entry.get("alias", ()))))
+        for text, entry in sorted(emoji.EMOJI_DATA.items())
+        if entry["status"] == emoji.STATUS["fully_qualified"]
+    ]
 
 
 def _plain(name: str) -> str:
@@ -142,17 +137,15 @@ def assign_splits(emoji: list[Emoji]) -> list[str]:
 
 def find_font() -> Path:
     """Find a color-emoji font with fontconfig or at the usual paths. Raises `UserError` without one."""
+    lines: list[str] = []
     if program := shutil.which("fc-list"):
         result = subprocess.run([program, ":color=true", "file", "family"], capture_output=True, text=True, check=False)
         lines = [line for line in result.stdout.splitlines() if "emoji" in line.lower()]
         lines.sort(key=lambda line: ("NotoColorEmoji" not in line, line))
-        for line in lines:
-            path = Path(line.split(": ")[0].rstrip(":"))
-            if path.suffix.lower() in (".ttf", ".ttc", ".otf") and path.is_file():
-                return path
-    for name in FONT_PATHS:
-        if os.path.isfile(name):
-            return Path(name)
+    for name in (*(line.split(": ")[0].rstrip(":") for line in lines), *FONT_PATHS):
+        path = Path(name)
+        if path.suffix.lower() in (".ttf", ".ttc", ".otf") and path.is_file():
+            return path
     raise UserError(f"no color-emoji font is installed: {_INSTALL_HINT}")
 
 
@@ -163,7 +156,12 @@ class EmojiRenderer:
         self.path = Path(font) if font else find_font()
         if not self.path.is_file():
             raise UserError(f"font file {self.path} does not exist: {_INSTALL_HINT}")
-        self.font = self._load()
+        for size in _FONT_SIZES:
+            with suppress(OSError):  # "invalid pixel size": not a size of this bitmap font, or not a font
+                self.font = ImageFont.truetype(self.path, size, layout_engine=ImageFont.Layout.RAQM)
+                break
+        else:
+            raise UserError(f"{self.path} is not a readable font: {_INSTALL_HINT}")
         self.em = self.font.getlength("\U0001f600")
         self._missing_glyph = self._render_glyph("\U0010fffe").tobytes()
         face = np.asarray(self._render_glyph("\U0001f600").convert("RGB")).astype(int)
@@ -174,14 +172,6 @@ class EmojiRenderer:
                 "Pillow cannot shape emoji of several code points: install libfribidi "
                 "(Debian, Ubuntu: apt-get install libfribidi0) and Pillow from a wheel"
             )
-
-    def _load(self) -> ImageFont.FreeTypeFont:
-        for size in _FONT_SIZES:
-            try:
-                return ImageFont.truetype(self.path, size, layout_engine=ImageFont.Layout.RAQM)
-            except OSError:  # "invalid pixel size": not a size of this bitmap font, or not a font
-                continue
-        raise UserError(f"{self.path} is not a readable font: {_INSTALL_HINT}")
 
     def _render_glyph(self, text: str) -> Image.Image:
         left, top, right, bottom = map(round, self.font.getbbox(text))
@@ -227,7 +217,7 @@ def write_emoji(
                     "emoji": emoji.text, "name": emoji.name, "base": emoji.base,
                     "tones": emoji.tones, "family": emoji.family, "split": split,
                 }  # fmt: skip
-                writer.write(encode_image(picture), emoji.captions, meta)
+                writer.write(image_bytes(picture), emoji.captions, meta)
             if progress:
                 progress(1)
         return Counts(writer.kept, dict(writer.rejected.most_common()))

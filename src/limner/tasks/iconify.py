@@ -12,15 +12,15 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from limner.atomic_io import require_file
 from limner.data.sample import Rejected
-from limner.data.tar_index import DAMAGED, walk
+from limner.data.shard_reader import DAMAGED, walk
 from limner.errors import UserError
-from limner.json_files import parse_json
+from limner.json_files import parse_json, read_mapping
 from limner.tasks.svg import document
 
 MAX_BYTES = 1 << 27  # of one JSON file; the largest of ten sets has 104 MB
@@ -86,42 +86,44 @@ class IconSet:
 def read(path: str | Path) -> IconSet:
     """Read an `icons.json` or a .tgz of npm. Raises `UserError` for other files."""
     path = Path(path)
-    files = _files(path, "icons.json", "info.json", "chars.json", "metadata.json")
+    files = _read_files(path, "icons.json", "info.json", "chars.json", "metadata.json")
     if "icons.json" not in files:
         raise UserError(f"{path} is not an icon set: package/icons.json is missing")
-    data = _json(path, files, "icons.json")
+    data = files["icons.json"]
     if not isinstance(data.get("icons"), dict) or not isinstance(data.get("prefix"), str):
         raise UserError(f'{path} is not an icon set: its JSON lacks "prefix" or "icons"')
-    info = _object(data, "info") or _json(path, files, "info.json")
+    info = _object(data, "info") or _object(files, "info.json")
     author, license_ = _object(info, "author"), _object(info, "license")
-    prefix = _text(data["prefix"])
-    codes = {name: code for code, name in _json(path, files, "chars.json").items() if isinstance(name, str)}
-    listed = _object(_json(path, files, "metadata.json"), "categories")
-    categories = {
-        name: _text(category)
-        for category, names in listed.items()
-        if isinstance(names, list)
-        for name in names
-        if isinstance(name, str)
-    }
+    categories: dict[str, str] = {}
+    for category, names in _object(_object(files, "metadata.json"), "categories").items():
+        for name in names if isinstance(names, list) else ():
+            if isinstance(name, str):
+                categories[name] = _text(category)
     icons, aliases, rejected = _resolve_aliases(data)
     return IconSet(
-        prefix, _text(info.get("name")) or prefix, _text(author.get("name")) or "unknown",
-        _text(license_.get("spdx")) or "unknown", _text(author.get("url")), icons, aliases, codes, categories,
-        rejected, data,
-    )  # fmt: skip
+        prefix=(prefix := _text(data["prefix"])),
+        title=_text(info.get("name")) or prefix,
+        author=_text(author.get("name")) or "unknown",
+        license=_text(license_.get("spdx")) or "unknown",
+        source=_text(author.get("url")),
+        icons=icons,
+        aliases=aliases,
+        codes={name: code for code, name in _object(files, "chars.json").items() if isinstance(name, str)},
+        categories=categories,
+        rejected=rejected,
+        _data=data,
+    )
 
 
 def read_keywords(path: str | Path) -> dict[str, tuple[str, ...]] | None:
     """Read CLDR's keywords by emoji from `annotations.json` or the .tgz of `npm pack cldr-annotations-full`; None for
     other files."""
-    path, name = Path(path), "annotations/en/annotations.json"
+    name = "annotations/en/annotations.json"
     try:
-        table: Any = _json(path, _files(path, name), name)
+        files = _read_files(Path(path), name)
     except UserError:
         return None
-    for key in ("annotations", "annotations"):
-        table = table.get(key) if isinstance(table, dict) else None
+    table = _object(_object(files, name), "annotations").get("annotations")
     if not isinstance(table, dict):
         return None
     keywords = {emoji: entry.get("default") for emoji, entry in table.items() if isinstance(entry, dict)}
@@ -142,9 +144,8 @@ def _resolve_aliases(data: Mapping[str, Any]) -> tuple[dict[str, Icon], dict[str
             rejected[rejection.reason] += 1
             continue
         drawing = repr([entries[icon.root].get(key) for key in ("body", "left", "top", "width", "height")])
-        root = first.setdefault(drawing, icon.root)
-        icon = Icon(icon.name, root, icon.turns, icon.mirror)
-        same = names.setdefault((root, icon.turns, icon.mirror), [])
+        icon = replace(icon, root=first.setdefault(drawing, icon.root))
+        same = names.setdefault((icon.root, icon.turns, icon.mirror), [])
         same.append(name)
         if len(same) == 1:
             icons[name] = icon
@@ -155,7 +156,7 @@ def _resolve_aliases(data: Mapping[str, Any]) -> tuple[dict[str, Icon], dict[str
 
 def _follow_alias(name: str, entries: Mapping[str, Any], aliases: Mapping[str, Any]) -> Icon:
     """Resolve an icon or alias, and combine turns and mirrors. Raises `Rejected` if hidden, missing or circular."""
-    turns, mirror, current = 0, [1, 1], name
+    turns, x, y, current = 0, 1, 1, name
     for _ in range(_MAX_CHAIN):
         entry = entries.get(current, aliases.get(current))
         if not isinstance(entry, dict):
@@ -164,11 +165,9 @@ def _follow_alias(name: str, entries: Mapping[str, Any], aliases: Mapping[str, A
             raise Rejected("hidden icon")
         turn = entry.get("rotate", 0)
         turns += turn if type(turn) is int else 0
-        mirror = [
-            side * (-1 if entry.get(flip) is True else 1) for side, flip in zip(mirror, ("hFlip", "vFlip"), strict=True)
-        ]
+        x, y = (-side if entry.get(flip) is True else side for side, flip in ((x, "hFlip"), (y, "vFlip")))
         if current in entries:
-            return Icon(name, current, turns % 4, (mirror[0], mirror[1]))
+            return Icon(name, current, turns % 4, (x, y))
         current = entry.get("parent", "") if isinstance(entry.get("parent"), str) else ""
     raise Rejected("circular alias")
 
@@ -183,59 +182,39 @@ def _text(value: object) -> str:
     return "".join(c for c in " ".join(str(value).split())[:200] if c.isprintable()) if isinstance(value, str) else ""
 
 
-def _json(path: Path, files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return the JSON object in one of the files; an empty one if missing. Raises `UserError`."""
-    raw = files.get(name, b"{}")
-    if len(raw) > MAX_BYTES:
-        raise UserError(f"{path} has more than {MAX_BYTES >> 20} MiB in {name}, more than an icon set needs")
-    try:
-        data = parse_json(raw)
-    except ValueError as error:
-        raise UserError(f"{path} is not an icon set: its {name} is not valid JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path} is not an icon set: its {name} is not a JSON object")
-    return data
+def _read_files(path: Path, *names: str) -> dict[str, dict[str, Any]]:
+    """Return the JSON objects in the files that exist, by name. Raises `UserError`.
 
-
-def _files(path: Path, *names: str) -> dict[str, bytes]:
-    """Return the content of the files that exist, by name, each cut after `MAX_BYTES` and one byte.
-
-    They are members `package/NAME` of an archive. Otherwise `path` is the first; the others are in its folder.
+    The files are members `package/NAME` of an archive. Otherwise `path` is the first; the others are in its folder.
     """
     require_file(path)
     try:
-        if _is_archive(path):
-            return _members(path, names)
-        files = {name: path.with_name(name) if i else path for i, name in enumerate(names)}
-        return {name: _read(file) for name, file in files.items() if file.is_file()}
+        with path.open("rb") as file:
+            is_archive = file.read(2) == b"\x1f\x8b"
+        if not is_archive:
+            paths = {name: path.with_name(name) if i else path for i, name in enumerate(names)}
+            return {name: read_mapping(file, MAX_BYTES) for name, file in paths.items() if file.is_file()}
+        with gzip.open(path) as packed:
+            data = packed.read(MAX_UNPACKED + 1)
     except (EOFError, zlib.error, OSError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-
-
-def _is_archive(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
-
-
-def _members(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
-    """Return the members `package/NAME` of a .tgz, by name.
-
-    tarfile would raise ValueError for some pax headers, and keep every header in memory.
-    """
-    with gzip.open(path) as packed:
-        data = packed.read(MAX_UNPACKED + 1)
     if len(data) > MAX_UNPACKED:
         raise UserError(f"{path} unpacks to more than {MAX_UNPACKED >> 20} MiB, more than an icon set needs")
-    members: dict[str, bytes] = {}
+    objects: dict[str, dict[str, Any]] = {}
+    # tarfile would raise ValueError for some pax headers, and keep every header in memory.
     for member in walk(lambda size, at: data[at : at + size], len(data)):
         if member.offset == DAMAGED:
             raise UserError(f"{path} cannot be read: its tar is damaged at byte {member.size:,}")
         folder, _, name = member.name.partition("/")
-        if folder == "package" and name in names and member.offset >= 0:
-            members.setdefault(name, data[member.offset : member.offset + min(member.size, MAX_BYTES + 1)])
-    return members
-
-
-def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(MAX_BYTES + 1)
+        if folder != "package" or name not in names or name in objects or member.offset < 0:
+            continue
+        if member.size > MAX_BYTES:
+            raise UserError(f"{path} has more than {MAX_BYTES >> 20} MiB in {name}, more than an icon set needs")
+        try:
+            value = parse_json(data[member.offset : member.offset + member.size])
+        except ValueError as error:
+            raise UserError(f"{path} is not an icon set: its {name} is not valid JSON ({error})") from None
+        if not isinstance(value, dict):
+            raise UserError(f"{path} is not an icon set: its {name} is not a JSON object")
+        objects[name] = value
+    return objects

@@ -1,4 +1,4 @@
-"""Joint data set of icons: drawings of the same subjects by several artists, with styles and a split.
+"""Joint data set of icons: drawings of the same subjects by several artists, with styles, captions and a split.
 
 Sets name the same subject differently ("cat-face", "cat"). A drawing with known code points shows that emoji. Other
 drawings are joined to an emoji by name: Unicode's English name, an alias in the `emoji` package, or a name for which
@@ -15,11 +15,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from limner.tasks.emoji import Emoji, all_emoji, emoji_aliases
+from limner.tasks.emoji import Emoji, all_emoji
 from limner.tasks.iconify import Icon, IconSet
 
 HeldOut = Literal["combination", "subject", "pair"]
@@ -38,6 +38,8 @@ STYLES = {
     "openmoji": "comic",
 }
 _MIN_STYLES = 4  # least number of styles of a base that may be held out
+_MAX_SHARING = 8  # most emoji that share a keyword
+_MAX_KEYWORDS = 3  # most keywords of a subject
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,20 @@ def join_sets(sets: Sequence[IconSet]) -> tuple[list[IconDrawing], Counter[str]]
         style = STYLES.get(icon_set.prefix, icon_set.title.lower())
         for icon in icon_set.icons.values():
             emoji = emoji_index.find(icon_set, icon)
-            name = _plain(icon.name) if emoji is None else _name(emoji)
-            if not name:
+            if emoji is None:
+                subject = base = " ".join(re.sub(r"[^\w]+|_", " ", icon.name).split()).lower()[:100]
+                tones = ()
+            else:
+                base, tones = f"flag of {emoji.name}" if emoji.is_flag else emoji.base, emoji.tones
+                subject = f"{base}, {' and '.join(dict.fromkeys(tones))} skin tone" if tones else base
+            if not subject:
                 rejected["name without words"] += 1
                 continue
-            base, tones = (name, ()) if emoji is None else (_base(emoji), emoji.tones)
-            category = icon_set.category(icon)
-            drawing = IconDrawing(icon_set, icon, style, name, base, tones, emoji and emoji.text, category)
-            if (name, style) in drawings:
+            if (subject, style) in drawings:
                 rejected["duplicate subject and style"] += 1
-            drawings.setdefault((name, style), drawing)
+            text, category = emoji and emoji.text, icon_set.category(icon)
+            drawing = IconDrawing(icon_set, icon, style, subject, base, tones, text, category)
+            drawings.setdefault((subject, style), drawing)
     return _assign_splits(list(drawings.values())), rejected
 
 
@@ -112,17 +118,16 @@ class _EmojiIndex:
     """An index of emoji by code points and by name."""
 
     def __init__(self, sets: Sequence[IconSet]) -> None:
-        self.by_codes = {_codes(emoji.text): emoji for emoji in all_emoji()}
-        self.by_name: dict[str, Emoji] = {}
-        for emoji in self.by_codes.values():
-            self.by_name.setdefault(_key(emoji.name), emoji)
-        for text, names in emoji_aliases().items():
-            for name in names:
-                self.by_name.setdefault(_key(name), self.by_codes[_codes(text)])
+        every = all_emoji()
+        self.by_codes = {_without_selectors("-".join(f"{ord(c):x}" for c in emoji.text)): emoji for emoji in every}
+        names = [(emoji.name, emoji) for emoji in every]
+        names += [(alias, emoji) for emoji in every for alias in emoji.aliases]
         for icon_set in sets:
-            for name, codes in icon_set.codes.items():
-                if known := self.by_codes.get(_without_selectors(codes)):
-                    self.by_name.setdefault(_key(name), known)
+            names += [(name, self.by_codes.get(_without_selectors(codes))) for name, codes in icon_set.codes.items()]
+        self.by_name: dict[str, Emoji] = {}
+        for name, emoji in names:
+            if emoji:
+                self.by_name.setdefault(_key(name), emoji)
 
     def find(self, icon_set: IconSet, icon: Icon) -> Emoji | None:
         names = icon_set.names(icon)
@@ -131,30 +136,54 @@ class _EmojiIndex:
         return next((emoji for emoji in matches if emoji), None)
 
 
-def _name(emoji: Emoji) -> str:
-    """Return the subject: "tiger", "flag of France", "waving hand, medium skin tone"."""
-    tones = " and ".join(dict.fromkeys(emoji.tones))
-    return f"{_base(emoji)}, {tones} skin tone" if tones else _base(emoji)
-
-
-def _base(emoji: Emoji) -> str:
-    return f"flag of {emoji.name}" if emoji.is_flag else emoji.base
-
-
-def _plain(name: str) -> str:
-    """Return the words of an icon's name, in lower case."""
-    return " ".join(re.sub(r"[^\w]+|_", " ", name).split()).lower()[:100]
-
-
 def _key(name: str) -> str:
     """Return a name without case, spaces and punctuation, which differ between sets."""
     return re.sub(r"[\W_]+", "", name.lower().replace("&", "and"))
 
 
-def _codes(text: str) -> str:
-    return _without_selectors("-".join(f"{ord(c):x}" for c in text))
-
-
 def _without_selectors(codes: str) -> str:
     """Return code points without the variation selector for color, which only some sets write."""
     return "-".join(code for code in str(codes).lower().split("-") if code.lstrip("0") != "fe0f")
+
+
+# ---------------------------------------------------------------------------- captions
+
+
+def captions(drawing: IconDrawing, keywords: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return captions of a drawing, the plain one first. The last ones omit the style, or use a keyword."""
+    a_subject, subject, style = article(drawing.subject), drawing.subject, drawing.style
+    phrases = (
+        f"{a_subject}, {style}", f"{subject}, {style}", f"{noun(style)} of {a_subject}",
+        f"{a_subject} in the {style} style", f"{style} {subject}", f"{a_subject} as a {noun(style)}", subject,
+        *(f"{word}, {style}" for word in keywords),
+    )  # fmt: skip
+    return tuple(dict.fromkeys(phrases))
+
+
+def noun(style: str) -> str:
+    """Return a style as a noun: "flat drawing", "line drawing"."""
+    return style if style.endswith("drawing") else f"{style} drawing"
+
+
+def article(subject: str) -> str:
+    """Return a subject with its article: "a tiger", "an apple", "flag of France", "skis"."""
+    first, last = subject.split()[0], subject.split(",")[0].split(" of ")[0].split(" with ")[0]
+    if (last.endswith("s") and not last.endswith("ss")) or not first[0].isalpha() or first in ("flag", "keycap"):
+        return subject
+    return f"an {subject}" if first[0] in "aeiouAEIOU" and not first.startswith(("uni", "eu")) else f"a {subject}"
+
+
+class Keywords:
+    """CLDR's specific keywords by emoji: those of few emoji. `annotations` are tables of keywords by emoji."""
+
+    def __init__(self, annotations: Sequence[Mapping[str, Sequence[str]]]) -> None:
+        known = {emoji.replace("\ufe0f", ""): words for table in annotations for emoji, words in table.items()}
+        uses = Counter(word for words in known.values() for word in set(words))
+        self.known = {emoji: [word for word in words if uses[word] <= _MAX_SHARING] for emoji, words in known.items()}
+
+    def __call__(self, drawing: IconDrawing) -> Sequence[str]:
+        """Return a few keywords of a drawing other than its subject; () for toned drawings."""
+        if drawing.emoji is None or drawing.tones:
+            return ()
+        words = self.known.get(drawing.emoji.replace("\ufe0f", ""), ())
+        return [word for word in words if word.lower() != drawing.subject][:_MAX_KEYWORDS]

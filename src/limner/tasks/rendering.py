@@ -44,7 +44,10 @@ def _inside(shape: Shape, x: np.ndarray, y: np.ndarray, inset: float) -> np.ndar
 
 
 def render(scene: Scene, size: int = 48) -> np.ndarray:
-    """Render a scene as uint8 [H, W, 3], `size` pixels wide. Raises `ValueError` if 12 does not divide `size`."""
+    """Render a scene as uint8 [H, W, 3], `size` pixels wide. Objects may extend past the frame.
+
+    Raises `ValueError` if 12 does not divide `size`.
+    """
     unit, remainder = divmod(size, scene.width)
     if remainder:
         raise ValueError(f"size {size} is not a multiple of {scene.width}")
@@ -54,7 +57,8 @@ def render(scene: Scene, size: int = 48) -> np.ndarray:
     for item in scene.objects:
         alpha = alpha_mask(item.shape, item.size, item.fill, unit)[..., None]
         top, left = round(item.y * unit), round(item.x * unit)
-        box = picture[top : top + len(alpha), left : left + len(alpha)]
+        box = picture[max(0, top) : max(0, top + len(alpha)), max(0, left) : max(0, left + len(alpha))]
+        alpha = alpha[max(0, -top) :, max(0, -left) :][: box.shape[0], : box.shape[1]]
         box += alpha * (np.asarray(COLORS[item.color], np.float32) - box)
     return np.rint(picture).astype(np.uint8)
 

@@ -1,16 +1,50 @@
-"""Checks of a picture against a caption, or a pair, of synthetic scenes."""
+"""Checks of a picture, or of another caption, against a caption or a pair of synthetic scenes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
 import numpy as np
 
+from limner.data.hard_negative_captions import FalsityTest
 from limner.errors import UserError
-from limner.tasks.captions import ParsedPairCaption, parse, parse_pair
-from limner.tasks.pair_reader import is_gray_of, read_pair
-from limner.tasks.scene_reader import read
-from limner.tasks.scenes import Scene, ScenePair
+from limner.tasks.captions import ParsedCaption, ParsedPairCaption, parse, parse_pair
+from limner.tasks.rendering import alpha_mask, render, render_pair, transform_panel
+from limner.tasks.scene_reader import (
+    MAX_WRONG_SHARE,
+    MIN_UNEXPLAINED_LEVELS,
+    SceneReading,
+    as_pixels,
+    block,
+    is_unexplained,
+    noise_energy,
+    outer_box,
+    pixel_errors,
+    read,
+    wrong_pixels,
+)
+from limner.tasks.scenes import (
+    BACKGROUNDS,
+    COLORS,
+    EXTENT,
+    FILLS,
+    SHAPES,
+    SIZES,
+    SKETCH_BACKGROUND,
+    TRANSFORMS,
+    UNITS,
+    Scene,
+    ScenePair,
+    Transform,
+    held_out,
+)
 
-__all__ = ["pair_holds", "satisfies", "scenes_match"]
+__all__ = ["falsity_test", "is_gray_of", "pair_holds", "read_pair", "satisfies", "scenes_match"]
+
+_COMPARED_PIXELS = 2 * UNITS  # side of compared pictures: enough to distinguish any two scenes on the lattice
 
 
 def satisfies(picture: np.ndarray, caption: str) -> bool:
@@ -62,3 +96,113 @@ def scenes_match(a: Scene, b: Scene, tolerance: float = 0.5) -> bool:
             return False
         unmatched.remove(same[0])  # only one, since boxes do not overlap
     return True
+
+
+def read_pair(picture: np.ndarray, transform: Transform | None) -> tuple[SceneReading, SceneReading]:
+    """Parse the two panels, top and bottom, of uint8 [H, H, 3].
+
+    For "upside down", the bottom is flipped back first. Paints of "grayscale" panels are outside the
+    palette, so their reading is unreliable: `is_gray_of` compares pixels instead.
+    """
+    top, bottom = np.split(as_pixels(picture)[0], 2)
+    upright = bottom[::-1] if transform == "upside down" else bottom
+    return read(top), read(upright, backgrounds=(*BACKGROUNDS, SKETCH_BACKGROUND))
+
+
+def is_gray_of(picture: np.ndarray, top: Scene) -> bool:
+    """Return True if the bottom panel of uint8 [H, H, 3] is the luma of the top panel, parsed as `top`.
+
+    It compares pixels: an object may nearly vanish in gray (orange on gray), where no template would find it.
+    """
+    pixels, unit = as_pixels(picture)
+    upper, lower = np.split(pixels, 2)
+    pair = ScenePair(top=top, transform="grayscale")
+    residual = lower - transform_panel(pair, upper, UNITS * unit)
+    cast = np.median(residual, (0, 1))
+    if np.linalg.norm(cast) > MIN_UNEXPLAINED_LEVELS:
+        return False
+    residual -= cast
+    noise = noise_energy(abs(residual))
+    residual = residual.transpose(2, 0, 1)
+    if is_unexplained(residual, noise, unit):
+        return False
+    errors = pixel_errors(residual, noise)
+    expected = transform_panel(pair, render(top, UNITS * unit), UNITS * unit)
+    for item in top.objects:
+        box = outer_box(item, unit)
+        contrast = max(3**0.5 * float(np.ptp(block(expected[..., 0], *box))), MIN_UNEXPLAINED_LEVELS)
+        area = alpha_mask(item.shape, item.size, item.fill, unit).sum()
+        if wrong_pixels(block(errors, *box) / contrast) > MAX_WRONG_SHARE * area:
+            return False
+    return True
+
+
+def falsity_test(meta: Mapping[str, Any]) -> FalsityTest | None:
+    """Return the test whether a caption may serve as a wrong caption of a sample; None for other data.
+
+    The metadata of synthetic samples holds their contents ("scene" or "pair"). The caption must parse, be false, and
+    name no held-out combination: a model must not learn that held-out combinations are wrong. A held-out sample is
+    never trained on, so any false caption serves.
+    """
+    for key, kind, test in (("scene", Scene, _is_false_of_scene), ("pair", ScenePair, _is_false_of_pair)):
+        # Other data may use the same key for something else.
+        with suppress(AssertionError, AttributeError, KeyError, TypeError, ValueError):
+            truth = kind.from_dict(meta[key])
+            if _is_synthetic(truth):
+                return partial(test, truth)
+    return None
+
+
+def _is_synthetic(truth: Scene | ScenePair) -> bool:
+    """Return True for a synthetic scene or pair; may raise for other values."""
+    scene = truth.top if isinstance(truth, ScenePair) else truth
+    is_known = (
+        scene.background in BACKGROUNDS
+        and (scene.width, scene.height) in ((UNITS, UNITS), (UNITS, UNITS // 2))
+        and len(scene.objects) <= UNITS**2
+        and all(t.shape in SHAPES and t.fill in FILLS and t.size in SIZES and t.color in COLORS for t in scene.objects)
+        and all(0 <= t.x <= scene.width - EXTENT[t.size] for t in scene.objects)
+        and all(0 <= t.y <= scene.height - EXTENT[t.size] for t in scene.objects)
+    )
+    if isinstance(truth, ScenePair):
+        is_known &= truth.transform in TRANSFORMS and (truth.transform != "recolored" or truth.color in COLORS)
+    return is_known
+
+
+def _is_false_of_scene(scene: Scene, caption: str) -> bool:
+    claims = parse(caption)
+    if claims is None or claims.matches(scene):
+        return False
+    return scene.split == "held-out" or not _names_held_out(claims)
+
+
+def _is_false_of_pair(pair: ScenePair, caption: str) -> bool:
+    claims = parse_pair(caption)
+    if claims is None:
+        return False
+    described = ScenePair(top=pair.top, transform=claims.transform, color=claims.color)
+    if pair.split != "held-out" and (
+        described.split == "held-out" if claims.top is None else _names_held_out(claims.top, claims)
+    ):
+        return False
+    if claims.top is not None and not claims.top.matches(pair.top):
+        return True
+    # Different captions can render the same picture: a red circle colored red is a red circle.
+    return not np.array_equal(render_pair(described, _COMPARED_PIXELS), render_pair(pair, _COMPARED_PIXELS))
+
+
+def _names_held_out(claims: ParsedCaption, pair: ParsedPairCaption | None = None) -> bool:
+    """Return True if the claims name all of a held-out combination, or if a panel below, made by the transform of
+    `pair`, shows one."""
+    panels = [(claims.attributes, claims.background)]
+    if pair and pair.transform == "sketch":
+        lines = tuple((size, "outlined", "black", shape) for size, _, _, shape in claims.attributes)
+        panels.append((lines, SKETCH_BACKGROUND))
+    elif pair and pair.color:
+        colored = tuple((size, fill, pair.color, shape) for size, fill, _, shape in claims.attributes)
+        panels.append((colored, claims.background))
+    return any(
+        size is not None and background is not None and held_out((size, fill, color, shape), background)  # pyright: ignore[reportArgumentType]
+        for attributes, background in panels
+        for size, fill, color, shape in attributes
+    )

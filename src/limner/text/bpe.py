@@ -13,26 +13,16 @@ to word. The distribution is the same. A word with fewer merges than that number
 about half of all words at p = 0.1.
 """
 
-import hashlib
 import heapq
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import (
-    Regex,
-    Tokenizer as Library,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import Regex, Tokenizer as Library, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
 from limner.atomic_io import atomic_write_text
@@ -83,10 +73,7 @@ class Tokenizer:
             raise UserError(f"vocab_size must be at least 256, one token for each byte, not {vocab_size}")
         library = _build_library(models.BPE())
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            min_frequency=min_frequency,
-            initial_alphabet=BYTES,
-            show_progress=False,
+            vocab_size=vocab_size, min_frequency=min_frequency, initial_alphabet=BYTES, show_progress=False
         )
         library.train_from_iterator(captions, trainer)
         return cls._from_model(json.loads(library.to_str())["model"])
@@ -123,12 +110,6 @@ class Tokenizer:
         """Number of tokens, the rows of an embedding table."""
         return len(self.vocab)
 
-    @cached_property
-    def hash(self) -> str:
-        """SHA-256 of vocabulary and merges, for cache keys."""
-        content = json.dumps([sorted(self.vocab.items()), self.merges], ensure_ascii=True)
-        return hashlib.sha256(content.encode()).hexdigest()
-
     def encode(
         self,
         captions: Sequence[str],
@@ -161,10 +142,7 @@ class Tokenizer:
         tokens = np.full((len(rows), length), PAD, dtype=np.int64)
         for row, ids, text in zip(tokens, rows, texts, strict=True):
             if len(ids) > length:
-                warnings.warn(
-                    f"a caption of {len(ids)} tokens was cut to {length}: {text[:60]!r} ...",
-                    stacklevel=2,
-                )
+                warnings.warn(f"a caption of {len(ids)} tokens was cut to {length}: {text[:60]!r} ...", stacklevel=2)
             row[: len(ids)] = ids[:length]
         return torch.from_numpy(tokens)
 
@@ -217,11 +195,7 @@ class _Skips:
         return True
 
 
-def _never_skip() -> bool:
-    return False
-
-
-def merge_word(symbols: Sequence[int], table: Merges, skip=_never_skip) -> list[int]:
+def merge_word(symbols: Sequence[int], table: Merges, skip: Callable[[], bool] = lambda: False) -> list[int]:
     """Merge a word's symbols, lowest rank first and then leftmost, except where `skip()` is True.
 
     A heap holds the possible merges, a linked list the symbols: O(n log n). As in the library, a skipped merge becomes
@@ -259,12 +233,7 @@ def merge_word(symbols: Sequence[int], table: Merges, skip=_never_skip) -> list[
 def _build_library(model: models.BPE) -> Library:
     library = Library(model)
     library.normalizer = normalizers.Sequence(
-        [
-            normalizers.Lowercase(),
-            normalizers.NFC(),
-            normalizers.Replace(Regex(r"\s+"), " "),
-            normalizers.Strip(),
-        ]
+        [normalizers.Lowercase(), normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
     )
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     library.decoder = decoders.ByteLevel()

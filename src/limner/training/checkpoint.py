@@ -54,7 +54,6 @@ class Checkpointer(Protocol):
 
     def flush(self) -> None:
         """Wait for the last save. Raises `UserError` if writing fails."""
-        ...
 
     def latest(self) -> Path | None:
         """Return the newest undamaged state; None before the first."""
@@ -72,10 +71,9 @@ class Checkpointer(Protocol):
     def acquire(self) -> None:
         """Take over the run: remove leftovers of killed processes, and end saving by processes on machines that the
         run's lock does not reach. The caller must hold the lock."""
-        ...
 
 
-class LocalCheckpointer:
+class LocalCheckpointer(Checkpointer):
     """A `Checkpointer` that one process writes with. It keeps the last `keep` checkpoints of the run `run`.
 
     Each start of a run takes the next number, a file `start-00000003`. A checkpoint gets its name only while the number
@@ -91,7 +89,7 @@ class LocalCheckpointer:
         return self.folder / f"step-{step:08d}"
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path:
-        """See `Checkpointer`. Writes a file for each group."""
+        """Write a file for each group."""
         with self.create(step, state, {}) as folder:
             for name, group in tensors.items():
                 on_cpu = {k: t.detach().cpu().contiguous() for k, t in group.items()}
@@ -120,32 +118,26 @@ class LocalCheckpointer:
                 lines = [f"{sums.get(name) or file_hash(folder / name)}  {name}\n" for name in names]
                 (folder / SUMS).write_text("".join(lines), encoding="utf-8")
         except (OSError, SafetensorError) as error:
-            raise UserError(f"cannot write checkpoint {final}: {error}; earlier checkpoints are intact") from None
+            raise write_error(final, error) from None
         for old in completed(self.run)[: -self.keep]:
             removed = old.rename(old.with_suffix(".tmp"))  # first: a partly removed folder must not keep its name
             shutil.rmtree(removed, ignore_errors=True)
 
-    def flush(self) -> None:
-        """Do nothing: `save` returns after writing."""
-
     def latest(self) -> Path | None:
-        """See the function `latest`."""
         return latest(self.run)
 
     def load(self, checkpoint: Path, model: nn.Module) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """See `Checkpointer`. Reads only this process's shard of a parameter that is sharded here and in the file."""
+        """Read only this process's shard of a parameter that is sharded here and in the file."""
         return read_groups(checkpoint, parameters=dict(model.named_parameters())), read_state(checkpoint)
 
     def error_buffers(
         self, checkpoint: Path, model: nn.Module, replicas: int = 1, replica: int = 0
     ) -> Iterator[dict[str, Tensor]]:
-        """See `Checkpointer`."""
         names = dcp_reader.replica_groups(checkpoint)
         for name in [f"errors.{replica}"] if len(names) == replicas else names:
             yield read_groups(checkpoint, (name,), dict(model.named_parameters()))[name]
 
     def acquire(self) -> None:
-        """See `Checkpointer`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         while True:
             self._number = self._newest() + 1
@@ -171,6 +163,11 @@ class LocalCheckpointer:
                 f"another process has restarted the run {self.run} (start {newest}; this is start {self._number}): "
                 "this process stops without saving"
             )
+
+
+def write_error(checkpoint: Path, reason: object) -> UserError:
+    """Return the error for a checkpoint that cannot be written."""
+    return UserError(f"cannot write checkpoint {checkpoint}: {reason}; earlier checkpoints are intact")
 
 
 def completed(run: Path) -> list[Path]:

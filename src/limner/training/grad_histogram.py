@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from limner.training.grad_scaler import resblocks
+from limner.blocks import resblocks
 from limner.training.train_module import Batch
 from limner.training.train_state import TrainState
 
@@ -74,7 +74,7 @@ def gradient_exponents(run: TrainState, batch: Batch) -> dict[str, dict[str, Exp
     enter a resblock's backward pass, and "parameters". They are computed in fp32 in any precision of the run, whose
     format could flush them. The run's gradients are cleared, the rest of its state stays."""
     model = run.model
-    blocks: dict[str, nn.Module] = dict(resblocks(model))
+    blocks = resblocks(model)
     entering: dict[str, list[Tensor]] = {name: [] for name in blocks}
     handles = []
     for name, block in blocks.items():

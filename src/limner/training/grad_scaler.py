@@ -13,7 +13,7 @@ of the training loop: its state is part of each checkpoint, and the model is unc
 
 The filter sets Inf and NaN to zero. Without it an overflow in one block would reach the identity path and lower the
 scales of all earlier blocks. Parameter gradients of norm and branch are divided by the scale as part of gradient
-averaging (`Parallel.set_grad_scale`), before clipping. If a block's gradients are not all finite, only this block is
+averaging (`Reduction.scales`), before clipping. If a block's gradients are not all finite, only this block is
 left out of the update.
 
 Operations outside the resblocks are not scaled and computed in fp32: embeddings, output layers, the objective ("Only
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from limner import compat
+from limner.blocks import resblocks
 from limner.errors import UserError
-from limner.models.transformer import Resblock
 from limner.numerics.formats import HALF_FORMATS, FloatFormat
 from limner.numerics.precision import upcast
 from limner.optim.dtensor import split_by_placement, sum_over_shards, to_local
@@ -87,15 +87,20 @@ def zero_nonfinite(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, 0)
 
 
-def resblocks(model: nn.Module) -> dict[str, Resblock]:
-    """Return the resblocks of a model by name. Raises `UserError` without resblocks."""
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, Resblock)}
-    if not blocks:
-        raise UserError(f"a {type(model).__name__} lacks resblocks: choose another value for scaling than resblocks")
-    return blocks
+class _Scaler(Hook):
+    """A hook that divides gradients by `scales`, by parameter. `handles` multiply them in the backward pass."""
+
+    def __init__(self, run: TrainState, scales: Mapping[Tensor, Tensor], handles: Sequence[RemovableHandle]) -> None:
+        self._scales, self._handles = run.parallel.reduction.scales, handles
+        self._scales |= scales
+
+    def close(self) -> None:
+        self._scales.clear()
+        for handle in self._handles:
+            handle.remove()
 
 
-class PerBlockGradScaler(Hook):
+class PerBlockGradScaler(_Scaler):
     """One scale for each resblock (Figure 4, App. D.1), on the device of the model.
 
     With M processes the paper's scales are M times as large, because its loss is divided by the samples of all
@@ -113,27 +118,29 @@ class PerBlockGradScaler(Hook):
     INIT_SCALE, MIN_SCALE, MAX_SCALE = 2.0**13, 2.0**7, 2.0**24
     GROWTH, BACKOFF = 2 ** (1 / 1_000), 2**0.5  # multiplies after finite gradients; divides after others
     BACKOFF_INTERVAL = 125  # least number of updates between two decreases of a scale
+    saved = ("scales", "last_backoff", "skipped")
 
     def __init__(self, run: TrainState, form: FloatFormat | None = None) -> None:
-        blocks = resblocks(run.model)
+        blocks: dict[str, Any] = resblocks(run.model)
+        if not blocks:
+            name = type(run.model).__name__
+            raise UserError(f"a {name} lacks resblocks: choose another value for scaling than resblocks")
         self.names = list(blocks)
         self.scales = torch.full((len(blocks),), self.INIT_SCALE, dtype=torch.float32, device=run.device)
         self.last_backoff = torch.full((len(blocks),), -self.BACKOFF_INTERVAL, device="cpu")  # step of the decrease
         self.skipped = torch.zeros(len(blocks), dtype=torch.int64, device="cpu")
         self.parameters = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
-        self._cleanup = ExitStack()
+        divisors: dict[Tensor, Tensor] = {}
         handles = _run_within(run.trainable, partial(torch.autocast, run.device.type, enabled=False))
         for i, block in enumerate(blocks.values()):
             scaled = [*block.norm.parameters(), *block.branch.parameters()]  # a layer scale's gain is outside
-            run.parallel.set_grad_scale(scaled, self.scales[i])
-            self._cleanup.callback(run.parallel.set_grad_scale, scaled, None)
+            divisors |= dict.fromkeys(scaled, self.scales[i])
             handles += [
                 *_run_within(block, partial(run.config.precision.autocast, run.device)),
                 block.norm.register_forward_pre_hook(lambda _, args, i=i: (Unscale.apply(args[0], self.scales[i]),)),
                 block.branch.register_forward_hook(lambda _, args, out, i=i: Scale.apply(out, self.scales[i], form)),
             ]
-        for handle in handles:
-            self._cleanup.callback(handle.remove)
+        super().__init__(run, divisors, handles)
 
     def after_backward(self, run: TrainState) -> None:
         sums = torch.stack([_l1_norms(block, self.scales).sum() for block in self.parameters])
@@ -143,7 +150,7 @@ class PerBlockGradScaler(Hook):
             if finite[i]:
                 scales[i] *= self.GROWTH
             else:
-                run.parallel.restore_error_feedback(block)
+                run.parallel.reduction.restore_error_feedback(block)
                 for p in block:
                     p.grad = None
                 self.skipped[i] += 1
@@ -152,20 +159,10 @@ class PerBlockGradScaler(Hook):
                     self.last_backoff[i] = run.step
         self.scales.copy_(torch.tensor(scales, dtype=torch.float32).clamp(self.MIN_SCALE, self.MAX_SCALE))
 
-    def on_report(self, run: TrainState, row: dict[str, Any]) -> None:
+    def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
         logs = self.scales.log2()
         row |= {"scale/lowest": logs.min().item(), "scale/highest": logs.max().item()}
         row["scale/skipped"] = int(self.skipped.sum())
-
-    def close(self) -> None:
-        self._cleanup.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scales": self.scales, "last_backoff": self.last_backoff, "skipped": self.skipped}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, value in self.state_dict().items():
-            value.copy_(state[name])
 
 
 def _run_within(module: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> list[RemovableHandle]:
@@ -191,28 +188,23 @@ def _l1_norms(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
     dtype = torch.float32 if any(grad.dtype in HALF_FORMATS for grad in grads) else None  # sums overflow fp16
     norms: dict[int, Tensor] = {}
     for same_kind in split_by_placement(grads):
-        if same_kind:
-            sums = sum_over_shards(compat.foreach_norm([to_local(grad) for grad in same_kind], 1, dtype), same_kind)
-            norms |= zip(map(id, same_kind), sums, strict=True)
+        sums = sum_over_shards(compat.foreach_norm([to_local(grad) for grad in same_kind], 1, dtype), same_kind)
+        norms |= zip(map(id, same_kind), sums, strict=True)
     return torch.stack([norms[id(grad)] for grad in grads]) if grads else like.new_zeros(0)
 
 
-class _LossScaler(Hook):
-    """Multiplies the loss by a scale in the backward pass, and registers the division of all gradients by it."""
+class _LossScaler(_Scaler):
+    """Multiplies the loss by a scale in the backward pass."""
 
     INIT_SCALE = 2.0**16
 
     def __init__(self, run: TrainState) -> None:
-        self.parameters, self.parallel, self.skipped = run.parameters, run.parallel, 0
+        self.parameters, self.skipped = run.parameters, 0
         self.scale = torch.tensor(self.INIT_SCALE, dtype=torch.float32, device=run.device)
-        self.parallel.set_grad_scale(self.parameters, self.scale)
-        self.handle = run.trainable.register_forward_hook(
+        handle = run.trainable.register_forward_hook(
             lambda _, args, out: (Scale.apply(out[0], self.scale, None), out[1])
         )
-
-    def close(self) -> None:
-        self.handle.remove()
-        self.parallel.set_grad_scale(self.parameters, None)
+        super().__init__(run, dict.fromkeys(self.parameters, self.scale), [handle])
 
 
 class DynamicLossScaler(_LossScaler):
@@ -223,6 +215,7 @@ class DynamicLossScaler(_LossScaler):
 
     GROWTH_INTERVAL = 2_000  # consecutive finite updates after which it doubles
     finite_steps = 0  # consecutive finite updates
+    saved = ("scale", "finite_steps", "skipped")
 
     def after_backward(self, run: TrainState) -> None:
         if math.isfinite(_l1_norms(self.parameters, self.scale).sum().item()):
@@ -233,15 +226,8 @@ class DynamicLossScaler(_LossScaler):
             self.finite_steps, self.skipped = 0, self.skipped + 1
             self.scale.div_(2)
 
-    def on_report(self, run: TrainState, row: dict[str, Any]) -> None:
+    def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
         row |= {"scale": math.log2(self.scale.item()), "scale/skipped": self.skipped}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "finite_steps": self.finite_steps, "skipped": self.skipped}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scale.copy_(state["scale"])
-        self.finite_steps, self.skipped = int(state["finite_steps"]), int(state["skipped"])
 
 
 class StaticLossScaler(_LossScaler):
@@ -251,23 +237,19 @@ class StaticLossScaler(_LossScaler):
     thus neither stop other layers nor lower the scale permanently.
     """
 
+    saved = ("skipped",)
+
     def after_backward(self, run: TrainState) -> None:
         trained = [p for p in self.parameters if p.grad is not None]
         norms = _l1_norms(self.parameters, self.scale).tolist()
         overflowed = [p for p, norm in zip(trained, norms, strict=True) if not math.isfinite(norm)]
-        run.parallel.restore_error_feedback(overflowed)
+        run.parallel.reduction.restore_error_feedback(overflowed)
         for p in overflowed:
             p.grad = None
         self.skipped += len(overflowed)
 
-    def on_report(self, run: TrainState, row: dict[str, Any]) -> None:
+    def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
         row["scale/skipped"] = self.skipped
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"skipped": self.skipped}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.skipped = int(state["skipped"])
 
 
 def scaling(run: TrainState) -> list[Hook]:

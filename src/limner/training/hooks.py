@@ -1,7 +1,9 @@
 """Hooks called during a run."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from limner.training.train_state import TrainState
 
@@ -10,7 +12,10 @@ class Hook:
     """Base class of hooks, whose methods do nothing. Subclasses override the methods they need.
 
     `name`, unique in a run, is the key of the hook's state in checkpoints. Without it the hook keeps its initial state.
+    `saved` names the attributes that are its state: tensors and JSON values.
     """
+
+    saved: ClassVar[tuple[str, ...]] = ()
 
     @property
     def name(self) -> str:
@@ -28,13 +33,13 @@ class Hook:
     def after_update(self, run: TrainState) -> None:
         """Called after `run.step` increases; the update was skipped if `run.loss` or `run.norm` is not finite."""
 
-    def on_report(self, run: TrainState, row: dict[str, Any]) -> None:
-        """Called before a row of metrics is logged. May add entries to `row`."""
+    def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
+        """Called before a row of metrics is logged, and before an evaluation. May add entries to `row`."""
 
-    def on_eval(self, run: TrainState, metrics: Mapping[str, float]) -> None:
+    def after_eval(self, run: TrainState, metrics: Mapping[str, float]) -> None:
         """Called after each evaluation."""
 
-    def on_save(self, run: TrainState) -> None:
+    def before_save(self, run: TrainState) -> None:
         """Called before the states for a checkpoint are collected."""
 
     def close(self) -> None:
@@ -42,7 +47,13 @@ class Hook:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint by name: tensors and JSON values."""
-        return {}
+        return {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned; tensors are on the CPU."""
+        """Restore the state that `state_dict` returned; tensors are on the CPU. Values keep their type."""
+        for name in self.saved:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                value.copy_(state[name])
+            else:
+                setattr(self, name, type(value)(state[name]))

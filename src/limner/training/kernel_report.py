@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from limner.json_files import write_json
-from limner.quantization.kernel_counter import Counts, counts_from_json, counts_to_json
 from limner.quantization.low_precision import LowPrecisionLinear
+from limner.quantization.products import Counts, counts_from_json, counts_to_json
 from limner.training.hooks import Hook
 from limner.training.train_state import TrainState
 
@@ -31,7 +31,7 @@ class KernelReport(Hook):
         self._resumed: dict[str, Counts] = {}  # counts at the resume
         self._total: dict[str, Counts] = {}
 
-    def on_save(self, run: TrainState) -> None:
+    def before_save(self, run: TrainState) -> None:
         layers = {name: x for name, x in run.model.named_modules() if isinstance(x, nn.Linear)}
         counts = {name: x.counter.counts for name, x in layers.items() if isinstance(x, LowPrecisionLinear)}
         self._total = {name: self._resumed.get(name, Counter()) + count for name, count in counts.items()}

@@ -1,16 +1,16 @@
 """The training loop of all models, which differ only in objective and data.
 
-    train(model, objective, stream, config, out)
+    train(TrainState(model, objective, config), stream, out)
 
 An *objective* maps (model, batch, step, generator) to a scalar loss and detached metrics. A model with bounded
 parameters has a method `constrain()`, called after each update. A *stream* yields batches endlessly, and saves and
-restores its position. The loop owns all other state: optimizer, averaged weights, schedule, random generators. Each
+restores its position. `TrainState` owns all other state: optimizer, averaged weights, schedule, random generators. Each
 checkpoint holds all of it: on a CPU, a run that is killed and restarted in the same folder has the same losses, bit for
 bit, as an uninterrupted run. Randomness comes only from `generator`, torch's global generator (dropout layers) and the
 stream.
 
-Other behavior is passed in: hooks (`hooks.Hook`), the parallel strategy (`parallel.Parallel`) and the store of
-checkpoints (`checkpoint.Checkpointer`).
+Other behavior is passed in: hooks (`hooks.Hook`), the parallel strategy (`parallel.Parallel`, to `TrainState`) and the
+store of checkpoints (`checkpoint.Checkpointer`).
 
 Order within a step: update (`step.update`), log and evaluate, checkpoint, stop on request. In logs, checkpoints and
 evaluations `step` is the number of updates done.
@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from torch import nn
+from torch import Tensor
 
 from limner.atomic_io import exclusive_lock
 from limner.errors import UserError
@@ -31,15 +30,14 @@ from limner.json_files import write_json
 from limner.progress import Progress
 from limner.quantization.low_precision import to_linear
 from limner.training.checkpoint import Checkpointer, LocalCheckpointer
-from limner.training.config import TrainConfig, description
+from limner.training.config import description
 from limner.training.grad_scaler import scaling
 from limner.training.hooks import Hook
 from limner.training.metrics_log import MetricsLog
-from limner.training.parallel import Parallel, SingleProcess
 from limner.training.signals import Signals
 from limner.training.state import Stateful, restore, save
 from limner.training.step import update
-from limner.training.train_module import Batch, Objective
+from limner.training.train_module import Batch
 from limner.training.train_state import SKIPPED, Diverged, Evaluate, TrainState
 
 __all__ = ["Batches", "Interrupted", "TrainResult", "train"]
@@ -77,33 +75,29 @@ class TrainResult:
 
 
 def train(
-    model: nn.Module,
-    objective: Objective,
+    run: TrainState,
     stream: Batches,
-    config: TrainConfig,
     out: str | Path,
     *,
     evaluate: Evaluate | None = None,
     hooks: Sequence[Hook] = (),
     record: Mapping[str, Any] | None = None,
-    device: torch.device | str = "cpu",
-    parallel: Parallel | None = None,
     checkpointer: Checkpointer | None = None,
     bar: Progress | None = None,
 ) -> TrainResult:
-    """Train `model` in the folder `out`, resuming from its newest checkpoint if it has one.
+    """Train in the folder `out`, resuming from its newest checkpoint if it has one.
 
-    Afterwards the model is on `device` with the averaged weights if the run averages, else with the last ones.
-    Low-precision layers are converted back to ordinary linear layers.
+    Afterwards `run.model` has the averaged weights if the run averages, else the last ones. Low-precision layers are
+    converted back to ordinary linear layers.
 
     Args:
+        run: a new state.
         evaluate: (model, step) -> metrics; called with averaged weights, in eval mode, without gradients, under the
             run's precision. Drawing random numbers in it does not affect training.
         hooks: called in this order; their names must differ.
         record: configs and JSON values that describe the rest of the run (model, objective, data). Saved in
             `config.json`; resuming with another record raises `UserError`.
-        parallel: strategy for several processes; by default a single process.
-        checkpointer: store of states; by default files in `out/checkpoints`, as `parallel` writes them.
+        checkpointer: store of states; by default files in `out/checkpoints`, as the run's strategy writes them.
         bar: advanced by one per step; shows the number of skipped updates at the end.
 
     Raises:
@@ -112,65 +106,90 @@ def train(
             written, or the run diverges. Values that are not finite are never saved.
         ValueError: two hooks have the same name.
     """
-    out, parallel, bar = Path(out), parallel or SingleProcess(), bar or Progress("training")
     if len({hook.name for hook in hooks}) < len(hooks):
         raise ValueError(f"two of the hooks {', '.join(hook.name for hook in hooks)} have one name: rename one")
-    checkpointer = checkpointer or parallel.checkpointer(LocalCheckpointer(out, config.keep))
-    parts = {"training": config, **(record or {})}
-    described = description(parts)
-    with exclusive_lock(out) if parallel.is_main else nullcontext(), ExitStack() as ends:
-        run = TrainState(model, objective, config, device, parallel)
+    out, bar, is_main = Path(out), bar or Progress("training"), run.parallel.is_main
+    checkpointer = checkpointer or run.parallel.checkpointer(LocalCheckpointer(out, run.config.keep))
+    with exclusive_lock(out) if is_main else nullcontext(), ExitStack() as stack:
         hooks = [*scaling(run), *hooks]
         for hook in hooks:
-            ends.callback(hook.close)
-        parallel.shard_stream(stream)
-        saved = restore(run, stream, hooks, parts, checkpointer)
-        parallel.assert_replicas_equal(run.parameters)
-        if summary := parallel.summary():
-            bar.note(summary)
-        if saved:
-            bar.note(f"resuming from {saved}")
-        bar.resume(run.step)
-        if parallel.is_main:
+            stack.callback(hook.close)
+        described = description({"training": run.config, **(record or {})})
+        loop = _Loop(run, stream, evaluate, hooks, described, checkpointer, bar)
+        loop.resume()
+        if is_main:
             write_json(out / "config.json", described, indent=2)
-
-        run.model.train()
-        log = MetricsLog(out / "metrics.jsonl", run.step, writes=parallel.is_main)
+        log = stack.enter_context(closing(MetricsLog(out / "metrics.jsonl", run.step, writes=is_main)))
         try:
-            with Signals() as signals, closing(log):
-                while run.step < config.steps:
-                    metrics = update(run, next(stream), hooks)
-                    bar.advance(1)
-                    last = run.step == config.steps
-                    evaluates = last or (config.eval_every and run.step % config.eval_every == 0)
-                    if evaluates or run.step % config.log_every == 0:
-                        row = run.report(metrics)
-                        bar.advance(0, **{name: row[name] for name in list(metrics)[:4]})
-                        for hook in hooks:
-                            hook.on_report(run, row)
-                        if evaluate and evaluates:
-                            evaluation = run.evaluate(evaluate)
-                            row |= {f"eval/{name}": value for name, value in evaluation.items()}
-                            for hook in hooks:
-                                hook.on_eval(run, evaluation)
-                        log.write(row)
-                    if last and run.loss_exploded:
-                        raise run.diverged()
-                    stop = parallel.any(signals.received)
-                    if last or stop or (run.step % config.checkpoint_every == 0 and not run.consecutive_bad_steps):
-                        saved = save(run, stream, hooks, described, checkpointer)
-                        if last or stop:
-                            checkpointer.flush()
-                        if stop and not last:
-                            raise Interrupted(run.step, saved)
+            loop.finish_steps(log, stack.enter_context(Signals()))
         except Diverged as error:
             saved = checkpointer.latest()
             state = f"the last good checkpoint is {saved}" if saved else "there is no checkpoint yet"
             raise UserError(f"{error}; {state}") from None
-        assert saved is not None  # config.steps >= 1: the loop has run now or before
-        to_linear(run.model)
-        if run.ema:  # in fp32, also if weights were in 16 bits
-            run.ema.copy_to(run.model)
-        if run.skipped:
-            bar.note(f"{run.skipped:,} of {run.step:,} updates {SKIPPED}")
-        return TrainResult(step=run.step, skipped=run.skipped, checkpoint=saved, metrics=log.last)
+    to_linear(run.model)
+    if run.ema:  # in fp32, also if weights were in 16 bits
+        run.ema.copy_to(run.model)
+    if run.skipped:
+        bar.note(f"{run.skipped:,} of {run.step:,} updates {SKIPPED}")
+    assert loop.saved is not None  # config.steps >= 1: the loop has run now or before
+    return TrainResult(step=run.step, skipped=run.skipped, checkpoint=loop.saved, metrics=log.last)
+
+
+@dataclass
+class _Loop:
+    """The steps of a run, and what is due after a step. `description` has all configs by name, as JSON values."""
+
+    run: TrainState
+    stream: Batches
+    evaluate: Evaluate | None
+    hooks: Sequence[Hook]
+    description: Mapping[str, Any]
+    checkpointer: Checkpointer
+    bar: Progress
+    saved: Path | None = None
+
+    def resume(self) -> None:
+        """Restore the newest state."""
+        run = self.run
+        run.parallel.shard_stream(self.stream)
+        self.saved = restore(run, self.stream, self.hooks, self.description, self.checkpointer)
+        run.parallel.assert_replicas_equal(run.parameters)
+        if summary := run.parallel.reduction.summary():
+            self.bar.note(summary)
+        if self.saved:
+            self.bar.note(f"resuming from {self.saved}")
+        self.bar.resume(run.step)
+        run.model.train()
+
+    def finish_steps(self, log: MetricsLog, signals: Signals) -> None:
+        """Run the remaining steps. After a step log, evaluate and save if that is due."""
+        run, config = self.run, self.run.config
+        while run.step < config.steps:
+            metrics = update(run, next(self.stream), self.hooks)
+            self.bar.advance(1)
+            last = run.step == config.steps
+            evaluates = last or bool(config.eval_every and run.step % config.eval_every == 0)
+            if evaluates or run.step % config.log_every == 0:
+                log.write(self._row(metrics, evaluates))
+            if last and run.loss_exploded:
+                raise run.diverged()
+            stop = run.parallel.any(signals.received)
+            if last or stop or (run.step % config.checkpoint_every == 0 and not run.consecutive_bad_steps):
+                self.saved = saved = save(run, self.stream, self.hooks, self.description, self.checkpointer)
+                if last or stop:
+                    self.checkpointer.flush()
+                if stop and not last:
+                    raise Interrupted(run.step, saved)
+
+    def _row(self, metrics: Mapping[str, Tensor], evaluates: bool) -> dict[str, Any]:
+        """Return the row for the log from the metrics of an update."""
+        row = self.run.report(metrics)
+        self.bar.advance(0, **{name: row[name] for name in list(metrics)[:4]})
+        for hook in self.hooks:
+            hook.before_log(self.run, row)
+        if self.evaluate and evaluates:
+            evaluation = self.run.evaluate(self.evaluate)
+            row |= {f"eval/{name}": value for name, value in evaluation.items()}
+            for hook in self.hooks:
+                hook.after_eval(self.run, evaluation)
+        return row

@@ -1,4 +1,4 @@
-"""The interface of strategies for parallel training, and the strategy of a single process.
+"""Strategies for parallel training, and the strategy of a single process.
 
 Each of `world_size` ranks runs the same loop on its share of each batch. The seed alone fixes the order of samples;
 ranks only divide it. Consequences:
@@ -13,187 +13,173 @@ Every rank evaluates, on the same weights. The first rank writes files, and all 
 checkpoints together.
 """
 
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from limner.data.stream import splitmix64
 from limner.optim.grad_access import unscale_all
 from limner.training.checkpoint import Checkpointer, LocalCheckpointer
 from limner.training.train_module import Trainable
 
 
-class Parallel(Protocol):
+class ReductionState:
+    """The state of a reduction of gradients over ranks: error buffers, if gradients are compressed."""
+
+    def summary(self) -> str:
+        """Return a sentence for the log on the reduction, or ""."""
+        return ""
+
+    def restore_error_feedback(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add averaged gradients that the update leaves out to the error buffers: they contain earlier residuals.
+        Without buffers a skipped update is lost, as in one process."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state for a checkpoint by name, the same on all replicas. All ranks must call it."""
+        return {}
+
+    def error_buffers(self) -> dict[str, Tensor]:
+        """Return this replica's error buffers for a checkpoint by parameter, as stored: integers are codes in 1-6-9. Up
+        to rounding, only the mean over replicas matters."""
+        return {}
+
+
+class Reduction(ReductionState):
+    """The reduction of gradients to their mean over ranks. Here the backward pass has averaged them, or there is one
+    rank.
+
+    Attributes:
+        scales: factor [] of the backward pass by parameter, whose value may change between steps; None for no factor.
+        last: True if the next backward pass completes the gradients.
+    """
+
+    def __init__(self, scales: dict[Tensor, Tensor | None] | None = None) -> None:
+        self.scales, self.last = {} if scales is None else scales, True
+
+    def complete(self) -> None:
+        """Finish the reduction after the backward pass: each gradient becomes the mean, divided by its scale."""
+        unscale_all(self.scales)
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
+        """Load the state from CPU tensors, whole or sharded. `errors` holds the buffers of this replica or, if the
+        number of replicas has changed, of each saved replica. Raises `UserError` if a shape differs."""
+
+
+class Parallel(ABC):
     """A strategy for training on several processes. All ranks call the same methods in the same order.
+
+    A strategy implements the abstract methods. Strategies that shard weights override more.
 
     Attributes:
         rank: rank of this process, from 0.
         world_size: number of processes.
+        reduction: reduction of the gradients of the model that `prepare` took last.
     """
 
     rank: int
     world_size: int
 
+    def __init__(self) -> None:
+        self.reduction = Reduction()
+
+    @abstractmethod
+    def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """Move the module to the device, shard or wrap it, and set `reduction`; return the module to call instead. The
+        device need not hold all weights. `dtype` is the format of matrix products under autocast."""
+
+    @abstractmethod
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the elementwise sum over ranks."""
+
+    @abstractmethod
+    def all_gather(self, values: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, of equal shape, by rank."""
+
+    @abstractmethod
+    def assert_replicas_equal(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise `UserError` if weights differ between ranks that must hold the same ones."""
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the elementwise mean over ranks."""
+        return self.sum(values) / self.world_size
+
+    def any(self, flag: bool) -> bool:
+        """Return True if any rank passes True."""
+        return bool(self.sum(torch.tensor(int(flag))))
+
+    def all_gather_with_grad(self, values: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "N ..."]:
+        """Concatenate the rows of all ranks, by rank. The gradient of a row, summed over the ranks' losses, flows back
+        to the rank of the row."""
+        return _AllGatherWithGrad.apply(values, self)  # type: ignore[no-any-return]
+
     @property
     def is_main(self) -> bool:
         """True on the rank that writes files."""
-        ...
+        return self.rank == 0
 
     def main_first(self) -> AbstractContextManager[object]:
         """Return a context manager whose block the writing rank runs first, the others after it."""
-        ...
+        return nullcontext()
 
     def checkpointer(self, files: LocalCheckpointer) -> Checkpointer:
         """Return a checkpointer that keeps the states of all ranks in `files`."""
-        ...
+        return files
 
     def shard_stream(self, stream: Any) -> None:
         """Make the stream yield this rank's share of each batch."""
-        ...
+        if self.world_size > 1:
+            stream.shard(self.rank, self.world_size)
 
     def init_context(self) -> AbstractContextManager[object]:
         """Return a context manager in which all ranks build a model for `prepare`. Its weights may be sharded, with the
         values that one process would draw; use `optim/dtensor.py` to read or change them."""
-        ...
-
-    def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """Move the module to the device, and shard or wrap it; return the module to call instead. The device need
-        not hold all weights. `dtype` is the format of matrix products under autocast."""
-        ...
-
-    def summary(self) -> str:
-        """Return a sentence for the log on the reduction of gradients, or ""."""
-        ...
+        return nullcontext()
 
     def microbatch(self, last: bool) -> AbstractContextManager[object]:
         """Return a context manager for a micro-batch; `last` marks the last of an update."""
-        ...
+        return nullcontext()
 
     def unsharded(self) -> AbstractContextManager[object]:
         """Return a context manager in which all ranks together may call the model's methods. Outside of it weights may
         be sharded, and only a call of the module that `prepare` returned gathers them."""
-        ...
-
-    def set_grad_scale(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
-        """Make `reduce` divide the gradients of these parameters by `scale`, the factor [] of the backward pass, whose
-        value may change between steps. None ends the division."""
-        ...
+        return nullcontext()
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average each gradient over ranks, unless the backward pass has done so."""
-        ...
-
-    def restore_error_feedback(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add averaged gradients that the update leaves out to the error buffers: they contain earlier residuals."""
-        ...
-
-    def assert_replicas_equal(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raise `UserError` if weights differ between ranks that must hold the same ones."""
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the strategy's state for a checkpoint by name, the same on all ranks or sharded."""
-        ...
-
-    def error_buffers(self) -> dict[str, Tensor]:
-        """Return this replica's error buffers of compressed gradients for a checkpoint, by parameter."""
-        ...
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
-        """Load the state from CPU tensors, whole or sharded. `errors` holds the buffers of this replica or, if the
-        number of replicas has changed, of each saved replica. Raises `UserError` if a shape differs."""
-        ...
-
-    def mean(self, values: Tensor) -> Tensor:
-        """Return the elementwise mean over ranks."""
-        ...
-
-    def any(self, flag: bool) -> bool:
-        """Return True if any rank passes True."""
-        ...
-
-    def all_gather(self, values: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, of equal shape, by rank."""
-        ...
-
-    def all_gather_with_grad(self, values: Tensor) -> Tensor:
-        """Concatenate the rows of all ranks, by rank. The gradient of a row, summed over the ranks' losses, flows back
-        to the rank of the row."""
-        ...
+        """Average each gradient over ranks, unless the backward pass has done so, and divide it by its scale."""
+        self.reduction.complete()
 
 
-class SingleProcess:
+class _AllGatherWithGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, parallel: Parallel) -> Tensor:
+        ctx.parallel, ctx.rows = parallel, len(values)
+        return torch.cat(parallel.all_gather(values))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return ctx.parallel.sum(upstream[0])[ctx.parallel.rank * ctx.rows :][: ctx.rows], None
+
+
+class SingleProcess(Parallel):
     """The strategy of a single process."""
 
-    rank, world_size, is_main = 0, 1, True
-
-    def __init__(self) -> None:
-        self._scales: dict[Tensor, Tensor | None] = {}
-
-    def main_first(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def checkpointer(self, files: LocalCheckpointer) -> Checkpointer:
-        return files
-
-    def shard_stream(self, stream: Any) -> None:
-        """Do nothing: this process takes the whole batch."""
-
-    def init_context(self) -> AbstractContextManager[object]:
-        return nullcontext()
+    rank, world_size = 0, 1
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        self._scales = {}
+        self.reduction = Reduction()
         return trainable.to(device)
 
-    def summary(self) -> str:
-        return ""
-
-    def microbatch(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def unsharded(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def set_grad_scale(self, parameters: Iterable[nn.Parameter], scale: Tensor | None) -> None:
-        self._scales |= dict.fromkeys(parameters, scale)
-
-    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Divide the gradients by their scales."""
-        unscale_all(self._scales)
-
-    def restore_error_feedback(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Do nothing: there are no error buffers."""
-
-    def assert_replicas_equal(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Do nothing: there is one copy."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def error_buffers(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
-        """Do nothing: there is no state."""
-
-    def mean(self, values: Tensor) -> Tensor:
+    def sum(self, values: Tensor) -> Tensor:
         return values
-
-    def any(self, flag: bool) -> bool:
-        return flag
 
     def all_gather(self, values: Tensor) -> list[Tensor]:
         return [values]
 
-    def all_gather_with_grad(self, values: Tensor) -> Tensor:
-        return values
-
-
-def fold_in(seed: int, rank: int = 0, step: int = 0) -> int:
-    """Return the seed of a rank for random numbers drawn from a step on. Rank 0 at step 0 has the seed of a single
-    process. All 63 bits of `seed` enter the hash, because a CPU generator reads only the lower 32."""
-    return int(splitmix64(seed, rank, step)) >> 1 if rank or step or seed >= 2**32 else seed
+    def assert_replicas_equal(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Do nothing: there is one copy."""

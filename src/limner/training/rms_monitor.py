@@ -16,7 +16,7 @@ it grows with depth (Figure 2).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from math import inf
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from limner.blocks import named_blocks
 from limner.metrics.spikes import MERGE_STEPS, RMS_SPIKE
-from limner.models.transformer import Block
 from limner.numerics.precision import upcast
 from limner.optim import grad_access
 from limner.optim.adam_base import SMALLEST_NORMAL, read_moment
@@ -49,6 +49,7 @@ class RMSMonitor(Hook):
     """
 
     WARNING_INTERVAL = 1_000
+    saved = ("warned", "rms")
 
     def __init__(self, out: Path) -> None:
         self.path = out / "stability.jsonl"
@@ -62,8 +63,8 @@ class RMSMonitor(Hook):
 
     def before_step(self, run: TrainState) -> None:
         if not self.handles:
-            blocks = {name: module for name, module in run.model.named_modules() if isinstance(module, Block)}
-            self.handles = [block.register_forward_hook(partial(self._record, name)) for name, block in blocks.items()]
+            blocks = named_blocks(run.model).items()
+            self.handles = [block.register_forward_hook(partial(self._record, name)) for name, block in blocks]
         self.previous_rms, self.rms = self.rms, {}
         self.features = {} if (run.step + 1) % run.config.log_every == 0 else None
 
@@ -102,18 +103,10 @@ class RMSMonitor(Hook):
                 stacklevel=2,
             )
 
-    def on_report(self, run: TrainState, row: dict[str, Any]) -> None:
-        self._flush(run)
+    def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
+        self.before_save(run)
 
-    def on_save(self, run: TrainState) -> None:
-        self._flush(run)
-
-    def close(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
-
-    def _flush(self, run: TrainState) -> None:
+    def before_save(self, run: TrainState) -> None:
         """Append the lines. The first call removes lines of steps that a resumed run repeats."""
         if self.rows and run.parallel.is_main:
             with closing(MetricsLog(self.path, None if self.appending else self.rows[0]["step"] - 1)) as log:
@@ -122,12 +115,10 @@ class RMSMonitor(Hook):
             self.appending = True
         self.rows = []
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"warned": self.warned, "rms": self.rms}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.warned = {str(name): int(step) for name, step in state["warned"].items()}
-        self.rms = {str(name): float(value) for name, value in state["rms"].items()}
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
 
 
 def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -152,5 +143,4 @@ def rms(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[Tensor, Tenso
                 u = (v if beta2_warmup else v / (1 - beta**step)).clamp_min(max(group["eps"] ** 2, SMALLEST_NORMAL))
                 ratios[p] = (square / u).sum()
     for tensors in split_by_placement(ratios):
-        if tensors:
-            yield from zip(tensors, mean_over_shards([ratios[p] for p in tensors], tensors).sqrt(), strict=True)
+        yield from zip(tensors, mean_over_shards([ratios[p] for p in tensors], tensors).sqrt(), strict=True)

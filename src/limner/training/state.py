@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from limner.errors import UserError
+from limner.numerics.seeding import fold_in
 from limner.optim.dtensor import to_local
 from limner.training.checkpoint import Checkpointer, Tensors
 from limner.training.config import check_resumable
 from limner.training.dcp_reader import replica_groups
 from limner.training.hooks import Hook
-from limner.training.parallel import fold_in
 from limner.training.state_tensors import fill_model, load_optimizers, model_tensors, optimizer_tensors
 from limner.training.train_state import TrainState
 from limner.version import __version__
@@ -53,15 +53,15 @@ def save(
     """
     run.parallel.assert_replicas_equal(run.parameters)
     for hook in hooks:
-        hook.on_save(run)
+        hook.before_save(run)
     states = {hook.name: state for hook in hooks if (state := hook.state_dict())}
     tensors = {
         "model": model_tensors(run.model),
         "optimizer": optimizer_tensors(run.model, run.optimizers),
         "rng": _generators(run),
         "ema": run.ema.state_dict() if run.ema else {},
-        "parallel": run.parallel.state_dict(),
-        "errors": run.parallel.error_buffers(),
+        "parallel": run.parallel.reduction.state_dict(),
+        "errors": run.parallel.reduction.error_buffers(),
     }
     for name, state in states.items():
         tensors[f"hook.{name}"] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
@@ -83,17 +83,17 @@ def save(
 
 
 def restore(
-    run: TrainState, stream: Stateful, hooks: Sequence[Hook], parts: Mapping[str, Any], checkpointer: Checkpointer
+    run: TrainState, stream: Stateful, hooks: Sequence[Hook], description: Mapping[str, Any], checkpointer: Checkpointer
 ) -> Path | None:
-    """Restore the newest state; return its path, or None before the first. `parts` describes the run: configs and JSON
-    values by name. Raises `UserError` if the state does not fit the run."""
+    """Restore the newest state; return its path, or None before the first. `description` has all configs by name, as
+    `config.description` returns them. Raises `UserError` if the state does not fit the run."""
     checkpointer.acquire()
     checkpoint = checkpointer.latest()
     if checkpoint is None:
         return None
     tensors, state = checkpointer.load(checkpoint, run.model)
     try:
-        check_resumable(checkpoint, state["config"], parts)
+        check_resumable(checkpoint, state["config"], description)
         if state["environment"] != _environment(run):
             environment = ", ".join(state["environment"].values())
             warnings.warn(f"{checkpoint} was written by {environment}: results may differ", stacklevel=3)
@@ -123,10 +123,11 @@ def _load(
 
 
 def _load_parallel(run: TrainState, tensors: Mapping[str, Tensor], checkpointer: Checkpointer, where: Path) -> None:
-    run.parallel.load_state_dict(tensors, checkpointer.error_buffers(where, run.model))
+    reduction = run.parallel.reduction
+    reduction.load_state_dict(tensors, checkpointer.error_buffers(where, run.model))
     names = set(tensors).union(*replica_groups(where).values())
     errors = names & dict(run.model.named_parameters()).keys()
-    if errors and (lost := errors - run.parallel.state_dict().keys() - run.parallel.error_buffers().keys()):
+    if errors and (lost := errors - reduction.state_dict().keys() - reduction.error_buffers().keys()):
         warnings.warn(
             f"the run drops the error buffers of {len(lost)} matrices in {where}, because it does not compress their "
             "gradients: to keep them, resume with the same --grad-compression and several replicas",
@@ -166,7 +167,7 @@ def _rank_key(name: str, rank: int) -> str:
 def _environment(run: TrainState) -> dict[str, str]:
     """Return properties that may change the last bits of a result but are not settings."""
     ranks = {"ranks": f"{run.parallel.world_size} ranks"} if run.parallel.world_size > 1 else {}
-    compression = {"grad_compression": summary} if (summary := run.parallel.summary()) else {}
+    compression = {"grad_compression": summary} if (summary := run.parallel.reduction.summary()) else {}
     return {
         "limner": f"limner {__version__}",
         "torch": f"torch {torch.__version__}",

@@ -5,7 +5,7 @@ after the update `run.step` is the number of updates done.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -57,7 +57,7 @@ def update(run: TrainState, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[st
             run.ema.update(run.model, run.step + 1)
         run.initial_loss = run.loss if run.initial_loss is None else run.initial_loss
     else:
-        parallel.restore_error_feedback(run.parameters)
+        parallel.reduction.restore_error_feedback(run.parameters)
     run.skipped += not finite
     run.consecutive_bad_steps = run.consecutive_bad_steps + 1 if run.loss_exploded or not finite else 0
     for optimizer in run.optimizers:
@@ -78,25 +78,17 @@ def _gradients(run: TrainState, batch: Batch, rows: int) -> dict[str, Tensor]:
     ):
         batch = {**batch, **{name: parallel.mean(value) for name, value in shared(batch).items()}}
     metrics: dict[str, Tensor] = {}
-    microbatches = list(_split(batch, rows, config.accumulate))
-    for i, microbatch in enumerate(microbatches):
-        microbatch = {name: _to(tensor, run.device) for name, tensor in microbatch.items()}
-        weight = len(next(iter(microbatch.values()))) / rows
-        with parallel.microbatch(last=i == len(microbatches) - 1):
+    edges = sorted({rows * i // config.accumulate for i in range(config.accumulate + 1)})  # sizes differ by at most one
+    for start, end in pairwise(edges):
+        microbatch = {name: _to(tensor[start:end], run.device) for name, tensor in batch.items()}
+        weight = (end - start) / rows
+        with parallel.microbatch(last=end == rows):
             with config.precision.autocast(run.device):
                 loss, values = run.wrapped(microbatch, run.step, run.generator)
             (loss * weight).backward()
         for name, value in {"loss": loss, **values}.items():
             metrics[name] = metrics.get(name, 0.0) + upcast(value.detach()) * weight
     return metrics
-
-
-def _split(batch: Batch, rows: int, parts: int) -> Iterator[Batch]:
-    """Yield `parts` micro-batches, whose sizes differ by at most one."""
-    edges = [rows * i // parts for i in range(parts + 1)]
-    for start, end in pairwise(edges):
-        if end > start:
-            yield {name: tensor[start:end] for name, tensor in batch.items()}
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

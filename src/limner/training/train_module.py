@@ -22,6 +22,8 @@ class Objective(Protocol):
     the whole batch that its parts (micro-batches, shares of processes) need: a row per sample, such that the mean over
     equal shares is the value of the whole batch.
 
+    An objective that stops training some parameters shows from which step, as `freeze_encoder_from`.
+
     An objective that compares samples may have a method `gathered(all_gather)`, which returns the objective for one of
     several processes. `all_gather` concatenates the rows of all processes (`Parallel.all_gather_with_grad`).
     """
@@ -32,11 +34,13 @@ class Objective(Protocol):
 
 
 class Trainable(nn.Module):
-    """A module whose `forward(batch, step, generator)` returns the objective's loss and metrics."""
+    """A module whose `forward(batch, step, generator)` returns the objective's loss and metrics. `may_freeze`: some
+    parameters may stop having gradients during the run."""
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__()
         self.model, self.objective = model, objective
+        self.may_freeze = getattr(objective, "freeze_encoder_from", None) is not None
 
     def forward(self, batch: Batch, step: int, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
         return self.objective(self.model, batch, step, generator)

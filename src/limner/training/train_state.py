@@ -2,18 +2,21 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from limner.errors import UserError
+from limner.numerics.seeding import fold_in
 from limner.optim.ema import Ema, EmaOnCpu
 from limner.training.config import TrainConfig
-from limner.training.parallel import Parallel, SingleProcess, fold_in
+from limner.training.parallel import Parallel, SingleProcess
 from limner.training.train_module import Objective, Trainable
+
+__all__ = ["Diverged", "TrainState", "prepare_model"]
 
 Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
 
@@ -25,21 +28,11 @@ class Diverged(UserError):
     """Raised if training diverges."""
 
 
-class PreparedModel(NamedTuple):
-    """The result of `prepare_model`; `TrainState` describes the attributes."""
-
-    model: nn.Module
-    trainable: Trainable
-    wrapped: nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    ema: Ema | None
-
-
 def prepare_model(
     model: nn.Module, objective: Objective, config: TrainConfig, device: torch.device, parallel: Parallel
-) -> PreparedModel:
+) -> tuple[nn.Module, Trainable, nn.Module, list[torch.optim.Optimizer], Ema | None]:
     """Set up training of a model: convert precision, prepare for the device, build optimizers, build the average.
-    Each stage needs the one before.
+    Each stage needs the one before. `TrainState` describes the results.
 
     Raises `UserError` or `ValueError` if the model does not support the config.
     """
@@ -48,16 +41,15 @@ def prepare_model(
         if not hasattr(model, "set_checkpointing"):
             raise UserError(f"a {type(model).__name__} cannot recompute activations: set checkpoint_activations=False")
         model.set_checkpointing(True)  # type: ignore[operator]
-    if parallel.world_size > 1 and (gathered := getattr(objective, "gathered", None)):
-        objective = gathered(parallel.all_gather_with_grad)
     trainable = Trainable(model, objective)
+    if parallel.world_size > 1 and (gathered := getattr(objective, "gathered", None)):
+        trainable.objective = gathered(parallel.all_gather_with_grad)
     wrapped = parallel.prepare(trainable, device, config.precision.dtype(device))
     optimizers = config.optimizer.build(model)
     ema = None
     if config.ema_decay is not None:
-        average = EmaOnCpu if config.ema_on_cpu else Ema
-        ema = average(model, config.ema_decay, config.ema_every, config.ema_warmup)
-    return PreparedModel(model, trainable, wrapped, optimizers, ema)
+        ema = (EmaOnCpu if config.ema_on_cpu else Ema)(model, config.ema_decay, config.ema_every, config.ema_warmup)
+    return model, trainable, wrapped, optimizers, ema
 
 
 class TrainState:
@@ -129,15 +121,18 @@ class TrainState:
         """Return the metrics of the averaged weights; the state of model and generators is restored."""
         start = time.monotonic()
         devices = [self.device] if self.device.type == "cuda" else []
-        with (
-            self.ema.swapped(self.model) if self.ema else nullcontext(),
-            self.parallel.unsharded(),
-            _eval_mode(self.model),
-            torch.no_grad(),
-            torch.random.fork_rng(devices),
-            self.config.precision.autocast(self.device),
-        ):
-            metrics = evaluate(self.model, self.step)
+        self.model.eval()
+        try:
+            with (
+                self.ema.swapped(self.model) if self.ema else nullcontext(),
+                self.parallel.unsharded(),
+                torch.no_grad(),
+                torch.random.fork_rng(devices),
+                self.config.precision.autocast(self.device),
+            ):
+                metrics = evaluate(self.model, self.step)
+        finally:
+            self.model.train()
         self.samples_since += time.monotonic() - start
         return {name: float(value) for name, value in metrics.items()}
 
@@ -153,12 +148,3 @@ class TrainState:
             f"training diverged and stopped after step {self.step}: {reason}; lower lr "
             f"({self.config.optimizer.lr:g}) or lengthen warmup_steps ({self.config.warmup_steps})"
         )
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train()

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from compare import assert_same_with_gradients
-from limner.attention import dense_attention
+from limner.attention import sparse
 from limner.attention.attention import attend, attention_mask
-from limner.attention.dense_attention import DenseAttention
 from limner.attention.patterns import PATTERNS, conv, paper_pattern, row
+from limner.attention.sparse import DenseAttention
 from more_patterns import ALL
 
 
@@ -68,7 +68,7 @@ def test_layer_pattern_of_the_paper():
 def test_either_way_of_masked_attention_equals_the_reference(written_out, make, prefix, seed):
     mask = attention_mask(make((3, 4), 3), prefix)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense_attention, "EXPLICIT_MAX_MASK", written_out)  # torch's kernel, or the products written out
+        patch.setattr(sparse, "EXPLICIT_MAX_MASK", written_out)  # torch's kernel, or the products written out
         assert_same_with_gradients(
             DenseAttention(mask), lambda q, k, v: attend(q, k, v, mask), (2, 3, len(mask), 8), seed
         )

@@ -10,6 +10,7 @@ from limner.attention.attention import Attention, attend, attention_mask
 from limner.attention.cache import Int8KVStore, KVCache, KVStore, LayerKVCache
 from limner.attention.patterns import PATTERNS
 from limner.models.transformer import TransformerConfig
+from limner.sampling.decoder import TokenDecoder
 from more_patterns import ALL
 
 
@@ -40,7 +41,7 @@ def test_step_by_step_equals_the_whole(make, grid, prefix, recorded, kernel, can
     cache = LayerKVCache.from_prefix(pattern, *stored)
     for t in range(size):
         if t == before:
-            cache = cache.expand(candidates)
+            (cache,) = KVCache([cache]).expand(candidates).layers
         x = shared[:, t : t + 1] if t < before else own[:, t - before : t - before + 1]
         y = layer(x, partial(cache.append, torch.tensor([t]) if recorded else t))
         outputs.append(y if t >= before else y.repeat_interleave(candidates, 0))
@@ -67,10 +68,11 @@ def test_an_8_bit_cache_takes_half_of_bf16s_memory_and_gives_nearly_the_same_log
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.05)
     with torch.inference_mode():
-        caches = [model.prefill(text, store)[0].expand(3) for store in (KVStore, Int8KVStore)]
+        caches = [TokenDecoder(model).prefill(text, store)[0].expand(3) for store in (KVStore, Int8KVStore)]
         for _ in range(36):
             token = torch.randint(0, 12, (6,))
-            whole, small = (model.step(cache, token) for cache in caches)
+            whole, small = (TokenDecoder(model).step(cache, token) for cache in caches)
             torch.testing.assert_close(small, whole, atol=0.02 * whole.std().item(), rtol=0)
-        half, small = (model.bfloat16().prefill(text, store)[0].bytes_per_candidate for store in (KVStore, Int8KVStore))
+        decoder = TokenDecoder(model.bfloat16())
+        half, small = (decoder.prefill(text, store)[0].bytes_per_candidate for store in (KVStore, Int8KVStore))
     assert small / half == pytest.approx((64 + 2) / 128)

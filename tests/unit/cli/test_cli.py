@@ -18,8 +18,7 @@ from limner import cli
 from limner.bundles import read_info
 from limner.cli import COMMANDS, Command, main, train
 from limner.cli.arguments import parse
-from limner.cli.draw import Draw
-from limner.cli.draw_common import output_path
+from limner.cli.draw import Draw, output_path
 from limner.errors import UserError, escape_control
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.progress import PlainProgress
@@ -61,9 +60,9 @@ def test_help_names_every_command(capsys):
         (["data", "scenes", "out", "--count", "0"], "count"),
         (["data", "scenes", "out", "--size", "50"], "multiple of 24"),
         (["data", "scenes", "out", "--held-out", "2"], "held-out"),
-        (["data", "scenes", "out", "--things", "0", "0", "0", "0"], "things"),
+        (["data", "scenes", "out", "--objects", "0", "0", "0", "0"], "objects"),
         (["data", "show", "no-such-folder"], "does not exist"),
-        (["evaluate", "composition", "--things", "5"], "things must be at most 4, not 5"),
+        (["evaluate", "composition", "--objects", "5"], "objects must be at most 4, not 5"),
         (["evaluate", "emojis"], "did you mean 'emoji'"),
         (["evaluate", "pairs", "--pairs", "0"], "pairs must be at least 1"),
         (["plan", "--gpu", "v100"], "did you mean 'v100-16gb'"),

@@ -68,6 +68,16 @@ def test_help_flows(monkeypatch, capsys):
     assert "It provides the tokenizer, initial weights for the trained stages" in shown
 
 
+def test_a_default_is_shown_once(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        main(["draw", "--help"])
+    shown = capsys.readouterr().out
+    assert "by default a file named after the caption." in shown
+    assert "(default: None)" not in shown.partition("by default a file")[2].splitlines()[0]
+    assert "Sample only among the k likeliest tokens. (default: None)" in shown
+
+
 def test_the_recipes_and_kinds_are_listed(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help", "--recipe", "photos", "--prior.training.schedule", "Plateau"])

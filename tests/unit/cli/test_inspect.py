@@ -14,7 +14,7 @@ from limner.optim.optimizers import AdamW16Config
 from limner.pipeline import load
 from limner.quantization.precisions import Fp8SwitchBack, Fp16Weights, SwitchBack
 from limner.runs.train import train_all
-from limner.tasks.build_scenes import write_scenes
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from limner.training.kernel_report import FILE
 from tiny import tiny_recipe
 
@@ -22,7 +22,7 @@ from tiny import tiny_recipe
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inspect")
-    write_scenes(folder / "scenes", 24, 0, size=24, held_out=0.3)
+    write_scenes(folder / "scenes", SceneDataSettings(count=24, size=24, held_out=0.3))
     recipe = tiny_recipe()
     recipe = replace(
         recipe,

@@ -17,7 +17,7 @@ from limner.objectives.elbo import RelaxedELB
 from limner.optim.optimizers import LionConfig, StableAdamWConfig
 from limner.optim.schedules import Plateau
 from limner.recipes.recipe import DVAEStage, PretrainedDVAE, Recipe
-from limner.validation import Validated, ranges
+from limner.validation import Validated, rules
 
 COMMANDS = {
     "draw CAPTION": draw.Draw,
@@ -28,13 +28,13 @@ COMMANDS = {
     "data prepare SOURCE OUT": data.prepare.Prepare,
     "data show SOURCE": data.show.Show,
     "demo": demo.Demo,
-    "evaluate composition": evaluate.composition.ScoreComposition,
-    "evaluate pairs": evaluate.pairs.ScorePairs,
-    "evaluate reconstruction": evaluate.reconstruction.ScoreReconstruction,
-    "evaluate zero-shot": evaluate.zero_shot.ScoreZeroShot,
-    "evaluate emoji RUN DATA": evaluate.emoji.ScoreEmoji,
-    "evaluate icons RUN DATA": evaluate.icons.ScoreIcons,
-    "evaluate grid RUN DATA -o grid.png": evaluate.grid.DrawGrid,
+    "evaluate composition": evaluate.options.ScoreComposition,
+    "evaluate pairs": evaluate.options.ScorePairs,
+    "evaluate reconstruction": evaluate.options.ScoreReconstruction,
+    "evaluate zero-shot": evaluate.options.ScoreZeroShot,
+    "evaluate emoji RUN DATA": evaluate.options.ScoreEmoji,
+    "evaluate icons RUN DATA": evaluate.options.ScoreIcons,
+    "evaluate grid RUN DATA -o grid.png": evaluate.options.DrawGrid,
     "inspect underflow RUN DATA": inspect.underflow.UnderflowOptions,
     "bench": bench.BenchOptions,
     "plan": plan.PlanOptions,
@@ -45,7 +45,7 @@ HUGE = "1" + "0" * 400
 
 def wrong(cls: type, name: str) -> list[str]:
     """Values beyond each end of a field's range, and what is no number of its kind."""
-    allowed, whole, _ = ranges(cls)[name]
+    allowed, whole, _, _ = rules(cls)[name]
     beyond = {allowed.ge: -1, allowed.le: 1, allowed.gt: -1, allowed.lt: 1}
     found = [str(end + step) for end, step in beyond.items() if end is not None]
     found += [str(end) for end in (allowed.gt, allowed.lt) if end is not None]
@@ -59,8 +59,10 @@ def fields(hint: type, path: str = "", default: object = None):
         value = getattr(default, name, None)
         kind = type(value) if is_dataclass(value) else get_args(inner)[0] if get_origin(inner) is Annotated else inner
         if is_dataclass(kind):
-            yield from fields(kind, path if name in ("filters", "options", "sampler") else f"{path}{name}.", value)
-        elif issubclass(hint, Validated) and name in ranges(hint):
+            yield from fields(
+                kind, path if name in ("filters", "options", "sampler", "settings") else f"{path}{name}.", value
+            )
+        elif issubclass(hint, Validated) and name in rules(hint) and rules(hint)[name].allowed:
             shape = next((get_args(k) for k in (kind, *get_args(kind)) if get_origin(k) is tuple), ())
             count = 1 if not shape or Ellipsis in shape else len(shape)
             yield hint, f"{path}{name}".replace("_", "-"), name, count
@@ -105,7 +107,7 @@ def test_of_every_setting_of_a_recipe(capsys, tmp_path, monkeypatch):
     assert len(numbers) > 80
     for i, (cls, option, name, count) in enumerate(numbers):
         path = option.replace("-", "_")
-        for value in (-1e9, 10**400, 1e308, "1", nan, inf, True, [[]], {}, *([1.5] if ranges(cls)[name][1] else [])):
+        for value in (-1e9, 10**400, 1e308, "1", nan, inf, True, [[]], {}, *([1.5] if rules(cls)[name].whole else [])):
             with pytest.raises(UserError, match=f"^{path}.* must be "):
                 changed(recipe, path, [value] * count if count > 1 else value)
         if i % 5 == 0:

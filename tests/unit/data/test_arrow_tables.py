@@ -136,3 +136,24 @@ def test_a_row_group_that_takes_more_memory_than_its_size_says_is_damaged(tmp_pa
     assert few.row(9) == {"text": cell, "image": "b"}
     with pytest.raises(Rejected, match="damaged table"):
         many.row(0)
+
+
+@pytest.mark.parametrize("format", ["stream", "file"])
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_an_arrow_file_that_decompresses_to_more_than_a_row_group_may_take_is_refused(
+    tmp_path, monkeypatch, format, compression
+):
+    names = pyarrow.array(["x" * 100_000] * 40).dictionary_encode()
+    large = pyarrow.table({"text": names, "image": [b"0" * 100_000] * 40})
+    options = pyarrow.ipc.IpcWriteOptions(compression=compression)
+    with getattr(pyarrow.ipc, f"new_{format}")(tmp_path / "t.arrow", large.schema, options=options) as writer:
+        writer.write_table(large, max_chunksize=4)
+    assert (tmp_path / "t.arrow").stat().st_size < 60_000
+    assert arrow_tables.Arrow(tmp_path / "t.arrow").row(39) == {"text": "x" * 100_000, "image": b"0" * 100_000}
+    monkeypatch.setattr(arrow_tables, "MAX_GROUP_BYTES", 4_000_000)
+    before = pyarrow.total_allocated_bytes()
+    with pytest.raises(UserError, match=r"t.arrow decompresses to 4,\d{3},\d{3} bytes, and the maximum is 4,000,000:"):
+        arrow_tables.Arrow(tmp_path / "t.arrow")
+    assert pyarrow.total_allocated_bytes() == before
+    write_arrow(tmp_path / "t.arrow", large, format)  # without compression it stays in the file
+    assert arrow_tables.Arrow(tmp_path / "t.arrow").row(0)["text"] == "x" * 100_000

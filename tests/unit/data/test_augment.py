@@ -135,7 +135,7 @@ def test_the_listings(ours, theirs, shape):
 @pytest.mark.parametrize("name", ["dvae", "prior", "none"])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 5), (16, 3), (15, 300)])
 def test_pictures_below_the_target_are_scaled_up(name, shape):
-    out = get_augment(name)(np.full((*shape, 3), 77, np.uint8), 16, np.random.default_rng(0))
+    out = get_augment(name)[0](np.full((*shape, 3), 77, np.uint8), 16, np.random.default_rng(0))
     assert out.shape == (16, 16, 3) and (out == 77).all()
 
 

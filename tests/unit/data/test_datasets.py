@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from limner.data.augment import augment_none
-from limner.data.datasets import ImageCaptionDataset, TokenDataset
+from limner.data.datasets import CaptionEncoding, ImageCaptionDataset, TokenDataset
 from limner.data.filters import Filters
 from limner.data.hard_negative_captions import Distractors
-from limner.data.prepare import encode_image
+from limner.data.image_encode import image_bytes
 from limner.data.sample import Rejected, Sample
-from limner.data.stream import Stream, splitmix64
+from limner.data.stream import Stream
 from limner.errors import UserError
+from limner.numerics.seeding import splitmix64
 
 
 class Words:
@@ -24,11 +25,16 @@ class Words:
         out = torch.full((len(captions), length), -1)
         for row, caption in enumerate(captions):
             assert caption
+            generator = rng[row] if dropout else None
             for column, word in enumerate(caption.split()[:length]):
-                if dropout and rng.random() < dropout:
+                if dropout and generator.random() < dropout:
                     word = word[: len(word) // 2]
                 out[row, column] = zlib.crc32(word.encode()) % 1000
         return out
+
+
+def words(length=6, **options):
+    return CaptionEncoding(tokenizer=Words(), length=length, **options)
 
 
 class Memory:
@@ -46,7 +52,7 @@ class Memory:
         if index in self.bad:
             raise Rejected(self.bad[index])
         captions = (f"picture number {index}", f"number {index} in another phrasing")
-        return Sample(encode_image(self.pixels[index]), captions)
+        return Sample(image_bytes(self.pixels[index]), captions)
 
     def meta(self, index):
         return {}
@@ -67,7 +73,9 @@ def equal(a, b):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_sample_does_not_depend_on_its_surroundings(augment, dropout):
     def make(threads):
-        return ImageCaptionDataset(Memory(9), 16, augment, Words(), 6, dropout, caption_dropout=0.3, threads=threads)
+        return ImageCaptionDataset(
+            Memory(9), 16, augment, words(bpe_dropout=dropout, caption_dropout=0.3), threads=threads
+        )
 
     whole = batch(make(1), range(9))
     assert whole["pixels"].shape == (9, 3, 16, 16) and whole["pixels"].dtype == torch.uint8
@@ -81,7 +89,7 @@ def test_a_sample_does_not_depend_on_its_surroundings(augment, dropout):
 
 
 def test_seeds_choose_crop_phrasing_and_dropout():
-    dataset = ImageCaptionDataset(Memory(1), 16, "dvae", Words(), 6, caption_dropout=0.25)
+    dataset = ImageCaptionDataset(Memory(1), 16, "dvae", words(caption_dropout=0.25))
     out = dataset.batch(np.zeros(200, int), splitmix64(0, np.arange(200)))
     assert len({row.numpy().tobytes() for row in out["pixels"]}) > 50
     texts = [tuple(row.tolist()) for row in out["text"]]
@@ -100,8 +108,8 @@ def test_none_matches_the_picture():
 def test_pictures_that_are_kept_are_the_same_and_are_decoded_once():
     source = Memory(6, {2: "broken image"})
     read = []
-    plain = ImageCaptionDataset(source, 8, tokenizer=Words(), text_len=6)
-    kept = ImageCaptionDataset(source, 8, tokenizer=Words(), text_len=6, cache_bytes=6 * 3 * 64)
+    plain = ImageCaptionDataset(source, 8, text=words())
+    kept = ImageCaptionDataset(source, 8, text=words(), cache_bytes=6 * 3 * 64)
     original = Memory.__getitem__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Memory, "__getitem__", lambda self, i: (read.append(i), original(self, i))[1])
@@ -119,18 +127,18 @@ def test_pictures_that_are_kept_are_the_same_and_are_decoded_once():
 def test_distractors_are_other_captions_and_padding_where_there_is_none():
     source = Memory(8)
     captions = [c for i in range(8) for c in source[i].captions] * 3
-    images = ImageCaptionDataset(source, 8, tokenizer=Words(), text_len=6, distractors=(Distractors(captions), 3))
+    images = ImageCaptionDataset(source, 8, text=words(distractors=Distractors(captions, count=3)))
     found = batch(images, [0, 1])
     assert found["distractors"].shape == (2, 3, 6)
     for text, wrong in zip(found["text"], found["distractors"], strict=True):
         assert ((wrong != text).sum(1) == 1).all()  # the number
-    lonely = ImageCaptionDataset(source, 8, tokenizer=Words(), text_len=6, distractors=(Distractors([]), 2))
+    lonely = ImageCaptionDataset(source, 8, text=words(distractors=Distractors([], count=2)))
     assert (batch(lonely, [0, 1])["distractors"] == -1).all()
 
 
 def test_bad_samples_are_replaced_by_the_next_good_one_and_counted_once():
     source = Memory(8, {2: "broken image", 3: "missing caption", 7: "broken image"})
-    dataset = ImageCaptionDataset(source, 16, "prior", Words(), 6, threads=3)
+    dataset = ImageCaptionDataset(source, 16, "prior", words(), threads=3)
     for _ in range(2):
         out = batch(dataset, range(8))
         assert dataset.rejected == {"broken image": 2, "missing caption": 1}
@@ -159,7 +167,7 @@ def test_filters_on_the_fly():
 def test_tokens():
     tokens = np.arange(40, dtype=np.uint16).reshape(10, 4) + 60000
     captions = [(f"row {n}", f"the row {n}") for n in range(10)]
-    plain = TokenDataset(tokens, captions, Words(), 4)
+    plain = TokenDataset(tokens, captions, words(4))
     indices, seeds = np.arange(10)[::-1].copy(), splitmix64(1, np.arange(10))
     out = plain.batch(indices, seeds)
     assert torch.equal(out["image"], torch.from_numpy(tokens[indices].astype(np.int64)))
@@ -168,17 +176,17 @@ def test_tokens():
         choices = Words().encode(captions[index], 4)
         assert any(torch.equal(out["text"][row], choice) for choice in choices)
     assert equal(out, plain.batch(indices, seeds))
-    dropped = TokenDataset(tokens, captions, Words(), 4, bpe_dropout=0.5)
+    dropped = TokenDataset(tokens, captions, words(4, bpe_dropout=0.5))
     assert not equal(out, dropped.batch(indices, seeds))
     assert equal(dropped.batch(indices, seeds), dropped.batch(indices, seeds))
-    empty = TokenDataset(tokens, captions, Words(), 4, caption_dropout=1.0).batch(indices, seeds)
+    empty = TokenDataset(tokens, captions, words(4, caption_dropout=1.0)).batch(indices, seeds)
     assert (empty["text"] == -1).all()
     with pytest.raises(ValueError, match="10 rows"):
-        TokenDataset(tokens, captions[:3], Words())
+        TokenDataset(tokens, captions[:3], words())
 
 
 def test_streams_over_data_sets_divide():
-    dataset = ImageCaptionDataset(Memory(7), 16, "prior", Words(), 6, 0.2, 0.2)
+    dataset = ImageCaptionDataset(Memory(7), 16, "prior", words(bpe_dropout=0.2, caption_dropout=0.2))
     whole, left, right = (Stream(dataset, 4) for _ in range(3))
     left.shard(0, 2)
     right.shard(1, 2)

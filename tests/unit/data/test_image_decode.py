@@ -108,7 +108,7 @@ def test_a_picture_is_not_broken_where_pillow_is(monkeypatch, lacks):
 
 
 @pytest.mark.parametrize("side", [9_000, 60_000])
-def test_bombs_are_rejected_by_their_header(side):
+def test_bombs_are_rejected_by_their_header(side, monkeypatch):
     def chunk(kind, data):
         body = kind + data
         return len(data).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
@@ -117,8 +117,9 @@ def test_bombs_are_rejected_by_their_header(side):
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 999))
     with pytest.raises(Rejected, match="^decompression bomb$"):
         decode_image(bomb)
+    monkeypatch.setattr(image_decode, "MAX_PIXELS", 9_999)
     with pytest.raises(Rejected, match="^decompression bomb$"):
-        decode_image(encode(picture(0, 100, 100), "JPEG"), max_pixels=9_999)
+        decode_image(encode(picture(0, 100, 100), "JPEG"))
 
 
 def photograph(height, width):
@@ -270,8 +271,9 @@ def test_a_webp_is_measured_before_it_is_opened(monkeypatch):
         data = encode(picture(0, 30, 50), "WEBP", **options)
         assert image_decode.webp_size(data) == (50, 30)
     monkeypatch.setattr(Image, "open", None)  # not called
+    monkeypatch.setattr(image_decode, "MAX_PIXELS", 1_000)
     with pytest.raises(Rejected, match="^decompression bomb$"):
-        decode_image(data, max_pixels=1_000)
+        decode_image(data)
 
 
 def test_random_damage_never_raises_anything_else():
@@ -344,7 +346,9 @@ def test_threads_decode_large_pictures_within_the_budget(tmp_path):
     )
     run = [sys.executable, "-c", script, *map(str, sorted(tmp_path.iterdir()))]
     source = os.path.dirname(os.path.dirname(os.path.dirname(image_decode.__file__)))
-    done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": source}, check=True)
+    # A fixed threshold returns freed memory at once, so that the peak does not depend on how glibc reuses it.
+    environment = {**os.environ, "PYTHONPATH": source, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    done = subprocess.run(run, capture_output=True, text=True, env=environment, check=True)
     used, shapes = done.stdout.split(maxsplit=1)
     assert shapes.strip() == f"{{({side}, {side}, 3)}}"
-    assert int(used) < 400  # 590 if all six are decoded together
+    assert int(used) < 200  # MiB: 131 measured, and 600 if all six are decoded together

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from limner.data import image_folder, sanitize, tables
+from limner.data import open_source as module, sanitize, tables
 from limner.data.image_decode import decode_image
 from limner.data.open_source import open_source
 from limner.data.prepare import prepare
@@ -135,6 +135,28 @@ def test_a_glob_names_a_file_once_however_many_links_lead_to_it(folder):
     assert [source.meta(i) for i in range(len(source))] == plain
     (folder / "again").symlink_to("part0")
     assert sorted(caption for caption, _ in outcomes(open_source(pattern))) == sorted(CAPTIONS)
+
+
+def test_captions_are_read_without_the_pictures(folder, tmp_path, monkeypatch):
+    prepare(folder, tmp_path / "shards", filters=NO_FILTERS)
+    rows = [{"caption": c, "image": f"part{n % 2}/{n}.png"} for n, c in enumerate(CAPTIONS)]
+    rows += [{"caption": "outside", "image": "../x.png"}, {"caption": " ", "image": "part0/0.png"}]
+    path = table(folder, "jsonl", rows)
+    (folder / "part0/x.txt").write_text("no picture")
+    sources = [open_source(path), open_source(tmp_path / "shards"), open_source(folder / "part0")]
+    read = [outcomes(source) for source in sources]
+    for picture in folder.rglob("*.png"):
+        picture.unlink()
+    sizes, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: sizes.append(size) or pread(file, size, offset))
+    assert [outcomes(source, captions=True) for source in sources] == [
+        [outcome if isinstance(outcome, str) else outcome[0] for outcome in source] for source in read
+    ]
+    assert max(sizes) < 200  # bytes; a picture has more
+    assert [outcome for source in read for outcome in source if isinstance(outcome, str)] == [
+        "path outside the data folder", "empty caption", "missing image",
+    ]  # fmt: skip
+    assert set(outcomes(sources[0])) == {"missing image", "path outside the data folder", "empty caption"}
 
 
 def test_hidden_folders_are_not_read(folder):
@@ -285,11 +307,14 @@ def test_a_table_that_holds_its_pictures_is_not_read_for_its_fingerprint(tmp_pat
 # -------------------------------------------------------------------------------------- strangers
 
 
-def outcomes(source):
-    """For each element its first caption and its split, or why it is rejected."""
+def outcomes(source, captions=False):
+    """For each element its first caption (and its split, if the sample is read), or why it is rejected."""
     found = []
     for index in range(len(source)):
         try:
+            if captions:
+                found.append(source.captions(index)[0])
+                continue
             sample = source[index]
             found.append((sample.captions[0], sample.meta.get("split")))
         except Rejected as rejected:
@@ -345,7 +370,7 @@ def test_a_path_that_never_ends_raises_an_error(tmp_path, kind):
 
 def test_a_sample_that_fails_in_any_way_is_one_rejection(folder, monkeypatch, tmp_path):
     source = open_source(folder)
-    monkeypatch.setattr(image_folder, "parse_captions", lambda text: (text.decode(),) if b"cats" not in text else 1 / 0)
+    monkeypatch.setattr(module, "parse_captions", lambda text: (text.decode(),) if b"cats" not in text else 1 / 0)
     assert sorted(map(str, outcomes(source)))[2] == "unreadable sample"
     assert prepare(source, tmp_path / "out", filters=NO_FILTERS).rejected == {"unreadable sample": 1}
     with pytest.raises(IndexError):

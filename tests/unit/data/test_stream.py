@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from limner.data.stream import Stream, permutation, splitmix64
+from limner.data.stream import Stream, permutation
 from limner.errors import UserError
 
 
@@ -93,13 +93,6 @@ def test_the_order_is_pinned():
     assert permutation(10, 0, 0).tolist() == [4, 8, 0, 1, 7, 6, 2, 5, 3, 9]
     assert not np.array_equal(permutation(10, 0, 0), permutation(10, 0, 1))
     assert not np.array_equal(permutation(10, 0, 0), permutation(10, 1, 0))
-
-
-def test_hash_is_well_mixed():
-    bits = np.unpackbits(splitmix64(3, np.arange(4096)).view(np.uint8)).reshape(4096, 64)
-    assert np.abs(bits.mean(0) - 0.5).max() < 0.05
-    flips = np.unpackbits((splitmix64(3, np.arange(4096)) ^ splitmix64(2, np.arange(4096))).view(np.uint8))
-    assert abs(flips.mean() - 0.5) < 0.01
 
 
 def test_an_error_in_the_thread_reaches_the_caller():

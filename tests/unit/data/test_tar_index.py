@@ -4,8 +4,7 @@ import tarfile
 
 import pytest
 
-from limner.data.shard_reader import ShardReader
-from limner.data.tar_index import tar_members
+from limner.data.shard_reader import ShardReader, tar_members
 from tar_files import archive, outcomes, pairs, tar
 
 

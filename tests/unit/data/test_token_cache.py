@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save
 
+from limner.data.image_encode import image_bytes
 from limner.data.open_source import open_source
-from limner.data.prepare import encode_image
 from limner.data.shard_writer import ShardWriter
 from limner.data.token_cache import encode_tokens
 from limner.errors import UserError
@@ -31,7 +31,7 @@ class Encoder:
 def source(tmp_path):
     with ShardWriter(tmp_path / "data") as writer:
         for n in range(10):
-            image = encode_image(np.full((8, 8, 3), n * 20, np.uint8))
+            image = image_bytes(np.full((8, 8, 3), n * 20, np.uint8))
             writer.write(b"broken" if n in (3, 9) else image, [f"number {n}", f"no {n}"])
     return open_source(tmp_path / "data")
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from limner.data.stream import Stream
-from limner.distributed.gradient_reducers import Fp32Reducer, GradientReducer, OverlappedReducer, Replicas, buckets
+from limner.distributed.gradient_reducers import Fp32Reducer, Replicas, buckets
+from limner.distributed.overlapped_reducer import OverlappedReducer
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded, Zero2
@@ -21,9 +22,8 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.optim import grad_access
 from limner.optim.dtensor import full_tensor, to_local
 from limner.optim.optimizers import AdamW16Config
-from limner.quantization.half_linear import HalfLinear
+from limner.quantization import HalfLinear
 from limner.quantization.precisions import Fp16Weights
-from limner.training.checkpoint import LocalCheckpointer
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
 from limner.training.loop import train
@@ -108,7 +108,7 @@ def test_matrices_stay_in_16_bits_and_each_process_of_shards_has_half(found):
                 assert one["bytes"] == alone["bytes"]
 
 
-REDUCERS: dict[str, Callable[[], GradientReducer]] = {
+REDUCERS: dict[str, Callable[[], Fp32Reducer]] = {
     "powersgd": lambda: PowerSGD(PowerSGDConfig(rank=3, quantize=False)),
     "torch-powersgd": lambda: TorchPowerSGD(3),
 }
@@ -157,10 +157,8 @@ def test_what_16_bits_cannot_hold_of_a_gradient_comes_later(compressed, name, dt
 def train_on(out: Path, steps: int) -> None:
     torch.manual_seed(0)
     ours, stream = Sharded(), Stream(Tokens(), 8, seed=3)
-    train(
-        PRIOR.build(), Autoregressive(), stream, replace(CONFIG, steps=steps), out, parallel=ours,
-        checkpointer=ours.checkpointer(LocalCheckpointer(out, CONFIG.keep)),
-    )  # fmt: skip
+    run = TrainState(PRIOR.build(), Autoregressive(), replace(CONFIG, steps=steps), parallel=ours)
+    train(run, stream, out)
     stream.close()
 
 

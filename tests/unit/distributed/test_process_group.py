@@ -72,7 +72,7 @@ def test_one_machine_that_is_left_is_a_replica_and_goes_on_with_its_error_buffer
         assert isinstance(parallel, Sharded) and parallel.mesh.shape == (1, 1)
         model = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=2, heads=2)
         parallel.prepare(Trainable(model.build(), Autoregressive()), torch.device("cpu"), torch.float32)
-        assert len(parallel.error_buffers()) == 8
+        assert len(parallel.reduction.error_buffers()) == 8
 
 
 def test_one_replica_that_was_asked_for_has_nothing_to_send() -> None:

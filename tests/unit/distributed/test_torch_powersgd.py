@@ -11,7 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from limner.data.stream import Stream
-from limner.distributed.gradient_reducers import OverlappedReducer, Replicas, buckets
+from limner.distributed.gradient_reducers import Replicas, buckets
+from limner.distributed.overlapped_reducer import OverlappedReducer
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Replicated
 from limner.distributed.sharded import Sharded
@@ -25,6 +26,7 @@ from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
 from limner.training.train_module import Trainable
+from limner.training.train_state import TrainState
 from ranks import on_ranks
 from shard_ranks import Tokens
 
@@ -169,7 +171,7 @@ def learn(out: Path, steps: int, kind: str) -> list[tuple[float, float]]:
     torch.manual_seed(0)
     stream = Stream(Tokens(), 8, seed=3)
     parallel = Replicated(make[kind])
-    train(PRIOR.build(), Autoregressive(), stream, config, out, parallel=parallel)
+    train(TrainState(PRIOR.build(), Autoregressive(), config, parallel=parallel), stream, out)
     stream.close()
     return [(row["loss"], row["grad_norm"]) for row in read_metrics(out / "metrics.jsonl")]
 

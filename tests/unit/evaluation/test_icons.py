@@ -10,13 +10,11 @@ from PIL import Image, ImageColor
 
 from limner.data.open_source import open_source
 from limner.errors import UserError
-from limner.evaluation import icon_grid
 from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
-from limner.evaluation.icon_pictures import HeldOutPairs, Icons
-from limner.evaluation.icon_result import save
-from limner.evaluation.icons import IconSettings, accuracy, enlarge_middle, evaluate, evaluate_pairs
+from limner.evaluation.icon_pictures import FRAME, GAP, LEFT, SIDE, TOP, Icons, draw_cells, grid_cells, render_grid
+from limner.evaluation.icons import IconSettings, accuracy, enlarge_middle, evaluate, evaluate_pairs, save
 from limner.evaluation.nearest_neighbor import ReferenceSet
-from limner.pipeline import Candidates
+from limner.sampling.candidates import Candidates
 from limner.sampling.generation_config import Sampler
 from tiny import tiny_pipe
 from toy_icons import HELD_OUT, STYLES, SUBJECTS, UNSEEN, pair, picture, write_toy_icons
@@ -70,7 +68,7 @@ def test_the_data_has_splits_by_reason_and_held_out_pairs(icons):
     assert (references.families[held], icons.styles[held]) == HELD_OUT
     assert [references.families[i] for i in references.split_indices("subject")] == [UNSEEN] * len(STYLES)
     assert references.captions[held] == "a cross, night"
-    assert sorted(zip(icons.pairs.kinds, icons.pairs.subjects, icons.pairs.styles, strict=True)) == [
+    assert sorted(zip(icons.pairs.splits, icons.pairs.families, icons.pair_styles, strict=True)) == [
         ("style", "circle", "dark"), ("style", "square", "dark"),
         ("upside down", "circle", "flat"), ("upside down", "square", "flat"),
     ]  # fmt: skip
@@ -126,7 +124,8 @@ def test_copies_take_the_same_skin_tone_if_there_is_one():
     keys = ["hand", "hand, dark", "hand", "hand, dark", "hand, dark", "hand, light"]
     splits = ["train"] * 4 + ["combination"] * 2
     references = ReferenceSet(pictures, keys, keys, ["hand"] * 6, splits)
-    icons = Icons(references, ["a", "a", "b", "b", "c", "c"], HeldOutPairs(pictures[:0], [], [], [], []))
+    no_pairs = ReferenceSet(pictures[:0], [], [], [], [])
+    icons = Icons(references, ["a", "a", "b", "b", "c", "c"], no_pairs, [])
     assert icons.style_distances() == {("a", "b"): 0, ("b", "a"): 0}
     assert icons.nearest_style_copies([4, 5]) == [1, 0]
 
@@ -186,29 +185,28 @@ def test_tables_and_json_agree(icons, classifier, tmp_path):
 
 @pytest.mark.parametrize("real", [False, True])
 def test_a_grid_frames_held_out_cells_and_places_each_drawing(icons, real):
-    chosen = icon_grid.grid_cells(icons, ["square", "cross"])
+    chosen = grid_cells(icons, ["square", "cross"])
     assert list(chosen) == [(subject, style) for subject in ("square", "cross") for style in sorted(STYLES)]
-    drawings = icon_grid.generate(Artist(depicted), icons, chosen, 2, seed=0)
+    drawings = draw_cells(Artist(depicted), icons, chosen, 2, seed=0)
     assert all(torch.equal(d, icons.references.pictures[i]) for d, i in zip(drawings, chosen.values(), strict=True))
     drawings = 255 - drawings  # distinct from the real pictures
-    sheet = icon_grid.render(icons, chosen, drawings, real)
-    side, gap = icon_grid.SIDE, icon_grid.GAP
-    offset = side + gap // 3
-    width = (offset if real else 0) + side + gap
+    sheet = render_grid(icons, chosen, drawings, real)
+    offset = SIDE + GAP // 3
+    width = (offset if real else 0) + SIDE + GAP
     for place, ((subject, style), i) in enumerate(chosen.items()):
-        x = icon_grid.LEFT + sorted(STYLES).index(style) * width
-        y = icon_grid.TOP + ["square", "cross"].index(subject) * (side + gap)
+        x = LEFT + sorted(STYLES).index(style) * width
+        y = TOP + ["square", "cross"].index(subject) * (SIDE + GAP)
         for which, pixels in enumerate((drawings[place], icons.references.pictures[i])[: 2 if real else 1]):
-            cell = sheet.crop((x + which * offset, y, x + which * offset + side, y + side)).resize((24, 24), 0)
+            cell = sheet.crop((x + which * offset, y, x + which * offset + SIDE, y + SIDE)).resize((24, 24), 0)
             assert torch.equal(tensor(cell), pixels)
-        around = [(x - 3, y), (x, y - 3), (x + width - gap + 2, y), (x, y + side + 2)]
-        frame = [sheet.getpixel(at) == ImageColor.getrgb(icon_grid.FRAME) for at in around]
+        around = [(x - 3, y), (x, y - 3), (x + width - GAP + 2, y), (x, y + SIDE + 2)]
+        frame = [sheet.getpixel(at) == ImageColor.getrgb(FRAME) for at in around]
         assert frame == [(subject, style) == HELD_OUT] * 4
 
 
 def test_a_grid_has_subjects_with_a_held_out_style_or_the_named_ones(icons):
-    assert {subject for subject, _ in icon_grid.grid_cells(icons)} == {HELD_OUT[0]}
+    assert {subject for subject, _ in grid_cells(icons)} == {HELD_OUT[0]}
     with pytest.raises(UserError, match="unknown subject 'squares': did you mean 'square'"):
-        icon_grid.grid_cells(icons, ["squares"])
+        grid_cells(icons, ["squares"])
     with pytest.raises(UserError, match="unknown subject 'zzz': choose "):
-        icon_grid.grid_cells(icons, ["zzz"])
+        grid_cells(icons, ["zzz"])

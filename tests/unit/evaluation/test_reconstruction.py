@@ -37,7 +37,7 @@ def test_lossless_reconstructions_have_the_same_scene():
     assert result.perplexity == pytest.approx(np.exp(-(p * np.log(p)).sum()), rel=1e-5)
 
 
-def test_reconstructions_without_objects_have_another_scene(tmp_path):
+def test_reconstructions_without_objects_have_another_scene():
     dvae = Lossless()
     dvae.change = lambda pixels: pixels[:, :, :1, :1].expand_as(pixels).contiguous()
     advanced = []
@@ -46,8 +46,6 @@ def test_reconstructions_without_objects_have_another_scene(tmp_path):
     assert result.psnr_worst <= result.psnr < 30
     assert sum(advanced) == 6
     assert "dB" in result.table()
-    result.save(tmp_path / "r.json")
-    assert '"same_scene": 0.0' in (tmp_path / "r.json").read_text()
 
 
 def test_a_real_dvae_is_measured():

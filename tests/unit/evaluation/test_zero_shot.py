@@ -75,9 +75,9 @@ class Few:
         return 3
 
     def __getitem__(self, i):
-        from limner.data.prepare import encode_image
+        from limner.data.image_encode import image_bytes
 
-        return Sample(encode_image(np.full((8, 8, 3), 40 * i, np.uint8)), (f"thing {i}",), self.meta(i))
+        return Sample(image_bytes(np.full((8, 8, 3), 40 * i, np.uint8)), (f"thing {i}",), self.meta(i))
 
     def meta(self, i):
         return {"emoji": str(i), "family": "all", "split": "held-out" if i == 1 else "train"}

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from limner.distributed.gradient_reducers import OverlappedReducer, Replicas, buckets
+from limner.distributed.gradient_reducers import Replicas, buckets
+from limner.distributed.overlapped_reducer import OverlappedReducer
 from limner.distributed.powersgd import EPS, PowerSGDConfig
 from limner.experiments.dion import Dion
 from ranks import on_ranks

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from limner.experiments import grad_scales
-from limner.experiments.grad_scales import NARROW_FORMAT, FastPerBlockGradScaler
-from limner.experiments.sweep import TrialRunner
+from limner.experiments import sixteen_bits, sweep
+from limner.experiments.sixteen_bits import NARROW_FORMAT, FastPerBlockGradScaler
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
@@ -18,27 +17,24 @@ MODEL = TransformerConfig(text_vocab=20, image_vocab=16, text_len=5, grid=(3, 3)
 
 def test_scales_are_recorded_after_each_update():
     run = TrainState(MODEL.build(), Autoregressive(), TrainConfig(steps=3, batch_size=2, precision=Fp32()))
-    (hook,) = grad_scales.grad_scaler_hooks("resblocks", run)
+    hook = FastPerBlockGradScaler(run)
     batch = {"text": torch.ones(2, 5, dtype=torch.long), "image": torch.ones(2, 9, dtype=torch.long)}
     for _ in range(3):
         update(run, batch, [hook])
-    assert isinstance(hook, FastPerBlockGradScaler) and [len(scales) for scales in hook.history] == [2, 2, 2]
+    assert [len(scales) for scales in hook.history] == [2, 2, 2]
     assert hook.history[-1] == pytest.approx(hook.scales.log2().tolist())
 
 
-class FakeRunner(TrialRunner):
+def test_scales_are_charted(tmp_path, monkeypatch):
     """Results without trials: scales of five resblocks that grow at different rates."""
 
-    def run(self, trial, settings, title):
+    def run(folder, trial, settings):
         scales = [[13 + step * i / 10 for i in range(5)] for step in range(10)]
-        return [
-            {"loss": [1.0] * 10, "held_out": 1.0, "skipped": 0, "scales": scales if setting.kind == "resblocks" else []}
-            for setting in settings
-        ]
+        fast = [setting.get("scaler") is FastPerBlockGradScaler for setting in settings]
+        return [{"loss": [1.0] * 15, "held_out": 1.0, "skipped": 0, "scales": scales if f else []} for f in fast]
 
-
-def test_scales_are_charted(tmp_path):
-    finding = grad_scales.reproduce(FakeRunner(tmp_path), quick=True)
+    monkeypatch.setattr(sweep, "run_trials", run)
+    finding = sixteen_bits.grad_scales.reproduce(tmp_path, True)
     assert str(NARROW_FORMAT) in finding.verdict and "span 3.6 powers of two" in finding.verdict
     curves = dict(finding.curves)["log2 of the scales, first seed"]
     assert list(curves) == ["resblock 1", "resblock 2", "resblock 4", "resblock 5"]

@@ -1,5 +1,6 @@
 """Simulated replicas match processes; formulas and criteria of the findings on compressed gradients."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import torch
 from limner.distributed.gradient_reducers import Fp32Reducer
 from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.replicated import Replicated
-from limner.experiments import bandwidth, householder
-from limner.experiments.compression_rank import smallest_rank
+from limner.experiments import bandwidth
+from limner.experiments.gradient_compression import FORMATS, METHODS, orthonormality, smallest_rank
 from limner.experiments.replicas import SimulatedReplicas
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Fp32
@@ -81,7 +82,7 @@ def test_the_smallest_rank_has_no_gap_above_it(gaps: dict[int, float], smallest:
     assert smallest_rank(gaps, noise=0.1) == smallest
 
 
-@pytest.mark.parametrize("method", householder.METHODS.values())
+@pytest.mark.parametrize("method", METHODS.values())
 def test_all_methods_agree_on_well_conditioned_columns(method: Callable[[Any], Any]):
     p = torch.randn(3, 40, 6, generator=torch.Generator().manual_seed(0))
     ours, theirs = method(p), torch.linalg.qr(p)[0]
@@ -90,9 +91,9 @@ def test_all_methods_agree_on_well_conditioned_columns(method: Callable[[Any], A
 
 
 def test_only_reflections_stay_orthonormal():
-    errors = householder.trial(householder.ColumnsSetting(digits=None, seed=0, matrices=2, m=64, r=8))
-    wrong = {key: value is None or value > 1e-2 for key, value in errors.items()}
-    assert all(is_wrong == ("Gram" in key) for key, is_wrong in wrong.items())
+    for method, form in itertools.product(METHODS, FORMATS):
+        (error,) = orthonormality(method=method, form=form, digits=(None,), seed=0, matrices=2, m=64, r=8).values()
+        assert (error > 1e-2) == ("Gram" in method)
 
 
 def test_the_formulas_count_the_factors_of_all_matrices_of_a_resblock():

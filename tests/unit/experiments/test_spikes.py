@@ -6,18 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from limner.experiments import loss_spikes, rms_predicts, stable_adamw
-from limner.experiments.spike_sweep import BRIGHTENING, PATCH, InjectedSignal
+from limner.experiments.spikes import BRIGHTENING, PATCH, InjectedSignal, grows, is_better, patches_predict, pool
 from limner.metrics.spikes import SpikeMatch
 
 
 @pytest.mark.parametrize(
-    ("counts", "grows"),
+    ("counts", "should_grow"),
     [((0, 1, 4), True), ((1, 1, 4), True), ((2, 2, 2), False), ((0, 3, 1), False), ((4, 1, 0), False)],
 )
-def test_spikes_grow_only_where_they_never_fall(counts, grows):
-    assert loss_spikes.spikes_grow({"lr": counts}, (0, 1)) == {"lr": grows, "beta2": True}
-    assert loss_spikes.spikes_grow({"lr": (0, 1)}, counts) == {"lr": True, "beta2": grows}
+def test_spikes_grow_only_where_they_never_fall(counts, should_grow):
+    assert grows(counts) is should_grow
 
 
 def spikes(loss, following, covered=0.05):
@@ -35,11 +33,11 @@ def spikes(loss, following, covered=0.05):
     ],
 )
 def test_rms_predicts_spikes_only_beyond_chance_and_in_the_patch_embedding(patches, middle, holds):
-    assert rms_predicts.patches_predict(patches, middle) is holds
+    assert patches_predict(patches, middle) is holds
 
 
 def test_runs_are_pooled():
-    pooled = rms_predicts.pool([spikes(3, 2, 0.1), spikes(1, 1, 0.3)])
+    pooled = pool([spikes(3, 2, 0.1), spikes(1, 1, 0.3)])
     assert len(pooled.loss) == 4 and len(pooled.following) == 3 and pooled.covered == pytest.approx(0.2)
 
 
@@ -55,22 +53,16 @@ def test_runs_are_pooled():
     ],
 )
 def test_stable_adamw_must_have_fewer_spikes_and_be_more_accurate(stable, adamw, differences, holds):
-    assert stable_adamw.is_better(stable, adamw, differences) is holds
-
-
-def test_accuracies_are_compared_seed_by_seed():
-    mean, error = stable_adamw.difference([0.3, 0.5, 0.7], [0.2, 0.4, 0.6])
-    assert mean == pytest.approx(0.1) and error == pytest.approx(0, abs=1e-9)
-    assert stable_adamw.difference([0.3], [0.2])[1] == math.inf
+    assert is_better(stable, adamw, differences) is holds
 
 
 def test_the_signal_brightens_half_of_the_blue_pixels_at_a_time():
-    change = InjectedSignal(400, seed=1)
+    signal = InjectedSignal(400, seed=1)
     pictures = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (4, 3, 24, 24), dtype=np.uint8))
-    first, second = change.onsets
+    first, second = signal.onsets
     assert 200 <= first < second < 360
     for step, share in ((first - 1, 0.0), (first, 0.5), (second - 1, 0.5), (second, 1.0)):
-        changed = change(step, pictures)
+        changed = signal.change(step, pictures)
         assert changed[:, :2].equal(pictures[:, :2])
         brighter = changed[:, 2] >= 127 + BRIGHTENING
         assert brighter.float().mean() == share

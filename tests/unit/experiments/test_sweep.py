@@ -1,15 +1,19 @@
-"""Trials whose process is killed, and files of results that are damaged."""
+"""Trials whose process is killed, files of results that are damaged, a pool without shared memory, and statistics."""
 
+import errno
 import json
 import math
 import warnings
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from limner.cli import main
 from limner.errors import UserError
-from limner.experiments.sweep import TrialRunner
-from toy_trials import Setting, trial
+from limner.experiments.sweep import Sweep, mean_and_error, result_path, run_trials, span
+from toy_trials import trial
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +26,16 @@ def count(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def test_a_killed_trial_raises_and_finished_ones_are_saved(tmp_path):
-    runner, counter, needed_file = TrialRunner(tmp_path / "saved", workers=1), tmp_path / "counter", tmp_path / "needed"
-    settings = [Setting(0, str(counter)), Setting(1, str(counter), str(needed_file)), Setting(2, str(counter))]
+def test_a_killed_trial_raises_and_finished_ones_are_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr("limner.experiments.sweep.num_cores", lambda: 1)
+    folder, counter, needed_file = tmp_path / "saved", tmp_path / "counter", tmp_path / "needed"
+    settings = [{"number": number, "counter": str(counter)} for number in range(3)]
+    settings[1]["needed"] = str(needed_file)
     with pytest.raises(UserError, match=r"a trial was killed, probably because memory ran out: .* trials are saved"):
-        runner.run(trial, settings, "trying")
+        run_trials(folder, trial, settings)
     assert count(counter) == 1
     needed_file.touch()
-    assert [result["number"] for result in runner.run(trial, settings, "trying")] == [0, 1, 2]
+    assert [result["number"] for result in run_trials(folder, trial, settings)] == [0, 1, 2]
     assert count(counter) == 3
 
 
@@ -42,19 +48,66 @@ WRONG = {
 
 
 def test_a_damaged_result_is_computed_again_with_a_warning(tmp_path):
-    runner, counter = TrialRunner(tmp_path / "saved"), tmp_path / "counter"
-    settings = [Setting(number, str(counter)) for number in range(len(WRONG) + 1)]
-    first = runner.run(trial, settings, "trying")
+    folder, counter = tmp_path / "saved", tmp_path / "counter"
+    settings = [{"number": number, "counter": str(counter)} for number in range(len(WRONG) + 1)]
+    first = run_trials(folder, trial, settings)
     assert repr(first[0]) == repr({"loss": [0.1, math.nan, math.inf], "number": 0})
-    paths = [runner.path(trial, setting) for setting in settings]
+    paths = [result_path(folder, trial, setting) for setting in settings]
     contents = {path: path.read_bytes() for path in paths}
     for path, damage in zip(paths, WRONG.values(), strict=False):
         path.write_bytes(damage(contents[path]))
     with pytest.warns(UserWarning, match="is damaged: its trial runs again") as warned:
-        assert repr(runner.run(trial, settings, "trying")) == repr(first)
+        assert repr(run_trials(folder, trial, settings)) == repr(first)
     assert len(warned) == len(WRONG) and count(counter) == len(settings) + len(WRONG)
     assert {path: path.read_bytes() for path in paths} == contents
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert repr(runner.run(trial, settings, "trying")) == repr(first)
+        assert repr(run_trials(folder, trial, settings)) == repr(first)
     assert count(counter) == len(settings) + len(WRONG)
+
+
+@pytest.mark.parametrize(
+    "fault", [(errno.EROFS, "Read-only file system"), (errno.ENOENT, "No such file"), (0, "Error")]
+)
+def test_a_system_without_shared_memory_raises(monkeypatch, tmp_path, capsys, fault):
+    def fails(*_, **__):
+        raise OSError(*fault)
+
+    monkeypatch.setattr(SemLock, "__init__", fails)
+    assert main(["reproduce", "bandwidth", "--quick", "-o", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("limner: no shared memory for several processes (")
+    assert fault[1] in error and "mount a writable /dev/shm" in error
+
+
+def test_a_sweep_tabulates_its_grid_over_seeds(monkeypatch, tmp_path):
+    ran = []
+
+    def fake(folder, trial, settings):
+        ran.extend(settings)
+        return [{"loss": [9.0, s["lr"] * s["seed"]], "seen": s["seed"]} for s in settings]
+
+    monkeypatch.setattr("limner.experiments.sweep.run_trials", fake)
+    grid = {("a", 1): {"lr": 2.0}, ("b", "-"): {"lr": 4.0, "batch": 8}}
+    sweep = Sweep(trial, grid, (1, 3), steps=2, batch=4).run(tmp_path)
+    assert ran[0] == {"steps": 2, "batch": 4, "lr": 2.0, "seed": 1} and ran[2]["batch"] == 8 and len(ran) == 4
+    loss, curves = {"loss": lambda runs: span(runs.losses(1), ".0f")}, {"loss": sweep.curves}
+    finding = sweep.finding(True, "It is so.", ("kind", "rank"), loss, curves, window=5)
+    assert finding.header == ["kind", "rank", "loss"]
+    assert finding.rows == [("a", 1, "2 to 6"), ("b", "-", "4 to 12")]
+    assert finding.settings == {"seeds": [1, 3], "steps": 2, "batch": 4, "window": 5}
+    assert finding.curves["loss"]["a", 1] == [(0, 9.0), (1, 2.0)]
+    assert sweep.runs["a", 1].mean("seen") == 2
+
+
+def test_a_run_that_diverged_counts_with_its_highest_loss(monkeypatch, tmp_path):
+    results = [{"loss": [1.0, 2.0, 4.0]}, {"loss": [5.0, math.nan]}]
+    monkeypatch.setattr("limner.experiments.sweep.run_trials", lambda *_: results)
+    sweep = Sweep(trial, {"x": {}}, (0, 1), steps=3).run(tmp_path)
+    assert sweep.runs["x"].losses(2).tolist() == [3.0, 5.0]
+
+
+def test_differences_are_paired_by_seed():
+    mean, error = mean_and_error(np.array([0.3, 0.5, 0.7]) - np.array([0.2, 0.4, 0.6]))
+    assert mean == pytest.approx(0.1) and error == pytest.approx(0, abs=1e-9)
+    assert mean_and_error(np.array([0.3 - 0.2]))[1] == math.inf

@@ -6,6 +6,7 @@ import torch
 from limner.attention import sparse
 from limner.attention.patterns import PATTERNS
 from limner.models.transformer import TransformerConfig
+from limner.sampling.decoder import TokenDecoder
 from limner.text import PAD
 from more_patterns import alternate, dilated
 
@@ -35,10 +36,10 @@ def test_cached_logits_equal_teacher_forced_ones(pattern, short, monkeypatch):
     text, image = batch(model)
     with torch.inference_mode():
         _, expected = model(text, image)
-        cache, logits = model.prefill(text)
+        cache, logits = TokenDecoder(model).prefill(text)
         found = [logits]
         for position in range(image.shape[1] - 1):
-            found.append(model.step(cache, image[:, position]))
+            found.append(TokenDecoder(model).step(cache, image[:, position]))
     torch.testing.assert_close(torch.stack(found, 1), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -49,8 +50,8 @@ def test_in_float64_cached_logits_are_as_near_as_float64_is(short, monkeypatch):
     text, image = batch(model)
     with torch.inference_mode():
         by_text, expected = model(text, image)
-        cache, logits = model.prefill(text)
-        found = torch.stack([logits, *(model.step(cache, token) for token in image.T[:-1])], 1)
+        cache, logits = TokenDecoder(model).prefill(text)
+        found = torch.stack([logits, *(TokenDecoder(model).step(cache, token) for token in image.T[:-1])], 1)
     assert by_text.dtype == found.dtype == torch.float64
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
@@ -65,8 +66,8 @@ def test_it_trains_and_draws_with_patterns_that_are_new(short, monkeypatch):
     text, image = batch(model)
     with torch.inference_mode():
         expected = model(text, image)[1]
-        cache, logits = model.prefill(text)
-        found = [logits, *(model.step(cache, token) for token in image.T[:-1])]
+        cache, logits = TokenDecoder(model).prefill(text)
+        found = [logits, *(TokenDecoder(model).step(cache, token) for token in image.T[:-1])]
     torch.testing.assert_close(torch.stack(found, 1), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -82,8 +83,8 @@ def test_layer_scale_and_qk_norm_train_and_decode_equally():
         attention.q_norm.weight.data.uniform_(0.5, 2)
     with torch.inference_mode():
         expected = model(text, image)[1]
-        cache, logits = model.prefill(text)
-        found = [logits, *(model.step(cache, token) for token in image.T[:-1])]
+        cache, logits = TokenDecoder(model).prefill(text)
+        found = [logits, *(TokenDecoder(model).step(cache, token) for token in image.T[:-1])]
     torch.testing.assert_close(torch.stack(found, 1), expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(first, expected)  # at first each block was the identity
     attention.qkv.weight.data[:64] *= 100  # queries and keys, whose length is normalised away; no bias

@@ -8,6 +8,7 @@ from limner.models.transformer import TransformerConfig
 from limner.planner import throughput
 from limner.planner.cost import Cost
 from limner.planner.throughput import DeviceRates
+from limner.sampling.decoder import TokenDecoder
 
 CPU = torch.device("cpu")
 SMALL = TransformerConfig(
@@ -43,11 +44,11 @@ def test_a_copied_cache_gives_the_same_logits():
     model = SMALL.build().eval()
     text, tokens = torch.randint(0, 40, (1, 5)), torch.randint(0, 30, (24, 3))
     with torch.inference_mode():
-        cache = model.prefill(text)[0].expand(3)
+        cache = TokenDecoder(model).prefill(text)[0].expand(3)
         copied = throughput.repeat_prefix(cache, 3)
         for position, token in enumerate(tokens):
             cache.length = copied.length = position
-            torch.testing.assert_close(model.step(cache, token), model.step(copied, token))
+            torch.testing.assert_close(TokenDecoder(model).step(cache, token), TokenDecoder(model).step(copied, token))
             cache.length = copied.length = position + 1
 
 

@@ -16,6 +16,7 @@ from limner.quantization.inference_linear import (
     pack_linears,
     supports_packed_linear,
 )
+from limner.sampling.decoder import TokenDecoder
 
 needs_packing = pytest.mark.skipif(not supports_packed_linear(), reason="oneDNN does not pack bf16 weights here")
 
@@ -101,11 +102,13 @@ def test_a_packed_model_draws_what_the_plain_one_draws():
     assert not any(type(module) is nn.Linear for module in fast.modules())
     with torch.inference_mode():
         text = torch.randint(0, 20, (2, 3))
-        (cache, _), (fast_cache, _) = model.prefill(text), fast.prefill(text)
+        (cache, _), (fast_cache, _) = TokenDecoder(model).prefill(text), TokenDecoder(fast).prefill(text)
         cache, fast_cache = cache.expand(3), fast_cache.expand(3)
         for _ in range(5):
             token = torch.randint(0, 12, (6,))
-            torch.testing.assert_close(fast.step(fast_cache, token), model.step(cache, token), rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(
+                TokenDecoder(fast).step(fast_cache, token), TokenDecoder(model).step(cache, token), rtol=2e-2, atol=2e-2
+            )
 
 
 def test_no_rows_in_8_bits_are_no_rows():

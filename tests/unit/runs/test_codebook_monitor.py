@@ -16,7 +16,7 @@ def report(code_counts: list[float], vocab: int = 1_000, resumed_at: int | None 
             state = monitor.state_dict()
             monitor = CollapseWarning(vocab)
             monitor.load_state_dict(json.loads(json.dumps(state)))
-        monitor.on_report(SimpleNamespace(step=10 * i), {"codes": codes})
+        monitor.before_log(SimpleNamespace(step=10 * i), {"codes": codes})
 
 
 @pytest.mark.parametrize("resumed_at", [None, 55, 150])  # before the warning, and after

@@ -3,6 +3,7 @@
 import pytest
 
 from limner.errors import UserError
+from limner.evaluation.composition import CompositionSettings
 from limner.recipes import presets
 from limner.runs import demo
 from limner.runs.demo import limit_steps
@@ -41,10 +42,9 @@ def test_files_of_a_killed_demo_are_accepted(tmp_path):
 
 
 def test_incomplete_scenes_are_written_again(tmp_path):
-    small = demo.Demo(out=tmp_path, scenes=3)
-    demo.write_data(small)
+    demo.write_data(tmp_path / "data", 3, "described")
     (tmp_path / "data" / "INCOMPLETE").touch()  # removed last when complete
-    demo.write_data(small)
+    demo.write_data(tmp_path / "data", 3, "described")
     assert not (tmp_path / "data" / "INCOMPLETE").exists()
 
 
@@ -64,7 +64,7 @@ def test_damaged_numbers_are_measured_again(tmp_path, monkeypatch):
         with demo.timed_phase(tmp_path, "prior"), demo.timed_phase(tmp_path, "drawing"):
             pass
         assert {"prior", "drawing"} <= demo.read_numbers(tmp_path / "timings.json").keys()
-        assert demo.load_result(demo.Demo(out=tmp_path), tmp_path / "steps.json", []) is None
+        assert demo.load_result(tmp_path / "steps.json", [], CompositionSettings()) is None
     (tmp_path / "steps.json").write_text('{"prior": 1e9, "contrastive": -3.5}')  # clamped to the recipe's steps
     recipe = limit_steps(presets.demo(), tmp_path)
     assert (recipe.prior.training.steps, recipe.contrastive.training.steps) == (3_000, 1)

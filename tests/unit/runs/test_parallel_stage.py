@@ -30,10 +30,10 @@ def child(code: str) -> subprocess.Popen[bytes]:
 def test_the_prior_has_all_threads_when_the_other_process_is_done(threads, tmp_path):
     with child("input()") as process:
         hook = WorkerHook(process, tmp_path / "log", threads=2)
-        hook.on_report(None, {})  # pyright: ignore[reportArgumentType]
+        hook.before_log(None, {})  # pyright: ignore[reportArgumentType]
         assert torch.get_num_threads() == 1
         process.communicate(b"\n")
-    hook.on_report(None, {})  # pyright: ignore[reportArgumentType]
+    hook.before_log(None, {})  # pyright: ignore[reportArgumentType]
     assert torch.get_num_threads() == 2
 
 
@@ -42,7 +42,7 @@ def test_a_failed_worker_raises(threads, tmp_path):
     with child("raise SystemExit(3)") as process:
         process.wait()
     with pytest.raises(UserError, match="disk full"):
-        WorkerHook(process, tmp_path / "log", threads=2).on_report(None, {})  # pyright: ignore[reportArgumentType]
+        WorkerHook(process, tmp_path / "log", threads=2).before_log(None, {})  # pyright: ignore[reportArgumentType]
     assert torch.get_num_threads() == 1
 
 

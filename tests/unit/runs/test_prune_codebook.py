@@ -8,12 +8,12 @@ from limner.data.datasets import ImageCaptionDataset
 from limner.data.open_source import open_source
 from limner.pipeline import load
 from limner.runs.prune_codebook import prune, used_codes
-from limner.tasks.build_scenes import write_scenes
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from tiny import tiny_pipe
 
 
 def test_pictures_and_likelihoods_of_used_codes_stay(tmp_path, capsys):
-    write_scenes(tmp_path / "data", 70, 0, size=24, pairs=0.0)
+    write_scenes(tmp_path / "data", SceneDataSettings(count=70, size=24, pairs=0.0))
     pipe, source = tiny_pipe(), open_source(str(tmp_path / "data"))
     used = used_codes(pipe.dvae, source)
     assert 1 < len(used) < pipe.dvae.config.vocab

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from limner import recipes
 from limner.atomic_io import exclusive_lock
 from limner.attention.patterns import PATTERNS
+from limner.bundles import load_model
 from limner.config import load_json, save_json
 from limner.errors import UserError
 from limner.evaluation.zero_shot import evaluate, scene_task
@@ -21,11 +23,12 @@ from limner.models.transformer import TransformerConfig
 from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.optim.optimizers import AdamWConfig
 from limner.pipeline import TextToImage, load
-from limner.recipes.recipe import PatchStage, Recipe
+from limner.pretrained import ASSETS
+from limner.recipes.recipe import PatchStage, PretrainedDVAE, Recipe, resolve
 from limner.runs.run_data import RunData
 from limner.runs.stages import StageTrainer, init_from_codebook, load_reranker
 from limner.runs.train import train_all
-from limner.tasks.build_scenes import write_scenes
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import SingleProcess
 from more_patterns import dilated
@@ -35,7 +38,7 @@ from tiny import tiny_recipe
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "scenes"
-    write_scenes(folder, 24, 0, size=24, held_out=0.3)
+    write_scenes(folder, SceneDataSettings(count=24, size=24, held_out=0.3))
     return folder
 
 
@@ -122,6 +125,47 @@ def test_an_indivisible_batch_of_a_later_stage_raises_before_the_first(data, tmp
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_only_trained_stages_need_the_settings_of_the_start(data, tmp_path):
+    """The models of the other stages are those of the bundle, whatever the recipe says of them."""
+    assert train_all(RECIPE, data, tmp_path / "first") is not None
+    recipe, start = replace(RECIPE, start=str(tmp_path / "first")), "the {} of .* has other settings than the recipe"
+    larger = replace(recipe.contrastive, model=replace(recipe.contrastive.model, width=64))
+    wider = replace(recipe.prior, model=replace(recipe.prior.model, width=64))
+    patches = PatchStage(model=PatchDVAEConfig(size=24, vocab=16, width=8, blocks=1), training=recipe.dvae.training)
+    for _ in range(2):  # the second call resumes
+        pipe = train_all(replace(recipe, contrastive=larger, dvae=patches), data, tmp_path / "prior", ("prior",))
+        assert pipe is not None
+        assert pipe.contrastive.config.width == recipe.contrastive.model.width and pipe.dvae.config.vocab == 32
+    assert train_all(replace(recipe, prior=wider), data, tmp_path / "reranker", ("contrastive",)) is not None
+    for name, stage in (("prior", wider), ("contrastive", larger), ("dvae", patches)):
+        with pytest.raises(UserError, match=start.format(name)):
+            train_all(replace(recipe, **{name: stage}), data, tmp_path / "new", (name,))
+
+
+def test_a_prior_needs_a_dvae_before_the_first_file_is_written(data, tmp_path):
+    with pytest.raises(UserError, match="no dVAE in .*run/dvae: train the stage 'dvae' first"):
+        train_all(RECIPE, data, tmp_path / "run", ("prior", "contrastive"))
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_settings_are_resolved_without_the_weights_of_a_bundle(data, tmp_path):
+    shutil.copytree(ASSETS / "icons", tmp_path / "icons", ignore=shutil.ignore_patterns("*.safetensors"))
+    recipe = replace(RECIPE, dvae=PretrainedDVAE(bundle=str(tmp_path / "icons")))
+    dvae = load_model("icons", "dvae").config
+    resolved = resolve(recipe, text_vocab=290)
+    assert resolved.models["dvae"] == dvae and list(resolved.stages) == ["prior", "contrastive"]
+    prior, contrastive = resolved.models["prior"], resolved.models["contrastive"]
+    assert (prior.image_vocab, prior.grid, prior.text_vocab, contrastive.size) == (
+        dvae.vocab,
+        dvae.grid,
+        290,
+        dvae.size,
+    )
+    (tmp_path / "icons" / "config.json").write_text('{"format": "limner-bundle-1", "dvae": {"type": "VAE"}}')
+    with pytest.raises(UserError, match=r"config\.json: dvae\.type cannot be 'VAE': choose 'DVAE', 'PatchDVAE'"):
+        resolve(recipe)
+
+
 def test_a_registered_pattern_trains_by_its_name_in_a_recipe(data, tmp_path, monkeypatch):
     monkeypatch.setitem(PATTERNS, "dilated", dilated)
     longer = with_steps(RECIPE, 8)
@@ -143,10 +187,9 @@ def test_a_run_has_one_writer(data, tmp_path):
 def test_evaluations_of_a_resumed_run_equal_those_of_an_uninterrupted_one(data, tmp_path):
     """Spoiled pictures are drawn at random: the same ones in each evaluation, whenever the process began."""
     often = {"eval_every": 1, "log_every": 1, "checkpoint_every": 1}
-    dvae = tiny_recipe().dvae.model.build()  # type: ignore[union-attr]
     for name, steps in (("whole", 2), ("parts", 1), ("parts", 2)):
         run_data = RunData.open(with_steps(tiny_recipe(), steps, **often), data, tmp_path / name)
-        StageTrainer(run_data).contrastive(run_data.tokenizer(), dvae.config)
+        StageTrainer(run_data, ("contrastive",)).model("contrastive")
     whole, stopped = (
         [row["eval/text_to_image_acc"] for row in read_metrics(tmp_path / name / "contrastive" / "metrics.jsonl")]
         for name in ("whole", "parts")
@@ -159,8 +202,8 @@ def test_codes_are_clustered_once_and_stay(data, tmp_path):
     patches = PatchStage(model=PatchDVAEConfig(size=24, vocab=32, width=8, blocks=1), training=training)
     recipe = replace(RECIPE, dvae=patches)
     interrupted = replace(recipe, dvae=replace(patches, training=replace(training, steps=2)))
-    first = StageTrainer(RunData.open(interrupted, data, tmp_path / "parts")).dvae()
-    again = StageTrainer(RunData.open(recipe, data, tmp_path / "parts")).dvae()
+    first = StageTrainer(RunData.open(interrupted, data, tmp_path / "parts"), ("dvae",)).model("dvae")
+    again = StageTrainer(RunData.open(recipe, data, tmp_path / "parts"), ("dvae",)).model("dvae")
     assert torch.equal(first.state_dict()["codes"], again.state_dict()["codes"])
     assert len(again.state_dict()["codes"].unique(dim=0)) > 8
     assert not torch.equal(first.state_dict()["output.w"], again.state_dict()["output.w"])

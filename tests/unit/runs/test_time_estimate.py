@@ -8,10 +8,10 @@ import torch
 from limner import recipes
 from limner.cli import main
 from limner.errors import UserError
-from limner.recipes.recipe import PretrainedDVAE
+from limner.recipes.recipe import PretrainedDVAE, resolve
 from limner.runs import time_estimate
 from limner.runs.train import train_all
-from limner.tasks.build_scenes import write_scenes
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from tiny import tiny_recipe
 
 STAGES = ("dvae", "prior", "contrastive")
@@ -48,7 +48,7 @@ def estimate(monkeypatch, seconds, recipe, out, stages=STAGES, fallback="laptop"
     monkeypatch.setattr(time_estimate, "seconds_per_step", step_seconds)
     lines = []
     monkeypatch.setattr("builtins.print", lambda *printed, **_: lines.extend(printed))
-    time_estimate.print_estimate(recipe, out, stages, fallback)
+    time_estimate.print_estimate(resolve(recipe), out, stages, fallback)
     return lines, timed
 
 
@@ -115,7 +115,7 @@ def test_few_remaining_steps_have_no_estimate(monkeypatch, two_threads, tmp_path
 
 def test_a_failed_timing_does_not_stop_training(monkeypatch, two_threads, tmp_path, capsys):
     monkeypatch.setattr(time_estimate, "timing_inputs", lambda *_: 1 / 0)
-    time_estimate.print_estimate(with_steps(tiny_recipe(), dvae=6_000), tmp_path, STAGES)
+    time_estimate.print_estimate(resolve(with_steps(tiny_recipe(), dvae=6_000)), tmp_path, STAGES)
     assert capsys.readouterr().err == "cannot estimate the training time (ZeroDivisionError)\n"
     assert two_threads[-1] == 2
 
@@ -133,7 +133,7 @@ def test_a_whole_batch_follows_from_a_few_samples(monkeypatch, size, fixed, each
     monkeypatch.setattr(time_estimate.time, "monotonic", lambda: clock[0])
     recipe = tiny_recipe()
     stage = replace(recipe.dvae, training=replace(recipe.dvae.training, batch_size=size))
-    model, _, batches = time_estimate.timing_inputs(recipe, "dvae")
+    model, _, batches = time_estimate.timing_inputs(resolve(recipe), "dvae")
     assert time_estimate.seconds_per_step(model, stage, batches, 1.2) == pytest.approx(fixed + each * size)
     assert clock[0] < 6 * (fixed + each) + 6
 
@@ -145,7 +145,7 @@ def test_every_stage_can_be_timed_and_leaves_the_callers_random_numbers(monkeypa
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    time_estimate.print_estimate(recipe, tmp_path, STAGES)
+    time_estimate.print_estimate(resolve(recipe), tmp_path, STAGES)
     assert torch.equal(torch.rand(3), expected)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 5 and all("about" in line for line in lines[1:]), lines
@@ -153,10 +153,10 @@ def test_every_stage_can_be_timed_and_leaves_the_callers_random_numbers(monkeypa
 
 def test_the_command_prints_the_estimate_of_a_valid_run(tmp_path, monkeypatch, capsys):
     """The estimate precedes training; an invalid recipe has none."""
-    write_scenes(tmp_path / "data", 8, 0, size=24)
+    write_scenes(tmp_path / "data", SceneDataSettings(count=8, size=24))
     monkeypatch.setattr(recipes, "get", lambda name: with_steps(tiny_recipe(), dvae=2, prior=200, contrastive=2))
     monkeypatch.setattr(
-        "limner.runs.stages.StageTrainer.dvae", lambda *_, **__: (_ for _ in ()).throw(UserError("here"))
+        "limner.runs.stages.StageTrainer.train", lambda *_, **__: (_ for _ in ()).throw(UserError("here"))
     )
     command = ["train", str(tmp_path / "data"), "--recipe", "photos", "--out", str(tmp_path / "run")]
     assert main(command) == 2
@@ -167,9 +167,13 @@ def test_the_command_prints_the_estimate_of_a_valid_run(tmp_path, monkeypatch, c
 
 
 def test_on_start_is_called_once_with_the_stages(tmp_path):
-    write_scenes(tmp_path / "data", 8, 0, size=24)
+    write_scenes(tmp_path / "data", SceneDataSettings(count=8, size=24))
     started = []
+
+    def on_start(resolved, stages):
+        started.append((resolved.recipe, stages))
+
     recipe = with_steps(tiny_recipe(), dvae=1, prior=1, contrastive=1)
-    train_all(recipe, tmp_path / "data", tmp_path / "run", ("dvae",), started.append)
-    train_all(recipe, tmp_path / "data", tmp_path / "run", on_start=started.append)
-    assert started == [("dvae",), STAGES]
+    train_all(recipe, tmp_path / "data", tmp_path / "run", ("dvae",), on_start)
+    train_all(recipe, tmp_path / "data", tmp_path / "run", on_start=on_start)
+    assert started == [(recipe, ("dvae",)), (recipe, STAGES)]

@@ -13,6 +13,7 @@ from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
 from limner.sampling import aot_inductor
 from limner.sampling.cuda_graph import GraphedDecoder, build_decoder
+from limner.sampling.decoder import TokenDecoder
 from limner.sampling.generate import UNSET, generate
 from limner.sampling.generation_config import Sampler
 
@@ -39,13 +40,13 @@ def test_logits_equal_those_of_the_model(pattern, store):
     assert {pattern.name for pattern in model.config.patterns} == (
         {"row", "column", "conv"} if pattern == "paper" else {"dense"}
     )
-    graphed = GraphedDecoder(model, replay_eagerly)
+    decoder, graphed = TokenDecoder(model), GraphedDecoder(model, replay_eagerly)
     with torch.inference_mode():
         text = torch.randint(0, 20, (2, 4))
-        caches = [x.prefill(text, store)[0].expand(3) for x in (model, graphed)]
+        caches = [x.prefill(text, store)[0].expand(3) for x in (decoder, graphed)]
         for position in range(19):
             token = torch.randint(0, 12, (6,))
-            expected, logits = (x.step(cache, token) for x, cache in zip((model, graphed), caches, strict=True))
+            expected, logits = (x.step(cache, token) for x, cache in zip((decoder, graphed), caches, strict=True))
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
             assert [cache.length for cache in caches] == [position + 1] * 2
 
@@ -56,9 +57,9 @@ def test_samples_are_the_same(guidance, primed):
     prompt = torch.full((2, 20), UNSET)
     prompt[:, :primed] = torch.randint(0, 12, (2, primed))
     draw = partial(generate, text=text, candidates=range(3), sampler=Sampler(guidance=guidance), prompt_tokens=prompt)
-    graphed = GraphedDecoder(model, replay_eagerly)
-    assert torch.equal(draw(graphed).tokens, draw(model).tokens)
-    assert torch.equal(draw(graphed, seed=4).tokens, draw(model, seed=4).tokens)  # with another cache
+    decoder, graphed = TokenDecoder(model), GraphedDecoder(model, replay_eagerly)
+    assert torch.equal(draw(graphed).tokens, draw(decoder).tokens)
+    assert torch.equal(draw(graphed, seed=4).tokens, draw(decoder, seed=4).tokens)  # with another cache
 
 
 def test_each_shape_is_captured_once_and_two_graphs_are_cached():
@@ -68,10 +69,10 @@ def test_each_shape_is_captured_once_and_two_graphs_are_cached():
         captured.append(run)
         return run
 
-    graphed = GraphedDecoder(model, capture)
+    decoder, graphed = TokenDecoder(model), GraphedDecoder(model, capture)
     for n in (3, 2, 3, 2, 3):
         text = torch.randint(0, 20, (1, 4))
-        samples = [generate(x, text, range(n), Sampler(), seed=n).tokens for x in (model, graphed)]
+        samples = [generate(x, text, range(n), Sampler(), seed=n).tokens for x in (decoder, graphed)]
         assert torch.equal(*samples)
     assert len(captured) == 2
     generate(graphed, text, range(1), Sampler())
@@ -83,13 +84,15 @@ def test_each_shape_is_captured_once_and_two_graphs_are_cached():
 
 def test_alternating_caches_of_one_shape_do_not_mix():
     model = prior()
-    graphed = GraphedDecoder(model, replay_eagerly)
+    decoder, graphed = TokenDecoder(model), GraphedDecoder(model, replay_eagerly)
     with torch.inference_mode():
-        caches = [[x.prefill(torch.full((1, 4), i), KVStore)[0].expand(3) for x in (model, graphed)] for i in range(2)]
+        caches = [
+            [x.prefill(torch.full((1, 4), i), KVStore)[0].expand(3) for x in (decoder, graphed)] for i in range(2)
+        ]
         for position in range(6):
             for pair in caches[: 1 + position % 2]:
                 token = torch.randint(0, 12, (3,))
-                expected, logits = (x.step(cache, token) for x, cache in zip((model, graphed), pair, strict=True))
+                expected, logits = (x.step(cache, token) for x, cache in zip((decoder, graphed), pair, strict=True))
                 torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -99,7 +102,7 @@ def test_generation_compiles_once():
     compiled = GraphedDecoder(model, lambda run: torch.compile(run, backend=counter, fullgraph=True, dynamic=False))
     tokens = generate(compiled, text, range(4), Sampler()).tokens
     assert counter.frame_count == 1
-    assert torch.equal(tokens, generate(model, text, range(4), Sampler()).tokens)
+    assert torch.equal(tokens, generate(TokenDecoder(model), text, range(4), Sampler()).tokens)
 
 
 @pytest.mark.slow
@@ -120,7 +123,7 @@ def test_compiled_steps_sample_the_same_and_depend_on_the_weights(tmp_path, monk
     for model, n, times in ((first, 4, 1), (first, 4, 1), (second, 1, 2)):
         assert torch.equal(
             generate(build_decoder(model, compile=True), text, range(n), Sampler()).tokens,
-            generate(model, text, range(n), Sampler()).tokens,
+            generate(TokenDecoder(model), text, range(n), Sampler()).tokens,
         )
         assert len(compilations) == times
     for file in (tmp_path / "limner" / "steps").glob("*.pt2"):
@@ -133,7 +136,7 @@ def test_compiled_steps_sample_the_same_and_depend_on_the_weights(tmp_path, monk
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_the_file_name_depends_on_weights_shapes_and_processor(monkeypatch):
     model, other = prior(), prior()
-    memory = model.prefill(torch.zeros(1, 4, dtype=torch.long))[0].buffers
+    memory = TokenDecoder(model).prefill(torch.zeros(1, 4, dtype=torch.long))[0].buffers
     name = aot_inductor.cache_key(model, memory)
     assert name == aot_inductor.cache_key(prior(), memory)
     other.head.norm.bias.data[0] += 1
@@ -167,4 +170,4 @@ def test_a_cuda_graph_samples_the_same():
     model, text = prior().cuda(), torch.randint(0, 20, (2, 4), device="cuda")
     for seed in range(2):
         tokens = generate(GraphedDecoder(model), text, range(3), Sampler(), seed=seed).tokens
-        assert torch.equal(tokens, generate(model, text, range(3), Sampler(), seed=seed).tokens)
+        assert torch.equal(tokens, generate(TokenDecoder(model), text, range(3), Sampler(), seed=seed).tokens)

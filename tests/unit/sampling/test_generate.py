@@ -9,7 +9,8 @@ from limner.attention.cache import Int8KVStore, KVStore
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
 from limner.sampling.cuda_graph import GraphedDecoder
-from limner.sampling.generate import UNSET, Scheduler, candidate_noise, generate, sample_token
+from limner.sampling.decoder import TokenDecoder
+from limner.sampling.generate import UNSET, Scheduler, candidate_noise, generate, reference_tokens, sample_token
 from limner.sampling.generation_config import Sampler
 from limner.text import PAD
 
@@ -105,25 +106,23 @@ def prior(pattern="paper"):
 def test_candidates_do_not_depend_on_their_batch(pattern):
     model = prior(pattern)
     text = torch.tensor([[3, 4, 5, PAD, PAD], [7, 8, PAD, PAD, PAD]])
-    batched = generate(model, text, range(6), Sampler(), seed=9).tokens
-    separate = torch.cat([generate(model, text[:1], range(i, i + 2), Sampler(), seed=9).tokens for i in (0, 2, 4)], 1)
+    decoder = TokenDecoder(model)
+    batched = generate(decoder, text, range(6), Sampler(), seed=9).tokens
+    separate = torch.cat([generate(decoder, text[:1], range(i, i + 2), Sampler(), seed=9).tokens for i in (0, 2, 4)], 1)
     assert torch.equal(batched[:1], separate)
     assert not torch.equal(batched[0], batched[1])  # captions matter
     assert len(batched[0].unique(dim=0)) == 6
-    assert not torch.equal(batched, generate(model, text, range(6), Sampler(), seed=10).tokens)
+    assert not torch.equal(batched, generate(TokenDecoder(model), text, range(6), Sampler(), seed=10).tokens)
 
 
 @pytest.mark.parametrize("pattern", ["paper", "dense"])
-def test_tokens_equal_those_of_teacher_forcing(pattern):
+def test_tokens_equal_those_of_the_reference(pattern):
     """Decoding with the cache equals the model for row, column, conv and dense layers."""
     model, sampler = prior(pattern), Sampler(temperature=0.8, top_k=9)
     text = torch.tensor([[3, 4, 5, PAD, PAD]])
-    tokens = generate(model, text, range(4), sampler, seed=2).tokens[0]
-    with torch.inference_mode():
-        logits = model(text.expand(4, -1), tokens)[1]
-    uniform = candidate_noise(2, range(4), tokens.shape[1])
-    expected = torch.stack([sample_token(sampler, logits[:, s], uniform[:, s]) for s in range(tokens.shape[1])], 1)
-    assert torch.equal(tokens, expected)
+    tokens = generate(TokenDecoder(model), text, range(4), sampler, seed=2).tokens[0]
+    uniform, unset = candidate_noise(2, range(4), tokens.shape[1]), torch.full_like(tokens, UNSET)
+    assert torch.equal(tokens, reference_tokens(model, text.expand(4, -1), sampler, uniform, unset))
 
 
 def log_likelihoods(model, text, tokens):
@@ -137,7 +136,7 @@ def log_likelihoods(model, text, tokens):
 def test_log_likelihoods_equal_those_of_teacher_forcing(graphed):
     """For all samplers, prompt tokens and sampled ones, several groups and the last one."""
     model = prior()
-    scheduler = Scheduler(GraphedDecoder(model, lambda run: run) if graphed else model)
+    scheduler = Scheduler(GraphedDecoder(model, lambda run: run) if graphed else TokenDecoder(model))
     all_requests = requests()
     groups = [scheduler.add(**request) for request in all_requests]
     while scheduler.groups:
@@ -149,16 +148,16 @@ def test_log_likelihoods_equal_those_of_teacher_forcing(graphed):
     for group, request in zip(groups, all_requests, strict=True):
         expected = log_likelihoods(model, request["text"], group.tokens)
         torch.testing.assert_close(group.log_likelihood, expected)
-        torch.testing.assert_close(generate(model, **request).log_likelihood[:, -1], expected[:, -1])
+        torch.testing.assert_close(generate(TokenDecoder(model), **request).log_likelihood[:, -1], expected[:, -1])
     assert torch.cat([group.log_likelihood.flatten() for group in groups]).std() > 0.1
     known = torch.randint(0, 16, (2, 15))
-    prompted = generate(model, TEXT, range(3), Sampler(), prompt_tokens=known)
+    prompted = generate(TokenDecoder(model), TEXT, range(3), Sampler(), prompt_tokens=known)
     torch.testing.assert_close(prompted.log_likelihood, log_likelihoods(model, TEXT, prompted.tokens))
 
 
 def test_progress_counts_positions():
     seen = []
-    generate(prior(), torch.zeros(1, 5, dtype=torch.long), range(1), Sampler(), progress=seen.append)
+    generate(TokenDecoder(prior()), torch.zeros(1, 5, dtype=torch.long), range(1), Sampler(), progress=seen.append)
     assert seen == [1] * 15
 
 
@@ -167,39 +166,35 @@ TEXT = torch.tensor([[3, 4, 5, PAD, PAD], [7, 8, PAD, PAD, PAD]])
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 @pytest.mark.parametrize("pattern", ["paper", "dense"])
-def test_prompt_tokens_stay_and_the_others_equal_those_of_teacher_forcing(pattern, guidance):
+def test_prompt_tokens_stay_and_the_others_equal_those_of_the_reference(pattern, guidance):
     model, sampler = prior(pattern), Sampler(temperature=0.8, guidance=guidance)
     known = torch.randint(0, 16, (2, 15), generator=torch.Generator().manual_seed(0))
     known[0, 7:] = UNSET  # primed with a row and two tokens
     known[1, [1, 5, 6, 9, 14]] = UNSET  # inpainted
     before = known.clone(), TEXT.clone()
-    tokens = generate(model, TEXT, range(3), sampler, seed=4, prompt_tokens=known).tokens
+    tokens = generate(TokenDecoder(model), TEXT, range(3), sampler, seed=4, prompt_tokens=known).tokens
     assert torch.equal(known, before[0]) and torch.equal(TEXT, before[1])
     fixed = (known != UNSET)[:, None].expand_as(tokens)
     assert torch.equal(tokens[fixed], known[:, None].expand_as(tokens)[fixed])
-    flat, texts = tokens.flatten(0, 1), TEXT.repeat_interleave(3, 0)
-    with torch.inference_mode():
-        caption, empty = model(texts, flat)[1], model(torch.full_like(texts, PAD), flat)[1]
-    logits = caption if guidance == 1 else empty + guidance * (caption - empty)
     uniform = candidate_noise(4, range(3), 15).repeat(2, 1)
-    chosen = torch.stack([sample_token(sampler, logits[:, s], uniform[:, s]) for s in range(15)], 1)
-    assert torch.equal(torch.where(fixed.flatten(0, 1), flat, chosen), flat)
-    alone = generate(model, TEXT[:1], range(1, 3), sampler, seed=4, prompt_tokens=known[:1]).tokens
+    texts, prompts = (x.repeat_interleave(3, 0) for x in (TEXT, known))
+    expected = reference_tokens(model, texts, sampler, uniform, prompts)
+    assert torch.equal(tokens.flatten(0, 1), expected)
+    alone = generate(TokenDecoder(model), TEXT[:1], range(1, 3), sampler, seed=4, prompt_tokens=known[:1]).tokens
     assert torch.equal(alone, tokens[:1, 1:])
 
 
 def test_guidance_one_is_off_and_more_changes_the_samples():
     model = prior()
-    plain = generate(model, TEXT, range(4), Sampler(), seed=1).tokens
-    assert torch.equal(plain, generate(model, TEXT, range(4), Sampler(guidance=1), seed=1).tokens)
-    assert not torch.equal(plain, generate(model, TEXT, range(4), Sampler(guidance=3), seed=1).tokens)
+    plain = generate(TokenDecoder(model), TEXT, range(4), Sampler(), seed=1).tokens
+    assert torch.equal(plain, generate(TokenDecoder(model), TEXT, range(4), Sampler(guidance=1), seed=1).tokens)
+    assert not torch.equal(plain, generate(TokenDecoder(model), TEXT, range(4), Sampler(guidance=3), seed=1).tokens)
 
 
 def test_a_complete_prompt_is_returned():
     known = torch.arange(15).repeat(2, 1)
-    assert torch.equal(
-        generate(prior(), TEXT, range(2), Sampler(), prompt_tokens=known).tokens, known[:, None].expand(-1, 2, -1)
-    )
+    tokens = generate(TokenDecoder(prior()), TEXT, range(2), Sampler(), prompt_tokens=known).tokens
+    assert torch.equal(tokens, known[:, None].expand(-1, 2, -1))
 
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=0), Sampler(top_k=2), Sampler(guidance=2)])
@@ -208,13 +203,17 @@ def test_logits_that_are_not_finite_are_a_user_error(sampler):
     with torch.no_grad():
         model.head.image.weight[::2] = torch.finfo(torch.float32).max
     with pytest.raises(UserError, match="not finite"):
-        generate(model, torch.tensor([[3, 4, PAD, PAD, PAD]]), range(2), sampler)
+        generate(TokenDecoder(model), torch.tensor([[3, 4, PAD, PAD, PAD]]), range(2), sampler)
 
 
 def test_previews_show_finished_rows():
     seen = []
     tokens = generate(
-        prior(), TEXT, range(2), Sampler(), on_preview=lambda partial, rows: seen.append((partial.clone(), rows))
+        TokenDecoder(prior()),
+        TEXT,
+        range(2),
+        Sampler(),
+        on_preview=lambda partial, rows: seen.append((partial.clone(), rows)),
     ).tokens
     assert [rows for _, rows in seen] == [1, 2, 3]
     for partial, rows in seen:
@@ -233,7 +232,7 @@ def test_frequencies_follow_the_softmax(options):
     with torch.no_grad():
         model.head.image.weight *= 20
     text = torch.tensor([[1, 2]])
-    samples = generate(model, text, range(n), Sampler(**options), seed=5).tokens[0]
+    samples = generate(TokenDecoder(model), text, range(n), Sampler(**options), seed=5).tokens[0]
     every = torch.cartesian_prod(torch.arange(8), torch.arange(8))
     with torch.inference_mode():
         first, second = model(text.expand(64, -1), every)[1].div(options.get("temperature", 1)).softmax(-1).unbind(1)
@@ -282,7 +281,7 @@ def requests():
 def test_groups_that_join_and_leave_sample_what_they_sample_alone(joins, leaves, store, pattern, graphed):
     """Groups join and leave between any two tokens; some drop candidates."""
     model, all_requests = prior(pattern), requests()
-    scheduler = Scheduler(GraphedDecoder(model, lambda run: run) if graphed else model, store)
+    scheduler = Scheduler(GraphedDecoder(model, lambda run: run) if graphed else TokenDecoder(model), store)
     groups, steps = {}, 0
     while len(groups) < len(all_requests) or scheduler.groups:
         for i, request in enumerate(all_requests):
@@ -296,7 +295,7 @@ def test_groups_that_join_and_leave_sample_what_they_sample_alone(joins, leaves,
         scheduler.step()
         steps += 1
     for i, request in enumerate(all_requests):
-        expected, tokens = generate(model, **request, store=store).tokens, groups[i].tokens
+        expected, tokens = generate(TokenDecoder(model), **request, store=store).tokens, groups[i].tokens
         if i % 2 == 0 and leaves[i] < 15:
             expected = expected[:, 1:2]
         end = leaves[i] if i % 2 and leaves[i] < 15 else 15
@@ -306,7 +305,7 @@ def test_groups_that_join_and_leave_sample_what_they_sample_alone(joins, leaves,
 
 def test_groups_at_several_positions_share_one_pass_through_the_weights():
     model, seen = prior(), []
-    scheduler = Scheduler(model)
+    scheduler = Scheduler(TokenDecoder(model))
     for _ in range(3):
         scheduler.add(TEXT[:1], range(2), Sampler())
         scheduler.step()

@@ -8,7 +8,7 @@ from PIL import Image
 
 from limner.data.shard_reader import ShardReader
 from limner.tasks import rendering, verify
-from limner.tasks.build_scenes import write_scenes
+from limner.tasks.build_scenes import SceneDataSettings, write_scenes
 from limner.tasks.scenes import Scene, ScenePair
 
 
@@ -24,7 +24,7 @@ def pixels(sample):
 
 def test_captions_and_truth_are_those_of_the_picture(tmp_path):
     ticks = []
-    summary = write_scenes(tmp_path / "a", 60, seed=3, held_out=0.4, pairs=0.4, progress=ticks.append)
+    summary = write_scenes(tmp_path / "a", SceneDataSettings(count=60, seed=3, held_out=0.4, pairs=0.4), ticks.append)
     found = samples(tmp_path / "a")
     assert len(found) == summary["kept"] == sum(ticks) == 60
     kinds = set()
@@ -47,7 +47,7 @@ def test_captions_and_truth_are_those_of_the_picture(tmp_path):
 
 def test_the_bytes_depend_on_the_command_alone(tmp_path):
     for name, count, seed in (("a", 12, 5), ("b", 12, 5), ("other seed", 12, 6), ("more", 20, 5)):
-        write_scenes(tmp_path / name, count, seed)
+        write_scenes(tmp_path / name, SceneDataSettings(count=count, seed=seed))
     read = {p.name: [f.read_bytes() for f in sorted(p.iterdir())] for p in tmp_path.iterdir()}
     assert read["a"] == read["b"] != read["other seed"]
     first, more = samples(tmp_path / "a"), samples(tmp_path / "more")
@@ -56,7 +56,7 @@ def test_the_bytes_depend_on_the_command_alone(tmp_path):
 
 @pytest.mark.parametrize(("kind", "least"), [("described", 1), ("crowded", 4)])
 def test_kinds_and_sizes(tmp_path, kind, least):
-    write_scenes(tmp_path / kind, 12, seed=0, size=24, kind=kind, pairs=0.0)
+    write_scenes(tmp_path / kind, SceneDataSettings(count=12, size=24, kind=kind, pairs=0.0))
     for sample in samples(tmp_path / kind):
         assert pixels(sample).shape == (24, 24, 3)
         assert len(sample.meta["scene"]["objects"]) >= least - 1

@@ -14,10 +14,11 @@ from limner.data.open_source import open_source
 from limner.data.sample import group_by_split
 from limner.errors import UserError
 from limner.tasks import build_icons, iconify, icons
-from limner.tasks.build_icons import write_icons
+from limner.tasks.build_icons import IconDataSettings, write_icons
 from limner.tasks.emoji import all_emoji
-from limner.tasks.icon_captions import Keywords, article, captions
-from limner.tasks.svg_renderer import SVGRenderer
+from limner.tasks.icons import Keywords, article, captions
+from limner.tasks.svg import SVGRenderer
+from limner.validation import InvalidSetting
 
 STYLES = ("noto", "twemoji", "emojione", "fxemoji", "made-up")
 SOME = [one for one in all_emoji() if not one.tones][200:1_000:2]
@@ -145,7 +146,7 @@ def test_articles(subject, said):
 
 def test_keywords_are_those_that_tell_subjects_apart():
     tiger, all_others = "\U0001f405", {chr(0x1F400 + i): ("animal",) for i in range(20)}
-    known = Keywords.from_annotations([{**all_others, tiger: ("animal", "big cat", "tiger")}])
+    known = Keywords([{**all_others, tiger: ("animal", "big cat", "tiger")}])
     one = icons.IconDrawing(None, None, "flat", "tiger", "tiger", (), tiger)  # pyright: ignore[reportArgumentType]
     assert list(known(one)) == ["big cat"]
     assert captions(one, known(one))[-1] == "big cat, flat"
@@ -154,7 +155,7 @@ def test_keywords_are_those_that_tell_subjects_apart():
 @pytest.fixture(scope="module")
 def written(sets, tmp_path_factory):
     out = tmp_path_factory.mktemp("data") / "icons"
-    return out, write_icons(out, sets, size=32, pairs=1.0)
+    return out, write_icons(out, sets, IconDataSettings(size=32, pairs=1.0))
 
 
 def test_every_drawing_is_written_or_counted(written, sets):
@@ -170,7 +171,7 @@ def test_every_drawing_is_written_or_counted(written, sets):
 
 def test_the_same_sets_give_the_same_bytes(written, sets, tmp_path):
     out, _ = written
-    write_icons(tmp_path / "again", sets, size=32, pairs=1.0)
+    write_icons(tmp_path / "again", sets, IconDataSettings(size=32, pairs=1.0))
     assert file_hash(out / "00000.tar") == file_hash(tmp_path / "again" / "00000.tar")
 
 
@@ -187,12 +188,12 @@ def test_subjects_that_few_styles_have_are_left_out_with_all_their_tones(sets, t
     for one in icons.join_sets(sets)[0]:
         of[one.base].add(one.style)
     rare = a_set(tmp_path, "rare", {"kitchen-golem": drawing(1), "tiger": drawing(2)}, {})
-    summary = write_icons(tmp_path / "out", [*sets, rare], size=16, pairs=0, styles=5)
+    summary = write_icons(tmp_path / "out", [*sets, rare], IconDataSettings(size=16, pairs=0, styles=5))
     source = open_source(str(tmp_path / "out"))
     bases = {source.meta(i)["base"] for i in range(len(source))}
     assert "kitchen golem" not in bases and all(len(of[base]) >= 4 for base in bases)
     assert summary["rejected"]["subject in too few styles"] >= 1
-    everything = write_icons(tmp_path / "all", [*sets, rare], size=16, pairs=0)
+    everything = write_icons(tmp_path / "all", [*sets, rare], IconDataSettings(size=16, pairs=0))
     left_out = summary["rejected"]["subject in too few styles"]
     tones = everything["rejected"]["additional skin tone"] - summary["rejected"]["additional skin tone"]
     assert summary["kept"] + left_out == everything["kept"] + tones
@@ -206,14 +207,16 @@ def test_categories_keep_subjects_that_some_set_files_there(sets, tmp_path):
     (folder / "metadata.json").write_text(json.dumps(listed))
     filed = iconify.read(folder / "icons.json")
     assert filed.categories == {"tiger": "Animals", "hamburger": "Food & Drink"}
-    summary = write_icons(tmp_path / "out", [*sets, filed], size=16, pairs=0, categories=("Animals", "Food & Drink"))
+    summary = write_icons(
+        tmp_path / "out", [*sets, filed], IconDataSettings(size=16, pairs=0, categories=("Animals", "Food & Drink"))
+    )
     source = open_source(str(tmp_path / "out"))
     metadata = [source.meta(i) for i in range(len(source))]
     assert {one["base"] for one in metadata} == {"tiger", "hamburger"} and len(metadata) == summary["kept"] > 2
     assert {one.get("category") for one in metadata} == {"Animals", "Food & Drink", None}  # other sets' are kept, too
     assert summary["rejected"]["subject of another category"] > 400
     with pytest.raises(UserError, match="no set has a category 'Animal': did you mean 'Animals'"):
-        write_icons(tmp_path / "none", [*sets, filed], size=16, categories=("Animal",))
+        write_icons(tmp_path / "none", [*sets, filed], IconDataSettings(size=16, categories=("Animal",)))
 
 
 def test_pairs_show_only_what_is_trained(written):
@@ -239,7 +242,7 @@ def test_more_pairs_of_a_drawing_are_different_ones_and_begin_with_the_first(set
         metadata = [source.meta(i) for i in range(len(source))]
         return Counter((one["subject"], one["style"], one["pair"]["caption"]) for one in metadata if "pair" in one)
 
-    summary = write_icons(tmp_path / "more", sets, size=16, pairs=number)
+    summary = write_icons(tmp_path / "more", sets, IconDataSettings(size=16, pairs=number))
     found = pairs(tmp_path / "more")
     assert set(found.values()) == {1} and set(pairs(written[0])) <= set(found)
     drawn = summary["kinds"]["train"]
@@ -284,15 +287,15 @@ def test_nothing_to_draw_and_no_color_are_said(tmp_path):
     empty = a_set(tmp_path, "noto", {"tiger": "<script/>"}, {})
     with pytest.raises(UserError, match=r"nothing to draw.*script: 1"):
         write_icons(tmp_path / "a", [empty])
-    with pytest.raises(UserError, match="not a CSS color"):
-        write_icons(tmp_path / "b", [empty], background="whiteish")
+    with pytest.raises(InvalidSetting, match="must be a CSS color such as white or #ffeecc, not 'whiteish'"):
+        IconDataSettings(background="whiteish")
 
 
 def test_drawings_that_end_their_process_are_counted_and_the_others_written(tmp_path, monkeypatch):
     monkeypatch.setattr(build_icons, "SVGRenderer", partial(SVGRenderer, 0.2))
     endless = '<path stroke="#000" stroke-width=".1" stroke-dasharray=".0001" d="M0 0h16v16z"/>' * 9_000
     bodies = {"cat": drawing(0), "dog": endless, "cow": "<g>" * 50_000 + "</g>" * 50_000, "tiger": drawing(1)}
-    summary = write_icons(tmp_path / "out", [a_set(tmp_path, "noto", bodies, {})], pairs=0)
+    summary = write_icons(tmp_path / "out", [a_set(tmp_path, "noto", bodies, {})], IconDataSettings(pairs=0))
     assert summary["kept"] == 2
     assert summary["rejected"] == {"SVG that takes too long": 1, "SVG that crashes resvg or takes too much memory": 1}
 
@@ -301,7 +304,7 @@ def test_a_margin_is_empty_and_in_it_is_the_smaller_drawing(sets, tmp_path):
     """Halves of pairs have half of it."""
 
     def pictures(folder, **settings):
-        write_icons(tmp_path / folder, sets[:2], background="#202020", **settings)
+        write_icons(tmp_path / folder, sets[:2], IconDataSettings(background="#202020", **settings))
         for one in open_source(str(tmp_path / folder)):
             yield one.meta, np.array(Image.open(io.BytesIO(one.image)))
 

@@ -1,4 +1,5 @@
-"""The scene parser reads clean pictures exactly, degraded ones nearly always, and rejects blends.
+"""The scene parser reads clean pictures exactly, degraded ones nearly always, and rejects blends, malformed objects,
+other paints, and faint objects.
 
 Each floor is a little below the share measured on a larger sample.
 """
@@ -8,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from limner.tasks import captions, rendering, scene_reader, verify
+from limner.tasks import captions, rendering, scene_reader, scenes, verify
 from limner.tasks.scenes import BACKGROUNDS, COLORS, EXTENT, FILLS, SHAPES, SIZES, UNITS, Scene, SceneObject
 from sample_scenes import blur, cast, halved, jpeg, mixed_scenes, noise, to_uint8
 
@@ -33,7 +34,7 @@ def test_every_object_on_every_background_is_read_with_hardly_a_doubt():
         scene = Scene(objects=(item,), background=backgrounds[i % 5])
         reading = scene_reader.read(rendering.render(scene))
         assert reading.scene == scene
-        assert reading.detections[0].doubt < 0.05 and abs(reading.detections[0].residual) < 0.01
+        assert reading.doubt < 0.05
 
 
 @pytest.mark.parametrize("size", [12, 24, 36, 60, 96, 240])
@@ -88,3 +89,68 @@ def test_blends_of_two_scenes_are_neither(share):
         blend = to_uint8(share * rendering.render(a) + (1 - share) * rendering.render(b).astype(float))
         kept += verify.satisfies(blend, captions.describe(a, rng)) or verify.satisfies(blend, captions.describe(b, rng))
     assert kept <= 1
+
+
+def test_four_small_squares_are_no_large_one():
+    square = SceneObject(shape="square", color="red", size="small", fill="solid", x=0, y=0)
+    objects = tuple(replace(square, x=x, y=y) for x in (2, 6) for y in (3, 7))
+    scene = Scene(objects=objects, background="pink")
+    assert exactly(scene, rendering.render(scene))
+
+
+def test_dense_scenes_are_read():
+    rng = np.random.default_rng(0)
+    dense_scenes = [scenes.sample_dense_scene(rng) for _ in range(25)]
+    assert all(exactly(scene, rendering.render(scene)) for scene in dense_scenes)
+
+
+def test_objects_may_lie_off_the_lattice():
+    rng = np.random.default_rng(0)
+    for scene in mixed_scenes(25, count=2):
+        objects = tuple(
+            replace(t, **{k: np.clip(getattr(t, k) + rng.integers(-1, 2) / 4, 0, 12 - EXTENT[t.size]) for k in "xy"})
+            for t in scene.objects
+        )
+        moved = replace(scene, objects=objects)
+        assert exactly(moved, rendering.render(moved))
+
+
+def test_unknown_backgrounds():
+    circle = SceneObject(shape="circle", color="red", size="large", fill="solid", x=3, y=3)
+    for paint in ((140, 50, 170), (20, 20, 20), (0, 255, 255)):
+        picture = np.empty((48, 48, 3), np.uint8)
+        picture[:] = paint
+        alpha = rendering.alpha_mask("circle", "large", "solid", 4)[..., None]
+        picture[12:32, 12:32] = alpha * COLORS["red"] + (1 - alpha) * picture[12:32, 12:32]
+        assert scene_reader.read(picture).scene is None
+        assert not verify.satisfies(picture, "a large red circle")
+    assert verify.satisfies(rendering.render(Scene(objects=(circle,), background="teal")), "a large red circle")
+
+
+def test_small_artifacts_are_forgiven_and_large_ones_are_not():
+    scene = Scene(
+        objects=(SceneObject(shape="circle", color="blue", size="large", fill="solid", x=0, y=0),), background="beige"
+    )
+    for side, forgiven in ((1, True), (3, True), (5, False), (10, False)):
+        picture = rendering.render(scene)
+        picture[35 : 35 + side, 33 : 33 + side] = 0
+        assert (scene_reader.read(picture).scene == scene) is forgiven
+
+
+def test_noise_makes_no_objects():
+    for i, (name, paint) in enumerate(BACKGROUNDS.items()):
+        flat = np.broadcast_to(np.array(paint, np.uint8), (48, 48, 3))
+        for sigma in (10, 30):
+            assert scene_reader.read(noise(flat, sigma, seed=i)).scene == Scene(objects=(), background=name)
+
+
+def test_faint_objects_are_detected():
+    rng = np.random.default_rng(8)
+    for i, scene in enumerate(mixed_scenes(60, seed=31, count=2)):
+        real, faint = scene.objects if i % 2 else scene.objects[::-1]
+        alone = replace(scene, objects=(real,))
+        contrast = np.linalg.norm(np.subtract(COLORS[faint.color], BACKGROUNDS[scene.background]))
+        opacity = max(rng.uniform(0.15, 0.4), 25 / contrast)
+        picture = to_uint8((1 - opacity) * rendering.render(alone) + opacity * rendering.render(scene).astype(float))
+        assert scene_reader.read(rendering.render(alone)).scene == alone
+        assert scene_reader.read(picture).scene is None, (faint, opacity)

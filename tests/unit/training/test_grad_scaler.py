@@ -308,7 +308,7 @@ def test_a_resumed_run_has_the_same_scales_and_weights(kind, tmp_path):
     def trained(out, steps):
         torch.manual_seed(1)
         model = MODEL.build()
-        result = train(model, Autoregressive(), Endless(), replace(config, steps=steps), out)
+        result = train(TrainState(model, Autoregressive(), replace(config, steps=steps)), Endless(), out)
         return model.state_dict(), result.metrics
 
     whole, told = trained(tmp_path / "whole", 6)
@@ -329,7 +329,12 @@ def test_a_trained_model_is_as_before_it_draws_and_trains_again(kind, tmp_path):
         for i in range(times):
             hooks = [RMSMonitor(tmp_path / f"{kind}{i}")]
             config = replace(TRAIN, scaling=kind, steps=1)
-            train(model, Autoregressive(), Endless(), config, tmp_path / f"{kind}{i}", hooks=hooks, parallel=strategy)
+            train(
+                TrainState(model, Autoregressive(), config, parallel=strategy),
+                Endless(),
+                tmp_path / f"{kind}{i}",
+                hooks=hooks,
+            )
         return model, strategy
 
     model, strategy = trained(kind, 2)
@@ -347,7 +352,7 @@ def test_a_trained_model_is_as_before_it_draws_and_trains_again(kind, tmp_path):
 def test_a_run_that_fails_takes_its_hooks_away(tmp_path):
     model, config = MODEL.build(), replace(TRAIN, scaling="resblocks", max_bad_steps=1)
     with pytest.raises(UserError, match="diverged"):
-        train(model, lambda m, *_: (m.embed.start.sum() * math.nan, {}), Endless(), config, tmp_path)
+        train(TrainState(model, lambda m, *_: (m.embed.start.sum() * math.nan, {}), config), Endless(), tmp_path)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
@@ -365,7 +370,7 @@ def test_a_block_or_a_model_without_gradients_is_nothing_that_overflows(kind, de
     hook.after_backward(run)
     assert int(torch.as_tensor(hook.skipped).sum()) == 0
     hook.load_state_dict(hook.state_dict())
-    hook.on_report(run, {})
+    hook.before_log(run, {})
 
 
 def test_a_model_without_resblocks_is_refused_in_a_sentence():

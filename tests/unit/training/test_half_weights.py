@@ -10,11 +10,11 @@ from torch import nn
 from limner.models.transformer import SIZES
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
-from limner.optim import adamw16, grad_access
+from limner.optim import adamw, grad_access
 from limner.optim.optimizers import AdamW16Config, AdamWConfig, Beta2WarmupAdamWConfig, MuonConfig, StableAdamWConfig
 from limner.planner.dry_run import state_bytes
 from limner.planner.paper_layout import PaperLayout
-from limner.quantization.half_linear import HalfLinear
+from limner.quantization import HalfLinear
 from limner.quantization.precisions import Bf16Weights, Fp16Weights
 from limner.training.config import TrainConfig
 from limner.training.grad_scaler import scaling
@@ -42,7 +42,7 @@ CASES = [
 def learn(out, config):
     torch.manual_seed(0)
     model = PRIOR.build()
-    train(model, Autoregressive(), Tokens(), config, out)
+    train(TrainState(model, Autoregressive(), config), Tokens(), out)
     return model, [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
 
 
@@ -82,7 +82,7 @@ def test_afterwards_the_model_is_an_ordinary_one_with_the_averages(tmp_path):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     weight = model.blocks[0].mlp.branch.up.weight.detach()
     assert not torch.equal(weight, weight.half().float())
-    train(model, Autoregressive(), Tokens(), replace(CONFIG, steps=2), tmp_path / "again")
+    train(TrainState(model, Autoregressive(), replace(CONFIG, steps=2)), Tokens(), tmp_path / "again")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
@@ -191,7 +191,7 @@ def test_the_noise_of_rounding_does_not_come_back_in_later_steps_or_other_tensor
     rounded = []
     for before in (0, 1, 2**16, 2**20):
         weights = [nn.Parameter(torch.ones(64, 64, dtype=torch.float16)) for _ in range(2)]
-        optimizer = adamw16.AdamW16(weights, lr=2e-4, betas=(0.0, 0.0), weight_decay=0)  # 0.4 steps of fp16
+        optimizer = adamw.AdamW16(weights, lr=2e-4, betas=(0.0, 0.0), weight_decay=0)  # 0.4 steps of fp16
         for p in weights:
             p.grad = torch.ones_like(p)
             optimizer.state[p]["step"] = torch.tensor(float(before))

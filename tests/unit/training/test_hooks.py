@@ -19,6 +19,7 @@ from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
+from limner.training.train_state import TrainState
 
 CONFIG = TrainConfig(steps=4, batch_size=4, accumulate=2, optimizer=AdamWConfig(lr=1e-2), precision=Fp32(), log_every=2)
 
@@ -38,7 +39,7 @@ def objective(model: Any, batch: Any, step: int, generator: torch.Generator) -> 
 def go(out: Path, *hooks: Hook, model: nn.Module | None = None, config: TrainConfig = CONFIG, **more: Any) -> nn.Module:
     torch.manual_seed(0)
     model = model or nn.Linear(2, 1)
-    train(model, objective, Stream(Points(), 4), config, out, hooks=hooks, **more)
+    train(TrainState(model, objective, config), Stream(Points(), 4), out, hooks=hooks, **more)
     return model
 
 
@@ -73,15 +74,15 @@ def test_each_is_called_in_its_place(tmp_path: Path) -> None:
             assert math.isfinite(run.loss) and run.norm > 0
             self.hear("update", run)
 
-        def on_report(self, run, row):
+        def before_log(self, run, row):
             assert row["step"] == run.step
             self.hear("report", run)
 
-        def on_eval(self, run, metrics):
+        def after_eval(self, run, metrics):
             assert metrics == {"score": run.step}
             self.hear("eval", run)
 
-        def on_save(self, run):
+        def before_save(self, run):
             assert len(completed(tmp_path)) == (run.step - 1) // 3
             self.hear("save", run)
 
@@ -117,7 +118,12 @@ def test_gradients_may_be_changed_before_they_are_measured(tmp_path: Path) -> No
     config = replace(CONFIG, clip_norm=0.01, log_every=1)
     plain = go(tmp_path / "plain", config=config)
     torch.manual_seed(0)
-    train(model := nn.Linear(2, 1), scaled, Stream(Points(), 4), config, tmp_path / "scaled", hooks=[Unscale()])
+    train(
+        TrainState(model := nn.Linear(2, 1), scaled, config),
+        Stream(Points(), 4),
+        tmp_path / "scaled",
+        hooks=[Unscale()],
+    )
     assert same(model, plain)  # by a power of two, nothing is rounded
     rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("plain", "scaled")]
     assert [row["grad_norm"] for row in rows[0]] == [row["grad_norm"] for row in rows[1]]
@@ -154,7 +160,7 @@ def test_states_survive_and_a_new_hook_begins_anew(tmp_path: Path) -> None:
 class Rates(Hook):
     """The learning rate of each parameter group in the log."""
 
-    def on_report(self, run, row):
+    def before_log(self, run, row):
         groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
         row |= {f"lr/{i}": group["lr"] for i, group in enumerate(groups)}
 

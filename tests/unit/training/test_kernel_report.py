@@ -12,12 +12,13 @@ from torch import nn
 from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
-from limner.quantization.kernel_counter import counts_from_json
 from limner.quantization.precisions import Fp8SwitchBack, Fp8TensorWise, LLMInt8, SwitchBack, SwitchBackM, SwitchBackQ
+from limner.quantization.products import counts_from_json
 from limner.training.config import TrainConfig
 from limner.training.kernel_report import FILE, KernelReport
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
+from limner.training.train_state import TrainState
 from tokens_in_turn import PRIOR, Tokens
 
 CONFIG = TrainConfig(
@@ -29,7 +30,7 @@ PRECISIONS = [SwitchBack(), SwitchBackM(), SwitchBackQ(), LLMInt8(), Fp8SwitchBa
 def run(out, config):
     torch.manual_seed(0)
     model = PRIOR.build()
-    train(model, Autoregressive(), Tokens(), config, out, hooks=[KernelReport(out)])
+    train(TrainState(model, Autoregressive(), config), Tokens(), out, hooks=[KernelReport(out)])
     return model, [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
 
 

@@ -38,6 +38,7 @@ from limner.training.hooks import Hook
 from limner.training.loop import Interrupted, train
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import SingleProcess
+from limner.training.train_state import TrainState
 
 
 class Points:
@@ -83,7 +84,7 @@ def test_it_is_the_textbook_loop(tmp_path: Path) -> None:
     config = replace(config, ema_decay=0.3, ema_every=4)
     ours, theirs, batches = model(), model(), stream()
     averages = [p.detach().clone() for p in theirs.parameters()]
-    train(ours, objective, stream(), config, tmp_path)
+    train(TrainState(ours, objective, config), stream(), tmp_path)
     weights, biases = [[p for p in theirs.parameters() if p.ndim == d] for d in (2, 1)]
     groups = [{"params": weights, "weight_decay": 4.5e-2}, {"params": biases, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.96), fused=True)
@@ -111,9 +112,9 @@ def test_it_is_the_textbook_loop(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accumulate", [2, 5, 12])  # 5 does not divide 12
 def test_micro_batches_add_up_to_the_batch(accumulate: int, tmp_path: Path) -> None:
     whole, parts = model(), model()
-    train(whole, objective, stream(), CONFIG, tmp_path / "whole")
+    train(TrainState(whole, objective, CONFIG), stream(), tmp_path / "whole")
     config = replace(CONFIG, accumulate=accumulate)
-    train(parts, objective, stream(), config, tmp_path / "parts")
+    train(TrainState(parts, objective, config), stream(), tmp_path / "parts")
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
     for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
@@ -149,14 +150,14 @@ def test_a_run_in_parts_is_the_whole_run_bit_for_bit(
     optimizer: OptimizerConfig, stops: list[int], tmp_path: Path
 ) -> None:
     config, whole, parts = replace(FULL, optimizer=optimizer), blocks(0.2), blocks(0.2)
-    train(whole, noisy, stream(), config, tmp_path / "whole")
+    train(TrainState(whole, noisy, config), stream(), tmp_path / "whole")
     for steps in (*stops, 12):
         parts = blocks(0.2)
         torch.manual_seed(steps)  # any state of the generator
-        train(parts, noisy, stream(), replace(config, steps=steps), tmp_path / "parts")
+        train(TrainState(parts, noisy, replace(config, steps=steps)), stream(), tmp_path / "parts")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
-    finished = train(blocks(0.2), noisy, stream(), config, tmp_path / "whole")
+    finished = train(TrainState(blocks(0.2), noisy, config), stream(), tmp_path / "whole")
     assert finished.step == 12 and finished.metrics["loss"] == losses(tmp_path / "whole")[-1]
 
 
@@ -167,7 +168,11 @@ def test_a_model_is_brought_back_within_its_bounds_after_each_update(tmp_path: P
 
     bounded = Bounded(4, 1)
     nn.init.constant_(bounded.bias, 0.25)
-    train(bounded, objective, stream(), replace(CONFIG, ema_decay=0.5, optimizer=AdamWConfig(lr=0.5)), tmp_path)
+    train(
+        TrainState(bounded, objective, replace(CONFIG, ema_decay=0.5, optimizer=AdamWConfig(lr=0.5))),
+        stream(),
+        tmp_path,
+    )
     assert bounded.bias.item() == 0.25  # the average of what it was after each update
 
 
@@ -183,16 +188,16 @@ def test_evaluation_sees_the_average_and_disturbs_nothing(tmp_path: Path) -> Non
     class Listen(Hook):
         heard: list = []
 
-        def on_report(self, run, row):
+        def before_log(self, run, row):
             self.heard.append(("step", run.step, "loss" in row))
 
-        def on_eval(self, run, metrics):
+        def after_eval(self, run, metrics):
             self.heard.append(("eval", run.step, metrics["score"]))
 
     config, watched = replace(FULL, eval_every=5, log_every=4), model(0.2)
-    result = train(watched, noisy, stream(), config, tmp_path / "a", evaluate=evaluate, hooks=[Listen()])
+    result = train(TrainState(watched, noisy, config), stream(), tmp_path / "a", evaluate=evaluate, hooks=[Listen()])
     plain = model(0.2)
-    train(plain, noisy, stream(), FULL, tmp_path / "b")
+    train(TrainState(plain, noisy, FULL), stream(), tmp_path / "b")
     assert all(torch.equal(a, b) for a, b in zip(watched.parameters(), plain.parameters(), strict=True))
     assert [step for step, _ in seen] == [5, 10, 12]
     # The model is left with the averaged weights.
@@ -222,8 +227,8 @@ def breaks(*steps: int, where: str = "loss"):
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_an_update_that_is_not_finite_is_skipped_and_counted(where: str, tmp_path: Path) -> None:
     broken = breaks(3, 4, 8, where=where)
-    train(model(), broken, stream(), replace(CONFIG, steps=6), tmp_path)
-    result = train(model(), broken, stream(), CONFIG, tmp_path)  # continues the count
+    train(TrainState(model(), broken, replace(CONFIG, steps=6)), stream(), tmp_path)
+    result = train(TrainState(model(), broken, CONFIG), stream(), tmp_path)  # continues the count
     assert result.skipped == 3
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["skipped"] for row in rows] == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3, 3]
@@ -234,9 +239,9 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(where: str, tmp_pat
 def test_a_run_that_stays_broken_stops_and_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
     config = replace(CONFIG, max_bad_steps=3, checkpoint_every=5)
     with pytest.raises(UserError, match=r"after step 9: 3 updates in a row .*lower lr .*step-00000005"):
-        train(model(), breaks(*range(6, 12)), stream(), config, tmp_path)
+        train(TrainState(model(), breaks(*range(6, 12)), config), stream(), tmp_path)
     assert [p.name for p in completed(tmp_path)] == ["step-00000005"]
-    result = train(model(), objective, stream(), config, tmp_path)  # mended
+    result = train(TrainState(model(), objective, config), stream(), tmp_path)  # mended
     assert result.step == 12 and len(losses(tmp_path)) == 12
 
 
@@ -249,15 +254,15 @@ def climbs(m, batch, step, generator):
 def test_a_loss_that_leaves_its_range_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
     config = replace(CONFIG, max_bad_steps=4, checkpoint_every=1, keep=1)
     with pytest.raises(UserError, match=r"after step 10: the loss is .* and was .* at first; .*step-00000006"):
-        train(model(), climbs, stream(), config, tmp_path / "a")
+        train(TrainState(model(), climbs, config), stream(), tmp_path / "a")
     with pytest.raises(UserError, match=r"after step 8: the loss is .*step-00000006"):  # at its end, before four steps
-        train(model(), climbs, stream(), replace(config, steps=8), tmp_path / "b")
-    assert train(model(), objective, stream(), config, tmp_path / "a").step == 12
+        train(TrainState(model(), climbs, replace(config, steps=8)), stream(), tmp_path / "b")
+    assert train(TrainState(model(), objective, config), stream(), tmp_path / "a").step == 12
 
 
 def test_a_step_size_out_of_all_reason_is_an_error_and_no_result(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"diverged .* lower lr \(1e\+06\)"):
-        train(model(), objective, stream(), replace(CONFIG, optimizer=AdamWConfig(lr=1e6)), tmp_path)
+        train(TrainState(model(), objective, replace(CONFIG, optimizer=AdamWConfig(lr=1e6))), stream(), tmp_path)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
@@ -269,21 +274,21 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
 
     config = replace(CONFIG, checkpoint_every=3)
     with pytest.raises(UserError, match=r"after step 6: its weights are not finite; .*step-00000003"):
-        train(model(), objective, stream(), config, tmp_path, hooks=[Poison()])
+        train(TrainState(model(), objective, config), stream(), tmp_path, hooks=[Poison()])
 
 
 def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
     with exclusive_lock(tmp_path), pytest.raises(UserError, match="another process .*is writing to"):
-        train(model(), objective, stream(), CONFIG, tmp_path)
+        train(TrainState(model(), objective, CONFIG), stream(), tmp_path)
 
 
 def test_a_run_goes_on_from_the_older_checkpoint_where_the_newest_is_damaged(tmp_path: Path) -> None:
     for name in ("whole", "damaged"):
-        train(model(0.2), noisy, stream(), replace(FULL, steps=8, checkpoint_every=4), tmp_path / name)
+        train(TrainState(model(0.2), noisy, replace(FULL, steps=8, checkpoint_every=4)), stream(), tmp_path / name)
     (tmp_path / "damaged/checkpoints/step-00000008/optimizer.safetensors").write_bytes(b"nothing")
-    train(whole := model(0.2), noisy, stream(), FULL, tmp_path / "whole")
+    train(TrainState(whole := model(0.2), noisy, FULL), stream(), tmp_path / "whole")
     with pytest.warns(UserWarning, match="step-00000008 is damaged") as said:
-        train(mended := model(0.2), noisy, stream(), FULL, tmp_path / "damaged")
+        train(TrainState(mended := model(0.2), noisy, FULL), stream(), tmp_path / "damaged")
     assert len(said) == 1
     assert losses(tmp_path / "damaged") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 12
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), mended.parameters(), strict=True))
@@ -306,7 +311,11 @@ def test_a_dvae_in_parts_is_the_whole_one_bit_for_bit(decayed, device: str, tmp_
     def go(steps: int, out: str) -> DVAE:
         torch.manual_seed(0)
         dvae = DVAEConfig(size=16, width=16, groups=3, blocks=1, vocab=32, code_width=16, code_gain=3.0).build()
-        train(dvae, BalancedELB(), Stream(Pictures(), 4), replace(config, steps=steps), tmp_path / out, device=device)
+        train(
+            TrainState(dvae, BalancedELB(), replace(config, steps=steps), device=device),
+            Stream(Pictures(), 4),
+            tmp_path / out,
+        )
         return dvae
 
     whole, _, parts = go(6, "whole"), go(3, "parts"), go(6, "parts")
@@ -326,11 +335,11 @@ def test_a_signal_finishes_the_step_and_saves(number: int, tmp_path: Path) -> No
 
     before = signal.getsignal(number)
     with pytest.raises(Interrupted, match="after step 7") as stop:
-        train(model(), interrupted, stream(), FULL, tmp_path / "a")
+        train(TrainState(model(), interrupted, FULL), stream(), tmp_path / "a")
     assert signal.getsignal(number) is before
     assert stop.value.step == 7 and stop.value.checkpoint == latest(tmp_path / "a")
-    train(model(), noisy, stream(), FULL, tmp_path / "a")
-    train(model(), noisy, stream(), FULL, tmp_path / "b")
+    train(TrainState(model(), noisy, FULL), stream(), tmp_path / "a")
+    train(TrainState(model(), noisy, FULL), stream(), tmp_path / "b")
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
@@ -341,7 +350,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
         return objective(m, batch, step, generator)
 
     with pytest.raises(KeyboardInterrupt):
-        train(model(), impatient, stream(), CONFIG, tmp_path)
+        train(TrainState(model(), impatient, CONFIG), stream(), tmp_path)
     assert latest(tmp_path) is None
 
 
@@ -359,7 +368,9 @@ class Later:
 
 def test_a_setting_that_a_description_lacks_counts_as_a_difference(tmp_path: Path) -> None:
     def go(config: TrainConfig, part: Earlier | Later) -> int:
-        return train(model(), objective, stream(), config, tmp_path, record={"part": part, "data": "a"}).step
+        return train(
+            TrainState(model(), objective, config), stream(), tmp_path, record={"part": part, "data": "a"}
+        ).step
 
     go(replace(CONFIG, steps=5), Earlier())
     with pytest.raises(UserError, match=r"another part\.depth, part\.schedule: "):
@@ -369,13 +380,13 @@ def test_a_setting_that_a_description_lacks_counts_as_a_difference(tmp_path: Pat
 
 def test_another_config_is_refused_by_name(tmp_path: Path) -> None:
     def go(config: TrainConfig, **kwargs):
-        return train(model(), objective, stream(), config, tmp_path, **kwargs)
+        return train(TrainState(model(), objective, config), stream(), tmp_path, **kwargs)
 
     go(replace(CONFIG, steps=5), record={"model": {"width": 8}})
     with pytest.raises(UserError, match=r"another training\.optimizer\.lr, model\.width: "):
         go(replace(CONFIG, optimizer=AdamWConfig(lr=1.0)), record={"model": {"width": 9}})
     with pytest.raises(UserError, match=r"lacks|unexpected|shape"):
-        train(nn.Linear(4, 1), objective, stream(), CONFIG, tmp_path, record={"model": {"width": 8}})
+        train(TrainState(nn.Linear(4, 1), objective, CONFIG), stream(), tmp_path, record={"model": {"width": 8}})
     longer = replace(CONFIG, log_every=2, checkpoint_every=3, keep=5)
     assert go(longer, record={"model": {"width": 8}}).step == 12
     assert json.loads((tmp_path / "config.json").read_text())["training"]["keep"] == 5
@@ -384,7 +395,7 @@ def test_another_config_is_refused_by_name(tmp_path: Path) -> None:
 def test_activations_are_recomputed_where_the_model_offers_it(tmp_path: Path) -> None:
     config = replace(CONFIG, checkpoint_activations=True)
     with pytest.raises(UserError, match="Sequential"):
-        train(model(), objective, stream(), config, tmp_path)
+        train(TrainState(model(), objective, config), stream(), tmp_path)
 
     class Offers(nn.Linear):
         on = False
@@ -393,7 +404,7 @@ def test_activations_are_recomputed_where_the_model_offers_it(tmp_path: Path) ->
             self.on = on
 
     offering = Offers(4, 1)
-    train(offering, objective, stream(), config, tmp_path)
+    train(TrainState(offering, objective, config), stream(), tmp_path)
     assert offering.on
 
 
@@ -435,9 +446,9 @@ def test_states_may_be_kept_elsewhere(tmp_path: Path) -> None:
     for steps in (5, 12):
         parts = blocks(0.2)
         config = replace(FULL, steps=steps)
-        result = train(parts, noisy, stream(), config, tmp_path / "parts", checkpointer=memory)
+        result = train(TrainState(parts, noisy, config), stream(), tmp_path / "parts", checkpointer=memory)
     assert result and result.checkpoint == Path("memory-12") and not (tmp_path / "parts" / "checkpoints").exists()
-    train(whole := blocks(0.2), noisy, stream(), FULL, tmp_path / "whole")
+    train(TrainState(whole := blocks(0.2), noisy, FULL), stream(), tmp_path / "whole")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert parts and all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
 
@@ -450,7 +461,7 @@ def test_a_batch_says_which_samples_it_has_also_after_a_resume(tmp_path: Path) -
         return noisy(m, batch, step, generator)
 
     for steps in (5, 12):
-        train(model(), watching, stream(), replace(FULL, steps=steps), tmp_path)
+        train(TrainState(model(), watching, replace(FULL, steps=steps)), stream(), tmp_path)
     planned = [i for step in range(12) for i in stream().batch_indices(12 * step)[0]]
     assert seen == planned
 
@@ -469,7 +480,7 @@ def test_the_loss_is_computed_within_the_forward_of_one_module(tmp_path: Path) -
         calls.append("loss")
         return objective(m, batch, step, generator)
 
-    train(model(), around, stream(), replace(CONFIG, steps=2), tmp_path, parallel=Watched())
+    train(TrainState(model(), around, replace(CONFIG, steps=2), parallel=Watched()), stream(), tmp_path)
     assert calls == ["begin", "loss", "end"] * 2
     load_weights(model(), tmp_path)  # under the model's own names
 
@@ -496,13 +507,13 @@ class Double(nn.Module):
 
 def test_a_precision_converts_the_model_before_anything_knows_its_parameters(tmp_path: Path) -> None:
     config = replace(CONFIG, precision=Doubled(), ema_decay=0.5)
-    train(converted := model(), objective, stream(), config, tmp_path)
+    train(TrainState(converted := model(), objective, config), stream(), tmp_path)
     assert {p.dtype for p in converted.parameters()} == {torch.float64}
     where = latest(tmp_path)
     assert where
     for name, key in (("model", "0.weight"), ("optimizer", "exp_avg.0.weight")):
         assert read_tensors(where, name)[key].dtype == torch.float64
-    train(plain := model(), objective, stream(), replace(CONFIG, ema_decay=0.5), tmp_path / "plain")
+    train(TrainState(plain := model(), objective, replace(CONFIG, ema_decay=0.5)), stream(), tmp_path / "plain")
     assert not torch.equal(converted[0].weight.float(), model()[0].weight)  # it has learned
     torch.testing.assert_close(converted[0].weight.float(), plain[0].weight)
 
@@ -516,7 +527,7 @@ def test_the_end_says_how_many_updates_were_skipped(tmp_path: Path) -> None:
     bars = Notes("a"), Notes("b"), Notes("c")
     for bar, broken in zip(bars, (breaks(), breaks(*range(1, 12)), breaks()), strict=True):
         out = tmp_path / ("a" if bar.title == "a" else "b")
-        result = train(model(), broken, stream(), replace(CONFIG, max_bad_steps=20), out, bar=bar)
+        result = train(TrainState(model(), broken, replace(CONFIG, max_bad_steps=20)), stream(), out, bar=bar)
         assert result.skipped == (bar.title != "a") * 11
     said = "11 of 12 updates were skipped, since their loss or gradient was not finite"
     assert not hasattr(bars[0], "notes") and bars[1].notes == [said]
@@ -533,7 +544,7 @@ STATES = {
 @pytest.mark.parametrize("key", STATES)
 def test_a_state_with_values_of_another_kind_is_refused_before_the_first_update(key: str, tmp_path: Path) -> None:
     config = replace(CONFIG, schedule=Plateau(window=2), checkpoint_every=6)
-    train(model(), objective, stream(), replace(config, steps=6), tmp_path)
+    train(TrainState(model(), objective, replace(config, steps=6)), stream(), tmp_path)
     (saved,) = completed(tmp_path)
     state = json.loads((saved / "state.json").read_text())
     stream_state = state["parts"]["stream"]
@@ -545,4 +556,4 @@ def test_a_state_with_values_of_another_kind_is_refused_before_the_first_update(
         lines = [f"{file_hash(path)}  {path.name}\n" for path in saved.iterdir() if path.name != "SHA256SUMS"]
         (saved / "SHA256SUMS").write_text("".join(lines))
         with pytest.raises(UserError, match="does not fit this run"):
-            train(model(), objective, stream(), config, tmp_path)
+            train(TrainState(model(), objective, config), stream(), tmp_path)

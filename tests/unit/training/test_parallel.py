@@ -18,7 +18,8 @@ from limner.training.checkpoint import latest
 from limner.training.config import TrainConfig
 from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
-from limner.training.parallel import SingleProcess, fold_in
+from limner.training.parallel import Reduction, SingleProcess
+from limner.training.train_state import TrainState
 
 CONFIG = TrainConfig(steps=6, batch_size=8, optimizer=AdamWConfig(lr=1e-2), precision=Fp32(), log_every=1)
 
@@ -32,12 +33,12 @@ class Points:
 
 
 class Second(SingleProcess):
-    """The second of two ranks; the first contributes zeros."""
+    """The second of two ranks; the first has the same sums, and contributes zeros when values are gathered."""
 
-    rank, world_size = 1, 2
+    rank, world_size, is_main = 1, 2, True
 
-    def shard_stream(self, stream: Any) -> None:
-        stream.shard(self.rank, self.world_size)
+    def sum(self, values: Tensor) -> Tensor:
+        return values * self.world_size
 
     def all_gather(self, values: Tensor) -> list[Tensor]:
         return [torch.zeros_like(values), values]
@@ -51,7 +52,7 @@ def noisy(model: Any, batch: dict[str, Tensor], step: int, generator: torch.Gene
 def go(out: Path, parallel: SingleProcess, steps: int = 6) -> list[tuple[float, float]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-    train(model, noisy, Stream(Points(), 8), replace(CONFIG, steps=steps), out, parallel=parallel)
+    train(TrainState(model, noisy, replace(CONFIG, steps=steps), parallel=parallel), Stream(Points(), 8), out)
     return [(row["loss"], row["index"]) for row in read_metrics(out / "metrics.jsonl")]
 
 
@@ -75,28 +76,23 @@ def test_another_number_of_ranks_is_pointed_out(tmp_path: Path) -> None:
 def test_another_way_to_compress_gradients_is_pointed_out(tmp_path: Path) -> None:
     """Other shards have other factors."""
 
-    class Compressing(SingleProcess):
+    class Compressing(Reduction):
         shards = 2
 
         def summary(self) -> str:
             return f"gradients are compressed to rank 4 over {self.shards} shards"
 
-    parallel = Compressing()
+    class Strategy(SingleProcess):
+        def prepare(self, *arguments: Any) -> nn.Module:
+            module = super().prepare(*arguments)
+            self.reduction = Compressing()
+            return module
+
+    parallel = Strategy()
     go(tmp_path, parallel, steps=2)
-    parallel.shards = 4
+    Compressing.shards = 4
     with pytest.warns(UserWarning, match="was written by .* to rank 4 over 2 shards: results may differ"):
         go(tmp_path, parallel)
-
-
-def test_seeds_of_ranks_differ_and_the_first_has_that_of_one_process() -> None:
-    assert fold_in(7, 0) == 7
-    seeds = {fold_in(seed, rank) for seed in (0, 7, 2**63 - 1) for rank in range(4)}
-    assert len(seeds) == 12 and all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_seeds_that_are_alike_in_their_lower_32_bits_give_other_numbers() -> None:
-    first, second = (torch.rand(8, generator=torch.Generator().manual_seed(fold_in(seed))) for seed in (7, 7 + 2**32))
-    assert not torch.equal(first, second)
 
 
 def test_a_batch_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:

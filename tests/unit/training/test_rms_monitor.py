@@ -199,7 +199,7 @@ class Endless:
 def trained(out, steps=30, optimizer=CONFIG.optimizer):
     torch.manual_seed(0)
     config = replace(CONFIG, steps=steps, optimizer=optimizer)
-    train(Line(), objective, Endless(), config, out, hooks=[RMSMonitor(out)])
+    train(TrainState(Line(), objective, config), Endless(), out, hooks=[RMSMonitor(out)])
     return [json.loads(line) for line in (out / "stability.jsonl").read_text().splitlines()]
 
 
@@ -250,7 +250,13 @@ def test_the_size_of_each_blocks_features_is_logged_now_and_then(tmp_path):
                 seen.append(x.detach().abs().mean().item())
         return x.square().mean(), {}
 
-    train(Two(), through, Endless(), CONFIG, tmp_path, hooks=[RMSMonitor(tmp_path)], evaluate=lambda model, step: {})
+    train(
+        TrainState(Two(), through, CONFIG),
+        Endless(),
+        tmp_path,
+        hooks=[RMSMonitor(tmp_path)],
+        evaluate=lambda model, step: {},
+    )
     rows = [json.loads(line) for line in (tmp_path / "stability.jsonl").read_text().splitlines()]
     features = {row["step"]: row["features"] for row in rows if "features" in row}
     assert list(features) == [10, 20, 30] and list(features[10]) == ["blocks.0", "blocks.1"]
@@ -278,16 +284,21 @@ def test_a_run_that_diverges_ends_with_the_sentence_that_says_so(tmp_path, lr):
     class One(nn.Module):
         def __init__(self):
             super().__init__()
-            self.block = Block(8, 2)
+            self.blocks = nn.ModuleList([Block(8, 2)])
 
     def through(model, batch, step, generator):
-        x = model.block(batch["x"].new_ones(2, 4, 8).requires_grad_(), lambda q, k, v: v)
+        x = model.blocks[0](batch["x"].new_ones(2, 4, 8).requires_grad_(), lambda q, k, v: v)
         return (x - batch["x"].mean()).square().mean(), {}
 
     torch.manual_seed(0)
     config = replace(CONFIG, steps=60, optimizer=AdamWConfig(lr=lr), log_every=1, clip_norm=4.0)
     with pytest.raises(UserError, match="training diverged and stopped after step .*; there is no checkpoint yet"):
-        train(One(), through, Endless(), replace(config, checkpoint_every=60), tmp_path, hooks=[RMSMonitor(tmp_path)])
+        train(
+            TrainState(One(), through, replace(config, checkpoint_every=60)),
+            Endless(),
+            tmp_path,
+            hooks=[RMSMonitor(tmp_path)],
+        )
     rows = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "stability.jsonl").open()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 20
     numbers = [value for row in rows for part in ("rms", "features") for value in row.get(part, {}).values()]

@@ -52,14 +52,13 @@ def main(argv: Sequence[str]) -> None:
                 with decoded(sample.image) as picture:
                     size = "{1} x {0}".format(*picture.shape)
                     thumbnail = Image.fromarray(picture) if i in shown else None
-                    if thumbnail:
-                        thumbnail.thumbnail((256, 256))
             except Rejected as defect:
                 rejected[defect.reason] += 1
             else:
                 kept += 1
                 splits[sample.meta.get("split", "no split")] += 1
                 if thumbnail:
+                    thumbnail.thumbnail((256, 256))
                     rows.append(SheetRow(caption=sample.captions[0], pictures=[(thumbnail, size)]))
             bar.advance(1)
     print_counts(options.source, kept, rejected, splits)

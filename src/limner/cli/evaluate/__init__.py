@@ -1,21 +1,252 @@
-"""`limner evaluate composition | pairs | reconstruction | zero-shot | emoji | icons | grid`: measure a trained model.
-
-The defaults are those of published results: many captions, and seeds from 1,000 on, which are reserved for testing. To
-choose between models or settings, give a seed below 1,000.
-"""
+"""`limner evaluate composition | pairs | reconstruction | zero-shot | emoji | icons | grid`: measure a model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from limner.cli import run_subcommand
-from limner.cli.evaluate import composition, emoji, grid, icons, pairs, reconstruction, zero_shot
+from limner.cli.arguments import check_writable, check_writable_png, parse
+from limner.cli.evaluate.options import (
+    DrawGrid,
+    ScoreComposition,
+    ScoreEmoji,
+    ScoreIcons,
+    ScoreOptions,
+    ScorePairs,
+    ScoreReconstruction,
+    ScoreZeroShot,
+)
+from limner.errors import UserError, escape_control
+from limner.json_files import write_json
+from limner.progress import clock, progress
+
+if TYPE_CHECKING:
+    from limner.pipeline import TextToImage
+    from limner.sampling.candidates import Candidates
+
+_MOSAIC_CAPTIONS = 8
+_MIN_ACCURACY = 0.9  # of the classifier of icons on its training pictures; below, it is unreliable
+T = TypeVar("T", bound=ScoreOptions)
 
 
 def main(argv: Sequence[str]) -> None:
     """Run a subcommand of `limner evaluate`."""
-    commands = {
-        "composition": composition.main, "pairs": pairs.main, "reconstruction": reconstruction.main,
-        "zero-shot": zero_shot.main, "emoji": emoji.main, "icons": icons.main, "grid": grid.main,
-    }  # fmt: skip
-    run_subcommand("limner evaluate", commands, argv)
+    commands = (composition, pairs, reconstruction, zero_shot, emoji, icons, grid)
+    run_subcommand("limner evaluate", {command.__name__.replace("_", "-"): command for command in commands}, argv)
+
+
+def composition(argv: Sequence[str]) -> None:
+    """do drawings of scenes show what their captions say?"""
+    options = _parse(ScoreComposition, argv, "composition")
+    if options.mosaic:
+        check_writable_png(options.mosaic)
+    if not options.objects:
+        raise UserError("--objects needs at least one number from 1 to 4")
+    from limner.evaluation.composition import CompositionSettings, sample_captions, score
+    from limner.evaluation.report import save_png
+    from limner.evaluation.scene_sheet import render_samples, scene_samples
+
+    pipe = _load_scene_model(options.model)
+    captions = sample_captions(options.split, options.objects, options.captions, options.seed)
+    settings = CompositionSettings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
+    start_time, pictures = time.monotonic(), []
+
+    def keep_first(start: int, candidates: Candidates) -> None:
+        pictures.extend(candidates.pictures[: max(0, _MOSAIC_CAPTIONS - start)])
+
+    with progress("drawing and checking", len(captions) * options.candidates, unit="drawing") as bar:
+        result = score(pipe, captions, settings, progress=bar.advance, on_candidates=keep_first)
+    elapsed = clock(time.monotonic() - start_time)
+    print(f"{escape_control(pipe.name)}, {options.split} combinations, {elapsed}\n{result.table()}")
+    if options.mosaic:
+        _write(options.mosaic, partial(save_png, render_samples(scene_samples(captions, pictures, result))))
+    _write(options.output, result.save)
+
+
+def pairs(argv: Sequence[str]) -> None:
+    """given the upper half, does the lower half match the caption?"""
+    options = _parse(ScorePairs, argv, "pairs")
+    from limner.evaluation.composition import CompositionSettings, sample_pairs, score_pairs
+
+    pipe = _load_scene_model(options.model)
+    samples = sample_pairs(options.split, options.pairs, options.seed)
+    settings = CompositionSettings(candidates=options.candidates, seed=options.seed, sampler=options.sampler)
+    with progress("drawing and checking", len(samples) * options.candidates, unit="drawing") as bar:
+        result = score_pairs(pipe, samples, settings, progress=bar.advance)
+    print(f"{escape_control(pipe.name)}, {options.split} combinations\n{result.table()}")
+    _write(options.output, result.save)
+
+
+def reconstruction(argv: Sequence[str]) -> None:
+    """how well does the dVAE reconstruct unseen pictures?"""
+    options = _parse(ScoreReconstruction, argv, "reconstruction")
+    import numpy as np
+
+    from limner.data.datasets import ImageCaptionDataset
+    from limner.data.open_source import open_source
+    from limner.evaluation.reconstruction import fresh_scenes, measure
+    from limner.pipeline import load
+
+    pipe = load(options.model)
+    size = pipe.dvae.config.size
+    if options.data is None:
+        _require_scenes(size, "add --data")
+        split = None if options.split == "both" else options.split
+        pictures = fresh_scenes(options.count, options.seed, split, size)
+    else:
+        source = open_source(options.data, split="held-out")
+        indices = np.linspace(0, len(source) - 1, min(len(source), options.count)).astype(int)
+        pictures = ImageCaptionDataset(source, size).load(indices)[1]
+        if not len(pictures):
+            raise UserError(f"{options.data} lacks readable held-out pictures: inspect it with `limner data show`")
+    with progress("reconstructing", len(pictures), unit="picture") as bar:
+        result = measure(pipe.dvae, pictures, check_scenes=options.data is None, progress=bar.advance)
+    print(f"{escape_control(pipe.name)}\n{result.table()}")
+    _write(options.output, partial(write_json, value=vars(result), indent=2))
+
+
+def zero_shot(argv: Sequence[str]) -> None:
+    """does the contrastive model recognize classes by name?"""
+    options = _parse(ScoreZeroShot, argv, "zero-shot")
+    from limner.data.open_source import open_source
+    from limner.evaluation.zero_shot import dataset_task, evaluate, scene_task
+    from limner.runs.stages import load_reranker
+
+    model, tokenizer, name = load_reranker(options.model)
+    size = model.config.size
+    if options.data is None:
+        _require_scenes(size, "add --data")
+        task = scene_task(options.count, size, options.split, options.seed)
+    else:
+        task = dataset_task(open_source(options.data), size, options.split, options.count, options.seed)
+    total = len(task.names) * len(task.prompts) + len(task.labels)
+    with progress("classifying prompts and pictures", total, unit="text or picture") as bar:
+        result = evaluate(model, tokenizer, task, bar.advance)
+    print(f"{escape_control(name)}, {options.split}\n{result.table()}")
+    _write(options.output, partial(write_json, value=result.to_dict(name), indent=1))
+
+
+def emoji(argv: Sequence[str]) -> None:
+    """is the nearest real picture the right one?"""
+    options = _parse(ScoreEmoji, argv, "emoji")
+    mosaics: dict[str, Path] = {}
+    if options.mosaic:
+        check_writable_png(options.mosaic)  # a path with a name, which `with_stem` needs
+        for split in ("train", "held-out"):
+            mosaics[split] = check_writable(options.mosaic.with_stem(f"{options.mosaic.stem}-{split}"))
+    from limner.data.open_source import open_source
+    from limner.evaluation.nearest_neighbor import ReferenceSet, evaluate, mosaic
+    from limner.evaluation.report import save_png
+    from limner.pipeline import load
+
+    source, pipe = open_source(options.data), load(options.model)
+    references = ReferenceSet.from_source(source, pipe.dvae.config.size)
+    results = []
+    for split in ("train", "held-out"):
+        total = len(references.split_indices(split, options.captions, options.seed)) * options.repeats
+        if total == 0:
+            continue
+        with progress(f"drawing, {split}", total, unit="drawing") as bar:
+            result = evaluate(
+                pipe, references, split, n=options.captions, candidates=options.candidates, repeats=options.repeats,
+                seed=options.seed, progress=bar.advance,
+            )  # fmt: skip
+        results.append(result)
+        print(result.table())
+        if options.mosaic:
+            _write(mosaics[split], partial(save_png, mosaic(references, result)))
+    if not results:
+        raise UserError(f"{options.data} lacks readable pictures: inspect it with `limner data show`")
+    values = [result.to_dict(references) for result in results]
+    _write(options.output, partial(write_json, value=values, indent=1, ensure_ascii=False))
+
+
+def icons(argv: Sequence[str]) -> None:
+    """are subjects drawn in styles unseen for them?"""
+    options = _parse(ScoreIcons, argv, "icons")
+    folder = options.classifier and check_writable(options.classifier, folder=True)
+    from limner.data.open_source import open_source
+    from limner.evaluation import icons as evaluation
+    from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
+    from limner.evaluation.icon_pictures import SPLITS, Icons
+    from limner.pipeline import load
+
+    source, pipe = open_source(options.data), load(options.model)
+    path = Path(options.data).resolve()
+    folder = folder or check_writable(path.parent / f"{path.name}-classifier", folder=True)
+    data = Icons.from_source(source, pipe.dvae.config.size)
+    labeled, config = data.labeled, IconClassifierConfig(steps=options.classifier_steps)
+    with progress("training the classifier", config.steps) as bar:
+        classifier = train_classifier(labeled, folder, config, bar)
+    accuracy = evaluation.accuracy(classifier, data)
+    shares = ", ".join(f"{attribute} {share:.1%}" for attribute, share in accuracy.items())
+    print(f"classifier accuracy on its {len(labeled):,} training pictures: {shares}")
+    if min(accuracy.values()) < _MIN_ACCURACY:
+        advice = f"train it longer (--classifier-steps {2 * options.classifier_steps})"
+        warnings.warn(f"the classifier is unreliable even on its training pictures: {advice}", stacklevel=2)
+    settings = evaluation.IconSettings(
+        captions=options.captions, candidates=options.candidates, repeats=options.repeats, seed=options.seed
+    )
+    kinds = data.pairs.splits
+    evaluations = [(evaluation.evaluate, split, data.references.splits.count(split)) for split in SPLITS]
+    evaluations += [(evaluation.evaluate_pairs, kind, kinds.count(kind)) for kind in sorted(set(kinds))]
+    results = []
+    for evaluate, name, count in evaluations:
+        if total := min(count, settings.captions) * settings.repeats * settings.candidates:
+            with progress(f"drawing, {escape_control(name)}", total, unit="drawing") as bar:
+                results.append(evaluate(pipe, data, classifier, name, settings, bar.advance))
+            print(results[-1].table())
+    _write(options.output, lambda path: evaluation.save(path, accuracy, results))
+
+
+def grid(argv: Sequence[str]) -> None:
+    """draw a sheet of icons: subjects down, styles across"""
+    options = parse(DrawGrid, argv, "limner evaluate grid")
+    check_writable_png(options.output)
+    from limner.data.open_source import open_source
+    from limner.evaluation.icon_pictures import Icons, draw_cells, grid_cells, render_grid
+    from limner.evaluation.report import save_png
+    from limner.pipeline import load
+
+    source, pipe = open_source(options.data), load(options.model)
+    data = Icons.from_source(source, pipe.dvae.config.size)
+    cells = grid_cells(data, options.subjects)
+    with progress("drawing", len(cells) * options.candidates, unit="drawing") as bar:
+        drawings = draw_cells(pipe, data, cells, options.candidates, options.seed, bar.advance)
+    _write(options.output, partial(save_png, render_grid(data, cells, drawings, options.real)))
+
+
+def _parse(cls: type[T], argv: Sequence[str], name: str) -> T:
+    """Parse the options of a command, and check that `--output` is writable."""
+    options = parse(cls, argv, f"limner evaluate {name}")
+    if options.output:
+        check_writable(options.output)
+    return options
+
+
+def _load_scene_model(name: str) -> TextToImage:
+    from limner.pipeline import load
+
+    pipe = load(name)
+    _require_scenes(pipe.dvae.config.size, "name a model of scenes")
+    return pipe
+
+
+def _require_scenes(size: int, advice: str) -> None:
+    """Raise `UserError` if pictures of `size` pixels per side cannot be scenes; `advice` ends the message."""
+    from limner.tasks.scenes import UNITS
+
+    if size % UNITS:
+        raise UserError(f"the size of scenes is a multiple of {UNITS} pixels, this model draws {size} pixels: {advice}")
+
+
+def _write(path: Path | None, save: Callable[[Path], object]) -> None:
+    """Call `save` with the path and print the path; do nothing without a path."""
+    if path:
+        save(path)
+        print(f"written: {escape_control(path)}")

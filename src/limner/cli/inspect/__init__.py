@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from limner.cli import run_subcommand
-from limner.cli.inspect import precision, spikes, underflow
+from limner.cli.inspect import underflow
+from limner.cli.inspect.records import precision, spikes
 
 
 def main(argv: Sequence[str]) -> None:
     """Run a subcommand of `limner inspect`."""
-    commands = {"precision": precision.main, "spikes": spikes.main, "underflow": underflow.main}
+    commands = {"precision": precision, "spikes": spikes, "underflow": underflow.main}
     run_subcommand("limner inspect", commands, argv)

@@ -47,10 +47,10 @@ def main(argv: Sequence[str]) -> None:
     from limner.quantization.low_precision import to_linear
     from limner.recipes.recipe import Recipe
     from limner.runs.run_data import RunData
-    from limner.runs.stages import StageTrainer
+    from limner.runs.stages import restore
     from limner.training.grad_histogram import SMALLEST_SUBNORMAL, gradient_exponents
 
-    run, data = StageTrainer(RunData.open(load_json(Recipe, recipe), options.data, options.run)).restore(options.stage)
+    run, data = restore(RunData.open(load_json(Recipe, recipe), options.data, options.run), options.stage)
     to_linear(run.model)
     stream = Stream(data, run.config.batch_size, options.seed)
     parts = gradient_exponents(run, next(stream))

@@ -1,0 +1,161 @@
+"""Options of the commands of `limner evaluate`.
+
+The defaults are those of published results: many captions, and seeds from 1,000 on, which are reserved for testing. To
+choose between models or settings, give a seed below 1,000.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from limner.evaluation.confidence import TEST_SEEDS_FROM
+from limner.sampling.generation_config import CANDIDATES, Sampler
+from limner.validation import SEEDS, Range, Validated
+
+Count = Annotated[int, Range(1, 10**6)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Validated):
+    """Options of all commands."""
+
+    model: Positional[str]
+    """Name of a bundled model, or a folder."""
+    seed: Annotated[int, SEEDS] = TEST_SEEDS_FROM
+    """Seed of the samples and their drawings. Compare models with seeds below 1,000; publish results of seeds from
+    1,000 on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(Options):
+    """Options of the commands that compute a score."""
+
+    output: Annotated[Path | None, arg(aliases=("-o",))] = None
+    """Write all results as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SceneOptions(ScoreOptions):
+    """Options of the commands that draw synthetic scenes and check them with a scene parser."""
+
+    model: Positional[str] = "scenes"
+    split: Literal["held-out", "train"] = "held-out"
+    """Captions with combinations held out of training, or with combinations of the training split."""
+    sampler: Annotated[Sampler, arg(name="")] = Sampler()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreComposition(SceneOptions):
+    """Draw captions of synthetic scenes and check with a scene parser if every attribute and relation is right.
+
+    Intervals are 95%, over combinations of size, fill, color, shape and background; all held-out captions share 30
+    combinations. The gain of more candidates is a paired difference per caption, with its interval.
+    """
+
+    captions: Count = 1_024
+    """Number of captions to draw."""
+    objects: Annotated[tuple[int, ...], Range(1, 4)] = (1, 2)
+    """Numbers of objects in a scene, used cyclically."""
+    candidates: Annotated[int, CANDIDATES] = 64
+    """Candidates per caption, of which the one with the best score counts."""
+    mosaic: Path | None = None
+    """Write a PNG of drawings of the first captions, at most eight, next to real scenes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorePairs(SceneOptions):
+    """Draw the lower half of a pair ("the exact same scene on the top as a sketch at the bottom") with the upper half
+    given, and check it with a scene parser. Intervals are 95%, over combinations, as for `composition`."""
+
+    pairs: Count = 1_024
+    """Number of pairs to draw."""
+    candidates: Annotated[int, CANDIDATES] = 16
+    """Candidates per pair, of which the likeliest under the prior counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreReconstruction(ScoreOptions):
+    """Reconstruct unseen pictures with a model's dVAE: PSNR, codes in use, and the accuracy of a scene parser."""
+
+    model: Positional[str] = "scenes"
+    data: Annotated[str | None, arg(metavar="DATA")] = None
+    """A data set with held-out samples; by default new scenes, which a scene parser also checks."""
+    split: Literal["both", "train", "held-out"] = "both"
+    """Split of the combinations in new scenes."""
+    count: Count = 1_024
+    """Maximum number of pictures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreZeroShot(ScoreOptions):
+    """Classify pictures with a model's contrastive model, from the names of the classes alone."""
+
+    model: Positional[str] = "scenes"
+    """Name of a bundled model, or a folder; also that of a run that has trained only a contrastive model."""
+    data: Annotated[str | None, arg(metavar="DATA")] = None
+    """A data set of `limner data emoji`, whose names are the classes; by default new scenes of one object."""
+    split: Literal["train", "held-out"] = "held-out"
+    """Pictures of the training split, or with combinations held out of training."""
+    count: Count = 1_024
+    """Maximum number of pictures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreEmoji(ScoreOptions):
+    """Draw captions of an emoji data set and find the nearest real emoji in the whole set.
+
+    Intervals are 95%, over families: variants of tone, gender, hair and direction count as one family.
+    """
+
+    data: Positional[str]
+    """A data set of `limner data emoji`."""
+    captions: Count = 256
+    """Captions per split, chosen at random."""
+    candidates: Annotated[int, CANDIDATES] = 16
+    """Candidates per caption, of which the one with the best score counts."""
+    repeats: Annotated[int, Range(1, 1_000)] = 4
+    """Drawings per caption, each from new candidates: held-out captions are few."""
+    mosaic: Path | None = None
+    """Write a PNG of drawings next to real emoji, one file per split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreIcons(ScoreOptions):
+    """Draw subjects in styles held out of training, and classify subject and style of the drawings. Held-out pairs are
+    drawn with their upper half given.
+
+    The first call trains the classifier on all real pictures and saves it. Intervals are 95%, over subjects.
+    """
+
+    data: Positional[str]
+    """A data set of `limner data icons`."""
+    captions: Count = 256
+    """Captions per split, and pairs per kind, chosen at random."""
+    candidates: Annotated[int, CANDIDATES] = 16
+    """Candidates per caption; the contrastive model ranks them, for pairs the likelihood under the prior does."""
+    repeats: Annotated[int, Range(1, 1_000)] = 1
+    """Drawings per caption, each from new candidates."""
+    classifier: Annotated[Path | None, arg(metavar="FOLDER")] = None
+    """Folder of saved classifiers; by default `DATA-classifier`."""
+    classifier_steps: Annotated[int, Range(1, 10**7)] = 6_000
+    """Training steps of the classifier, 64 pictures each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawGrid(Options):
+    """Draw icons on one sheet: a row per subject, a column per style, frames around held-out combinations."""
+
+    data: Positional[str]
+    """A data set of `limner data icons`."""
+    output: Annotated[Path, arg(aliases=("-o",))]
+    """A PNG file."""
+    subjects: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
+    """Names of subjects; by default eight subjects with a held-out combination."""
+    candidates: Annotated[int, CANDIDATES] = 16
+    """Candidates per combination, of which the one with the best score is shown."""
+    real: bool = False
+    """Show the real picture next to each drawing."""
