@@ -54,7 +54,7 @@ def beside(folder: Path) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if b"limner.runs.worker" in (path / "cmdline").read_bytes() and (path / "cwd").resolve() == folder:
+            if b"limner.runs.parallel_stage" in (path / "cmdline").read_bytes() and (path / "cwd").resolve() == folder:
                 found.append(path.name)
         except OSError:
             continue

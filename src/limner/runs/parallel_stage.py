@@ -1,8 +1,10 @@
 """Parallel training of the reranker in a second process while the prior trains in this one.
 
+    python -m limner.runs.parallel_stage DATA RUN     the second process: the contrastive model of RUN
+
 The operations of small models are too short to share among a CPU's threads. Two processes with half of the
-threads each train both models in 70 to 85% of the time of training them in sequence with all threads
-(docs/log/2026-11-21.md, "One thread per process").
+threads each train both models in 70% of the time of training them in sequence with all threads
+(docs/log/2026-11-28.md, "Two stages in parallel").
 The second process saves and stops when this one is interrupted or dies. When the second process is done, the prior
 uses all threads.
 """
@@ -11,8 +13,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +25,12 @@ from typing import Any
 
 import torch
 
+from limner.config import load_json
 from limner.errors import UserError, escape_control
 from limner.progress import progress
 from limner.recipes.recipe import Recipe
+from limner.runs.run_data import RunData
+from limner.runs.stages import StageTrainer
 from limner.training.checkpoint import skipped_updates
 from limner.training.hooks import Hook
 from limner.training.metrics_log import read_metrics
@@ -69,7 +76,7 @@ def contrastive_in_parallel(recipe: Recipe, data: str | Path, out: Path, lock: i
     """
     threads = torch.get_num_threads()
     log_file = out / LOG_FILE
-    command = [sys.executable, "-P", "-m", "limner.runs.worker", str(data), str(out)]
+    command = [sys.executable, "-P", "-m", "limner.runs.parallel_stage", str(data), str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads // 2)}
     with log_file.open("ab") as log:
         process = subprocess.Popen(
@@ -108,3 +115,20 @@ def _wait(process: subprocess.Popen[bytes], steps: int, metrics: Path) -> None:
 def _last_step(metrics: Path) -> int:
     rows = read_metrics(metrics)
     return int(rows[-1]["step"]) if rows else 0
+
+
+def main(data: str, out: str) -> None:
+    """Train the contrastive model of the run `out`, and stop early if standard input closes. Needs the run's recipe
+    and tokenizer."""
+
+    def interrupt_when_stdin_closes() -> None:
+        os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer would be locked at Python's exit
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt_when_stdin_closes, daemon=True).start()
+    run_data = RunData.open(load_json(Recipe, Path(out) / "recipe.json"), data, out)
+    StageTrainer(run_data, ("contrastive",)).model("contrastive")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
