@@ -30,7 +30,8 @@ from limner.errors import UserError
 from limner.json_files import parse_json, read_mapping, to_json, write_json
 from limner.model_card import model_card
 from limner.models.contrastive import CLIPConfig
-from limner.models.patch_dvae import AnyDVAE, AnyDVAEConfig
+from limner.models.image_tokenizer import ImageTokenizer
+from limner.models.patch_dvae import AnyDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.optim.dtensor import shard_like
 from limner.pretrained import FORMAT, find_bundle, is_bundle, resolve_name
@@ -78,7 +79,7 @@ def write(
     return info
 
 
-def save_dvae(dvae: AnyDVAE, folder: str | Path, info: Mapping[str, Any]) -> Path:
+def save_dvae(dvae: ImageTokenizer, folder: str | Path, info: Mapping[str, Any]) -> Path:
     """Write a folder with a dVAE alone. Raises `UserError` if it has other content or a weight is not finite."""
     folder = Path(folder)
     _check_replaceable(folder, DVAE_FORMAT, "a dVAE")

@@ -30,7 +30,7 @@ from limner.data.image_decode import to_rgb
 from limner.drawing import Drawing, Drawings
 from limner.errors import UserError
 from limner.models.contrastive import CLIP
-from limner.models.patch_dvae import AnyDVAE
+from limner.models.image_tokenizer import ImageTokenizer
 from limner.models.transformer import Transformer
 from limner.progress import Advance
 from limner.sampling.candidates import (
@@ -67,7 +67,7 @@ class TextToImage:
 
     def __init__(
         self,
-        dvae: AnyDVAE,
+        dvae: ImageTokenizer,
         prior: Transformer,
         contrastive: CLIP,
         tokenizer: Tokenizer,

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from limner.data.augment import get_augment
-from limner.data.filters import Filters
 from limner.data.hard_negative_captions import Distractors, FalsityTest
 from limner.data.image_decode import decoded
 from limner.data.sample import Rejected, Source, format_reasons
@@ -81,8 +80,8 @@ class ImageCaptionDataset:
     """A data set that decodes and augments pictures on demand.
 
     `augment` is "dvae" (Listing 1), "prior" (Listing 2) or "none" (the central square, resized). With `text`, batches
-    hold a random phrasing of each caption, and distractors. `filters` reject samples during reading. Decoding and
-    resizing release the GIL and run in `threads` threads.
+    hold a random phrasing of each caption, and distractors. Decoding and resizing release the GIL and run in `threads`
+    threads.
 
     Large JPEGs are decoded at a smaller scale if resizing then still shrinks them at least twofold
     (see `decoded`). With `augment="none"`, if all pictures fit into `cache_bytes` of memory, each is
@@ -96,7 +95,6 @@ class ImageCaptionDataset:
         augment: str = "none",
         text: CaptionEncoding | None = None,
         *,
-        filters: Filters | None = None,
         threads: int | None = None,
         cache_bytes: int = 0,
     ) -> None:
@@ -104,7 +102,7 @@ class ImageCaptionDataset:
             raise UserError("the data set is empty: give it samples")
         self.source, self.size = source, size
         self.augment, factor = get_augment(augment)
-        self.text, self.filters, self.threads = text, filters, threads or os.cpu_count() or 1
+        self.text, self.threads = text, threads or os.cpu_count() or 1
         self._target = max(size, round(factor * size))  # largest side of the resized picture
         self._defects: dict[int, str] = {}
         # One array for all pictures: small arrays among large ones that are freed would fragment the heap.
@@ -135,10 +133,7 @@ class ImageCaptionDataset:
             return *self._cached_captions[index], None
         try:
             sample = self.source[index]
-            captions = self.filters.captions(sample.captions) if self.filters else sample.captions
             with decoded(sample.image, target=self._target, reuse=True) as image:
-                if self.filters:
-                    self.filters.image(*image.shape[:2])
                 out[:] = self.augment(image, self.size, rng).transpose(2, 0, 1)
         except Rejected as rejected:
             with self._lock:
@@ -148,8 +143,8 @@ class ImageCaptionDataset:
         is_false = distractors.falsity_test(sample.meta) if distractors else None
         if self._cached_pixels is not None:
             self._cached_pixels[index] = out
-            self._cached_captions[index] = captions, is_false
-        return captions, is_false, None
+            self._cached_captions[index] = sample.captions, is_false
+        return sample.captions, is_false, None
 
     def _sample(self, index: int, seed: int, out: np.ndarray) -> tuple[int, tuple[str, ...], Any, FalsityTest | None]:
         """Write one training sample into `out`. Returns its index, its captions, its generator, and the test for

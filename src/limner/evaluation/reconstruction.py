@@ -18,7 +18,7 @@ from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.metrics.codebook import usage
 from limner.metrics.psnr import psnr
 from limner.models.dvae import DVAE, unmap_pixels
-from limner.models.patch_dvae import AnyDVAE
+from limner.models.image_tokenizer import ImageTokenizer
 from limner.objectives.elbo import gumbel_softmax
 from limner.progress import Advance
 from limner.tasks import rendering, scene_reader, scenes, verify
@@ -61,7 +61,7 @@ def fresh_scenes(n: int, seed: int = TEST_SEEDS_FROM, split: Split | None = None
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
 
 
-def reconstructions(dvae: AnyDVAE, pictures: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def reconstructions(dvae: ImageTokenizer, pictures: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield (pictures, tokens, reconstructions) for batches of uint8 [B, 3, H, W], on the dVAE's device."""
     device = next(dvae.parameters()).device
     for part in (batch.to(device) for batch in pictures.split(_BATCH_SIZE)):
@@ -70,7 +70,7 @@ def reconstructions(dvae: AnyDVAE, pictures: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def measure(
-    dvae: AnyDVAE, pictures: Tensor, *, check_scenes: bool = False, progress: Advance | None = None
+    dvae: ImageTokenizer, pictures: Tensor, *, check_scenes: bool = False, progress: Advance | None = None
 ) -> Reconstruction:
     """Reconstruct uint8 [B, 3, H, W] and measure the result; `check_scenes` is for pictures of scenes."""
     psnrs, used, same = [], [], 0
@@ -94,7 +94,7 @@ def measure(
     )
 
 
-def codebook_metrics(model: AnyDVAE, pixels: Tensor) -> dict[str, float]:
+def codebook_metrics(model: ImageTokenizer, pixels: Tensor) -> dict[str, float]:
     """Return what a run logs of uint8 [B, 3, H, W]: PSNR of hard reconstructions, codes in use, perplexity."""
     result = measure(model, pixels)
     return {"psnr": result.psnr, "codes": float(result.codes), "perplexity": result.perplexity}

@@ -26,6 +26,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
 from limner.attention.patterns import Grid
+from limner.models.image_tokenizer import ImageTokenizer
 from limner.models.patch_encoder import PatchEncoder
 from limner.numerics.precision import upcast
 from limner.validation import InvalidSetting, Range, Validated
@@ -194,7 +195,7 @@ class DVAEConfig(Validated):
         return DVAE(self)
 
 
-class DVAE(nn.Module):
+class DVAE(ImageTokenizer):
     """Encoder and decoder. Both work on any size that is a multiple of the stride."""
 
     def __init__(self, config: DVAEConfig) -> None:

@@ -24,12 +24,13 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
 from limner.attention.patterns import Grid
-from limner.models.dvae import DVAE, EPSILON, Conv2d, ConvBlock, DVAEConfig, map_pixels, unmap_pixels
+from limner.models.dvae import EPSILON, Conv2d, ConvBlock, DVAEConfig, map_pixels, unmap_pixels
+from limner.models.image_tokenizer import ImageTokenizer
 from limner.numerics.precision import upcast
 from limner.progress import Advance
 from limner.validation import InvalidSetting, Range, Validated
 
-__all__ = ["AnyDVAE", "AnyDVAEConfig", "PatchDVAE", "PatchDVAEConfig", "kmeans", "nearest_code"]
+__all__ = ["AnyDVAEConfig", "PatchDVAE", "PatchDVAEConfig", "kmeans", "nearest_code"]
 
 KMEANS_ITERS = 15  # iterations of Lloyd's algorithm
 _MAX_FLAT_RANGE = 0.01  # largest difference within a channel of a patch that is of one color: three levels of 255
@@ -79,7 +80,7 @@ class PatchDVAEConfig(Validated):
         return PatchDVAE(self)
 
 
-class PatchDVAE(nn.Module):
+class PatchDVAE(ImageTokenizer):
     """Codes and decoder, for any size that is a multiple of the patch.
 
     `codes` [V, D] are patches in the range of `map_pixels`: black before `fit_codebook`, and constant in training.
@@ -122,13 +123,16 @@ class PatchDVAE(nn.Module):
         """Decode tokens to pictures: int64 [B, S] -> uint8 [B, 3, H, W]."""
         return unmap_pixels(self.decode(tokens.unflatten(1, grid or self.config.grid)))
 
+    def fixed_codes(self) -> Float[Tensor, "V D"]:
+        return self.codes
+
     @torch.no_grad()
     def fit_codebook(
         self,
         pixels: UInt8[Tensor, "B 3 H W"],
         generator: torch.Generator,
-        samples: int = 200_000,
         progress: Advance | None = None,
+        samples: int = 200_000,
     ) -> None:
         """Set `codes` to the cluster centers of about `samples` patches of uint8 [B, 3, H, W], on the CPU.
 
@@ -193,6 +197,4 @@ def kmeans(
     return codes
 
 
-#: Image tokenizers. Both have `tokenize`, `decode_tokens` and a `config` with size, grid and vocab for a prior.
-AnyDVAE = DVAE | PatchDVAE
 AnyDVAEConfig = DVAEConfig | PatchDVAEConfig

@@ -116,5 +116,5 @@ TrainingPrecision = (
 
 
 def in_blocks(name: str, layer: nn.Linear) -> bool:
-    """Return True if a layer, by its dotted name, belongs to the blocks of a transformer."""
-    return "blocks." in name
+    """Return True if a layer, by its dotted name, belongs to the blocks of a transformer or of CLIP's encoders."""
+    return not {"blocks", "image_blocks", "text_blocks"}.isdisjoint(name.split("."))

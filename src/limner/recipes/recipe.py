@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from limner.bundles import DVAE_FORMAT
 from limner.config import from_dict
@@ -67,8 +67,6 @@ class DVAEStage:
         augment: crop and flip pictures at random (Listing 1) instead of taking the central square.
     """
 
-    fits_codebook: ClassVar[bool] = False
-
     model: DVAEConfig = field(default_factory=DVAEConfig)
     objective: RelaxedELB | BalancedELB = field(default_factory=RelaxedELB)
     training: TrainConfig
@@ -85,8 +83,6 @@ class PatchStage:
     Args:
         augment: crop and flip pictures at random (Listing 1) instead of taking the central square.
     """
-
-    fits_codebook: ClassVar[bool] = True  # before the first step
 
     model: PatchDVAEConfig = field(default_factory=PatchDVAEConfig)
     objective: ReconstructionLoss = field(default_factory=ReconstructionLoss)

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import Source
 from limner.errors import UserError
-from limner.models.patch_dvae import AnyDVAE
+from limner.models.image_tokenizer import ImageTokenizer
 from limner.pipeline import TextToImage
 from limner.progress import progress
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def used_codes(dvae: AnyDVAE, source: Source) -> Tensor:
+def used_codes(dvae: ImageTokenizer, source: Source) -> Tensor:
     """Return the sorted codes of the pictures of `source`, int64 [K]. Raises `UserError` if no picture is readable."""
     images, used = ImageCaptionDataset(source, dvae.config.size), torch.zeros(dvae.config.vocab, dtype=torch.bool)
     device = next(dvae.parameters()).device

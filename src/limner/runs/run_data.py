@@ -24,7 +24,7 @@ from limner.data.stream import Dataset
 from limner.data.token_cache import encode_tokens, weights_hash
 from limner.errors import UserError
 from limner.json_files import read_json, write_json
-from limner.models.patch_dvae import AnyDVAE
+from limner.models.image_tokenizer import ImageTokenizer
 from limner.numerics.seeding import splitmix64
 from limner.progress import progress
 from limner.recipes.recipe import DVAEStage, PatchStage, Recipe, ResolvedRecipe, resolve
@@ -113,7 +113,7 @@ class RunData:
         rows = _evenly_spaced(len(images), _MAX_CLUSTERING_PICTURES)
         return images.batch(rows, splitmix64(stage.training.seed, rows))["pixels"]
 
-    def prior_dataset(self, source: Source, tokenizer: Tokenizer, dvae: AnyDVAE) -> Dataset:
+    def prior_dataset(self, source: Source, tokenizer: Tokenizer, dvae: ImageTokenizer) -> Dataset:
         """Return the prior's dataset: caption and image tokens. Augmented pictures are encoded per batch, others once
         and cached."""
         stage, text, training = self.recipe.prior, self.recipe.text, source is self.train

@@ -99,7 +99,7 @@ class StageTrainer:
             hooks += self._prepare_codebook(model, stage)
         elif name == "prior":
             record["dvae"] = weights_hash(self.models["dvae"])
-            if (codes := getattr(self.models["dvae"], "codes", None)) is not None:
+            if (codes := self.models["dvae"].fixed_codes()) is not None:
                 init_from_codebook(model, codes)
         evaluate, data = self._evaluation(name), self.dataset(name, run_data.train)
         if training.precision.converts:
@@ -149,7 +149,7 @@ class StageTrainer:
 
     def _prepare_codebook(self, model: Any, stage: Any) -> list[Hook]:
         """Cluster the codes of a new model whose codes do not train; else return the warning of a collapse."""
-        if not stage.fits_codebook:
+        if model.fixed_codes() is None:
             penalized = getattr(stage.objective, "usage_penalty_from", None) is not None
             return [] if penalized else [CollapseWarning(model.config.vocab)]
         if not self.resolved.recipe.start and not completed(self.out / "dvae"):

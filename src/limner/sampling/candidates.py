@@ -21,7 +21,7 @@ from torch import Tensor
 from limner.attention.cache import Int8KVStore, KVStore
 from limner.errors import UserError
 from limner.models.contrastive import CLIP
-from limner.models.patch_dvae import AnyDVAE
+from limner.models.image_tokenizer import ImageTokenizer
 from limner.models.transformer import Transformer
 from limner.numerics.precision import Auto, Precision
 from limner.progress import Advance
@@ -130,7 +130,12 @@ class CandidateGenerator:
 
     @torch.inference_mode(False)  # the compiler does not support inference tensors
     def __init__(
-        self, dvae: AnyDVAE, prior: Transformer, contrastive: CLIP, prior_score_weight: float, config: InferenceConfig
+        self,
+        dvae: ImageTokenizer,
+        prior: Transformer,
+        contrastive: CLIP,
+        prior_score_weight: float,
+        config: InferenceConfig,
     ) -> None:
         self.dvae, self.config, self.prior_score_weight = dvae, config, prior_score_weight
         self.device = prior.head.image.weight.device

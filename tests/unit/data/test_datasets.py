@@ -9,7 +9,6 @@ import torch
 
 from limner.data.augment import augment_none
 from limner.data.datasets import CaptionEncoding, ImageCaptionDataset, TokenDataset
-from limner.data.filters import Filters
 from limner.data.hard_negative_captions import Distractors
 from limner.data.image_encode import image_bytes
 from limner.data.sample import Rejected, Sample
@@ -154,14 +153,6 @@ def test_a_source_without_one_good_sample():
         batch(ImageCaptionDataset(source, 16), [1])
     with pytest.raises(UserError, match="empty"):
         ImageCaptionDataset(Memory(0), 16)
-
-
-def test_filters_on_the_fly():
-    source = Memory(4)
-    source.pixels[1] = np.zeros((10, 50, 3), np.uint8)
-    dataset = ImageCaptionDataset(source, 16, filters=Filters(english=None))
-    batch(dataset, range(4))
-    assert dataset.rejected == {"aspect ratio": 1}
 
 
 def test_tokens():
