@@ -20,8 +20,10 @@ from limner.attention.sparse import SparseAttention
 from limner.config import from_dict
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.open_source import READERS
+from limner.models.contrastive import CLIPConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
+from limner.pipeline import TextToImage
 from limner.recipes import recipe
 from limner.training.config import TrainConfig
 from limner.training.step import update
@@ -29,7 +31,7 @@ from limner.training.train_state import TrainState
 
 SOURCE = Path(limner.__path__[0]).parent
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-PATTERN, READER, OBJECTIVE, LOOP, CHOICE, PRECISION, REDUCER, PARALLEL, COMMAND, LINE = re.findall(
+PATTERN, READER, OBJECTIVE, LOOP, CHOICE, TOKENIZER, PRIOR, PRECISION, REDUCER, PARALLEL, COMMAND, LINE = re.findall(
     r"^```python\n(.*?)^```", TEXT, re.M | re.S
 )
 
@@ -55,6 +57,24 @@ def test_a_source_and_an_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     read = ImageCaptionDataset(names["source"], 32)
     _, pixels, _, rejected = read.load(np.arange(7))
     assert pixels[:, 0, 0, 0].tolist() == [0, 40, 80, 160, 200, 240] and dict(rejected) == {"not a number": 1}
+
+
+def test_an_image_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(READERS, ("gray",), None)
+    names: dict = {"__name__": "example"}
+    exec(READER + OBJECTIVE + LOOP + TOKENIZER + PRIOR, names)
+    assert names["run"].step == 3
+    clip = CLIPConfig(
+        text_vocab=names["words"].vocab_size, text_len=8, size=32, width=16, depth=1, heads=2, embedding=8
+    )
+    pipe = TextToImage(names["brightness"], names["prior"], clip.build(), names["words"])
+    ((drawing, *_),) = pipe.draw_many(["gray of 80"], candidates=2)
+    pixels = np.asarray(drawing.image)
+    assert pixels.shape == (32, 32, 3) and np.ptp(pixels, axis=2).max() == 0  # gray
+    assert np.array_equal(pixels, np.repeat(np.repeat(pixels[::4, ::4], 4, 0), 4, 1))
+    tokens = names["brightness"].tokenize(torch.full((1, 3, 32, 32), 80, dtype=torch.uint8))
+    assert abs(int(names["brightness"].decode_tokens(tokens)[0, 0, 0, 0]) - 80) <= 8
 
 
 def test_an_objective_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

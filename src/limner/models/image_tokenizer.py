@@ -19,7 +19,8 @@ __all__ = ["ImageTokenizer"]
 
 class ImageTokenizer(nn.Module):
     """Base class of image tokenizers. `config` has `size` (side of the square picture in pixels), `grid` (rows and
-    columns of tokens), `vocab` (V), `groups`, `depth` and `build`."""
+    columns of tokens), `vocab` (V), `depth` (number of residual blocks), `width` (channels at the picture's resolution,
+    which limit the pictures decoded together) and `build`."""
 
     config: Any
 

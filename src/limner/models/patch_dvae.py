@@ -63,11 +63,6 @@ class PatchDVAEConfig(Validated):
             raise InvalidSetting("size", f"must be a multiple of patch, {self.patch}, not {self.size}")
 
     @property
-    def groups(self) -> int:
-        """Number of resolutions of the blocks: 1."""
-        return 1
-
-    @property
     def depth(self) -> int:
         """Number of residual blocks of the decoder."""
         return self.blocks + self.pixel_blocks
