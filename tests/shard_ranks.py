@@ -57,7 +57,7 @@ class Tokens:
 
 
 class Steps(Hook):
-    """A hook whose state is a tensor and a list that changes in place. At `stop` the last rank is told to stop."""
+    """A hook whose state is a tensor and a list that changes in place. The last rank gets the signal at `stop`."""
 
     def __init__(self, stop: int = 0) -> None:
         self.stop, self.table, self.steps = stop, torch.zeros(3), []
@@ -158,7 +158,7 @@ def pass_on(source: Path, target: Path, replicas: int) -> None:
 
 
 def draws(source: Path) -> tuple[list[float], list[float]]:
-    """The first random numbers of a run that begins, and of one that goes on from there: torch's, the objective's."""
+    """The first random numbers of a run that begins, and of one that resumes there: torch's, the objective's."""
     ours, stream, hook = parallel(0), Stream(Tokens(), 8, seed=3), Steps()
 
     def drawn(run: TrainState) -> list[float]:
@@ -188,7 +188,7 @@ def save_on(out: Path, first: int) -> None:
 
 
 def fail(out: Path, rank: int) -> str:
-    """What is said at the next save when one rank may write no large file any more."""
+    """The error of the next save if one rank can no longer write large files."""
     checkpointer = sharded_checkpoint.ShardedCheckpointer(LocalCheckpointer(out, keep=2))
     checkpointer.save(1, tensors(1), {"step": 1})
     checkpointer.flush()
@@ -196,16 +196,16 @@ def fail(out: Path, rank: int) -> str:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
     checkpointer.save(2, tensors(2), {"step": 2})
-    with pytest.raises(UserError) as said:
+    with pytest.raises(UserError) as output:
         checkpointer.save(3, tensors(3), {"step": 3})
     assert checkpointer.latest() == out / "checkpoints/step-00000001"
-    return str(said.value)
+    return str(output.value)
 
 
 def apart(out: Path) -> str:
-    """What is said where each rank has a folder of its own."""
+    """The error if each rank has a folder of its own."""
     sharded_checkpoint.VISIBILITY_TIMEOUT = 0.2
     rank = distributed.get_rank()
-    with pytest.raises(UserError) as said:
+    with pytest.raises(UserError) as output:
         sharded_checkpoint.ShardedCheckpointer(LocalCheckpointer(out / f"machine-{rank}", keep=2)).acquire()
-    return str(said.value)
+    return str(output.value)

@@ -33,7 +33,7 @@ def go_on(server: Server, argv: Sequence[object], folder: Path, **options: Any) 
         if ended.code == 0:
             return ended
         refused = ended.code == 2 and company and time.monotonic() < deadline
-        assert refused, f"the same command does not go on\n{ended.command}"
+        assert refused, f"the same command does not resume\n{ended.command}"
         time.sleep(0.2)
 
 
@@ -41,5 +41,5 @@ def alone(folder: Path) -> None:
     """Wait until no process works in the folder."""
     deadline = time.monotonic() + PATIENCE
     while company := others(folder):
-        assert time.monotonic() < deadline, f"a helper goes on without the process that started it: {company}"
+        assert time.monotonic() < deadline, f"a helper continues without the process that started it: {company}"
         time.sleep(0.05)

@@ -59,9 +59,9 @@ class Tally:
         try:
             yield place
         except AssertionError as wrong:
-            said = f"--- {name}, in {place}\n{str(wrong)[:4_000]}\n".encode(errors="backslashreplace")
-            (place / "WHY").write_bytes(said)
-            self.failures.append(said.decode())
+            output = f"--- {name}, in {place}\n{str(wrong)[:4_000]}\n".encode(errors="backslashreplace")
+            (place / "WHY").write_bytes(output)
+            self.failures.append(output.decode())
         else:
             shutil.rmtree(place, ignore_errors=True)
 

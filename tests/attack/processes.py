@@ -206,7 +206,7 @@ def _send(link: socket.socket, request: Mapping[str, object], descriptors: Seque
 
 
 def _receive(link: socket.socket) -> tuple[dict | None, list[int]]:
-    """A request and its files; None if who asked was killed before all of it was sent."""
+    """A request and its files; None if the sender was killed before it sent all of it."""
     head, extra, *_ = link.recvmsg(8, socket.CMSG_SPACE(4 * 64))
     handles = array.array("i")
     for _, _, data in extra:
@@ -350,7 +350,7 @@ def serve(path: str) -> None:
             links[pid] = link
             if request.get("helper"):
                 helpers[link] = pid
-            with contextlib.suppress(OSError):  # who asked may have been killed since: then its link ends, see above
+            with contextlib.suppress(OSError):  # the sender may have been killed since: then its link ends, see above
                 link.sendall((json.dumps({"pid": pid}) + "\n").encode())
     for pid in links:
         os.kill(pid, signal.SIGKILL)

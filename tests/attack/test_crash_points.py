@@ -12,7 +12,7 @@ pytestmark = pytest.mark.attack
 
 def attack(server, count, ground, argv, threads=1, helper=False):
     """Kill the command (or its helper process) at its changes of files, one after the
-    other; each time the same command must go on."""
+    other; each time the same command must resume."""
     whole = count.folder / "whole"
     shutil.copytree(ground, whole)
     ended = server.run(argv, whole, threads=threads, root=whole, log=True, environment=SMALL)
@@ -84,7 +84,7 @@ def test_others(server, tally, ground, name, argv):
 
 
 def test_a_bundle_is_replaced_or_kept(server, tally, ground):
-    """A reader finds the old one, or the new one, whenever the writer was killed; the same command goes on."""
+    """A reader finds the old one, or the new one, whenever the writer was killed; the same command resumes."""
     with tally("crash points: bundle over another") as count:
         twice = count.folder / "twice"
         shutil.copytree(ground, twice)

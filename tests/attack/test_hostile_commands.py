@@ -135,7 +135,7 @@ def test_command_lines(server, tally, ground, name):
                 named = [
                     path for path in touched if any(path == w or path in w or w.rstrip("/") in path for w in words if w)
                 ]
-                assert set(touched) <= set(named), f"changed what it was not told to: {touched}"
+                assert set(touched) <= set(named), f"changed other files than it was asked to: {touched}"
 
 
 def listing(folder):

@@ -40,7 +40,7 @@ def try_data(server, place, source, count=None, least=None, good=0, show=True, o
 
     Args:
         count: samples in it.
-        least: samples that it had before it was damaged: if fewer are counted, something must be said.
+        least: samples that it had before it was damaged: if fewer are counted, something must be reported.
         good: samples that must be kept.
     """
     (place / "outside").mkdir()
@@ -60,8 +60,8 @@ def try_data(server, place, source, count=None, least=None, good=0, show=True, o
         assert kept >= good, f"{kept} are kept and {good} are good: {ended.out}{ended.command}"
         if count is not None:
             assert kept + rejected == count, f"{kept} + {rejected} of {count} are counted: {ended.out}{ended.command}"
-        said = rejected or "limner: warning: " in ended.err
-        assert least is None or kept + rejected >= least or said, f"lost in silence: {ended.out}{ended.command}"
+        output = rejected or "limner: warning: " in ended.err
+        assert least is None or kept + rejected >= least or output, f"lost in silence: {ended.out}{ended.command}"
 
 
 def encoded(rng, kind="PNG", side=None, **options):

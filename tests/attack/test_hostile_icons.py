@@ -183,8 +183,8 @@ def test_archives(server, tally):
                     raw = mutate(rng, gzip.decompress(good), [good]) if rng.random() < 0.5 else None
                     file.write_bytes(gzip.compress(raw) if raw is not None else mutate(rng, good, [good]))
                 elif name == "pax headers":
-                    said = b"".join(pax(rng) for _ in range(rng.choice((1, 1, 2, 5))))
-                    members = {"x": said, "package/icons.json": json.dumps(icon_set(rng)).encode()}
+                    output = b"".join(pax(rng) for _ in range(rng.choice((1, 1, 2, 5))))
+                    members = {"x": output, "package/icons.json": json.dumps(icon_set(rng)).encode()}
                     file.write_bytes(gzip.compress(_tar(members, kinds={"x": rng.choice((b"x", b"g", b"X"))})))
                 else:
                     file.write_bytes(odd[name])

@@ -124,7 +124,7 @@ def test_bundles(server, tally, ground):
 
 
 def test_checkpoints(server, tally, ground):
-    """With the newest checkpoint damaged, a run goes on from the one before and ends with the same bits, and says so
+    """With the newest checkpoint damaged, a run resumes from the one before and ends with the same bits, and reports it
     once. With both damaged it says so in a sentence."""
     argv = (*TRAIN, "--stages", "dvae", "--dvae.training.steps", 6)
     with tally("damaged checkpoints") as count:
@@ -164,12 +164,12 @@ def test_checkpoints(server, tally, ground):
                         continue
                 else:
                     assert ended.code == 0, f"an older checkpoint is whole: {ended.command}"
-                    said = [
+                    output = [
                         line
                         for line in ended.err.splitlines()
                         if line.startswith("limner: warning: ") and "step-" in line
                     ]
-                    assert len(said) <= 1, f"said {len(said)} times: {ended.command}"
+                    assert len(output) <= 1, f"reported {len(output)} times: {ended.command}"
                 assert_same(tree(work / "run"), expected)
         for used in (whole, killed):
             shutil.rmtree(used)

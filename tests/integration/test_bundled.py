@@ -42,9 +42,9 @@ def test_drawing_does_not_import_the_compiler(name: str) -> None:
 def test_candidates_that_are_all_equal_are_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(["a tiger, line drawing", "--model", "icons", "--candidates", "4", "-n", "3", "--top-k", "1"])
-    said = capsys.readouterr()
-    assert len(said.out.splitlines()) == len(list(tmp_path.iterdir())) == 3
-    assert "only 1 of 4 candidates differ" in said.err
+    output = capsys.readouterr()
+    assert len(output.out.splitlines()) == len(list(tmp_path.iterdir())) == 3
+    assert "only 1 of 4 candidates differ" in output.err
 
 
 @torch.inference_mode()

@@ -318,7 +318,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_the_demo_stops_goes_on_and_reports(tmp_path):
+def test_the_demo_stops_resumes_and_reports(tmp_path):
     arguments = [
         "demo", "--out", "demo", "--from-scratch", "--scenes", 80, "--captions", 2, "--candidates", 3, "--evaluated", 2,
     ]  # fmt: skip

@@ -65,9 +65,9 @@ def port() -> str:
 
 
 def patience(tmp_path: Path) -> int:
-    """Seconds that torchrun waits for processes that save before it kills them, unless it is told: 30."""
-    (told,) = set((tmp_path / "patience").read_text().splitlines())
-    return int(told)
+    """Seconds that torchrun waits for processes that save before it kills them, by default: 30."""
+    (seconds,) = set((tmp_path / "patience").read_text().splitlines())
+    return int(seconds)
 
 
 def steps(out: Path) -> int:
@@ -75,7 +75,7 @@ def steps(out: Path) -> int:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_a_slurm_job_saves_before_its_time_is_over_and_goes_on(data: Path, env: dict[str, str], tmp_path: Path) -> None:
+def test_a_slurm_job_saves_before_its_time_is_over_and_resumes(data: Path, env: dict[str, str], tmp_path: Path) -> None:
     script, out = CLUSTER / "slurm.sh", tmp_path / "run"
     subprocess.run(["bash", "-n", script], check=True)
     env |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2"}
@@ -87,8 +87,8 @@ def test_a_slurm_job_saves_before_its_time_is_over_and_goes_on(data: Path, env: 
             assert job.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         job.send_signal(signal.SIGTERM)
-        _, said = job.communicate(timeout=120)
-    assert job.returncode == 0, said
+        _, output = job.communicate(timeout=120)
+    assert job.returncode == 0, output
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
     reached = steps(out)
     assert completed(out / "dvae")[-1].name == f"step-{reached:08d}"  # nothing is lost

@@ -169,9 +169,9 @@ def test_a_way_to_reduce_gradients(example: str, strategy: str, tmp_path: Path) 
         )
         for rank in (0, 1)
     ]  # fmt: skip
-    said = [process.communicate(timeout=120)[0] for process in started]
+    output = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
-    assert said[0] == said[1] != ""  # each has seen its half of every batch only
+    assert output[0] == output[1] != ""  # each has seen its half of every batch only
 
 
 def test_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def test_underflow_draws_histograms(trained, tmp_path, capsys):
     assert "blocks.1.mlp" in drawn
 
 
-def test_what_is_no_run_is_said_in_a_sentence(trained, tmp_path, capsys):
+def test_a_folder_without_a_run_is_reported_in_a_sentence(trained, tmp_path, capsys):
     for argv, says in (
         (["underflow", str(tmp_path), str(trained / "data")], "lacks recipe.json"),
         (["underflow", str(trained / "run"), str(trained / "data"), "--stage", "contrastive"], "train the stage"),

@@ -1,4 +1,4 @@
-"""`bench/kills.py`: a run goes on when a worker or a machine is killed, and when the machine comes back."""
+"""`bench/kills.py`: a run continues when a worker or a machine is killed, and when the machine comes back."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A run in each way of low precision is killed and goes on bit for bit; its bundle draws."""
+"""A run in each way of low precision is killed and resumes bit for bit; its bundle draws."""
 
 import os
 import signal
@@ -70,11 +70,11 @@ def rows(out: Path, stage: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_killed_run_goes_on_bit_for_bit_and_draws(way: str, folder: Path, tmp_path: Path) -> None:
-    told = recipe(folder, way)
-    killed(told, folder, tmp_path / "parts")
+def test_a_killed_run_resumes_bit_for_bit_and_draws(way: str, folder: Path, tmp_path: Path) -> None:
+    tested = recipe(folder, way)
+    killed(tested, folder, tmp_path / "parts")
     for out in ("parts", "whole"):
-        assert train_all(told, folder / "data", tmp_path / out) is not None
+        assert train_all(tested, folder / "data", tmp_path / out) is not None
     for stage in ("prior", "contrastive"):
         parts, whole = (rows(tmp_path / out, stage) for out in ("parts", "whole"))
         assert parts == whole and [row["step"] for row in whole] == list(range(1, STEPS + 1))

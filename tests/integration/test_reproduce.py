@@ -22,12 +22,12 @@ REPRODUCE = [sys.executable, "-m", "limner", "reproduce", "grad-scales", "--quic
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_quick_run_leaves_a_page_with_table_and_curves(name, tmp_path, capsys):
     assert main(["reproduce", name, "--quick", "-o", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert load(name).claim in said and "quick" in said
+    output = capsys.readouterr().out
+    assert load(name).claim in output and "quick" in output
     found = json.loads((tmp_path / f"{name}.json").read_text())
     assert found["rows"] and all(len(row) == len(found["header"]) for row in found["rows"])
     assert found["holds"] is None  # quick trials cannot tell
-    assert found["verdict"] in said and escape(found["verdict"]) in (tmp_path / f"{name}.html").read_text()
+    assert found["verdict"] in output and escape(found["verdict"]) in (tmp_path / f"{name}.html").read_text()
     for chart in tmp_path.glob(f"{name}-*.svg"):
         ElementTree.parse(chart)
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "trials").rglob("*.json")}
@@ -37,14 +37,14 @@ def test_a_quick_run_leaves_a_page_with_table_and_curves(name, tmp_path, capsys)
 
 def test_without_a_name_the_findings_are_listed(capsys):
     assert main(["reproduce"]) == 0
-    said = capsys.readouterr().out
-    assert all(f"{name} " in said and load(name).claim in said for name in EXPERIMENTS)
+    output = capsys.readouterr().out
+    assert all(f"{name} " in output and load(name).claim in output for name in EXPERIMENTS)
     assert main(["reproduce", "loss-spike"]) == 2
     assert "unknown finding 'loss-spike'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on(tmp_path):
+def test_an_interrupted_run_resumes(tmp_path):
     command = [*REPRODUCE, "-o", str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=os.environ)
     deadline = time.monotonic() + 120

@@ -127,9 +127,9 @@ def test_a_run_survives_what_happens_to_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_who_was_cut_off_cannot_write_over_who_went_on(tmp_path: Path) -> None:
+def test_a_disconnected_process_cannot_overwrite_its_successor(tmp_path: Path) -> None:
     """The first one stands still, as a machine that lost the network does, while another one that does not see its lock
-    goes on from its checkpoint and ends the run."""
+    resumes from its checkpoint and ends the run."""
     with working(tmp_path, seconds_per_step=0.01) as first:
         deadline = time.monotonic() + 60
         while not completed(tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: written by all while training goes on, read by any number, whole after any kill.
+"""Checkpoints of several processes: written by all while training continues, read by any number, whole after any kill.
 
 The ranks are real ones (`ranks.py`); what they do is in `shard_ranks.py`.
 """
@@ -77,7 +77,7 @@ def test_every_rank_writes_its_part_and_one_process_reads_all(halves: Path) -> N
     assert all(torch.equal(p, groups["ema"][name]) for name, p in model.named_parameters())
 
 
-def test_as_many_ranks_go_on_bit_for_bit(halves: Path, tmp_path: Path) -> None:
+def test_as_many_ranks_resume_bit_for_bit(halves: Path, tmp_path: Path) -> None:
     assert on_ranks(2, learn, tmp_path, 1, 5) == [(5, True)] * 2  # a signal reaches one of them
     assert [path.name for path in completed(tmp_path)] == ["step-00000004", "step-00000005"]
     on_ranks(2, learn, tmp_path, 1)
@@ -85,7 +85,7 @@ def test_as_many_ranks_go_on_bit_for_bit(halves: Path, tmp_path: Path) -> None:
     assert_equal(completed(tmp_path)[-1], completed(halves)[-1])
 
 
-def test_training_goes_on_while_a_state_is_written(halves: Path, tmp_path: Path) -> None:
+def test_training_continues_while_a_checkpoint_is_written(halves: Path, tmp_path: Path) -> None:
     on_ranks(2, learn, tmp_path, 1, 0, True)
     for ours, theirs in zip(completed(tmp_path), completed(halves), strict=True):  # as they were when they were saved
         assert_equal(ours, theirs)
@@ -108,7 +108,7 @@ def test_any_number_of_ranks_reads_what_another_wrote(tmp_path: Path) -> None:
         assert_equal(completed(target)[-1], completed(began)[-1], but=("rng", "errors.0", "errors.1"))
 
 
-def test_what_compression_left_out_of_gradients_goes_on_in_other_shards(tmp_path: Path) -> None:
+def test_error_buffers_resume_in_other_shards(tmp_path: Path) -> None:
     began, halved = tmp_path / "0", tmp_path / "1"
     on_ranks(4, learn, began, 2)
     for replica in range(2):
@@ -118,7 +118,7 @@ def test_what_compression_left_out_of_gradients_goes_on_in_other_shards(tmp_path
 
 
 @pytest.mark.parametrize(("world", "replicas"), [(2, "narrow"), (4, 2)])
-def test_as_many_replicas_go_on_bit_for_bit_after_a_kill(world: int, replicas: Any, tmp_path: Path) -> None:
+def test_as_many_replicas_resume_bit_for_bit_after_a_kill(world: int, replicas: Any, tmp_path: Path) -> None:
     """Each with its own error buffers: from their mean, what follows is rounded otherwise."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     on_ranks(world, learn, whole, replicas)
@@ -136,7 +136,7 @@ def test_as_many_replicas_go_on_bit_for_bit_after_a_kill(world: int, replicas: A
 
 
 @pytest.mark.filterwarnings("ignore:.*results may differ")
-def test_another_number_of_replicas_goes_on_from_the_mean_of_what_was_left_out(tmp_path: Path) -> None:
+def test_another_number_of_replicas_resumes_from_the_mean_of_the_error_buffers(tmp_path: Path) -> None:
     began, target = tmp_path / "0", tmp_path / "1"
     on_ranks(4, learn, began, 2)
     on_ranks(4, pass_on, began, target, 4)
@@ -159,7 +159,7 @@ def test_a_rank_that_joins_draws_other_numbers_than_at_the_start(halves: Path, t
 
 
 @pytest.mark.filterwarnings("ignore:.*results may differ")
-def test_it_is_said_where_what_compression_left_out_is_lost(tmp_path: Path) -> None:
+def test_lost_error_buffers_are_reported(tmp_path: Path) -> None:
     began = tmp_path / "0"
     on_ranks(4, learn, began, 2)
     left = read_tensors(completed(began)[-1], "errors.0")
@@ -203,14 +203,14 @@ def test_what_was_damaged_later_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_write_that_fails_on_one_rank_is_said_by_all_at_the_next_save(rank: int, tmp_path: Path) -> None:
-    said = on_ranks(2, shard_ranks.fail, tmp_path, rank)
-    assert said[0] == said[1]
-    assert "/step-00000002: " in said[0] and "File too large" in said[0]
-    assert said[0].endswith("; earlier checkpoints are intact") and "\n" not in said[0]
+def test_a_write_that_fails_on_one_rank_is_reported_by_all_at_the_next_save(rank: int, tmp_path: Path) -> None:
+    output = on_ranks(2, shard_ranks.fail, tmp_path, rank)
+    assert output[0] == output[1]
+    assert "/step-00000002: " in output[0] and "File too large" in output[0]
+    assert output[0].endswith("; earlier checkpoints are intact") and "\n" not in output[0]
 
 
 def test_folders_that_ranks_do_not_share_are_found_out_at_the_start(tmp_path: Path) -> None:
-    for rank, said in enumerate(on_ranks(2, shard_ranks.apart, tmp_path)):
-        assert f"the folder {tmp_path}/machine-{rank} is not shared by all processes" in said
+    for rank, output in enumerate(on_ranks(2, shard_ranks.apart, tmp_path)):
+        assert f"the folder {tmp_path}/machine-{rank} is not shared by all processes" in output
     assert [path.name for path in (tmp_path / "machine-0/checkpoints").iterdir()] == ["start-00000001"]

@@ -1,5 +1,5 @@
 """`torchrun … -m limner train`: two processes train what one trains, in all stages, also when one of them is killed,
-and when one goes on alone."""
+and when one continues alone."""
 
 import os
 import shutil
@@ -102,15 +102,15 @@ def workers(agent: subprocess.Popen[str]) -> list[int]:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero2"])
 def test_two_processes_train_what_one_trains(kind: str, data: Path, whole: Path, tmp_path: Path) -> None:
     process = start(data, tmp_path / "run", "--parallel", kind)
-    said, warned = process.communicate(timeout=400)
+    output, warned = process.communicate(timeout=400)
     assert process.returncode == 0, warned
-    assert said.count("run: ") == 1 and warned.count(f"{STEPS}/{STEPS}") == 1  # one of them speaks
+    assert output.count("run: ") == 1 and warned.count(f"{STEPS}/{STEPS}") == 1  # one of them speaks
     compare(tmp_path / "run", whole)
     assert (tmp_path / "run/bundle/config.json").exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in Linux's /proc")
-def test_a_killed_process_is_started_again_and_one_process_goes_on_alone(
+def test_a_killed_process_restarts_and_one_process_continues_alone(
     data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, stages = tmp_path / "run", ("--stages", "dvae", "prior")
@@ -120,7 +120,7 @@ def test_a_killed_process_is_started_again_and_one_process_goes_on_alone(
     wait_for(out, 12, process)
     process.send_signal(signal.SIGINT)
     _, warned = process.communicate(timeout=400)
-    # torchrun's own words: it may end the other process before that has said why (test_processes.py has the sentence).
+    # torchrun's message: it may end the other process before that reports why (test_processes.py has the sentence).
     assert "exitcode: -9" in warned and "resuming from" in warned
     assert process.returncode != 0 and len(read_metrics(out / "prior/metrics.jsonl")) < STEPS
     capsys.readouterr()
@@ -129,7 +129,7 @@ def test_a_killed_process_is_started_again_and_one_process_goes_on_alone(
     compare(out, whole, ("dvae", "prior"))
 
 
-def test_shards_of_replicas_go_on_as_other_shards(data: Path, whole: Path, tmp_path: Path) -> None:
+def test_shards_of_replicas_resume_as_other_shards(data: Path, whole: Path, tmp_path: Path) -> None:
     """Four processes that hold two replicas in halves, with moments in 16 bits; then two that hold one."""
     out, one = tmp_path / "run", tmp_path / "one"
     more = ("--stages", "prior", "--prior.training.accumulate", "2", "--prior.training.optimizer", "AdamW16")
@@ -158,7 +158,7 @@ def test_shards_of_replicas_go_on_as_other_shards(data: Path, whole: Path, tmp_p
         (("--parallel", "fsdp", "--dp-replicate", "3"), "2 processes cannot hold 3 replicas: choose a divisor of 2"),
     ],
 )
-def test_what_cannot_be_divided_is_said_in_a_sentence(
+def test_indivisible_settings_are_reported_in_a_sentence(
     options: tuple[str, ...], says: str, data: Path, tmp_path: Path
 ) -> None:
     process = start(data, tmp_path / "run", *options)
@@ -172,18 +172,18 @@ def test_without_torchrun_half_an_environment_is_refused(data: Path, tmp_path: P
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert main(["train", str(data), "--out", str(tmp_path / "run"), *OPTIONS]) == 2
-    assert "MASTER_ADDR" in (said := capsys.readouterr().err) and "torchrun" in said
+    assert "MASTER_ADDR" in (output := capsys.readouterr().err) and "torchrun" in output
     monkeypatch.delenv("RANK")
     assert main(["train", str(data), "--out", str(tmp_path / "run"), *OPTIONS, "--parallel", "fsdp"]) == 2
     assert "start them with torchrun" in capsys.readouterr().err
 
 
-def test_a_port_in_use_is_said_in_a_sentence(data: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_port_in_use_is_reported_in_a_sentence(data: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for name, value in alone.items():
             monkeypatch.setenv(name, value)
         assert main(["train", str(data), "--out", str(tmp_path / "run"), *OPTIONS]) == 2
-    said = capsys.readouterr().err
-    assert f"process 0 cannot reach its peers at 127.0.0.1:{port}" in said and "Traceback" not in said
+    output = capsys.readouterr().err
+    assert f"process 0 cannot reach its peers at 127.0.0.1:{port}" in output and "Traceback" not in output

@@ -67,9 +67,9 @@ def test_two_stages_train_together_and_stop_together(data):
         wait_for(data, "contrastive", 3, process)
         assert len(beside(data)) == 1
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=120)
-    assert process.returncode == 130, said
-    assert "the same command resumes" in said
+        _, output = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "the same command resumes" in output
     assert not beside(data)
     saved = latest(data / "run" / "contrastive")
     assert saved is not None
@@ -84,8 +84,8 @@ def test_two_stages_train_together_and_stop_together(data):
         time.sleep(0.1)
 
     with start(data) as process:
-        _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+        _, output = process.communicate(timeout=300)
+    assert process.returncode == 0, output
     for stage in ("prior", "contrastive"):
         assert [row["step"] for row in read_metrics(data / "run" / stage / "metrics.jsonl")] == list(
             range(1, STEPS + 1)
@@ -93,17 +93,17 @@ def test_two_stages_train_together_and_stop_together(data):
     assert (data / "run" / "bundle" / "config.json").exists()
 
 
-def test_what_goes_wrong_beside_is_said(data):
+def test_an_error_of_the_parallel_process_is_reported(data):
     (data / "run").mkdir()
     (data / "run" / "contrastive").write_text("where a folder should be")
     with start(data) as process:
-        _, said = process.communicate(timeout=120)
+        _, output = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert said.splitlines()[-1].startswith("limner: training the contrastive model in parallel failed")
-    assert LOG_FILE in said
+    assert output.splitlines()[-1].startswith("limner: training the contrastive model in parallel failed")
+    assert LOG_FILE in output
 
 
-def test_training_goes_on_from_a_bundle(data):
+def test_training_continues_from_a_bundle(data):
     recipe = tiny_recipe()
     few = {
         stage: replace(getattr(recipe, stage), training=replace(getattr(recipe, stage).training, steps=2))
@@ -116,8 +116,8 @@ def test_training_goes_on_from_a_bundle(data):
         assert torch.equal(value, stored[name])
     start = str(data / "first")
     rested = replace(few["prior"], training=replace(few["prior"].training, steps=1, warmup_steps=10**9, ema_decay=None))
-    told = replace(recipe, **{**few, "prior": rested}, start=start)
-    second = train_all(told, data / "data", data / "second", ("prior",))
+    continued = replace(recipe, **{**few, "prior": rested}, start=start)
+    second = train_all(continued, data / "data", data / "second", ("prior",))
     assert second is not None
     tokenizers = [(state.tokenizer.vocab, state.tokenizer.merges) for state in (first, second)]
     assert tokenizers[0] == tokenizers[1]
@@ -127,11 +127,11 @@ def test_training_goes_on_from_a_bundle(data):
         for name, value in models[part].state_dict().items():
             torch.testing.assert_close(weights[name], value, atol=near, rtol=near)
 
-    other = replace(told, prior=replace(rested, model=TransformerConfig(width=48, depth=2, heads=2)))
+    other = replace(continued, prior=replace(rested, model=TransformerConfig(width=48, depth=2, heads=2)))
     with pytest.raises(UserError, match="the prior of .* has other settings than the recipe .width"):
         train_all(other, data / "data", data / "third", ("prior",))
     with pytest.raises(UserError, match="start"):  # the same folder, from elsewhere
-        train_all(replace(told, start=str(data / "first" / "bundle")), data / "data", data / "second", ("prior",))
+        train_all(replace(continued, start=str(data / "first" / "bundle")), data / "data", data / "second", ("prior",))
 
 
 SHORT = {
@@ -173,8 +173,8 @@ def test_any_recipe_takes_an_imported_dvae_and_keeps_its_tokens(data, monkeypatc
         (["--dvae.bundle", "dvae", "--stages", "dvae"], "leave dvae out of --stages"),
     ):
         assert main([*train, "--out", "wrong", *wrong]) == 2
-        said = capsys.readouterr().err
-        assert says in said and said.count("\n") == 1, said
+        output = capsys.readouterr().err
+        assert says in output and output.count("\n") == 1, output
 
 
 def test_a_deterministic_run_gives_the_same_weights_again(data, monkeypatch):

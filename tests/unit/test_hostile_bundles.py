@@ -90,14 +90,14 @@ def test_a_changed_bundle_is_read_or_refused_in_one_sentence(whole, tmp_path, se
         ))  # fmt: skip
         changed = change(rng, (whole / name).read_bytes())
         (bundle / name).write_bytes(changed)
-        begun, said = time.process_time(), ""
+        begun, output = time.process_time(), ""
         try:
             load(bundle).save_pretrained(tmp_path / "again")
         except UserError as refusal:
-            said = str(refusal)
+            output = str(refusal)
         except Exception as error:
             raise AssertionError(f"case {case}: {name} with {change.__name__}") from error
-        assert "\n" not in said and len(said) < 700, (case, name, said[:300])
+        assert "\n" not in output and len(output) < 700, (case, name, output[:300])
         assert time.process_time() - begun < 10, (case, name)  # of work, whatever else the machine does
         shutil.copy(whole / name, bundle / name)
 

@@ -70,7 +70,7 @@ def likelihoods(pipe, text, tokens):
     return logits.log_softmax(-1).gather(-1, tokens[0, ..., None]).mean((-2, -1))[None]
 
 
-def test_the_prior_has_the_say_in_the_score_that_the_model_brings_along(pipe):
+def test_the_score_weighs_the_prior_as_the_bundle_says(pipe):
     parts = pipe.dvae, pipe.prior, pipe.contrastive, pipe.tokenizer
     both = TextToImage(*parts, {**pipe.info, "prior_score_weight": 2})
     alone, together = (one.candidates([CAPTION], 6, seed=1) for one in (pipe, both))
@@ -85,7 +85,7 @@ def picture(pipe):
     return pipe(CAPTION, candidates=1, seed=1).images[0]
 
 
-def test_an_edit_keeps_the_rows_it_was_told_to_keep(pipe):
+def test_an_edit_keeps_the_rows_that_were_asked_for(pipe):
     image = picture(pipe)
     own = pipe.dvae.tokenize(torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)[None])[0].view(6, 6)
     for keep_rows, mask in ((4, None), (None, Image.new("L", (24, 24)))):

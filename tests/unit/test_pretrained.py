@@ -29,8 +29,8 @@ def two(tmp_path, monkeypatch):
 def test_help_says_what_each_model_draws(two, command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "scenes: Things. waves: Waves, [bold]high[/bold] ones." in said and "stray" not in said
+    output = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "scenes: Things. waves: Waves, [bold]high[/bold] ones." in output and "stray" not in output
 
 
 def test_an_unknown_name_is_answered_with_the_one_that_was_meant_or_with_all(two):
@@ -49,13 +49,13 @@ def test_help_of_drawing_imports_no_torch():
     assert "scenes: " in done.stdout and done.stdout.endswith("\nFalse\n")
 
 
-def test_all_bundled_models_say_what_they_draw_and_take_40_megabytes_at_most():
+def test_all_bundled_models_describe_what_they_draw_and_take_40_megabytes_at_most():
     names = pretrained.list_pretrained()
     assert pretrained.DEFAULT in names and all(names.values())
     assert sum(path.stat().st_size for path in pretrained.ASSETS.rglob("*") if path.is_file()) <= 40_000_000
 
 
-def test_a_run_that_is_not_done_is_told_from_a_folder_that_is_none(tmp_path):
+def test_an_unfinished_run_is_distinguished_from_another_folder(tmp_path):
     with pytest.raises(UserError, match="is not a bundle"):
         pretrained.find_bundle(tmp_path)
     (tmp_path / "recipe.json").write_text("{}")

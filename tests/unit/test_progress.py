@@ -36,7 +36,7 @@ def test_plain_lines_come_every_few_seconds_with_rate_and_time_left(time, capsys
     ]
 
 
-def test_the_end_is_told_once_also_when_a_line_is_due_then(time, capsys) -> None:
+def test_the_end_is_reported_once_also_when_a_line_is_due_then(time, capsys) -> None:
     with progress("training", total=4, every=10) as bar:
         for _ in range(4):
             time.now += 5

@@ -1,4 +1,4 @@
-"""The shapes that annotations name are checked in these tests: a wrong one is told."""
+"""The shapes that annotations name are checked in these tests: a wrong one raises."""
 
 import jaxtyping
 import pytest
@@ -9,7 +9,7 @@ from limner.models.dvae import map_pixels
 from limner.sampling.rerank import best
 
 
-def test_wrong_shapes_and_formats_are_told():
+def test_wrong_shapes_and_formats_are_reported():
     q, k = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5, 4)
     assert attend(q, k, k, torch.ones(3, 5, dtype=torch.bool)).shape == q.shape
     for call in (

@@ -55,9 +55,9 @@ def test_a_field_keeps_to_the_range_in_its_annotation(wrong, says):
     with pytest.raises(InvalidSetting):
         replace(Bounded(), **wrong)
     if all(not isinstance(value, (str, bool, type(None))) and value != 1.5 for value in wrong.values()):
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as raised:
             from_dict(Outer, {"inner": wrong})
-        assert str(told.value) == f"inner.{says}"
+        assert str(raised.value) == f"inner.{says}"
 
 
 def test_a_misspelt_word_is_refused_in_python_too_with_the_same_sentence():

@@ -140,7 +140,7 @@ def test_debug_shows_the_traceback(command, capsys):
     assert main(["act", "--", "--debug"]) == 0
 
 
-def test_interruptions_are_130_and_say_how_to_go_on(command, capsys):
+def test_interruptions_return_130_and_tell_how_to_resume(command, capsys):
     command(raises(Interrupted(7, Path("run/x"))))
     assert main(["act"]) == 130
     assert "same command resumes" in capsys.readouterr().err
@@ -180,7 +180,7 @@ sys.exit(cli.main())
     assert (done.returncode, done.stderr) == (130, "limner: interrupted: the same command resumes the work\n")
 
 
-def test_faults_of_the_program_are_not_hidden_but_those_of_files_are_told(command, capsys, tmp_path):
+def test_errors_of_files_are_sentences_and_errors_of_the_program_tracebacks(command, capsys, tmp_path):
     command(raises(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         main(["act"])
@@ -189,7 +189,7 @@ def test_faults_of_the_program_are_not_hidden_but_those_of_files_are_told(comman
     assert "gone/file: No such file" in capsys.readouterr().err
 
 
-def test_a_package_that_cannot_be_imported_is_told(command, capsys):
+def test_a_package_that_cannot_be_imported_is_reported(command, capsys):
     command(raises(ImportError("libtorn.so: cannot open shared object file")))
     assert main(["act"]) == 2
     says = "limner: a package cannot be imported (libtorn.so: cannot open shared object file): install limner again\n"
@@ -288,7 +288,7 @@ def test_no_command_lets_text_steer_the_terminal(command, capsys, tmp_path, monk
     assert raw(out + err) == [] and err.count("limner: ") >= 24
 
 
-def test_evaluations_of_data_without_a_readable_picture_say_so(capsys, tmp_path):
+def test_evaluations_of_data_without_a_readable_picture_raise_a_sentence(capsys, tmp_path):
     bundle, data = str(tiny_pipe().save_pretrained(tmp_path / "tiny")), tmp_path / "data"
     (data / "validation").mkdir(parents=True)
     (data / "validation/a.png").write_text("no picture")
@@ -300,15 +300,15 @@ def test_evaluations_of_data_without_a_readable_picture_say_so(capsys, tmp_path)
         ("icons", [str(data)], "no sample has a subject and a style"),
     ):
         assert main(["evaluate", what, bundle, *options]) == 2, what
-        (told,) = capsys.readouterr().err.splitlines()
-        assert says in told
+        (line,) = capsys.readouterr().err.splitlines()
+        assert says in line
 
 
 @pytest.mark.parametrize("what", ["composition", "pairs", "reconstruction", "zero-shot"])
 def test_a_model_whose_pictures_cannot_be_scenes_is_not_asked_for_them(capsys, what):
     assert main(["evaluate", what, "icons"]) == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert "the size of scenes is a multiple of 12 pixels, this model draws 64 pixels: " in told
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the size of scenes is a multiple of 12 pixels, this model draws 64 pixels: " in line
 
 
 def test_captions_and_files_with_escape_sequences_are_shown_harmlessly(capsys, tmp_path, monkeypatch):
@@ -389,7 +389,7 @@ NOWHERE = ("file/x.png", "file/new/x.png", "\u65e5" * 80 + ".png", "x" * 250 + "
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
-def test_where_results_cannot_be_written_is_told_before_the_work(kind, capsys, tmp_path, monkeypatch):
+def test_an_unwritable_output_is_reported_before_the_work(kind, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("kept")
     (tmp_path / "folder.png").mkdir()
@@ -407,14 +407,14 @@ def test_where_results_cannot_be_written_is_told_before_the_work(kind, capsys, t
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_scale_that_no_picture_can_have_is_told_before_the_drawing(capsys, tmp_path, monkeypatch):
+def test_a_scale_that_no_picture_can_have_is_reported_before_drawing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["draw", "a", "--scale", "400"]) == 2
     assert capsys.readouterr().err.startswith("limner: scale 400 would give a picture of 19200 pixels per side")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every folder")
-def test_folders_without_permission_are_told_before_the_work(capsys, tmp_path):
+def test_folders_without_permission_are_reported_before_the_work(capsys, tmp_path):
     tmp_path.chmod(0o500)
     assert main(["draw", "a", "-o", f"{tmp_path}/a.png"]) == 2
     assert "Permission denied" in capsys.readouterr().err
@@ -461,9 +461,9 @@ def test_plan_prints_the_papers_tables_without_a_gpu(capsys):
 
 def test_plan_says_which_of_its_columns_can_be_run_today(capsys):
     assert main(["plan", "--recipe", "tiny", "--gpus", "16"]) == 0
-    *tables, said = capsys.readouterr().out.split("\n\n")
+    *tables, output = capsys.readouterr().out.split("\n\n")
     words = ("--parallel fsdp", '"fp32"', "PowerSGD", "checkpointed", "AdamW16", "fp16weights", '"16-bit (App. D)"')
-    assert all(text in said for text in words) and "Not yet" not in said
+    assert all(text in output for text in words) and "Not yet" not in output
     heads = next(table for table in tables if table.startswith("memory per GPU")).splitlines()[0].split("  ")
     heads = [head.strip() for head in heads if head.strip()]
     assert heads[1:] == ["fp32", "checkpointed", "16-bit (App. D)", "checkpointed"]  # which the sentence speaks of
@@ -535,9 +535,9 @@ def test_bench_times_both_sides_and_draws_the_cost(capsys, tmp_path):
     plot = tmp_path / "cost.png"
     sizes = ["--size", "tiny", "--grids", "2", "4", "--candidates", "1", "3", "--batch", "1", "--rounds", "1"]
     assert main(["bench", *sizes, "-o", str(plot)]) == 0
-    said = capsys.readouterr().out
-    assert said.count("sparse is") == 4  # in each grid's table and its line on training
-    assert [line.split()[:2] for line in said.splitlines() if line.startswith("     ")] == 2 * [
+    output = capsys.readouterr().out
+    assert output.count("sparse is") == 4  # in each grid's table and its line on training
+    assert [line.split()[:2] for line in output.splitlines() if line.startswith("     ")] == 2 * [
         ["1", "sparse"], ["1", "dense"], ["3", "sparse"], ["3", "dense"],
     ]  # fmt: skip
     with Image.open(plot) as picture:

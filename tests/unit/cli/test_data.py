@@ -1,4 +1,4 @@
-"""`limner data show` and `prepare`: what goes in is told as kept or rejected, and so is what nobody reads."""
+"""`limner data show` and `prepare`: the report counts kept, rejected and unread files."""
 
 import io
 import json
@@ -30,8 +30,8 @@ def test_show_and_prepare_count_everything(folder, tmp_path, capsys):
     main(["show", str(folder), "--captions", "3"])
     shown = capsys.readouterr().out
     main(["prepare", str(folder), str(tmp_path / "out")])
-    for said in (shown, capsys.readouterr().out):
-        lines = said.splitlines()
+    for output in (shown, capsys.readouterr().out):
+        lines = output.splitlines()
         assert [line.split()[:-1] for line in lines[1:4]] == [
             ["kept", "6"],
             ["rejected:", "broken", "metadata", "1"],
@@ -48,7 +48,7 @@ def test_train_tells_what_it_never_reads(folder, tmp_path):
     assert len(plan.train) == 5 and len(plan.held_out) == 1  # what is broken is met, and counted, in training
 
 
-def test_names_that_are_not_utf8_can_be_told(folder, capsys):
+def test_names_that_are_not_utf8_are_reported(folder, capsys):
     odd = folder.with_name("odd \udcff")  # the byte 0xff
     folder.rename(odd)
     main(["show", str(odd), "--captions", "0"])

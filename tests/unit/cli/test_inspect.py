@@ -78,7 +78,7 @@ def test_weights_in_16_bits_are_listed_and_their_bundle_draws(run, capsys, tmp_p
     assert main(["inspect", "underflow", str(tmp_path / "run"), str(run.parent / "scenes")]) == 0  # in fp32, as ever
 
 
-def test_what_is_no_such_run_is_told(run, capsys, tmp_path):
+def test_a_folder_without_such_a_run_is_reported(run, capsys, tmp_path):
     def says(path):
         assert main(["inspect", "precision", str(path)]) == 2
         return capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Values that no command can use are told in one sentence, by the option's name, before anything is done."""
+"""Unusable values are reported in one sentence, by the name of the option, before any work."""
 
 import json
 from dataclasses import is_dataclass, replace
@@ -79,7 +79,7 @@ def changed(recipe: Recipe, path: str, value: object) -> Recipe:
     return from_dict(Recipe, data)
 
 
-def told(arguments, option, capsys):
+def assert_error(arguments, option, capsys):
     """The command ends at once with a sentence that names the option."""
     assert main(arguments) == 2, arguments
     out, err = capsys.readouterr()
@@ -94,7 +94,7 @@ def test_of_every_command(command, capsys, tmp_path, monkeypatch):
     tried = 0
     for cls, option, name, count in fields(COMMANDS[command]):
         for value in wrong(cls, name):
-            told([*command.split(), f"--{option}", *[value] * count], option, capsys)
+            assert_error([*command.split(), f"--{option}", *[value] * count], option, capsys)
             tried += 1
     assert tried >= 9 and list(tmp_path.iterdir()) == []
 
@@ -113,7 +113,7 @@ def test_of_every_setting_of_a_recipe(capsys, tmp_path, monkeypatch):
         if i % 5 == 0:
             values = wrong(cls, name)
             given = [f"--{option}", *[values[i % len(values)]] * count]
-            told(["train", "data", "--out", "run", "--recipe", "scenes", *given], option, capsys)
+            assert_error(["train", "data", "--out", "run", "--recipe", "scenes", *given], option, capsys)
     assert list(tmp_path.iterdir()) == []
 
 

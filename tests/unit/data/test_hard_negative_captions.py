@@ -70,7 +70,7 @@ def test_a_long_list_of_tags_is_not_turned_round_tag_by_tag() -> None:
     assert many.make_negative(lists[0], rng) is not None
 
 
-def test_what_held_out_samples_say_is_no_distractor() -> None:
+def test_captions_of_held_out_samples_are_no_distractors() -> None:
     captions = [f"{who}: {tone} skin" for who in ("cook", "pilot", "nurse") for tone in ("light", "dark")]
     made = Distractors(captions[:-1] * 9, [captions[-1].title()])
     found = {made.make_negative("nurse: light skin", np.random.default_rng(seed)) for seed in range(100)}

@@ -60,14 +60,14 @@ def test_floating_point_pixels_are_rejected_since_they_may_go_to_1_or_255():
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_orientation_may_also_be_told_in_xmp(monkeypatch, fast):
+def test_orientation_may_also_be_in_xmp(monkeypatch, fast):
     if not fast:
         monkeypatch.setattr(image_decode, "simplejpeg", None)
-    told = (
+    xmp = (
         b'<rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"><rdf:Description '
         b'xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF>'
     )
-    assert decode_image(encode(Image.new("RGB", (40, 8)), "JPEG", xmp=told)).shape == (40, 8, 3)
+    assert decode_image(encode(Image.new("RGB", (40, 8)), "JPEG", xmp=xmp)).shape == (40, 8, 3)
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF"])

@@ -458,7 +458,7 @@ def test_shards_in_folders_name_their_split(folder, tmp_path):
     assert len(found) == 6 and {split for _, split in found} == {"train", "held-out"}
 
 
-def test_every_split_is_read_or_told(tmp_path):
+def test_every_split_is_read_or_reported(tmp_path):
     (tmp_path / "1.png").write_bytes(encode(picture(0)))
     names = ["train", "Training", None, "", "test", "VAL", "validation", "held-out", "dev", "extra", "extra"]
     rows = [{"caption": f"no {n}", "image": "1.png", "split": name} for n, name in enumerate(names)]

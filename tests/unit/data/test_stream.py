@@ -68,7 +68,7 @@ def test_the_order_does_not_depend_on_the_batch_size():
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_resuming_goes_on_where_it_stopped(prefetch):
+def test_resuming_continues_where_it_stopped(prefetch):
     expected = take(Stream(Numbers(11), 4, 1), 12)
     first = Stream(Numbers(11), 4, 1, prefetch=prefetch)
     assert equal(take(first, 5), expected[:5])

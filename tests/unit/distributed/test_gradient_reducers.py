@@ -118,7 +118,7 @@ def stopped() -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks"), [("replicated", 2), ("replicated", 1), ("sharded", 2)])
-def test_errors_go_on_with_any_number_of_replicas(stopped, kind, ranks):
+def test_error_buffers_resume_with_any_number_of_replicas(stopped, kind, ranks):
     """Their mean is all that counts."""
     should, before = stopped
     for result in on_ranks(ranks, going_on, [kind], 3, 2, {kind: before[kind][1]}, 1):

@@ -168,7 +168,7 @@ def stop_and_go_on(folder: Path) -> None:
     train_on(folder / "parts", 4)
 
 
-def test_a_run_in_shards_goes_on_bit_for_bit(tmp_path):
+def test_a_run_in_shards_resumes_bit_for_bit(tmp_path):
     on_ranks(2, stop_and_go_on, tmp_path)
     whole, parts = (
         [(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name / "metrics.jsonl")]

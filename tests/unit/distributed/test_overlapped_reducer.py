@@ -106,7 +106,7 @@ def test_gradients_are_those_of_one_process(measured, way):
         torch.testing.assert_close(gradient, alone[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-def said(way: str) -> str:
+def report(way: str) -> str:
     config = TrainConfig(steps=1, batch_size=BATCH, accumulate=PARTS, precision=Fp32())
     parallel = WAYS[way][1]()
     run = TrainState(MODEL.build(), Twice(), config, parallel=parallel)
@@ -116,38 +116,38 @@ def said(way: str) -> str:
 
 
 @pytest.mark.parametrize("way", ["sharded", "sharded, 2 replicas"])
-def test_a_block_called_twice_is_said(way):
-    for says in on_ranks(WAYS[way][0], said, way):
+def test_a_block_called_twice_raises(way):
+    for says in on_ranks(WAYS[way][0], report, way):
         assert "twice for one loss" in says and "call it once" in says
 
 
 class Noting(Fp32Reducer):
     """A reducer that records its calls, and when its communication ends."""
 
-    def __init__(self, said: list[str]) -> None:
-        self.said = said
+    def __init__(self, report: list[str]) -> None:
+        self.report = report
 
     def reduce(self, bucket: str) -> PendingWork:
-        self.said.append(f"{bucket} sends")
+        self.report.append(f"{bucket} sends")
         yield from super().reduce(bucket)
-        self.said.append(f"{bucket} is through")
+        self.report.append(f"{bucket} is through")
 
 
 def noted() -> list[str]:
-    said: list[str] = []
+    report: list[str] = []
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     for i, layer in enumerate(model):
-        layer.register_full_backward_hook(lambda *_, i=i: said.append(f"backward of {i}"))
-    reduction = OverlappedReducer(Noting(said), buckets(model), Replicas(distributed.group.WORLD))
+        layer.register_full_backward_hook(lambda *_, i=i: report.append(f"backward of {i}"))
+    reduction = OverlappedReducer(Noting(report), buckets(model), Replicas(distributed.group.WORLD))
     model(torch.ones(1, 3, requires_grad=True)).sum().backward()
     reduction.complete()
-    return said
+    return report
 
 
 def test_two_backward_passes_run_before_a_communication_is_waited_for():
-    for said in on_ranks(2, noted):
-        order = [one for one in said if not one.startswith("backward")]
+    for report in on_ranks(2, noted):
+        order = [one for one in report if not one.startswith("backward")]
         assert order == [
             "3 sends", "2 sends", "1 sends", "3 is through", "0 sends", "2 is through", "1 is through", "0 is through",
         ]  # fmt: skip
-        assert said.index("backward of 2") < said.index("3 is through")
+        assert report.index("backward of 2") < report.index("3 is through")

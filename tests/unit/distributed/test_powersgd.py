@@ -368,7 +368,7 @@ def described() -> str:
     return parallel.reduction.summary()
 
 
-def test_the_rank_that_shards_can_have_is_said():
+def test_the_highest_rank_of_shards_is_reported():
     assert set(on_ranks(4, described)) == {"gradients of 8 of 8 matrices are compressed to rank 6 over 2 shards"}
 
 

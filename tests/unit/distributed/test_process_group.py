@@ -44,7 +44,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", "timed out waiting for its peers"),
     ],
 )
-def test_what_has_become_of_another_process_is_said(error: str, says: str) -> None:
+def test_the_end_of_another_process_is_reported(error: str, says: str) -> None:
     with pytest.raises(UserError, match=says), join_process_group():
         raise RuntimeError(error)
 
@@ -67,7 +67,7 @@ def test_an_error_of_its_own_keeps_its_name(error: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "zero2"])
-def test_one_machine_that_is_left_is_a_replica_and_goes_on_with_its_error_buffers(kind: Kind) -> None:
+def test_one_remaining_machine_is_a_replica_and_resumes_with_its_error_buffers(kind: Kind) -> None:
     with join_process_group(kind, "per-node", PowerSGD) as parallel:
         assert isinstance(parallel, Sharded) and parallel.mesh.shape == (1, 1)
         model = TransformerConfig(text_vocab=20, image_vocab=8, text_len=8, grid=(3, 3), width=32, depth=2, heads=2)

@@ -133,7 +133,7 @@ def evaluations() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("way", KINDS)
-def test_blocks_are_gathered_one_by_one_and_training_goes_on_as_without(evaluations, way):
+def test_blocks_are_gathered_one_by_one_and_training_is_the_same(evaluations, way):
     expected = evaluating(SingleProcess(), True)
     for rank in evaluations:
         (losses, metrics, whole), (without, _, _) = rank[way]

@@ -92,7 +92,7 @@ def test_gradients_are_those_of_ddp_with_torchs_hook(measured: list[Any]) -> Non
     assert not torch.allclose(sum(step[0] for step in measured[0][1][0][2:]), mean, rtol=0.1)
 
 
-def test_what_is_left_out_comes_later_and_goes_on_from_a_checkpoint(measured: list[Any]) -> None:
+def test_residuals_are_sent_later_also_after_a_checkpoint(measured: list[Any]) -> None:
     plain = [
         torch.stack([numbers(s, r + 5, 4, 12).T @ numbers(s, r, 4, 20) for r in range(2)]).mean(0) for s in range(STEPS)
     ]
@@ -184,7 +184,7 @@ def runs(out: Path) -> tuple[Any, ...]:
     return whole, learn(out / "parts", 10, "torch"), learn(out / "ours", 10, "ours")
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     for whole, parts, ours in on_ranks(2, runs, tmp_path):
         assert whole[:5] == parts[:5] == ours[:5]
         assert whole == parts
@@ -195,9 +195,9 @@ def refused() -> list[str]:
     found = []
     for parallel in (Sharded(1, TorchPowerSGD), Replicated(partial(TorchPowerSGD, 64))):
         trainable = Trainable(PRIOR.build(), Autoregressive())
-        with pytest.raises(UserError) as said:
+        with pytest.raises(UserError) as output:
             parallel.prepare(trainable, torch.device("cpu"), torch.float32)
-        found.append(str(said.value))
+        found.append(str(output.value))
     return found
 
 

@@ -21,7 +21,7 @@ def fully_said(scene, rng):
             return caption
 
 
-def test_captions_say_what_is_so():
+def test_captions_are_true():
     rng = np.random.default_rng(1)
     for scene in random_scenes(400, seed=1):
         for _ in range(3):
@@ -85,7 +85,7 @@ def test_claims(caption, holds):
     assert claims is not None and claims.matches(SCENE) is holds
 
 
-def test_counts_and_unsaid_attributes():
+def test_counts_and_unnamed_attributes():
     claims = captions.parse("three striped white crosses, pink background")
     assert claims == ParsedCaption(attributes=((None, "striped", "white", "cross"),) * 3, background="pink")
     claims = captions.parse("two small red circles and a large blue square")

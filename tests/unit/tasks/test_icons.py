@@ -124,24 +124,24 @@ def test_the_split_does_not_depend_on_the_order_of_the_sets(sets):
     assert held(one) == held(other)
 
 
-def test_captions_say_subject_and_style(sets):
+def test_captions_name_subject_and_style(sets):
     drawn, _ = icons.join_sets(sets)
     for one in drawn[::50]:
-        said = captions(one)
-        assert said[0] == f"{article(one.subject)}, {one.style}"
-        assert all(one.subject in phrase for phrase in said)
-        assert sum(one.style in phrase for phrase in said) == len(said) - 1  # one leaves the style open
-        assert len(set(said)) == len(said)
+        output = captions(one)
+        assert output[0] == f"{article(one.subject)}, {one.style}"
+        assert all(one.subject in phrase for phrase in output)
+        assert sum(one.style in phrase for phrase in output) == len(output) - 1  # one leaves the style open
+        assert len(set(output)) == len(output)
 
 
 @pytest.mark.parametrize(
-    ("subject", "said"),
+    ("subject", "with_article"),
     [("tiger", "a tiger"), ("apple", "an apple"), ("unicorn", "a unicorn"), ("skis", "skis"), ("1st place medal",) * 2,
      ("flag of France",) * 2, ("cat with wry smile", "a cat with wry smile"), ("compass", "a compass"),
      ("waving hand, dark skin tone", "a waving hand, dark skin tone"), ("glasses",) * 2],
 )  # fmt: skip
-def test_articles(subject, said):
-    assert article(subject) == said
+def test_articles(subject, with_article):
+    assert article(subject) == with_article
 
 
 def test_keywords_are_those_that_tell_subjects_apart():
@@ -252,7 +252,7 @@ def test_more_pairs_of_a_drawing_are_different_ones_and_begin_with_the_first(set
         assert Counter(caption for *_, caption in found)["upside down"] == drawn  # as all that a drawing can have
 
 
-def test_lower_halves_are_what_the_caption_says(written):
+def test_lower_halves_fit_the_caption(written):
     source = open_source(str(written[0]))
     singles, seen = {}, Counter()
     for i in range(len(source)):
@@ -283,7 +283,7 @@ def test_lower_halves_are_what_the_caption_says(written):
     assert min(seen.values()) > 20 and len(seen) == 5
 
 
-def test_nothing_to_draw_and_no_color_are_said(tmp_path):
+def test_nothing_to_draw_and_no_color_are_reported(tmp_path):
     empty = a_set(tmp_path, "noto", {"tiger": "<script/>"}, {})
     with pytest.raises(UserError, match=r"nothing to draw.*script: 1"):
         write_icons(tmp_path / "a", [empty])

@@ -54,8 +54,8 @@ def test_relations_and_counts():
         scene = mixed_scenes(1, seed=count, count=count, identical=1.0)[0]
         _, fill, color, shape = scene.objects[0].attributes
         noun = f"{fill} {color} {'crosse' if shape == 'cross' else shape}s"
-        for said in ("two", "three", "four"):
-            assert verify.satisfies(rendering.render(scene), f"{said} {noun}") is (said == word)
+        for output in ("two", "three", "four"):
+            assert verify.satisfies(rendering.render(scene), f"{output} {noun}") is (output == word)
 
 
 def test_captions_that_cannot_be_read_are_the_users_mistake():
@@ -109,8 +109,8 @@ def test_pairs_hold(name):
     sample = pairs(40, seed=3)
     pictures = [degrade(rendering.render_pair(pair)) for pair in sample]
     assert np.mean([verify.pair_holds(p, x) for p, x in zip(sample, pictures, strict=True)]) >= floor
-    said = [verify.satisfies(x, captions.describe_pair(p, rng)) for p, x in zip(sample, pictures, strict=True)]
-    assert np.mean(said) >= floor
+    output = [verify.satisfies(x, captions.describe_pair(p, rng)) for p, x in zip(sample, pictures, strict=True)]
+    assert np.mean(output) >= floor
 
 
 def test_no_other_transform_holds():

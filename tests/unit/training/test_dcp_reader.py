@@ -79,11 +79,11 @@ def test_averages_take_the_place_of_weights_and_other_models_are_refused(three: 
     assert torch.equal(model.weight, -WEIGHT)
     load_weights(model, three, averaged=False)
     assert torch.equal(model.weight, WEIGHT)
-    for other, said in (
+    for other, output in (
         (nn.Linear(3, 5), "lacks 'bias'"), (nn.Linear(3, 4, bias=False), r"'weight' has shape \[5, 3\]"),
         (nn.Module(), "unexpected tensor 'weight'"),
     ):  # fmt: skip
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=output):
             load_weights(other, three)
 
 
@@ -122,9 +122,9 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_does_not_fit_together_is_a_sentence(damage: str, three: Path) -> None:
     DAMAGES[damage](three)
-    with pytest.raises(UserError, match="lacks a part of '|cannot read") as said:
+    with pytest.raises(UserError, match="lacks a part of '|cannot read") as output:
         dcp_reader.read(three, None, {})
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(output.value)
 
 
 def test_the_library_writes_what_is_read(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_the_library_writes_what_is_read(tmp_path: Path) -> None:
     assert torch.equal(read_tensors(tmp_path, "rng")["torch"], torch.get_rng_state())
 
 
-def test_a_run_goes_on_from_the_older_checkpoint_where_a_file_of_shards_was_added(three: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_older_checkpoint_if_a_file_of_shards_was_added(three: Path, tmp_path: Path) -> None:
     """A copied file may have parts that no other has, so that reading them all would fail."""
     files, shards = LocalCheckpointer(tmp_path / "run", 2), list(three.glob("shard-*"))
     for step in (1, 2):

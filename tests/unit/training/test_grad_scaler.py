@@ -311,12 +311,12 @@ def test_a_resumed_run_has_the_same_scales_and_weights(kind, tmp_path):
         result = train(TrainState(model, Autoregressive(), replace(config, steps=steps)), Endless(), out)
         return model.state_dict(), result.metrics
 
-    whole, told = trained(tmp_path / "whole", 6)
+    whole, rows = trained(tmp_path / "whole", 6)
     trained(tmp_path / "parts", 4)
     parts, again = trained(tmp_path / "parts", 6)
     assert all(torch.equal(parts[name], value) for name, value in whole.items())
-    names = [name for name in told if name.startswith("scale")]
-    assert names and {n: told[n] for n in names} == {n: again[n] for n in names}
+    names = [name for name in rows if name.startswith("scale")]
+    assert names and {n: rows[n] for n in names} == {n: again[n] for n in names}
 
 
 @pytest.mark.parametrize("kind", KINDS)

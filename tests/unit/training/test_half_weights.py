@@ -62,7 +62,7 @@ class Look(Hook):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "scales", "optimizer", "tolerance"), CASES)
-def test_it_learns_as_in_fp32_and_goes_on_bit_for_bit(precision, scales, optimizer, tolerance, tmp_path):
+def test_it_learns_as_in_fp32_and_resumes_bit_for_bit(precision, scales, optimizer, tolerance, tmp_path):
     config = replace(CONFIG, precision=precision, scaling=scales, optimizer=optimizer)
     model, losses = learn(tmp_path / "whole", config)
     _, exact = learn(tmp_path / "exact", replace(config, precision=Fp32(), scaling="none"))
@@ -164,7 +164,7 @@ def test_muon_says_that_it_cannot():
 
 
 @pytest.mark.parametrize("optimizer", [AdamW16Config(), AdamWConfig()])
-def test_memory_is_what_the_plan_says(optimizer):
+def test_memory_equals_the_plan(optimizer):
     """The column "16-bit (App. D)" for AdamW16: within the 10% that a plan may be off; it is exact."""
     config = replace(SIZES["tiny"], width=128, heads=2, text_vocab=64, image_vocab=32, text_len=6, grid=(4, 4))
     run, taken = run_of(replace(CONFIG, accumulate=1, optimizer=optimizer, ema_decay=None), model=config), {}

@@ -282,14 +282,14 @@ def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
         train(TrainState(model(), objective, CONFIG), stream(), tmp_path)
 
 
-def test_a_run_goes_on_from_the_older_checkpoint_where_the_newest_is_damaged(tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_older_checkpoint_if_the_newest_is_damaged(tmp_path: Path) -> None:
     for name in ("whole", "damaged"):
         train(TrainState(model(0.2), noisy, replace(FULL, steps=8, checkpoint_every=4)), stream(), tmp_path / name)
     (tmp_path / "damaged/checkpoints/step-00000008/optimizer.safetensors").write_bytes(b"nothing")
     train(TrainState(whole := model(0.2), noisy, FULL), stream(), tmp_path / "whole")
-    with pytest.warns(UserWarning, match="step-00000008 is damaged") as said:
+    with pytest.warns(UserWarning, match="step-00000008 is damaged") as output:
         train(TrainState(mended := model(0.2), noisy, FULL), stream(), tmp_path / "damaged")
-    assert len(said) == 1
+    assert len(output) == 1
     assert losses(tmp_path / "damaged") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 12
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), mended.parameters(), strict=True))
 
@@ -529,9 +529,9 @@ def test_the_end_says_how_many_updates_were_skipped(tmp_path: Path) -> None:
         out = tmp_path / ("a" if bar.title == "a" else "b")
         result = train(TrainState(model(), broken, replace(CONFIG, max_bad_steps=20)), stream(), out, bar=bar)
         assert result.skipped == (bar.title != "a") * 11
-    said = "11 of 12 updates were skipped, since their loss or gradient was not finite"
-    assert not hasattr(bars[0], "notes") and bars[1].notes == [said]
-    assert bars[2].notes[-1] == said  # again, where the run had ended
+    output = "11 of 12 updates were skipped, since their loss or gradient was not finite"
+    assert not hasattr(bars[0], "notes") and bars[1].notes == [output]
+    assert bars[2].notes[-1] == output  # again, where the run had ended
 
 
 STATES = {

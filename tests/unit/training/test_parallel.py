@@ -56,7 +56,7 @@ def go(out: Path, parallel: SingleProcess, steps: int = 6) -> list[tuple[float, 
     return [(row["loss"], row["index"]) for row in read_metrics(out / "metrics.jsonl")]
 
 
-def test_a_rank_has_its_share_and_its_own_random_numbers_and_goes_on_with_them(tmp_path: Path) -> None:
+def test_a_rank_resumes_with_its_share_and_its_own_random_numbers(tmp_path: Path) -> None:
     whole = go(tmp_path / "whole", Second())
     plan = Stream(Points(), 8)
     assert [index for _, index in whole] == [plan.batch_indices(8 * step)[0][4:].sum() for step in range(6)]
