@@ -5,7 +5,7 @@
 
 Gloo processes train for a few steps as `limner train --parallel fsdp` does. Each adds up the storages of its shards
 of weights, gradients, moments and averages. Its peak is the maximum of live tensor bytes in the last step
-(`limner.planner.trackers`). The process size also has what torch loads for its first step and the allocator's
+(`limner.planner.memory_tracker`). The process size also has what torch loads for its first step and the allocator's
 cache, which the plan does not cover. The output has the growth of the process, from before the model, as well.
 """
 
@@ -29,9 +29,9 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Bf16
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamW16Config, AdamWConfig, MuonConfig
-from limner.planner.dry_run import measure_step
+from limner.planner.dry_run import MemoryHook
 from limner.planner.launch import Launch
-from limner.planner.trackers import MemoryTracker
+from limner.planner.memory_tracker import MemoryTracker
 from limner.training.config import TrainConfig
 from limner.training.step import update
 from limner.training.train_state import TrainState
@@ -113,16 +113,19 @@ def work(launch: Launch, rank: int, rendezvous: str) -> dict[str, Any]:
     gathered = launch.gathered_bytes[1]
     try:
         torch.manual_seed(0)
-        before, memory = resident(), MemoryTracker()
-        with memory:
+        with MemoryTracker() as tracker:
+            before = resident()
             parallel = Sharded(launch.replicas)
             with parallel.init_context():
                 model = launch.config.build()
             run = TrainState(model, Autoregressive(), launch.training, "cpu", parallel)
-            for _ in range(STEPS - 1):
-                update(run, batch(launch))
-        step = measure_step(run, batch(launch), memory, gathered)
-        return {**step.state, "activations": step.activations, "peak": step.peak, "growth": resident() - before}
+            hook = MemoryHook(tracker, gathered)
+            run.wrapped.register_forward_hook(hook.after_forward)
+            for _ in range(STEPS):
+                hook.reset()
+                update(run, batch(launch), [hook])
+            growth = resident() - before
+            return {**hook.state, "activations": hook.activations, "peak": tracker.peak, "growth": growth}
     finally:
         distributed.destroy_process_group()
 

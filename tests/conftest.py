@@ -23,7 +23,7 @@ from jaxtyping import config, install_import_hook
 SHAPED = [
     "models", "objectives", "metrics", "numerics.formats", "attention.attention", "objectives.cross_entropy",
     "quantization.inference_linear", "quantization.simulated_gradients", "attention.patterns", "attention.sparse",
-    "distributed.powersgd", "distributed.gradient_reducers", "distributed.replicated", "training.grad_histogram",
+    "distributed.powersgd", "distributed.gradient_reducers", "distributed.replicated", "planner.grad_histogram",
     "experiments.gradient_compression", "experiments.dion", "experiments.switchback_speed", "sampling.generate",
     "sampling.cuda_graph", "sampling.rerank",
 ]  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import nan
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,7 @@ from limner.errors import UserError, escape_control
 from limner.sampling.generation_config import CANDIDATES
 from limner.validation import Range, Validated
 
-_TOO_LARGE = "does not fit into memory"
+_Configs = dict[str, Any]  # of the prior, "sparse" and "dense"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,59 +80,68 @@ def _measure_grid(options: BenchOptions, config: Any, device: Any) -> dict[str, 
     )
     head = "drawing         ms per step  pictures/s  MB per candidate  sparse is  x minimum step"
     print(f"{head}\n{'-' * len(head)}")
-    drawn, trained = {}, {}
-    for n in options.candidates:
-        draw = partial(throughput.time_generation, candidates=n, device=device, compiled=options.compiled)
-        drawings = {name: partial(draw, c, shared=name == "sparse") for name, c in configs.items()}
-        min_step = throughput.min_step_seconds(config, n, machine)
-        drawn[n] = _print_drawing(n, _measure_rounds(options.rounds, drawings), min_step)
-    if batch := options.batch:
-        train = partial(throughput.time_training, batch=batch, device=device, checkpointing=options.checkpointing)
-        times = _measure_rounds(options.rounds, {name: partial(train, c) for name, c in configs.items()})
-        seconds = {name: median(times.get(name, [nan])) for name in configs}
-        share = median(throughput.utilization(config, batch, step, machine) for step in times["sparse"])
-        dense = f"{seconds['dense'] * 1e3:,.0f} ms, sparse is {_ratio(times):.1f}x"
-        print(
-            f"training, a step of {batch}: sparse {seconds['sparse'] * 1e3:,.0f} ms, dense "
-            f"{dense if 'dense' in times else _TOO_LARGE}; {share:.0%} of the measured product rate"
-        )
-        trained = {name: value / batch for name, value in seconds.items()}
+    drawn = {n: _time_drawing(options, configs, n, machine, device) for n in options.candidates}
+    trained = _time_training(options, configs, machine, device) if options.batch else {}
     return {"grid": h, "drawn": drawn, "trained": trained}
 
 
-def _print_drawing(n: int, times: dict[str, list[Any]], min_step: float) -> dict[str, float]:
-    """Print a line per attention; return seconds per picture."""
-    seconds = {name: [each.seconds for each in times.get(name, [])] or [nan] for name in ("sparse", "dense")}
-    for name, whole in seconds.items():
-        if name not in times:
-            print(f"{n:6,} {name:7} {_TOO_LARGE}")
+def _time_drawing(options: BenchOptions, configs: _Configs, n: int, machine: Any, device: Any) -> dict[str, float]:
+    from limner.planner import throughput
+
+    def draw(name: str, config: Any) -> Any:
+        return throughput.time_generation(config, n, device, shared=name == "sparse", compiled=options.compiled)
+
+    rounds = _measure_rounds(options, configs, draw)
+    ratio = median(times["dense"].seconds / times["sparse"].seconds if "dense" in times else nan for times in rounds)
+    seconds = {name: median(times[name].seconds for times in rounds) for name in rounds[0]}
+    for name in configs:
+        if name not in seconds:
+            print(f"{n:6,} {name:7} does not fit into memory")
             continue
-        step, cache = median(each.step for each in times[name]), times[name][0].cache_bytes / 1e6
-        comparison = f"{step / min_step:26.2f}" if name == "sparse" else f"{_ratio(seconds):10.1f}x"
-        print(f"{n:6,} {name:7} {step * 1e3:12.2f} {n / median(whole):11.3f} {cache:17.2f}{comparison}", flush=True)
-    return {name: median(whole) / n for name, whole in seconds.items()}
+        step = median(times[name].step for times in rounds)
+        line = f"{n:6,} {name:7} {step * 1e3:12.2f} {n / seconds[name]:11.3f} {rounds[0][name].cache_bytes / 1e6:17.2f}"
+        slowdown = f"{step / throughput.min_step_seconds(configs[name], n, machine):26.2f}"
+        print(line + (slowdown if name == "sparse" else f"{ratio:10.1f}x"), flush=True)
+    return {name: seconds[name] / n if name in seconds else nan for name in configs}
 
 
-def _ratio(seconds: dict[str, list[float]]) -> float:
-    """Return the median over rounds of the speedup of sparse attention; NaN without dense attention."""
-    return median(dense / sparse for dense, sparse in zip(seconds.get("dense", [nan]), seconds["sparse"], strict=False))
-
-
-def _measure_rounds(rounds: int, functions: dict[str, Callable[[], Any]]) -> dict[str, list[Any]]:
-    """Return a result per round by attention, without dense attention if that does not fit into memory."""
+def _measure_rounds(options: BenchOptions, configs: _Configs, measure: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Return a dictionary of measurements per round, without dense attention if that does not fit into memory."""
     import torch
 
-    results: dict[str, list[Any]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name in list(results):
+    rounds: list[dict[str, Any]] = [{} for _ in range(options.rounds)]
+    too_large = set()
+    for measurements in rounds:
+        for name, config in configs.items():
             try:
-                results[name].append(functions[name]())
+                if name not in too_large:
+                    measurements[name] = measure(name, config)
             except torch.OutOfMemoryError:
                 if name == "sparse":
                     raise
-                del results[name]
+                too_large.add(name)
                 torch.cuda.empty_cache()
-    return results
+    return rounds
+
+
+def _time_training(options: BenchOptions, configs: _Configs, machine: Any, device: Any) -> dict[str, float]:
+    from limner.planner import throughput
+
+    def train(name: str, config: Any) -> Any:
+        return throughput.time_training(config, options.batch, device, checkpointing=options.checkpointing)
+
+    rounds = _measure_rounds(options, configs, train)
+    seconds = {name: median(times.get(name, nan) for times in rounds) for name in configs}
+    config, batch = configs["sparse"], options.batch
+    share = median(throughput.utilization(config, batch, times["sparse"], machine) for times in rounds)
+    ratio = median(times.get("dense", nan) / times["sparse"] for times in rounds)
+    times = f"{seconds['dense'] * 1e3:,.0f} ms, sparse is {ratio:.1f}x"
+    dense = times if ratio == ratio else "does not fit into memory"
+    print(
+        f"training, a step of {options.batch}: sparse {seconds['sparse'] * 1e3:,.0f} ms, dense {dense}; "
+        f"{share:.0%} of the measured product rate"
+    )
+    return {name: value / options.batch for name, value in seconds.items()}
 
 
 def _pyplot() -> Any:
@@ -151,18 +159,20 @@ def _plot(options: BenchOptions, results: Sequence[dict[str, Any]]) -> None:
     """Plot seconds per picture over candidates, and seconds per picture and training sample over the grid's side."""
     pyplot = _pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
-    most, sides = max(options.candidates), [result["grid"] for result in results]
+    max_candidates = max(options.candidates)
     for name, color in (("sparse", "tab:blue"), ("dense", "tab:gray")):
         for result, line in zip(results, ["-", "--", *[":"] * len(results)], strict=False):
-            values, label = [result["drawn"][n][name] for n in options.candidates], f"{name}, {result['grid']} x "
-            left.loglog(options.candidates, values, line, marker="o", color=color, label=f"{label}{result['grid']}")
-        values = [result["drawn"][most][name] for result in results]
+            grid = f"{result['grid']} x {result['grid']}"
+            values = [result["drawn"][n][name] for n in options.candidates]
+            left.loglog(options.candidates, values, line, marker="o", color=color, label=f"{name}, {grid}")
+        sides = [result["grid"] for result in results]
+        values = [result["drawn"][max_candidates][name] for result in results]
         right.loglog(sides, values, marker="o", color=color, label=f"{name}, drawing")
         if options.batch:
             values = [result["trained"][name] for result in results]
             right.loglog(sides, values, "--", marker="s", color=color, label=f"{name}, training")
     left.set(xlabel="candidates of one caption", ylabel="seconds per picture", title=f"drawing, size {options.size}")
-    right.set(xlabel="side of the grid", ylabel="seconds", title=f"a picture of {most}; a training sample")
+    right.set(xlabel="side of the grid", ylabel="seconds", title=f"a picture of {max_candidates}; a training sample")
     for axes, ticks in ((left, options.candidates), (right, sides)):
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.minorticks_off()

@@ -5,7 +5,7 @@ No GPU is needed. The tables describe the paper's layout on machines; `RUNS` sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -14,10 +14,14 @@ from tyro.conf import arg
 from limner import recipes
 from limner.cli import validate_choice
 from limner.cli.arguments import parse
-from limner.cli.plan_report import dry_run_report, launches, paper_report
-from limner.planner.cost import moment_bytes
-from limner.planner.launch_search import GPUS, Cluster, enumerate_launches
-from limner.planner.paper_layout import PaperLayout, default_rank
+from limner.cli.plan_report import dry_run_report, gb, launches
+from limner.planner import cost
+from limner.planner.compression import compression_rate, table1, table2
+from limner.planner.cost import GB, Cost
+from limner.planner.gpus import GPUS
+from limner.planner.launch import moment_bytes
+from limner.planner.launch_search import Cluster, enumerate_launches
+from limner.text_table import render_table
 from limner.validation import Range, Validated
 
 RUNS = """\
@@ -65,26 +69,112 @@ def main(argv: Sequence[str]) -> None:
     options = parse(PlanOptions, argv, "limner plan")
     validate_choice(options.gpu, list(GPUS), "GPU")
     recipe = recipes.get(options.recipe)
-    model, training = recipe.prior.model, recipe.prior.training
-    asked = training if options.batch is None else replace(training, batch_size=options.batch)
-    layout = PaperLayout(
-        config=model,
+    training = recipe.prior.training
+    batch = training.batch_size if options.batch is None else options.batch
+    cost_model = Cost(
+        config=recipe.prior.model,
+        gpu=options.gpu,
         gpus=options.gpus,
         per_machine=options.per_machine,
-        batch=asked.batch_size,
-        rank=default_rank(model.width) if options.rank is None else options.rank,
+        batch=batch,
+        rank=options.rank,
         half_moments=moment_bytes(training.optimizer)[0] < 8,
     )
-    link = None if options.link is None else options.link * 1e6 / 8
-    cluster = Cluster(gpu=options.gpu, per_machine=layout.shards, link=link)
-    estimates = enumerate_launches(model, asked, options.gpus, cluster, options.dp_replicate, options.rank)
-    blocks = [
-        *paper_report(options.recipe, layout, options.gpu, training.steps, options.candidates),
-        *launches(estimates, cluster, options.recipe, training),
-    ]
+    cluster = Cluster(
+        gpu=options.gpu,
+        per_machine=cost_model.m,
+        link=None if options.link is None else options.link * 1e6 / 8,
+    )
+    settings = replace(training, batch_size=batch)
+    estimates = enumerate_launches(
+        cost_model.config, settings, options.gpus, cluster, options.dp_replicate, options.rank
+    )
+    blocks = [*report(options.recipe, cost_model, training.steps, options.candidates)]
+    blocks += launches(estimates, options.recipe, training)
     if options.dry_run:
         from limner.planner.dry_run import dry_run
 
-        launch = replace(estimates[0].launch, rank=None)
-        blocks += dry_run_report(launch, dry_run(launch))
+        blocks += dry_run_report(estimates[0], dry_run(estimates[0].launch))
     print("\n\n".join([*blocks, RUNS]))
+
+
+def report(name: str, cost_model: Cost, steps: int, candidates: int) -> Iterable[str]:
+    """Yield the tables of the paper's layout as blocks of text."""
+    c, gpu = cost_model.config, GPUS[cost_model.gpu]
+    h, w = c.grid
+    yield (
+        f"{name}: {c.depth} layers, {c.heads} heads of {c.width // c.heads}, width {c.width:,}; {c.text_len} text and "
+        f"{h} x {w} image tokens\n{cost_model.gpus:,} x {cost_model.gpu}, {cost_model.m} per machine, "
+        f"{cost_model.samples} sample{'s' * (cost_model.samples > 1)} per GPU"
+    )
+    counts = cost.count_parameters(c)
+    yield render_table(
+        ("parameters", ""),
+        [(kind, f"{n:,}") for kind, n in counts.items()]
+        + [("all", f"{counts.total():,}"), ("effective, 12 n_layer d_model^2", f"{cost_model.effective_parameters:,}")],
+    )
+
+    cases = [(half, saved) for half in (False, True) for saved in (False, True)]
+    parts = [
+        {**cost_model.state(half), **cost_model.activations(saved, half), "one layer at work": cost_model.workspace}
+        for half, saved in cases
+    ]
+    rows = [
+        (name, *(gb(sizes[name]) if name in sizes else "" for sizes in parts))
+        for name in dict.fromkeys(name for sizes in parts for name in sizes)
+    ]
+    peaks = [cost_model.memory(half, saved) for half, saved in cases]
+    verdicts = ("fits" if peak <= gpu.memory else "too large" for peak in peaks)
+    yield render_table(
+        (f"memory per GPU, GB of {gpu.memory / GB:.1f}", "fp32", "checkpointed", "16-bit (App. D)", "checkpointed"),
+        [*rows, ("peak", *map(gb, peaks)), ("", *verdicts)],
+    )
+
+    prefix, candidate = cost_model.kv_cache()
+    dense = cost_model.kv_cache(dense=True)[1]
+    yield render_table(
+        ("cache when sampling", "MB"),
+        [
+            ("a caption's text, shared", f"{prefix / 1e6:,.1f}"),
+            ("each candidate", f"{candidate / 1e6:,.1f}"),
+            ("each candidate, dense", f"{dense / 1e6:,.1f}"),
+            (f"a caption with {candidates} candidates", f"{(prefix + candidates * candidate) / 1e6:,.1f}"),
+            ("the same, dense", f"{candidates * dense / 1e6:,.1f}"),
+        ],
+    )
+
+    yield render_table(
+        ("per step", "", "checkpointed"),
+        [
+            ("PFLOP, all GPUs", *(f"{cost_model.flops(saved) / 1e15:,.3g}" for saved in (False, True))),
+            ("GB read and written per GPU", *(gb(cost_model.memory_traffic(True, saved)) for saved in (False, True))),
+        ],
+    )
+
+    yield render_table(
+        ("a GPU sends, GB per step", ""),
+        [
+            ("within its machine", gb(cost_model.sent_within)),
+            ("between machines", gb(cost_model.sent_between(False))),
+            (f"the same, compressed to rank {cost_model.r}", gb(cost_model.sent_between(True))),
+        ],
+    )
+    rate = compression_rate(c.width, cost_model.r, cost_model.m)
+    yield (
+        render_table(
+            ("compression of a layer, values", "gradient shard", "P", "Q"),
+            [(kind, *(f"{n:,.0f}" for n in row)) for kind, row in table2(c.width, cost_model.r, cost_model.m).items()],
+        )
+        + f"\nsaved: {rate:.1%} (Table 2: 1 - r (m + 2) / (2 d m))"
+    )
+    yield render_table(
+        ("Table 1: effective parameters", "d_model", "rank", "saved"),
+        [(f"{n / 1e9:.2f} billion", f"{d:,}", str(r), f"{saved:.0%}") for n, d, r, saved in table1()],
+    )
+
+    times = []
+    for name, kind in GPUS.items():
+        seconds = [cost_model.seconds(name, True, compressed) for compressed in (False, True)]
+        days = (f"{t:,.2f} s, {t * steps / 86_400:,.3g} days" for t in seconds)
+        times.append((name, f"{kind.mfu:.0%} of {kind.peak_flops / 1e12:,.0f} TFLOP/s", *days))
+    yield render_table((f"{steps:,} steps, checkpointed", "assumed", "uncompressed", "compressed"), times)

@@ -1,7 +1,10 @@
-"""Analytic cost of training and sampling a prior: parameters, state, activations, FLOPs, caches.
+"""Analytic cost of training a prior: parameters, memory, FLOPs, communication, time.
 
 Parameters are counted on the meta device. The rest is arithmetic over a `TransformerConfig`, with one method per term
-and without a GPU. `paper_layout.py` and `launch.py` use it with their numbers of shards, formats and collectives.
+and without a GPU. A test compares the memory with measured peaks. Assumptions that cannot be derived are in `gpus.py`.
+
+The layout is the paper's (§2.4, §2.5, Figure 5): each machine has a copy of the parameters, sharded over `m` GPUs.
+Machines average gradients, optionally compressed by PowerSGD to rank r. Each GPU has its own samples.
 
 Shapes: B samples on a GPU, N = P + S positions, D width, L layers, H heads, V vocabulary.
 """
@@ -9,11 +12,9 @@ Shapes: B samples on a GPU, N = P + S positions, D width, L layers, H heads, V v
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from math import prod
-from typing import Any
+from functools import cached_property, lru_cache
+from math import ceil
 
 import torch
 
@@ -21,11 +22,11 @@ from limner.attention.patterns import Pattern
 from limner.attention.sparse import SparseAttention, training_attention
 from limner.models.transformer import TransformerConfig
 from limner.objectives.cross_entropy import LOGITS_PER_CHUNK
-from limner.optim.optimizers import OptimizerConfig
+from limner.planner.compression import default_rank, table2
+from limner.planner.gpus import GPUS
 
-Shape = tuple[int, ...]
 GB = 1e9
-FP32, HALF = 4, 2  # bytes per value
+_FP32, _HALF = 4, 2  # bytes per value
 
 _PARAMETER_KINDS = {
     "attention.branch.qkv.weight": "queries, keys, values",
@@ -45,26 +46,15 @@ _PARAMETER_KINDS = {
 MATRICES = tuple(_PARAMETER_KINDS.values())[:4]  # sharded in 16 bits and compressed
 
 
-@lru_cache(maxsize=16)
-def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
-    """Return the shapes of the parameters outside the blocks and of the first block, by name, in the model's order."""
+def count_parameters(config: TransformerConfig) -> Counter[str]:
+    """Count parameters by kind, of a model built on the meta device."""
     with torch.device("meta"):
         model = config.build()
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return {name: shape for name, shape in shapes.items() if name.startswith("blocks.0.") or not in_block(name)}
-
-
-def in_block(name: str) -> bool:
-    """Return True for a parameter of a block."""
-    return name.startswith("blocks.")
-
-
-def count_parameters(config: TransformerConfig) -> Counter[str]:
-    """Count parameters by kind."""
     counts: Counter[str] = Counter()
-    for name, shape in parameter_shapes(config).items():
-        kind = _PARAMETER_KINDS.get(name.removeprefix("blocks.0."), "gains and biases")
-        counts[kind] += prod(shape) * (config.depth if in_block(name) else 1)
+    for name, p in model.named_parameters():
+        if name.startswith("blocks."):
+            name = name.split(".", 2)[2]
+        counts[_PARAMETER_KINDS.get(name, "gains and biases")] += p.numel()
     return counts
 
 
@@ -74,55 +64,8 @@ def attended_pairs(config: TransformerConfig, pattern: Pattern) -> int:
     return p * (p + 1) // 2 + s * p + s * len(pattern.offsets) - sum(pattern.offsets)
 
 
-def parameter_kind(name: str, shape: Sequence[int]) -> int:
-    """Return 0 for a matrix of a block, 1 for another tensor of a block, 2 for the rest."""
-    return int(len(shape) < 2) if in_block(name) else 2
-
-
 @lru_cache(maxsize=16)
-def moment_bytes(optimizer: OptimizerConfig) -> tuple[float, ...]:
-    """Measure the optimizer's bytes per value, for matrices of blocks, other tensors of blocks, and the rest, on a very
-    small model after a step."""
-    config = TransformerConfig(text_vocab=8, image_vocab=8, text_len=2, grid=(2, 2), width=16, depth=1, heads=1)
-    model = config.build()
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    states: dict[Any, Mapping[str, Any]] = {}
-    for part in optimizer.build(model):
-        part.step()
-        states |= part.state
-    sizes, values = [0, 0, 0], [0, 0, 0]
-    for name, p in model.named_parameters():
-        moments = [v for v in states[p].values() if isinstance(v, torch.Tensor) and v.shape == p.shape]
-        sizes[parameter_kind(name, p.shape)] += sum(v.nbytes for v in moments)
-        values[parameter_kind(name, p.shape)] += p.numel()
-    return tuple(size / n for size, n in zip(sizes, values, strict=True))
-
-
-def training_state(
-    values: Sequence[float], matrix_bytes: int, moment_bytes: Sequence[float], averages: bool, error_buffers: bool
-) -> dict[str, float]:
-    """Return the bytes of weights, gradients, moments, averaged weights, and PowerSGD's error buffers on a GPU.
-
-    Args:
-        values: numbers of values of matrices of blocks, other tensors of blocks, and the rest.
-        matrix_bytes: per value of the matrices and their gradients; all others, and averages, are fp32.
-        moment_bytes: of the optimizer, per value of the three kinds.
-        averages, error_buffers: whether the GPU stores them.
-    """
-    matrices, vectors, rest = values
-    weights = matrices * matrix_bytes + (vectors + rest) * FP32
-    moments = sum(n * size for n, size in zip(values, moment_bytes, strict=True))
-    state = {"weights": weights, "gradients": weights, "moments": moments}
-    if averages:
-        state["averaged weights"] = (matrices + vectors + rest) * FP32
-    if error_buffers:
-        state["error buffers"] = matrices * HALF
-    return state
-
-
-@lru_cache(maxsize=16)
-def _attention_size(config: TransformerConfig, pattern: Pattern, device: str) -> tuple[bool, int, int, int]:
+def _attention_size(config: TransformerConfig, pattern: Pattern, device: str = "cpu") -> tuple[bool, int, int, int]:
     """Return the size of an attention: sparse or not, weights and keys of one sequence, sequences per kernel call."""
     path = training_attention(pattern, config.text_len + 1)
     if isinstance(path, SparseAttention):
@@ -133,16 +76,25 @@ def _attention_size(config: TransformerConfig, pattern: Pattern, device: str) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Cost of one GPU's samples in a forward and backward pass.
+    """Cost of one prior on one type of machine: bytes per GPU, FLOPs and seconds per step.
 
     Args:
         config: the model.
-        samples: B.
+        gpu, gpus: a name in `GPUS`, and the number of GPUs.
+        per_machine: GPUs of a machine, over which its copy of the parameters is sharded.
+        batch: samples per step over all GPUs.
+        rank: r of PowerSGD over all shards (Table 1); None means `default_rank`.
+        half_moments: store Adam's moments of the blocks' matrices in 16 bits (`AdamW16`).
         device: device type, which sets the number of sequences per attention kernel call.
     """
 
     config: TransformerConfig
-    samples: int = 1
+    gpu: str = "v100-16gb"
+    gpus: int = 8
+    per_machine: int = 8
+    batch: int = 64
+    rank: int | None = None
+    half_moments: bool = False
     device: str = "cpu"
 
     @property
@@ -151,38 +103,96 @@ class Cost:
         return 12 * self.config.depth * self.config.width**2
 
     @property
+    def m(self) -> int:
+        return min(self.per_machine, self.gpus)
+
+    @property
+    def machines(self) -> int:
+        return ceil(self.gpus / self.m)
+
+    @property
+    def samples(self) -> int:
+        """B, the largest number of samples on a GPU."""
+        return ceil(self.batch / self.gpus)
+
+    @property
     def positions(self) -> int:
         return self.config.text_len + 1 + self.config.grid[0] * self.config.grid[1]
 
-    def activations(self, checkpointing: bool, copies: bool = True) -> dict[str, float]:
-        """Return the bytes that layers store for the backward pass: matrix products in 16 bits, the identity path in
-        32. `copies`: matrices are stored in fp32, and copied in 16 bits."""
+    @property
+    def _logit_count(self) -> int:
+        """Logits of one sample: all text tokens but the first, all image tokens."""
         c = self.config
-        copied = 12 * c.width**2 * HALF if copies else 0
-        layers = [self._layer(pattern) + copied for pattern in c.patterns]
+        return (c.text_len - 1) * c.text_vocab + c.grid[0] * c.grid[1] * c.image_vocab
+
+    @cached_property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of parameters in the blocks' matrices and elsewhere."""
+        counts = count_parameters(self.config)
+        matrices = sum(counts[kind] for kind in MATRICES)
+        return matrices, counts.total() - matrices
+
+    # ------------------------------------------------------------------ memory
+
+    def state(self, half: bool) -> dict[str, float]:
+        """Return the bytes of weights, gradients, moments and averages, sharded over the machine.
+
+        `half` is the paper's storage (App. B.2, D), the precision `Fp16Weights` with `AdamW16`: the blocks' matrices,
+        their gradients and both Adam moments in 16 bits, the rest in 32, averaged weights in host memory, and an error
+        buffer for PowerSGD between machines. Otherwise everything is fp32, except for moments if `half_moments`.
+        """
+        matrices, rest = (n / self.m for n in self.sizes)
+        size = _HALF if half else _FP32
+        values = matrices * size + rest * _FP32
+        moments = 2 * (matrices * (_HALF if half or self.half_moments else _FP32) + rest * _FP32)
+        state = {"weights": values, "gradients": values, "moments": moments}
+        if half and self.machines > 1:
+            state["error buffers"] = matrices * _HALF
+        elif not half:
+            state["averaged weights"] = values
+        if self.m > 1:  # the current layer and the prefetched next one (Figure 5)
+            state["gathered layers"] = 2 * matrices * self.m / self.config.depth * _HALF
+        return state
+
+    def activations(self, checkpointing: bool, half: bool = False) -> dict[str, float]:
+        """Return the bytes stored for the backward pass: matrix products in 16 bits, the identity path in 32. With
+        `half`, matrices are in 16 bits already and are not copied."""
+        c, rows = self.config, self.samples * self.positions
+        copies = 0 if half else 12 * c.width**2 * _HALF
+        layers = [self._layer(pattern) + copies for pattern in c.patterns]
         if checkpointing:
-            inputs = self.samples * self.positions * c.width * FP32 * c.depth
-            return {"layers' inputs": inputs, "one layer recomputed": max(layers)}
-        return {"layers": sum(layers)}
+            inputs = rows * c.width * _FP32 * c.depth
+            return {"layers' inputs": inputs, "one layer recomputed": max(layers), "logits": self._logits}
+        return {"layers": sum(layers), "logits": self._logits}
 
     def _layer(self, pattern: Pattern) -> float:
         """Bytes that a layer stores. In 32 bits: the inputs of its two LayerNorms. In 16 bits: their outputs, q, k, v,
         the output of attention, and the MLP's hidden layer before and after GELU."""
         c, b = self.config, self.samples
         d, n, p = c.width, self.positions, c.text_len + 1
-        states = b * n * d * (2 * FP32 + (2 + 3 + 1 + 8) * HALF)
-        sparse = _attention_size(c, pattern, self.device)[0]
-        return states + b * c.heads * (p * p if sparse else n * n) * HALF
+        states = b * n * d * (2 * _FP32 + (2 + 3 + 1 + 8) * _HALF)
+        weights = b * c.heads * (p * p if _attention_size(c, pattern)[0] else n * n) * _HALF
+        return states + weights
 
-    def logits(self, vocab: int) -> int:
-        """Return the bytes of a chunk of at most `LOGITS_PER_CHUNK` logits and log-probabilities in 32 bits."""
-        return 2 * FP32 * min(LOGITS_PER_CHUNK, self.samples * self.positions * vocab)
+    @property
+    def _logits(self) -> float:
+        """Bytes of a chunk of at most `LOGITS_PER_CHUNK` logits and log-probabilities, and of the gradients of the
+        head's inputs and weights, all in 32 bits."""
+        c = self.config
+        vocab = max(c.text_vocab, c.image_vocab)
+        gradients = (self.samples * self.positions + 2 * vocab) * c.width * _FP32
+        return 2 * _FP32 * min(LOGITS_PER_CHUNK, self.samples * self.positions * vocab) + gradients
+
+    @property
+    def workspace(self) -> float:
+        """Peak of temporary bytes in one layer's backward pass, over both resblocks."""
+        return self.mlp_workspace + self.attention_workspace
 
     @property
     def mlp_workspace(self) -> float:
         """Temporary bytes of an MLP's backward pass: the gradient of the identity path twice in 32 bits, that of the
         hidden layer twice in 16."""
-        return self.samples * self.positions * self.config.width * (2 * FP32 + 8 * HALF)
+        return self.samples * self.positions * self.config.width * (2 * _FP32 + 8 * _HALF)
 
     @property
     def attention_workspace(self) -> float:
@@ -191,26 +201,35 @@ class Cost:
         c, sizes = self.config, []
         for pattern in set(c.patterns):
             _, weights, keys, at_once = _attention_size(c, pattern, self.device)
-            each = weights * (2 * FP32 + HALF) + keys * (c.width // c.heads) * (FP32 + HALF)
+            each = weights * (2 * _FP32 + _HALF) + keys * (c.width // c.heads) * (_FP32 + _HALF)
             sizes.append(min(self.samples * c.heads, at_once) * each)
         return max(sizes)
 
-    def flops(self, checkpointing: bool = False) -> float:
-        """Return the FLOPs of all samples: a forward pass, two with checkpointing, and backward, which costs two."""
-        c = self.config
-        attention = sum(attended_pairs(c, pattern) for pattern in c.patterns)
-        logits = (c.text_len - 1) * c.text_vocab + c.grid[0] * c.grid[1] * c.image_vocab  # no logits of the first token
-        forward = 2 * (self.effective_parameters * self.positions + c.width * logits) + 4 * c.width * attention
-        return self.samples * forward * (4 if checkpointing else 3)
+    def memory(self, half: bool, checkpointing: bool) -> float:
+        """Return the peak in bytes. Gradients grow while activations are freed, so the larger of the two counts."""
+        state, activations = self.state(half), sum(self.activations(checkpointing, half).values())
+        gradients = state.pop("gradients")
+        return sum(state.values()) + max(gradients, activations) + self.workspace
 
     def kv_cache(self, dense: bool = False) -> tuple[float, float]:
         """Return the bytes of the 16-bit KV cache: per caption, and per candidate."""
         c = self.config
         p, s = c.text_len + 1, c.grid[0] * c.grid[1]
-        position = 2 * c.width * HALF
+        position = 2 * c.width * _HALF
         if dense:
             return 0, c.depth * (p + s) * position
         return c.depth * p * position, sum(pattern.cache_slots for pattern in c.patterns) * position
+
+    # ------------------------------------------------------------------ arithmetic
+
+    def flops(self, checkpointing: bool = False) -> float:
+        """Return the FLOPs of all GPUs: one forward pass, two with checkpointing, and backward, which costs two."""
+        c = self.config
+        attention = sum(attended_pairs(c, pattern) for pattern in c.patterns)
+        forward = (
+            2 * (self.effective_parameters * self.positions + c.width * self._logit_count) + 4 * c.width * attention
+        )
+        return self.batch * forward * (4 if checkpointing else 3)
 
     def decode_step(self, candidates: int) -> tuple[float, float]:
         """Return the mean FLOPs and bytes read in 16 bits to sample one position of a caption's candidates. Weights and
@@ -220,4 +239,40 @@ class Cost:
         weights = self.effective_parameters + c.width * c.image_vocab
         image = sum((attended_pairs(c, pattern) - p * (p + 1) // 2) / s - p for pattern in c.patterns)
         flops = candidates * (2 * weights + 4 * c.width * (image + c.depth * p))
-        return flops, HALF * (weights + 2 * c.width * (candidates * image + c.depth * p))
+        return flops, _HALF * (weights + 2 * c.width * (candidates * image + c.depth * p))
+
+    def memory_traffic(self, half: bool, checkpointing: bool) -> float:
+        """Return a lower bound of the bytes that a GPU reads and writes: weights once per pass, state once per update,
+        activations written and read."""
+        passes = 3 if checkpointing else 2
+        gathered = sum(self.sizes) * _HALF * passes
+        state = self.state(half)
+        update = 2 * (state["weights"] + state["moments"]) + state["gradients"]
+        return gathered + update + 2 * sum(self.activations(checkpointing, half).values())
+
+    # ------------------------------------------------------------------ communication
+
+    @property
+    def r(self) -> int:
+        return default_rank(self.config.width) if self.rank is None else self.rank
+
+    @property
+    def sent_within(self) -> float:
+        """Bytes that a GPU sends within its machine: two all-gathers of weights, one reduce-scatter of gradients."""
+        return 3 * (self.m - 1) / self.m * sum(self.sizes) * _HALF
+
+    def sent_between(self, compressed: bool) -> float:
+        """Return the bytes that a GPU sends to other machines: a ring all-reduce of its gradient shard (Table 2)."""
+        rest = self.sizes[1] / self.m * _FP32  # never compressed
+        table = table2(self.config.width, self.r, self.m)["total size"]
+        matrices = self.config.depth * (sum(table[1:]) if compressed else table[0]) * _HALF
+        return 2 * (self.machines - 1) / self.machines * (matrices + rest)
+
+    def seconds(self, gpu: str, checkpointing: bool, compressed: bool) -> float:
+        """Return the time of a step. Computation overlaps traffic within a machine (Figure 5), not between machines."""
+        kind = GPUS[gpu]
+        compute = self.flops(checkpointing) / self.gpus / (kind.peak_flops * kind.mfu)
+        return (
+            max(compute, self.sent_within / kind.intra_node_bandwidth)
+            + self.sent_between(compressed) / kind.inter_node_bandwidth
+        )

@@ -21,31 +21,62 @@ sends P [m, r / S] and Q [n, r / S] in 16 bits: the rank r is over all shards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import ceil, prod
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from limner.data.stream import per_rank_batch_size
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto, Bf16, Fp16
+from limner.objectives.cross_entropy import LOGITS_PER_CHUNK
 from limner.optim.dtensor import shard_dim
-from limner.planner.cost import (
-    FP32,
-    HALF,
-    Cost,
-    Shape,
-    in_block,
-    moment_bytes,
-    parameter_kind,
-    parameter_shapes,
-    training_state,
-)
+from limner.optim.optimizers import OptimizerConfig
+from limner.planner.cost import Cost
 from limner.quantization.precisions import Bf16Weights, Fp16Weights
 from limner.training.config import TrainConfig
 
+_FP32, _HALF, _CODE = 4, 2, 2  # bytes per value; codes have the format 1-6-9
+Shape = tuple[int, ...]
+
+
+@lru_cache(maxsize=16)
+def parameter_shapes(config: TransformerConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """Return the parameter shapes of a block and of the rest, by name."""
+    with torch.device("meta"):
+        model = config.build()
+    block = {f"blocks.0.{name}": tuple(p.shape) for name, p in model.blocks[0].named_parameters()}
+    return block, {name: tuple(p.shape) for name, p in model.named_parameters() if not name.startswith("blocks.")}
+
+
 Kind = Literal["fsdp", "zero2"]  # values of `--parallel`
+
+
+@lru_cache(maxsize=16)
+def moment_bytes(optimizer: OptimizerConfig) -> tuple[float, float, float]:
+    """Measure the optimizer's bytes per value, for matrices of blocks, other tensors of blocks, and the rest, on a very
+    small model after a step."""
+    config = TransformerConfig(text_vocab=8, image_vocab=8, text_len=2, grid=(2, 2), width=16, depth=1, heads=1)
+    model = config.build()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    built = optimizer.build(model)
+    for part in built:
+        part.step()
+    states: dict[Any, Mapping[str, Any]] = {p: state for part in built for p, state in part.state.items()}
+    sizes = []
+    for group in (
+        [p for p in model.blocks.parameters() if p.ndim == 2],
+        [p for p in model.blocks.parameters() if p.ndim < 2],
+        [p for name, p in model.named_parameters() if not name.startswith("blocks.")],
+    ):
+        values = [v for p in group for v in states[p].values() if isinstance(v, torch.Tensor) and v.shape == p.shape]
+        sizes.append(sum(v.nbytes for v in values) / sum(p.numel() for p in group))
+    return sizes[0], sizes[1], sizes[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +114,18 @@ class Launch:
 
     def rank_problem(self, rank: int) -> str | None:
         """Return why gradients cannot be compressed to a rank, or None if they can."""
-        highest = self.shards * min(map(min, self._matrix_shards))  # P is square
         if self.replicas == 1:
             return f"a rank of {rank} needs at least two replicas: choose more replicas, or omit the rank"
         if rank % self.shards:
             return f"a rank of {rank} cannot be divided among {self.shards} shards: choose a multiple of {self.shards}"
-        if rank > highest:
-            return f"a rank of {rank} exceeds the size of a matrix shard: choose at most {highest}"
+        if rank > self.highest_rank:
+            return f"a rank of {rank} exceeds the size of a matrix shard: choose at most {self.highest_rank}"
         return None
 
-    # ------------------------------------------------------------------ parameters
+    @property
+    def highest_rank(self) -> int:
+        """Maximum rank of PowerSGD: P of the smallest shard is square."""
+        return self.shards * min(min(self._shard_shape(shape)) for shape in self._matrices)
 
     @property
     def shards(self) -> int:
@@ -104,14 +137,52 @@ class Launch:
         return self.training.batch_size // self.gpus // self.training.accumulate
 
     @property
-    def _block(self) -> dict[str, Shape]:
-        """Shapes of a block's parameters, by name."""
-        return {name: shape for name, shape in parameter_shapes(self.config).items() if in_block(name)}
+    def _matrices(self) -> list[Shape]:
+        return [shape for shape in parameter_shapes(self.config)[0].values() if len(shape) == 2]
+
+    def _shard_shape(self, shape: Shape) -> Shape:
+        """Return the padded shape of a parameter's shard."""
+        dim = shard_dim(shape, self.shards)
+        return *shape[:dim], ceil(shape[dim] / self.shards), *shape[dim + 1 :]
 
     @property
-    def _matrix_shards(self) -> list[Shape]:
-        """Padded shapes of the shards of a block's matrices."""
-        return [self._shard_shape(shape) for shape in self._block.values() if len(shape) == 2]
+    def uneven(self) -> list[str]:
+        """Names of the parameters that the number of shards does not divide, which are padded."""
+        block, rest = parameter_shapes(self.config)
+        sharded = {name: shape for name, shape in {**block, **rest}.items() if not self.is_replicated(name)}
+        return [name for name, shape in sharded.items() if shape[shard_dim(shape, self.shards)] % self.shards]
+
+    @cached_property
+    def shard_values(self) -> tuple[int, int, int]:
+        """Numbers of values in the first GPU's padded shards: matrices of blocks, other tensors of blocks, the rest."""
+        block, rest = parameter_shapes(self.config)
+        vector_shapes = [s for name, s in block.items() if len(s) == 1 and not self.is_replicated(name)]
+        matrices, vectors, outside = (
+            sum(prod(self._shard_shape(shape)) for shape in shapes)
+            for shapes in (self._matrices, vector_shapes, list(rest.values()))
+        )
+        return self.config.depth * matrices, self.config.depth * vectors, outside
+
+    @cached_property
+    def replicated_values(self) -> int:
+        """Number of values replicated on each GPU: biases of linear layers with 16-bit weights."""
+        biases = [shape for name, shape in parameter_shapes(self.config)[0].items() if self.is_replicated(name)]
+        return self.config.depth * sum(map(prod, biases))
+
+    @cached_property
+    def linear_values(self) -> int:
+        """Number of values of linear layers in the first GPU's shards of blocks."""
+        block = parameter_shapes(self.config)[0]
+        linear = [shape for name, shape in block.items() if self._is_linear(name) and not self.is_replicated(name)]
+        return self.config.depth * sum(prod(self._shard_shape(shape)) for shape in linear)
+
+    def is_replicated(self, name: str) -> bool:
+        """Return True if the parameter is replicated on each GPU."""
+        block = parameter_shapes(self.config)[0]
+        return self.stores_16bit and name in block and self._is_linear(name) and len(block[name]) == 1
+
+    def _is_linear(self, name: str) -> bool:
+        return len(parameter_shapes(self.config)[0][f"{name.rpartition('.')[0]}.weight"]) == 2
 
     @property
     def stores_16bit(self) -> bool:
@@ -123,68 +194,28 @@ class Launch:
         """True if linear layers are gathered in 16 bits; linear layers that train in 8 bits are gathered in fp32."""
         return self.stores_16bit or type(self.training.precision) in (Auto, Bf16, Fp16)
 
-    @cached_property
-    def _linear(self) -> list[str]:
-        """Names of the parameters of a block's linear layers, whose weights are matrices."""
-        return [name for name in self._block if len(self._block[f"{name.rpartition('.')[0]}.weight"]) == 2]
-
-    @cached_property
-    def replicated(self) -> list[str]:
-        """Names of a block's parameters that are replicated on each GPU: biases of 16-bit linear layers."""
-        return [name for name in self._linear if self.stores_16bit and len(self._block[name]) == 1]
-
-    def _shard_shape(self, shape: Shape) -> Shape:
-        """Return the padded shape of a parameter's shard."""
-        dim = shard_dim(shape, self.shards)
-        return *shape[:dim], ceil(shape[dim] / self.shards), *shape[dim + 1 :]
-
-    @cached_property
-    def _sharded(self) -> dict[str, Shape]:
-        """Padded shapes of the shards, by name of a parameter that is sharded."""
-        shapes = parameter_shapes(self.config)
-        return {name: self._shard_shape(shape) for name, shape in shapes.items() if name not in self.replicated}
-
-    @property
-    def uneven(self) -> list[str]:
-        """Names of the parameters that the number of shards does not divide, which are padded; blocks first."""
-        full = parameter_shapes(self.config)
-        names = [name for name, shard in self._sharded.items() if prod(shard) * self.shards != prod(full[name])]
-        return sorted(names, key=in_block, reverse=True)
-
-    @cached_property
-    def shard_values(self) -> tuple[int, int, int]:
-        """Numbers of values in the first GPU's padded shards: matrices of blocks, other tensors of blocks, the rest."""
-        values = [0, 0, 0]
-        for name, shard in self._sharded.items():
-            values[parameter_kind(name, shard)] += prod(shard)
-        return self.config.depth * values[0], self.config.depth * values[1], values[2]
-
-    @cached_property
-    def replicated_values(self) -> int:
-        """Number of values replicated on each GPU."""
-        return self.config.depth * sum(prod(self._block[name]) for name in self.replicated)
-
     # ------------------------------------------------------------------ memory
 
     @cached_property
     def state(self) -> dict[str, float]:
         """Bytes of weights, gradients, moments, averages, and PowerSGD's error buffers."""
-        training, (matrices, vectors, rest) = self.training, self.shard_values
-        values = matrices, vectors + self.replicated_values, rest
-        averages = training.ema_decay is not None and not training.ema_on_cpu
-        matrix_bytes = HALF if self.stores_16bit else FP32
-        return training_state(values, matrix_bytes, moment_bytes(training.optimizer), averages, self.rank is not None)
-
-    @cached_property
-    def _block_bytes(self) -> int:
-        """Bytes of the first GPU's shard of a block in the format of the all-gather."""
-        linear = sum(prod(self._sharded[name]) for name in self._linear if name in self._sharded)
-        return FP32 * sum(self.shard_values[:2]) // self.config.depth - self.gathers_16bit * (FP32 - HALF) * linear
+        matrices, vectors, outside = self.shard_values
+        full: float = _FP32 * (sum(self.shard_values) + self.replicated_values)
+        weights = full - self.stores_16bit * (_FP32 - _HALF) * matrices
+        values = matrices, vectors + self.replicated_values, outside
+        moments = sum(n * size for n, size in zip(values, moment_bytes(self.training.optimizer), strict=True))
+        averaged = self.training.ema_decay is not None and not self.training.ema_on_cpu
+        state = {"weights": weights, "gradients": weights, "moments": moments}
+        if averaged:
+            state["averaged weights"] = full
+        if self.rank is not None:
+            state["error buffers"] = _CODE * matrices
+        return state
 
     @property
     def gathered_bytes(self) -> tuple[int, int]:
         """Bytes of an unsharded block and of the unsharded rest, with padding."""
-        return self._block_bytes * self.shards, self.shard_values[2] * self.shards * FP32
+        return self._block_bytes // self.config.depth * self.shards, self.shard_values[2] * self.shards * _FP32
 
     @property
     def retained_bytes(self) -> int:
@@ -194,18 +225,24 @@ class Launch:
         return rest + block * (self.config.depth if self.kind == "zero2" else 1)
 
     @property
+    def _block_bytes(self) -> int:
+        """Bytes of the first GPU's shards of all blocks in the format of the all-gather."""
+        return _FP32 * sum(self.shard_values[:2]) - self.gathers_16bit * (_FP32 - _HALF) * self.linear_values
+
+    @property
     def _cost(self) -> Cost:
         """Cost of one GPU's micro-batch."""
-        return Cost(config=self.config, samples=self.samples, device=self.device)
+        return Cost(config=self.config, gpus=1, batch=self.samples, device=self.device)
 
     @cached_property
     def activations(self) -> dict[str, float]:
         """Bytes that a micro-batch's forward pass leaves for the backward pass; for the head, its gradients."""
-        c, cost = self.config, self._cost
-        stored = cost.activations(self.training.checkpoint_activations, copies=not self.gathers_16bit)
-        stored.pop("one layer recomputed", None)
-        head = (2 * self.samples * cost.positions + c.text_vocab + c.image_vocab) * c.width * FP32
-        return {**stored, "at the loss": head}
+        stored, c = self._cost.activations(self.training.checkpoint_activations), self.config
+        layers = {name: stored[name] for name in stored if name.startswith("layers")}
+        if "layers" in layers:
+            layers["layers"] -= self.gathers_16bit * c.depth * 12 * c.width**2 * _HALF  # no 16-bit copies
+        head = (2 * self.samples * self._cost.positions + c.text_vocab + c.image_vocab) * c.width * _FP32
+        return {**layers, "at the loss": head}
 
     @cached_property
     def peak(self) -> float:
@@ -220,51 +257,59 @@ class Launch:
         last = self.retained_bytes - rest  # with zero2, all
         gradients, (layers, head) = state.pop("gradients"), self.activations.values()
         resident = sum(state.values()) + rest
-        unsharded = FP32 * sum(self.shard_values[:2]) * self.shards  # all blocks in fp32
+        unsharded = _FP32 * sum(self.shard_values[:2]) * self.shards  # all blocks in fp32
         if self.training.accumulate > 1:  # gradients of earlier micro-batches
             resident += unsharded + rest
+        logits = 2 * _FP32 * min(LOGITS_PER_CHUNK, self.samples * self._cost.positions * self.config.text_vocab)
         workspace = self._workspace + max(last, min(2, self.config.depth) * block) + unsharded / self.config.depth
-        loss = layers + head + self._cost.logits(self.config.text_vocab) + last
+        loss = layers + head + logits + last
         return resident + max(loss, max(layers, gradients) + head + workspace, gradients + 2 * rest)
 
     @property
     def _workspace(self) -> float:
         """Temporary bytes of a block's backward pass, MLP first, after recomputation with checkpointing. The MLP frees
-        in 16 bits its hidden layer before and after GELU, its input and copies of its matrices, in 32 its LayerNorm's
-        input. Then attention has gradients of q, k, v and its output in 16 bits, of the identity path twice in 32."""
+        in 16 bits its hidden layer before and after GELU, its input and copies of its matrices, in 32 bits the input of
+        its LayerNorm. Then attention has gradients of q, k, v and its output in 16 bits, of the identity path twice in
+        32."""
         cost, d = self._cost, self.config.width
         states = self.samples * cost.positions * d
         recomputed = cost.activations(True)["one layer recomputed"] if self.training.checkpoint_activations else 0
-        freed = (8 + 1) * 2 * states + FP32 * states + 8 * d * d * 2
-        gradients = (3 + 1) * 2 * states + 2 * FP32 * states
+        freed = (8 + 1) * 2 * states + _FP32 * states + 8 * d * d * 2
+        gradients = (3 + 1) * 2 * states + 2 * _FP32 * states
         return max(recomputed + cost.mlp_workspace, recomputed - freed + gradients + cost.attention_workspace)
 
     # ------------------------------------------------------------------ communication
+
+    @cached_property
+    def sent(self) -> dict[str, float]:
+        """Bytes that a GPU sends in an update by collective, without scalars."""
+        matrices, vectors, rest = self.shard_values
+        blocks, parts = matrices + vectors, self.training.accumulate
+        ring, gathered = self.shards - 1, self._gathered_blocks * self._block_bytes // self.config.depth + _FP32 * rest
+        reduced = _FP32 * (vectors + rest) + self.factor_bytes if self.rank is not None else _FP32 * (blocks + rest)
+        reduced += _FP32 * self.replicated_values
+        return {
+            "all-gather": ring * (parts * gathered + _FP32 * matrices * self._gathers_updates),
+            "reduce-scatter": ring * _FP32 * (blocks + rest),
+            "all-reduce": 2 * (self.replicas - 1) / self.replicas * reduced
+            + 2 * (self.gpus - 1) / self.gpus * _FP32 * self.replicated_values,
+        }
 
     @property
     def _gathered_blocks(self) -> int:
         """Number of block gathers per micro-batch: once with zero2, otherwise twice except for the last block."""
         return self.config.depth if self.kind == "zero2" else 2 * self.config.depth - 1
 
-    @cached_property
-    def sent(self) -> dict[str, float]:
-        """Bytes that a GPU sends in an update by collective, without scalars."""
-        matrices, vectors, rest = self.shard_values
-        gathered = self.training.accumulate * (self._gathered_blocks * self._block_bytes + FP32 * rest)
-        reduced = FP32 * (vectors + rest + self.replicated_values)
-        reduced += FP32 * matrices if self.rank is None else self.factor_bytes
-        return {
-            "all-gather": (self.shards - 1) * (gathered + FP32 * matrices * self.training.optimizer.gathers_matrices),
-            "reduce-scatter": (self.shards - 1) * FP32 * (matrices + vectors + rest),
-            "all-reduce": 2 * (self.replicas - 1) / self.replicas * reduced
-            + 2 * (self.gpus - 1) / self.gpus * FP32 * self.replicated_values,
-        }
+    @property
+    def _gathers_updates(self) -> bool:
+        """True if the optimizer gathers the update of each matrix."""
+        return self.training.optimizer.gathers_matrices and self.shards > 1
 
     @property
     def calls(self) -> dict[str, int]:
         """Calls of each collective in an update, for weights and uncompressed gradients."""
         depth, sharded, groups = self.config.depth, self.shards > 1, 1 + self.gathers_16bit  # groups of a block
-        gathers = depth * len(self._matrix_shards) * self.training.optimizer.gathers_matrices
+        gathers = depth * len(self._matrices) * self._gathers_updates
         return {
             "all-gather": sharded * (self.training.accumulate * (self._gathered_blocks * groups + 1) + gathers),
             "reduce-scatter": sharded * (depth * groups + 1),
@@ -273,13 +318,21 @@ class Launch:
         }
 
     @property
+    def uncompressed(self) -> Launch:
+        """The launch without PowerSGD, which `dry_run.py` can run."""
+        return replace(self, rank=None)
+
+    @property
     def factor_bytes(self) -> int:
-        """Bytes of P and Q of all matrices in 16 bits; 0 without PowerSGD."""
-        return HALF * ((self.rank or 0) // self.shards) * self.config.depth * sum(map(sum, self._matrix_shards))
+        """Bytes of P and Q of all matrices."""
+        if self.rank is None:
+            return 0
+        shard_rank = self.rank // self.shards
+        return _CODE * shard_rank * self.config.depth * sum(sum(self._shard_shape(shape)) for shape in self._matrices)
 
     @property
     def flops(self) -> float:
         """FLOPs of one GPU in an update. PowerSGD has three products with a factor per shard: E Q, E^T P and P Q^T."""
-        batch = Cost(config=self.config, samples=self.training.batch_size)
+        total = Cost(config=self.config, gpus=self.gpus, batch=self.training.batch_size)
         compression = 6 * self.shard_values[0] * (self.rank or 0) // self.shards
-        return batch.flops(self.training.checkpoint_activations) / self.gpus + compression
+        return total.flops(self.training.checkpoint_activations) / self.gpus + compression

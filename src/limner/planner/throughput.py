@@ -161,7 +161,7 @@ def time_train_step(
 
 def utilization(config: TransformerConfig, batch: int, step: float, rates: DeviceRates) -> float:
     """Return the FLOP/s of a training step of `step` seconds as a share of the matrix product's."""
-    return Cost(config=config, samples=batch).flops() / step / rates.gemm
+    return Cost(config=config, gpus=1, batch=batch).flops() / step / rates.gemm
 
 
 def repeat_prefix(cache: KVCache, n: int) -> KVCache:

@@ -16,7 +16,7 @@ from limner.numerics.precision import Bf16, Fp32, Precision
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.dtensor import full_tensor, is_dtensor
 from limner.optim.optimizers import AdamWConfig
-from limner.planner.trackers import CollectiveCounter
+from limner.planner.memory_tracker import MemoryTracker
 from limner.training.config import TrainConfig
 from limner.training.hooks import Hook
 from limner.training.parallel import Parallel, SingleProcess
@@ -38,7 +38,7 @@ def begun(kind: type[Sharded]) -> tuple[list[int], int]:
     run = TrainState(PRIOR.build(), Autoregressive(), config, parallel=kind())
     counts: list[int] = []
     blocks: Any = run.model.blocks
-    with CollectiveCounter() as watch:
+    with MemoryTracker() as watch:
         for block in blocks:
             block.attention.norm.register_forward_pre_hook(lambda *_: counts.append(watch.calls["send"]))
         update(run, {"text": torch.randint(0, 20, (2, 8)), "image": torch.randint(0, 8, (2, 9))})
@@ -163,12 +163,13 @@ def learn(strategy: Parallel, precision: Precision, checkpointed: bool = False, 
         if isinstance(module, nn.Linear | nn.LayerNorm):
             module.register_forward_pre_hook(lambda m, _, name=name: seen.setdefault(name, set()).add(m.weight.dtype))
     generator, gradients, losses = torch.Generator().manual_seed(0), Gradients(), []
-    for _ in range(2):
-        text = torch.randint(0, 20, (8, 8), generator=generator).chunk(strategy.world_size)[strategy.rank]
-        image = torch.randint(0, 8, (8, 9), generator=generator).chunk(strategy.world_size)[strategy.rank]
-        with CollectiveCounter() as watch:
+    with MemoryTracker() as watch:
+        for _ in range(2):
+            text = torch.randint(0, 20, (8, 8), generator=generator).chunk(strategy.world_size)[strategy.rank]
+            image = torch.randint(0, 8, (8, 9), generator=generator).chunk(strategy.world_size)[strategy.rank]
+            watch.reset()
             update(run, {"text": text, "image": image}, [gradients])
-        losses.append(run.loss)
+            losses.append(run.loss)
     dtypes = {name: {p.dtype, p.grad.dtype} for name, p in run.model.named_parameters() if p.grad is not None}
     return {"loss": losses, "grads": gradients.found, "seen": seen, "sent": dict(watch.sent), "dtypes": dtypes}
 

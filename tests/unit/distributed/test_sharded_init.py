@@ -22,7 +22,7 @@ from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.elbo import RelaxedELB
 from limner.optim.dtensor import full_tensor, is_dtensor
 from limner.optim.optimizers import AdamWConfig
-from limner.planner.trackers import MemoryTracker, storage_bytes
+from limner.planner.memory_tracker import MemoryTracker, storage_bytes
 from limner.quantization.precisions import SwitchBack
 from limner.runs.stages import init_from_codebook
 from limner.training.config import TrainConfig

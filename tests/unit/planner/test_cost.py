@@ -14,12 +14,12 @@ from limner.attention.patterns import PATTERNS
 from limner.models.transformer import SIZES, TransformerConfig
 from limner.optim.optimizers import AdamW16Config, AdamWConfig
 from limner.planner import cost
+from limner.planner.compression import compression_rate, default_rank, table1, table2
 from limner.planner.cost import Cost
-from limner.planner.launch_search import GPUS
-from limner.planner.paper_layout import PaperLayout, compression_rate, default_rank, table1, table2
+from limner.planner.gpus import GPUS
 from limner.quantization.inference_linear import supports_packed_linear
 
-PAPER = PaperLayout(config=SIZES["dalle-12b"], gpus=1024, batch=1024, rank=896)
+PAPER = Cost(config=SIZES["dalle-12b"], gpus=1024, batch=1024)
 
 
 def test_the_parameter_counts_of_the_papers_model():
@@ -41,8 +41,8 @@ def test_the_parameter_counts_of_the_papers_model():
         "text unembedding": text * d,
         "image unembedding": image * d,
     }
-    assert sum(counts[kind] for kind in cost.MATRICES) == PAPER.cost.effective_parameters == 12 * layers * d * d
-    assert f"{PAPER.cost.effective_parameters / 1e9:.2f}" == "12.09"
+    assert sum(counts[kind] for kind in cost.MATRICES) == PAPER.effective_parameters == 12 * layers * d * d
+    assert f"{PAPER.effective_parameters / 1e9:.2f}" == "12.09"
 
 
 def test_tables_1_and_2():
@@ -62,11 +62,9 @@ def test_tables_1_and_2():
 
 def test_the_papers_model_fits_the_papers_gpu_only_in_the_papers_format():
     memory = GPUS["v100-16gb"].memory
-    cases = [(half, saved) for half in (False, True) for saved in (False, True)]
-    fits = {case: replace(PAPER, half=case[0], checkpointing=case[1]).peak <= memory for case in cases}
+    fits = {(half, saved): PAPER.memory(half, saved) <= memory for half in (False, True) for saved in (False, True)}
     assert fits == {(False, False): False, (False, True): False, (True, False): False, (True, True): True}
-    # "about 24 GB of memory when stored in 16-bit precision"
-    assert 24 < 2 * PAPER.cost.effective_parameters / 1e9 < 24.5
+    assert 24 < 2 * PAPER.effective_parameters / 1e9 < 24.5  # "about 24 GB of memory when stored in 16-bit precision"
 
 
 @pytest.mark.parametrize("kind", sorted(PATTERNS))
@@ -80,20 +78,19 @@ def test_kv_cache_of_the_papers_model():
     config = SIZES["dalle-12b"]
     mean = sum(pattern.cache_slots for pattern in config.patterns) / config.depth
     assert round(mean) == 283
-    shared, each = PAPER.cost.kv_cache()
+    shared, each = PAPER.kv_cache()
     assert each == mean * config.depth * 2 * config.width * 2
-    assert PAPER.cost.kv_cache(dense=True)[1] / each == pytest.approx(1281 / mean)
+    assert PAPER.kv_cache(dense=True)[1] / each == pytest.approx(1281 / mean)
     assert shared == config.depth * 257 * 2 * config.width * 2
 
 
 def test_traffic_between_machines_falls_by_the_compression_rate():
     plan = replace(PAPER, gpus=16, batch=16)
-    counts = cost.count_parameters(plan.config)
-    rest = 2 * (1 / 2) * (counts.total() - sum(counts[kind] for kind in cost.MATRICES)) / 8 * 4
-    full, compressed = (replace(plan, rank=rank).sent["all-reduce"] for rank in (None, 896))
-    assert 1 - (compressed - rest) / (full - rest) == pytest.approx(compression_rate(3968, 896))
-    assert all(replace(plan, gpus=8, rank=rank).sent["all-reduce"] == 0 for rank in (None, 896))
-    assert replace(plan, gpus=1).sent == {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
+    rest = 2 * (1 / 2) * plan.sizes[1] / 8 * 4
+    saved = 1 - (plan.sent_between(True) - rest) / (plan.sent_between(False) - rest)
+    assert saved == pytest.approx(compression_rate(3968, 896))
+    assert replace(plan, gpus=8).sent_between(False) == replace(plan, gpus=8).sent_between(True) == 0
+    assert replace(plan, gpus=1).sent_within == 0
 
 
 @pytest.mark.parametrize("optimizer", [AdamWConfig(), AdamW16Config()])
@@ -105,10 +102,10 @@ def test_moments_match_the_plan(optimizer):
     (built,) = optimizer.build(model)
     built.step()
     moments = [value for state in built.state.values() for key, value in state.items() if key != "step"]
-    planned = PaperLayout(config=config, gpus=1, half_moments=isinstance(optimizer, AdamW16Config)).state
+    planned = Cost(config=config, gpus=1, half_moments=isinstance(optimizer, AdamW16Config)).state(half=False)
     assert sum(value.nbytes for value in moments) == planned["moments"]
     if isinstance(optimizer, AdamW16Config):
-        assert planned["moments"] == PaperLayout(config=config, gpus=1, half=True).state["moments"]
+        assert planned["moments"] == Cost(config=config, gpus=1).state(half=True)["moments"]
 
 
 PEAK = """
@@ -168,8 +165,8 @@ def test_planned_memory_matches_a_training_process(config, batch, checkpointing)
         [sys.executable, "-c", PEAK, repr(config), str(batch), str(checkpointing)],
         capture_output=True, text=True, check=True, env=environment,
     )  # fmt: skip
-    planned = PaperLayout(config=TransformerConfig(**config), gpus=1, batch=batch, checkpointing=checkpointing)
-    assert planned.peak == pytest.approx(int(ran.stdout), rel=0.15)
+    planned = Cost(config=TransformerConfig(**config), gpus=1, batch=batch).memory(False, checkpointing)
+    assert planned == pytest.approx(int(ran.stdout), rel=0.15)
 
 
 def test_every_size_is_a_recipe_with_the_nominal_parameter_count():

@@ -12,7 +12,7 @@ from torch.distributed import checkpoint as dcp
 
 from checkpoints import read_tensors
 from limner.errors import UserError
-from limner.planner.trackers import MemoryTracker
+from limner.planner.memory_tracker import MemoryTracker
 from limner.training import dcp_reader
 from limner.training.checkpoint import LocalCheckpointer, completed, latest, load_weights
 

@@ -12,8 +12,8 @@ from limner.numerics.precision import Fp32
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim import adamw, grad_access
 from limner.optim.optimizers import AdamW16Config, AdamWConfig, Beta2WarmupAdamWConfig, MuonConfig, StableAdamWConfig
+from limner.planner.cost import Cost
 from limner.planner.dry_run import state_bytes
-from limner.planner.paper_layout import PaperLayout
 from limner.quantization import HalfLinear
 from limner.quantization.precisions import Bf16Weights, Fp16Weights
 from limner.training.config import TrainConfig
@@ -177,14 +177,18 @@ def test_memory_equals_the_plan(optimizer):
     for _ in range(2):  # moments are there from the first update on
         batch = {"text": torch.randint(64, (2, 6), generator=generator)}
         update(run, {**batch, "image": torch.randint(32, (2, 16), generator=generator)}, hooks)
-    full, planned = (PaperLayout(config=config, gpus=1, half=half).state for half in (False, True))
+    planned = Cost(config=config, gpus=1).state(half=True)
     assert taken["weights"] == pytest.approx(planned["weights"], rel=0.1)
     assert taken["gradients"] == pytest.approx(planned["gradients"], rel=0.1)
-    moments = planned["moments"] if isinstance(optimizer, AdamW16Config) else full["moments"]
+    moments = (
+        planned["moments"]
+        if isinstance(optimizer, AdamW16Config)
+        else Cost(config=config, gpus=1).state(False)["moments"]
+    )
     assert taken["moments"] == pytest.approx(moments, rel=0.1)
     if isinstance(optimizer, AdamW16Config):
         assert taken == {part: size for part, size in planned.items() if part in taken}
-        assert sum(taken.values()) < 0.6 * sum(full[part] for part in taken)
+        assert sum(taken.values()) < 0.6 * sum(Cost(config=config, gpus=1).state(False)[part] for part in taken)
 
 
 def test_the_noise_of_rounding_does_not_come_back_in_later_steps_or_other_tensors():

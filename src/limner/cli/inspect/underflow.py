@@ -44,11 +44,11 @@ def main(argv: Sequence[str]) -> None:
     if not recipe.exists():
         raise UserError(f"{options.run} lacks recipe.json: name the --out folder of `limner train`")
     from limner.data.stream import Stream
+    from limner.planner.grad_histogram import SMALLEST_SUBNORMAL, gradient_exponents
     from limner.quantization.low_precision import to_linear
     from limner.recipes.recipe import Recipe
     from limner.runs.run_data import RunData
     from limner.runs.stages import restore
-    from limner.training.grad_histogram import SMALLEST_SUBNORMAL, gradient_exponents
 
     run, data = restore(RunData.open(load_json(Recipe, recipe), options.data, options.run), options.stage)
     to_linear(run.model)
@@ -57,19 +57,20 @@ def main(argv: Sequence[str]) -> None:
     stream.close()
     header = ("gradients of", "98% of exponents", "zeros", *(f"lost in {name}" for name in SMALLEST_SUBNORMAL))
     rows = []
-    for name, histograms in parts.items():
-        for kind, exponents in histograms.items():
+    for part in parts:
+        for kind, exponents in (("activations", part.activations), ("parameters", part.parameters)):
+            if exponents is None:
+                continue
             low, high = exponents.central_range()
-            zeros = exponents.zeros / max(int(exponents.counts.sum()) + exponents.zeros, 1)
+            total = int(exponents.counts.sum()) + exponents.zeros
             lost = (f"{exponents.underflow(limit, options.scale):.1%}" for limit in SMALLEST_SUBNORMAL.values())
-            rows.append((f"{name}, {kind}", f"{low} to {high}", f"{zeros:.1%}", *lost))
+            rows.append((f"{part.name}, {kind}", f"{low} to {high}", f"{exponents.zeros / max(total, 1):.1%}", *lost))
     summary = f"{len(parts)} parts, a batch of {run.config.batch_size}, gradients times {options.scale:g}"
     print(f"{summary}\n{render_table(header, rows, align='left')}")
     if options.output:
         from limner.evaluation import report
 
-        shares = {name: {kind: x.shares() for kind, x in kinds.items()} for name, kinds in parts.items()}
-        charts = [report.chart(name, curves, x_label="floor(log2|gradient|)") for name, curves in shares.items()]
+        charts = [report.chart(part.name, part.shares(), x_label="floor(log2|gradient|)") for part in parts]
         body = f'<p>{summary}</p>{report.table(rows, header)}<div class="charts">{"".join(charts)}</div>'
         title = f"Exponents of the gradients of {options.run}"
         print(f"written: {escape_control(report.save_page(options.output, title, f'<h1>{escape(title)}</h1>{body}'))}")

@@ -69,10 +69,23 @@ class ExponentHistogram:
         return int((below <= tail).sum()) + MIN_EXPONENT, int((below < 1 - tail).sum()) + MIN_EXPONENT
 
 
-def gradient_exponents(run: TrainState, batch: Batch) -> dict[str, dict[str, ExponentHistogram]]:
-    """Return the exponents of one batch's gradients by module, in the model's order, then by kind: "activations", which
-    enter a resblock's backward pass, and "parameters". They are computed in fp32 in any precision of the run, whose
-    format could flush them. The run's gradients are cleared, the rest of its state stays."""
+@dataclass(frozen=True)
+class GradientGroup:
+    """Exponents of a module's gradients; `activations` are the ones that enter a resblock's backward pass."""
+
+    name: str
+    activations: ExponentHistogram | None
+    parameters: ExponentHistogram
+
+    def shares(self) -> dict[str, list[tuple[float, float]]]:
+        """Return the shares by exponent, for activations (if any) and parameters."""
+        histograms = {"activations": self.activations, "parameters": self.parameters}
+        return {kind: histogram.shares() for kind, histogram in histograms.items() if histogram is not None}
+
+
+def gradient_exponents(run: TrainState, batch: Batch) -> list[GradientGroup]:
+    """Return the exponents of one batch's gradients, in the model's order. They are computed in fp32 in any precision
+    of the run, whose format could flush them. The run's gradients are cleared, the rest of its state stays."""
     model = run.model
     blocks = resblocks(model)
     entering: dict[str, list[Tensor]] = {name: [] for name in blocks}
@@ -95,8 +108,11 @@ def gradient_exponents(run: TrainState, batch: Batch) -> dict[str, dict[str, Exp
         if p.grad is not None:
             grads.setdefault(block_of.get(id(p), name.rpartition(".")[0] or name), []).append(p.grad.flatten())
             p.grad = None
-    values = {name: {"activations": entering.get(name), "parameters": parts} for name, parts in grads.items()}
-    return {
-        name: {kind: ExponentHistogram.from_values(torch.cat(parts)) for kind, parts in kinds.items() if parts}
-        for name, kinds in values.items()
-    }
+    return [
+        GradientGroup(
+            name,
+            ExponentHistogram.from_values(torch.cat(entering[name])) if entering.get(name) else None,
+            ExponentHistogram.from_values(torch.cat(parameters)),
+        )
+        for name, parameters in grads.items()
+    ]
