@@ -196,16 +196,16 @@ def fail(out: Path, rank: int) -> str:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
     checkpointer.save(2, tensors(2), {"step": 2})
-    with pytest.raises(UserError) as output:
+    with pytest.raises(UserError) as caught:
         checkpointer.save(3, tensors(3), {"step": 3})
     assert checkpointer.latest() == out / "checkpoints/step-00000001"
-    return str(output.value)
+    return str(caught.value)
 
 
 def apart(out: Path) -> str:
     """The error if each rank has a folder of its own."""
     sharded_checkpoint.VISIBILITY_TIMEOUT = 0.2
     rank = distributed.get_rank()
-    with pytest.raises(UserError) as output:
+    with pytest.raises(UserError) as caught:
         sharded_checkpoint.ShardedCheckpointer(LocalCheckpointer(out / f"machine-{rank}", keep=2)).acquire()
-    return str(output.value)
+    return str(caught.value)

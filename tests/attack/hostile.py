@@ -37,13 +37,13 @@ VALUES: tuple[Any, ...] = (
 def judge(ended: Ended, allowed: Sequence[Path], forbidden: Sequence[Path] = (), codes: Sequence[int] = (0, 2)) -> None:
     """Exit 0, or exit 2 and one sentence; in time, in memory, with no raw control character, with no change outside the
     folders `allowed` and no look into `forbidden`."""
-    output = ended.command
-    assert not ended.hung and ended.seconds < SECONDS, f"hangs: {output}"
-    assert ended.peak < MEMORY, f"takes {ended.peak / GIBIBYTE:.1f} GiB: {output}"
-    assert "Traceback" not in ended.err and "Fatal Python error" not in ended.err, f"traceback: {output}"
-    assert ended.code in codes, f"ends with code {ended.code}: {output}"
+    command = ended.command
+    assert not ended.hung and ended.seconds < SECONDS, f"hangs: {command}"
+    assert ended.peak < MEMORY, f"takes {ended.peak / GIBIBYTE:.1f} GiB: {command}"
+    assert "Traceback" not in ended.err and "Fatal Python error" not in ended.err, f"traceback: {command}"
+    assert ended.code in codes, f"ends with code {ended.code}: {command}"
     raw = _RAW.search(ended.out + ended.err)
-    assert raw is None, f"writes {raw and raw[0]!r} to the terminal: {output}"
+    assert raw is None, f"writes {raw and raw[0]!r} to the terminal: {command}"
     sentences = [
         line
         for line in ended.err.splitlines()
@@ -51,19 +51,19 @@ def judge(ended: Ended, allowed: Sequence[Path], forbidden: Sequence[Path] = (),
     ]
     if ended.code == 2:
         last = ended.err.rstrip("\n").rpartition("\n")[2]
-        assert len(sentences) == 1 and sentences[0] == last, f"does not end with one sentence: {output}"
+        assert len(sentences) == 1 and sentences[0] == last, f"does not end with one sentence: {command}"
     elif ended.code == 0:
-        assert not sentences, f"complains and ends with 0: {output}"
+        assert not sentences, f"complains and ends with 0: {command}"
     for line in ended.log:
         kind, operation, path = line.split(" ", 2)
         where = Path(path)
         if kind == "W":
             inside = any(where == place or place in where.parents for place in allowed)
             beside = any(str(where).startswith(f"{place.parent}/.{place.name}.") for place in allowed)
-            assert inside or beside, f"{operation} of {path}, which is outside of its folder: {output}"
+            assert inside or beside, f"{operation} of {path}, which is outside of its folder: {command}"
         else:
             seen = [place for place in forbidden if where == place or place in where.parents]
-            assert not seen, f"reads {path}, which is none of its business: {output}"
+            assert not seen, f"reads {path}, which is none of its business: {command}"
 
 
 def mutate(rng: random.Random, data: bytes, splices: Sequence[bytes] = ()) -> bytes:

@@ -60,8 +60,8 @@ def try_data(server, place, source, count=None, least=None, good=0, show=True, o
         assert kept >= good, f"{kept} are kept and {good} are good: {ended.out}{ended.command}"
         if count is not None:
             assert kept + rejected == count, f"{kept} + {rejected} of {count} are counted: {ended.out}{ended.command}"
-        output = rejected or "limner: warning: " in ended.err
-        assert least is None or kept + rejected >= least or output, f"lost in silence: {ended.out}{ended.command}"
+        reported = rejected or "limner: warning: " in ended.err
+        assert least is None or kept + rejected >= least or reported, f"lost in silence: {ended.out}{ended.command}"
 
 
 def encoded(rng, kind="PNG", side=None, **options):

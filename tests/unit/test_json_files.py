@@ -60,9 +60,9 @@ WRONG = {
 def test_a_file_without_an_object_is_one_sentence(content: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(WRONG[content])
-    with pytest.raises(UserError, match=r"x\.json (is not valid JSON|must contain a JSON object)") as output:
+    with pytest.raises(UserError, match=r"x\.json (is not valid JSON|must contain a JSON object)") as caught:
         read_mapping(path)
-    assert "\n" not in str(output.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_what_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:

@@ -31,17 +31,13 @@ from limner.text import PAD
 
 __all__ = ["CaptionEncoder", "CaptionEncoding", "Dataset", "EncodedDataset", "ImageCaptionDataset", "TokenDataset"]
 
+Rngs = Sequence[np.random.Generator]  # one for each caption
+
 
 class CaptionEncoder(Protocol):
     """The tokenizer interface that data sets use, as `limner.text.bpe.Tokenizer` has it."""
 
-    def encode(
-        self,
-        captions: Sequence[str],
-        length: int,
-        dropout: float = 0.0,
-        rng: Sequence[np.random.Generator] | None = None,
-    ) -> Tensor: ...
+    def encode(self, captions: Sequence[str], length: int, dropout: float = 0.0, rng: Rngs | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,13 +239,7 @@ class _EncodedCaptions:
         for i in range(0, len(unique), 4096):
             self._tokens[i : i + 4096] = text.tokenizer.encode(unique[i : i + 4096], text.length)
 
-    def encode(
-        self,
-        captions: Sequence[str],
-        length: int,
-        dropout: float = 0.0,
-        rng: Sequence[np.random.Generator] | None = None,
-    ) -> Tensor:
+    def encode(self, captions: Sequence[str], length: int, dropout: float = 0.0, rng: Rngs | None = None) -> Tensor:
         return self._tokens[[self._rows[caption] for caption in captions]].long()
 
 

@@ -3,7 +3,7 @@
     python -m limner.runs.parallel_stage DATA RUN     the second process: the contrastive model of RUN
 
 The operations of small models are too short to share among a CPU's threads. Two processes with half of the
-threads each train both models in 70% of the time of training them in sequence with all threads
+threads each train both models of the recipe `demo` in 70% of the time of training them in sequence with all threads
 (docs/log/2026-11-28.md, "Two stages in parallel").
 The second process saves and stops when this one is interrupted or dies. When the second process is done, the prior
 uses all threads.

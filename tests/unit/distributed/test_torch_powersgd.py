@@ -195,9 +195,9 @@ def refused() -> list[str]:
     found = []
     for parallel in (Sharded(1, TorchPowerSGD), Replicated(partial(TorchPowerSGD, 64))):
         trainable = Trainable(PRIOR.build(), Autoregressive())
-        with pytest.raises(UserError) as output:
+        with pytest.raises(UserError) as caught:
             parallel.prepare(trainable, torch.device("cpu"), torch.float32)
-        found.append(str(output.value))
+        found.append(str(caught.value))
     return found
 
 

@@ -48,10 +48,10 @@ def test_a_red_object_recolored_red_is_unchanged() -> None:
     top = scenes.Scene(objects=(item,), background="pink", height=6)
     flipped = falsity_test({"pair": scenes.ScenePair(top=top, transform="recolored", color="red").to_dict()})
     assert flipped is not None
-    output = "the exact same small red circle on a pink background on the top {} at the bottom"
-    assert not flipped(output.format("colored red"))
-    assert flipped(output.format("upside down"))  # it is not in the middle of its panel
-    assert flipped(output.format("colored blue")) and flipped(output.format("as a sketch"))
+    caption = "the exact same small red circle on a pink background on the top {} at the bottom"
+    assert not flipped(caption.format("colored red"))
+    assert flipped(caption.format("upside down"))  # it is not in the middle of its panel
+    assert flipped(caption.format("colored blue")) and flipped(caption.format("as a sketch"))
 
 
 def test_held_out_samples_accept_any_false_caption() -> None:

@@ -54,8 +54,8 @@ def test_relations_and_counts():
         scene = mixed_scenes(1, seed=count, count=count, identical=1.0)[0]
         _, fill, color, shape = scene.objects[0].attributes
         noun = f"{fill} {color} {'crosse' if shape == 'cross' else shape}s"
-        for output in ("two", "three", "four"):
-            assert verify.satisfies(rendering.render(scene), f"{output} {noun}") is (output == word)
+        for count in ("two", "three", "four"):
+            assert verify.satisfies(rendering.render(scene), f"{count} {noun}") is (count == word)
 
 
 def test_captions_that_cannot_be_read_are_the_users_mistake():

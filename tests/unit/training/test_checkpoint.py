@@ -102,9 +102,9 @@ DAMAGES = {
 def test_the_newest_whole_checkpoint_serves(name: str, damage: str, tmp_path: Path) -> None:
     good, damaged = write(tmp_path, 1), write(tmp_path, 2)
     DAMAGES[damage](damaged / name)
-    with pytest.warns(UserWarning, match="step-00000002 is damaged .*using step-00000001 instead") as output:
+    with pytest.warns(UserWarning, match="step-00000002 is damaged .*using step-00000001 instead") as caught:
         assert latest(tmp_path) == good
-    assert len(output) == 1
+    assert len(caught) == 1
     assert write(tmp_path, 2) == damaged == latest(tmp_path)  # written again in its place
     for path in (good, damaged):
         DAMAGES[damage](path / name)

@@ -122,9 +122,9 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_does_not_fit_together_is_a_sentence(damage: str, three: Path) -> None:
     DAMAGES[damage](three)
-    with pytest.raises(UserError, match="lacks a part of '|cannot read") as output:
+    with pytest.raises(UserError, match="lacks a part of '|cannot read") as caught:
         dcp_reader.read(three, None, {})
-    assert "\n" not in str(output.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_library_writes_what_is_read(tmp_path: Path) -> None:

@@ -287,9 +287,9 @@ def test_a_run_resumes_from_the_older_checkpoint_if_the_newest_is_damaged(tmp_pa
         train(TrainState(model(0.2), noisy, replace(FULL, steps=8, checkpoint_every=4)), stream(), tmp_path / name)
     (tmp_path / "damaged/checkpoints/step-00000008/optimizer.safetensors").write_bytes(b"nothing")
     train(TrainState(whole := model(0.2), noisy, FULL), stream(), tmp_path / "whole")
-    with pytest.warns(UserWarning, match="step-00000008 is damaged") as output:
+    with pytest.warns(UserWarning, match="step-00000008 is damaged") as caught:
         train(TrainState(mended := model(0.2), noisy, FULL), stream(), tmp_path / "damaged")
-    assert len(output) == 1
+    assert len(caught) == 1
     assert losses(tmp_path / "damaged") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 12
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), mended.parameters(), strict=True))
 

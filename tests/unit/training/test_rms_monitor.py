@@ -204,9 +204,9 @@ def trained(out, steps=30, optimizer=CONFIG.optimizer):
 
 
 def test_every_step_is_logged_once_also_by_a_resumed_run_and_a_spike_is_reported_once(tmp_path):
-    with pytest.warns(UserWarning, match=r"step 26: RMS_t of .*a\.weight \(\d\.\d\).* Stable") as output:
+    with pytest.warns(UserWarning, match=r"step 26: RMS_t of .*a\.weight \(\d\.\d\).* Stable") as caught:
         whole = trained(tmp_path / "whole")
-    assert len(output) == 1
+    assert len(caught) == 1
     assert [row["step"] for row in whole] == list(range(1, 31))
     assert whole[0]["rms"] == {} and set(whole[9]["rms"]) == {"a.weight", "b.weight"}
     assert max(row["rms"]["a.weight"] for row in whole[15:24]) < 2.3 < whole[24]["rms"]["a.weight"]
