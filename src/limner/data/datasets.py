@@ -76,8 +76,7 @@ class ImageCaptionDataset:
     """A data set that decodes and augments pictures on demand.
 
     `augment` is "dvae" (Listing 1), "prior" (Listing 2) or "none" (the central square, resized). With `text`, batches
-    hold a random phrasing of each caption, and distractors. Decoding and resizing release the GIL and run in `threads`
-    threads.
+    hold a random phrasing of each caption, and distractors. `threads` threads decode and resize without the GIL.
 
     Large JPEGs are decoded at a smaller scale if resizing then still shrinks them at least twofold
     (see `decoded`). With `augment="none"`, if all pictures fit into `cache_bytes` of memory, each is

@@ -1,7 +1,4 @@
-"""Base class of image tokenizers: what data, training, the sampler, pruning, evaluation and bundles ask of one.
-
-Shapes: B batch, H x W pixels, S tokens, V codes, D numbers of a code.
-"""
+"""Base class of image tokenizers. Shapes: B batch, H x W pixels, S tokens, V codes, D numbers of a code."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ __all__ = ["ImageTokenizer"]
 
 
 class ImageTokenizer(nn.Module):
-    """Base class of image tokenizers. `config` has `size` (side of the square picture in pixels), `grid` (rows and
-    columns of tokens), `vocab` (V), `depth` (number of residual blocks), `width` (channels at the picture's resolution,
-    which limit the pictures decoded together) and `build`."""
+    """An encoder and a decoder. `config` has `size` (pixels of a side), `grid` (rows and columns), `vocab`, `depth`
+    (residual blocks), `width` (channels at full resolution, which limit the decoder's batch), and `build`."""
 
     config: Any
 

@@ -49,18 +49,21 @@ def _check_activations(training: TrainConfig) -> None:
         raise InvalidSetting("training.checkpoint_activations", "must be false: only the prior supports it")
 
 
-def _check_dvae(training: TrainConfig) -> None:
-    if training.optimizer.needs_blocks:
-        kind = type(training.optimizer).__name__.removesuffix("Config")
-        raise InvalidSetting("training.optimizer", f"must be AdamW: {kind} is for the matrices of transformers")
-    if training.precision.converts:
-        problem = "must be auto, bf16, fp16 or fp32: all others convert transformer blocks"
-        raise InvalidSetting("training.precision", problem)
-    _check_activations(training)
+class _DVAEChecks:
+    training: TrainConfig
+
+    def __post_init__(self) -> None:
+        if self.training.optimizer.needs_blocks:
+            kind = type(self.training.optimizer).__name__.removesuffix("Config")
+            raise InvalidSetting("training.optimizer", f"must be AdamW: {kind} is for the matrices of transformers")
+        if self.training.precision.converts:
+            problem = "must be auto, bf16, fp16 or fp32: all others convert transformer blocks"
+            raise InvalidSetting("training.precision", problem)
+        _check_activations(self.training)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DVAEStage:
+class DVAEStage(_DVAEChecks):
     """Training of a convolutional dVAE.
 
     Args:
@@ -72,12 +75,9 @@ class DVAEStage:
     training: TrainConfig
     augment: bool = True
 
-    def __post_init__(self) -> None:
-        _check_dvae(self.training)
-
 
 @dataclass(frozen=True, kw_only=True)
-class PatchStage:
+class PatchStage(_DVAEChecks):
     """Training of a patch dVAE: k-means of patches of the training pictures, then training of the decoder.
 
     Args:
@@ -88,9 +88,6 @@ class PatchStage:
     objective: ReconstructionLoss = field(default_factory=ReconstructionLoss)
     training: TrainConfig
     augment: bool = False
-
-    def __post_init__(self) -> None:
-        _check_dvae(self.training)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,9 @@
 
     python -m limner.runs.parallel_stage DATA RUN     the second process: the contrastive model of RUN
 
-The operations of small models are too short to share among a CPU's threads. Two processes with half of the
-threads each train both models of the recipe `demo` in 70% of the time of training them in sequence with all threads
-(docs/log/2026-11-28.md, "Two stages in parallel").
-The second process saves and stops when this one is interrupted or dies. When the second process is done, the prior
-uses all threads.
+The operations of small models are too short to share among a CPU's threads. Two processes with half of the threads each
+train both models of recipe `demo` in 70% of the time in sequence (docs/log/2026-11-28.md, "Two stages in parallel").
+The second one saves and stops when this one is interrupted or dies. When it is done, the prior uses all threads.
 """
 
 from __future__ import annotations
@@ -118,8 +116,7 @@ def _last_step(metrics: Path) -> int:
 
 
 def main(data: str, out: str) -> None:
-    """Train the contrastive model of the run `out`, and stop early if standard input closes. Needs the run's recipe
-    and tokenizer."""
+    """Train the contrastive model of the run `out`, which has a recipe and a tokenizer, until standard input closes."""
 
     def interrupt_when_stdin_closes() -> None:
         os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer would be locked at Python's exit

@@ -130,13 +130,9 @@ class CandidateGenerator:
 
     @torch.inference_mode(False)  # the compiler does not support inference tensors
     def __init__(
-        self,
-        dvae: ImageTokenizer,
-        prior: Transformer,
-        contrastive: CLIP,
-        prior_score_weight: float,
+        self, dvae: ImageTokenizer, prior: Transformer, contrastive: CLIP, prior_score_weight: float,
         config: InferenceConfig,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.dvae, self.config, self.prior_score_weight = dvae, config, prior_score_weight
         self.device = prior.head.image.weight.device
         dtype = config.precision.dtype(self.device)
