@@ -7,7 +7,9 @@ Two kinds, separate because only one has state:
 - Configs `Constant | Cosine | Plateau`, whose `build(steps)` returns a `Schedule`. `Plateau` halves the factor when the
   training loss stops falling, as the paper did five times for the prior (B.2). Checkpoints contain its state.
 
-Steps count from 0. The training loop multiplies the base learning rate by `warmup * cooldown * schedule.factor(step)`.
+Steps count from 0, those of a `Schedule` from the end of the warm-up: the learning rate rises to its base value, then
+the schedule begins (Wortsman et al. 2023, §3.2). The training loop multiplies the base learning rate by
+`warmup * cooldown * schedule.factor(step - warmup_steps)`.
 """
 
 import math
@@ -61,7 +63,7 @@ class Schedule:
         self._factor = factor
 
     def factor(self, step: int) -> float:
-        """Return the factor of a step."""
+        """Return the factor of a step after the warm-up; steps before it are negative."""
         return self._factor(step)
 
     def observe(self, loss: float) -> None:
@@ -85,13 +87,13 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Validated):
-    """Cosine from the base learning rate to `end` times it, over `steps` updates or the whole run.
+    """Cosine from the base learning rate to `end` times it, over `steps` updates after the warm-up, or all of them.
 
     The paper's dVAE anneals from 1e-4 to 1.25e-6 over 1,200,000 updates (A.2): `end=1/80`.
 
     Args:
         end: factor on the learning rate after `steps` updates.
-        steps: updates until the factor is `end`; None for the whole run.
+        steps: updates after the warm-up until the factor is `end`; None for the rest of the run.
     """
 
     end: Annotated[float, Range(0, 10**6)] = 0.0

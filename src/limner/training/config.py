@@ -29,7 +29,7 @@ class TrainConfig(Validated):
             `BalancedELB` balances the codes of the micro-batch.
         optimizer: optimizer (`optim/optimizers.py`) with its learning rate and decay.
         clip_norm: largest norm of the gradient; None disables clipping.
-        warmup_steps: linear ramp of the learning rate, on top of `schedule`.
+        warmup_steps: linear ramp of the learning rate, before `schedule` begins.
         cooldown_steps: linear decay of the learning rate over the last updates, on top of `schedule`: a run that must
             end early gets most of the remaining improvement.
         schedule: factor on the learning rate.

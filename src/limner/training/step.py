@@ -1,6 +1,6 @@
 """One step of training: forward and backward in micro-batches, clipping, the update.
 
-The loop and all timing of training call `update`. Objectives and schedules receive steps counted from 0;
+The loop and all timing of training call `update`. Objectives receive steps counted from 0;
 after the update `run.step` is the number of updates done.
 """
 
@@ -29,7 +29,7 @@ def update(run: TrainState, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[st
     for hook in hooks:
         hook.before_step(run)
     ramp = warmup(run.step, config.warmup_steps) * cooldown(run.step, config.steps, config.cooldown_steps)
-    factor = ramp * run.schedule.factor(run.step)
+    factor = ramp * run.schedule.factor(run.step - config.warmup_steps)
     run.lr = config.optimizer.lr * factor
     rows = len(next(iter(batch.values())))
     metrics = _gradients(run, batch, rows)

@@ -86,7 +86,7 @@ class TrainState:
             model, objective, config, self.device, self.parallel
         )
         self.parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
-        self.schedule = config.schedule.build(config.steps)
+        self.schedule = config.schedule.build(max(1, config.steps - config.warmup_steps))
         seed = fold_in(config.seed, self.parallel.rank)
         torch.manual_seed(seed)
         self.generator = torch.Generator(self.device).manual_seed(seed)

@@ -4,6 +4,7 @@ import math
 import pytest
 
 from limner.optim.schedules import Anneal, Constant, Cosine, Plateau, cooldown, cosine, warmup
+from limner.recipes.presets import clip
 
 
 def test_warmup_is_linear_from_the_first_step() -> None:
@@ -64,3 +65,12 @@ def test_plateau_resumes_from_its_state() -> None:
         parts.observe(loss)
         assert parts.factor(0) == factors[i]
     assert factors[-1] < 1
+
+
+def test_the_learning_rate_reaches_its_base_value_after_the_warm_up_and_then_falls() -> None:
+    training = clip("B").contrastive.training
+    steps, warm = training.steps, training.warmup_steps
+    schedule = training.schedule.build(steps - warm)
+    factors = {step: warmup(step, warm) * schedule.factor(step - warm) for step in (warm - 1, warm, steps)}
+    assert (steps, warm) == (20_000, 5_000) and factors[warm - 1] == factors[warm] == 1  # §3.2
+    assert factors[steps] == pytest.approx(0) and schedule.factor((steps - warm) // 2) == pytest.approx(0.5)

@@ -93,7 +93,7 @@ def test_it_is_the_textbook_loop(tmp_path: Path) -> None:
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        factor = 0.1 + 0.9 * (1 + math.cos(math.pi * step / 12)) / 2
+        factor = 0.1 + 0.9 * (1 + math.cos(math.pi * max(0, step - 3) / 9)) / 2  # 9 updates after the warm-up
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * min(1, (step + 1) / 3, (12 - step) / 4) * factor
         optimizer.step()
