@@ -93,11 +93,13 @@ class Sweep:
         self.runs: dict[Any, Runs] = {}
         self.settings = {"seeds": list(seeds), **common} if seeds else common
 
-    def run(self, folder: Path) -> Self:
-        """Run the trials whose results are not in `folder` yet."""
+    def run(self, folder: Path, workers: int | None = None) -> Self:
+        """Run the trials whose results are not in `folder` yet, `workers` at a time, by default one on each core."""
         cells = {label: {**self.common, **settings} for label, settings in self.grid.items()}
         seeds = [{"seed": seed} for seed in self.seeds] or [{}]
-        results = iter(run_trials(folder, self.trial, [cell | seed for cell in cells.values() for seed in seeds]))
+        results = iter(
+            run_trials(folder, self.trial, [cell | seed for cell in cells.values() for seed in seeds], workers)
+        )
         self.runs = {label: Runs(label, cell, [next(results) for _ in seeds]) for label, cell in cells.items()}
         return self
 
@@ -154,7 +156,7 @@ def span(values: Float[np.ndarray, " S"], spec: str) -> str:
     return f"{values.min():{spec}} to {values.max():{spec}}"
 
 
-def run_trials(folder: Path, trial: Trial, settings: Sequence[Settings]) -> list[Result]:
+def run_trials(folder: Path, trial: Trial, settings: Sequence[Settings], workers: int | None = None) -> list[Result]:
     """Return the results for all settings, in their order. Equal settings share a result, which `folder` keeps.
 
     Raises `UserError` if a trial's process is killed; results of finished trials are saved.
@@ -163,7 +165,7 @@ def run_trials(folder: Path, trial: Trial, settings: Sequence[Settings]) -> list
     unique = dict(zip(paths, settings, strict=True))
     results = {path: result for path in unique if (result := _load(path)) is not None}
     folder.mkdir(parents=True, exist_ok=True)
-    with progress("running trials", len(unique), unit="trial") as bar, process_pool(num_cores()) as pool:
+    with progress("running trials", len(unique), unit="trial") as bar, process_pool(workers or num_cores()) as pool:
         bar.resume(len(results))
         try:
             running = {pool.submit(trial, **unique[path]): path for path in unique if path not in results}

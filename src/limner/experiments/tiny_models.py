@@ -1,8 +1,8 @@
 """Small models of scenes, trained in memory: priors over tokens of 4 x 4 patches, and contrastive models.
 
 Scenes have one or two objects, 24 x 24 pixels and a caption of at most `TEXT_LEN` tokens. The contrastive model has
-patch dropout and a norm after the patch embedding, as in Wortsman et al. 2023. By default, the learning rate warms up
-for a quarter of the steps and follows a cosine, gradients are not clipped, and products are in fp32.
+patch dropout, as in Wortsman et al. 2023. By default, the learning rate warms up for a quarter of the steps and follows
+a cosine, gradients are not clipped, and products are in fp32.
 
 Shapes: N scenes, T text positions, S image positions.
 """
@@ -88,14 +88,13 @@ def train_prior(*, model: TransformerConfig, seed: int, **settings: Any) -> Trai
 
 
 def train_clip(
-    *, model: CLIPConfig, seed: int, objective: Objective | None = None, count: int = NUM_SCENES, **settings: Any
+    *, model: CLIPConfig, seed: int, count: int = NUM_SCENES, device: str = "cpu", **settings: Any
 ) -> Trained:
     """Train a contrastive model on the first `count` scenes. `settings` go to `_train`."""
     pictures, tokens = scenes(count)
+    samples = {"pixels": pictures, "text": tokens}
     torch.manual_seed(seed)
-    return _train(
-        model.build(), objective or HardNegativeLoss(), {"pixels": pictures, "text": tokens}, seed=seed, **settings
-    )
+    return _train(model.build().to(device), HardNegativeLoss(), samples, seed=seed, **settings)
 
 
 def _train(
@@ -116,7 +115,7 @@ def _train(
         steps=steps, batch_size=batch, optimizer=AdamWConfig(lr=lr, betas=(0.9, 0.98)), clip_norm=None,
         warmup_steps=steps // 4, schedule=Cosine(), precision=Fp32(), seed=seed, max_bad_steps=50,
     )  # fmt: skip
-    run = TrainState(model, objective, replace(config, **settings), parallel=parallel)
+    run = TrainState(model, objective, replace(config, **settings), next(model.parameters()).device, parallel)
     rng, losses, run_hooks = np.random.default_rng(seed), [], hooks(run)
     count = len(next(iter(samples.values())))
     for _ in range(steps):
@@ -144,11 +143,11 @@ def held_out_loss(model: nn.Module) -> float:
 @torch.no_grad()
 def accuracy(model: Any) -> float:
     """Return the share of 1,024 new scenes whose true caption a CLIP ranks first among `CANDIDATES`."""
-    pictures, tokens = scenes(1_024, seed=1)
+    pictures, tokens = (x.to(model.log_scale.device) for x in scenes(1_024, seed=1))
     model.eval()
     right = 0
     for p, t in zip(pictures.split(CANDIDATES), tokens.split(CANDIDATES), strict=True):
         similarity = model.encode_image(p) @ model.encode_text(t).mT
-        right += int((similarity.argmax(1) == torch.arange(len(p))).sum())
+        right += int((similarity.argmax(1).cpu() == torch.arange(len(p))).sum())
     model.train()
     return right / len(pictures)

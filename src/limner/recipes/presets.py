@@ -182,7 +182,7 @@ def paper(size: str = "dalle-12b") -> Recipe:
 def clip(size: str) -> Recipe:
     """Contrastive model of Wortsman et al. 2023 (§2.2 and §3.2): B, L or H, for `--stages contrastive`.
 
-    Captions have no BPE dropout. The stage resizes the central square of each picture; the paper states no crops.
+    The paper describes neither BPE dropout nor crops: the stage resizes the central square of each picture.
     dVAE and prior, which Wortsman et al. do not have, are those of `tiny` at the picture size of the contrastive model.
     """
     tiny = paper("tiny")

@@ -28,7 +28,7 @@ def test_scales_are_recorded_after_each_update():
 def test_scales_are_charted(tmp_path, monkeypatch):
     """Results without trials: scales of five resblocks that grow at different rates."""
 
-    def run(folder, trial, settings):
+    def run(folder, trial, settings, workers):
         scales = [[13 + step * i / 10 for i in range(5)] for step in range(10)]
         fast = [setting.get("scaler") is FastPerBlockGradScaler for setting in settings]
         return [{"loss": [1.0] * 15, "held_out": 1.0, "skipped": 0, "scales": scales if f else []} for f in fast]

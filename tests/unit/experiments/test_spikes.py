@@ -2,17 +2,27 @@
 
 import math
 
-import numpy as np
 import pytest
-import torch
 
-from limner.experiments.spikes import BRIGHTENING, PATCH, InjectedSignal, grows, is_better, patches_predict, pool
+from limner.experiments import spikes as spikes_module
+from limner.experiments.spikes import grows, is_better, patches_predict, pool, trial
+from limner.experiments.tiny_models import train_clip
 from limner.metrics.spikes import SpikeMatch
+from limner.optim.optimizers import AdamWConfig
+from limner.optim.schedules import Cosine
 
 
 @pytest.mark.parametrize(
     ("counts", "should_grow"),
-    [((0, 1, 4), True), ((1, 1, 4), True), ((2, 2, 2), False), ((0, 3, 1), False), ((4, 1, 0), False)],
+    [
+        ((0, 1, 4), True),
+        ((1, 1, 4), True),
+        ((2, 2, 2), False),
+        ((1, 3, 2), False),
+        ((4, 1, 0), False),
+        ((0, 0, 0), None),
+        ((0, 1, 3), None),  # too few to tell
+    ],
 )
 def test_spikes_grow_only_where_they_never_fall(counts, should_grow):
     assert grows(counts) is should_grow
@@ -49,6 +59,8 @@ def test_runs_are_pooled():
         (1, 9, {"AdamW": (0.03, 0.01), "clipping": (-0.05, 0.01)}, False),  # less accurate
         (9, 9, {"AdamW": (0.03, 0.01)}, False),  # no fewer spikes
         (0, 0, {"AdamW": (0.03, 0.01)}, None),  # nothing to remove
+        (0, 4, {"AdamW": (0.03, 0.01)}, None),  # too few
+        (4, 4, {"AdamW": (-0.03, 0.01)}, None),
         (1, 9, {"AdamW": (0.03, math.inf)}, None),  # one seed
     ],
 )
@@ -56,15 +68,20 @@ def test_stable_adamw_must_have_fewer_spikes_and_be_more_accurate(stable, adamw,
     assert is_better(stable, adamw, differences) is holds
 
 
-def test_the_signal_brightens_half_of_the_blue_pixels_at_a_time():
-    signal = InjectedSignal(400, seed=1)
-    pictures = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (4, 3, 24, 24), dtype=np.uint8))
-    first, second = signal.onsets
-    assert 200 <= first < second < 360
-    for step, share in ((first - 1, 0.0), (first, 0.5), (second - 1, 0.5), (second, 1.0)):
-        changed = signal.change(step, pictures)
-        assert changed[:, :2].equal(pictures[:, :2])
-        brighter = changed[:, 2] >= 127 + BRIGHTENING
-        assert brighter.float().mean() == share
-        assert set(changed[:, 2].unique().tolist()) <= {127, 128, 127 + BRIGHTENING, 128 + BRIGHTENING}
-        assert brighter[:, :PATCH].equal(brighter[:, PATCH : 2 * PATCH])
+def test_trials_have_the_papers_set_up(monkeypatch):
+    """Patch dropout, a norm after the patch embedding, warm-up for a quarter, cosine, eps 1e-6 (§3.2, App. F.2)."""
+    states = []
+
+    def train(**settings):
+        run, losses = train_clip(**settings)
+        states.append(run)
+        return run, losses
+
+    monkeypatch.setattr(spikes_module, "train_clip", train)
+    result = trial(lr=2e-3, beta2=0.99, width=8, depth=2, batch=8, steps=8, count=64, seed=0)
+    config, model = states[0].config, states[0].model.config
+    assert (model.patch_dropout, model.ln_pre, model.sinusoids) == (0.5, True, False)
+    assert config.optimizer == AdamWConfig(lr=2e-3, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.2)
+    assert (config.warmup_steps, config.schedule, config.clip_norm) == (2, Cosine(), None)
+    assert {name: len(values) for name, values in result["rms"].items()} == {"patch embedding": 8, "middle layer": 8}
+    assert len(result["loss"]) == 8 and 0 <= result["accuracy"] <= 1

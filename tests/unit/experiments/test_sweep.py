@@ -83,13 +83,14 @@ def test_a_system_without_shared_memory_raises(monkeypatch, tmp_path, capsys, fa
 def test_a_sweep_tabulates_its_grid_over_seeds(monkeypatch, tmp_path):
     ran = []
 
-    def fake(folder, trial, settings):
+    def fake(folder, trial, settings, workers):
+        assert workers == 3
         ran.extend(settings)
         return [{"loss": [9.0, s["lr"] * s["seed"]], "seen": s["seed"]} for s in settings]
 
     monkeypatch.setattr("limner.experiments.sweep.run_trials", fake)
     grid = {("a", 1): {"lr": 2.0}, ("b", "-"): {"lr": 4.0, "batch": 8}}
-    sweep = Sweep(trial, grid, (1, 3), steps=2, batch=4).run(tmp_path)
+    sweep = Sweep(trial, grid, (1, 3), steps=2, batch=4).run(tmp_path, 3)
     assert ran[0] == {"steps": 2, "batch": 4, "lr": 2.0, "seed": 1} and ran[2]["batch"] == 8 and len(ran) == 4
     loss, curves = {"loss": lambda runs: span(runs.losses(1), ".0f")}, {"loss": sweep.curves}
     finding = sweep.finding(True, "It is so.", ("kind", "rank"), loss, curves, window=5)
