@@ -3,6 +3,10 @@
 This is the simplest strategy for models that fit on one device. DistributedDataParallel broadcasts the first process's
 weights, collects gradients in buckets and averages each bucket when it is full. A `Fp32Reducer` or one of its
 subclasses replaces it to compress gradients (`gradient_reducers.py`).
+
+Gradients in 16 bits are divided by a constant before they are summed, and the rest of the mean's divisor stays pending
+as part of their scale: division by the number of processes in fp16 could underflow, the sum without a division could
+overflow (Ramesh et al. 2021, App. D.3).
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
+from math import log2
 from typing import Any
 
 import torch
@@ -21,7 +26,9 @@ from limner.distributed.gradient_reducers import Fp32Reducer, Replicas, buckets
 from limner.distributed.overlapped_reducer import OverlappedReducer
 from limner.distributed.sharded_checkpoint import ShardedCheckpointer
 from limner.errors import UserError
+from limner.numerics.formats import HALF_FORMATS
 from limner.optim.dtensor import to_local
+from limner.optim.grad_access import unscale
 from limner.training.checkpoint import LocalCheckpointer
 from limner.training.parallel import Parallel, Reduction
 from limner.training.train_module import Trainable
@@ -36,13 +43,16 @@ class Replicated(Parallel):
 
     Args:
         make_reducer: constructor of a gradient reducer for each trained model; None takes DistributedDataParallel.
+        divisor: constant by which DistributedDataParallel divides gradients in 16 bits before it sums them; None takes
+            the power of two nearest to the square root of the number of processes.
     """
 
-    def __init__(self, make_reducer: ReducerFactory | None = None) -> None:
+    def __init__(self, make_reducer: ReducerFactory | None = None, divisor: float | None = None) -> None:
         super().__init__()
         self._make_reducer = make_reducer
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
+        self.divisor = divisor or 2.0 ** round(log2(self.world_size) / 2)
         self._wrapped: DistributedDataParallel | None = None
 
     @contextmanager
@@ -73,7 +83,24 @@ class Replicated(Parallel):
             return trainable
         # Parameters that are frozen during the run lack gradients.
         self._wrapped = DistributedDataParallel(trainable, find_unused_parameters=trainable.may_freeze)
+        if any(p.dtype in HALF_FORMATS for p in trainable.parameters()):
+            self._wrapped.register_comm_hook(None, lambda _, bucket: self._average_bucket(bucket.buffer()))
         return self._wrapped
+
+    def _average_bucket(self, values: Tensor) -> torch.futures.Future[Tensor]:
+        """Start the average of a bucket. That of gradients in 16 bits lacks a division by world_size / divisor, which
+        `reduce` adds to their scale."""
+        values.div_(self.divisor if values.dtype in HALF_FORMATS else self.world_size)
+        work: Any = distributed.all_reduce(values, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().reduce(parameters)
+        if self._wrapped is not None:
+            rest = torch.tensor(self.world_size / self.divisor, device=self.device)
+            for p in parameters:
+                if p.grad is not None and p.dtype in HALF_FORMATS:
+                    unscale(p.grad, rest)
 
     def _broadcast(self, values: Tensor, group: Any) -> None:
         """Broadcast the values of a group's first process, in place."""

@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from limner.distributed.compressed_matrix import Matrix
 from limner.distributed.gradient_reducers import Fp32Reducer
-from limner.distributed.powersgd import EPS, Matrix, PowerSGD, PowerSGDConfig, orthonormal
+from limner.distributed.powersgd import EPS, PowerSGD, PowerSGDConfig, orthonormal
 from limner.experiments import replicas
 from limner.experiments.report import Finding, experiment
 from limner.experiments.sweep import Result, Sweep, deviation, interval

@@ -168,6 +168,7 @@ def paper(size: str = "dalle-12b") -> Recipe:
                 ema_decay=0.99, ema_every=25, ema_on_cpu=True, ema_warmup=False,
                 precision=Fp16Weights() if large else Auto(), scaling="resblocks" if large else "none",
                 checkpoint_activations=True, eval_every=5_000,
+                max_bad_steps=1_500,  # the updates in which a scale falls to 2^7
             ),
         ),
         contrastive=ContrastiveStage(
