@@ -1,9 +1,9 @@
 """Peak memory of an update with PowerSGD: gradients decompressed block by block, and all together.
 
-    python bench/powersgd_memory.py                       # 4 processes, 24 resblocks of width 256
-    python bench/powersgd_memory.py --width 768 --depth 16
+    python bench/powersgd_memory.py                       # 4 processes, 48 resblocks of width 384
+    python bench/powersgd_memory.py --width 768
 
-Gloo processes, each with all weights, train a prior for three updates. `limner` decompresses gradients block by block
+Gloo processes, each with all weights, train a prior for two updates. `limner` decompresses gradients block by block
 (App. E.2, step 11); the comparison sets all of them before the optimizer starts. Each process reports its peak of live
 tensor bytes in the last update (`limner.planner.memory_tracker`) and the growth of its resident memory. The expected
 difference is the size of all compressed gradients, less those of the largest resblock.
@@ -37,7 +37,7 @@ from limner.training.config import TrainConfig
 from limner.training.step import update
 from limner.training.train_state import TrainState
 
-PROCESSES, UPDATES = 4, 3
+PROCESSES, UPDATES = 4, 2
 
 
 class AllTogether(PowerSGD):
@@ -56,8 +56,8 @@ REDUCERS = {"block by block": PowerSGD, "all together": AllTogether}
 def main() -> None:
     """Start the processes of each kind, and print their peaks."""
     parser = argparse.ArgumentParser(description="peak memory of updates with PowerSGD")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--depth", type=int, default=24)
     parser.add_argument("--kind", choices=REDUCERS, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
@@ -102,7 +102,7 @@ def work(options: argparse.Namespace) -> dict[str, int]:
         timeout=timedelta(minutes=5),
     )  # fmt: skip
     config = TransformerConfig(
-        text_vocab=64, image_vocab=64, text_len=4, grid=(4, 4), width=options.width, depth=options.depth,
+        text_vocab=64, image_vocab=64, text_len=2, grid=(2, 2), width=options.width, depth=options.depth,
         heads=options.width // 64,
     )  # fmt: skip
     training = TrainConfig(steps=UPDATES, batch_size=PROCESSES, optimizer=AdamWConfig(), precision=Fp32())
@@ -114,7 +114,7 @@ def work(options: argparse.Namespace) -> dict[str, int]:
             run = TrainState(config.build(), Autoregressive(), training, "cpu", parallel)
             for _ in range(UPDATES):
                 tracker.reset()
-                update(run, {"text": torch.randint(0, 64, (1, 4)), "image": torch.randint(0, 64, (1, 16))})
+                update(run, {"text": torch.randint(0, 64, (1, 2)), "image": torch.randint(0, 64, (1, 4))})
             growth = resident() - before
         reducer: Any = parallel.reduction.reducer  # type: ignore[attr-defined]
         blocks = [sum(m.parameter.nbytes for m in block) for block in reducer.blocks.values()]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from limner.distributed.gradient_reducers import unpack_error
@@ -50,6 +50,18 @@ class Matrix:
         """Set the gradient to NaN, without memory for its values."""
         weight = to_local(self.parameter.detach())
         self.parameter.grad = from_local(weight.new_full((), torch.nan).expand(weight.shape), self.parameter)
+
+    def accumulate_grad(self) -> Bool[Tensor, ""]:
+        """Add the gradient to E if it is finite, and set it to None (step 2). Return False if E + G is not finite."""
+        gradient = self.pop_grad()
+        finite = gradient.sum().isfinite()
+        total = torch.where(finite, gradient, 0).add_(self.error())
+        self.store_error(total)
+        return finite & total.sum().isfinite()
+
+    def oriented_error(self) -> Float[Tensor, "m n"]:
+        """Return E in fp32."""
+        return self.error().T if self.transposed else self.error()
 
     def error(self) -> Float[Tensor, "h w"]:
         """Return E in fp32, shaped as the shard."""

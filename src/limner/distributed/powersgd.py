@@ -15,8 +15,8 @@ minus the updates applied so far. Each update is the projection of E onto r dire
     11  the gradient is P Q^T     the same on all replicas; set and applied block by block
     12  E -= P Q^T                if P and Q are finite; a buffer that is not finite is reset to zero
 
-Step 12 directly follows step 7, so that each buffer is unpacked and packed once per update. A replica holds only the
-gradients of the blocks in the backward pass, and P Q^T of the block that is updated.
+Step 12 directly follows step 7. While a block waits for communication, only its packed buffers hold E + G. A replica
+holds the gradients of the block in the backward pass, and P Q^T of the block that is updated.
 
 A replica thus sends r (m + n) numbers instead of m n. Error feedback keeps the sum exact: over all steps, the mean of
 the buffers plus the applied gradients is the sum of the mean gradients. Numbers are sent in 1-6-9, half the size of
@@ -149,29 +149,23 @@ class PowerSGD(Fp32Reducer):
         matrices = [matrix for matrix in self.blocks[bucket] if matrix.parameter.grad is not None]
         if not matrices:
             return
-        errors = [matrix.pop_grad() for matrix in matrices]
-        for matrix, error in zip(matrices, errors, strict=True):
-            error.add_(matrix.error())  # in place: the memory of the gradient holds E + G until `store_error` packs it
+        finite = torch.stack([matrix.accumulate_grad() for matrix in matrices]).all()
         # With "predetermined constants" (step 3) P rarely and Q never overflows 1-6-9; step 5 cancels those of P.
-        oriented = [error.T if matrix.transposed else error for matrix, error in zip(matrices, errors, strict=True)]
-        starts = [unpack_error(matrix.q0) * _inverse_root(len(matrix.q0)) for matrix in matrices]
-        p = [e @ start for e, start in zip(oriented, starts, strict=True)]
-        if (yield from self._average_factors(p, _finite(p))):
+        p = [m.oriented_error() @ unpack_error(m.q0) * _inverse_root(len(m.q0)) for m in matrices]
+        if (yield from self._average_factors(p, finite & _finite(p))):
             p = self._orthonormal(p)
             orthonormal_finite = _finite(p)  # 1-6-9 has only finite codes: NaN would become the largest
             if self.config.quantize:
                 p = [E6M9.round(x) for x in p]
-            q = [e.T @ x * _inverse_root(len(x)) for e, x in zip(oriented, p, strict=True)]
+            q = [m.oriented_error().T @ x * _inverse_root(len(x)) for m, x in zip(matrices, p, strict=True)]
             all_finite = yield from self._average_factors(q, orthonormal_finite & _finite(q))
             q = [y / _inverse_root(len(x)) for x, y in zip(p, q, strict=True)]
             if all_finite:
-                for matrix, error, left, right in zip(matrices, errors, p, q, strict=True):
-                    self.subtract_update(matrix, error, left, right)
+                for matrix, left, right in zip(matrices, p, q, strict=True):
+                    self.subtract_update(matrix, left, right)
                 return
-        for matrix, error in zip(matrices, errors, strict=True):
-            if error.isfinite().all():
-                matrix.store_error(error)
-            elif not matrix.error().isfinite().all():
+        for matrix in matrices:
+            if not (error := matrix.error()).isfinite().all():
                 matrix.store_error(torch.zeros_like(error))
             matrix.set_nonfinite_grad()
 
@@ -228,10 +222,9 @@ class PowerSGD(Fp32Reducer):
         """Run step 5 for matrices of one shape."""
         return orthonormal(p)
 
-    def subtract_update(
-        self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
-    ) -> None:
-        """Run step 12, which may overwrite `error`, and keep P and Q for step 11."""
+    def subtract_update(self, matrix: Matrix, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> None:
+        """Run step 12, and keep P and Q for step 11."""
+        error = matrix.error()
         if matrix.parameter.dtype in HALF_FORMATS:
             error.sub_(matrix.rounded_product(p, q))
         else:

@@ -42,9 +42,8 @@ DECAY = 0.05  # decay of the momentum in the directions of an update: 1 - mu
 class Dion(PowerSGD):
     """A reducer that returns Dion's update in place of the gradient."""
 
-    def subtract_update(
-        self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
-    ) -> None:
+    def subtract_update(self, matrix: Matrix, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> None:
+        error = matrix.error()
         matrix.store_error(error.addmm_(*matrix.product(p, q), alpha=-DECAY))
         matrix.q0 = F.normalize(q, dim=0)
         self.factors[matrix.parameter] = matrix, p, matrix.q0 * max(1, error.shape[0] / error.shape[1]) ** 0.5

@@ -90,10 +90,8 @@ class PowerSGDWithQ(PowerSGD):
         self.kind = kind
         self.residual_shares: list[Tensor] = []
 
-    def subtract_update(
-        self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
-    ) -> None:
-        super().subtract_update(matrix, error, p, q)
+    def subtract_update(self, matrix: Matrix, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> None:
+        super().subtract_update(matrix, p, q)
         residual, sent = matrix.error().square().sum(), q.square().sum()
         self.residual_shares.append(residual / (residual + sent))
         if self.kind == "warm start" and q.any():

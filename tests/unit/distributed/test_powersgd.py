@@ -124,7 +124,7 @@ class Reference:
 
     def step(self, gradients: list[Tensor]) -> Tensor:
         self.errors = self.errors or [torch.zeros_like(g) for g in gradients]
-        self.errors = [e + g for e, g in zip(self.errors, gradients, strict=True)]
+        self.errors = [self.rounded(e + g) for e, g in zip(self.errors, gradients, strict=True)]
         p = self._mean([e @ self.start for e in self.errors])
         eye = p.norm(dim=0).max() * torch.eye(*p.shape)
         p = self.rounded(torch.linalg.qr(p + 1e-6 * eye).Q)
@@ -360,6 +360,8 @@ def test_an_eighth_is_the_rank_and_small_matrices_stay_whole():
     reducer.attach(buckets(model), Replicas.__new__(Replicas))  # without a group: nothing is sent
     assert [(m.name, m.q0.shape) for m in reducer.matrices()] == [("list.0.weight", (64, 8))]
     assert reducer.summary() == "gradients of 1 of 2 matrices are compressed to rank 8"
+    (matrix,) = reducer.matrices()
+    assert matrix.q0.dtype == matrix.buffer.dtype == torch.int16  # 1-6-9, E.2 step 3
     assert powersgd.EPS == 1e-6
 
 
