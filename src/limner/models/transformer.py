@@ -7,9 +7,8 @@ position without a token has a padding token that is learned for that position; 
 embedding plus a row and a column embedding. Every position predicts the next one: text positions a
 text token, START and the image positions an image token.
 
-Training computes and stores logits in fp32 in every precision (App. D.2); `Autoregressive.logit_operands` may round the
-factors of their products. A model that draws in bf16 rounds its logits: on a CPU, a bf16 product with fp32 results would
-read twice the memory.
+Training computes and stores logits in fp32 in every precision (App. D.2), from operands that `Autoregressive` sets. A
+model that draws in bf16 rounds its logits: on a CPU, a bf16 product with fp32 results would read twice the memory.
 
 `embed`, `blocks` and `head` are the whole model. Code that shards, freezes, scales or caches uses these three names,
 and `run` applies some of the blocks.

@@ -8,7 +8,7 @@ from limner.models.contrastive import SIZES as CLIP_SIZES, CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import SIZES, TransformerConfig
-from limner.numerics.precision import Auto
+from limner.numerics.precision import Auto, Fp16
 from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.hard_negatives import HardNegativeLoss
@@ -148,7 +148,7 @@ def paper(size: str = "dalle-12b") -> Recipe:
     2021, since the paper omits them.
 
     The learning rate of smaller models decreases with the width, as in Brown et al. 2020 (Table 2.1). Their weights are
-    fp32, since CPUs multiply fp16 slowly.
+    fp32, since CPUs multiply fp16 slowly. On a CPU the dVAE trains much faster with `--dvae.training.precision fp32`.
     """
     model, large = SIZES[size], size.startswith("dalle")
     lr = 4.5e-4 if large else min(1e-3, 0.3 / model.width)
@@ -157,7 +157,7 @@ def paper(size: str = "dalle-12b") -> Recipe:
             training=TrainConfig(
                 steps=3_000_000, batch_size=512, clip_norm=None, schedule=Cosine(end=1 / 80, steps=1_200_000),
                 optimizer=AdamWConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-4, decay_scope="all"),
-                ema_decay=0.999, ema_warmup=False, eval_every=10_000,
+                ema_decay=0.999, ema_warmup=False, precision=Fp16(), scaling="loss", eval_every=10_000,
             ),
         ),
         prior=PriorStage(
@@ -215,7 +215,7 @@ def _small_prior(
     width: int, steps: int, batch: int, ema: float, augment: bool = False, temperature: float = 1.0
 ) -> PriorStage:
     """Prior with the settings that train small priors fastest: small batches and Muon (docs/log/2026-11-21.md, "Small
-    batches and Muon for the prior"), and rounded operands of the logits, whose products are a large share of the work."""
+    batches and Muon for the prior"), and logits with operands in the format of other products."""
     optimizer = MuonConfig(fallback_adamw=AdamWConfig(lr=5e-3))
     return PriorStage(
         model=TransformerConfig(width=width, depth=6, heads=4),
