@@ -41,7 +41,7 @@ class TrainConfig(Validated):
         scaling: gradient scaling for backward passes in fp16 (`grad_scaler.py`): "resblocks", one scale for each
             resblock, with fp32 outside, as in the paper; "loss", one dynamic scale for the loss; "tensors", one
             constant scale, skipping tensors that overflow.
-        checkpoint_activations: recompute activations in the backward pass (the model needs
+        checkpoint_activations: recompute each resblock's activations in the backward pass (the model needs
             `set_checkpointing`).
         checkpoint_every, keep: steps between checkpoints, and the number of checkpoints kept.
         eval_every: steps between evaluations; None evaluates at the end only.
