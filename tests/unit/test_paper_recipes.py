@@ -7,6 +7,7 @@ import torch
 from limner import recipes
 from limner.numerics.precision import Fp16
 from limner.objectives.autoregressive import Autoregressive
+from limner.planner.compression import table1
 from limner.recipes.presets import paper
 from limner.training.grad_scaler import scaling
 from limner.training.step import update
@@ -41,3 +42,10 @@ def test_the_dvae_trains_in_fp16_with_one_loss_scale():
     assert set(seen) == {torch.float16} and run.skipped <= 2
     assert losses[-1] < losses[0] - 0.05
     assert all(p.dtype == torch.float32 for p in run.parameters)
+
+
+def test_the_largest_priors_have_the_ranks_of_table_1():
+    ranks = {size: paper(size).prior.grad_compression_rank for size in SIZES}
+    assert {size: rank for size, rank in ranks.items() if rank} == {"dalle-3b": 512, "dalle-6b": 640, "dalle-12b": 896}
+    assert list(filter(None, ranks.values())) == [rank for _, _, rank, _ in table1()]
+    assert not any(recipes.get(name).prior.grad_compression_rank for name in SMALL)

@@ -268,8 +268,8 @@ class Launch:
     @property
     def _workspace(self) -> float:
         """Temporary bytes of a block's backward pass, MLP first. With checkpointing each resblock is recomputed;
-        otherwise the MLP frees its activations. Then attention has gradients of q, k, v and its output in 16 bits, of the
-        identity path twice in 32, and the input of the MLP is freed."""
+        otherwise the MLP frees its activations. Then attention has gradients of q, k, v and its output in 16 bits, of
+        the identity path twice in 32, and the input of the MLP is freed."""
         cost, recomputes = self._cost, self.training.checkpoint_activations
         states = self.samples * cost.positions * self.config.width
         attention, mlp = map(max, zip(*map(cost.resblocks, set(self.config.patterns)), strict=True))

@@ -144,13 +144,14 @@ def paper(size: str = "dalle-12b") -> Recipe:
 
     All parameters decay, and averages have a constant coefficient from the first update on, as in the paper. Moments of
     the prior's matrices are in 16 bits (App. D); from three billion parameters on, so are these matrices and their
-    gradients, with a gradient scale for each resblock. Settings of the contrastive model are those of Radford et al.
-    2021, since the paper omits them.
+    gradients, with a gradient scale for each resblock, and PowerSGD has the ranks of Table 1. Settings of the contrastive
+    model are those of Radford et al. 2021, since the paper omits them.
 
     The learning rate of smaller models decreases with the width, as in Brown et al. 2020 (Table 2.1). Their weights are
     fp32, since CPUs multiply fp16 slowly. On a CPU the dVAE trains much faster with `--dvae.training.precision fp32`.
     """
-    model, large = SIZES[size], size.startswith("dalle")
+    model, rank = SIZES[size], {"dalle-3b": 512, "dalle-6b": 640, "dalle-12b": 896}.get(size)
+    large = rank is not None
     lr = 4.5e-4 if large else min(1e-3, 0.3 / model.width)
     return Recipe(
         dvae=DVAEStage(
@@ -171,6 +172,7 @@ def paper(size: str = "dalle-12b") -> Recipe:
                 precision=Fp16Weights() if large else Auto(), scaling="resblocks" if large else "none",
                 checkpoint_activations=True, eval_every=5_000,
             ),
+            grad_compression_rank=rank,
         ),
         contrastive=ContrastiveStage(
             training=TrainConfig(
