@@ -142,7 +142,7 @@ class TextToImage:
         )[0]  # fmt: skip
 
     def prime(self, image: Image.Image, keep_rows: int | None = None, mask: Image.Image | None = None) -> Tensor:
-        """Return the tokens [1, S] of a picture, `UNSET` where to draw (priming and inpainting, §2.6, Figure 14).
+        """Return the tokens [1, S] of a picture, `UNSET` where to draw (priming and inpainting, §3.3, Figure 14).
 
         Args:
             image: cropped to its central square and resized; white behind transparent pixels, as for `mask`.

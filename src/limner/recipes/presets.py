@@ -144,8 +144,8 @@ def paper(size: str = "dalle-12b") -> Recipe:
 
     All parameters decay, and averages have a constant coefficient from the first update on, as in the paper. Moments of
     the prior's matrices are in 16 bits (App. D); from three billion parameters on, so are these matrices and their
-    gradients, with a gradient scale for each resblock, and PowerSGD has the ranks of Table 1. Settings of the contrastive
-    model are those of Radford et al. 2021, since the paper omits them.
+    gradients, with a gradient scale for each resblock, and PowerSGD has the ranks of Table 1. Settings of the
+    contrastive model are those of Radford et al. 2021, since the paper omits them.
 
     The learning rate of smaller models decreases with the width, as in Brown et al. 2020 (Table 2.1). Their weights are
     fp32, since CPUs multiply fp16 slowly. On a CPU the dVAE trains much faster with `--dvae.training.precision fp32`.

@@ -1,6 +1,6 @@
 """Byte-level byte-pair encoding (BPE) of captions, with seeded dropout.
 
-A caption is lowercased (§2 of the paper), normalized to Unicode NFC, its white space is collapsed, and it is split into
+A caption is lowercased (DALL-E, §2.2), normalized to Unicode NFC, its white space is collapsed, and it is split into
 words that keep their leading space. A word is a sequence of bytes, so every text can be encoded without an unknown
 token. Encoding merges pairs, in the order in which training learned them, until no learned pair remains. Training and
 inference use the `tokenizers` library.
