@@ -1,7 +1,7 @@
 """Peak memory of an update with PowerSGD: gradients decompressed block by block, and all together.
 
-    python bench/powersgd_memory.py                       # 4 processes, 48 resblocks of width 384
-    python bench/powersgd_memory.py --width 768
+    python bench/powersgd_memory.py                       # 4 processes, 128 resblocks of width 256, the number of the paper
+    python bench/powersgd_memory.py --depth 24 --width 512
 
 Gloo processes, each with all weights, train a prior for two updates. `limner` decompresses gradients block by block
 (App. E.2, step 11); the comparison sets all of them before the optimizer starts. Each process reports its peak of live
@@ -56,8 +56,8 @@ REDUCERS = {"block by block": PowerSGD, "all together": AllTogether}
 def main() -> None:
     """Start the processes of each kind, and print their peaks."""
     parser = argparse.ArgumentParser(description="peak memory of updates with PowerSGD")
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--depth", type=int, default=24)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--depth", type=int, default=64)
     parser.add_argument("--kind", choices=REDUCERS, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rendezvous", help=argparse.SUPPRESS)

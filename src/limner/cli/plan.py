@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
         cost_model.config, settings, options.gpus, cluster, options.dp_replicate, options.rank
     )
     blocks = [*report(options.recipe, cost_model, training.steps, options.candidates)]
-    blocks += launches(estimates, options.recipe, training)
+    blocks += launches(estimates, options.recipe, recipe.prior)
     if options.dry_run:
         from limner.planner.dry_run import dry_run
 

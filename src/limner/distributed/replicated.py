@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from math import log2
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from limner.distributed.gradient_reducers import Fp32Reducer, Replicas, buckets
 from limner.distributed.overlapped_reducer import OverlappedReducer
+from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.sharded_checkpoint import ShardedCheckpointer
 from limner.errors import UserError
 from limner.numerics.formats import HALF_FORMATS
@@ -42,7 +43,8 @@ class Replicated(Parallel):
     """The strategy of a process of the default process group.
 
     Args:
-        make_reducer: constructor of a gradient reducer for each trained model; None takes DistributedDataParallel.
+        make_reducer: constructor of a gradient reducer for each trained model; None takes PowerSGD of
+            `grad_compression_rank`, or DistributedDataParallel without a rank.
         divisor: constant by which DistributedDataParallel divides gradients in 16 bits before it sums them; None takes
             the power of two nearest to the square root of the number of processes.
     """
@@ -76,10 +78,10 @@ class Replicated(Parallel):
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         self._wrapped, self.reduction = None, Reduction()
         trainable.to(device)
-        if self._make_reducer:
+        if make_reducer := self._choose_reducer(self.world_size):
             for p in trainable.parameters():
                 self._broadcast(p.detach(), distributed.group.WORLD)
-            self._attach_reducer(trainable, distributed.group.WORLD, self._make_reducer)
+            self._attach_reducer(trainable, distributed.group.WORLD, make_reducer)
             return trainable
         # Parameters that are frozen during the run lack gradients.
         self._wrapped = DistributedDataParallel(trainable, find_unused_parameters=trainable.may_freeze)
@@ -107,6 +109,11 @@ class Replicated(Parallel):
         on_device = values.to(self.device)
         distributed.broadcast(on_device, group=group, group_src=0)
         values.copy_(on_device)
+
+    def _choose_reducer(self, replicas: int) -> ReducerFactory | None:
+        if self._make_reducer or self.grad_compression_rank is None or replicas == 1:
+            return self._make_reducer
+        return partial(PowerSGD, PowerSGDConfig(rank=self.grad_compression_rank))
 
     def _attach_reducer(self, trainable: Trainable, group: Any, make_reducer: ReducerFactory) -> None:
         """Average the gradients over a group by a reducer."""

@@ -148,8 +148,10 @@ def _divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def launch_command(estimate: LaunchEstimate, recipe: str, defaults: TrainConfig) -> str:
-    """Return the multi-line shell command; options equal to `defaults`, the recipe's training, are omitted."""
+def launch_command(
+    estimate: LaunchEstimate, recipe: str, defaults: TrainConfig, default_compression: int | None = None
+) -> str:
+    """Return the multi-line shell command; options equal to the recipe's training and rank are omitted."""
     launch, m = estimate.launch, estimate.cluster.per_machine
     training, machines = launch.training, ceil(launch.gpus / m)
     if launch.gpus == 1:
@@ -160,11 +162,12 @@ def launch_command(estimate: LaunchEstimate, recipe: str, defaults: TrainConfig)
             if machines == 1
             else f"torchrun --nnodes {machines} --nproc-per-node {m} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
         )
+        compression = f"powersgd --grad-compression.rank {launch.rank}" if launch.rank else "none"
         words = [
             f"{launcher} -m",
             f"limner train DATA --recipe {recipe} --out RUN --stages prior",
             f"--parallel {launch.kind} --dp-replicate {launch.replicas}"
-            + (f" --grad-compression powersgd --grad-compression.rank {launch.rank}" if launch.rank else ""),
+            + f" --grad-compression {compression}" * (launch.replicas > 1 and launch.rank != default_compression),
         ]
     overrides = [
         f"--prior.training.{name.replace('_', '-')} {value}"

@@ -104,6 +104,8 @@ class PriorStage(Validated):
 
     Args:
         augment: crop pictures at random (Listing 2) and encode them on the fly, instead of once into a cache.
+        grad_compression_rank: rank of PowerSGD over all shards of a matrix, for gradients sent between replicas; None
+            sends fp32. `limner train --grad-compression` overrides it.
         caption_dropout: share of empty captions in training, required by guidance (typically 0.1).
         temperature, guidance: defaults for sampling from the trained model. Guidance 1 is off.
     """
@@ -112,6 +114,7 @@ class PriorStage(Validated):
     objective: Autoregressive = field(default_factory=Autoregressive)
     training: TrainConfig
     augment: bool = True
+    grad_compression_rank: Annotated[int | None, Range(1, 2**16)] = None
     caption_dropout: Annotated[float, Range(0, 1)] = 0.0
     temperature: Annotated[float, Range(0, 100)] = 1.0
     guidance: Annotated[float, Range(0, 100)] = 1.0

@@ -42,7 +42,7 @@ class TrainConfig(Validated):
             resblock, with fp32 outside, as in the paper; "resblocks-partial", the same, but an overflow leaves out its
             block instead of skipping the update; "loss", one dynamic scale for the loss; "tensors", one constant
             scale, skipping tensors that overflow.
-        checkpoint_activations: recompute activations in the backward pass (the model needs
+        checkpoint_activations: recompute each resblock's activations in the backward pass (the model needs
             `set_checkpointing`).
         checkpoint_every, keep: steps between checkpoints, and the number of checkpoints kept.
         eval_every: steps between evaluations; None evaluates at the end only.

@@ -90,10 +90,12 @@ class Parallel(ABC):
         rank: rank of this process, from 0.
         world_size: number of processes.
         reduction: reduction of the gradients of the model that `prepare` took last.
+        grad_compression_rank: rank of PowerSGD between replicas for the next model; None sends fp32.
     """
 
     rank: int
     world_size: int
+    grad_compression_rank: int | None = None
 
     def __init__(self) -> None:
         self.reduction = Reduction()

@@ -125,6 +125,22 @@ def test_an_indivisible_batch_of_a_later_stage_raises_before_the_first(data, tmp
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_only_the_prior_has_the_recipes_compression(data, tmp_path):
+    ranks = {}
+
+    class Noting(SingleProcess):
+        def prepare(self, trainable, device, dtype):
+            ranks[type(trainable.model).__name__] = self.grad_compression_rank
+            return super().prepare(trainable, device, dtype)
+
+    recipe = with_steps(tiny_recipe(), 1)
+    recipe = replace(recipe, prior=replace(recipe.prior, grad_compression_rank=8))
+    trainer = StageTrainer(RunData.open(recipe, data, tmp_path / "run", Noting()), ("dvae", "prior", "contrastive"))
+    for name in ("dvae", "prior", "contrastive"):
+        trainer.model(name)
+    assert len(ranks) == 3 and {name for name, rank in ranks.items() if rank == 8} == {"Transformer"}
+
+
 def test_only_trained_stages_need_the_settings_of_the_start(data, tmp_path):
     """The models of the other stages are those of the bundle, whatever the recipe says of them."""
     assert train_all(RECIPE, data, tmp_path / "first") is not None
