@@ -198,7 +198,8 @@ class Launch:
 
     @cached_property
     def state(self) -> dict[str, float]:
-        """Bytes of weights, gradients, moments, averages, and PowerSGD's error buffers."""
+        """Bytes of weights, gradients, moments, averages, and PowerSGD's error buffers and factors. With PowerSGD only one
+        layer at a time has gradients of matrices (App. E.2, steps 2 and 11)."""
         matrices, vectors, outside = self.shard_values
         full: float = _FP32 * (sum(self.shard_values) + self.replicated_values)
         weights = full - self.stores_16bit * (_FP32 - _HALF) * matrices
@@ -209,7 +210,9 @@ class Launch:
         if averaged:
             state["averaged weights"] = full
         if self.rank is not None:
-            state["error buffers"] = _CODE * matrices
+            size = _HALF if self.stores_16bit else _FP32
+            state["gradients"] -= size * matrices * (1 - 1 / self.config.depth)
+            state |= {"error buffers": _CODE * matrices, "factors": _FP32 / _CODE * self.factor_bytes}
         return state
 
     @property

@@ -91,7 +91,10 @@ def test_powersgd_factors_of_the_papers_model() -> None:
     sent = 2 * 127 / 128 * (PAPER.factor_bytes + 4 * (rest + biases)) + 2 * 1_023 / 1_024 * 4 * biases
     assert PAPER.sent["all-reduce"] == pytest.approx(sent)
     assert 1 - PAPER.factor_bytes / (4 * PAPER.shard_values[0]) > 0.91  # matrices, at least the rate of Table 1
-    assert PAPER.state["error buffers"] == 2 * 12 * 64 * d * d / 8
+    matrices, plain = 12 * 64 * d * d / 8, replace(PAPER, rank=None)
+    assert PAPER.state["error buffers"] == 2 * matrices and PAPER.state["factors"] == 2 * PAPER.factor_bytes
+    # E.2: the backward pass adds gradients in 16 bits to the buffers, the update decompresses them by resblock.
+    assert plain.state["gradients"] - PAPER.state["gradients"] == pytest.approx(2 * matrices * 63 / 64)
 
 
 @pytest.mark.parametrize(
