@@ -49,3 +49,11 @@ def test_the_largest_priors_have_the_ranks_of_table_1():
     assert {size: rank for size, rank in ranks.items() if rank} == {"dalle-3b": 512, "dalle-6b": 640, "dalle-12b": 896}
     assert list(filter(None, ranks.values())) == [rank for _, _, rank, _ in table1()]
     assert not any(recipes.get(name).prior.grad_compression_rank for name in SMALL)
+
+
+def test_the_best_of_512_candidates_at_temperature_1():
+    """§2.6: "without temperature reduction (i.e., using t = 1) [...] and use reranking with N = 512"."""
+    for size in SIZES:
+        recipe = paper(size)
+        assert (recipe.prior.temperature, recipe.contrastive.candidates) == (1.0, 512)
+    assert not any(recipes.get(name).contrastive.candidates for name in SMALL)

@@ -23,8 +23,7 @@ def gb(value: float) -> str:
 
 
 def launches(estimates: Sequence[LaunchEstimate], name: str, prior: PriorStage) -> Iterable[str]:
-    """Yield blocks of text: the launches, then the best command or the least memory. `prior`: the stage of recipe
-    `name`."""
+    """Yield blocks of text: the launches, then the best command or the least memory. `prior` is recipe `name`'s."""
     best, cluster = estimates[0], estimates[0].cluster
     rows = [
         (

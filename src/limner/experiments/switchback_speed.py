@@ -1,5 +1,5 @@
 """Appendix B, Figures 6 and 7 (left): the share of int8 rounding in a SwitchBack layer's time falls with its width, and
-the layer overtakes 16-bit and 32-bit layers. Times are means over both layers of an MLP, d -> 4 d and 4 d -> d.
+the layer overtakes 16-bit and 32-bit layers. Times are of both layers of an MLP, d -> 4 d and 4 d -> d.
 
 Quantization and dequantization touch each number once; products touch it once per input or output. The share of the
 former falls with width. Operations are timed one at a time with all threads of this device, which must be idle
@@ -116,26 +116,9 @@ def time_shares(steps: Times) -> tuple[float, float, float]:
     return quantize / total, dequantize / total, (total - quantize - dequantize) / total
 
 
-def time_mlp(
-    b: int, d: int, rounds: int, device: torch.device, dtype: torch.dtype = torch.float32
-) -> tuple[Times, Times]:
-    """Return the mean times of the steps and of the linear layers over d -> 4 d and 4 d -> d, for b rows."""
-    torch.manual_seed(0)
-    timed = []
-    for n, m in ((d, 4 * d), (4 * d, d)):
-        x, g = (torch.randn(b, width, device=device, dtype=dtype) for width in (n, m))
-        weight = torch.randn(m, n, device=device)
-        layers = linear_layers(x, g, [StandardLinear, SwitchBackLinear])
-        timed.append([time_rounds(f, rounds) for f in (switchback_steps(x, weight, g) | int8_sums(x, weight), layers)])
-    steps, layers = (
-        {
-            name: [statistics.mean(pair) for pair in zip(up[name], down[name], strict=True)]
-            for name in up
-            if name in down
-        }
-        for up, down in zip(*timed, strict=True)
-    )
-    return steps, layers
+def both_layers(up: Functions, down: Functions) -> Functions:
+    """Return functions that run the function of each layer; without functions that only one layer has."""
+    return {name: lambda name=name: (up[name](), down[name]()) for name in up if name in down}
 
 
 @experiment(
@@ -154,8 +137,14 @@ def switchback_speed(folder: Path, quick: bool) -> Finding:
     table, shares, speeds = [], {b: [] for b in rows}, {b: [] for b in rows}
     with progress("timing layers", len(widths) * len(rows), unit="layer") as bar:
         for b, d in itertools.product(rows, widths):
-            steps, layers = time_mlp(b, d, rounds, device, dtype)
-            parts = time_shares(steps)
+            torch.manual_seed(0)
+            x, g = (torch.randn(b, n, device=device, dtype=dtype) for n in (d, 4 * d))
+            weight = torch.randn(4 * d, d, device=device)
+            mlp = (x, weight, g), (g, weight.mT.contiguous(), x)
+            steps = both_layers(*(switchback_steps(x, w, g) | int8_sums(x, w) for x, w, g in mlp))
+            parts = time_shares(time_rounds(steps, rounds))
+            layers = both_layers(*(linear_layers(x, g, [StandardLinear, SwitchBackLinear]) for x, _, g in mlp))
+            layers = time_rounds(layers, rounds)
             speedups = [
                 median_speedup(layers[name], layers["SwitchBackLinear"])
                 for name in ("nn.Linear fp32", "nn.Linear bf16", "StandardLinear")

@@ -146,7 +146,7 @@ def time_training(config: TransformerConfig, batch: int, device: torch.device, *
     tokens = {"text": text, "image": image}
     with device:
         model = config.build().to(device)
-    objective = Autoregressive(logit_operands="autocast")  # as in implementations that it is compared with
+    objective = Autoregressive(logit_operands="autocast")  # as in the implementations to compare
     return time_train_step(model, objective, tokens, device, checkpointing=checkpointing)
 
 

@@ -180,6 +180,7 @@ def paper(size: str = "dalle-12b") -> Recipe:
                 steps=400_000, batch_size=4_096, warmup_steps=2_000, schedule=Cosine(), eval_every=5_000,
                 optimizer=AdamWConfig(lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2),
             ),
+            candidates=512,
         ),
     )  # fmt: skip
 

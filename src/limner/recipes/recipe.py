@@ -25,6 +25,7 @@ from limner.objectives.elbo import RelaxedELB
 from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.objectives.reconstruction_loss import ReconstructionLoss
 from limner.pretrained import find_bundle, is_bundle, resolve_name
+from limner.sampling.generation_config import CANDIDATES
 from limner.training.config import TrainConfig
 from limner.validation import InvalidSetting, Range, Validated
 
@@ -129,6 +130,7 @@ class ContrastiveStage(Validated):
         distractors: wrong captions for each picture, as hard negatives.
         prior_score_weight: weight of the log-probability under the prior (nats per token) in the score of a candidate;
             0, as in the paper, ranks by the contrastive model alone.
+        candidates: default number of candidates when drawing with the trained model; None leaves it to the caller.
     """
 
     model: CLIPConfig = field(default_factory=CLIPConfig)
@@ -137,6 +139,7 @@ class ContrastiveStage(Validated):
     augment: bool = True
     distractors: Annotated[int, Range(0, 1_000)] = 0
     prior_score_weight: Annotated[float, Range(0, 100)] = 0.0
+    candidates: Annotated[int | None, CANDIDATES] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,28 +1,33 @@
 """The layers that Figure 6 times, and the sections that experiments cite."""
 
+from pathlib import Path
+
 import pytest
-import torch
 
 from limner.experiments import load, switchback_speed
 
 
-def test_both_layers_of_an_mlp_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each function takes as many seconds as its layer has outputs."""
-    shapes = []
+def test_both_layers_of_an_mlp_are_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shapes = {"steps": [], "layers": []}
+    steps, layers = switchback_speed.switchback_steps, switchback_speed.linear_layers
 
-    def layers(x, g, kinds):
-        shapes.append((x.shape, g.shape))
-        return {"layer": lambda: g.shape[1]}
+    def once(functions, rounds):
+        calls = [function() for function in functions.values()]
+        assert all(len(results) == 2 for results in calls)  # of the layers
+        return {name: [1.0] for name in functions}
 
-    monkeypatch.setattr(switchback_speed, "linear_layers", layers)
-    monkeypatch.setattr(switchback_speed, "switchback_steps", lambda x, weight, g: {"step": lambda: weight.shape[0]})
-    monkeypatch.setattr(switchback_speed, "int8_sums", lambda x, weight: {})
-    monkeypatch.setattr(
-        switchback_speed, "time_rounds", lambda functions, rounds: {k: [f()] * rounds for k, f in functions.items()}
-    )
-    steps, layers = switchback_speed.time_mlp(3, 16, 2, torch.device("cpu"))
-    assert shapes == [((3, 16), (3, 64)), ((3, 64), (3, 16))]
-    assert steps == {"step": [40, 40]} and layers == {"layer": [40, 40]}
+    def noting_steps(x, weight, g):
+        shapes["steps"].append(tuple(weight.shape))
+        return steps(x, weight, g)
+
+    def noting_layers(x, g, kinds):
+        shapes["layers"].append((g.shape[1], x.shape[1]))
+        return layers(x, g, kinds)
+
+    for name, function in (("time_rounds", once), ("switchback_steps", noting_steps), ("linear_layers", noting_layers)):
+        monkeypatch.setattr(switchback_speed, name, function)
+    load("switchback-speed").reproduce(tmp_path, True)
+    assert shapes["steps"] == shapes["layers"] == [(256, 64), (64, 256), (512, 128), (128, 512)]
 
 
 def test_sections_of_the_second_paper() -> None:

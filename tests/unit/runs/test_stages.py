@@ -86,7 +86,9 @@ def test_a_contrastive_model_needs_no_dvae(data, tmp_path):
     task = scene_task(4, model.config.size)
     result = evaluate(model, tokenizer, task)
     assert name == "run" and len(result.right[1]) == 4
-    pipe = train_all(RECIPE, data, run, ["dvae", "prior"])
+    seven = replace(RECIPE, contrastive=replace(RECIPE.contrastive, candidates=7))  # may change in a run
+    pipe = train_all(seven, data, run, ["dvae", "prior"])
+    assert pipe.default_candidates == TextToImage.from_pretrained(run).default_candidates == 7
     assert pipe is not None
     for bundled, trained in zip(pipe.contrastive.parameters(), model.parameters(), strict=True):
         assert torch.equal(bundled, trained)
