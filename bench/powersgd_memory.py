@@ -1,6 +1,6 @@
 """Peak memory of an update with PowerSGD: gradients decompressed block by block, and all together.
 
-    python bench/powersgd_memory.py                       # 4 processes, 128 resblocks of width 256, the number of the paper
+    python bench/powersgd_memory.py                       # 4 processes, 128 resblocks as in the paper, of width 256
     python bench/powersgd_memory.py --depth 24 --width 512
 
 Gloo processes, each with all weights, train a prior for two updates. `limner` decompresses gradients block by block

@@ -198,8 +198,8 @@ class Launch:
 
     @cached_property
     def state(self) -> dict[str, float]:
-        """Bytes of weights, gradients, moments, averages, and PowerSGD's error buffers and factors. With PowerSGD only one
-        layer at a time has gradients of matrices (App. E.2, steps 2 and 11)."""
+        """Bytes of weights, gradients, moments, averages, and PowerSGD's error buffers and factors. With PowerSGD only
+        one layer at a time has gradients of matrices (App. E.2, steps 2 and 11)."""
         matrices, vectors, outside = self.shard_values
         full: float = _FP32 * (sum(self.shard_values) + self.replicated_values)
         weights = full - self.stores_16bit * (_FP32 - _HALF) * matrices
