@@ -66,7 +66,8 @@ prior = TransformerConfig(**text, image_vocab=CODES, grid=dvae.config.grid, widt
 fit("prior", prior, Autoregressive(), tokens, 1500, 16, MuonConfig(fallback_adamw=AdamWConfig(lr=5e-3)), ema_decay=0.99)
 
 # 3. CLIP: how well a picture fits a caption.
-clip = CLIPConfig(**text, size=SIZE, patch=8, width=96, depth=4, heads=4, embedding=128).build()
+small_pictures = {"ln_pre": False, "sinusoids": True}
+clip = CLIPConfig(**text, **small_pictures, size=SIZE, patch=8, width=96, depth=4, heads=4, embedding=128).build()
 fit("clip", clip, HardNegativeLoss(), images, 200, 128, MuonConfig(fallback_adamw=AdamWConfig(lr=1e-3)))
 
 # 4. Draw new captions, keep the best candidate of each, and let a program without learned parts check it.

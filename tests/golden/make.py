@@ -220,10 +220,11 @@ def prior_masked() -> dict[str, list[float]]:
 
 @double()
 def contrastive() -> dict[str, list[float]]:
-    """With two spoiled copies of each picture and two wrong captions."""
+    """The bundled models' form, with two spoiled copies of each picture and two wrong captions."""
     model = CLIPConfig(
-        text_vocab=VOCAB, text_len=TEXT, size=SIDE, patch=8, width=32, depth=2, heads=2, embedding=16
-    ).build()
+        text_vocab=VOCAB, text_len=TEXT, size=SIDE, patch=8, width=32, depth=2, heads=2, embedding=16, ln_pre=False,
+        sinusoids=True,
+    ).build()  # fmt: skip
     data = Squares("text", "pixels", "distractors")
     return curve(model, HardNegativeLoss(cut_paste_negatives=2), data, clip_norm=1.0, schedule=Cosine(end=0.02))
 

@@ -101,7 +101,7 @@ def trial(
     """
     recorder, patch = RMSRecorder(), PATCH if injected else 4
     run, losses = train_clip(
-        model=replace(CLIP, width=width, depth=2, embedding=width, patch=patch, patch_dropout=0.0, patch_norm=False),
+        model=replace(CLIP, width=width, depth=2, embedding=width, patch=patch, patch_dropout=0.0, ln_pre=False),
         objective=InjectedSignal(steps, seed) if injected else HardNegativeLoss(),
         count=NUM_SCENES if injected else FEW_SCENES,
         optimizer=optimizer(lr=lr, betas=(0.9, beta2), eps=1e-8, weight_decay=0.2),

@@ -46,7 +46,7 @@ PRIOR = TransformerConfig(
 )  # fmt: skip
 CLIP = CLIPConfig(
     text_vocab=TEXT_VOCAB, text_len=TEXT_LEN, size=SIZE, patch=4, width=64, depth=3, heads=2, embedding=64,
-    patch_dropout=0.5, patch_norm=True,
+    patch_dropout=0.5,
 )  # fmt: skip
 CANDIDATES = 64  # captions per picture for `accuracy`
 

@@ -41,7 +41,9 @@ class CLIPConfig(Validated):
         text_tower: width, depth and heads of the caption's tower.
         embedding: E.
         patch_dropout: share of patches that training drops at random for each picture (Li et al. 2022).
-        patch_norm: add a LayerNorm after the patch embedding, which has the largest gradients (Wortsman et al. 2023).
+        ln_pre: normalize class token and patches, with positions, before the blocks (Radford et al. 2021; the
+            "layer-norm after the patch embedding" of Wortsman et al. 2023, §3.2). The bundled models lack this norm.
+        sinusoids: add fixed sinusoids to the learned positions, which remain small in short runs on small pictures.
         layer_scale, qk_norm: see `TransformerConfig`.
     """
 
@@ -55,7 +57,8 @@ class CLIPConfig(Validated):
     embedding: Annotated[int, Range(1, 2**16)] = 512
     text_tower: Annotated[tuple[int, int, int] | None, Range(1, 2**16)] = None
     patch_dropout: Annotated[float, Range(0, lt=1)] = 0.0
-    patch_norm: bool = False
+    ln_pre: bool = True
+    sinusoids: bool = False
     layer_scale: bool = False
     qk_norm: bool = False
 
@@ -82,11 +85,11 @@ class CLIPConfig(Validated):
         return CLIP(self)
 
 
-#: Sizes of ViT-B/32, L/14 and H/14 as OpenCLIP trains them, and one for two cores, with patch dropout and patch norm.
+#: Sizes of ViT-B/32, L/14 and H/14 as OpenCLIP trains them, and one for two cores, with patch dropout.
 SIZES = {
     name: CLIPConfig(
         size=size, patch=patch, width=width, depth=depth, heads=heads, text_tower=text, embedding=embedding,
-        text_vocab=16_384, text_len=77, patch_dropout=0.5, patch_norm=True,
+        text_vocab=16_384, text_len=77, patch_dropout=0.5,
     )
     for name, size, patch, (width, depth, heads), text, embedding in (
         ("tiny", 48, 8, (128, 4, 4), (128, 4, 4), 128),
@@ -117,7 +120,7 @@ class CLIP(nn.Module):
         self.patches = nn.Conv2d(3, d, config.patch, config.patch)
         self.image_position = nn.Parameter(torch.empty(side**2 + 1, d))
         nn.init.normal_(self.image_position, std=0.02)
-        self.patch_norm = nn.LayerNorm(d) if config.patch_norm else nn.Identity()
+        self.ln_pre = nn.LayerNorm(d) if config.ln_pre else nn.Identity()
         self.image_blocks, self.text_blocks = tower(*config.tower), tower(*text_tower)
         self.text = nn.Embedding(config.text_vocab, w)
         self.text_position = nn.Embedding(config.text_len, w)
@@ -136,13 +139,17 @@ class CLIP(nn.Module):
         )
 
     def encode_image(self, pixels: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B E"]:
-        """uint8 [B, 3, H, W] -> float32 (or float64) [B, E] of unit length. Position 0 is the class token."""
+        """uint8 [B, 3, H, W] -> float32 (or float64) [B, E] of unit length. Position 0 is the class token, a part of
+        `image_position`."""
         x = self.patches(pixels.to(self.patches.weight.dtype) / 127.5 - 1).flatten(2).transpose(1, 2)
-        x = F.pad(self.patch_norm(x), (0, 0, 1, 0)) + self.image_position + self.position_sinusoids
+        x = F.pad(x, (0, 0, 1, 0)) + self.image_position
+        if self.config.sinusoids:
+            x = x + self.position_sinusoids
         attention_fn = self.full_attention
         if self.training and self.config.patch_dropout:
             attention_fn = self.kept_attention
             x = drop_patches(x, len(attention_fn.mask) - 1)
+        x = self.ln_pre(x)
         for block in self.image_blocks:
             x = block(x, attention_fn)
         return F.normalize(upcast(self.image_out(self.image_norm(x[:, 0]))), dim=-1)

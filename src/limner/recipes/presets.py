@@ -188,12 +188,13 @@ def paper(size: str = "dalle-12b") -> Recipe:
 def clip(size: str) -> Recipe:
     """Contrastive model of Wortsman et al. 2023 (§2.2 and §3.2): B, L or H, for `--stages contrastive`.
 
+    Captions have no BPE dropout. The stage resizes the central square of each picture; the paper states no crops.
     dVAE and prior, which Wortsman et al. do not have, are those of `tiny` at the picture size of the contrastive model.
     """
     tiny = paper("tiny")
     return replace(
         tiny,
-        text=TextConfig(length=77),
+        text=TextConfig(length=77, dropout=0.0),
         dvae=replace(tiny.dvae, model=DVAEConfig(size=224)),
         contrastive=ContrastiveStage(
             model=CLIP_SIZES[size],
@@ -201,6 +202,7 @@ def clip(size: str) -> Recipe:
                 steps=20_000, batch_size=16_384, optimizer=StableAdamWConfig(lr=2e-3, weight_decay=0.2),
                 clip_norm=None, warmup_steps=5_000, schedule=Cosine(), eval_every=1_000,
             ),
+            augment=False,
         ),
     )  # fmt: skip
 
@@ -261,7 +263,7 @@ def _small_contrastive(steps: int, width: int = 128, distractors: int = 3) -> Co
     (docs/log/2026-11-21.md, "Muon for the reranker")."""
     optimizer = MuonConfig(fallback_adamw=AdamWConfig(lr=1e-3, betas=(0.9, 0.98), weight_decay=0.05))
     return ContrastiveStage(
-        model=CLIPConfig(patch=8, width=width, depth=4, heads=4, embedding=128),
+        model=CLIPConfig(patch=8, width=width, depth=4, heads=4, embedding=128, ln_pre=False, sinusoids=True),
         objective=HardNegativeLoss(cut_paste_negatives=1),
         training=_small_training(steps, 128, optimizer, min(50, steps // 10)),
         augment=False,

@@ -41,9 +41,7 @@ CONFIGS: dict[str, Any] = {
     "prior": PRIOR,
     "dvae": DVAEConfig(size=16, width=8, groups=2, blocks=1, vocab=10, code_width=8),
     "patches": PatchDVAEConfig(size=16, vocab=10, width=12, pixel_blocks=1),
-    "contrastive": CLIPConfig(
-        size=16, patch=8, width=16, depth=1, heads=2, embedding=8, text_vocab=20, text_len=8, patch_norm=True
-    ),
+    "contrastive": CLIPConfig(size=16, patch=8, width=16, depth=1, heads=2, embedding=8, text_vocab=20, text_len=8),
 }
 CODES = torch.linspace(0, 1, 9 * 12).view(9, 12).sin()
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from limner.models.contrastive import SIZES, CLIPConfig
-from limner.models.patch_embedding import drop_patches
+from limner.models.patch_embedding import drop_patches, sinusoids
 from limner.validation import InvalidSetting
 
 SMALL = CLIPConfig(text_vocab=30, text_len=6, size=16, patch=4, width=16, depth=2, heads=2, embedding=8)
@@ -50,8 +51,35 @@ def test_with_all_patches_kept_the_order_does_not_matter():
     torch.testing.assert_close(model.encode_image(images), expected)
 
 
+def block_input(model):
+    captured = []
+    model.image_blocks[0].register_forward_pre_hook(lambda _, args: captured.append(args[0]))
+    model.encode_image(pictures())
+    return captured[0].detach()
+
+
+def test_the_papers_form_normalizes_the_input_of_the_blocks_and_has_learned_positions_only():
+    """Radford et al. 2021; Wortsman et al. 2023, §3.2. The class token is normalized, too."""
+    torch.manual_seed(0)
+    x = block_input(SMALL.build().eval())
+    torch.testing.assert_close(x.mean(-1), torch.zeros(3, 17), atol=1e-6, rtol=0)
+    torch.testing.assert_close(x.var(-1, unbiased=False), torch.ones(3, 17), atol=0.05, rtol=0)
+
+
+def test_the_options_omit_the_norm_and_add_sinusoids():
+    torch.manual_seed(0)
+    model = replace(SMALL, ln_pre=False, sinusoids=True).build().eval()
+    plain = replace(SMALL, ln_pre=False).build().eval()
+    plain.load_state_dict(model.state_dict())
+    torch.manual_seed(1)
+    x = block_input(model)
+    torch.manual_seed(1)
+    added = x - block_input(plain)
+    torch.testing.assert_close(added, F.pad(sinusoids(4, 16), (0, 0, 1, 0)).expand(3, -1, -1))
+
+
 def test_a_text_tower_of_its_own_size():
-    model = replace(SMALL, text_tower=(8, 3, 1), patch_norm=True, layer_scale=True, qk_norm=True).build()
+    model = replace(SMALL, text_tower=(8, 3, 1), layer_scale=True, qk_norm=True).build()
     assert len(model.text_blocks) == 3 and len(model.image_blocks) == 2
     assert model.encode_text(torch.randint(0, 30, (2, 6))).shape == model.encode_image(pictures(2)).shape == (2, 8)
     with pytest.raises(InvalidSetting, match="multiple of heads"):

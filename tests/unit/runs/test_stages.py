@@ -21,7 +21,8 @@ from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.hard_negatives import HardNegativeLoss
-from limner.optim.optimizers import AdamWConfig
+from limner.optim.optimizers import AdamWConfig, StableAdamWConfig
+from limner.optim.schedules import Cosine
 from limner.pipeline import TextToImage, load
 from limner.pretrained import ASSETS
 from limner.recipes.recipe import PatchStage, PretrainedDVAE, Recipe, resolve
@@ -107,7 +108,27 @@ def test_the_second_papers_models_are_recipes(data, tmp_path):
         contrastive=replace(recipe.contrastive, model=model, training=training),
     )
     assert train_all(recipe, data, tmp_path / "run", ["contrastive"]) is None
-    assert load_reranker(tmp_path / "run")[0].config.patch_norm
+    assert load_reranker(tmp_path / "run")[0].config.ln_pre
+
+
+@pytest.mark.parametrize("name", ["clip-b", "clip-l", "clip-h"])
+def test_the_second_papers_recipes_have_its_settings(name):
+    """§2.2.2, §3.2 and App. F.2; no BPE dropout and no crops, which are of Ramesh et al. 2021."""
+    recipe = recipes.get(name)
+    stage = recipe.contrastive
+    assert recipe.text.dropout == 0 and not stage.augment
+    model, training = stage.model, stage.training
+    assert (model.patch_dropout, model.ln_pre, model.sinusoids) == (0.5, True, False)
+    assert training.optimizer == StableAdamWConfig(lr=2e-3, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.2)
+    assert (training.steps, training.warmup_steps, training.batch_size) == (20_000, 5_000, 16_384)
+    assert training.clip_norm is None and training.schedule == Cosine()
+
+
+@pytest.mark.parametrize("name", ["scenes", "demo", "emoji", "icons", "laptop"])
+def test_recipes_for_small_pictures_have_the_reranker_of_the_bundled_models(name):
+    model = recipes.get(name).contrastive.model
+    assert model.sinusoids and not model.ln_pre
+    assert not recipes.get("photos").contrastive.model.sinusoids  # smaller versions of the paper's models
 
 
 def test_an_invalid_stage_raises_before_the_first_stage(data, tmp_path):
