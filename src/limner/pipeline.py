@@ -58,8 +58,8 @@ class TextToImage:
 
     Args:
         dvae, prior, contrastive, tokenizer: models that were trained together.
-        info: JSON values for the model card: "name", "recipe", "data", "scores", ...; "temperature" and "guidance" are
-            defaults of sampling, "prior_score_weight" is the weight of the prior's log-probability in `Drawing.score`.
+        info: JSON values for the model card: "name", "recipe", "data", "scores", ...; defaults "temperature",
+            "guidance" and "candidates"; "prior_score_weight" of the prior's log-probability in `Drawing.score`.
 
     Raises:
         UserError: the models do not fit together, or `info` is invalid.
@@ -77,11 +77,11 @@ class TextToImage:
         self.dvae, self.prior, self.contrastive = dvae.eval(), prior.eval(), contrastive.eval()
         self.tokenizer, self.info, self.inference_config = tokenizer, dict(info or {}), inference_config
         try:
-            self.sampler = Sampler(
-                temperature=self._bundle_default("temperature"), guidance=self._bundle_default("guidance")
-            )
+            temperature, guidance = map(self._bundle_default, ("temperature", "guidance"))
+            self.sampler = Sampler(temperature=temperature, guidance=guidance)
             self.prior_score_weight = self._bundle_default("prior_score_weight", 0.0)
             _PRIOR_SCORE_WEIGHTS.check("prior_score_weight", self.prior_score_weight)
+            self.default_candidates = GenerationConfig(candidates=self.info.get("candidates")).candidates
         except InvalidSetting as error:
             raise UserError(f"the model's {error}: correct its config.json") from None
         bundles.check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
@@ -142,7 +142,7 @@ class TextToImage:
         )[0]  # fmt: skip
 
     def prime(self, image: Image.Image, keep_rows: int | None = None, mask: Image.Image | None = None) -> Tensor:
-        """Return the tokens [1, S] of a picture, `UNSET` where to draw (priming and inpainting, §2.6, Figure 14).
+        """Return the tokens [1, S] of a picture, `UNSET` where to draw (priming, §3.3, Figure 14; inpainting).
 
         Args:
             image: cropped to its central square and resized; white behind transparent pixels, as for `mask`.
@@ -196,8 +196,8 @@ class TextToImage:
             raise UserError(str(error)) from None
         seeds = caption_seeds(options.seed if seed is None else seed, len(captions))
         result = self.candidates(
-            captions, max(n, options.candidates), seed=seeds, sampler=options, prompt_tokens=prompt_tokens,
-            progress=progress, on_preview=on_preview, preview_every=preview_every,
+            captions, max(n, options.candidates or self.default_candidates or 64), seed=seeds, sampler=options,
+            prompt_tokens=prompt_tokens, progress=progress, on_preview=on_preview, preview_every=preview_every,
         )  # fmt: skip
         order = distinct_first(best(result.scores, result.scores.shape[1]), result.tokens)[:, :n]
         return [

@@ -26,7 +26,10 @@ from tiny import STEPS, tiny_pipe, tiny_recipe
 pytestmark = pytest.mark.slow
 
 WAYS = {
-    **{f"fp16-{scaling}": {"precision": Fp16(), "scaling": scaling} for scaling in ("resblocks", "loss", "tensors")},
+    **{
+        f"fp16-{scaling}": {"precision": Fp16(), "scaling": scaling}
+        for scaling in ("resblocks", "resblocks-partial", "loss", "tensors")
+    },
     "int8": {"precision": SwitchBack()},
     "moments": {"precision": Fp32(), "optimizer": AdamW16Config(lr=1e-3)},
 }

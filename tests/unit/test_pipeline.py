@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import limner
 from limner import bundles, pretrained
+from limner.cli import main
 from limner.drawing import SOURCE_TYPE
 from limner.errors import UserError
 from limner.numerics.precision import Auto, Bf16
@@ -145,6 +146,26 @@ def test_a_model_brings_its_own_temperature_and_guidance(pipe):
     assert own[0].settings["temperature"] == 0.3 and pipe(CAPTION, candidates=1)[0].settings["temperature"] == 1
     warm = cold(CAPTION, n=2, candidates=2, temperature=1, guidance=1)
     assert np.array_equal(pixels(warm), pixels(pipe(CAPTION, n=2, candidates=2)))
+
+
+def test_a_model_brings_its_own_number_of_candidates(pipe, tmp_path, monkeypatch, capsys):
+    def count(pipe, **settings):
+        counts = []
+        pipe(CAPTION, **settings, progress=counts.append)
+        return sum(counts)
+
+    five = TextToImage(pipe.dvae, pipe.prior, pipe.contrastive, pipe.tokenizer, {**pipe.info, "candidates": 5})
+    assert (count(five), count(five, candidates=2), count(five, n=6)) == (5, 2, 6)
+    assert count(TextToImage(pipe.dvae, pipe.prior, pipe.contrastive, pipe.tokenizer, {"candidates": None})) == 64
+    monkeypatch.chdir(tmp_path)
+    for name, model, words, total in (
+        ("own", five, [], 5),
+        ("own", five, ["--candidates=3"], 3),
+        ("none", pipe, [], 16),
+    ):
+        model.save_pretrained(name)
+        assert main(["draw", CAPTION, "--model", name, *words]) == 0
+        assert f" of {total})" in capsys.readouterr().out
 
 
 def test_drawing_leaves_the_callers_random_numbers_alone(pipe, saved):
@@ -521,6 +542,8 @@ SPOILED = {
     "negative size": (lambda b: edit(b, put("dvae", "vocab", -5)), "vocab must be"),
     "guidance in words": (lambda b: edit(b, put("info", "guidance", "much")), "guidance must be a number"),
     "a large weight": (lambda b: edit(b, put("info", "prior_score_weight", 101)), "weight must be at most 100"),
+    "no candidates": (lambda b: edit(b, put("info", "candidates", 0)), "candidates must be at least 1"),
+    "half a candidate": (lambda b: edit(b, put("info", "candidates", 0.5)), "candidates must be an integer"),
     "no temperature": (lambda b: edit(b, put("info", "temperature", -1)), "temperature must be"),
     "a huge temperature": (lambda b: edit(b, put("info", "temperature", 10**400)), "temperature must be a finite"),
     "other grid": (lambda b: edit(b, put("dvae", "size", 48)), "do not match"),

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -38,7 +38,7 @@ class DrawOrEdit(Validated):
 
     n: Annotated[int, arg(aliases=("-n",)), Range(1, 2**16)] = 1
     """Number of drawings to keep, the best distinct ones."""
-    options: Annotated[GenerationConfig, arg(name="")] = GenerationConfig(candidates=16)
+    options: Annotated[GenerationConfig, arg(name="")] = GenerationConfig()
     model: Annotated[str, arg(help=_model_help(), metavar="NAME|FOLDER")] = pretrained.DEFAULT
     output: Annotated[str | None, arg(aliases=("-o",), metavar="FILE|FOLDER")] = None
     """A PNG file (NAME-1.png, NAME-2.png, ... for several) or a folder; by default a file named after the caption."""
@@ -74,9 +74,10 @@ def draw(options: DrawOrEdit, caption: str, prime: Callable[[Any], Any] | None =
     pipe = load(options.model)
     enlargement(pipe.dvae.config.size, options.scale)
     prompt_tokens = prime(pipe) if prime else None
-    number = max(options.n, options.options.candidates)
+    number = max(options.n, options.options.candidates or pipe.default_candidates or 16)
+    settings = replace(options.options, candidates=number)
     with progress("drawing", number, unit="picture") as bar:
-        drawings = pipe(caption, options.options, n=options.n, prompt_tokens=prompt_tokens, progress=bar.advance)
+        drawings = pipe(caption, settings, n=options.n, prompt_tokens=prompt_tokens, progress=bar.advance)
     for drawing, path in zip(drawings, drawings.save(out, options.scale), strict=True):
         print(f"{escape_control(path)}  (score {drawing.score:.3f}, candidate {drawing.candidate} of {number})")
     if (distinct := len({drawing.image.tobytes() for drawing in drawings})) < options.n:

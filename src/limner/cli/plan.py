@@ -72,14 +72,9 @@ def main(argv: Sequence[str]) -> None:
     training = recipe.prior.training
     batch = training.batch_size if options.batch is None else options.batch
     cost_model = Cost(
-        config=recipe.prior.model,
-        gpu=options.gpu,
-        gpus=options.gpus,
-        per_machine=options.per_machine,
-        batch=batch,
-        rank=options.rank,
-        half_moments=moment_bytes(training.optimizer)[0] < 8,
-    )
+        config=recipe.prior.model, gpu=options.gpu, gpus=options.gpus, per_machine=options.per_machine, batch=batch,
+        rank=options.rank, half_moments=moment_bytes(training.optimizer)[0] < 8,
+    )  # fmt: skip
     cluster = Cluster(
         gpu=options.gpu,
         per_machine=cost_model.m,
@@ -90,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
         cost_model.config, settings, options.gpus, cluster, options.dp_replicate, options.rank
     )
     blocks = [*report(options.recipe, cost_model, training.steps, options.candidates)]
-    blocks += launches(estimates, options.recipe, training)
+    blocks += launches(estimates, options.recipe, recipe.prior)
     if options.dry_run:
         from limner.planner.dry_run import dry_run
 

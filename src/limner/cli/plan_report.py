@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from limner.planner.cost import GB
 from limner.planner.gpus import GPUS
 from limner.planner.launch_search import LaunchEstimate, launch_command
+from limner.recipes.recipe import PriorStage
 from limner.text_table import render_table
-from limner.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from limner.planner.dry_run import DryRun
@@ -22,8 +22,8 @@ def gb(value: float) -> str:
     return f"{value / GB:,.2f}"
 
 
-def launches(estimates: Sequence[LaunchEstimate], recipe: str, before: TrainConfig) -> Iterable[str]:
-    """Yield blocks of text: the launches, then the best command or the least memory. `before`: the recipe's config."""
+def launches(estimates: Sequence[LaunchEstimate], name: str, prior: PriorStage) -> Iterable[str]:
+    """Yield blocks of text: the launches, then the best command or the least memory. `prior` is recipe `name`'s."""
     best, cluster = estimates[0], estimates[0].cluster
     rows = [
         (
@@ -44,7 +44,8 @@ def launches(estimates: Sequence[LaunchEstimate], recipe: str, before: TrainConf
         f"\ntraffic within machines overlaps computation; a machine sends {cluster.bandwidth * 8 / 1e6:,.0f} Mbit/s"
     )
     if best.fits:
-        yield f"the fastest that fits:\n\n{launch_command(best, recipe, before)}"
+        command = launch_command(best, name, prior.training, prior.grad_compression_rank)
+        yield f"the fastest that fits:\n\n{command}"
         return
     launch, memory = best.launch, GPUS[cluster.gpu].memory
     yield (

@@ -59,8 +59,9 @@ class Train(Validated):
     also after a machine is lost or added."""
     deterministic: bool = False
     """Train reproducibly: the same command gives the same weights. Slower on GPUs; stages are trained one by one."""
-    grad_compression: Reducer = "none"
-    """Format of gradients sent between replicas: fp32 (none), bf16, or PowerSGD factors of the paper or of torch."""
+    grad_compression: Reducer = "recipe"
+    """Format of gradients sent between replicas: the recipe's (--prior.grad-compression-rank), fp32 (none), bf16, or
+    PowerSGD factors of the paper or of torch."""
     grad_compression_rank: Annotated[int | None, Range(1, 2**16), arg(name="grad-compression.rank")] = None
     """Rank of the PowerSGD factors over all shards of a matrix; by default an eighth of its smaller side, for torch's
     32."""
@@ -77,7 +78,9 @@ def main(argv: Sequence[str]) -> None:
     default = Train(data=required, out=required, recipe=required, settings=settings)
     options = parse(Train, argv, "limner train", default)
     check_writable(options.out, folder=True)
-    dvae = options.settings.dvae
+    dvae, prior, settings = options.settings.dvae, options.settings.prior, options.settings
+    if options.grad_compression != "recipe":
+        settings = replace(settings, prior=replace(prior, grad_compression_rank=None))
     if isinstance(dvae, PretrainedDVAE) and "dvae" in options.stages:
         raise UserError(f"the recipe uses the trained dVAE of {dvae.bundle!r}: leave dvae out of --stages")
 
@@ -86,7 +89,7 @@ def main(argv: Sequence[str]) -> None:
 
     joined = process_group.join_process_group(options.parallel, options.dp_replicate, _reducer(options))
     with deterministic(options.deterministic), joined as parallel:
-        bundle = train_all(options.settings, options.data, options.out, options.stages or None, announce, parallel)
+        bundle = train_all(settings, options.data, options.out, options.stages or None, announce, parallel)
     if process_group.rank():
         return
     print(f"run: {escape_control(options.out)}")

@@ -1,13 +1,13 @@
-"""The paper's filters on image-text pairs (Ramesh et al. 2021, appendix C).
+"""Filters of image-text pairs, of the kinds that appendix C of Ramesh et al. 2021 names.
 
-"These filters include discarding instances whose captions are too short, are classified as
-non-English by the Python package cld3, or that consist primarily of boilerplate phrases such as
-'photographed on <date>', where <date> matches various formats for dates that we found in the data.
-We also discard instances whose images have aspect ratios not in [1/2, 2]."
+"These filters include discarding instances whose captions are too short, are classified as non-English by the Python
+package cld3, or that consist primarily of boilerplate phrases such as 'photographed on <date>', where <date> matches
+various formats for dates that we found in the data. We also discard instances whose images have aspect ratios not in
+[1/2, 2]."
 
-Each filter is a pure function that returns the reason for rejection, or None. py3langid replaces
-cld3, which is unmaintained. Only a confident classification rejects a caption, since short captions
-of names ("Taj Mahal, Agra") are often misclassified.
+Only the limits of the aspect ratio are the paper's, which omits the patterns and thresholds of other filters. Each is
+a pure function that returns the reason for rejection, or None. py3langid replaces cld3, which is unmaintained. Only a
+confident classification rejects a caption, since short captions of names ("Taj Mahal, Agra") are often misclassified.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _identifier() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Filters(Validated):
-    """Thresholds of the filters. `None` turns a filter off; by default all of the paper's filters apply."""
+    """Thresholds of the filters; `None` turns a filter off. Only that of the aspect ratio is the paper's (App. C)."""
 
     min_words: Annotated[int | None, Range(0, 10**6)] = 2
     """Minimum number of words in a caption."""
@@ -136,7 +136,7 @@ class Filters(Validated):
     boilerplate: Annotated[float | None, Range(0, 1)] = 0.5
     """Minimum share of a caption's letters and digits in its only word; dates and file names do not count as words."""
     aspect_ratio: Annotated[float | None, Range(1, 10**6)] = 2.0
-    """Maximum ratio of a picture's longer side to its shorter side."""
+    """Maximum ratio of a picture's longer side to its shorter side; 2 is the paper's."""
 
     def caption(self, caption: str) -> str | None:
         """Return the reason to reject a caption, or None."""

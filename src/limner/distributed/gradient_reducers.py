@@ -151,8 +151,8 @@ class Fp32Reducer(ReductionState):
         return average_grads(self.buckets[bucket].parameters.values(), self.mean)
 
     def finish(self) -> PendingWork:
-        """Complete the reduction after `reduce` has ended for all buckets: each `grad` becomes the mean. A gradient
-        not finite on one replica is so on all."""
+        """Complete the reduction after `reduce` has ended for all buckets: each `grad` becomes the mean, unless `parts`
+        sets it. A gradient not finite on one replica is so on all."""
         yield from ()
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ regardless of when communication finishes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, distributed, nn
@@ -119,6 +119,12 @@ class OverlappedReducer(Reduction):
 
     def restore_error_feedback(self, parameters: Iterable[nn.Parameter]) -> None:
         self.reducer.restore_error_feedback(parameters)
+
+    def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        return self.reducer.grad_norm(parameters)
+
+    def parts(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        return self.reducer.parts(parameters)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.reducer.state_dict() | ({} if self.error_buffers() else self.mean_error_buffers())

@@ -3,17 +3,20 @@
 For each matrix a replica keeps an error buffer E [m, n] with m <= n (transposed if necessary): the sum of its gradients
 minus the updates applied so far. Each update is the projection of E onto r directions. In E.2's steps:
 
-    2   E += G, unless G is not finite on a replica: then no replica adds G
-    3   P = E Q_0                 [m, r]; Q_0 [n, r] is drawn once from a seed and stays fixed
+    2   E += G, on replicas where G is finite
+    3   P = E Q_0                 [m, r]; Q_0 [n, r] is drawn once from a seed, stored in 1-6-9 and stays fixed
     4   P = mean over replicas    one collective for all matrices of a block
     5   P = orthonormal columns of P + eps I, by Householder reflections; eps is in lengths of P's longest column
     6   Q = E^T P                 [n, r]
     7   Q = mean over replicas    one collective for all matrices of a block
     8   other parameters are averaged in fp32: those of all blocks in one collective, those outside blocks per bucket
-    11  the gradient is P Q^T     the same on all replicas
+    9   norm of all gradients     from P, Q and the uncompressed gradients
+    10  shards exchange flags     a matrix whose gradient is not finite on a shard becomes NaN on all
+    11  the gradient is P Q^T     the same on all replicas; set and applied block by block
     12  E -= P Q^T                if P and Q are finite; a buffer that is not finite is reset to zero
 
-Step 12 directly follows step 7, so that each buffer is unpacked and packed once per update.
+Step 12 directly follows step 7. While a block waits for communication, only its packed buffers hold E + G. A replica
+holds the gradients of the block in the backward pass, and P Q^T of the block that is updated.
 
 A replica thus sends r (m + n) numbers instead of m n. Error feedback keeps the sum exact: over all steps, the mean of
 the buffers plus the applied gradients is the sum of the mean gradients. Numbers are sent in 1-6-9, half the size of
@@ -28,16 +31,17 @@ checkpoints hold the sum; here gradients are means over a replica's samples.)
 If an update is skipped, or leaves out some tensors, `restore_error_feedback` adds P Q^T to their buffers again. The
 value that is not finite may be in another block, and E.2 would lose the contribution of earlier steps.
 
-Two details differ from E.2. Flags sent with P and Q tell whether the gradients, P and Q are finite: all replicas leave
-out the same blocks. And the loop measures the gradient norm on P Q^T itself: the norm of Q (step 9) equals it only as
-far as P's columns are orthonormal after rounding.
+Three details differ from E.2. Flags sent with P and Q tell whether the gradients, P and Q are finite: all replicas
+mark the same blocks with NaN, and end their reduction early. If a block is not finite, E.2 still runs step 12 for all
+others. And the norm is that of P Q^T: E.2 takes the norm of Q, which equals it only as far as P's columns are
+orthonormal after rounding.
 
 Shapes: m x n a matrix's shard with m <= n, r directions of a shard, k matrices of one m in a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, log2
 from typing import Annotated, Any, cast
@@ -46,15 +50,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, distributed, nn
 
+from limner.distributed.compressed_matrix import Matrix
 from limner.distributed.gradient_reducers import Bucket, Fp32Reducer, PendingWork, Replicas, average_grads, unpack_error
 from limner.errors import UserError
 from limner.numerics.formats import E6M9, HALF_FORMATS
 from limner.numerics.seeding import named_seed
-from limner.optim import grad_access
-from limner.optim.dtensor import from_local, is_dtensor, shard_like, to_local
+from limner.optim.dtensor import from_local, is_dtensor, shard_like, sum_over_shards, to_local
 from limner.validation import Range, Validated
 
-__all__ = ["Matrix", "PowerSGD", "PowerSGDConfig", "orthonormal"]
+__all__ = ["PowerSGD", "PowerSGDConfig", "orthonormal"]
 
 EPS = 1e-6  # step 5
 
@@ -85,55 +89,6 @@ class PowerSGDConfig(Validated):
     seed: Annotated[int, Range(0, 2**31 - 1)] = 0
 
 
-@dataclass
-class Matrix:
-    """A matrix of a block, or this process's shard of it."""
-
-    name: str
-    parameter: nn.Parameter
-    buffer: Tensor  # E in the shape of the shard, in fp32 or as codes
-    transposed: bool  # True if the shard has more rows than columns
-    q0: Float[Tensor, "n r"]  # §2.5 fixes it "at the start of training"; Vogels et al. take the last Q
-    grad_scale: Tensor | None = None  # pending scale of a gradient in 16 bits (`optim/grad_access.py`)
-
-    def pop_grad(self) -> Float[Tensor, "h w"]:
-        """Return the gradient in fp32, shaped as the shard, and set the parameter's `grad` to None."""
-        grad = cast(Tensor, self.parameter.grad)
-        self.grad_scale, self.parameter.grad = grad_access.pending_scale(grad), None
-        return grad_access.grad_values(grad).flatten(1)
-
-    def set_grad(self, gradient: Float[Tensor, "h w"]) -> None:
-        """Set the gradient of the parameter."""
-        weight, scale = to_local(self.parameter.detach()), self.grad_scale
-        gradient = gradient if scale is None else gradient * scale
-        # In the parameter's own layout: fused optimizers ignore strides.
-        if (weight.stride(), weight.dtype) != (gradient.stride(), gradient.dtype):
-            gradient = torch.empty_like(weight).copy_(gradient.view(weight.shape))
-        self.parameter.grad = from_local(gradient, self.parameter)
-        if scale is not None:
-            grad_access.unscale(self.parameter.grad, scale)
-
-    def error(self) -> Float[Tensor, "h w"]:
-        """Return E in fp32, shaped as the shard."""
-        return unpack_error(self.buffer).flatten(1)
-
-    def store_error(self, error: Float[Tensor, "h w"]) -> None:
-        error = error.view(self.buffer.shape)
-        if self.buffer.is_floating_point():
-            self.buffer.copy_(error)
-        else:
-            E6M9.pack(error, out=self.buffer)
-
-    def product(self, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> tuple[Tensor, Tensor]:
-        """Return factors [h, r] and [r, w] of P Q^T, shaped as the shard."""
-        return (q, p.T) if self.transposed else (p, q.T)
-
-    def rounded_product(self, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> Float[Tensor, "h w"]:
-        """Return P Q^T, shaped as the shard and rounded to the parameter's format."""
-        left, right = self.product(p, q)
-        return grad_access.round_to_storage(left @ right, self.parameter.dtype, self.grad_scale)
-
-
 class PowerSGD(Fp32Reducer):
     """A reducer with the steps of the module docstring."""
 
@@ -142,7 +97,7 @@ class PowerSGD(Fp32Reducer):
         self.blocks: dict[str, list[Matrix]] = {}  # compressed matrices by block
         self._uncompressed: list[nn.Parameter] = []  # of blocks
         self._total = 0  # number of matrices of blocks
-        self.factors: list[tuple[Matrix, Tensor, Tensor]] = []  # P and Q of matrices with gradients
+        self.factors: dict[nn.Parameter, tuple[Matrix, Tensor, Tensor]] = {}  # P and Q of gradients to decompress
 
     def attach(self, buckets: Mapping[str, Bucket], replicas: Replicas) -> None:
         super().attach(buckets, replicas)
@@ -182,7 +137,9 @@ class PowerSGD(Fp32Reducer):
         generator = torch.Generator().manual_seed(named_seed(self.config.seed, name))  # the same on all replicas
         q0 = torch.randn(n, r, generator=generator).to(shard.device)
         buffer = torch.zeros(shard.shape, dtype=torch.float32, device=shard.device)
-        return Matrix(name, p, E6M9.pack(buffer) if self.config.quantize else buffer, height > width, q0)
+        if self.config.quantize:
+            buffer, q0 = E6M9.pack(buffer), E6M9.pack(q0)
+        return Matrix(name, p, buffer, q0, height > width)
 
     def reduce(self, bucket: str) -> PendingWork:
         """Run steps 2 to 7 and 12 for a block, step 8 for a bucket outside the blocks."""
@@ -192,71 +149,88 @@ class PowerSGD(Fp32Reducer):
         matrices = [matrix for matrix in self.blocks[bucket] if matrix.parameter.grad is not None]
         if not matrices:
             return
-        errors = [matrix.pop_grad() for matrix in matrices]
-        finite = _finite(errors)
-        for matrix, error in zip(matrices, errors, strict=True):
-            error.add_(matrix.error())  # in place: the memory of the gradient holds E + G until `store_error` packs it
+        finite = torch.stack([matrix.accumulate_grad() for matrix in matrices]).all()
         # With "predetermined constants" (step 3) P rarely and Q never overflows 1-6-9; step 5 cancels those of P.
-        oriented = [error.T if matrix.transposed else error for matrix, error in zip(matrices, errors, strict=True)]
-        p = [e @ matrix.q0 * _inverse_root(len(matrix.q0)) for e, matrix in zip(oriented, matrices, strict=True)]
-        all_finite, all_usable = yield from self._average_factors(p, finite, _finite(p))
-        if all_finite and all_usable:
+        p = [m.oriented_error() @ unpack_error(m.q0) * _inverse_root(len(m.q0)) for m in matrices]
+        if (yield from self._average_factors(p, finite & _finite(p))):
             p = self._orthonormal(p)
             orthonormal_finite = _finite(p)  # 1-6-9 has only finite codes: NaN would become the largest
             if self.config.quantize:
                 p = [E6M9.round(x) for x in p]
-            q = [e.T @ x * _inverse_root(len(x)) for e, x in zip(oriented, p, strict=True)]
-            (all_usable,) = yield from self._average_factors(q, orthonormal_finite & _finite(q))
+            q = [m.oriented_error().T @ x * _inverse_root(len(x)) for m, x in zip(matrices, p, strict=True)]
+            all_finite = yield from self._average_factors(q, orthonormal_finite & _finite(q))
             q = [y / _inverse_root(len(x)) for x, y in zip(p, q, strict=True)]
-            if all_usable:
-                for matrix, error, left, right in zip(matrices, errors, p, q, strict=True):
-                    self.subtract_update(matrix, error, left, right)
+            if all_finite:
+                for matrix, left, right in zip(matrices, p, q, strict=True):
+                    self.subtract_update(matrix, left, right)
                 return
-        for matrix, error in zip(matrices, errors, strict=True):
-            if all_finite:  # otherwise no replica adds G
-                matrix.store_error(error if error.isfinite().all() else torch.zeros_like(error))
-            matrix.set_grad(torch.full_like(error, torch.nan))
+        for matrix in matrices:
+            if not (error := matrix.error()).isfinite().all():
+                matrix.store_error(torch.zeros_like(error))
+            matrix.set_nonfinite_grad()
 
-    def _average_factors(self, factors: list[Tensor], *flags: Tensor) -> Generator[distributed.Work, None, list[bool]]:
-        """Replace each factor by its mean over replicas, in one collective. Return for each flag whether it is
-        true on all replicas."""
-        flat = torch.cat([x.flatten() for x in factors] + [(~flag).float().view(1) for flag in flags])
+    def _average_factors(self, factors: list[Tensor], flag: Tensor) -> Generator[distributed.Work, None, bool]:
+        """Replace each factor by its mean over replicas, in one collective. Return True if the flag is true on all
+        replicas."""
+        flat = torch.cat([*(x.flatten() for x in factors), (~flag).float().view(1)])
         yield from self.replicas.compressed_mean(flat, E6M9) if self.config.quantize else self.replicas.mean(flat)
-        *values, failures = flat.split([*(x.numel() for x in factors), len(flags)])
+        *values, failures = flat.split([*(x.numel() for x in factors), 1])
         factors[:] = [x.view_as(before) for x, before in zip(values, factors, strict=True)]
-        return [not flag for flag in failures.tolist()]
+        return failures.item() == 0
 
     def finish(self) -> PendingWork:
-        """Run step 8 for the uncompressed parameters of all blocks, and step 11."""
+        """Run step 8 for the uncompressed parameters of all blocks, and step 10."""
         yield from average_grads(self._uncompressed, self.replicas.mean)
-        for matrix, p, q in self.factors:
-            matrix.set_grad(matrix.rounded_product(p, q))
-        self.factors.clear()
+        matrices = [m for m in self.matrices() if m.parameter in self.factors or m.parameter.grad is not None]
+        if matrices and is_dtensor(matrices[0].parameter):
+            flags = [torch.tensor(m.parameter not in self.factors, device=m.q0.device).float() for m in matrices]
+            failures = sum_over_shards(flags, [m.parameter for m in matrices]).tolist()
+            for matrix, failed in zip(matrices, failures, strict=True):
+                if failed and matrix.parameter in self.factors:
+                    self.restore_error_feedback([matrix.parameter])
+                    matrix.set_nonfinite_grad()
+
+    @torch.no_grad()
+    def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Run step 9. The squared norm of P Q^T is the sum of the products of entries of P^T P and Q^T Q."""
+        norm = super().grad_norm(parameters)
+        if not self.factors:
+            return norm
+        squares = [((p.mT @ p) * (q.mT @ q)).sum() for _, p, q in self.factors.values()]
+        return torch.hypot(norm, sum_over_shards(squares, list(self.factors)).sum().clamp_min(0).sqrt())
+
+    @torch.no_grad()
+    def parts(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Yield the parameters with uncompressed gradients, then run step 11 block by block."""
+        yield from super().parts(parameters)
+        for block in self.blocks.values():
+            if part := [matrix.parameter for matrix in block if matrix.parameter in self.factors]:
+                for parameter in part:
+                    matrix, p, q = self.factors.pop(parameter)
+                    matrix.set_grad(matrix.rounded_product(p, q))
+                yield part
 
     @torch.no_grad()
     def restore_error_feedback(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add P Q^T to the buffer again if it is finite; if not, step 12 has not subtracted it."""
-        restored = {p: p.grad for p in parameters if p.grad is not None}
-        for matrix in self.matrices():
-            if matrix.parameter in restored:
-                gradient = grad_access.grad_values(restored[matrix.parameter]).flatten(1)
-                if gradient.isfinite().all():
-                    matrix.store_error(matrix.error() + gradient)
+        """Add P Q^T to the buffer again, and discard it. Without P and Q, step 12 has not subtracted it."""
+        for parameter in parameters:
+            if factors := self.factors.pop(parameter, None):
+                matrix, p, q = factors
+                matrix.store_error(matrix.error() + matrix.rounded_product(p, q))
 
     def orthonormal(self, p: Float[Tensor, "k m r"]) -> Float[Tensor, "k m r"]:
         """Run step 5 for matrices of one shape."""
         return orthonormal(p)
 
-    def subtract_update(
-        self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
-    ) -> None:
-        """Run step 12, which may overwrite `error`, and keep P and Q for step 11."""
+    def subtract_update(self, matrix: Matrix, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> None:
+        """Run step 12, and keep P and Q for step 11."""
+        error = matrix.error()
         if matrix.parameter.dtype in HALF_FORMATS:
             error.sub_(matrix.rounded_product(p, q))
         else:
             error.addmm_(*matrix.product(p, q), alpha=-1)
         matrix.store_error(error)
-        self.factors.append((matrix, p, q))
+        self.factors[matrix.parameter] = matrix, p, q
 
     def _orthonormal(self, factors: list[Float[Tensor, "m r"]]) -> list[Float[Tensor, "m r"]]:
         """Run step 5 for all factors, batched by shape."""

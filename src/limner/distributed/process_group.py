@@ -31,9 +31,9 @@ __all__ = ["REDUCERS", "count_nodes", "join_process_group", "rank"]
 Kind = Literal["ddp", "fsdp", "zero2"]
 PerNode = Literal["per-node"]
 
-#: Gradient reducers by the names of `--grad-compression`; None averages in fp32.
+#: Gradient reducers by the names of `--grad-compression`; None leaves the choice to `Parallel.grad_compression_rank`.
 REDUCERS: dict[str, ReducerFactory | None] = {
-    "none": None, "bf16": Bf16Reducer, "powersgd": PowerSGD, "torch-powersgd": TorchPowerSGD,
+    "recipe": None, "none": None, "bf16": Bf16Reducer, "powersgd": PowerSGD, "torch-powersgd": TorchPowerSGD,
 }  # fmt: skip
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # timeout of a collective
@@ -60,7 +60,7 @@ def join_process_group(
     Args:
         kind: "ddp" if each process holds all weights, else the kind of sharding.
         replicas: number of replicas of sharded weights; "per-node" takes the number of machines at this start.
-        make_reducer: constructor of a gradient reducer for each trained model; None averages in fp32.
+        make_reducer: constructor of a gradient reducer for each trained model (`Replicated`).
 
     Raises `UserError` if the processes cannot connect, if another process has ended or does not answer, or if `kind`,
     `replicas` and the number of processes do not match.

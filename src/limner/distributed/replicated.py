@@ -3,6 +3,10 @@
 This is the simplest strategy for models that fit on one device. DistributedDataParallel broadcasts the first process's
 weights, collects gradients in buckets and averages each bucket when it is full. A `Fp32Reducer` or one of its
 subclasses replaces it to compress gradients (`gradient_reducers.py`).
+
+Gradients in 16 bits are divided by a constant before they are summed, and the rest of the mean's divisor stays pending
+as part of their scale: division by the number of processes in fp16 could underflow, the sum without a division could
+overflow (Ramesh et al. 2021, App. D.3).
 """
 
 from __future__ import annotations
@@ -10,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
+from math import log2
 from typing import Any
 
 import torch
@@ -19,9 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from limner.distributed.gradient_reducers import Fp32Reducer, Replicas, buckets
 from limner.distributed.overlapped_reducer import OverlappedReducer
+from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.distributed.sharded_checkpoint import ShardedCheckpointer
 from limner.errors import UserError
+from limner.numerics.formats import HALF_FORMATS
 from limner.optim.dtensor import to_local
+from limner.optim.grad_access import unscale
 from limner.training.checkpoint import LocalCheckpointer
 from limner.training.parallel import Parallel, Reduction
 from limner.training.train_module import Trainable
@@ -35,14 +43,18 @@ class Replicated(Parallel):
     """The strategy of a process of the default process group.
 
     Args:
-        make_reducer: constructor of a gradient reducer for each trained model; None takes DistributedDataParallel.
+        make_reducer: constructor of a gradient reducer for each trained model; None takes PowerSGD of
+            `grad_compression_rank`, or DistributedDataParallel without a rank.
+        divisor: constant by which DistributedDataParallel divides gradients in 16 bits before it sums them; None takes
+            the power of two nearest to the square root of the number of processes.
     """
 
-    def __init__(self, make_reducer: ReducerFactory | None = None) -> None:
+    def __init__(self, make_reducer: ReducerFactory | None = None, divisor: float | None = None) -> None:
         super().__init__()
         self._make_reducer = make_reducer
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
+        self.divisor = divisor or 2.0 ** round(log2(self.world_size) / 2)
         self._wrapped: DistributedDataParallel | None = None
 
     @contextmanager
@@ -66,20 +78,42 @@ class Replicated(Parallel):
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         self._wrapped, self.reduction = None, Reduction()
         trainable.to(device)
-        if self._make_reducer:
+        if make_reducer := self._choose_reducer(self.world_size):
             for p in trainable.parameters():
                 self._broadcast(p.detach(), distributed.group.WORLD)
-            self._attach_reducer(trainable, distributed.group.WORLD, self._make_reducer)
+            self._attach_reducer(trainable, distributed.group.WORLD, make_reducer)
             return trainable
         # Parameters that are frozen during the run lack gradients.
         self._wrapped = DistributedDataParallel(trainable, find_unused_parameters=trainable.may_freeze)
+        if any(p.dtype in HALF_FORMATS for p in trainable.parameters()):
+            self._wrapped.register_comm_hook(None, lambda _, bucket: self._average_bucket(bucket.buffer()))
         return self._wrapped
+
+    def _average_bucket(self, values: Tensor) -> torch.futures.Future[Tensor]:
+        """Start the average of a bucket. That of gradients in 16 bits lacks a division by world_size / divisor, which
+        `reduce` adds to their scale."""
+        values.div_(self.divisor if values.dtype in HALF_FORMATS else self.world_size)
+        work: Any = distributed.all_reduce(values, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().reduce(parameters)
+        if self._wrapped is not None:
+            rest = torch.tensor(self.world_size / self.divisor, device=self.device)
+            for p in parameters:
+                if p.grad is not None and p.dtype in HALF_FORMATS:
+                    unscale(p.grad, rest)
 
     def _broadcast(self, values: Tensor, group: Any) -> None:
         """Broadcast the values of a group's first process, in place."""
         on_device = values.to(self.device)
         distributed.broadcast(on_device, group=group, group_src=0)
         values.copy_(on_device)
+
+    def _choose_reducer(self, replicas: int) -> ReducerFactory | None:
+        if self._make_reducer or self.grad_compression_rank is None or replicas == 1:
+            return self._make_reducer
+        return partial(PowerSGD, PowerSGDConfig(rank=self.grad_compression_rank))
 
     def _attach_reducer(self, trainable: Trainable, group: Any, make_reducer: ReducerFactory) -> None:
         """Average the gradients over a group by a reducer."""

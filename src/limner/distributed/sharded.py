@@ -49,7 +49,8 @@ class Sharded(Replicated):
 
     Args:
         replicas: number of groups of processes that each hold a complete set of weights.
-        make_reducer: constructor of a gradient reducer for each trained model; None averages replicas in fp32.
+        make_reducer: constructor of a gradient reducer for each trained model; None takes PowerSGD of
+            `grad_compression_rank`, or averages replicas in fp32.
 
     Raises `UserError` if `replicas` does not divide the number of processes.
     """
@@ -100,8 +101,9 @@ class Sharded(Replicated):
             self._broadcast(p.detach(), distributed.group.WORLD)
         with shard_in_place(trainable, self._initial_shard, self._replicated):
             self._apply_fsdp(trainable, dtype)
-        if self._make_reducer or self.mesh["replicate"].size() > 1:
-            self._attach_reducer(trainable, self.mesh["replicate"].get_group(), self._make_reducer or Fp32Reducer)
+        make_reducer, replicas = self._choose_reducer(self.mesh["replicate"].size()), self.mesh["replicate"]
+        if make_reducer or replicas.size() > 1:
+            self._attach_reducer(trainable, replicas.get_group(), make_reducer or Fp32Reducer)
         elif distributed.get_backend() == "gloo":  # only here: a reducer reads gradients directly after FSDP's scatter
             fp32_groups = [module for module in self._modules if not isinstance(module, HalfLinear)]
             self._reduce_scatter = _ReduceScatter(len(fp32_groups))

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from limner.distributed.compressed_matrix import Matrix
 from limner.distributed.gradient_reducers import Fp32Reducer
-from limner.distributed.powersgd import Matrix, PowerSGD, PowerSGDConfig
+from limner.distributed.powersgd import PowerSGD, PowerSGDConfig
 from limner.experiments import replicas
 from limner.experiments.report import Finding, experiment
 from limner.experiments.sweep import Sweep, deviation, span
@@ -41,12 +42,11 @@ DECAY = 0.05  # decay of the momentum in the directions of an update: 1 - mu
 class Dion(PowerSGD):
     """A reducer that returns Dion's update in place of the gradient."""
 
-    def subtract_update(
-        self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
-    ) -> None:
+    def subtract_update(self, matrix: Matrix, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> None:
+        error = matrix.error()
         matrix.store_error(error.addmm_(*matrix.product(p, q), alpha=-DECAY))
         matrix.q0 = F.normalize(q, dim=0)
-        self.factors.append((matrix, p, matrix.q0 * max(1, error.shape[0] / error.shape[1]) ** 0.5))
+        self.factors[matrix.parameter] = matrix, p, matrix.q0 * max(1, error.shape[0] / error.shape[1]) ** 0.5
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ def gradients(model: Any, batch: int) -> dict[str, Tensor]:
 
 @experiment(
     "Models trained with SwitchBack in int8 are as accurate as with bf16; with LLM.int8() they are less accurate",
-    "Wortsman et al. 2023, §2.3, Figure 1",
+    "Wortsman et al. 2023, §2.2, Figure 1",
 )
 def switchback_accuracy(folder: Path, quick: bool) -> Finding:
     """Compare SwitchBack, and LLM.int8(), which also computes the weight gradient in int8, with bf16.

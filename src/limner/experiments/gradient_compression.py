@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from limner.distributed.compressed_matrix import Matrix
 from limner.distributed.gradient_reducers import Fp32Reducer
-from limner.distributed.powersgd import EPS, Matrix, PowerSGD, PowerSGDConfig, orthonormal
+from limner.distributed.powersgd import EPS, PowerSGD, PowerSGDConfig, orthonormal
 from limner.experiments import replicas
 from limner.experiments.report import Finding, experiment
 from limner.experiments.sweep import Result, Sweep, deviation, interval
@@ -89,10 +90,8 @@ class PowerSGDWithQ(PowerSGD):
         self.kind = kind
         self.residual_shares: list[Tensor] = []
 
-    def subtract_update(
-        self, matrix: Matrix, error: Float[Tensor, "h w"], p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]
-    ) -> None:
-        super().subtract_update(matrix, error, p, q)
+    def subtract_update(self, matrix: Matrix, p: Float[Tensor, "m r"], q: Float[Tensor, "n r"]) -> None:
+        super().subtract_update(matrix, p, q)
         residual, sent = matrix.error().square().sum(), q.square().sum()
         self.residual_shares.append(residual / (residual + sent))
         if self.kind == "warm start" and q.any():

@@ -99,6 +99,8 @@ class SimulatedReplicas(SingleProcess):
         for bucket in reversed(self._buckets):
             self._run_lockstep([reducer.reduce(bucket) for reducer in self.reducers])
         self._run_lockstep([reducer.finish() for reducer in self.reducers])
+        for reducer, view in zip(self.reducers, self._views, strict=True):
+            list(reducer.parts(view.values()))  # sets all gradients
         for name, p in self._params.items():
             p.grad = self._views[0][name].grad
             for view in self._views:

@@ -7,8 +7,8 @@ position without a token has a padding token that is learned for that position; 
 embedding plus a row and a column embedding. Every position predicts the next one: text positions a
 text token, START and the image positions an image token.
 
-Training computes and stores logits in fp32 in every precision (App. D.2). A model that draws in bf16 rounds its logits:
-on a CPU, a bf16 product with fp32 results would read twice the memory.
+Training computes and stores logits in fp32 in every precision (App. D.2), from operands that `Autoregressive` sets. A
+model that draws in bf16 rounds its logits: on a CPU, a bf16 product with fp32 results would read twice the memory.
 
 `embed`, `blocks` and `head` are the whole model. Code that shards, freezes, scales or caches uses these three names,
 and `run` applies some of the blocks.
@@ -167,8 +167,14 @@ class Resblock(nn.Module):
         super().__init__()
         self.norm, self.branch = nn.LayerNorm(width), branch
         self.scale = LayerScale(width) if layer_scale else nn.Identity()
+        self.checkpointing = False
 
     def forward(self, x: Tensor, *attention_fn: AttentionFn) -> Tensor:
+        if self.checkpointing and self.training:
+            return checkpoint(self._sum, x, *attention_fn, use_reentrant=False)
+        return self._sum(x, *attention_fn)
+
+    def _sum(self, x: Tensor, *attention_fn: AttentionFn) -> Tensor:
         return x + self.scale(self.branch(self.norm(x), *attention_fn))
 
 
@@ -205,7 +211,6 @@ class Transformer(nn.Module):
             Block(config.width, config.heads, config.layer_scale, config.qk_norm) for _ in range(config.depth)
         )
         self.head = Head(config)
-        self.checkpointing = False
         patterns = {pattern.name: pattern for pattern in config.patterns}
         self.attention_fns = nn.ModuleDict({n: training_attention(p, config.text_len + 1) for n, p in patterns.items()})
         self.apply(self._init)
@@ -225,8 +230,10 @@ class Transformer(nn.Module):
             nn.init.zeros_(module.bias)
 
     def set_checkpointing(self, on: bool) -> None:
-        """Recompute each block's activations in the backward pass instead of storing them (§2.4)."""
-        self.checkpointing = on
+        """Recompute each resblock's activations in the backward pass instead of storing them (§2.4)."""
+        for module in self.modules():
+            if isinstance(module, Resblock):
+                module.checkpointing = on
 
     def forward(
         self, text: Int64[Tensor, "B T"], image: Int64[Tensor, "B S"]
@@ -270,8 +277,5 @@ class Transformer(nn.Module):
         if attention_fns is None:
             attention_fns = [self.attention_fns[pattern.name] for pattern in self.config.patterns]
         for block, attention_fn in islice(zip(self.blocks, attention_fns, strict=True), start, stop):
-            if self.checkpointing and self.training:
-                x = checkpoint(block, x, attention_fn, use_reentrant=False)
-            else:
-                x = block(x, attention_fn)
+            x = block(x, attention_fn)
         return x

@@ -9,7 +9,7 @@ Shapes: B batch, T text positions, S image positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float, Num
@@ -29,9 +29,12 @@ class Autoregressive(Validated):
 
     Args:
         text_weight: weight of the text loss; the image loss has weight 1 - text_weight.
+        logit_operands: format of the factors in the products of the output matrices: fp32 (App. D.2), or autocast's,
+            which is faster where autocast has 16 bits. The products are summed and stored in fp32.
     """
 
     text_weight: Annotated[float, Range(0, 1)] = 1 / 8
+    logit_operands: Literal["fp32", "autocast"] = "fp32"
 
     def __call__(
         self, model: Transformer, batch: dict[str, Tensor], step: int, generator: torch.Generator | None
@@ -41,8 +44,10 @@ class Autoregressive(Validated):
         expected = text[:, 1:].flatten()  # PAD is negative, which the loss ignores
         per_sample = (batch if "text_tokens" in batch else self.batch_stats(batch))["text_tokens"]
         tokens = per_sample.sum().clamp_min(1e-9)  # 0 if all captions are empty
-        text_loss = linear_cross_entropy(by_text.flatten(0, 1), model.head.text, expected) / tokens
-        image_loss = linear_cross_entropy(by_image.flatten(0, 1), model.head.image, image.flatten()) / image.numel()
+        rounds = self.logit_operands == "autocast" and torch.is_autocast_enabled(text.device.type)
+        with torch.autocast(text.device.type, enabled=rounds):  # keeps the outer format
+            text_loss = linear_cross_entropy(by_text.flatten(0, 1), model.head.text, expected) / tokens
+            image_loss = linear_cross_entropy(by_image.flatten(0, 1), model.head.image, image.flatten()) / image.numel()
         loss = self.text_weight * text_loss + (1 - self.text_weight) * image_loss
         return loss, {"text": text_loss.detach(), "image": image_loss.detach()}
 

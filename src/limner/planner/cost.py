@@ -157,22 +157,20 @@ class Cost:
     def activations(self, checkpointing: bool, half: bool = False) -> dict[str, float]:
         """Return the bytes stored for the backward pass: matrix products in 16 bits, the identity path in 32. With
         `half`, matrices are in 16 bits already and are not copied."""
-        c, rows = self.config, self.samples * self.positions
-        copies = 0 if half else 12 * c.width**2 * _HALF
-        layers = [self._layer(pattern) + copies for pattern in c.patterns]
+        c, resblocks = self.config, [self.resblocks(pattern, half) for pattern in self.config.patterns]
+        inputs = 2 * c.depth * self.samples * self.positions * c.width * _FP32
         if checkpointing:
-            inputs = rows * c.width * _FP32 * c.depth
-            return {"layers' inputs": inputs, "one layer recomputed": max(layers), "logits": self._logits}
-        return {"layers": sum(layers), "logits": self._logits}
+            largest = max(map(max, resblocks))
+            return {"resblocks' inputs": inputs, "one resblock recomputed": largest, "logits": self._logits}
+        return {"layers": inputs + sum(map(sum, resblocks)), "logits": self._logits}
 
-    def _layer(self, pattern: Pattern) -> float:
-        """Bytes that a layer stores. In 32 bits: the inputs of its two LayerNorms. In 16 bits: their outputs, q, k, v,
-        the output of attention, and the MLP's hidden layer before and after GELU."""
-        c, b = self.config, self.samples
-        d, n, p = c.width, self.positions, c.text_len + 1
-        states = b * n * d * (2 * _FP32 + (2 + 3 + 1 + 8) * _HALF)
+    def resblocks(self, pattern: Pattern, half: bool = False) -> tuple[float, float]:
+        """Return the bytes that a layer's attention and MLP store in addition to their inputs, all in 16 bits: outputs
+        of LayerNorm; q, k, v, weights and the output of attention; the MLP's hidden layer before and after GELU."""
+        c, b, n, p = self.config, self.samples, self.positions, self.config.text_len + 1
         weights = b * c.heads * (p * p if _attention_size(c, pattern)[0] else n * n) * _HALF
-        return states + weights
+        values, copies = b * n * c.width * _HALF, 0 if half else c.width**2 * _HALF
+        return (1 + 3 + 1) * values + weights + 4 * copies, (1 + 8) * values + 8 * copies
 
     @property
     def _logits(self) -> float:

@@ -198,7 +198,8 @@ class Launch:
 
     @cached_property
     def state(self) -> dict[str, float]:
-        """Bytes of weights, gradients, moments, averages, and PowerSGD's error buffers."""
+        """Bytes of weights, gradients, moments, averages, and PowerSGD's error buffers and factors. With PowerSGD only
+        one layer at a time has gradients of matrices (App. E.2, steps 2 and 11)."""
         matrices, vectors, outside = self.shard_values
         full: float = _FP32 * (sum(self.shard_values) + self.replicated_values)
         weights = full - self.stores_16bit * (_FP32 - _HALF) * matrices
@@ -209,7 +210,9 @@ class Launch:
         if averaged:
             state["averaged weights"] = full
         if self.rank is not None:
-            state["error buffers"] = _CODE * matrices
+            size = _HALF if self.stores_16bit else _FP32
+            state["gradients"] -= size * matrices * (1 - 1 / self.config.depth)
+            state |= {"error buffers": _CODE * matrices, "factors": _FP32 / _CODE * self.factor_bytes}
         return state
 
     @property
@@ -238,7 +241,7 @@ class Launch:
     def activations(self) -> dict[str, float]:
         """Bytes that a micro-batch's forward pass leaves for the backward pass; for the head, its gradients."""
         stored, c = self._cost.activations(self.training.checkpoint_activations), self.config
-        layers = {name: stored[name] for name in stored if name.startswith("layers")}
+        layers = {name: stored[name] for name in ("layers", "resblocks' inputs") if name in stored}
         if "layers" in layers:
             layers["layers"] -= self.gathers_16bit * c.depth * 12 * c.width**2 * _HALF  # no 16-bit copies
         head = (2 * self.samples * self._cost.positions + c.text_vocab + c.image_vocab) * c.width * _FP32
@@ -267,16 +270,15 @@ class Launch:
 
     @property
     def _workspace(self) -> float:
-        """Temporary bytes of a block's backward pass, MLP first, after recomputation with checkpointing. The MLP frees
-        in 16 bits its hidden layer before and after GELU, its input and copies of its matrices, in 32 bits the input of
-        its LayerNorm. Then attention has gradients of q, k, v and its output in 16 bits, of the identity path twice in
-        32."""
-        cost, d = self._cost, self.config.width
-        states = self.samples * cost.positions * d
-        recomputed = cost.activations(True)["one layer recomputed"] if self.training.checkpoint_activations else 0
-        freed = (8 + 1) * 2 * states + _FP32 * states + 8 * d * d * 2
-        gradients = (3 + 1) * 2 * states + 2 * _FP32 * states
-        return max(recomputed + cost.mlp_workspace, recomputed - freed + gradients + cost.attention_workspace)
+        """Temporary bytes of a block's backward pass, MLP first. With checkpointing each resblock is recomputed;
+        otherwise the MLP frees its activations. Then attention has gradients of q, k, v and its output in 16 bits, of
+        the identity path twice in 32, and the input of the MLP is freed."""
+        cost, recomputes = self._cost, self.training.checkpoint_activations
+        states = self.samples * cost.positions * self.config.width
+        attention, mlp = map(max, zip(*map(cost.resblocks, set(self.config.patterns)), strict=True))
+        gradients = (3 + 1) * _HALF * states + 2 * _FP32 * states
+        after = gradients - _FP32 * states + cost.attention_workspace
+        return max(mlp + cost.mlp_workspace, attention + after) if recomputes else max(cost.mlp_workspace, after - mlp)
 
     # ------------------------------------------------------------------ communication
 

@@ -82,13 +82,9 @@ class LaunchEstimate:
 
 
 def enumerate_launches(
-    config: TransformerConfig,
-    training: TrainConfig,
-    gpus: int,
-    cluster: Cluster,
-    replicas: int | None = None,
+    config: TransformerConfig, training: TrainConfig, gpus: int, cluster: Cluster, replicas: int | None = None,
     rank: int | None = None,
-) -> list[LaunchEstimate]:
+) -> list[LaunchEstimate]:  # fmt: skip
     """Return all launches of a prior on `gpus` GPUs, sorted by fitting into memory, then by step time.
 
     On GPUs without bf16, products are in fp16 with the paper's per-resblock gradient scales.
@@ -103,17 +99,12 @@ def enumerate_launches(
         stored = isinstance(training.precision, Bf16Weights)
         training = replace(training, precision=Fp16Weights() if stored else Fp16(), scaling="resblocks")
     uncompressed = [
-        Launch(
-            config=config,
-            training=replace(training, accumulate=parts, checkpoint_activations=saved),
-            gpus=gpus,
-            replicas=count,
-            kind=kind,
-        )
+        Launch(config=config, training=settings, gpus=gpus, replicas=count, kind=kind)
         for count in ([replicas] if replicas else _replicas(gpus, config.width, cluster.per_machine))
         for kind in get_args(Kind)[: 1 + (count < gpus)]  # equal for a single shard
         for parts in _divisors(max(1, training.batch_size // gpus))
         for saved in (False, True)
+        for settings in [replace(training, accumulate=parts, checkpoint_activations=saved)]
     ]
     if rank is None:
         launches = [variant for launch in uncompressed for variant in (launch, *_compressed(launch))]
@@ -148,8 +139,10 @@ def _divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def launch_command(estimate: LaunchEstimate, recipe: str, defaults: TrainConfig) -> str:
-    """Return the multi-line shell command; options equal to `defaults`, the recipe's training, are omitted."""
+def launch_command(
+    estimate: LaunchEstimate, recipe: str, defaults: TrainConfig, default_compression: int | None = None
+) -> str:
+    """Return the multi-line shell command; options equal to the recipe's training and rank are omitted."""
     launch, m = estimate.launch, estimate.cluster.per_machine
     training, machines = launch.training, ceil(launch.gpus / m)
     if launch.gpus == 1:
@@ -160,11 +153,12 @@ def launch_command(estimate: LaunchEstimate, recipe: str, defaults: TrainConfig)
             if machines == 1
             else f"torchrun --nnodes {machines} --nproc-per-node {m} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
         )
+        compression = f"powersgd --grad-compression.rank {launch.rank}" if launch.rank else "none"
         words = [
             f"{launcher} -m",
             f"limner train DATA --recipe {recipe} --out RUN --stages prior",
             f"--parallel {launch.kind} --dp-replicate {launch.replicas}"
-            + (f" --grad-compression powersgd --grad-compression.rank {launch.rank}" if launch.rank else ""),
+            + f" --grad-compression {compression}" * (launch.replicas > 1 and launch.rank != default_compression),
         ]
     overrides = [
         f"--prior.training.{name.replace('_', '-')} {value}"

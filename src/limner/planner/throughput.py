@@ -146,7 +146,8 @@ def time_training(config: TransformerConfig, batch: int, device: torch.device, *
     tokens = {"text": text, "image": image}
     with device:
         model = config.build().to(device)
-    return time_train_step(model, Autoregressive(), tokens, device, checkpointing=checkpointing)
+    objective = Autoregressive(logit_operands="autocast")  # as in the implementations to compare
+    return time_train_step(model, objective, tokens, device, checkpointing=checkpointing)
 
 
 def time_train_step(

@@ -8,7 +8,8 @@ from limner.models.contrastive import SIZES as CLIP_SIZES, CLIPConfig
 from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import SIZES, TransformerConfig
-from limner.numerics.precision import Auto
+from limner.numerics.precision import Auto, Fp16
+from limner.objectives.autoregressive import Autoregressive
 from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.optim.optimizers import AdamW16Config, AdamWConfig, MuonConfig, OptimizerConfig, StableAdamWConfig
@@ -122,6 +123,7 @@ def photos() -> Recipe:
         ),
         prior=PriorStage(
             model=TransformerConfig(width=768, depth=16, heads=12),
+            objective=Autoregressive(logit_operands="autocast"),
             training=TrainConfig(
                 steps=100_000, batch_size=64, optimizer=AdamWConfig(lr=4.5e-4, betas=(0.9, 0.96), weight_decay=4.5e-2),
                 warmup_steps=2_000, schedule=Cosine(end=1 / 32), ema_decay=0.999, eval_every=1_000,
@@ -142,20 +144,21 @@ def paper(size: str = "dalle-12b") -> Recipe:
 
     All parameters decay, and averages have a constant coefficient from the first update on, as in the paper. Moments of
     the prior's matrices are in 16 bits (App. D); from three billion parameters on, so are these matrices and their
-    gradients, with a gradient scale for each resblock. Settings of the contrastive model are those of Radford et al.
-    2021, since the paper omits them.
+    gradients, with a gradient scale for each resblock, and PowerSGD has the ranks of Table 1. Settings of the
+    contrastive model are those of Radford et al. 2021, since the paper omits them.
 
     The learning rate of smaller models decreases with the width, as in Brown et al. 2020 (Table 2.1). Their weights are
-    fp32, since CPUs multiply fp16 slowly.
+    fp32, since CPUs multiply fp16 slowly. On a CPU the dVAE trains much faster with `--dvae.training.precision fp32`.
     """
-    model, large = SIZES[size], size.startswith("dalle")
+    model, rank = SIZES[size], {"dalle-3b": 512, "dalle-6b": 640, "dalle-12b": 896}.get(size)
+    large = rank is not None
     lr = 4.5e-4 if large else min(1e-3, 0.3 / model.width)
     return Recipe(
         dvae=DVAEStage(
             training=TrainConfig(
                 steps=3_000_000, batch_size=512, clip_norm=None, schedule=Cosine(end=1 / 80, steps=1_200_000),
                 optimizer=AdamWConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-4, decay_scope="all"),
-                ema_decay=0.999, ema_warmup=False, eval_every=10_000,
+                ema_decay=0.999, ema_warmup=False, precision=Fp16(), scaling="loss", eval_every=10_000,
             ),
         ),
         prior=PriorStage(
@@ -168,13 +171,16 @@ def paper(size: str = "dalle-12b") -> Recipe:
                 ema_decay=0.99, ema_every=25, ema_on_cpu=True, ema_warmup=False,
                 precision=Fp16Weights() if large else Auto(), scaling="resblocks" if large else "none",
                 checkpoint_activations=True, eval_every=5_000,
+                max_bad_steps=1_500,  # the updates in which a scale falls to 2^7
             ),
+            grad_compression_rank=rank,
         ),
         contrastive=ContrastiveStage(
             training=TrainConfig(
                 steps=400_000, batch_size=4_096, warmup_steps=2_000, schedule=Cosine(), eval_every=5_000,
                 optimizer=AdamWConfig(lr=5e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2),
             ),
+            candidates=512,
         ),
     )  # fmt: skip
 
@@ -214,11 +220,12 @@ def _small_training(
 def _small_prior(
     width: int, steps: int, batch: int, ema: float, augment: bool = False, temperature: float = 1.0
 ) -> PriorStage:
-    """Prior with the settings that train small priors fastest: small batches and Muon
-    (docs/log/2026-11-21.md, "Small batches and Muon for the prior")."""
+    """Prior with the settings that train small priors fastest: small batches and Muon (docs/log/2026-11-21.md, "Small
+    batches and Muon for the prior"), and logits with operands in the format of other products."""
     optimizer = MuonConfig(fallback_adamw=AdamWConfig(lr=5e-3))
     return PriorStage(
         model=TransformerConfig(width=width, depth=6, heads=4),
+        objective=Autoregressive(logit_operands="autocast"),
         training=_small_training(steps, batch, optimizer, min(200, steps // 10), ema),
         augment=augment,
         temperature=temperature,

@@ -25,6 +25,7 @@ from limner.objectives.elbo import RelaxedELB
 from limner.objectives.hard_negatives import HardNegativeLoss
 from limner.objectives.reconstruction_loss import ReconstructionLoss
 from limner.pretrained import find_bundle, is_bundle, resolve_name
+from limner.sampling.generation_config import CANDIDATES
 from limner.training.config import TrainConfig
 from limner.validation import InvalidSetting, Range, Validated
 
@@ -104,6 +105,8 @@ class PriorStage(Validated):
 
     Args:
         augment: crop pictures at random (Listing 2) and encode them on the fly, instead of once into a cache.
+        grad_compression_rank: rank of PowerSGD over all shards of a matrix, for gradients sent between replicas; None
+            sends fp32. `limner train --grad-compression` overrides it.
         caption_dropout: share of empty captions in training, required by guidance (typically 0.1).
         temperature, guidance: defaults for sampling from the trained model. Guidance 1 is off.
     """
@@ -112,6 +115,7 @@ class PriorStage(Validated):
     objective: Autoregressive = field(default_factory=Autoregressive)
     training: TrainConfig
     augment: bool = True
+    grad_compression_rank: Annotated[int | None, Range(1, 2**16)] = None
     caption_dropout: Annotated[float, Range(0, 1)] = 0.0
     temperature: Annotated[float, Range(0, 100)] = 1.0
     guidance: Annotated[float, Range(0, 100)] = 1.0
@@ -126,6 +130,7 @@ class ContrastiveStage(Validated):
         distractors: wrong captions for each picture, as hard negatives.
         prior_score_weight: weight of the log-probability under the prior (nats per token) in the score of a candidate;
             0, as in the paper, ranks by the contrastive model alone.
+        candidates: default number of candidates when drawing with the trained model; None leaves it to the caller.
     """
 
     model: CLIPConfig = field(default_factory=CLIPConfig)
@@ -134,6 +139,7 @@ class ContrastiveStage(Validated):
     augment: bool = True
     distractors: Annotated[int, Range(0, 1_000)] = 0
     prior_score_weight: Annotated[float, Range(0, 100)] = 0.0
+    candidates: Annotated[int | None, CANDIDATES] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

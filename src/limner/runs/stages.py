@@ -107,6 +107,7 @@ class StageTrainer:
         if start := self.resolved.recipe.start:
             self._load_start(name, model, start)
             record["start"] = start
+        parallel.grad_compression_rank = getattr(stage, "grad_compression_rank", None)
         stream = Stream(data, training.batch_size, training.seed, prefetch=2)
         with progress(f"training the {STAGE_TITLES[name]}", training.steps, shown=parallel.is_main) as bar:
             run = TrainState(model, stage.objective, training, self.device, parallel)

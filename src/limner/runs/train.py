@@ -74,6 +74,7 @@ def train_all(
             "temperature": recipe.prior.temperature,
             "guidance": recipe.prior.guidance,
             "prior_score_weight": recipe.contrastive.prior_score_weight,
+            "candidates": recipe.contrastive.candidates,
         } | ({"attribution": attribution} if attribution else {})
         bundle = TextToImage(dvae, prior, contrastive, trainer.tokenizer, info)
         if parallel.is_main:

@@ -198,7 +198,7 @@ class Scheduler:
             sampler: its guidance is classifier-free (Ho & Salimans 2022): the logits are
                 `empty + guidance * (caption - empty)`. 1 or None turns guidance off. Other values need a model trained
                 with caption dropout.
-            prompt_tokens: int64 [B, S], fixed image tokens, `UNSET` where to sample. Top rows prime the model (§2.6,
+            prompt_tokens: int64 [B, S], fixed image tokens, `UNSET` where to sample. Top rows prime the model (§3.3,
                 Figure 14). With fixed tokens elsewhere, sampling in raster order inpaints.
         """
         group = GenerationGroup(self.decoder, text, candidates, sampler, seed, prompt_tokens, self.store)

@@ -44,7 +44,8 @@ class Sampler(Validated):
 class GenerationConfig(Sampler):
     """Settings of generation. Model, caption, settings and candidate number determine a picture."""
 
-    candidates: Annotated[int, CANDIDATES] = 64
-    """Number of candidates to generate and rank."""
+    candidates: Annotated[int | None, CANDIDATES] = None
+    """Number of candidates to generate and rank; the model's own number by default, else 16 for commands, 64 in
+    Python."""
     seed: Annotated[int, SEEDS] = 0
     """Seed of the random numbers; other seeds give other pictures."""

@@ -1,9 +1,9 @@
 """Byte-level byte-pair encoding (BPE) of captions, with seeded dropout.
 
-A caption is lowercased (§2 of the paper), normalized to Unicode NFC, its white space is collapsed, and it is split into
-words that keep their leading space. A word is a sequence of bytes, so every text can be encoded without an unknown
-token. Encoding merges pairs, in the order in which training learned them, until no learned pair remains. Training and
-inference use the `tokenizers` library.
+A caption is lowercased (Ramesh et al. 2021, §2.2), normalized to Unicode NFC, its white space is collapsed, and it is
+split into words that keep their leading space. A word is a sequence of bytes, so every text can be encoded without an
+unknown token. Encoding merges pairs, in the order in which training learned them, until no learned pair remains.
+Training and inference use the `tokenizers` library.
 
 **Dropout.** While a prior trains, each possible merge is skipped with probability p = 0.1 (BPE-Dropout, Provilkov et
 al. 2019), so that the model sees a word split in many ways. The library's dropout cannot be seeded, which would make

@@ -39,15 +39,17 @@ class TrainConfig(Validated):
         precision: format of weights and matrix products; by default bf16 where it is faster. The formats of
             `quantization/precisions.py` train the blocks of transformers in 8 bits, or store their matrices in 16.
         scaling: gradient scaling for backward passes in fp16 (`grad_scaler.py`): "resblocks", one scale for each
-            resblock, with fp32 outside, as in the paper; "loss", one dynamic scale for the loss; "tensors", one
-            constant scale, skipping tensors that overflow.
-        checkpoint_activations: recompute activations in the backward pass (the model needs
+            resblock, with fp32 outside, as in the paper; "resblocks-partial", the same, but an overflow leaves out its
+            block instead of skipping the update; "loss", one dynamic scale for the loss; "tensors", one constant
+            scale, skipping tensors that overflow.
+        checkpoint_activations: recompute each resblock's activations in the backward pass (the model needs
             `set_checkpointing`).
         checkpoint_every, keep: steps between checkpoints, and the number of checkpoints kept.
         eval_every: steps between evaluations; None evaluates at the end only.
         log_every: steps between lines of `metrics.jsonl`.
         max_bad_steps: consecutive bad updates after which the run stops with an error. An update is bad if its loss or
-            gradient is not finite (it is then skipped), or if its loss is far above the first loss.
+            gradient is not finite (it is then skipped), or if its loss is far above the first loss. Scaling "resblocks"
+            may need hundreds of skipped updates to lower a scale, which falls at most once in 125 updates.
         seed: seed of all random numbers in the loop.
     """
 
@@ -64,7 +66,7 @@ class TrainConfig(Validated):
     ema_on_cpu: bool = False
     ema_warmup: bool = True
     precision: TrainingPrecision = field(default_factory=Auto)
-    scaling: Literal["none", "resblocks", "loss", "tensors"] = "none"
+    scaling: Literal["none", "resblocks", "resblocks-partial", "loss", "tensors"] = "none"
     checkpoint_activations: bool = False
     checkpoint_every: Annotated[int, Range(1, 10**9)] = 500
     keep: Annotated[int, Range(1, 10**6)] = 2

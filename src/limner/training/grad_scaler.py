@@ -13,8 +13,8 @@ of the training loop: its state is part of each checkpoint, and the model is unc
 
 The filter sets Inf and NaN to zero. Without it an overflow in one block would reach the identity path and lower the
 scales of all earlier blocks. Parameter gradients of norm and branch are divided by the scale as part of gradient
-averaging (`Reduction.scales`), before clipping. If a block's gradients are not all finite, only this block is
-left out of the update.
+averaging (`Reduction.scales`), before clipping. If a block's gradients are not all finite, its scale falls and the
+update is skipped (App. D.1). `PartialGradScaler` leaves only that block out of the update.
 
 Operations outside the resblocks are not scaled and computed in fp32: embeddings, output layers, the objective ("Only
 use 16-bit precision where it is really necessary", D.2).
@@ -112,7 +112,7 @@ class PerBlockGradScaler(_Scaler):
     Attributes:
         names: names of the R resblocks.
         scales: fp32 [R].
-        skipped: number of updates that left out each block, int64 [R].
+        skipped: number of updates in which gradients of each block were not finite, int64 [R].
     """
 
     INIT_SCALE, MIN_SCALE, MAX_SCALE = 2.0**13, 2.0**7, 2.0**24
@@ -150,19 +150,35 @@ class PerBlockGradScaler(_Scaler):
             if finite[i]:
                 scales[i] *= self.GROWTH
             else:
-                run.parallel.reduction.restore_error_feedback(block)
-                for p in block:
-                    p.grad = None
+                self.leave_out(run, block)
                 self.skipped[i] += 1
                 if run.step - int(self.last_backoff[i]) >= self.BACKOFF_INTERVAL:
                     scales[i] /= self.BACKOFF
                     self.last_backoff[i] = run.step
         self.scales.copy_(torch.tensor(scales, dtype=torch.float32).clamp(self.MIN_SCALE, self.MAX_SCALE))
 
+    def leave_out(self, run: TrainState, block: Sequence[nn.Parameter]) -> None:
+        """Do nothing: the training loop skips an update whose gradients are not finite."""
+
     def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
         logs = self.scales.log2()
         row |= {"scale/lowest": logs.min().item(), "scale/highest": logs.max().item()}
         row["scale/skipped"] = int(self.skipped.sum())
+
+
+class PartialGradScaler(PerBlockGradScaler):
+    """One scale for each resblock. If gradients of a block are not finite, the update leaves out only this block: small
+    batches lose less of an update, at the price of blocks whose updates follow different numbers of batches."""
+
+    def leave_out(self, run: TrainState, block: Sequence[nn.Parameter]) -> None:
+        _leave_out(run, block)
+
+
+def _leave_out(run: TrainState, parameters: Sequence[nn.Parameter]) -> None:
+    """Leave parameters out of the update."""
+    run.parallel.reduction.restore_error_feedback(parameters)
+    for p in parameters:
+        p.grad = None
 
 
 def _run_within(module: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> list[RemovableHandle]:
@@ -243,9 +259,7 @@ class StaticLossScaler(_LossScaler):
         trained = [p for p in self.parameters if p.grad is not None]
         norms = _l1_norms(self.parameters, self.scale).tolist()
         overflowed = [p for p, norm in zip(trained, norms, strict=True) if not math.isfinite(norm)]
-        run.parallel.reduction.restore_error_feedback(overflowed)
-        for p in overflowed:
-            p.grad = None
+        _leave_out(run, overflowed)
         self.skipped += len(overflowed)
 
     def before_log(self, run: TrainState, row: dict[str, Any]) -> None:
@@ -254,5 +268,8 @@ class StaticLossScaler(_LossScaler):
 
 def scaling(run: TrainState) -> list[Hook]:
     """Return the hooks for `config.scaling`."""
-    scalers = {"resblocks": PerBlockGradScaler, "loss": DynamicLossScaler, "tensors": StaticLossScaler}
+    scalers: dict[str, Callable[[TrainState], Hook]] = {
+        "resblocks": PerBlockGradScaler, "resblocks-partial": PartialGradScaler,
+        "loss": DynamicLossScaler, "tensors": StaticLossScaler,
+    }  # fmt: skip
     return [scalers[run.config.scaling](run)] if run.config.scaling in scalers else []

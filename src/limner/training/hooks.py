@@ -25,10 +25,12 @@ class Hook:
         """Called before the forward pass; `run.step` counts the updates done."""
 
     def after_backward(self, run: TrainState) -> None:
-        """Called with the averaged gradients of the whole batch, before their norm is computed."""
+        """Called after the gradients of the whole batch are averaged, before their norm is computed. Gradients that
+        `Reduction.parts` decompresses are None here, or NaN if they are not finite."""
 
     def before_update(self, run: TrainState) -> None:
-        """Called with the clipped gradients before the optimizer step. Not called if the update is skipped."""
+        """Called with clipped gradients before the optimizer step, once for each part of the parameters
+        (`Reduction.parts`). Gradients of other parts are None. Not called if the update is skipped."""
 
     def after_update(self, run: TrainState) -> None:
         """Called after `run.step` increases; the update was skipped if `run.loss` or `run.norm` is not finite."""

@@ -16,7 +16,7 @@ checkpoints together.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from limner.optim.grad_access import unscale_all
+from limner.optim.grad_access import total_norm, unscale_all
 from limner.training.checkpoint import Checkpointer, LocalCheckpointer
 from limner.training.train_module import Trainable
 
@@ -39,6 +39,15 @@ class ReductionState:
     def restore_error_feedback(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add averaged gradients that the update leaves out to the error buffers: they contain earlier residuals.
         Without buffers a skipped update is lost, as in one process."""
+
+    def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the norm of all gradients together, [], equal on all ranks."""
+        return total_norm(p.grad for p in parameters if p.grad is not None)
+
+    def parts(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Yield parameters whose gradients are set, part by part. The caller updates a part and sets its gradients to
+        None before the next. All parts together are all parameters with gradients."""
+        yield [p for p in parameters if p.grad is not None]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state for a checkpoint by name, the same on all replicas. All ranks must call it."""
@@ -63,7 +72,8 @@ class Reduction(ReductionState):
         self.scales, self.last = {} if scales is None else scales, True
 
     def complete(self) -> None:
-        """Finish the reduction after the backward pass: each gradient becomes the mean, divided by its scale."""
+        """Finish the reduction after the backward pass: each gradient becomes the mean, divided by its scale. `parts`
+        sets compressed ones."""
         unscale_all(self.scales)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], errors: Iterable[Mapping[str, Tensor]] = ()) -> None:
@@ -80,10 +90,12 @@ class Parallel(ABC):
         rank: rank of this process, from 0.
         world_size: number of processes.
         reduction: reduction of the gradients of the model that `prepare` took last.
+        grad_compression_rank: rank of PowerSGD between replicas for the next model; None sends fp32.
     """
 
     rank: int
     world_size: int
+    grad_compression_rank: int | None = None
 
     def __init__(self) -> None:
         self.reduction = Reduction()

@@ -76,7 +76,7 @@ class RMSMonitor(Hook):
         names = {id(p): name for name, p in run.model.named_parameters()}
         tensors = {names[id(p)]: value for p, value in rms(run.optimizers) if p.ndim > 1}
         values = torch.stack(list(tensors.values())).tolist() if tensors else []
-        self.rms = dict(zip(tensors, values, strict=True))
+        self.rms |= zip(tensors, values, strict=True)
 
     def after_update(self, run: TrainState) -> None:
         row = {"step": run.step, "loss": run.loss, "rms": {k: round(v, 2) for k, v in self.rms.items()}}

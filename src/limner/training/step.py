@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from limner.numerics.precision import upcast
-from limner.optim.grad_access import clip_grads_with_norm, total_norm
+from limner.optim.grad_access import clip_grads_with_norm
 from limner.optim.schedules import cooldown, warmup
 from limner.training.hooks import Hook
 from limner.training.train_module import Batch
@@ -36,20 +36,17 @@ def update(run: TrainState, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[st
     parallel.reduce(run.parameters)
     for hook in hooks:
         hook.after_backward(run)
-    norm = total_norm(p.grad for p in run.parameters if p.grad is not None)
+    norm = parallel.reduction.grad_norm(run.parameters)
     # The only synchronization with the device in a step.
     run.loss, run.norm = torch.stack([parallel.mean(metrics["loss"]), norm]).tolist()
     finite = math.isfinite(run.loss) and math.isfinite(run.norm)
     if finite:
-        if config.clip_norm is not None:
-            clip_grads_with_norm(run.parameters, config.clip_norm, norm)
-        for hook in hooks:
-            hook.before_update(run)
-        for optimizer in run.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
-            with config.precision.autocast(run.device):  # Muon multiplies matrices
-                optimizer.step()
+        for part in parallel.reduction.parts(run.parameters):
+            if config.clip_norm is not None:
+                clip_grads_with_norm(part, config.clip_norm, norm)
+            for hook in hooks:
+                hook.before_update(run)
+            _apply_gradients(run, factor)
         if constrain := getattr(run.model, "constrain", None):
             constrain()
         run.schedule.observe(run.loss)
@@ -58,10 +55,9 @@ def update(run: TrainState, batch: Batch, hooks: Sequence[Hook] = ()) -> dict[st
         run.initial_loss = run.loss if run.initial_loss is None else run.initial_loss
     else:
         parallel.reduction.restore_error_feedback(run.parameters)
-    run.skipped += not finite
+        run.skipped += 1
+        _discard_gradients(run)
     run.consecutive_bad_steps = run.consecutive_bad_steps + 1 if run.loss_exploded or not finite else 0
-    for optimizer in run.optimizers:
-        optimizer.zero_grad(set_to_none=True)
     run.step, run.samples = run.step + 1, run.samples + rows * parallel.world_size
     for hook in hooks:
         hook.after_update(run)
@@ -89,6 +85,21 @@ def _gradients(run: TrainState, batch: Batch, rows: int) -> dict[str, Tensor]:
         for name, value in {"loss": loss, **values}.items():
             metrics[name] = metrics.get(name, 0.0) + upcast(value.detach()) * weight
     return metrics
+
+
+def _apply_gradients(run: TrainState, factor: float) -> None:
+    """Update all parameters that have a gradient, with `factor` on the learning rates, and discard the gradients."""
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        with run.config.precision.autocast(run.device):  # Muon multiplies matrices
+            optimizer.step()
+    _discard_gradients(run)
+
+
+def _discard_gradients(run: TrainState) -> None:
+    for optimizer in run.optimizers:
+        optimizer.zero_grad(set_to_none=True)
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from limner.bundles import read_info
 from limner.cli import COMMANDS, Command, main, train
 from limner.cli.arguments import parse
 from limner.cli.draw import Draw, output_path
+from limner.distributed.gradient_reducers import Bf16Reducer
 from limner.errors import UserError, escape_control
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.progress import PlainProgress
@@ -450,6 +452,26 @@ def test_recipe_settings_can_be_overridden_and_wrong_files_are_refused(tmp_path,
     assert main(["train", "data", "--out", str(out), "--recipe", str(out / "recipe.json")]) == 0
     assert seen[1][0] == recipe
     assert seen[1][3] is None
+
+
+def test_the_command_line_overrides_the_recipes_compression(tmp_path, monkeypatch):
+    ranks, reducers = [], []
+
+    @contextmanager
+    def join(kind, replicas, make_reducer):
+        reducers.append(make_reducer)
+        yield None
+
+    monkeypatch.setattr(train, "train_all", lambda recipe, *_: ranks.append(recipe.prior.grad_compression_rank))
+    monkeypatch.setattr(train.process_group, "join_process_group", join)
+    for words in (
+        [],
+        ["--prior.grad-compression-rank", "8"],
+        ["--grad-compression", "none"],
+        ["--grad-compression=bf16"],
+    ):
+        assert main(["train", "data", "--out", str(tmp_path / "run"), "--recipe", "dalle-12b", *words]) == 0
+    assert ranks == [896, 8, None, None] and reducers == [None, None, None, Bf16Reducer]
 
 
 def test_plan_prints_the_papers_tables_without_a_gpu(capsys):

@@ -159,3 +159,8 @@ def test_no_caption_takes_long():
             begun = time.process_time()
             Filters().caption(text)
             assert time.process_time() - begun < 0.5, (case, end)
+
+
+def test_the_help_calls_only_the_limits_of_the_aspect_ratio_the_papers():
+    assert Filters.__doc__ and Filters.__doc__.count("paper") == 1
+    assert "Only that of the aspect ratio is the paper's" in Filters.__doc__ and Filters().aspect_ratio == 2

@@ -30,6 +30,7 @@ from limner.training.loop import train
 from limner.training.metrics_log import read_metrics
 from limner.training.parallel import Parallel, SingleProcess
 from limner.training.step import update
+from limner.training.train_module import Trainable
 from limner.training.train_state import TrainState
 from ranks import on_ranks
 from shard_ranks import Tokens
@@ -131,8 +132,8 @@ def all_compressed() -> dict[tuple[str, torch.dtype, float], tuple[Tensor, ...]]
             gradient = (size * (always + 0.1 * torch.randn(12, 20, generator=draw)).clamp(-2, 2)).to(dtype)
             (weight * gradient).sum().backward()  # type: ignore[operator]
             reduction.complete()
-            assert weight.grad is not None
-            given += grad_access.grad_values(weight.grad)  # type: ignore[arg-type]
+            for part in reduction.parts([weight]):  # type: ignore[list-item]
+                given += sum(grad_access.grad_values(p.grad) for p in part)  # type: ignore[arg-type]
             had += gradient.float() / scale
         found[name, dtype, size] = given, reduction.mean_error_buffers()["blocks.0.weight"], had
     return found
@@ -152,6 +153,39 @@ def test_what_16_bits_cannot_hold_of_a_gradient_comes_later(compressed, name, dt
     should = torch.stack([had for _, _, had in ranks]).mean(0)
     for given, kept, _ in ranks:
         assert (given + kept - should).norm() < 1e-6 * should.norm()
+
+
+#: Size of the gradient of each process, and the constant that divides it before the sum. Dividing 2^-24 first by four,
+#: the number of processes, gives 0; not dividing 6e4 gives Inf.
+DIVIDED = [(2.0**-24, 1.0), (6e4, 4.0), (2.0**-23, None), (3e4, None)]
+
+
+def averaged_by_ddp() -> list[tuple[Tensor, Tensor]]:
+    """Return for each row of `DIVIDED` the means of gradients in fp16 and in fp32."""
+    means = []
+    for size, divisor in DIVIDED:
+        model = nn.ModuleDict(
+            {"narrow": HalfLinear(4, 4, bias=False, dtype=torch.float16), "wide": nn.Linear(4, 4, False)}
+        )
+        half, full = model.narrow.weight, model.wide.weight
+
+        def objective(model: Any, batch: Any, *_: Any, size: float = size) -> Any:
+            return sum((layer.weight * size).float().sum() for layer in model.children()), {}
+
+        parallel = Replicated(divisor=divisor)
+        wrapped = parallel.prepare(Trainable(model, objective), torch.device("cpu"), torch.float32)
+        loss, _ = wrapped({}, 0, torch.Generator())
+        loss.backward()
+        parallel.reduce([half, full])
+        means.append((grad_access.grad_values(half.grad), full.grad))
+    return means
+
+
+def test_ddp_neither_overflows_nor_underflows_when_it_averages_gradients_in_16_bits():
+    for means in on_ranks(4, averaged_by_ddp):
+        for (size, _), (half, full) in zip(DIVIDED, means, strict=True):
+            assert torch.equal(half, torch.full((4, 4), size).half().float())
+            assert torch.equal(full, torch.full((4, 4), size))
 
 
 def train_on(out: Path, steps: int) -> None:

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from limner.distributed.gradient_reducers import Fp32Reducer
 from limner.distributed.replicated import Replicated
+from limner.distributed.sharded import Sharded
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
@@ -116,3 +117,18 @@ def drifted() -> str:
 
 def test_replicas_that_drift_apart_are_found():
     assert all("the weights of process 0 and of" in says for says in on_ranks(2, drifted))
+
+
+def compressed() -> list[str]:
+    summaries = []
+    for parallel in (Replicated(), Sharded(2), Sharded(1), Replicated(Fp32Reducer)):
+        parallel.grad_compression_rank = 4
+        parallel.prepare(Trainable(PRIOR.build(), Autoregressive()), torch.device("cpu"), torch.float32)
+        summaries.append(parallel.reduction.summary())
+    return summaries
+
+
+def test_replicas_compress_to_the_rank_of_a_stage_unless_a_reducer_is_given():
+    for replicated, sharded, one_replica, given in on_ranks(2, compressed):
+        assert replicated == sharded == "gradients of 8 of 8 matrices are compressed to rank 4"
+        assert one_replica == given == ""

@@ -151,10 +151,11 @@ class Gradients(Hook):
 
 
 def learn(strategy: Parallel, precision: Precision, checkpointed: bool = False, accumulate: int = 1) -> dict[str, Any]:
-    """Two updates: losses, the last gradients, formats in which layers saw their weights, bytes sent in the second."""
+    """Two updates: losses, the last gradients, formats in which layers saw their weights, bytes sent in the second.
+    With a small eps Adam would move weights by the signs of gradients that are all rounding."""
     torch.manual_seed(0)
     config = TrainConfig(
-        steps=2, batch_size=8, accumulate=accumulate, precision=precision, optimizer=AdamWConfig(lr=1e-3),
+        steps=2, batch_size=8, accumulate=accumulate, precision=precision, optimizer=AdamWConfig(lr=1e-3, eps=1e-3),
         checkpoint_activations=checkpointed, clip_norm=1.0,
     )  # fmt: skip
     run = TrainState(SMALL.build(), Autoregressive(), config, parallel=strategy)

@@ -30,7 +30,7 @@ def updates() -> list[tuple[Tensor, list[Tensor], Tensor]]:
             weight.grad = None
             (weight * gradient((rows, columns), step, distributed.get_rank())).sum().backward()
             reduction.complete()
-            returned.append(weight.grad.clone())
+            returned += [p.grad.clone() for part in reduction.parts([weight]) for p in part]
         results.append((start, returned, reduction.mean_error_buffers()["list.0.weight"]))
     return results
 

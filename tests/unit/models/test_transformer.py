@@ -5,7 +5,9 @@ import torch
 
 from limner.attention import sparse
 from limner.attention.patterns import PATTERNS
+from limner.blocks import resblocks
 from limner.models.transformer import TransformerConfig
+from limner.planner.memory_tracker import MemoryTracker
 from limner.sampling.decoder import TokenDecoder
 from limner.text import PAD
 from more_patterns import alternate, dilated
@@ -172,6 +174,39 @@ def test_checkpointed_activations_give_the_same_gradients():
         grads.append([p.grad.clone() for p in model.blocks.parameters()])
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_the_backward_pass_recomputes_one_resblock_after_the_other():
+    model, events = small().train(), []
+    model.set_checkpointing(True)
+    for name, resblock in resblocks(model).items():
+        resblock.branch.register_forward_pre_hook(lambda *_, name=name: events.append(("forward", name)))
+        resblock.norm.weight.register_hook(lambda _, name=name: events.append(("backward", name)))
+    loss = model(*batch(model))[1].square().mean()
+    events.clear()
+    loss.backward()
+    assert events == [(which, name) for name in reversed(resblocks(model)) for which in ("forward", "backward")]
+
+
+def test_checkpointing_saves_the_inputs_of_resblocks_and_the_peak_has_one_resblock():
+    config = TransformerConfig(text_vocab=8, image_vocab=8, text_len=3, grid=(8, 8), width=64, depth=4, heads=2)
+    model = config.build().train()
+    saved, peak, values = {}, {}, (4 + 64) * 64 * 4  # bytes of x
+    with MemoryTracker() as tracker:
+        x = torch.zeros(1, 4 + 64, 64, requires_grad=True)
+        model.run(x).sum().backward()  # the tracker counts weights and gradients once they are used
+        for on in (False, True):
+            model.set_checkpointing(on)
+            before = tracker.refresh()
+            y = model.run(x).sum()
+            saved[on] = tracker.refresh() - before
+            tracker.reset()
+            y.backward()
+            peak[on] = tracker.peak - before
+    assert saved[True] == (2 * config.depth - 1) * values  # all inputs but x
+    assert saved[False] > 8 * config.depth * 2 * values
+    # The MLP's activations and their gradients, each 9 values or less. A layer of two resblocks would have 25.
+    assert peak[True] - saved[True] < 18 * values
 
 
 def test_the_papers_size_has_12_billion_effective_parameters():

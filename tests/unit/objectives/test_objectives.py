@@ -169,6 +169,27 @@ def test_prior_loss_weighs_kinds_and_leaves_padding_out():
     torch.testing.assert_close(loss.detach(), metrics["text"] / 8 + metrics["image"] * 7 / 8)
 
 
+def test_under_autocast_logits_have_operands_in_32_bits_unless_the_objective_rounds_them():
+    torch.manual_seed(0)
+    model = PRIOR.build()
+    with torch.no_grad():
+        model.head.image.weight *= 50  # logits at which bf16 operands change the loss
+    batch = {"text": torch.randint(0, 9, (4, 3)), "image": torch.randint(0, 7, (4, 12))}
+    states = model.states(**batch)
+    model.states = lambda text, image: states  # the same for all
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        exact, rounded = (Autoregressive(**x)(model, batch, 0, None) for x in ({}, {"logit_operands": "autocast"}))
+        assert torch.is_autocast_enabled("cpu")
+    without = Autoregressive()(model, batch, 0, None)
+    assert exact[0] == without[0] != rounded[0] and exact[1]["image"] == without[1]["image"]
+    gradients = [
+        torch.autograd.grad(loss, [*model.head.image.parameters(), *model.blocks.parameters()], retain_graph=True)
+        for loss in (exact[0], without[0], rounded[0])
+    ]
+    assert all(map(torch.equal, gradients[0], gradients[1]))
+    assert not any(map(torch.equal, gradients[0], gradients[2]))
+
+
 def test_a_batch_of_empty_captions_has_no_text_loss():
     model = TransformerConfig(text_vocab=9, image_vocab=9, text_len=3, grid=(2, 2), width=16, depth=1, heads=2).build()
     batch = {"text": torch.full((2, 3), PAD), "image": torch.zeros(2, 4, dtype=torch.long)}

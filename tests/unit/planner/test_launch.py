@@ -18,7 +18,7 @@ from limner.models.transformer import SIZES, TransformerConfig
 from limner.optim.optimizers import AdamW16Config, AdamWConfig, MuonConfig
 from limner.planner.dry_run import dry_run
 from limner.planner.launch import Launch, moment_bytes, parameter_shapes
-from limner.planner.launch_search import Cluster, enumerate_launches, launch_command
+from limner.planner.launch_search import Cluster, LaunchEstimate, enumerate_launches, launch_command
 from limner.planner.memory_tracker import MemoryTracker, storage_bytes
 from limner.quantization.precisions import Fp16Weights
 from limner.training.config import TrainConfig
@@ -91,7 +91,10 @@ def test_powersgd_factors_of_the_papers_model() -> None:
     sent = 2 * 127 / 128 * (PAPER.factor_bytes + 4 * (rest + biases)) + 2 * 1_023 / 1_024 * 4 * biases
     assert PAPER.sent["all-reduce"] == pytest.approx(sent)
     assert 1 - PAPER.factor_bytes / (4 * PAPER.shard_values[0]) > 0.91  # matrices, at least the rate of Table 1
-    assert PAPER.state["error buffers"] == 2 * 12 * 64 * d * d / 8
+    matrices, plain = 12 * 64 * d * d / 8, replace(PAPER, rank=None)
+    assert PAPER.state["error buffers"] == 2 * matrices and PAPER.state["factors"] == 2 * PAPER.factor_bytes
+    # E.2: the backward pass adds gradients in 16 bits to the buffers, the update decompresses them by resblock.
+    assert plain.state["gradients"] - PAPER.state["gradients"] == pytest.approx(2 * matrices * 63 / 64)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +171,12 @@ def test_the_command_has_only_options_that_differ_from_the_recipe() -> None:
     command = launch_command(estimate, "small", defaults)
     assert command.startswith("limner train DATA --recipe small --out RUN --stages prior \\\n")
     assert "--prior.training.batch-size 16" in command and "torchrun" not in command
+    estimate = LaunchEstimate(launch=PAPER, cluster=Cluster(gpu="v100-16gb"))
+    assert "--grad-compression powersgd --grad-compression.rank 896" in launch_command(estimate, "xl", PAPER.training)
+    assert "compression" not in launch_command(estimate, "dalle-12b", PAPER.training, 896)
+    uncompressed = replace(estimate, launch=PAPER.uncompressed)
+    assert "--grad-compression none" in launch_command(uncompressed, "dalle-12b", PAPER.training, 896)
+    assert "compression" not in launch_command(uncompressed, "xl", PAPER.training)
 
 
 def test_the_tracker_counts_live_bytes() -> None:

@@ -87,7 +87,9 @@ def test_a_contrastive_model_needs_no_dvae(data, tmp_path):
     task = scene_task(4, model.config.size)
     result = evaluate(model, tokenizer, task)
     assert name == "run" and len(result.right[1]) == 4
-    pipe = train_all(RECIPE, data, run, ["dvae", "prior"])
+    seven = replace(RECIPE, contrastive=replace(RECIPE.contrastive, candidates=7))  # may change in a run
+    pipe = train_all(seven, data, run, ["dvae", "prior"])
+    assert pipe.default_candidates == TextToImage.from_pretrained(run).default_candidates == 7
     assert pipe is not None
     for bundled, trained in zip(pipe.contrastive.parameters(), model.parameters(), strict=True):
         assert torch.equal(bundled, trained)
@@ -144,6 +146,22 @@ def test_an_indivisible_batch_of_a_later_stage_raises_before_the_first(data, tmp
     with pytest.raises(UserError, match="among 3 ranks: choose a multiple of 3 for prior.training.batch_size"):
         train_all(replace(RECIPE, dvae=dvae), data, tmp_path / "run", parallel=First())
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_only_the_prior_has_the_recipes_compression(data, tmp_path):
+    ranks = {}
+
+    class Noting(SingleProcess):
+        def prepare(self, trainable, device, dtype):
+            ranks[type(trainable.model).__name__] = self.grad_compression_rank
+            return super().prepare(trainable, device, dtype)
+
+    recipe = with_steps(tiny_recipe(), 1)
+    recipe = replace(recipe, prior=replace(recipe.prior, grad_compression_rank=8))
+    trainer = StageTrainer(RunData.open(recipe, data, tmp_path / "run", Noting()), ("dvae", "prior", "contrastive"))
+    for name in ("dvae", "prior", "contrastive"):
+        trainer.model(name)
+    assert len(ranks) == 3 and {name for name, rank in ranks.items() if rank == 8} == {"Transformer"}
 
 
 def test_only_trained_stages_need_the_settings_of_the_start(data, tmp_path):

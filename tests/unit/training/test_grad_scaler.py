@@ -32,7 +32,7 @@ TRAIN = TrainConfig(
     steps=6, batch_size=4, optimizer=AdamWConfig(lr=1e-3), clip_norm=None, precision=Fp32(), log_every=1,
     checkpoint_every=2
 )  # fmt: skip
-KINDS = ("resblocks", "loss", "tensors")
+KINDS = ("resblocks", "resblocks-partial", "loss", "tensors")
 
 
 def batch(seed=0):
@@ -174,9 +174,10 @@ def test_recomputed_blocks_have_the_same_gradients():
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_the_rule_of_appendix_d():
-    run = run_of("resblocks")
-    hook = PerBlockGradScaler(run)
+@pytest.mark.parametrize("kind", ["resblocks", "resblocks-partial"])
+def test_the_rule_of_appendix_d(kind):
+    run = run_of(kind)
+    (hook,) = scaling(run)
     assert hook.names == [f"blocks.{i}.{part}" for i in (0, 1) for part in ("attention", "mlp")]
     assert hook.scales.tolist() == [PerBlockGradScaler.INIT_SCALE] * 4
     bad = hook.parameters[2]
@@ -189,7 +190,7 @@ def test_the_rule_of_appendix_d():
             bad[0].grad[0] = math.inf
         run.parallel.reduce(run.parameters)
         hook.after_backward(run)
-        assert all((p.grad is None) == overflow for p in bad)
+        assert all((p.grad is None) == (overflow and kind == "resblocks-partial") for p in bad)
         assert all(p.grad is not None for p in hook.parameters[1])
 
     step(0, False)
@@ -227,9 +228,24 @@ def test_replicas_scale_their_own_mean_as_one_process_does():
     assert hook.scales.tolist() == [PerBlockGradScaler.MAX_SCALE] * 4
 
 
-def test_an_overflow_in_one_block_leaves_the_others_alone():
+def test_an_overflow_in_one_block_skips_the_update_and_lowers_only_its_scale():
+    """App. D.1: the update is skipped."""
+    run = run_of("resblocks")
+    (hook,) = hooks = scaling(run)
+    run.model.blocks[1].mlp.branch.down.register_full_backward_hook(lambda _, found, given: (found[0] * math.inf,))
+    before = [p.detach().clone() for p in run.model.parameters()]
+    update(run, batch(), hooks)
+    assert math.isfinite(run.loss) and not math.isfinite(run.norm) and run.skipped == 1
+    assert all(torch.equal(p, old) for p, old in zip(run.model.parameters(), before, strict=True))
+    assert not run.optimizers[0].state
+    grown = PerBlockGradScaler.INIT_SCALE * PerBlockGradScaler.GROWTH
+    fallen = PerBlockGradScaler.INIT_SCALE / PerBlockGradScaler.BACKOFF
+    assert hook.scales.tolist() == pytest.approx([grown, grown, grown, fallen])
+
+
+def test_an_overflow_in_one_block_may_leave_out_this_block_alone():
     """Infinite gradients within a block are filtered where it is left, and its parameters are not updated."""
-    plain, run = run_of("none"), run_of("resblocks")
+    plain, run = run_of("none"), run_of("resblocks-partial")
     hooks = scaling(run)
     block = run.model.blocks[1].mlp
     block.branch.down.register_full_backward_hook(lambda module, found, given: (found[0] * math.inf,))

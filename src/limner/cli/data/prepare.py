@@ -22,7 +22,8 @@ class Prepare(Validated):
 
     A source is a folder of pictures with .txt captions, a JSONL, CSV, Parquet or Arrow file with a caption
     column and image paths or bytes, a Hugging Face data set (cloned or saved to disk), or img2dataset's
-    tar shards, also as a glob. The filters follow the paper (appendix C).
+    tar shards, also as a glob. Filters reject captions that are short, boilerplate or not English, and, as in the
+    paper (appendix C), pictures with an aspect ratio outside [1/2, 2].
     """
 
     source: Positional[str]
