@@ -217,7 +217,10 @@ def test_any_kind_is_chosen_by_name(trained, capsys):
         (["--dvae.bundle", "icons", "--dvae", "PatchStage"], "--dvae configures a new dVAE, --dvae.bundle loads"),
         (["--dvae", "Patches"], "--dvae cannot be 'Patches': choose 'DVAEStage', 'PatchStage', 'PretrainedDVAE'"),
         (["--dvae", "DVAEStage", "--dvae.training.optimizer", "Muon"], "dvae.training.optimizer must be AdamW"),
-        (["--prior.training.scaling", "block"], "scaling cannot be 'block': choose 'none', 'resblocks', 'loss'"),
+        (
+            ["--prior.training.scaling", "block"],
+            "scaling cannot be 'block': choose 'none', 'resblocks', 'resblocks-partial', 'loss'",
+        ),
     ):
         assert trained(*wrong)[0] == 2
         assert says in capsys.readouterr().err
