@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from limner import recipes
-from limner.numerics.precision import Fp16
+from limner.numerics.precision import Auto, Fp16
 from limner.objectives.autoregressive import Autoregressive
 from limner.planner.compression import table1
 from limner.recipes.presets import paper
@@ -27,6 +27,7 @@ def test_the_dvae_trains_in_fp16_with_one_loss_scale():
     """App. A.2, in small: the learning rate is raised, since the model sees 20 batches."""
     stage = paper().dvae
     assert (stage.training.precision, stage.training.scaling) == (Fp16(), "loss")
+    assert (paper("tiny").dvae.training.precision, paper("tiny").dvae.training.scaling) == (Auto(), "none")
     torch.manual_seed(0)
     model = replace(stage.model, size=16, width=8, groups=2, blocks=1, vocab=16, code_width=8).build()
     optimizer = replace(stage.training.optimizer, lr=1e-2)

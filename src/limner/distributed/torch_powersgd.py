@@ -9,8 +9,8 @@ It is the baseline for `powersgd.py`, for processes that each hold all weights. 
   so with several buckets their order would differ between processes.
 
 The hook does not check for values that are not finite, which would stay in its error buffers. Therefore a matrix with
-such a gradient on one process enters as zero on all, as in E.2 of Ramesh et al. 2021, and the hook's result for it is
-added to the buffer.
+such a gradient on one process enters as zero on all, and the hook's result for it is added to the buffer. (In E.2 of
+Ramesh et al. 2021 only that process leaves its gradient out.)
 
 A checkpoint holds Q, the count of updates and, as for `powersgd.py`, the error buffers.
 

@@ -1,4 +1,4 @@
-"""Training in 16 bits (Ramesh et al. 2021): gradient scales of resblocks (§2.4), and Adam's moments (App. D)."""
+"""Training in 16 bits (Ramesh et al. 2021): gradient scales of resblocks (§2.4), and Adam's moments (B.2, App. D.2)."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def moments_trial(*, bits: int, width: int, lr: float, **settings: Any) -> Resul
 
 @experiment(
     "Adam's moments in 16 bits, 1-6-9 and 0-6-10, train as well as in 32, with half of the memory",
-    "Ramesh et al. 2021, App. D",
+    "Ramesh et al. 2021, App. B.2 and D.2",
 )
 def sixteen_bit_moments(folder: Path, quick: bool) -> Finding:
     """Compare losses and bytes of 16-bit moments, 1-6-9 for the mean and 0-6-10 for the variance, and 32-bit moments.

@@ -143,12 +143,12 @@ def paper(size: str = "dalle-12b") -> Recipe:
     """Ramesh et al. 2021, App. A.2 and B.2, with a prior of the given size. The largest sizes are plans for a cluster.
 
     All parameters decay, and averages have a constant coefficient from the first update on, as in the paper. Moments of
-    the prior's matrices are in 16 bits (App. D); from three billion parameters on, so are these matrices and their
-    gradients, with a gradient scale for each resblock, and PowerSGD has the ranks of Table 1. Settings of the
-    contrastive model are those of Radford et al. 2021, since the paper omits them.
+    the prior's matrices are in 16 bits (B.2). From three billion parameters on, so are these matrices and their
+    gradients, with a gradient scale for each resblock; PowerSGD has the ranks of Table 1, and the dVAE trains in fp16
+    with one loss scale. Settings of the contrastive model are those of Radford et al. 2021, since the paper omits them.
 
-    The learning rate of smaller models decreases with the width, as in Brown et al. 2020 (Table 2.1). Their weights are
-    fp32, since CPUs multiply fp16 slowly. On a CPU the dVAE trains much faster with `--dvae.training.precision fp32`.
+    The learning rate of smaller models decreases with the width, as in Brown et al. 2020 (Table 2.1). They have fp32
+    weights and no fp16, which CPUs multiply slowly.
     """
     model, rank = SIZES[size], {"dalle-3b": 512, "dalle-6b": 640, "dalle-12b": 896}.get(size)
     large = rank is not None
@@ -158,7 +158,8 @@ def paper(size: str = "dalle-12b") -> Recipe:
             training=TrainConfig(
                 steps=3_000_000, batch_size=512, clip_norm=None, schedule=Cosine(end=1 / 80, steps=1_200_000),
                 optimizer=AdamWConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-4, decay_scope="all"),
-                ema_decay=0.999, ema_warmup=False, precision=Fp16(), scaling="loss", eval_every=10_000,
+                ema_decay=0.999, ema_warmup=False, eval_every=10_000,
+                precision=Fp16() if large else Auto(), scaling="loss" if large else "none",
             ),
         ),
         prior=PriorStage(
