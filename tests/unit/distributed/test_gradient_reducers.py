@@ -52,7 +52,9 @@ def gradients(
                 part = {name: x.chunk(accumulate)[i] for name, x in share.items()}
                 (compute(part, step, torch.Generator())[0] / accumulate).backward()
         parallel.reduce(model.parameters())
-        found.append({name: full_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None})
+        names = {p: name for name, p in model.named_parameters()}
+        parts = parallel.reduction.parts(model.parameters())
+        found.append({names[p]: full_tensor(p.grad).clone() for part in parts for p in part})
     kept = left_out(parallel)
     parallel.assert_replicas_equal(model.parameters())
     return found, kept
