@@ -61,7 +61,7 @@ def main() -> None:
         return
     for ranks in options.ranks:
         launch = planned(options, ranks)
-        results = start(ranks)
+        results = start(__file__, ranks, "--ranks", str(ranks))
         print(f"{ranks} ranks, {launch.shards} shards x {launch.replicas}; MB")
         print(f"  {'':28} {'planned':>10} {'measured, by rank':>20}")
         expected = {**launch.state, "activations": sum(launch.activations.values()), "peak": launch.peak}
@@ -86,13 +86,14 @@ def planned(options: argparse.Namespace, ranks: int) -> Launch:
     return Launch(config=config, training=training, gpus=ranks, replicas=options.replicas, device="cpu")
 
 
-def start(ranks: int) -> list[dict[str, Any]]:
-    """Run this file as one process per rank, and return their measurements."""
+def start(script: str, ranks: int, *arguments: str) -> list[dict[str, Any]]:
+    """Run a script as one process per rank, with the options of this process and more arguments. Return the JSON that
+    each prints last."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, *sys.argv[1:], "--rendezvous", str(Path(folder) / "rendezvous"), "--ranks"]
+        command = [sys.executable, script, *sys.argv[1:], "--rendezvous", str(Path(folder) / "rendezvous"), *arguments]
         started = [
-            subprocess.Popen([*command, str(ranks), "--rank", str(rank)], env=environment, stdout=subprocess.PIPE)
+            subprocess.Popen([*command, "--rank", str(rank)], env=environment, stdout=subprocess.PIPE)
             for rank in range(ranks)
         ]
         try:

@@ -13,17 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-from memory_per_rank import resident
+from memory_per_rank import resident, start
 from torch import distributed, nn
 
 from limner.distributed.powersgd import PowerSGD
@@ -65,7 +60,7 @@ def main() -> None:
     if options.kind:
         print(json.dumps(work(options)))
         return
-    results = {kind: start(kind) for kind in REDUCERS}
+    results = {kind: start(__file__, PROCESSES, "--kind", kind) for kind in REDUCERS}
     throttled, plain = results.values()
     print(f"{PROCESSES} processes, {2 * options.depth} resblocks of width {options.width}; MB by process")
     for kind, ranks in results.items():
@@ -74,25 +69,6 @@ def main() -> None:
     saved = [(b["peak"] - a["peak"]) / 1e6 for a, b in zip(throttled, plain, strict=True)]
     print("  saved          peak   " + "".join(f"{value:9.2f}" for value in saved))
     print(f"  expected       peak   {throttled[0]['expected'] / 1e6:9.2f}")
-
-
-def start(kind: str) -> list[dict[str, Any]]:
-    """Run this file as one process per rank, and return their measurements."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, *sys.argv[1:], "--rendezvous", str(Path(folder) / "file"), "--kind", kind]
-        ranks = [
-            subprocess.Popen([*command, "--rank", str(rank)], env=environment, stdout=subprocess.PIPE)
-            for rank in range(PROCESSES)
-        ]
-        try:
-            outputs = [process.communicate()[0] for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-    if any(process.returncode for process in ranks):
-        raise SystemExit("a process failed: see its error above")
-    return [json.loads(text.splitlines()[-1]) for text in outputs]
 
 
 def work(options: argparse.Namespace) -> dict[str, int]:

@@ -52,7 +52,8 @@ class Matrix:
         self.parameter.grad = from_local(weight.new_full((), torch.nan).expand(weight.shape), self.parameter)
 
     def accumulate_grad(self) -> Bool[Tensor, ""]:
-        """Add the gradient to E if it is finite, and set it to None (step 2). Return False if E + G is not finite."""
+        """Add the gradient to E if it is finite, and set it to None (step 2). Return False if G or
+        the sum is not finite."""
         gradient = self.pop_grad()
         finite = gradient.sum().isfinite()
         total = torch.where(finite, gradient, 0).add_(self.error())
