@@ -38,7 +38,7 @@ MIN_SPIKES = 5  # fewer loss spikes decide nothing
 TOO_FEW = f" Fewer than {MIN_SPIKES} loss spikes decide nothing: this scale cannot show the claim."
 PATCHES, MIDDLE = "patch embedding", "middle layer"
 
-SEEDS = (10, 11, 12, 13, 14)  # disjoint from seeds 0 to 3, with which settings were chosen
+SEEDS = (10, 11, 12, 13)  # disjoint from seeds 0 to 3, with which settings were chosen
 #: Settings of all trials. The paper's learning rate is for widths near 1,000; narrow models train well with more.
 SETTINGS: dict[str, Any] = (
     {"lr": 2e-3, "beta2": 0.999, "width": 768, "depth": 12, "batch": 512, "steps": 2_000, "count": 65_536}
@@ -100,11 +100,11 @@ def grows(counts: Sequence[int]) -> bool | None:
     "Wortsman et al. 2023, §3.3, Figures 3, 12 and 13",
 )
 def loss_spikes(folder: Path, quick: bool) -> Finding:
-    """Divide each of the three alone by 4, 2 and 1, at several beta2, and count the spikes of all seeds."""
+    """Divide each of the three alone by 4, 2 and 1, at a low and a high beta2, and count the spikes of all seeds."""
     kinds, parts, betas, seeds, settings = (
         ({"lr": float}, (4, 1), (0.99, 0.999), SEEDS[:1], QUICK)
         if quick
-        else ({"width": int, "batch": int, "lr": float}, (4, 2, 1), (0.9, 0.99, 0.999), SEEDS[:2], SETTINGS)
+        else ({"width": int, "batch": int, "lr": float}, (4, 2, 1), (0.9, 0.999), SEEDS[:3], SETTINGS)
     )
     axes = {key: [kind(settings[key] / part) for part in parts] for key, kind in kinds.items()}
     grid = {(key, x, beta): {key: x, "beta2": beta} for key, values in axes.items() for x in values for beta in betas}
