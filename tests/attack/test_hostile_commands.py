@@ -23,6 +23,7 @@ COMMANDS = {
     "data scenes": (("data", "scenes", "out", "--count", 8, "--size", 24), 2),
     "data emoji": (("data", "emoji", "out", "--size", 16), 1),
     "data icons": (("data", "icons", "out", "icons.json", "--size", 16), 2),
+    "data glyphs": (("data", "glyphs", "out", "icons.json", "--size", 16, "--styles", 1), 1),
     "data prepare": (("data", "prepare", "pictures", "out"), 2),
     "data show": (("data", "show", "pictures", "-o", "out.png"), 1),
     "train": (TRAIN, 8),

@@ -2,17 +2,20 @@
 
 `npm pack @iconify-json/NAME` gives a .tgz with `icons.json` (the drawings), `info.json` (title, author, license) and,
 for emoji, `chars.json` (names by code points) and `metadata.json` (names by category). The path of an unpacked
-`icons.json` works too, with the other files in its folder.
+`icons.json` works too, with the other files in its folder. `npm pack @iconify/json` gives a .tgz with more than 200
+sets, one file each.
 """
 
 from __future__ import annotations
 
 import gzip
 import re
+import warnings
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from limner.json_files import parse_json, read_mapping
 from limner.tasks.svg import document
 
 MAX_BYTES = 1 << 27  # of one JSON file; the largest of ten sets has 104 MB
-MAX_UNPACKED = 1 << 28  # largest unpacked archive, in bytes
+MAX_UNPACKED = 1 << 30  # largest unpacked archive, in bytes; all sets together have 465 MB
 _MAX_CHAIN = 16  # longest chain of aliases
 #: SPDX identifiers of licenses that require attribution at most. Others may restrict derived works.
 _PERMISSIVE = re.compile(r"(Apache-2\.0|MIT(-0)?|ISC|0BSD|BSD-[23]-Clause|CC-BY-\d\.0|CC0-1\.0|OFL-1\.1|Unlicense)")
@@ -43,8 +46,10 @@ class Icon:
 @dataclass(frozen=True)
 class IconSet:
     """The contents of an icon set. `codes` maps names to code points such as "1f468-200d-1f692", `categories` names to
-    the set's categories, and `aliases` the first name of a picture to its other names. `rejected` counts rejected
-    entries by reason."""
+    the set's categories, and `aliases` the first name of a picture to its other names. `suffixes` and `prefixes` map
+    ends and beginnings of names to titles of variants, such as "fill" to "Fill". `kind` is the catalog's category of
+    the set, such as "Logos". `colored` is True for drawings in fixed colors, and `hidden` for sets that the catalog no
+    longer shows. `rejected` counts rejected entries by reason."""
 
     prefix: str
     title: str
@@ -55,6 +60,11 @@ class IconSet:
     aliases: Mapping[str, tuple[str, ...]]
     codes: Mapping[str, str]
     categories: Mapping[str, str]
+    suffixes: Mapping[str, str]
+    prefixes: Mapping[str, str]
+    kind: str
+    colored: bool
+    hidden: bool
     rejected: Mapping[str, int]
     _data: Mapping[str, Any] = field(repr=False)
 
@@ -89,17 +99,46 @@ def read(path: str | Path) -> IconSet:
     files = _read_files(path, "icons.json", "info.json", "chars.json", "metadata.json")
     if "icons.json" not in files:
         raise UserError(f"{path} is not an icon set: package/icons.json is missing")
+    return _icon_set(path, files)
+
+
+def read_sets(path: str | Path) -> Iterator[IconSet]:
+    """Yield the sets in a .tgz of `npm pack @iconify/json`, without damaged ones, or the set that `read` reads.
+
+    A damaged set causes a warning. Raises as `read`.
+    """
+    path = Path(path)
+    require_file(path)
+    members = _members(path) if _is_archive(path) else ()
+    sets = ((name, data) for name, data in members if re.fullmatch(r"package/json/[\w-]+\.json", name))
+    if (first := next(sets, None)) is None:
+        yield read(path)
+        return
+    for name, data in chain([first], sets):
+        try:
+            yield _icon_set(path, {"icons.json": _parse(path, name, data)})
+        except UserError as error:
+            warnings.warn(f"skipped {name}: {error}", stacklevel=2)
+
+
+def _icon_set(path: Path, files: Mapping[str, Mapping[str, Any]]) -> IconSet:
+    """Return a set from the JSON objects of its files, by name. Raises `UserError` for another kind of object."""
     data = files["icons.json"]
     if not isinstance(data.get("icons"), dict) or not isinstance(data.get("prefix"), str):
         raise UserError(f'{path} is not an icon set: its JSON lacks "prefix" or "icons"')
     info = _object(data, "info") or _object(files, "info.json")
     author, license_ = _object(info, "author"), _object(info, "license")
     categories: dict[str, str] = {}
-    for category, names in _object(_object(files, "metadata.json"), "categories").items():
+    for category, names in (
+        _object(_object(files, "metadata.json"), "categories") or _object(data, "categories")
+    ).items():
         for name in names if isinstance(names, list) else ():
             if isinstance(name, str):
                 categories[name] = _text(category)
     icons, aliases, rejected = _resolve_aliases(data)
+    suffixes, prefixes = (
+        {affix: _text(title) for affix, title in _object(data, key).items()} for key in ("suffixes", "prefixes")
+    )
     return IconSet(
         prefix=(prefix := _text(data["prefix"])),
         title=_text(info.get("name")) or prefix,
@@ -110,6 +149,11 @@ def read(path: str | Path) -> IconSet:
         aliases=aliases,
         codes={name: code for code, name in _object(files, "chars.json").items() if isinstance(name, str)},
         categories=categories,
+        suffixes=suffixes,
+        prefixes=prefixes,
+        kind=_text(info.get("category")),
+        colored=info.get("palette") is True,
+        hidden=info.get("hidden") is True,
         rejected=rejected,
         _data=data,
     )
@@ -188,33 +232,51 @@ def _read_files(path: Path, *names: str) -> dict[str, dict[str, Any]]:
     The files are members `package/NAME` of an archive. Otherwise `path` is the first; the others are in its folder.
     """
     require_file(path)
+    if not _is_archive(path):
+        paths = {name: path.with_name(name) if i else path for i, name in enumerate(names)}
+        return {name: read_mapping(file, MAX_BYTES) for name, file in paths.items() if file.is_file()}
+    objects: dict[str, dict[str, Any]] = {}
+    for member, data in _members(path):
+        folder, _, name = member.partition("/")
+        if folder == "package" and name in names and name not in objects:
+            objects[name] = _parse(path, name, data)
+    return objects
+
+
+def _is_archive(path: Path) -> bool:
+    """Return True if a file begins as gzip. Raises `UserError` if it cannot be read."""
     try:
         with path.open("rb") as file:
-            is_archive = file.read(2) == b"\x1f\x8b"
-        if not is_archive:
-            paths = {name: path.with_name(name) if i else path for i, name in enumerate(names)}
-            return {name: read_mapping(file, MAX_BYTES) for name, file in paths.items() if file.is_file()}
+            return file.read(2) == b"\x1f\x8b"
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def _members(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield names and contents of the files in a .tgz. Raises `UserError` if it is damaged or too large."""
+    try:
         with gzip.open(path) as packed:
-            data = packed.read(MAX_UNPACKED + 1)
+            archive = packed.read(MAX_UNPACKED + 1)
     except (EOFError, zlib.error, OSError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-    if len(data) > MAX_UNPACKED:
-        raise UserError(f"{path} unpacks to more than {MAX_UNPACKED >> 20} MiB, more than an icon set needs")
-    objects: dict[str, dict[str, Any]] = {}
+    if len(archive) > MAX_UNPACKED:
+        raise UserError(f"{path} unpacks to more than {MAX_UNPACKED >> 20} MiB, more than icon sets need")
     # tarfile would raise ValueError for some pax headers, and keep every header in memory.
-    for member in walk(lambda size, at: data[at : at + size], len(data)):
+    for member in walk(lambda size, at: archive[at : at + size], len(archive)):
         if member.offset == DAMAGED:
             raise UserError(f"{path} cannot be read: its tar is damaged at byte {member.size:,}")
-        folder, _, name = member.name.partition("/")
-        if folder != "package" or name not in names or name in objects or member.offset < 0:
-            continue
-        if member.size > MAX_BYTES:
-            raise UserError(f"{path} has more than {MAX_BYTES >> 20} MiB in {name}, more than an icon set needs")
-        try:
-            value = parse_json(data[member.offset : member.offset + member.size])
-        except ValueError as error:
-            raise UserError(f"{path} is not an icon set: its {name} is not valid JSON ({error})") from None
-        if not isinstance(value, dict):
-            raise UserError(f"{path} is not an icon set: its {name} is not a JSON object")
-        objects[name] = value
-    return objects
+        if member.offset >= 0:
+            yield member.name, archive[member.offset : member.offset + member.size]
+
+
+def _parse(path: Path, name: str, data: bytes) -> dict[str, Any]:
+    """Parse the JSON object in a member of an archive. Raises `UserError`."""
+    if len(data) > MAX_BYTES:
+        raise UserError(f"{path} has more than {MAX_BYTES >> 20} MiB in {name}, more than an icon set needs")
+    try:
+        value = parse_json(data)
+    except ValueError as error:
+        raise UserError(f"{path} is not an icon set: its {name} is not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not an icon set: its {name} is not a JSON object")
+    return value

@@ -25,6 +25,7 @@ COMMANDS = {
     "data scenes OUT": data.scenes.WriteScenes,
     "data emoji OUT": data.emoji.WriteEmoji,
     "data icons OUT set.tgz": data.icons.WriteIcons,
+    "data glyphs OUT set.tgz": data.glyphs.WriteGlyphs,
     "data prepare SOURCE OUT": data.prepare.Prepare,
     "data show SOURCE": data.show.Show,
     "demo": demo.Demo,
