@@ -45,6 +45,11 @@ COMMANDS = {
         "o.json"),
         1,
     ),
+    "evaluate glyphs": (
+        ("evaluate", "glyphs", "tiny", "icons", "--captions", 1, "--candidates", 1, "--classifier-steps", 1, "-o",
+        "o.json"),
+        1,
+    ),
     "evaluate grid": (("evaluate", "grid", "tiny", "icons", "--candidates", 1, "-o", "out.png"), 1),
     "inspect spikes": (("inspect", "spikes", "stage", "-o", "out.png"), 1),
     "bench": (("bench", "--grids", 4, "--candidates", 1), 1),

@@ -34,6 +34,7 @@ from limner.sampling.rerank import best
 SPLITS = {"combination": "held-out combinations", "subject": "held-out subjects", "train": "training captions"}
 FRAME, SIDE, GAP, LEFT, TOP = "#d97706", 96, 12, 120, 34  # color; in pixels: cell (minimum), gap, left and top margin
 _DEFAULT_ROWS = 8
+_MAX_SHARED = 512  # subjects that measure the distance of two styles
 
 Cells = dict[tuple[str, str], int]  # (subject, style) -> index of the real picture in the reference set
 
@@ -45,13 +46,14 @@ class Icons:
     Attributes:
         references: the M single pictures. A key is the subject, a family the subject without its skin tone, a split one
             of `SPLITS`.
-        styles: of the single pictures, [M].
+        styles, sets: of the single pictures, [M].
         pairs: the P held-out pairs. A split is the kind of the lower half: "style", "upside down", ...
         pair_styles: of the lower halves, [P].
     """
 
     references: ReferenceSet
     styles: list[str]
+    sets: list[str]
     pairs: ReferenceSet
     pair_styles: list[str]
 
@@ -83,6 +85,7 @@ class Icons:
         return Icons(
             references(single, lambda m: m.get("held_out", "combination") if m.get("split") == "held-out" else "train"),
             [str(meta[i]["style"]) for i in single],
+            [str(meta[i].get("set")) for i in single],
             references(pairs, lambda m: m["pair"].get("kind")),
             [str(meta[i]["pair"].get("style", meta[i]["style"])) for i in pairs],
         )
@@ -92,33 +95,39 @@ class Icons:
         """Training data of the classifier: all single pictures."""
         return LabeledIcons(self.references.pictures, self.references.families, self.styles)
 
-    def style_distances(self) -> dict[tuple[str, str], float]:
-        """Return the mean squared error between two styles over their common training subjects, if there are any."""
-        references, by_style = self.references, dict[str, dict[str, int]]()
-        for i in references.split_indices("train"):
-            by_style.setdefault(self.styles[i], {}).setdefault(references.keys[i], i)
-        distances = {}
-        for a, in_a in by_style.items():
-            for b, in_b in by_style.items():
-                if a < b and (shared := sorted(in_a.keys() & in_b.keys())):
-                    left, right = (references.pictures[[side[key] for key in shared]].float() for side in (in_a, in_b))
-                    distances[a, b] = distances[b, a] = float(F.mse_loss(left, right))
-        return distances
-
     def nearest_style_copies(self, targets: Sequence[int]) -> list[int | None]:
         """Return for each target the training picture of its subject in the nearest other style, preferably with the
         same skin tone; None if training does not have the subject."""
-        references, distances, by_family = self.references, self.style_distances(), dict[str, list[int]]()
+        references, distance, by_family = self.references, StyleDistance(self), dict[str, list[int]]()
         for i in references.split_indices("train"):
             by_family.setdefault(references.families[i], []).append(i)
 
         def cost(t: int, i: int) -> tuple[float, bool]:
-            return distances.get((self.styles[t], self.styles[i]), np.inf), references.keys[i] != references.keys[t]
+            return distance(self.styles[t], self.styles[i]), references.keys[i] != references.keys[t]
 
         pools = (
             [i for i in by_family.get(references.families[t], []) if self.styles[i] != self.styles[t]] for t in targets
         )
         return [min(pool, key=lambda i: cost(t, i), default=None) for t, pool in zip(targets, pools, strict=True)]
+
+
+class StyleDistance:
+    """Mean squared error between two styles over at most `_MAX_SHARED` subjects that training has in both; infinite
+    without one."""
+
+    def __init__(self, icons: Icons) -> None:
+        self.pictures, self.distances = icons.references.pictures, dict[frozenset[str], float]()
+        self.by_style = dict[str, dict[str, int]]()
+        for i in icons.references.split_indices("train"):
+            self.by_style.setdefault(icons.styles[i], {}).setdefault(icons.references.keys[i], i)
+
+    def __call__(self, a: str, b: str) -> float:
+        if (pair := frozenset((a, b))) not in self.distances:
+            sides = self.by_style.get(a, {}), self.by_style.get(b, {})
+            shared = sorted(sides[0].keys() & sides[1].keys())[:_MAX_SHARED]
+            left, right = (self.pictures[[side[key] for key in shared]].float() for side in sides)
+            self.distances[pair] = float(F.mse_loss(left, right)) if shared else np.inf
+        return self.distances[pair]
 
 
 def grid_cells(icons: Icons, subjects: Sequence[str] = ()) -> Cells:

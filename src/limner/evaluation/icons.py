@@ -89,6 +89,14 @@ class IconResult:
     pictures: Tensor
     settings: dict[str, Any]
 
+    def subset(self, indices: Sequence[int], name: str) -> IconResult:
+        """Return the result of some of the captions."""
+        verdicts = {row: {key: values[indices] for key, values in v.items()} for row, v in self.verdicts.items()}
+        captions, subjects = ([values[i] for i in indices] for values in (self.captions, self.subjects))
+        return replace(
+            self, name=name, captions=captions, subjects=subjects, verdicts=verdicts, pictures=self.pictures[indices]
+        )
+
     def rates(self) -> dict[str, dict[str, Proportion]]:
         return {
             row: {respect: Proportion.from_values(values, self.subjects) for respect, values in verdicts.items()}
@@ -102,13 +110,13 @@ class IconResult:
         captions = len(self.captions) // repeats  # not the distinct ones: two pairs can have the same caption
         lines = [
             f"{escape_control(self.name)}, {captions:,} captions of {subjects:,} subjects, drawn {repeats} times",
-            f"  {'':<33}{respects[0]:<26}" + "".join(f"{name:>9}" for name in respects[1:]),
+            f"  {'':<32}{respects[0]:<24}" + "".join(f"{name:>7}" for name in respects[1:]),
         ]
         for row, rates in self.rates().items():
             first, *others = rates.values()
-            lines.append(f"  {row:<33}{first!s:<26}" + "".join(f"{rate.value:>9.1%}" for rate in others))
+            lines.append(f"  {row:<32}{first!s:<24}" + "".join(f"{rate.value:>7.1%}" for rate in others))
         first, *others = (f"{value:.2%}" for value in self.chance.values())
-        lines.append(f"  {'chance':<33}{first:>6}{'':<20}" + "".join(f"{value:>9}" for value in others))
+        lines.append(f"  {'chance':<32}{first:>6}{'':<18}" + "".join(f"{value:>7}" for value in others))
         return "\n".join(line.rstrip() for line in lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,7 +159,7 @@ def evaluate(
         exists = np.array([i is not None for i in indices])
         return {respect: right & exists for respect, right in verdict(pictures, range(len(indices))).items()}
 
-    result = _generate(pipe, references, targets, verdict, settings, progress)
+    result = draw_and_compare(pipe, references, targets, verdict, settings, progress)
     nearest = nearest_picture(references.pictures, result.pictures).tolist()
     labels = [references.families[i] for i in nearest], [styles[i] for i in nearest]
     rows = result.verdicts
@@ -192,7 +200,7 @@ def evaluate_pairs(
         return {_MATCH: (nearest == target).flatten(1).all(1).numpy()}  # by pixels: two pairs can be equal
 
     verdict = classified if kind == "style" else matched
-    result = _generate(pipe, pairs, targets, verdict, settings, progress, prompt_tokens)
+    result = draw_and_compare(pipe, pairs, targets, verdict, settings, progress, prompt_tokens)
     if kind == "style":
         result.verdicts["real lower halves"] = classified(pairs.pictures[targets], range(len(targets)))
     chance = _chance(classifier) if kind == "style" else {_MATCH: 1 / len(real)}
@@ -219,7 +227,7 @@ def _lower_halves(pictures: Tensor) -> Tensor:
     return pictures[:, :, pictures.shape[2] // 2 :]
 
 
-def _generate(
+def draw_and_compare(
     pipe: TextToImage,
     references: ReferenceSet,
     targets: Sequence[int],
@@ -228,7 +236,7 @@ def _generate(
     progress: Advance | None,
     prompt_tokens: Tensor | None = None,
 ) -> IconResult:
-    """Return verdicts on the best drawings and on all candidates of the captions of `targets`, without a name and
+    """Draw the captions of `targets`. Return verdicts on the best drawings and on all candidates, without a name and
     `chance`; `verdict` takes pictures and the indices of their targets."""
     n, captions = settings.candidates, [references.captions[t] for t in targets]
     best_drawings, right, picks = [], dict[str, list[np.ndarray]](), []

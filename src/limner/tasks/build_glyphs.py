@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -53,22 +53,10 @@ def write_glyphs(
 
     `progress` is called with 1 after every drawing. Raises `UserError` if no drawing is left.
     """
-    glyphs, pictures = list[Glyph](), list[bytes]()
     with ShardWriter(out) as writer:
         with SVGRenderer() as renderer:
-            for icon_set in sets:
-                for glyph in glyphs_of(icon_set, writer.rejected):
-                    try:
-                        picture = renderer.render(icon_set.svg(glyph.icon), settings.size)[..., 0]
-                        if picture.min() > _LIGHTEST:
-                            raise Rejected("empty drawing")
-                    except Rejected as rejection:
-                        writer.reject(rejection.reason)
-                    else:
-                        glyphs.append(glyph)
-                        pictures.append(image_bytes(picture))
-                    if progress:
-                        progress(1)
+            drawn = list(_draw(sets, settings.size, renderer, writer, progress or (lambda _: None)))
+        glyphs, pictures = [glyph for glyph, _ in drawn], [picture for _, picture in drawn]
         pixels = [hashlib.sha256(picture).digest()[:16] for picture in pictures]
         kept = select(glyphs, pixels, settings.styles, writer.rejected)
         if not kept:
@@ -82,6 +70,22 @@ def write_glyphs(
     return {
         **writer.summary(), "subjects": len({glyph.subject for glyph in chosen}), "styles": looks, "kinds": dict(kinds)
     }  # fmt: skip
+
+
+def _draw(
+    sets: Iterable[IconSet], size: int, renderer: SVGRenderer, writer: ShardWriter, progress: Advance
+) -> Iterator[tuple[Glyph, bytes]]:
+    """Yield the drawings of all sets with their PNGs; count those that cannot be drawn."""
+    for icon_set in sets:
+        for glyph in glyphs_of(icon_set, writer.rejected):
+            try:
+                picture = renderer.render(icon_set.svg(glyph.icon), size)[..., 0]
+                if picture.min() > _LIGHTEST:
+                    raise Rejected("empty drawing")
+                yield glyph, image_bytes(picture)
+            except Rejected as rejection:
+                writer.reject(rejection.reason)
+            progress(1)
 
 
 def _looks(pictures: Iterable[tuple[str, bytes]]) -> dict[str, str]:

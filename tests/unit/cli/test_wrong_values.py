@@ -35,6 +35,7 @@ COMMANDS = {
     "evaluate zero-shot": evaluate.options.ScoreZeroShot,
     "evaluate emoji RUN DATA": evaluate.options.ScoreEmoji,
     "evaluate icons RUN DATA": evaluate.options.ScoreIcons,
+    "evaluate glyphs RUN DATA": evaluate.options.ScoreGlyphs,
     "evaluate grid RUN DATA -o grid.png": evaluate.options.DrawGrid,
     "inspect underflow RUN DATA": inspect.underflow.UnderflowOptions,
     "bench": bench.BenchOptions,

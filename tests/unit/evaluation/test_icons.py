@@ -11,7 +11,18 @@ from PIL import Image, ImageColor
 from limner.data.open_source import open_source
 from limner.errors import UserError
 from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
-from limner.evaluation.icon_pictures import FRAME, GAP, LEFT, SIDE, TOP, Icons, draw_cells, grid_cells, render_grid
+from limner.evaluation.icon_pictures import (
+    FRAME,
+    GAP,
+    LEFT,
+    SIDE,
+    TOP,
+    Icons,
+    StyleDistance,
+    draw_cells,
+    grid_cells,
+    render_grid,
+)
 from limner.evaluation.icons import IconSettings, accuracy, enlarge_middle, evaluate, evaluate_pairs, save
 from limner.evaluation.nearest_neighbor import ReferenceSet
 from limner.sampling.candidates import Candidates
@@ -99,14 +110,14 @@ def test_correct_drawings_are_right_and_a_single_style_is_right_only_in_the_subj
 
 
 def test_a_copy_is_the_training_picture_of_the_subject_in_the_nearest_style(icons, classifier):
-    distances = icons.style_distances()
-    assert distances["night", "dark"] == distances["dark", "night"]
-    assert min((style for style in STYLES if style != "night"), key=lambda style: distances["night", style]) == "dark"
+    distance = StyleDistance(icons)
+    assert distance("night", "dark") == distance("dark", "night")
+    assert min((style for style in STYLES if style != "night"), key=lambda style: distance("night", style)) == "dark"
     shapes = [s for s in SUBJECTS if s not in (UNSEEN, HELD_OUT[0])]  # in training in both styles
     squares = [
         (tensor(picture(s, "night")).double() - tensor(picture(s, "dark")).double()).square().mean() for s in shapes
     ]
-    assert distances["night", "dark"] == pytest.approx(float(torch.stack(squares).mean()), rel=1e-5)
+    assert distance("night", "dark") == pytest.approx(float(torch.stack(squares).mean()), rel=1e-5)
     (held,), (copied,) = (
         icons.references.split_indices("combination"),
         icons.nearest_style_copies(icons.references.split_indices("combination")),
@@ -125,8 +136,9 @@ def test_copies_take_the_same_skin_tone_if_there_is_one():
     splits = ["train"] * 4 + ["combination"] * 2
     references = ReferenceSet(pictures, keys, keys, ["hand"] * 6, splits)
     no_pairs = ReferenceSet(pictures[:0], [], [], [], [])
-    icons = Icons(references, ["a", "a", "b", "b", "c", "c"], no_pairs, [])
-    assert icons.style_distances() == {("a", "b"): 0, ("b", "a"): 0}
+    icons = Icons(references, ["a", "a", "b", "b", "c", "c"], ["set"] * 6, no_pairs, [])
+    distance = StyleDistance(icons)
+    assert (distance("a", "b"), distance("a", "c")) == (0, np.inf)  # c is not in training
     assert icons.nearest_style_copies([4, 5]) == [1, 0]
 
 
@@ -178,7 +190,7 @@ def test_tables_and_json_agree(icons, classifier, tmp_path):
             assert mean == pytest.approx(rates[respect]["rate"], abs=1e-3)
             assert f"{row} " in result.table() and f"{mean:.1%}" in result.table()
     assert len(written["results"][0]["cases"]) == 3
-    assert f"chance{'':27} 5.00%" in results[0].table()
+    assert f"chance{'':26} 5.00%" in results[0].table()
     repeated = replace(results[0], captions=["a square"] * 3)  # two pairs can have the same caption
     assert ", 3 captions of" in repeated.table()
 

@@ -1,4 +1,4 @@
-"""`limner evaluate composition | pairs | reconstruction | zero-shot | emoji | icons | grid`: measure a model."""
+"""`limner evaluate composition | pairs | reconstruction | zero-shot | emoji | icons | glyphs | grid`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from limner.cli.evaluate.options import (
     DrawGrid,
     ScoreComposition,
     ScoreEmoji,
+    ScoreGlyphs,
     ScoreIcons,
     ScoreOptions,
     ScorePairs,
@@ -26,6 +27,8 @@ from limner.json_files import write_json
 from limner.progress import clock, progress
 
 if TYPE_CHECKING:
+    from limner.evaluation.icon_classifier import IconClassifier, LabeledIcons
+    from limner.evaluation.icon_pictures import Icons
     from limner.pipeline import TextToImage
     from limner.sampling.candidates import Candidates
 
@@ -36,7 +39,7 @@ T = TypeVar("T", bound=ScoreOptions)
 
 def main(argv: Sequence[str]) -> None:
     """Run a subcommand of `limner evaluate`."""
-    commands = (composition, pairs, reconstruction, zero_shot, emoji, icons, grid)
+    commands = (composition, pairs, reconstruction, zero_shot, emoji, icons, glyphs, grid)
     run_subcommand("limner evaluate", {command.__name__.replace("_", "-"): command for command in commands}, argv)
 
 
@@ -169,29 +172,19 @@ def emoji(argv: Sequence[str]) -> None:
 def icons(argv: Sequence[str]) -> None:
     """are subjects drawn in styles unseen for them?"""
     options = _parse(ScoreIcons, argv, "icons")
-    folder = options.classifier and check_writable(options.classifier, folder=True)
-    from limner.data.open_source import open_source
     from limner.evaluation import icons as evaluation
-    from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
-    from limner.evaluation.icon_pictures import SPLITS, Icons
-    from limner.pipeline import load
+    from limner.evaluation.icon_pictures import SPLITS
 
-    source, pipe = open_source(options.data), load(options.model)
-    path = Path(options.data).resolve()
-    folder = folder or check_writable(path.parent / f"{path.name}-classifier", folder=True)
-    data = Icons.from_source(source, pipe.dvae.config.size)
-    labeled, config = data.labeled, IconClassifierConfig(steps=options.classifier_steps)
-    with progress("training the classifier", config.steps) as bar:
-        classifier = train_classifier(labeled, folder, config, bar)
+    pipe, data, train = _open_icons(options)
+    labeled = data.labeled
+    classifier = train(labeled)
     accuracy = evaluation.accuracy(classifier, data)
     shares = ", ".join(f"{attribute} {share:.1%}" for attribute, share in accuracy.items())
     print(f"classifier accuracy on its {len(labeled):,} training pictures: {shares}")
     if min(accuracy.values()) < _MIN_ACCURACY:
         advice = f"train it longer (--classifier-steps {2 * options.classifier_steps})"
         warnings.warn(f"the classifier is unreliable even on its training pictures: {advice}", stacklevel=2)
-    settings = evaluation.IconSettings(
-        captions=options.captions, candidates=options.candidates, repeats=options.repeats, seed=options.seed
-    )
+    settings = evaluation.IconSettings(**_generation(options))
     kinds = data.pairs.splits
     evaluations = [(evaluation.evaluate, split, data.references.splits.count(split)) for split in SPLITS]
     evaluations += [(evaluation.evaluate_pairs, kind, kinds.count(kind)) for kind in sorted(set(kinds))]
@@ -202,6 +195,54 @@ def icons(argv: Sequence[str]) -> None:
                 results.append(evaluate(pipe, data, classifier, name, settings, bar.advance))
             print(results[-1].table())
     _write(options.output, lambda path: evaluation.save(path, accuracy, results))
+
+
+def glyphs(argv: Sequence[str]) -> None:
+    """are monochrome icons drawn in styles unseen for them?"""
+    options = _parse(ScoreGlyphs, argv, "glyphs")
+    from limner.evaluation import glyphs as evaluation
+    from limner.evaluation.icon_pictures import SPLITS
+    from limner.evaluation.icons import IconSettings, save
+
+    pipe, data, train = _open_icons(options)
+    classifier = train(evaluation.style_data(data))
+    accuracy = evaluation.style_accuracy(classifier, data)
+    print(f"classifier accuracy on held-out icons: style {accuracy:.1%} of {len(classifier.styles)}")
+    settings = IconSettings(**_generation(options))
+    results = []
+    for split in SPLITS:
+        count = min(data.references.splits.count(split), settings.captions)
+        if total := count * settings.repeats * settings.candidates:
+            with progress(f"drawing, {escape_control(split)}", total, unit="drawing") as bar:
+                parts = evaluation.evaluate(pipe, data, classifier, split, settings, bar.advance)
+            results += parts
+            print("\n".join(part.table() for part in parts))
+    _write(options.output, lambda path: save(path, {"style": accuracy}, results))
+
+
+def _open_icons(options: ScoreIcons) -> tuple[TextToImage, Icons, Callable[[LabeledIcons], IconClassifier]]:
+    """Return the model, the pictures, and a function that loads or trains the classifier of labeled pictures."""
+    from limner.data.open_source import open_source
+    from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
+    from limner.evaluation.icon_pictures import Icons
+    from limner.pipeline import load
+
+    if options.classifier:
+        check_writable(options.classifier, folder=True)
+    source, pipe, path = open_source(options.data), load(options.model), Path(options.data).resolve()
+    folder = options.classifier or check_writable(path.parent / f"{path.name}-classifier", folder=True)
+    config = IconClassifierConfig(steps=options.classifier_steps)
+
+    def train(labeled: LabeledIcons) -> IconClassifier:
+        with progress("training the classifier", config.steps) as bar:
+            return train_classifier(labeled, folder, config, bar)
+
+    return pipe, Icons.from_source(source, pipe.dvae.config.size), train
+
+
+def _generation(options: ScoreIcons) -> dict[str, int]:
+    """Return the options that are settings of the generation."""
+    return {key: getattr(options, key) for key in ("captions", "candidates", "repeats", "seed")}
 
 
 def grid(argv: Sequence[str]) -> None:

@@ -146,11 +146,26 @@ class ScoreIcons(ScoreOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoreGlyphs(ScoreIcons):
+    """Draw monochrome icons in styles held out of training, and find the nearest real icon of the style.
+
+    The first call trains a classifier of styles on training icons and saves it. Intervals are 95%, over subjects.
+    """
+
+    data: Positional[str]
+    """A data set of `limner data glyphs`."""
+    captions: Count = 500
+    """Captions per split, chosen at random."""
+    candidates: Annotated[int, CANDIDATES] = 16
+    """Candidates per caption, of which the one with the best score counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DrawGrid(Options):
     """Draw icons on one sheet: a row per subject, a column per style, frames around held-out combinations."""
 
     data: Positional[str]
-    """A data set of `limner data icons`."""
+    """A data set of `limner data icons` or `limner data glyphs`."""
     output: Annotated[Path, arg(aliases=("-o",))]
     """A PNG file."""
     subjects: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()

@@ -1,0 +1,118 @@
+"""Share of drawings of monochrome icons that show the subject and the style that their caption names.
+
+A drawing shows its subject if, of all real icons of the style, the icon of the caption is the nearest by squared error.
+A classifier of styles, trained on training icons only, reads the style. Its accuracy on real icons that it did not see
+is the ceiling. For held-out combinations the table also has these rows:
+
+- copies instead of drawings: the training icon of the subject in the nearest other style;
+- real icons through the dVAE: the ceiling of the nearest icon.
+
+A set often shows a held-out subject in another variant ("thin" where "bold" is held out). A second table has the
+captions whose set lacks the subject in training in all variants.
+
+Shapes: B captions, M icons of a style, H x W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from limner.evaluation.icon_classifier import IconClassifier, LabeledIcons
+from limner.evaluation.icon_pictures import SPLITS, Icons
+from limner.evaluation.icons import IconResult, IconSettings, Verdicts, draw_and_compare
+from limner.evaluation.reconstruction import reconstructions
+from limner.pipeline import TextToImage
+from limner.progress import Advance
+
+_PER_STYLE = 300  # most training icons of a style for the classifier
+_TOP = 5
+_TOLERANCE = 1e-3  # between squared errors to equal icons, from rounding
+
+
+def style_data(icons: Icons, seed: int = 0) -> LabeledIcons:
+    """Return training data of the classifier of styles: at most `_PER_STYLE` training icons of each style."""
+    by_style: dict[str, list[int]] = {}
+    for i in np.random.default_rng(seed).permutation(icons.references.split_indices("train")).tolist():
+        by_style.setdefault(icons.styles[i], []).append(i)
+    chosen = sorted(i for indices in by_style.values() for i in indices[:_PER_STYLE])
+    subjects = ["icon"] * len(chosen)  # one class: the classifier learns styles alone
+    return LabeledIcons(icons.references.pictures[chosen], subjects, [icons.styles[i] for i in chosen])
+
+
+def style_accuracy(classifier: IconClassifier, icons: Icons, count: int = 4_096, seed: int = 0) -> float:
+    """Return the accuracy of the classifier on `count` real icons of held-out combinations."""
+    chosen = icons.references.split_indices("combination", count, seed)
+    _, styles = classifier.classify(icons.references.pictures[chosen])
+    return float(np.mean([icons.styles[i] == style for i, style in zip(chosen, styles, strict=True)]))
+
+
+class StyleRanks:
+    """Ranks of the icon of a caption among all real icons of its style."""
+
+    def __init__(self, icons: Icons) -> None:
+        self.styles, self.by_style = icons.styles, dict[str, list[int]]()
+        for i, style in enumerate(icons.styles):
+            self.by_style.setdefault(style, []).append(i)
+        self.pictures = icons.references.pictures
+
+    def __call__(self, pictures: Tensor, targets: Sequence[int]) -> np.ndarray:
+        """Return how many icons of the style are nearer than the target: uint8 [B, 3, H, W] -> [B]."""
+        ranks = np.empty(len(targets), int)
+        for style in {self.styles[t] for t in targets}:
+            rows = [row for row, t in enumerate(targets) if self.styles[t] == style]
+            indices = self.by_style[style]
+            real, drawn = (x[:, 0].flatten(1).float() / 255 for x in (self.pictures[indices], pictures[rows]))
+            errors = real.square().sum(1) - 2 * drawn @ real.T  # less the drawing's square, which is constant
+            own = errors.gather(1, torch.tensor([[indices.index(targets[row])] for row in rows]))
+            ranks[rows] = (errors < own - _TOLERANCE).sum(1).numpy()
+        return ranks
+
+    def chance(self, targets: Sequence[int]) -> float:
+        """Return the mean probability that a random icon of the style is the target's."""
+        return float(np.mean([1 / len(self.by_style[self.styles[t]]) for t in targets]))
+
+
+def evaluate(
+    pipe: TextToImage,
+    icons: Icons,
+    classifier: IconClassifier,
+    split: str,
+    settings: IconSettings,
+    progress: Advance | None = None,
+) -> list[IconResult]:
+    """Draw captions of a split and compare the drawings with the real icons of the same style.
+
+    Returns the result; for combinations also that of the captions whose set lacks the subject in training.
+    """
+    targets = icons.references.split_indices(split, settings.captions, settings.seed) * settings.repeats
+    ranks = StyleRanks(icons)
+
+    def verdict(pictures: Tensor, cases: Sequence[int]) -> Verdicts:
+        shown = [targets[i] for i in cases]
+        rank, (_, styles) = ranks(pictures, shown), classifier.classify(pictures)
+        style = np.array([icons.styles[t] == name for t, name in zip(shown, styles, strict=True)])
+        return {"subject": rank == 0, f"top {_TOP}": rank < _TOP, "style": style, "both": (rank == 0) & style}
+
+    result = draw_and_compare(pipe, icons.references, targets, verdict, settings, progress)
+    rows = result.verdicts
+    if split == "combination":
+        copies = icons.nearest_style_copies(targets)
+        exists = np.array([copy is not None for copy in copies])
+        copied = verdict(icons.references.pictures[[copy or 0 for copy in copies]], range(len(copies)))
+        rows["copied from the nearest style"] = {respect: right & exists for respect, right in copied.items()}
+    rows["real icons"] = verdict(icons.references.pictures[targets], range(len(targets)))
+    reconstructed = [part.cpu() for *_, part in reconstructions(pipe.dvae, icons.references.pictures[targets])]
+    rows["real icons, through the dVAE"] = verdict(torch.cat(reconstructed), range(len(targets)))
+    chance, style = ranks.chance(targets), 1 / len(classifier.styles)
+    chances = {"subject": chance, f"top {_TOP}": _TOP * chance, "style": style, "both": chance * style}
+    result = replace(result, name=SPLITS.get(split, split), chance=chances)
+    trained = {(icons.sets[i], icons.references.keys[i]) for i in icons.references.split_indices("train")}
+    lacking = [i for i, t in enumerate(targets) if (icons.sets[t], icons.references.keys[t]) not in trained]
+    if split != "combination" or not lacking:
+        return [result]
+    return [result, result.subset(lacking, "icons that the set lacks")]

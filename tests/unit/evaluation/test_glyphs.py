@@ -1,0 +1,145 @@
+"""Evaluation of monochrome icons: nearest icon of the style, classifier of styles, copies, and missing icons."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+from limner.evaluation.glyphs import StyleRanks, evaluate, style_accuracy, style_data
+from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
+from limner.evaluation.icon_pictures import Icons
+from limner.evaluation.icons import IconSettings, save
+from limner.evaluation.nearest_neighbor import ReferenceSet
+from limner.sampling.candidates import Candidates
+from limner.sampling.generation_config import Sampler
+from tiny import tiny_pipe
+
+SHAPES = ["bar", "box", "cross", "disk", "ell", "wedge"]
+STYLES = {"a thin": (1, 0, 255), "a bold": (5, 0, 255), "b": (3, 255, 0), "c": (5, 0, 150)}  # width, ink, ground
+COMBINATIONS = {("box", "a thin"), ("disk", "b")}  # a has a bold box, b has no disk
+
+
+def glyph(shape: str, style: str) -> torch.Tensor:
+    """A shape in strokes, uint8 [3, 24, 24]."""
+    width, ink, ground = STYLES[style]
+    image = Image.new("L", (24, 24), ground)
+    pen = ImageDraw.Draw(image)
+    lines = {"bar": [(3, 12, 21, 12)], "box": [(5, 5, 19, 5), (19, 5, 19, 19), (19, 19, 5, 19), (5, 19, 5, 5)],
+             "cross": [(12, 3, 12, 21), (3, 12, 21, 12)], "ell": [(6, 4, 6, 20), (6, 20, 20, 20)],
+             "wedge": [(4, 20, 12, 4), (12, 4, 20, 20)]}  # fmt: skip
+    if shape == "disk":
+        pen.ellipse((4, 4, 20, 20), outline=ink, width=width)
+    for line in lines.get(shape, ()):
+        pen.line(line, fill=ink, width=width)
+    return torch.from_numpy(np.array(image)).repeat(3, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def icons():
+    cells = [(shape, style) for shape in SHAPES for style in STYLES]
+    references = ReferenceSet(
+        torch.stack([glyph(*cell) for cell in cells]),
+        [f"{shape}, {style}" for shape, style in cells],
+        [shape for shape, _ in cells],
+        [shape for shape, _ in cells],
+        ["combination" if cell in COMBINATIONS else "train" for cell in cells],
+    )
+    sets = [style.split()[0] for _, style in cells]
+    return Icons(references, [style for _, style in cells], sets, ReferenceSet(torch.empty(0), [], [], [], []), [])
+
+
+@pytest.fixture(scope="module")
+def classifier(icons, tmp_path_factory):
+    config = IconClassifierConfig(width=8, steps=200, batch_size=32, lr=5e-3)
+    return train_classifier(style_data(icons), tmp_path_factory.mktemp("classifier"), config)
+
+
+class Artist:
+    """Stub of a pipeline that draws `draws(shape, style)` as the best candidate and white as the other."""
+
+    def __init__(self, draws):
+        self.draws, self.name, self.dvae = draws, "artist", tiny_pipe().dvae
+
+    def candidates(self, captions, count, *, seed, sampler=Sampler(), prompt_tokens=None, progress=None):
+        pictures = torch.full((len(captions), count, 3, 24, 24), 255, dtype=torch.uint8)
+        for row, caption in enumerate(captions):
+            pictures[row, 0] = self.draws(*caption.split(", "))
+        scores = torch.zeros(len(captions), count)
+        scores[:, 0] = 1
+        return Candidates(pictures, scores, torch.zeros(len(captions), count, 36, dtype=torch.long), sampler)
+
+
+def rates(icons, classifier, draws, split="combination"):
+    results = evaluate(Artist(draws), icons, classifier, split, IconSettings(candidates=2))
+    return [{row: {key: rate.value for key, rate in r.items()} for row, r in x.rates().items()} for x in results]
+
+
+def test_correct_drawings_are_right(icons, classifier):
+    result, _ = rates(icons, classifier, glyph)
+    assert result["best of 2"] == {"subject": 1, "top 5": 1, "style": 1, "both": 1}
+    assert result["any candidate"]["subject"] == pytest.approx(0.5, abs=0.26)
+    assert result["real icons"]["both"] == 1
+
+
+def test_another_style_or_another_subject_is_wrong(icons, classifier):
+    style, _ = rates(icons, classifier, lambda shape, _: glyph(shape, "c"))
+    assert style["best of 2"]["style"] == 0 == style["best of 2"]["both"]
+    subject, _ = rates(icons, classifier, lambda _, style: glyph("cross", style))
+    assert subject["best of 2"]["subject"] == 0 and subject["best of 2"]["style"] == 1
+
+
+def test_a_copy_has_the_subject_in_another_style(icons, classifier):
+    result, _ = rates(icons, classifier, glyph)
+    assert result["copied from the nearest style"]["style"] == 0
+    assert result["copied from the nearest style"]["subject"] > 0
+
+
+def test_icons_that_the_set_lacks_are_reported_alone(icons, classifier):
+    both, lacking = evaluate(Artist(glyph), icons, classifier, "combination", IconSettings(candidates=2))
+    assert len(both.captions) == 2 and lacking.captions == ["disk, b"] and lacking.subjects == ["disk"]
+    assert lacking.pictures.shape == (1, 3, 24, 24)
+    assert len(evaluate(Artist(glyph), icons, classifier, "train", IconSettings(candidates=2))) == 1
+
+
+def test_ranks_count_nearer_icons_of_the_style_and_equal_icons_do_not_count(icons):
+    ranks, cell = StyleRanks(icons), [(s, t) for s in SHAPES for t in STYLES]
+    target = cell.index(("cross", "c"))
+    assert ranks(glyph("cross", "c")[None], [target]).tolist() == [0]
+    assert ranks(glyph("bar", "c")[None], [target]).item() > 0
+    twice = Icons(
+        ReferenceSet(icons.references.pictures[[target, target, 0]], ["x"] * 3, ["x"] * 3, ["x"] * 3, ["train"] * 3),
+        ["c"] * 3, ["c"] * 3, icons.pairs, [],
+    )  # fmt: skip
+    assert StyleRanks(twice)(glyph("cross", "c")[None].repeat(2, 1, 1, 1), [0, 1]).tolist() == [0, 0]
+    assert StyleRanks(twice).chance([0]) == pytest.approx(1 / 3)
+
+
+def test_ranks_equal_a_direct_comparison(icons):
+    pictures = torch.randint(0, 256, (40, 3, 24, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pictures[:, 1:] = pictures[:, :1]
+    targets = [i % len(icons.styles) for i in range(40)]
+    expected = []
+    for picture, t in zip(pictures.double(), targets, strict=True):
+        errors = (icons.references.pictures.double() - picture).square().sum((1, 2, 3))
+        expected.append(
+            sum(e < errors[t] for e, style in zip(errors, icons.styles, strict=True) if style == icons.styles[t])
+        )
+    assert StyleRanks(icons)(pictures, targets).tolist() == expected
+
+
+def test_the_classifier_sees_only_training_icons(icons, classifier):
+    data = style_data(icons)
+    held_out = icons.references.split_indices("combination")
+    assert len(data) == len(icons.styles) - len(held_out)
+    for i in held_out:
+        assert not (data.pictures == icons.references.pictures[i]).flatten(1).all(1).any()
+    assert style_accuracy(classifier, icons) == 1
+
+
+def test_tables_fit_and_json_is_written(icons, classifier, tmp_path):
+    results = evaluate(Artist(glyph), icons, classifier, "combination", IconSettings(candidates=2))
+    assert all(len(line) < 80 for result in results for line in result.table().splitlines())
+    save(tmp_path / "glyphs.json", {"style": 1.0}, results)
+    assert len(json.loads((tmp_path / "glyphs.json").read_text())["results"]) == 2
