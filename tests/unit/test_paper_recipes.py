@@ -14,7 +14,7 @@ from limner.training.step import update
 from limner.training.train_state import TrainState
 
 SIZES = ("tiny", "small", "base", "large", "xl", "dalle-3b", "dalle-6b", "dalle-12b")
-SMALL = ("scenes", "demo", "emoji", "icons", "laptop", "photos")
+SMALL = ("scenes", "demo", "emoji", "icons", "glyphs", "laptop", "photos")
 
 
 def test_operands_of_logits_are_in_32_bits_in_the_papers_recipes_alone():

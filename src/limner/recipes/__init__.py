@@ -17,6 +17,7 @@ SUMMARIES = {
     "scenes": "48 x 48 synthetic scenes, 12 x 12 tokens, in three hours on two cores",
     "emoji": "64 x 64 emoji, 8 x 8 tokens",
     "icons": "64 x 64 icons of several artists; memorizes its training pictures, cannot draw new combinations yet",
+    "glyphs": "48 x 48 monochrome icons, 12 x 12 tokens, also subjects in styles that training lacks",
     "laptop": "64 x 64 pictures of your own, 16 x 16 tokens, for two cores",
     "photos": "128 x 128 pictures of your own, 16 x 16 tokens, for one GPU",
     "tiny": "the paper's method, 256 x 256, 32 x 32 tokens, with 5 million parameters in the prior's blocks",

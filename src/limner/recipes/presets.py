@@ -88,6 +88,26 @@ def icons() -> Recipe:
     )
 
 
+def glyphs() -> Recipe:
+    """Monochrome icons by subject and style, also in combinations that training lacks. Not yet trained to the end.
+
+        npm pack @iconify/json
+        limner data glyphs data/glyphs iconify-json-*.tgz
+        limner train data/glyphs --recipe glyphs --out runs/glyphs
+        limner evaluate glyphs runs/glyphs data/glyphs
+
+    Unlike `icons`, the data set shows most subjects in many styles, so the prior can learn both apart.
+    """
+    dvae = _patch_dvae(vocab=1_024, steps=2_000)
+    prior = _small_prior(width=256, steps=30_000, batch=32, ema=0.9995)
+    return Recipe(
+        text=TextConfig(vocab=4_096, length=24, dropout=0.0),
+        dvae=replace(dvae, model=replace(dvae.model, size=48), augment=False),
+        prior=replace(prior, caption_dropout=0.1),
+        contrastive=replace(_small_contrastive(steps=3_000, distractors=0), prior_score_weight=1.0),
+    )
+
+
 def laptop() -> Recipe:
     """Pictures of your own on two cores. Not yet trained to the end. `limner train` estimates the hours it takes.
 
