@@ -40,7 +40,7 @@ _VARIANTS = (
 _MANY = 20
 _OMITTED_KINDS = frozenset(["Logos", "Emoji", "Flags / Maps", "Programming", "Archive / Unmaintained"])
 _OMITTED_CATEGORIES = re.compile(r"\b(brands?|logos?|flags?)\b", re.IGNORECASE)
-_OMITTED_NAMES = re.compile(r"(brand|logo|logos|flag)-")
+_OMITTED_NAMES = re.compile(r"(?:^|-)(?:brand|logo)s?(?:-|$)")
 _FILLERS = frozenset(["icon", "icons", "free", "set", "svg"])  # words of titles that say nothing about a style
 _SIZE = re.compile(r"(\d+)(px|x\d+)?")
 _IDEAL_SIZE = 24  # pixels; the size that most sets are drawn for
@@ -93,7 +93,7 @@ def glyphs_of(icon_set: IconSet, rejected: Counter[str]) -> list[Glyph]:
     }  # fmt: skip
     for icon in icon_set.icons.values():
         category = icon_set.category(icon)
-        if _OMITTED_NAMES.match(icon.name) or _OMITTED_CATEGORIES.search(category or ""):
+        if _OMITTED_NAMES.search(icon.name) or _OMITTED_CATEGORIES.search(category or ""):
             rejected["brand or flag"] += 1
             continue
         subject, variant, size = parse(icon.name)

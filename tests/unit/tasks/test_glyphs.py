@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from icon_sets import SQUARE, archive
+from limner.cli.data.glyphs import main as glyphs_command
 from limner.data.open_source import open_source
 from limner.errors import UserError
 from limner.tasks import iconify
@@ -84,14 +85,14 @@ def test_the_size_closest_to_24_is_used(tmp_path):
 def test_other_kinds_of_sets_and_brands_are_left_out_and_counted(tmp_path):
     found, rejected = glyphs(
         tmp_path,
-        a_set("a", ["cat", "brand-x", "us"], categories={"Country Flags": ["us"]}),
+        a_set("a", ["cat", "brand-x", "x-logo-2", "us", "flag-logic"], categories={"Country Flags": ["us"]}),
         a_set("b", ["cat"], category="Logos"),
         a_set("c", ["cat"], palette=True),
         a_set("d", ["cat"], hidden=True),
         a_set("e", ["cat"], category="Archive / Unmaintained"),
     )  # fmt: skip
-    assert [(g.credit["set"], g.subject) for g in found] == [("a", "cat")]
-    assert rejected["brand or flag"] == 2 and rejected["set in fixed colors"] == 1
+    assert [(g.credit["set"], g.subject) for g in found] == [("a", "cat"), ("a", "flag logic")]
+    assert rejected["brand or flag"] == 3 and rejected["set in fixed colors"] == 1
     assert {kind for kind in rejected if kind.startswith("set of another kind")} == {
         "set of another kind: Logos", "set of another kind: hidden", "set of another kind: Archive / Unmaintained",
     }  # fmt: skip
@@ -228,3 +229,22 @@ def test_the_pictures_of_square_icons_fill_the_frame(tmp_path):
     write_glyphs(tmp_path / "out", read(tmp_path, data, a_set("b", ["cat"]), a_set("c", ["cat"], thickness=5)))
     sample = open_source(tmp_path / "out")[0]
     assert np.asarray(Image.open(io.BytesIO(sample.image))).max() == 0
+
+
+def test_the_command_takes_permissive_sets_and_says_what_it_left_out(tmp_path, capsys):
+    sets = [
+        a_set("one", ["cat", "dog"]),
+        a_set("two", ["cat"], thickness=4),
+        a_set("three", ["cat"], spdx="CC-BY-SA-4.0"),
+    ]
+    path = archive(tmp_path / "all.tgz", **{f"json__{data['prefix']}": data for data in sets})
+    options = ["--styles", "1", "--size", "24"]
+    glyphs_command([str(tmp_path / "a"), str(path), *options])
+    assert "skipped Three, whose license is CC-BY-SA-4.0" in (printed := capsys.readouterr().out)
+    assert "2 subjects, 2 styles" in printed and "train 3" in printed
+    glyphs_command([str(tmp_path / "b"), str(path), "--all-licenses", *options])
+    assert "2 subjects, 3 styles" in capsys.readouterr().out
+    glyphs_command([str(tmp_path / "c"), str(path), "--sets", "two", "nine", *options])
+    assert "1 subjects, 1 styles" in (printed := capsys.readouterr().out) and "not in these files: nine" in printed
+    with pytest.raises(UserError, match="needs files of icon sets"):
+        glyphs_command([str(tmp_path / "d")])
