@@ -50,6 +50,7 @@ APPENDED = {  # to a command that begins so
     "limner draw": "--candidates 4",
     "limner evaluate emoji": "--captions 4 --candidates 2 --repeats 1",
     "limner evaluate icons": "--captions 2 --candidates 2 --classifier-steps 1",
+    "limner evaluate glyphs": "--captions 2 --candidates 2 --classifier-steps 1",
     "limner evaluate grid": "--candidates 2",
     "limner evaluate composition": "--captions 2 --candidates 2",
     "limner evaluate reconstruction scenes": "--count 32",
@@ -93,6 +94,7 @@ def folder(tmp_path_factory):
         Image.fromarray(np.repeat(rows[:, None], 160, 1)).save(photos / f"{i}.png")
         (photos / f"{i}.txt").write_text(f"the sky on a sofa, photographed with camera number {i}")
     _icon_sets(here, random)
+    _glyph_sets(here)
     return here
 
 
@@ -100,7 +102,7 @@ def _icon_sets(here: Path, random: np.random.Generator) -> None:
     """The eight archives that `npm pack` would write, with other drawings."""
     pytest.importorskip("emoji")
     names = [one.name.replace(" ", "-") for one in emoji.all_emoji() if not one.tones][:80]
-    (packed,) = (line for _, line in LINES if line.startswith("npm pack"))
+    (packed,) = (line for _, line in LINES if line.startswith("npm pack") and "{" in line)
     (drawn,) = (shlex.split(line) for _, line in LINES if line.startswith("limner data icons"))
     asked = drawn[drawn.index("--categories") + 1 :]
     for prefix in re.search(r"{(.*)}", packed)[1].split(","):  # pyright: ignore[reportOptionalSubscript]
@@ -115,6 +117,19 @@ def _icon_sets(here: Path, random: np.random.Generator) -> None:
             info=information("MIT"),
             metadata={"categories": {category: names[i :: len(asked)] for i, category in enumerate(asked)}},
         )
+
+
+def _glyph_sets(here: Path) -> None:
+    """An archive of twelve sets, as `npm pack @iconify/json` would write it, of black bars."""
+    sets = {}
+    for i in range(12):
+        icons = {
+            f"thing-{k}": {"body": f'<path fill="currentColor" d="M{k % 8} {k // 8}h8v{i + 1}h-8z"/>'}
+            for k in range(64)
+        }
+        info = {"name": f"Set {i}", "author": {"name": "A. Painter"}, "license": {"spdx": "MIT"}}
+        sets[f"json__set-{i}"] = {"prefix": f"set-{i}", "info": info, "icons": icons}
+    archive(here / "iconify-json-2.0.0.tgz", **sets)
 
 
 def shell(command: str, folder: Path) -> str:

@@ -72,7 +72,7 @@ def emoji() -> Recipe:
 def icons() -> Recipe:
     """Icons of the same objects by several artists, as for the bundled model `icons`. Two hours on two cores.
 
-        limner data icons data/icons iconify-json-*.tgz --size 72 --margin 6 --styles 7 --tones 0 --pairs 0.1 \\
+        limner data icons data/icons iconify-json-[a-z]*.tgz --size 72 --margin 6 --styles 7 --tones 0 --pairs 0.1 \\
             --categories "Animals & Nature" "Food & Drink" Activities "Smileys & Emotion"
         limner train data/icons --recipe icons --out runs/icons
 
@@ -92,7 +92,7 @@ def glyphs() -> Recipe:
     """Monochrome icons by subject and style, also in combinations that training lacks. Not yet trained to the end.
 
         npm pack @iconify/json
-        limner data glyphs data/glyphs iconify-json-*.tgz
+        limner data glyphs data/glyphs iconify-json-[0-9]*.tgz
         limner train data/glyphs --recipe glyphs --out runs/glyphs
         limner evaluate glyphs runs/glyphs data/glyphs
 

@@ -5,11 +5,10 @@ style is a set and a variant, "phosphor thin". Sets that declare no variants use
 Sizes ("24-filled") are not part of a style: the drawing closest to 24 pixels is used. Brands, flags, animations, sets
 that the catalog archived or hides, and sets in fixed colors are left out.
 
-Split. Four **sets** are held out, to learn a style from examples. Of the subjects in ten or more styles, a hundred are
-held out in all styles, a whole **subject**. One in twenty of the other **combinations** of subject and style is held
-out where the subject has six or more styles: subject and style are seen, not together. Choices are hashes of names.
-Drawings with equal pixels are on one side of the split.
-
+Split. Four **sets** are held out, to learn a style from examples. Of the subjects in ten or more styles, a hundred, and
+at most one in twenty, are held out in all styles, a whole **subject**. One in twenty of the other **combinations** of
+subject and style is held out where the subject has six or more styles: subject and style are seen, not together.
+Choices are hashes of names. Drawings with equal pixels are on one side of the split.
 """
 
 from __future__ import annotations
@@ -171,7 +170,9 @@ def assign_splits(glyphs: Sequence[Glyph], pixels: Sequence[bytes]) -> list[Glyp
         if glyph.credit["set"] not in HELD_OUT_SETS:
             styles[glyph.subject].add(glyph.style)
     common = [subject for subject, names in styles.items() if len(names) >= MIN_STYLES_SUBJECT]
-    subjects = set(sorted(common, key=lambda subject: stable_hash("subject", subject))[:HELD_OUT_SUBJECTS])
+    subjects = set(
+        sorted(common, key=lambda subject: stable_hash("subject", subject))[: min(HELD_OUT_SUBJECTS, len(common) // 20)]
+    )
 
     def kind(glyph: Glyph) -> HeldOut | None:
         if glyph.credit["set"] in HELD_OUT_SETS:
