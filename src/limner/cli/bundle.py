@@ -61,8 +61,10 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"{options.source}: scores in config.json must be a JSON object: correct it or omit --scores")
     for path in options.scores:
         result = read_json(path, 1 << 28)
-        if isinstance(result, dict):
-            result = result.get("table", {key: value for key, value in result.items() if key != "captions"})
+        if isinstance(result, dict):  # without the cases
+            result = result.get("table") or [
+                {key: part[key] for key in ("title", "rows", "settings")} for part in result.get("results", ())
+            ]
         pipe.info["scores"] = scores = {**scores, path.stem: result}
     pipe.save_pretrained(out, torch.int8 if options.bits == 8 else torch.float16)
     size = sum(file.stat().st_size for file in out.iterdir())

@@ -1,4 +1,4 @@
-"""Proportions with 95% confidence intervals for clustered cases.
+"""Estimates with 95% confidence intervals, mostly proportions over clustered cases.
 
 1,024 held-out captions share 30 held-out attribute combinations, and a model that cannot draw a combination fails on
 all of its captions. Cases of one cluster are correlated, so an interval that treats captions as independent is too
@@ -64,8 +64,48 @@ class Proportion:
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "rate": self.value}
 
+    @property
+    def short(self) -> str:
+        """The proportion without its interval."""
+        return f"{self.value:.1%}"
+
     def __str__(self) -> str:
         return f"{self.value:6.1%} ({self.low:.1%} to {self.high:.1%})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """A number with a unit. A mean has a 95% interval from `low` to `high`.
+
+    `spec` is the format of the number, such as ".2%".
+    """
+
+    value: float
+    unit: str = ""
+    spec: str = ".2f"
+    low: float | None = None
+    high: float | None = None
+
+    @staticmethod
+    def from_values(values: np.ndarray, unit: str) -> Quantity:
+        """Return the mean of independent `values` [n]."""
+        clusters = [str(i) for i in range(len(values))]
+        variance, degrees = _clustered(np.asarray(values, float), clusters)
+        mean, half_width = float(np.mean(values)), t_quantile(max(degrees, 1)) * math.sqrt(variance)
+        return Quantity(value=mean, unit=unit, low=mean - half_width, high=mean + half_width)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None and key != "spec"}
+
+    @property
+    def short(self) -> str:
+        """The number and its unit without the interval."""
+        return f"{self.value:{self.spec}} {self.unit}".strip()
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return self.short
+        return f"{self.short} ({self.low:{self.spec}} to {self.high:{self.spec}})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ Shapes: B captions, M icons of a style, H x W pixels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,8 +23,9 @@ from torch import Tensor
 
 from limner.evaluation.icon_classifier import IconClassifier, LabeledIcons
 from limner.evaluation.icon_pictures import SPLITS, Icons
-from limner.evaluation.icons import IconResult, IconSettings, Verdicts, draw_and_compare
+from limner.evaluation.icons import IconSettings, draw_and_compare, icon_result
 from limner.evaluation.reconstruction import reconstructions
+from limner.evaluation.result import EvalResult, Verdicts
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 
@@ -84,7 +84,7 @@ def evaluate(
     split: str,
     settings: IconSettings,
     progress: Advance | None = None,
-) -> list[IconResult]:
+) -> list[EvalResult]:
     """Draw captions of a split and compare the drawings with the real icons of the same style.
 
     Returns the result; for combinations also that of the captions whose set lacks the subject in training.
@@ -98,21 +98,25 @@ def evaluate(
         style = np.array([icons.styles[t] == name for t, name in zip(shown, styles, strict=True)])
         return {"subject": rank == 0, f"top {_TOP}": rank < _TOP, "style": style, "both": (rank == 0) & style}
 
-    result = draw_and_compare(pipe, icons.references, targets, verdict, settings, progress)
-    rows = result.verdicts
+    references = icons.references
+    rows, _ = draw_and_compare(pipe, references, targets, verdict, settings, progress)
     if split == "combination":
         copies = icons.nearest_style_copies(targets)
         exists = np.array([copy is not None for copy in copies])
-        copied = verdict(icons.references.pictures[[copy or 0 for copy in copies]], range(len(copies)))
-        rows["copied from the nearest style"] = {respect: right & exists for respect, right in copied.items()}
-    rows["real icons"] = verdict(icons.references.pictures[targets], range(len(targets)))
-    reconstructed = [part.cpu() for *_, part in reconstructions(pipe.dvae, icons.references.pictures[targets])]
-    rows["real icons, through the dVAE"] = verdict(torch.cat(reconstructed), range(len(targets)))
-    chance, style = ranks.chance(targets), 1 / len(classifier.styles)
-    chances = {"subject": chance, f"top {_TOP}": _TOP * chance, "style": style, "both": chance * style}
-    result = replace(result, name=SPLITS.get(split, split), chance=chances)
-    trained = {(icons.sets[i], icons.references.keys[i]) for i in icons.references.split_indices("train")}
-    lacking = [i for i, t in enumerate(targets) if (icons.sets[t], icons.references.keys[t]) not in trained]
-    if split != "combination" or not lacking:
-        return [result]
-    return [result, result.subset(lacking, "icons that the set lacks")]
+        copied = verdict(references.pictures[[copy or 0 for copy in copies]], range(len(copies)))
+        rows["copies from nearest style"] = {respect: right & exists for respect, right in copied.items()}
+    rows["real icons"] = verdict(references.pictures[targets], range(len(targets)))
+    reconstructed = [part.cpu() for *_, part in reconstructions(pipe.dvae, references.pictures[targets])]
+    rows["real, through the dVAE"] = verdict(torch.cat(reconstructed), range(len(targets)))
+
+    def result(name: str, cases: Sequence[int]) -> EvalResult:
+        shown = [targets[i] for i in cases]
+        verdicts = {row: {respect: values[cases] for respect, values in of_row.items()} for row, of_row in rows.items()}
+        chance, style = ranks.chance(shown), 1 / len(classifier.styles)
+        chances = {"subject": chance, f"top {_TOP}": _TOP * chance, "style": style, "both": chance * style}
+        return icon_result(name, pipe, references, shown, settings, verdicts, chances)
+
+    trained = {(icons.sets[i], references.keys[i]) for i in references.split_indices("train")}
+    lacking = [i for i, t in enumerate(targets) if (icons.sets[t], references.keys[t]) not in trained]
+    results = [result(SPLITS.get(split, split), range(len(targets)))]
+    return [*results, result("icons that the set lacks", lacking)] if split == "combination" and lacking else results

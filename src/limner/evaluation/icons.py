@@ -20,10 +20,9 @@ Drawings that differ only in skin tone count as one subject. Intervals are clust
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -31,14 +30,13 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from limner.errors import escape_control
-from limner.evaluation.confidence import TEST_SEEDS_FROM, Proportion
+from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.evaluation.generate_batches import generate_batches
 from limner.evaluation.icon_classifier import IconClassifier
 from limner.evaluation.icon_pictures import SPLITS, Icons
 from limner.evaluation.nearest_neighbor import ReferenceSet, nearest_picture
 from limner.evaluation.reconstruction import reconstructions
-from limner.json_files import write_json
+from limner.evaluation.result import EvalResult, Verdicts
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.sampling.generation_config import CANDIDATES, Sampler
@@ -47,8 +45,6 @@ from limner.validation import SEEDS, Range, Validated
 
 _SUBJECT_AND_STYLE = "subject and style"
 _MATCH = "right"
-
-Verdicts = dict[str, np.ndarray]  # by respect ("subject", "style", ...): right or not, or the share that is right, [B]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,76 +64,6 @@ class IconSettings(Validated):
     seed: Annotated[int, SEEDS] = TEST_SEEDS_FROM
 
 
-@dataclass(frozen=True)
-class IconResult:
-    """Verdicts on the drawings of B captions of a split, or of a kind of pairs.
-
-    Attributes:
-        name: title of the split or kind.
-        captions, subjects: of the drawings, [B].
-        verdicts: by row of the table ("best of 16", "any candidate", "real pictures", ...) and respect.
-        chance: accuracy of a uniform guess, by respect.
-        pictures: best drawings, uint8 [B, 3, H, W].
-        settings: of the generation.
-    """
-
-    name: str
-    captions: list[str]
-    subjects: list[str]
-    verdicts: dict[str, Verdicts]
-    chance: dict[str, float]
-    pictures: Tensor
-    settings: dict[str, Any]
-
-    def subset(self, indices: Sequence[int], name: str) -> IconResult:
-        """Return the result of some of the captions."""
-        verdicts = {row: {key: values[indices] for key, values in v.items()} for row, v in self.verdicts.items()}
-        captions, subjects = ([values[i] for i in indices] for values in (self.captions, self.subjects))
-        return replace(
-            self, name=name, captions=captions, subjects=subjects, verdicts=verdicts, pictures=self.pictures[indices]
-        )
-
-    def rates(self) -> dict[str, dict[str, Proportion]]:
-        return {
-            row: {respect: Proportion.from_values(values, self.subjects) for respect, values in verdicts.items()}
-            for row, verdicts in self.verdicts.items()
-        }
-
-    def table(self) -> str:
-        """Format the table in lines of less than 80 columns, with the interval of the first respect."""
-        respects = list(self.chance)
-        subjects, repeats = len(set(self.subjects)), self.settings["repeats"]
-        captions = len(self.captions) // repeats  # not the distinct ones: two pairs can have the same caption
-        lines = [
-            f"{escape_control(self.name)}, {captions:,} captions of {subjects:,} subjects, drawn {repeats} times",
-            f"  {'':<32}{respects[0]:<24}" + "".join(f"{name:>7}" for name in respects[1:]),
-        ]
-        for row, rates in self.rates().items():
-            first, *others = rates.values()
-            lines.append(f"  {row:<32}{first!s:<24}" + "".join(f"{rate.value:>7.1%}" for rate in others))
-        first, *others = (f"{value:.2%}" for value in self.chance.values())
-        lines.append(f"  {'chance':<32}{first:>6}{'':<18}" + "".join(f"{value:>7}" for value in others))
-        return "\n".join(line.rstrip() for line in lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        rates = {row: {key: rate.to_dict() for key, rate in rates.items()} for row, rates in self.rates().items()}
-        cases = [
-            {"caption": caption, "subject": subject}
-            | {
-                row: {respect: round(float(values[i]), 4) for respect, values in verdicts.items()}
-                for row, verdicts in self.verdicts.items()
-            }
-            for i, (caption, subject) in enumerate(zip(self.captions, self.subjects, strict=True))
-        ]
-        return {"name": self.name, "rates": rates, "chance": self.chance, "settings": self.settings, "cases": cases}
-
-
-def save(path: str | Path, classifier_accuracy: dict[str, float], results: Sequence[IconResult]) -> None:
-    """Write all results as JSON."""
-    data = {"classifier": classifier_accuracy, "results": [result.to_dict() for result in results]}
-    write_json(path, data, ensure_ascii=False)
-
-
 def evaluate(
     pipe: TextToImage,
     icons: Icons,
@@ -145,7 +71,7 @@ def evaluate(
     split: str,
     settings: IconSettings = IconSettings(),
     progress: Advance | None = None,
-) -> IconResult:
+) -> EvalResult:
     """Draw captions of a split and classify the drawings."""
     references, styles = icons.references, icons.styles
     targets = references.split_indices(split, settings.captions, settings.seed) * settings.repeats
@@ -159,17 +85,16 @@ def evaluate(
         exists = np.array([i is not None for i in indices])
         return {respect: right & exists for respect, right in verdict(pictures, range(len(indices))).items()}
 
-    result = draw_and_compare(pipe, references, targets, verdict, settings, progress)
-    nearest = nearest_picture(references.pictures, result.pictures).tolist()
+    rows, drawings = draw_and_compare(pipe, references, targets, verdict, settings, progress)
+    nearest = nearest_picture(references.pictures, drawings).tolist()
     labels = [references.families[i] for i in nearest], [styles[i] for i in nearest]
-    rows = result.verdicts
     rows[f"best of {settings.candidates}, nearest picture"] = _verdicts(labels, references.families, styles, targets)
     if split == "combination":
-        rows["copied from the nearest style"] = verdict_on_real(icons.nearest_style_copies(targets))
+        rows["copies from nearest style"] = verdict_on_real(icons.nearest_style_copies(targets))
     rows["real pictures"] = verdict_on_real(targets)
     reconstructed = [part.cpu() for *_, part in reconstructions(pipe.dvae, references.pictures[targets])]
-    rows["real pictures, through the dVAE"] = verdict(torch.cat(reconstructed), range(len(targets)))
-    return replace(result, name=SPLITS.get(split, split), chance=_chance(classifier))
+    rows["real, through the dVAE"] = verdict(torch.cat(reconstructed), range(len(targets)))
+    return icon_result(SPLITS.get(split, split), pipe, references, targets, settings, rows, _chance(classifier))
 
 
 def evaluate_pairs(
@@ -179,7 +104,7 @@ def evaluate_pairs(
     kind: str,
     settings: IconSettings = IconSettings(),
     progress: Advance | None = None,
-) -> IconResult:
+) -> EvalResult:
     """Draw the lower halves of the held-out pairs of a kind, with the real upper halves as prompts."""
     pairs = icons.pairs
     targets = pairs.split_indices(kind, settings.captions, settings.seed) * settings.repeats
@@ -200,11 +125,11 @@ def evaluate_pairs(
         return {_MATCH: (nearest == target).flatten(1).all(1).numpy()}  # by pixels: two pairs can be equal
 
     verdict = classified if kind == "style" else matched
-    result = draw_and_compare(pipe, pairs, targets, verdict, settings, progress, prompt_tokens)
+    rows, _ = draw_and_compare(pipe, pairs, targets, verdict, settings, progress, prompt_tokens)
     if kind == "style":
-        result.verdicts["real lower halves"] = classified(pairs.pictures[targets], range(len(targets)))
+        rows["real lower halves"] = classified(pairs.pictures[targets], range(len(targets)))
     chance = _chance(classifier) if kind == "style" else {_MATCH: 1 / len(real)}
-    return replace(result, name=f"held-out pairs, {kind}", chance=chance)
+    return icon_result(f"held-out pairs, {kind}", pipe, pairs, targets, settings, rows, chance)
 
 
 def accuracy(classifier: IconClassifier, icons: Icons) -> dict[str, float]:
@@ -235,9 +160,12 @@ def draw_and_compare(
     settings: IconSettings,
     progress: Advance | None,
     prompt_tokens: Tensor | None = None,
-) -> IconResult:
-    """Draw the captions of `targets`. Return verdicts on the best drawings and on all candidates, without a name and
-    `chance`; `verdict` takes pictures and the indices of their targets."""
+) -> tuple[dict[str, Verdicts], Tensor]:
+    """Draw the captions of `targets`. Return verdicts on the best drawings and on all candidates by row of the table,
+    and the best drawings, uint8 [B, 3, H, W].
+
+    `verdict` takes pictures and the indices of their targets.
+    """
     n, captions = settings.candidates, [references.captions[t] for t in targets]
     best_drawings, right, picks = [], dict[str, list[np.ndarray]](), []
     for part, batch in generate_batches(pipe, captions, n, settings.seed, Sampler(), prompt_tokens, progress):
@@ -250,15 +178,27 @@ def draw_and_compare(
     pick = torch.cat(picks).numpy()[:, None]
     first = {respect: np.take_along_axis(values, pick, 1)[:, 0] for respect, values in candidates.items()}
     mean = {respect: values.mean(1) for respect, values in candidates.items()}
-    return IconResult(
-        name="",
-        captions=captions,
-        subjects=[references.families[t] for t in targets],
-        verdicts={f"best of {n}": first, "any candidate": mean},
-        chance={},
-        pictures=torch.cat(best_drawings),
+    return {f"best of {n}": first, "any candidate": mean}, torch.cat(best_drawings)
+
+
+def icon_result(
+    name: str,
+    pipe: TextToImage,
+    references: ReferenceSet,
+    targets: Sequence[int],
+    settings: IconSettings,
+    rows: Mapping[str, Verdicts],
+    chance: Mapping[str, float],
+) -> EvalResult:
+    """Return the result of drawings of `targets`, with intervals over subjects."""
+    subjects = [references.families[t] for t in targets]
+    captions = len(targets) // settings.repeats  # not the distinct ones: two pairs can have the same caption
+    times = f", drawn {settings.repeats} times" if settings.repeats > 1 else ""
+    return EvalResult.from_verdicts(
+        f"{name}, {captions:,} captions of {len(set(subjects)):,} subjects{times}", rows, subjects,
+        [{"caption": references.captions[t], "subject": references.families[t]} for t in targets], chance,
         settings={"model": pipe.name, **vars(settings)},
-    )
+    )  # fmt: skip
 
 
 def _verdicts(

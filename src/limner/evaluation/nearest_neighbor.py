@@ -10,20 +10,19 @@ other families of the same kind.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import Source
-from limner.evaluation.confidence import TEST_SEEDS_FROM, Proportion
+from limner.evaluation.confidence import TEST_SEEDS_FROM
 from limner.evaluation.generate_batches import generate_batches
+from limner.evaluation.report import SheetRow
+from limner.evaluation.result import EvalResult
 from limner.pipeline import TextToImage
 from limner.progress import Advance
 from limner.sampling.rerank import best
@@ -68,42 +67,6 @@ def nearest_picture(real: Tensor, pictures: Tensor) -> Tensor:
     return torch.cat(distance, 1).argmin(1)
 
 
-@dataclass(frozen=True)
-class NearestResult:
-    """Nearest real pictures to B drawings of a split."""
-
-    split: str
-    targets: list[int]  # reference index of the caption's picture, [B]
-    nearest: list[int]  # reference index of the nearest picture, [B]
-    families: list[str]  # of the target pictures, [B]
-    right: np.ndarray  # same key, bool [B]
-    related: np.ndarray  # same key or family, bool [B]
-    pictures: Tensor  # best drawings, uint8 [B, 3, H, W]
-    settings: dict[str, Any]  # of the generation
-
-    def rates(self) -> tuple[Proportion, Proportion]:
-        """Return the shares of right and of related pictures."""
-        return Proportion.from_values(self.right, self.families), Proportion.from_values(self.related, self.families)
-
-    def table(self) -> str:
-        right, related = self.rates()
-        return (
-            f"{self.split}, {len(set(self.targets)):,} captions of {len(set(self.families)):,} families, "
-            f"drawn {self.settings['repeats']} times, best of {self.settings['candidates']}\n"
-            f"  nearest real picture is the right one        {right}\n"
-            f"  the right one or another variant of it       {related}"
-        )
-
-    def to_dict(self, references: ReferenceSet) -> dict[str, Any]:
-        right, related = self.rates()
-        rows = [
-            {"caption": references.captions[t], "nearest": references.captions[n], "right": bool(r), "related": bool(v)}
-            for t, n, r, v in zip(self.targets, self.nearest, self.right, self.related, strict=True)
-        ]
-        rates = {"right": right.to_dict(), "right or variant": related.to_dict()}
-        return {"split": self.split, **rates, "settings": self.settings, "captions": rows}
-
-
 def evaluate(
     pipe: TextToImage,
     references: ReferenceSet,
@@ -114,7 +77,7 @@ def evaluate(
     repeats: int = 1,
     seed: int = TEST_SEEDS_FROM,
     progress: Advance | None = None,
-) -> NearestResult:
+) -> EvalResult:
     """Draw the captions of `n` pictures of a split that is not empty, `repeats` times, and select the best of
     `candidates` each time; drawing i uses `drawing_seed(seed, i)`."""
     targets = references.split_indices(split, n, seed) * repeats
@@ -126,17 +89,25 @@ def evaluate(
             progress(len(part))
     keys, families = np.array(references.keys, object), np.array(references.families, object)
     right, same_family = keys[targets] == keys[nearest], families[targets] == families[nearest]
-    settings = {"model": pipe.name, "candidates": candidates, "repeats": repeats, "seed": seed}
-    return NearestResult(
-        split, targets, nearest, families[targets].tolist(), right, right | same_family, torch.cat(drawings), settings
-    )
+    clusters = families[targets].tolist()
+    captions = [(references.captions[t], references.captions[i]) for t, i in zip(targets, nearest, strict=True)]
+    return EvalResult.from_verdicts(
+        f"{split}, {len(set(targets)):,} captions of {len(set(clusters)):,} families, drawn {repeats} times",
+        {f"best of {candidates}": {"right picture": right, "or a variant": right | same_family}},
+        clusters,
+        [{"caption": caption, "nearest": other} for caption, other in captions],
+        {"right picture": 1 / len(references.keys)},
+        settings={"model": pipe.name, "candidates": candidates, "repeats": repeats, "seed": seed},
+        sheet=[
+            SheetRow(
+                caption=caption, right=bool(is_right),
+                pictures=[(to_image(drawing), "drawn"), (to_image(references.pictures[t]), "real")],
+            )
+            for (caption, _), is_right, drawing, t in zip(captions, right, torch.cat(drawings), targets, strict=True)
+        ],
+    )  # fmt: skip
 
 
-def mosaic(references: ReferenceSet, result: NearestResult, n: int = 48, columns: int = 8) -> Image.Image:
-    """Render the first `n` pairs of a drawing (left) and its real picture (right)."""
-    pairs = torch.cat((result.pictures[:n], references.pictures[result.targets[:n]]), dim=3)
-    columns = max(1, min(columns, len(pairs)))
-    rows = math.ceil(len(pairs) / columns)
-    pairs = F.pad(pairs, (0, 8, 0, 8, 0, 0, 0, rows * columns - len(pairs)), value=255)
-    sheet = pairs.unflatten(0, (rows, columns)).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
-    return Image.fromarray(sheet.contiguous().numpy())
+def to_image(pixels: Tensor) -> Image.Image:
+    """Return uint8 [3, H, W] as a picture."""
+    return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())

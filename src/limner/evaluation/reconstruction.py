@@ -8,13 +8,13 @@ positions within half a unit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from limner.evaluation.confidence import TEST_SEEDS_FROM
+from limner.evaluation.confidence import TEST_SEEDS_FROM, Proportion, Quantity
+from limner.evaluation.result import Estimate, EvalResult
 from limner.metrics.codebook import usage
 from limner.metrics.psnr import psnr
 from limner.models.dvae import DVAE, unmap_pixels
@@ -25,27 +25,6 @@ from limner.tasks import rendering, scene_reader, scenes, verify
 from limner.tasks.scenes import Split
 
 _BATCH_SIZE = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reconstruction:
-    """Metrics over a set of pictures."""
-
-    pictures: int  # number of pictures
-    psnr: float  # mean over pictures, in dB
-    psnr_worst: float  # the first percentile
-    codes: int  # used at least once, of `vocab`
-    vocab: int
-    perplexity: float  # exp of the entropy of the codes in nats
-    same_scene: float | None = None  # share that parses as the original scene; None for other pictures
-
-    def table(self) -> str:
-        share = self.codes / self.vocab
-        return (
-            f"{self.pictures} unseen pictures\n"
-            f"  PSNR          {self.psnr:.2f} dB (worst hundredth: {self.psnr_worst:.2f} dB)\n"
-            f"  codes in use  {self.codes} of {self.vocab} ({share:.0%}), perplexity {self.perplexity:.0f}"
-        ) + ("" if self.same_scene is None else f"\n  same scene    {self.same_scene:.1%}")
 
 
 def fresh_scenes(n: int, seed: int = TEST_SEEDS_FROM, split: Split | None = None, size: int = 48) -> Tensor:
@@ -71,33 +50,33 @@ def reconstructions(dvae: ImageTokenizer, pictures: Tensor) -> Iterator[tuple[Te
 
 def measure(
     dvae: ImageTokenizer, pictures: Tensor, *, check_scenes: bool = False, progress: Advance | None = None
-) -> Reconstruction:
+) -> EvalResult:
     """Reconstruct uint8 [B, 3, H, W] and measure the result; `check_scenes` is for pictures of scenes."""
-    psnrs, used, same = [], [], 0
+    psnrs, used, same = [], [], list[bool]()
     for part, tokens, decoded in reconstructions(dvae, pictures):
         used.append(tokens)
         psnrs.append(psnr(part, decoded))
         if check_scenes:
-            same += sum(map(_same_scene, *(p.permute(0, 2, 3, 1).cpu().numpy() for p in (part, decoded))))
+            same += map(_same_scene, *(p.permute(0, 2, 3, 1).cpu().numpy() for p in (part, decoded)))
         if progress:
             progress(len(part))
-    quality = torch.cat(psnrs)
-    codes = usage(torch.cat(used), dvae.config.vocab)
-    return Reconstruction(
-        pictures=len(pictures),
-        psnr=float(quality.mean()),
-        psnr_worst=float(quality.quantile(0.01)),
-        codes=int(codes["codes"]),
-        vocab=dvae.config.vocab,
-        perplexity=float(codes["perplexity"]),
-        same_scene=same / len(pictures) if check_scenes else None,
-    )
+    quality, codes = torch.cat(psnrs).cpu(), usage(torch.cat(used), dvae.config.vocab)
+    estimates: dict[str, Estimate] = {
+        "PSNR": Quantity.from_values(quality.numpy(), "dB"),
+        "PSNR of the worst hundredth": Quantity(value=float(quality.quantile(0.01)), unit="dB"),
+        f"codes in use, of {dvae.config.vocab:,}": Quantity(value=int(codes["codes"]), spec=",.0f"),
+        "perplexity of the codes": Quantity(value=float(codes["perplexity"]), spec=",.0f"),
+    }
+    if check_scenes:
+        estimates["same scene"] = Proportion.from_values(np.array(same), [str(i) for i in range(len(same))])
+    rows = {name: {"value": estimate} for name, estimate in estimates.items()}
+    return EvalResult(title=f"{len(pictures):,} unseen pictures", rows=rows)
 
 
 def codebook_metrics(model: ImageTokenizer, pixels: Tensor) -> dict[str, float]:
     """Return what a run logs of uint8 [B, 3, H, W]: PSNR of hard reconstructions, codes in use, perplexity."""
-    result = measure(model, pixels)
-    return {"psnr": result.psnr, "codes": float(result.codes), "perplexity": result.perplexity}
+    quality, _, codes, perplexity = (row["value"].value for row in measure(model, pixels).rows.values())
+    return {"psnr": quality, "codes": codes, "perplexity": perplexity}
 
 
 def relaxation_gap(model: DVAE, pixels: Tensor, tau: float, hard: float) -> dict[str, float]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +22,10 @@ from torch import Tensor
 
 from limner.data.sample import Source
 from limner.errors import UserError
-from limner.evaluation.confidence import TEST_SEEDS_FROM, Proportion
+from limner.evaluation.confidence import TEST_SEEDS_FROM, Proportion, Quantity
 from limner.evaluation.generate_batches import attribute_key
 from limner.evaluation.nearest_neighbor import ReferenceSet
+from limner.evaluation.result import Estimate, EvalResult
 from limner.models.contrastive import CLIP
 from limner.progress import Advance
 from limner.tasks.rendering import render
@@ -75,41 +75,23 @@ def dataset_task(source: Source, size: int, split: str, count: int, seed: int = 
     return ZeroShotTask(data.pictures[rows], labels, families, names, EMOJI_PROMPTS)
 
 
-@dataclass(frozen=True)
-class ZeroShotResult:
-    """Verdicts by k: True if the class of a picture is among the k most similar ones, bool [B]."""
+def evaluate(model: CLIP, tokenizer: Tokenizer, task: ZeroShotTask, progress: Advance | None = None) -> EvalResult:
+    """Classify the pictures. `progress` advances by prompts and pictures.
 
-    right: dict[int, np.ndarray]
-    classes: int
-    clusters: list[str]
-    prompts: int  # per class
-
-    def rates(self) -> dict[int, Proportion]:
-        return {k: Proportion.from_values(values, self.clusters) for k, values in self.right.items()}
-
-    def table(self) -> str:
-        lines = [f"{len(self.clusters):,} pictures, {self.classes:,} classes, {self.prompts} prompts each"]
-        lines += [
-            f"  right among the first {k:<3} {rate}   by chance {min(1, k / self.classes):.2%}"
-            for k, rate in self.rates().items()
-        ]
-        return "\n".join(lines)
-
-    def to_dict(self, model: str) -> dict[str, Any]:
-        """Return the rates as JSON values, with the name of the model."""
-        rates = {f"top {k}": rate.to_dict() for k, rate in self.rates().items()}
-        return {"rates": rates, "classes": self.classes, "settings": {"model": model, "prompts": self.prompts}}
-
-
-def evaluate(model: CLIP, tokenizer: Tokenizer, task: ZeroShotTask, progress: Advance | None = None) -> ZeroShotResult:
-    """Classify the pictures. `progress` advances by prompts and pictures."""
+    A picture is right in row "top k" if its class is among the k most similar ones.
+    """
     length, device = model.config.text_len, next(model.parameters()).device
     text = [tokenizer.encode([prompt.format(name) for prompt in task.prompts], length) for name in task.names]
     similarity = cosine_similarity(model, torch.stack(text).to(device), task.pictures, progress)
     ranks = similarity.argsort(dim=1, descending=True, stable=True)
     labels = torch.tensor(task.labels)[:, None]
-    right = {k: (ranks[:, :k] == labels).any(1).numpy() for k in TOP_K if k < len(task.names)}
-    return ZeroShotResult(right, len(task.names), task.clusters, len(task.prompts))
+    classes, prompts = len(task.names), len(task.prompts)
+    rows: dict[str, dict[str, Estimate]] = {}
+    for k in (k for k in TOP_K if k < classes):
+        right = Proportion.from_values((ranks[:, :k] == labels).any(1).numpy(), task.clusters)
+        rows[f"top {k}"] = {"accuracy": right, "chance": Quantity(value=k / classes, spec=".2%")}
+    title = f"{len(task.labels):,} pictures, {classes:,} classes, {prompts} prompts each"
+    return EvalResult(title=title, rows=rows, settings={"classes": classes, "prompts": prompts})
 
 
 @torch.inference_mode()

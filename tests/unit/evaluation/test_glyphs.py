@@ -10,8 +10,9 @@ from PIL import Image, ImageDraw
 from limner.evaluation.glyphs import StyleRanks, evaluate, style_accuracy, style_data
 from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
 from limner.evaluation.icon_pictures import Icons
-from limner.evaluation.icons import IconSettings, save
+from limner.evaluation.icons import IconSettings
 from limner.evaluation.nearest_neighbor import ReferenceSet
+from limner.evaluation.result import save
 from limner.sampling.candidates import Candidates
 from limner.sampling.generation_config import Sampler
 from tiny import tiny_pipe
@@ -73,7 +74,7 @@ class Artist:
 
 def rates(icons, classifier, draws, split="combination"):
     results = evaluate(Artist(draws), icons, classifier, split, IconSettings(candidates=2))
-    return [{row: {key: rate.value for key, rate in r.items()} for row, r in x.rates().items()} for x in results]
+    return [{row: {key: rate.value for key, rate in r.items()} for row, r in x.rows.items()} for x in results]
 
 
 def test_correct_drawings_are_right(icons, classifier):
@@ -92,14 +93,15 @@ def test_another_style_or_another_subject_is_wrong(icons, classifier):
 
 def test_a_copy_has_the_subject_in_another_style(icons, classifier):
     result, _ = rates(icons, classifier, glyph)
-    assert result["copied from the nearest style"]["style"] == 0
-    assert result["copied from the nearest style"]["subject"] > 0
+    assert result["copies from nearest style"]["style"] == 0
+    assert result["copies from nearest style"]["subject"] > 0
 
 
 def test_icons_that_the_set_lacks_are_reported_alone(icons, classifier):
     both, lacking = evaluate(Artist(glyph), icons, classifier, "combination", IconSettings(candidates=2))
-    assert len(both.captions) == 2 and lacking.captions == ["disk, b"] and lacking.subjects == ["disk"]
-    assert lacking.pictures.shape == (1, 3, 24, 24)
+    assert len(both.cases) == 2 and [case["caption"] for case in lacking.cases] == ["disk, b"]
+    assert lacking.rows["best of 2"]["subject"].total == 1
+    assert "icons that the set lacks, 1 captions of 1 subjects" in lacking.table()
     assert len(evaluate(Artist(glyph), icons, classifier, "train", IconSettings(candidates=2))) == 1
 
 
@@ -140,6 +142,6 @@ def test_the_classifier_sees_only_training_icons(icons, classifier):
 
 def test_tables_fit_and_json_is_written(icons, classifier, tmp_path):
     results = evaluate(Artist(glyph), icons, classifier, "combination", IconSettings(candidates=2))
-    assert all(len(line) < 80 for result in results for line in result.table().splitlines())
-    save(tmp_path / "glyphs.json", {"style": 1.0}, results)
+    assert all(len(line) <= 80 for result in results for line in result.table().splitlines())
+    save(tmp_path / "glyphs.json", results, classifier={"style": 1.0})
     assert len(json.loads((tmp_path / "glyphs.json").read_text())["results"]) == 2

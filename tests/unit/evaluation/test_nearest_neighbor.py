@@ -1,12 +1,10 @@
 """The nearest real picture has the least squared error; variants share a family."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
-from limner.evaluation.nearest_neighbor import ReferenceSet, evaluate, mosaic, nearest_picture
+from limner.evaluation.nearest_neighbor import ReferenceSet, evaluate, nearest_picture, to_image
 from tiny import WORDS, tiny_pipe
 
 
@@ -46,19 +44,17 @@ def test_right_and_related_are_counted(references):
     drawing = pipe(WORDS[1], candidates=3, seed=0)[0]
     references.pictures[1] = torch.from_numpy(np.array(drawing.image)).permute(2, 0, 1)
     trained = evaluate(pipe, references, "train", n=None, candidates=3, seed=0)
-    assert trained.nearest[0] == 2
-    assert (bool(trained.right[0]), bool(trained.related[0])) == (False, True)
+    assert trained.cases[0]["nearest"] == "a"
+    assert trained.cases[0]["best of 3"] == {"right picture": 0, "or a variant": 1}
     held_out = evaluate(pipe, references, "held-out", candidates=3, seed=0)
-    exact, family = held_out.rates()
-    assert (exact.right, exact.total, family.right) == (1, 1, 1)
-    written = json.loads(json.dumps([result.to_dict(references) for result in (trained, held_out)]))
-    assert [part["split"] for part in written] == ["train", "held-out"]
-    assert written[1]["right"]["rate"] == 1.0
-    assert "best of 3" in trained.table()
+    row = held_out.rows["best of 3"]
+    assert (row["right picture"].right, row["right picture"].total, row["or a variant"].right) == (1, 1, 1)
+    assert held_out.rows["chance"]["right picture"].value == 1 / 6
+    assert trained.title.startswith("train, ") and "best of 3" in trained.table()
     again = evaluate(pipe, references, "held-out", candidates=3, repeats=5, seed=0)
-    assert again.targets == [1] * 5
-    assert again.rates()[0].total == 5
-    assert not torch.equal(again.pictures[0], again.pictures[1])  # independent noise
+    row = again.rows["best of 3"]["right picture"]
+    assert row.total == 5 and row.high - row.low > 0.5  # a single cluster
+    drawn = [sheet_row.pictures[0][0].tobytes() for sheet_row in again.sheet]
+    assert len(drawn) == 5 and drawn[0] != drawn[1]  # independent noise
+    assert again.sheet[0].pictures[1][0].tobytes() == to_image(references.pictures[1]).tobytes()
     assert "1 captions of 1 families, drawn 5 times" in again.table()
-    assert again.rates()[0].high - again.rates()[0].low > 0.5  # a single cluster
-    assert mosaic(references, trained, n=5, columns=3).size == (3 * 56, 2 * 32)

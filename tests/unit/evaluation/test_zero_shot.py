@@ -52,10 +52,9 @@ def test_ranks_and_rates(monkeypatch):
     order = torch.tensor([[9, 8, 7, 6, 5, 4, 3], [9, 8, 7, 6, 5, 4, 3], [1, 1, 1, 1, 1, 1, 1], [9, 8, 7, 6, 5, 4, 3]])
     monkeypatch.setattr(zero_shot, "cosine_similarity", lambda model, prompts, *_: order[:, : len(prompts)].float())
     result = evaluate(pipe.contrastive, pipe.tokenizer, task)
-    assert result.right[1].tolist() == [True, False, False, False]
-    assert result.right[5].tolist() == [True, True, True, False]
-    assert result.rates()[1].value == pytest.approx(0.25)
-    assert "7 classes, 2 prompts each" in result.table() and "by chance 14.29%" in result.table()
+    assert (result.rows["top 1"]["accuracy"].right, result.rows["top 5"]["accuracy"].right) == (1, 3)
+    assert result.rows["top 1"]["accuracy"].value == pytest.approx(0.25)
+    assert "7 classes, 2 prompts each" in result.table() and "14.29%" in result.table()
 
 
 def test_progress_counts_every_picture_and_prompt_once():

@@ -23,7 +23,6 @@ from limner.cli.evaluate.options import (
     ScoreZeroShot,
 )
 from limner.errors import UserError, escape_control
-from limner.json_files import write_json
 from limner.progress import clock, progress
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from limner.pipeline import TextToImage
     from limner.sampling.candidates import Candidates
 
-_MOSAIC_CAPTIONS = 8
+_MOSAIC_CAPTIONS, _MOSAIC_DRAWINGS = 8, 48
 _MIN_ACCURACY = 0.9  # of the classifier of icons on its training pictures; below, it is unreliable
 T = TypeVar("T", bound=ScoreOptions)
 
@@ -93,6 +92,7 @@ def reconstruction(argv: Sequence[str]) -> None:
     from limner.data.datasets import ImageCaptionDataset
     from limner.data.open_source import open_source
     from limner.evaluation.reconstruction import fresh_scenes, measure
+    from limner.evaluation.result import save
     from limner.pipeline import load
 
     pipe = load(options.model)
@@ -110,13 +110,14 @@ def reconstruction(argv: Sequence[str]) -> None:
     with progress("reconstructing", len(pictures), unit="picture") as bar:
         result = measure(pipe.dvae, pictures, check_scenes=options.data is None, progress=bar.advance)
     print(f"{escape_control(pipe.name)}\n{result.table()}")
-    _write(options.output, partial(write_json, value=vars(result), indent=2))
+    _write(options.output, lambda path: save(path, [result], model=pipe.name))
 
 
 def zero_shot(argv: Sequence[str]) -> None:
     """does the contrastive model recognize classes by name?"""
     options = _parse(ScoreZeroShot, argv, "zero-shot")
     from limner.data.open_source import open_source
+    from limner.evaluation.result import save
     from limner.evaluation.zero_shot import dataset_task, evaluate, scene_task
     from limner.runs.stages import load_reranker
 
@@ -131,7 +132,7 @@ def zero_shot(argv: Sequence[str]) -> None:
     with progress("classifying prompts and pictures", total, unit="text or picture") as bar:
         result = evaluate(model, tokenizer, task, bar.advance)
     print(f"{escape_control(name)}, {options.split}\n{result.table()}")
-    _write(options.output, partial(write_json, value=result.to_dict(name), indent=1))
+    _write(options.output, lambda path: save(path, [result], model=name))
 
 
 def emoji(argv: Sequence[str]) -> None:
@@ -143,8 +144,9 @@ def emoji(argv: Sequence[str]) -> None:
         for split in ("train", "held-out"):
             mosaics[split] = check_writable(options.mosaic.with_stem(f"{options.mosaic.stem}-{split}"))
     from limner.data.open_source import open_source
-    from limner.evaluation.nearest_neighbor import ReferenceSet, evaluate, mosaic
-    from limner.evaluation.report import save_png
+    from limner.evaluation.nearest_neighbor import ReferenceSet, evaluate
+    from limner.evaluation.report import contact_sheet, save_png
+    from limner.evaluation.result import save
     from limner.pipeline import load
 
     source, pipe = open_source(options.data), load(options.model)
@@ -162,11 +164,11 @@ def emoji(argv: Sequence[str]) -> None:
         results.append(result)
         print(result.table())
         if options.mosaic:
-            _write(mosaics[split], partial(save_png, mosaic(references, result)))
+            sheet = contact_sheet(result.sheet[:_MOSAIC_DRAWINGS], columns=_MOSAIC_CAPTIONS // 2)
+            _write(mosaics[split], partial(save_png, sheet))
     if not results:
         raise UserError(f"{options.data} lacks readable pictures: inspect it with `limner data show`")
-    values = [result.to_dict(references) for result in results]
-    _write(options.output, partial(write_json, value=values, indent=1, ensure_ascii=False))
+    _write(options.output, lambda path: save(path, results, model=pipe.name))
 
 
 def icons(argv: Sequence[str]) -> None:
@@ -174,6 +176,7 @@ def icons(argv: Sequence[str]) -> None:
     options = _parse(ScoreIcons, argv, "icons")
     from limner.evaluation import icons as evaluation
     from limner.evaluation.icon_pictures import SPLITS
+    from limner.evaluation.result import save
 
     pipe, data, train = _open_icons(options)
     labeled = data.labeled
@@ -194,7 +197,7 @@ def icons(argv: Sequence[str]) -> None:
             with progress(f"drawing, {escape_control(name)}", total, unit="drawing") as bar:
                 results.append(evaluate(pipe, data, classifier, name, settings, bar.advance))
             print(results[-1].table())
-    _write(options.output, lambda path: evaluation.save(path, accuracy, results))
+    _write(options.output, lambda path: save(path, results, model=pipe.name, classifier=accuracy))
 
 
 def glyphs(argv: Sequence[str]) -> None:
@@ -202,7 +205,8 @@ def glyphs(argv: Sequence[str]) -> None:
     options = _parse(ScoreGlyphs, argv, "glyphs")
     from limner.evaluation import glyphs as evaluation
     from limner.evaluation.icon_pictures import SPLITS
-    from limner.evaluation.icons import IconSettings, save
+    from limner.evaluation.icons import IconSettings
+    from limner.evaluation.result import save
 
     pipe, data, train = _open_icons(options)
     classifier = train(evaluation.style_data(data))
@@ -217,7 +221,7 @@ def glyphs(argv: Sequence[str]) -> None:
                 parts = evaluation.evaluate(pipe, data, classifier, split, settings, bar.advance)
             results += parts
             print("\n".join(part.table() for part in parts))
-    _write(options.output, lambda path: save(path, {"style": accuracy}, results))
+    _write(options.output, lambda path: save(path, results, model=pipe.name, classifier={"style": accuracy}))
 
 
 def _open_icons(options: ScoreIcons) -> tuple[TextToImage, Icons, Callable[[LabeledIcons], IconClassifier]]:
