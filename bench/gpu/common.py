@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from limner.json_files import write_json
 
@@ -99,3 +100,24 @@ class Results:
         content = {"date": date.today().isoformat(), "environment": self.environment, "results": self.values}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, content, indent=1)
+
+
+def kernel_times(function: Callable[[], object], repeats: int) -> list[dict[str, Any]]:
+    """Return the kernels of a call (on a CPU, the operators): name, launches and microseconds, longest first."""
+    on_gpu = DEVICE.type == "cuda"
+    activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+    with profile(activities=activities) as profiler:
+        for _ in range(repeats):
+            function()
+        if on_gpu:
+            torch.cuda.synchronize()
+    microseconds = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    events = [
+        {
+            "kernel": event.key[:120],
+            "launches": event.count / repeats,
+            "microseconds": getattr(event, microseconds) / repeats,
+        }
+        for event in profiler.key_averages()
+    ]
+    return sorted(events, key=lambda event: -event["microseconds"])
