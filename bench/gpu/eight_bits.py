@@ -11,6 +11,7 @@ bf16 block, and the relative errors of the block's branches and of a weight grad
                            int8 quantization and all 8-bit products are opaque operations
     int8 fused             compiled, with int8 quantization of rows as plain operations (`quantize_plainly`), which the
                            compiler fuses too
+    int8 Triton            not compiled, with quantization in Triton kernels of layer norm and GELU (`fused_int8.py`)
     float8 fused           compiled, with cuBLAS's product without scales (`multiply_plainly`); scales and bias are
                            plain operations, which the compiler fuses with those that follow. torch's product with a
                            scale for each row is slow unless it sums in fewer bits (pytorch/ao#1325)
@@ -41,7 +42,14 @@ from limner.quantization.convert import convert
 from limner.quantization.quantize import quantize, scale_and_inverse
 
 LAYERS = {"bf16": None, "int8": SwitchBackLinear, "float8": Fp8SwitchBackLinear}
-VARIANTS = [*LAYERS, *(f"{name} compiled" for name in LAYERS), "int8 fused", "float8 fused", "float8 fused, fast"]
+VARIANTS = [
+    *LAYERS,
+    *(f"{name} compiled" for name in LAYERS),
+    "int8 fused",
+    "int8 Triton",
+    "float8 fused",
+    "float8 fused, fast",
+]
 QUICK = ["bf16", "bf16 compiled", "int8 fused", "float8 fused"]
 BASE = "bf16 compiled"
 
@@ -92,7 +100,11 @@ def variant(name: str, block: Block, x: Tensor, g: Tensor) -> Callable[[], tuple
     block, layer = deepcopy(block), LAYERS[name.split()[0]]
     if layer is not None:
         convert(block, layer.from_linear)
-    if " " in name:
+    if "Triton" in name:
+        from fused_int8 import fuse  # needs Triton
+
+        block = fuse(block)
+    elif " " in name:
         block.compile(dynamic=False)
     function = run(block, x, g, torch.bfloat16)
 
