@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import optimi
 import torch
 
 from limner.cli.malloc_tuning import restart_with_malloc_tunables
@@ -26,18 +25,16 @@ OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 BASE = "torch AdamW, fused"
 
 
-def factories() -> dict[str, OptimizerFactory]:
-    """Return the timed optimizers by name."""
-    return {
-        BASE: lambda ps: torch.optim.AdamW(ps, fused=True),
-        "torch AdamW, foreach": lambda ps: torch.optim.AdamW(ps, foreach=True),
-        "StableAdamW": StableAdamW,
-        "StableAdamW, 16 bits": lambda ps: StableAdamW(ps, quantize_state=True),
-        "AdamW16": AdamW16,
-        "Beta2WarmupAdamW": Beta2WarmupAdamW,
-        "Lion": Lion,
-        "optimi StableAdamW": lambda ps: optimi.StableAdamW(ps, lr=1e-3, triton=False),
-    }
+#: The timed optimizers by name.
+FACTORIES: dict[str, OptimizerFactory] = {
+    BASE: lambda ps: torch.optim.AdamW(ps, fused=True),
+    "torch AdamW, foreach": lambda ps: torch.optim.AdamW(ps, foreach=True),
+    "StableAdamW": StableAdamW,
+    "StableAdamW, 16 bits": lambda ps: StableAdamW(ps, quantize_state=True),
+    "AdamW16": AdamW16,
+    "Beta2WarmupAdamW": Beta2WarmupAdamW,
+    "Lion": Lion,
+}
 
 
 def main() -> None:
@@ -49,29 +46,45 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     restart_with_malloc_tunables()
+    import optimi  # `gpu/one_candidate.py` imports this file without it
 
-    with torch.device("meta"):
-        shapes = [p.shape for p in SIZES[options.size].build().parameters()]
+    factories = {**FACTORIES, "optimi StableAdamW": lambda ps: optimi.StableAdamW(ps, lr=1e-3, triton=False)}
+
+    shapes = parameter_shapes(options.size)
     threads, count = torch.get_num_threads(), sum(shape.numel() for shape in shapes)
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {options.device}, {threads} threads")
     print(f"{options.size}: {len(shapes)} tensors, {count:,} values, the largest {max(s.numel() for s in shapes):,}\n")
-    times: dict[str, list[float]] = {}
-    steps = {name: _step(factory, shapes, options.device) for name, factory in factories().items()}
-    for turn in range(options.rounds + 1):
-        for name, step in steps.items():
-            _synchronize(options.device)
-            start = time.perf_counter()
-            for _ in range(options.steps):
-                step()
-            _synchronize(options.device)
-            if turn:  # the first turn allocates the state, compiles and warms up
-                times.setdefault(name, []).append((time.perf_counter() - start) / options.steps)
+    times = time_steps(factories, shapes, options.device, options.rounds, options.steps)
     for name, samples in times.items():
         ratio = statistics.median(a / b for a, b in zip(samples, times[BASE], strict=True))
         print(f"{name:22} {statistics.median(samples) * 1e3:9.2f} ms per step, {ratio:5.2f} times {BASE}")
 
 
-def _step(factory: OptimizerFactory, shapes: list[torch.Size], device: str) -> Callable[[], Any]:
+def parameter_shapes(size: str) -> list[torch.Size]:
+    """Return the shapes of the parameters of a transformer of this size."""
+    with torch.device("meta"):
+        return [p.shape for p in SIZES[size].build().parameters()]
+
+
+def time_steps(
+    optimizers: dict[str, OptimizerFactory], shapes: list[torch.Size], device: str, rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Return the seconds of a step of each optimizer in each round of `steps` steps."""
+    times: dict[str, list[float]] = {}
+    run = {name: optimizer_step(factory, shapes, device) for name, factory in optimizers.items()}
+    for turn in range(rounds + 1):
+        for name, step in run.items():
+            _synchronize(device)
+            start = time.perf_counter()
+            for _ in range(steps):
+                step()
+            _synchronize(device)
+            if turn:  # the first turn allocates the state, compiles and warms up
+                times.setdefault(name, []).append((time.perf_counter() - start) / steps)
+    return times
+
+
+def optimizer_step(factory: OptimizerFactory, shapes: list[torch.Size], device: str) -> Callable[[], Any]:
     """Return the step of an optimizer on tensors of these shapes with constant gradients."""
     generator = torch.Generator(device).manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(s, generator=generator, device=device)) for s in shapes]

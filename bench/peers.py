@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from limner.models.transformer import TransformerConfig
 from limner.planner.throughput import TIMED_POSITIONS, GenerationTime, mean_step, median_seconds, time_train_step
@@ -22,13 +24,19 @@ CPU = torch.device("cpu")
 
 
 class LlamaGen:
-    """FoundationVision/LlamaGen's text-to-image GPT without its dropouts: static cache, SwiGLU of the same cost."""
+    """FoundationVision/LlamaGen's text-to-image GPT without its dropouts: static cache, SwiGLU of the same cost.
 
-    def __init__(self, path: str, config: TransformerConfig) -> None:
+    With `compiled`, steps of drawing and training are compiled as its scripts `sample_t2i.py --compile` and
+    `train_t2i.py` do. The prefill is not: it runs once for a whole picture.
+    """
+
+    def __init__(
+        self, path: str, config: TransformerConfig, device: torch.device = CPU, compiled: bool = False
+    ) -> None:
         sys.path.insert(0, path)
         self.code = importlib.import_module("autoregressive.models.generate")
         gpt = importlib.import_module("autoregressive.models.gpt")
-        self.config = config
+        self.config, self.device, self.compiled = config, device, compiled
         self.arguments = gpt.ModelArgs(
             dim=config.width, n_layer=config.depth, n_head=config.heads, vocab_size=config.image_vocab,
             cls_token_num=config.text_len, block_size=prod(config.grid), model_type="t2i", token_dropout_p=0.0,
@@ -36,21 +44,30 @@ class LlamaGen:
         )  # fmt: skip
         self.build = lambda: gpt.Transformer(self.arguments)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def drawing(self, n: int) -> GenerationTime:
+        # LlamaGen chooses this form of attention for Inductor to fuse. Without a compiler, torch chooses.
+        with self.device, sdpa_kernel(SDPBackend.MATH) if self.compiled else nullcontext():
+            return self._drawing(n)
+
+    def _drawing(self, n: int) -> GenerationTime:
         model, text, length = self.build().eval().bfloat16(), self.config.text_len, prod(self.config.grid)
         model.setup_caches(n, text + length, torch.bfloat16)
+        if self.compiled:
+            torch.compiler.reset()  # otherwise a second number of pictures compiles for any number, to slower code
+            model.compile(mode="reduce-overhead", fullgraph=True)
         caption = torch.randn(n, text, self.arguments.caption_dim, dtype=torch.bfloat16)
-        token = None
+        at = torch.empty(1, dtype=torch.int)
+        token: Tensor | None = None
 
         def prefill() -> None:
             nonlocal token
-            token = self.code.prefill(model, caption, torch.arange(text), 1.0, temperature=1.0)
+            token = self.code.prefill(model.forward, caption, torch.arange(text), 1.0, temperature=1.0)
 
         def step(position: int) -> None:
             nonlocal token
             assert token is not None
-            at = torch.tensor([text + position])
+            at.fill_(text + position)
             token = self.code.decode_one_token(model, token.view(-1, 1), at, 1.0, True, temperature=1.0)[0]
 
         prefill_seconds = median_seconds(prefill, 1)
@@ -58,7 +75,7 @@ class LlamaGen:
         cache_bytes = 2 * len(model.layers) * cache[0].numel() * cache.element_size()
         return GenerationTime(
             candidates=n,
-            step=mean_step(step, length, 2),
+            step=mean_step(step, length, 4),
             prefill=prefill_seconds,
             positions=length,
             cache_bytes=cache_bytes,
@@ -67,16 +84,19 @@ class LlamaGen:
 
     def training(self, batch: int) -> float:
         text, length = self.config.text_len, prod(self.config.grid)
-        model, positions = self.build().train(), torch.arange(text + length - 1)
-        caption = torch.randn(batch, text, self.arguments.caption_dim)
-        image = torch.randint(0, self.config.image_vocab, (batch, length))
+        with self.device:
+            model, positions = self.build().train(), torch.arange(text + length - 1)
+            caption = torch.randn(batch, text, self.arguments.caption_dim)
+            image = torch.randint(0, self.config.image_vocab, (batch, length))
+        if self.compiled:
+            model.compile()
 
         def objective(
             model: Any, batch: Any, step: int, generator: torch.Generator
         ) -> tuple[Tensor, dict[str, Tensor]]:
             return model(batch["image"][:, :-1], batch["caption"], positions, targets=batch["image"])[1], {}
 
-        return time_train_step(model, objective, {"image": image, "caption": caption}, CPU)
+        return time_train_step(model, objective, {"image": image, "caption": caption}, self.device)
 
 
 def dalle_pytorch(path: str) -> Any:

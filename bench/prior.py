@@ -42,16 +42,19 @@ CPU = torch.device("cpu")
 
 
 class Limner:
-    """limner's transformer with `pattern` "paper" or "dense"."""
+    """limner's transformer with `pattern` "paper" or "dense"; `compiled` refers to the steps of drawing."""
 
-    def __init__(self, config: TransformerConfig, dense: bool) -> None:
+    def __init__(
+        self, config: TransformerConfig, dense: bool, device: torch.device = CPU, compiled: bool = False
+    ) -> None:
         self.config, self.dense = replace(config, pattern="dense" if dense else "paper"), dense
+        self.device, self.compiled = device, compiled
 
     def drawing(self, n: int) -> GenerationTime:
-        return throughput.time_generation(self.config, n, CPU, shared=not self.dense)
+        return throughput.time_generation(self.config, n, self.device, shared=not self.dense, compiled=self.compiled)
 
     def training(self, batch: int) -> float:
-        return throughput.time_training(self.config, batch, CPU)
+        return throughput.time_training(self.config, batch, self.device)
 
     def memory(self, batch: int) -> float:
         """Return the increase of peak bytes by one row attention, forward and backward, computed sparsely or by torch's

@@ -1,5 +1,6 @@
 """Triton's kernels without a GPU: against torch's operations in the interpreter, and compiled ahead of time."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -21,7 +22,9 @@ def run_checks(checks, **environment):
     assert process.returncode == 0, process.stdout[-4_000:] + process.stderr
 
 
-CHECKS = pytest.mark.parametrize("checks", ["triton_int8.py", "triton_decoding.py", "triton_optimizers.py"])
+CHECKS = pytest.mark.parametrize(
+    "checks", ["triton_int8.py", "triton_fused.py", "triton_decoding.py", "triton_optimizers.py"]
+)
 
 
 @pytest.mark.slow
@@ -68,6 +71,19 @@ def test_kernels_of_int8_layers_compile_for_gpus(capability, dtype):
     flags = {"BY_ROW": True, "BY_COLUMN": True, "BIAS": True, "EVEN": capability == 90}
     ptx = code(module.product_kernel.fn, pointers, **flags, M=64, N=64, K=64)["ptx"]
     assert "mma" in ptx and "s8" in ptx  # integer products of the tensor cores
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_kernels_of_fused_int8_layers_compile_for_gpus(capability, dtype, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench/gpu")
+    module = importlib.import_module("fused_int8")
+    pointers = {"x": f"*{dtype}", "u": f"*{dtype}", "g": f"*{dtype}", "out": "*bf16", "values": "*i8", "n": "i32"}
+    options = {"num_warps": 16, "enable_fp_fusion": False}
+    compiled(module.norm_kernel, capability, {**pointers, "eps": "fp32"}, "*fp32", {"BLOCK": 4_096}, **options)
+    for backward in (True, False):
+        constants = {"BACKWARD": backward, "BLOCK": 16_384}
+        compiled(module.gelu_kernel, capability, pointers, "*fp32", constants, **options)
 
 
 @CAPABILITIES

@@ -32,7 +32,8 @@ def imported(*folders: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
                 found.add(node.module.partition(".")[0])
     own = {"limner"} | {
-        path.stem for path in (*(ROOT / "tests").rglob("*"), *(ROOT / "bench").iterdir(), *(ROOT / "docs").iterdir())
+        path.stem
+        for path in (*(ROOT / "tests").rglob("*"), *(ROOT / "bench").rglob("*.py"), *(ROOT / "docs").iterdir())
     }
     return found - own - sys.stdlib_module_names - ABSENT
 

@@ -101,22 +101,19 @@ def measure_rates(device: torch.device) -> DeviceRates:
     )
 
 
-@torch.inference_mode()
-def time_generation(
+def prepare_generation(
     config: TransformerConfig, candidates: int, device: torch.device, *, shared: bool = True, compiled: bool = False
-) -> GenerationTime:
-    """Time generation as the pipeline does it. Without `shared`, each candidate has a copy of the text's keys and
-    values, as in most implementations."""
+) -> tuple[Callable[[], object], KVCache, Callable[[int], None]]:
+    """Return the prefill, the cache and `step(position)` of generation as the pipeline does it, for use in inference
+    mode. Without `shared`, each candidate has a copy of the text's keys and values, as in most implementations."""
     with torch.inference_mode(False), torch.random.fork_rng(devices=()), device:
         torch.manual_seed(0)  # equal weights hit the cache of compiled steps
         model = config.build().to(device, Auto().dtype(device)).eval()
     decoder = build_decoder(model if compiled else pack_linears(model), compiled)
     sampler, uniform = Sampler(), torch.rand(candidates, device=device)
     text = torch.randint(0, config.text_vocab, (1, config.text_len), device=device)
-    prefill = median_seconds(lambda: decoder.prefill(text), 1)
     cache, logits = decoder.prefill(text)
     cache = cache.expand(candidates)
-    prefix = sum(x.prefix_keys.nbytes + x.prefix_values.nbytes for x in cache.layers)
     if not shared:
         cache = repeat_prefix(cache, candidates)
     token = sample_token(sampler, logits.expand(candidates, -1), uniform)
@@ -126,10 +123,21 @@ def time_generation(
         cache.length = position
         token = sample_token(sampler, decoder.step(cache, token), uniform)
 
+    return lambda: decoder.prefill(text), cache, step
+
+
+@torch.inference_mode()
+def time_generation(
+    config: TransformerConfig, candidates: int, device: torch.device, *, shared: bool = True, compiled: bool = False
+) -> GenerationTime:
+    """Time generation (`prepare_generation`)."""
+    prefill, cache, step = prepare_generation(config, candidates, device, shared=shared, compiled=compiled)
+    prefix = sum(x.prefix_keys.nbytes + x.prefix_values.nbytes for x in cache.layers) // (1 if shared else candidates)
     cache_bytes = cache.bytes_per_candidate
     return GenerationTime(
-        candidates=candidates, step=mean_step(step, prod(config.grid), 4), prefill=prefill, positions=prod(config.grid),
-        cache_bytes=cache_bytes if shared else cache_bytes + prefix, shared_bytes=prefix if shared else 0,
+        candidates=candidates, step=mean_step(step, prod(config.grid), 4), prefill=median_seconds(prefill, 1),
+        positions=prod(config.grid), cache_bytes=cache_bytes if shared else cache_bytes + prefix,
+        shared_bytes=prefix if shared else 0,
     )  # fmt: skip
 
 
