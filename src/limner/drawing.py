@@ -1,6 +1,6 @@
-"""Drawings with provenance, and their PNG files.
+"""Drawings with provenance, and their PNG and SVG files.
 
-Every PNG states that a model drew it: caption, seed and model as text, and an XMP packet with the IPTC digital source
+Every file states that a model drew it: caption, seed and model as text, and an XMP packet with the IPTC digital source
 type "trained algorithmic media".
 """
 
@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from limner.atomic_io import atomic_write_bytes
 from limner.data.image_encode import image_bytes
 from limner.errors import UserError, escape_control
+from limner.vectorize import to_svg
 from limner.version import __version__
 
 SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
@@ -55,23 +57,35 @@ class Drawing:
 
         The default enlarges to at least 384 pixels. Raises `UserError` if `scale` is out of range.
         """
-        metadata = {
-            "seed": self.seed, "candidate": self.candidate, "score": f"{self.score:.4f}", "model": self.model,
-            **self.settings,
-        }  # fmt: skip
         scale = enlargement(max(self.image.size), scale)
-        return _encode_png(_enlarged(self.image, scale), self.caption, self.model, metadata)
+        return _encode_png(_enlarged(self.image, scale), self.caption, self.model, self._metadata())
+
+    def svg(self) -> str:
+        """Return an SVG document traced from a gray picture, with the PNG's metadata.
+
+        Raises `UserError` for a picture with colors, and without contourpy.
+        """
+        text = "; ".join(f"{key}: {value}" for key, value in self._metadata().items() if value is not None)
+        metadata = escape(escape_control(text)) + _xmp(escape_control(self.caption), self.model)
+        return to_svg(np.asarray(self.image), self.caption, metadata)
+
+    def _metadata(self) -> dict[str, Any]:
+        score = f"{self.score:.4f}"
+        return {"seed": self.seed, "candidate": self.candidate, "score": score, "model": self.model, **self.settings}
 
     def _repr_png_(self) -> bytes:
         """Return a PNG for notebooks."""
         return self.png()
 
     def save(self, path: str | Path, scale: int | None = None) -> Path:
-        """Write a PNG atomically. Raises `UserError` if the name does not end in .png, or `scale` is out of range."""
+        """Write a PNG, or an SVG if the name ends in .svg, atomically.
+
+        Raises `UserError` for another ending, if `scale` (of a PNG) is out of range, and as `svg` does.
+        """
         path = Path(path)
-        if path.suffix.lower() != ".png":
-            raise UserError(f"drawings are PNG files: use {path.with_suffix('.png').name!r}, not {path.name!r}")
-        atomic_write_bytes(path, self.png(scale))
+        if path.suffix.lower() not in (".png", ".svg"):
+            raise UserError(f"drawings are PNG or SVG files: use {path.with_suffix('.png').name!r}, not {path.name!r}")
+        atomic_write_bytes(path, self.svg().encode() if path.suffix.lower() == ".svg" else self.png(scale))
         return path
 
 
@@ -113,7 +127,7 @@ class Drawings(UserList[Drawing]):
         return self[0].seed
 
     def save(self, path: str | Path, scale: int | None = None) -> list[Path]:
-        """Write a PNG per drawing, best first. Return the paths, as of `numbered`. Raises `UserError`."""
+        """Write a file per drawing, best first. Return the paths, as of `numbered`. Raises `UserError`."""
         return [drawing.save(name, scale) for drawing, name in zip(self, numbered(Path(path), len(self)), strict=True)]
 
     def _repr_png_(self) -> bytes | None:
@@ -145,14 +159,14 @@ def _encode_png(picture: Image.Image, caption: str, model: str, metadata: Mappin
             info.add_text(key, escape_control(str(value)))
     info.add_text("Software", f"limner {__version__}")
     info.add_itxt("Description", caption)
-    info.add_itxt("XML:com.adobe.xmp", _xmp(caption, model))
+    packet = f'<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>\n{_xmp(caption, model)}\n<?xpacket end="r"?>'
+    info.add_itxt("XML:com.adobe.xmp", packet)
     return image_bytes(picture, optimize=True, pnginfo=info)
 
 
 def _xmp(caption: str, model: str) -> str:
-    """Return an XMP packet (ISO 16684-1) with the IPTC digital source type."""
-    return f"""<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>
-<x:xmpmeta xmlns:x="adobe:ns:meta/">
+    """Return XMP metadata (ISO 16684-1) with the IPTC digital source type."""
+    return f"""<x:xmpmeta xmlns:x="adobe:ns:meta/">
  <rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
   <rdf:Description rdf:about=""
     xmlns:dc="http://purl.org/dc/elements/1.1/"
@@ -163,5 +177,4 @@ def _xmp(caption: str, model: str) -> str:
    <dc:description><rdf:Alt><rdf:li xml:lang="x-default">{escape(caption)}</rdf:li></rdf:Alt></dc:description>
   </rdf:Description>
  </rdf:RDF>
-</x:xmpmeta>
-<?xpacket end="r"?>"""
+</x:xmpmeta>"""

@@ -44,6 +44,8 @@ class DrawOrEdit(Validated):
     """A PNG file (NAME-1.png, NAME-2.png, ... for several) or a folder; by default a file named after the caption."""
     scale: Annotated[int | None, Range(1, 2**14)] = None
     """Integer factor of enlargement; by default to at least 384 pixels. 1 keeps the model's resolution."""
+    svg: bool = False
+    """Also write each drawing as an SVG file, traced from a gray picture such as an icon."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +70,14 @@ def draw(options: DrawOrEdit, caption: str, prime: Callable[[Any], Any] | None =
     if not caption.strip():
         raise UserError("the caption is empty: describe the picture")
     out = output_path(options, caption)
+    import numpy as np
+
     from limner.drawing import enlargement
     from limner.pipeline import load  # heavy, so only now
+    from limner.vectorize import to_svg
 
+    if options.svg:
+        to_svg(np.zeros((8, 8, 3), np.uint8))  # raises an error without contourpy, before the model draws
     pipe = load(options.model)
     enlargement(pipe.dvae.config.size, options.scale)
     prompt_tokens = prime(pipe) if prime else None
@@ -80,12 +87,14 @@ def draw(options: DrawOrEdit, caption: str, prime: Callable[[Any], Any] | None =
         drawings = pipe(caption, settings, n=options.n, prompt_tokens=prompt_tokens, progress=bar.advance)
     for drawing, path in zip(drawings, drawings.save(out, options.scale), strict=True):
         print(f"{escape_control(path)}  (score {drawing.score:.3f}, candidate {drawing.candidate} of {number})")
+    for path in drawings.save(out.with_suffix(".svg")) if options.svg else ():
+        print(escape_control(path))
     if (distinct := len({drawing.image.tobytes() for drawing in drawings})) < options.n:
         print(f"only {distinct} of {number} candidates differ: a higher --temperature may give more", file=sys.stderr)
 
 
 def output_path(options: DrawOrEdit, caption: str) -> Path:
-    """Return the output file. Raises `UserError` if it is not writable."""
+    """Return the PNG file, or the name that several are numbered from. Raises `UserError` if one is not writable."""
     words = re.sub(r"[^\w]+", "-", caption.lower()).strip("-")[:80]
     name = (words.encode()[:_MAX_NAME_BYTES].decode(errors="ignore").strip("-") or "drawing") + options.suffix
     if options.options.seed:
@@ -93,8 +102,9 @@ def output_path(options: DrawOrEdit, caption: str) -> Path:
     from limner.drawing import numbered
 
     out = _output_file(options.output, f"{name}.png")
-    names = numbered(out, options.n)
-    check_writable(next((path for path in names if os.path.isdir(path)), names[-1]))
+    for file in (out, out.with_suffix(".svg"))[: 1 + options.svg]:
+        names = numbered(file, options.n)
+        check_writable(next((path for path in names if os.path.isdir(path)), names[-1]))
     return out
 
 
