@@ -5,12 +5,17 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from icon_sets import archive
+from limner.tasks import iconify
+from limner.tasks.build_glyphs import write_glyphs
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "bench/gpu"
@@ -24,6 +29,20 @@ def run(script: str, out: Path, *options: str) -> dict:
     process = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=out.parent)
     assert process.returncode == 0, process.stderr[-4_000:]
     return json.loads((out / f"{script}.json").read_text())["results"]
+
+
+@pytest.mark.slow
+def test_glyphs_are_trained_packed_and_trained_further(tmp_path: Path) -> None:
+    icons = {f"thing-{k}": {"body": f'<path d="M{k % 8} {k // 8}h8v4h-8z"/>'} for k in range(64)}
+    facts = {"author": {"name": "A. Painter"}, "license": {"spdx": "MIT"}}
+    sets = [{"prefix": f"set-{i}", "icons": icons, "info": {"name": f"Set {i}", **facts}} for i in range(8)]
+    glyphs = [icon_set for path in sets for icon_set in iconify.read_sets(archive(tmp_path / "set.tgz", icons=path))]
+    write_glyphs(tmp_path / "data", glyphs)
+    shutil.make_archive(str(tmp_path / "glyphs"), "tar", tmp_path, "data")
+    first = run("glyphs", tmp_path / "first", "--data", str(tmp_path / "glyphs.tar"))
+    assert first["training 1"]["steps"] == 2 and "held-out combinations" in first["scores 1"]
+    second = run("glyphs", tmp_path / "second", "--data", str(tmp_path / "data"), "--from", str(tmp_path / "first"))
+    assert second["training 2"]["steps"] == 2 and second["training 1"] == first["training 1"]
 
 
 @pytest.mark.slow
@@ -101,9 +120,9 @@ def test_entries_name_scripts_that_exist_and_their_state() -> None:
     entries = re.split(r"^## ", README, flags=re.MULTILINE)[1:]
     entries = [entry for entry in entries if entry[0].isdigit()]
     assert [int(entry.split(".")[0]) for entry in entries] == list(range(1, len(entries) + 1))
-    named = {name for entry in entries[1:] for name in re.findall(r"bench/gpu/\w+\.(?:py|sh)", entry)}
+    named = {name for entry in entries for name in re.findall(r"bench/gpu/\w+\.(?:py|sh)", entry)}
     assert named == {f"bench/gpu/{path.name}" for path in FOLDER.glob("*.py")} - {"bench/gpu/common.py"}
-    for entry in entries[1:]:
+    for entry in entries:
         assert re.search(r"^- \[[ x]\] ", entry, re.MULTILINE)
         assert re.search(r"^Last measured: \S", entry, re.MULTILINE)
         assert re.search(r"\d+ minutes", entry)
