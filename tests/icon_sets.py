@@ -20,6 +20,6 @@ def archive(path: Path, **members: object) -> Path:
 
 
 def information(spdx: str) -> dict[str, object]:
-    """info.json of a set with this licence."""
+    """info.json of a set with this license."""
     author = {"name": "A. Painter", "url": "https://example.org"}
     return {"name": "Toys", "author": author, "license": {"title": spdx, "spdx": spdx}}

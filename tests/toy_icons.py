@@ -36,7 +36,7 @@ def picture(subject: str, style: str, size: int = 24) -> Image.Image:
 
 
 def pair(top: Image.Image, bottom: Image.Image) -> Image.Image:
-    """Each at half its size, centred in its half."""
+    """Each at half its size, centered in its half."""
     size = top.width
     whole = Image.new("RGB", (size, size), "white")
     for y, half in ((0, top), (size // 2, bottom)):

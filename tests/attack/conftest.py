@@ -68,7 +68,7 @@ class Tally:
 
 @pytest.fixture
 def tally(tmp_path, record_property):
-    """A context: the `Tally` of a kind of case. At its end the cases are counted; at the test's end they are judged."""
+    """A context manager: the `Tally` of a kind of case. It counts the cases; failures are raised when the test ends."""
     failures = []
 
     @contextmanager

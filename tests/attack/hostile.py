@@ -34,7 +34,9 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def judge(ended: Ended, allowed: Sequence[Path], forbidden: Sequence[Path] = (), codes: Sequence[int] = (0, 2)) -> None:
+def check_outcome(
+    ended: Ended, allowed: Sequence[Path], forbidden: Sequence[Path] = (), codes: Sequence[int] = (0, 2)
+) -> None:
     """Exit 0, or exit 2 and one sentence; in time, in memory, with no raw control character, with no change outside the
     folders `allowed` and no look into `forbidden`."""
     command = ended.command

@@ -89,4 +89,4 @@ def ground_for_imports(folder: Path) -> None:
     for i in range(8):
         pixels = noise.integers(0, 256, (30 + i, 40, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / "pictures" / f"{i}.png")
-        (folder / "pictures" / f"{i}.txt").write_text(f"picture {i} of many colours in a row")
+        (folder / "pictures" / f"{i}.txt").write_text(f"picture {i} of many colors in a row")

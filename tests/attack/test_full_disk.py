@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from again import alone, go_on
-from hostile import judge
+from hostile import check_outcome
 from miniature import DEMO, SMALL, TRAIN, ground_for_imports, world
 from trees import assert_same, tree
 
@@ -44,7 +44,7 @@ def test_full_disk(server, tally, tmp_path, name, argv, cases):
                 work = place / "work"
                 shutil.copytree(ground, work)
                 ended = server.run(argv, work, root=work, at=number, full=True, log=True, environment=SMALL)
-                judge(ended, [work])
+                check_outcome(ended, [work])
                 if ended.code == 0:  # nothing was left to write
                     continue
                 go_on(server, argv, work, environment=SMALL)

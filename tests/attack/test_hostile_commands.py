@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from hostile import MEMORY, NUMBERS, SECONDS, TEXTS, judge
+from hostile import MEMORY, NUMBERS, SECONDS, TEXTS, check_outcome
 from miniature import DEMO, SMALL, TRAIN
 from PIL import Image
 
@@ -157,7 +157,7 @@ def try_command(server, work, words, seconds=10):
     """The rule; a command that was asked for days of work is interrupted after some seconds."""
     process = server.start(words, work, root=work, log=True, memory=MEMORY, environment=SMALL)
     ended = process.ended_or_interrupted(seconds, SECONDS)
-    judge(ended, [work.parent], codes=(0, 2, 130))  # an output may be named ".."
+    check_outcome(ended, [work.parent], codes=(0, 2, 130))  # an output may be named ".."
     if ended.code == 0 and "train" in words[:1] and (work / "run" / "bundle").exists():
         drawn = server.run(("draw", CAPTION, "--model", "run", "--candidates", 1, "-o", "o.png"), work, timeout=SECONDS)
         assert drawn.code == 0, f"what was trained does not draw: {ended.command}\n{drawn.command}"

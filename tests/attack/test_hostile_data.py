@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hostile import MEMORY, SECONDS, TEXTS, VALUES, dump, judge, mutate
+from hostile import MEMORY, SECONDS, TEXTS, VALUES, check_outcome, dump, mutate
 from PIL import Image
 
 pytestmark = pytest.mark.attack
@@ -50,7 +50,7 @@ def try_data(server, place, source, count=None, least=None, good=0, show=True, o
         commands.append(("data", "show", source, "-o", "out/sheet.png"))
     for argv in commands:
         ended = server.run(argv, place, root=place / "out", log=True, timeout=SECONDS, memory=MEMORY)
-        judge(ended, [place / "out"], [place / "outside"])
+        check_outcome(ended, [place / "out"], [place / "outside"])
         found = totals(ended)
         if found is None:
             assert ended.code == 2, f"counts nothing: {ended.command}"

@@ -7,7 +7,7 @@ import re
 import tarfile
 
 import pytest
-from hostile import MEMORY, SECONDS, TEXTS, VALUES, dump, judge, mutate, mutate_json
+from hostile import MEMORY, SECONDS, TEXTS, VALUES, check_outcome, dump, mutate, mutate_json
 
 from icon_sets import archive, information
 
@@ -77,7 +77,7 @@ def try_icons(server, place, files, number=None, good=0):
     (place / "outside").mkdir(exist_ok=True)
     argv = ("data", "icons", "out", *files, "--size", 16, "--pairs", 0)
     ended = server.run(argv, place, root=place / "out", log=True, timeout=SECONDS, memory=MEMORY)
-    judge(ended, [place / "out"], [place / "outside"])
+    check_outcome(ended, [place / "out"], [place / "outside"])
     kept = re.search(r"^kept +([\d,]+)", ended.out, re.MULTILINE)
     if kept is None:
         assert ended.code == 2, f"counts nothing: {ended.command}"

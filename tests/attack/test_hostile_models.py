@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 import torch
-from hostile import MEMORY, SECONDS, TEXTS, dump, judge, mutate, mutate_json
+from hostile import MEMORY, SECONDS, TEXTS, check_outcome, dump, mutate, mutate_json
 from miniature import SMALL, TRAIN
 from PIL import Image
 from trees import assert_same, tree
@@ -113,7 +113,7 @@ def test_bundles(server, tally, ground):
                 else:
                     argv = ("bundle", "m", "out.png")
                 ended = server.run(argv, place, root=place, log=True, timeout=SECONDS, memory=MEMORY)
-                judge(ended, [place / "out.png"])
+                check_outcome(ended, [place / "out.png"])
                 if ended.code == 0 and argv[0] == "draw":
                     with Image.open(place / "out.png") as picture:
                         assert (
@@ -157,7 +157,7 @@ def test_checkpoints(server, tally, ground):
                         damage(rng, file)
                 work = place / "work"
                 ended = server.run(argv, work, root=work, log=True, timeout=SECONDS, memory=MEMORY)
-                judge(ended, [work / "run"])
+                check_outcome(ended, [work / "run"])
                 if both:
                     assert ended.code in (0, 2), ended.command
                     if ended.code == 2:
@@ -193,7 +193,7 @@ def try_training(server, work, argv, seconds=15, **options):
     """The rule, for commands that may have been asked for days of work: those are interrupted after a while."""
     process = server.start(argv, work, root=work, log=True, memory=MEMORY, environment=SMALL, **options)
     ended = process.ended_or_interrupted(seconds, SECONDS)
-    judge(ended, [work / "run", work / "out", work / "out.png"], codes=(0, 2, 130))
+    check_outcome(ended, [work / "run", work / "out", work / "out.png"], codes=(0, 2, 130))
     if ended.code == 0 and argv[0] == "train" and (work / "run" / "bundle").exists():
         drawn = server.run(
             ("draw", "two green crosses", "--model", "run", "--candidates", 1, "-o", "out.png"), work, timeout=SECONDS
@@ -282,4 +282,4 @@ def test_imports(server, tally, ground):
                 argv = ("convert", "openai-dvae", files["encoder"], files["decoder"], "out", "--size", 32)
                 ended = server.run(argv, place, root=place, log=True, timeout=SECONDS, memory=MEMORY)
                 assert not (place / "PWNED").exists(), f"it runs code: {ended.command}"
-                judge(ended, [place / "out"])
+                check_outcome(ended, [place / "out"])

@@ -272,7 +272,7 @@ def test_evaluate_reads_held_out_data_and_emoji(bundle, tmp_path):
 
 
 @pytest.mark.slow
-def test_evaluate_icons_keeps_its_judge_and_a_grid_is_a_picture(bundle, tmp_path):
+def test_evaluate_icons_saves_its_classifier_and_a_grid_is_a_picture(bundle, tmp_path):
     write_toy_icons(tmp_path / "icons")
     options = ["--captions", 2, "--candidates", 2, "--classifier-steps", 2, "-o", "icons.json"]
     first = limner("evaluate", "icons", bundle, "icons", *options, cwd=tmp_path)
@@ -282,11 +282,11 @@ def test_evaluate_icons_keeps_its_judge_and_a_grid_is_a_picture(bundle, tmp_path
         assert says in first[1]
     names = [part["title"] for part in json.loads((tmp_path / "icons.json").read_text())["results"]]
     assert len(names) == 5
-    judges = sorted((tmp_path / "icons-classifier").rglob("*.safetensors"))
-    assert judges
+    classifiers = sorted((tmp_path / "icons-classifier").rglob("*.safetensors"))
+    assert classifiers
     again = limner("evaluate", "icons", bundle, "icons", *options, "--classifier", "icons-classifier", cwd=tmp_path)
     assert again[:2] == first[:2]
-    assert sorted((tmp_path / "icons-classifier").rglob("*.safetensors")) == judges
+    assert sorted((tmp_path / "icons-classifier").rglob("*.safetensors")) == classifiers
     asked = ["--subjects", "circle", "cross", "--candidates", 2, "--real", "-o", "grid.png"]
     code, out, err = limner("evaluate", "grid", bundle, "icons", *asked, cwd=tmp_path)
     assert (code, out) == (0, "written: grid.png\n"), err

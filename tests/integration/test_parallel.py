@@ -129,7 +129,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_two_ranks_are_one_process_whatever_happens_to_them(whole: Path, tmp_path: Path) -> None:
+def test_two_ranks_equal_one_process_after_interruptions(whole: Path, tmp_path: Path) -> None:
     with working(tmp_path, 0.05) as ranks:
         wait_for(tmp_path, 5, ranks)
         for rank in ranks:

@@ -190,7 +190,7 @@ def test_a_kill_at_any_moment_leaves_the_old_state_or_the_new(tmp_path: Path) ->
         assert all((x == step).all() for x in read_tensors(found, "model").values())
 
 
-def test_what_was_damaged_later_is_left_out(tmp_path: Path) -> None:
+def test_samples_damaged_later_are_left_out(tmp_path: Path) -> None:
     on_ranks(2, learn, tmp_path, 1)
     good, damaged = completed(tmp_path)
     next(damaged.glob("shard-00001-*")).unlink()

@@ -87,7 +87,7 @@ open(sys.argv[2], "w").write(str(child.pid))"""
 
 
 @pytest.mark.parametrize("writer", ["atomic_writer", "atomic_folder"])
-def test_what_a_killed_writer_leaves_is_removed_and_what_a_living_one_holds_is_not(writer: str, tmp_path: Path) -> None:
+def test_files_of_a_killed_writer_are_removed_and_those_of_a_running_one_are_not(writer: str, tmp_path: Path) -> None:
     path = tmp_path / "out"
     other = tmp_path / ".out.txt.0123abcd.tmp"  # of another name
     other.touch()

@@ -63,7 +63,7 @@ def test_a_config_survives_the_disk(run: Run, tmp_path: Path) -> None:
     assert load_json(Run, tmp_path / "run.json") == run
 
 
-def test_of_a_union_without_settings_the_name_says_all() -> None:
+def test_a_union_member_without_settings_is_given_by_its_name() -> None:
     assert to_dict(FULL)["slope"] == "steep" and to_dict(FULL)["second"] == {"type": "Flat"}
 
 

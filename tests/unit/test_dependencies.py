@@ -43,7 +43,7 @@ def modules(requirements: Iterable[str]) -> set[str]:
     return {MODULES.get(name, name) for name in names} - {"limner"}
 
 
-def test_what_is_declared_is_imported_and_what_is_imported_is_declared():
+def test_declared_and_imported_packages_are_equal():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     core, extras = modules(project["dependencies"]), project["optional-dependencies"]
     work = modules(extras.pop("docs") + extras.pop("dev"))

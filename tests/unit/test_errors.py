@@ -9,6 +9,6 @@ def test_the_name_that_was_meant_or_all_of_them():
     assert did_you_mean("xyzzy", []) == "no choice exists"
 
 
-def test_of_many_names_some_are_listed():
+def test_some_of_many_names_are_listed():
     assert did_you_mean("x", dict.fromkeys(range(30))) == f"choose {', '.join(map(str, range(30)))}"
     assert did_you_mean("x", range(5_000)) == f"choose {', '.join(map(str, range(30)))}, ..."

@@ -65,7 +65,7 @@ def test_a_file_without_an_object_is_one_sentence(content: str, tmp_path: Path) 
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+def test_unreadable_files_raise_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read: No such file"):
         read_json(tmp_path / "x.json")
     with pytest.raises(UserError, match="is a folder, a pipe or a device"):
@@ -76,7 +76,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
         read_json(tmp_path / "x.json", 1 << 20)
 
 
-def test_of_lines_the_objects_are_read(tmp_path: Path) -> None:
+def test_objects_are_read_from_lines(tmp_path: Path) -> None:
     rows = [{"a": 1}, {"a": "\u2028"}]
     lines = [to_json(rows[0]).encode(), *WRONG.values(), json.dumps(rows[1], ensure_ascii=False).encode(), b'{"a"']
     (tmp_path / "x.jsonl").write_bytes(b"\r\n".join(lines))

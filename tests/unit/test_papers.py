@@ -102,7 +102,7 @@ def test_each_command_is_one_of_limner(line):
     check_command(line)
 
 
-def test_there_are_commands():
+def test_the_table_names_commands():
     assert len(COMMANDS) > 50
 
 

@@ -187,7 +187,7 @@ def test_batches_do_not_change_what_is_drawn(pipe, monkeypatch):
     assert torch.equal(alone.tokens[0], whole.tokens[1, :3])
 
 
-def test_what_a_batch_holds_follows_from_what_the_layers_keep(pipe, monkeypatch):
+def test_batch_size_follows_from_the_bytes_of_the_caches(pipe, monkeypatch):
     monkeypatch.setattr(candidates, "MAX_CPU_BATCH", 1_000_000)
     each = TokenDecoder(pipe.prior).prefill(
         torch.zeros(1, pipe.prior.config.text_len, dtype=torch.long), pipe.inference_config.store

@@ -143,7 +143,7 @@ def gray(monkeypatch):
     )
 
 
-def test_draw_and_edit_write_an_svg_beside_each_png(gray, monkeypatch, tmp_path, capsys):
+def test_draw_and_edit_write_an_svg_for_each_png(gray, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     tiny_pipe().save_pretrained("tiny")
     options = ["--model", "tiny", "--candidates", "3"]
@@ -158,7 +158,7 @@ def test_draw_and_edit_write_an_svg_beside_each_png(gray, monkeypatch, tmp_path,
     assert (tmp_path / "b.svg").is_file() and (tmp_path / "b.png").is_file()
 
 
-def test_what_stands_in_the_way_of_an_svg_is_said_before_drawing(monkeypatch, tmp_path, capsys):
+def test_errors_of_svg_output_are_raised_before_drawing(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.svg").mkdir()
     asked = ["draw", WORDS[1], "--model", "none", "--svg"]

@@ -59,11 +59,11 @@ class EvalResult:
             for row, by_respect in verdicts.items()
         }
         rows["chance"] = {respect: Quantity(value=value, spec=".2%") for respect, value in chance.items()}
-        judged = [
+        detailed = [
             {**case, **{row: {key: round(float(v[i]), 4) for key, v in by.items()} for row, by in verdicts.items()}}
             for i, case in enumerate(cases)
         ]
-        return EvalResult(title=title, rows=rows, cases=judged, **more)
+        return EvalResult(title=title, rows=rows, cases=detailed, **more)
 
     def table(self) -> str:
         """Format the table; the first column has intervals."""

@@ -198,7 +198,7 @@ def test_a_package_that_cannot_be_imported_is_reported(command, capsys):
     assert capsys.readouterr().err == says
 
 
-def test_what_the_system_refuses_is_a_sentence(command, capsys, tmp_path):
+def test_system_errors_are_one_sentence(command, capsys, tmp_path):
     def writes(path):
         def act(_):
             with open(path, "wb", buffering=0) as file:

@@ -91,7 +91,7 @@ def assert_error(arguments, option, capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_of_every_command(command, capsys, tmp_path, monkeypatch):
+def test_wrong_values_of_every_command(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tried = 0
     for cls, option, name, count in fields(COMMANDS[command]):
@@ -101,7 +101,7 @@ def test_of_every_command(command, capsys, tmp_path, monkeypatch):
     assert tried >= 9 and list(tmp_path.iterdir()) == []
 
 
-def test_of_every_setting_of_a_recipe(capsys, tmp_path, monkeypatch):
+def test_wrong_values_of_every_setting_of_a_recipe(capsys, tmp_path, monkeypatch):
     """Each with all wrong values as a file would have them, and every fifth with one on the command line."""
     monkeypatch.chdir(tmp_path)
     recipe = recipes.get("scenes")
@@ -178,7 +178,7 @@ def trained(monkeypatch, tmp_path):
     return call
 
 
-def test_an_optimiser_is_chosen_by_name(trained, capsys):
+def test_an_optimizer_is_chosen_by_name(trained, capsys):
     """Its settings are then the options; those of the recipe's are unknown."""
     stable = ["--prior.training.optimizer", "StableAdamW", "--prior.training.optimizer.betas", "0.8", "0.95"]
     _, found = trained(*stable, "--contrastive.training.optimizer=Lion")

@@ -93,7 +93,7 @@ def test_rows_are_bounded_and_all_pictures_counted(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("table", [None, 3, "text", {"a": 1}, [1, None], [{"pictures": True}], [{"pictures": -1}]])
-def test_what_is_no_table_has_no_rows(table):
+def test_values_other_than_tables_have_no_rows(table):
     assert merge_attributions(table) == []
 
 

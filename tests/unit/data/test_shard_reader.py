@@ -121,7 +121,7 @@ def test_every_picture_is_kept_or_counted(seed, tmp_path_factory):
     assert len(found) == pictures + bare
 
 
-def test_what_is_no_regular_file_is_never_opened(tmp_path):
+def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "0.tar")
     (tmp_path / "1.tar").symlink_to("/dev/zero")
     (tmp_path / "2.tar").symlink_to("2.tar")

@@ -86,7 +86,7 @@ def measured() -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_handed_over_and_what_is_kept_is_the_gradient(measured, kind):
+def test_sent_and_kept_parts_add_up_to_the_gradient(measured, kind):
     """The sum over all steps is exact; uncompressed parameters get the mean gradient itself."""
     alone, _ = gradients(SingleProcess(), 3)
     tolerance = 1e-2 if "bf16" in kind else 4e-3 if "narrow" in kind else 2e-6

@@ -85,7 +85,7 @@ def found() -> list[dict[tuple[str, int], dict[str, Any]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("parts", [1, 2])
-def test_it_learns_what_one_process_does(found, name, parts):
+def test_shards_learn_as_one_process(found, name, parts):
     """Losses and lengths of gradients, but for sums in other orders and what compression leaves out."""
     alone = learn(SingleProcess())
     exact = torch.tensor(alone["losses"])
@@ -147,7 +147,7 @@ def compressed() -> list[dict[tuple[str, torch.dtype, float], tuple[Tensor, ...]
 @pytest.mark.parametrize("name", REDUCERS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1.0, 3e4])
-def test_what_16_bits_cannot_hold_of_a_gradient_comes_later(compressed, name, dtype, size):
+def test_parts_of_a_gradient_lost_in_16_bits_are_applied_later(compressed, name, dtype, size):
     """Values are rounded, and clamped to the range of fp16, which the sum of several gradients may exceed."""
     ranks = [rank[name, dtype, size] for rank in compressed]
     should = torch.stack([had for _, _, had in ranks]).mean(0)

@@ -66,7 +66,7 @@ def test_errors_of_many_replicas_are_their_mean_in_a_checkpoint(narrow, most):
         assert torch.equal(other.mean_error_buffers()["blocks.0.weight"], own["blocks.0.weight"])
 
 
-def test_errors_of_another_number_of_replicas_are_averaged_whatever_their_format():
+def test_errors_of_another_number_of_replicas_are_averaged_in_all_formats():
     numbers = [torch.randn(12, 20) for _ in range(3)]
     parts = [{"blocks.0.weight": x} for x in (E6M9.pack(numbers[0]), *numbers[1:])]
     numbers[0] = E6M9.round(numbers[0])
@@ -173,7 +173,7 @@ def factored() -> list[list[tuple[list[Tensor], Tensor, Tensor]]]:
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_it_is_the_papers_algorithm(factored, case):
+def test_updates_equal_the_papers_algorithm(factored, case):
     rows, columns, narrow = CASES[case]
     found = [rank[case] for rank in factored]
     turn = (lambda x: x.T) if rows > columns else (lambda x: x)
@@ -474,7 +474,7 @@ def measured(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_what_is_applied_and_what_is_kept_are_the_gradients(measured, kind):
+def test_applied_and_kept_parts_add_up_to_the_gradients(measured, kind):
     shards, found = measured
     steps, kept = found[kind]
     true, _ = learn(SingleProcess(), "none")

@@ -55,7 +55,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replicated]:
 
 
 @pytest.mark.parametrize("where", ["cpu", "meta"])
-def test_what_is_on_the_cpu_travels_too_and_comes_back(ranks: Replicated, where: str) -> None:
+def test_values_on_the_cpu_are_reduced_and_returned_to_it(ranks: Replicated, where: str) -> None:
     values = torch.zeros(3, 2, device=where, requires_grad=True)
     joined = ranks.all_gather_with_grad(values)
     joined.sum().backward()

@@ -41,7 +41,7 @@ def test_the_classifier_reads_shifted_and_blurred_training_pictures(classifier_i
     assert min(accuracies(classifier, data, half)) > 0.85
 
 
-def test_it_is_trained_once_for_the_same_pictures_and_settings(classifier_in_folder, monkeypatch):
+def test_a_classifier_is_trained_once_for_the_same_pictures_and_settings(classifier_in_folder, monkeypatch):
     folder, classifier = classifier_in_folder
     before = sorted(folder.rglob("*"))
     monkeypatch.setattr("limner.evaluation.icon_classifier.train", None)

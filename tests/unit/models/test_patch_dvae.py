@@ -37,7 +37,7 @@ def test_more_points_than_are_compared_at_once():
     assert torch.equal(nearest_code(points, codes), torch.cdist(points.double(), codes.double()).argmin(1))
 
 
-def test_centres_find_each_group_of_points():
+def test_centers_find_each_group_of_points():
     generator = torch.Generator().manual_seed(0)
     groups = 10 * torch.randn(7, 5, generator=generator)
     points = groups.repeat(40, 1) + 0.01 * torch.randn(280, 5, generator=generator)
@@ -148,7 +148,7 @@ def test_sizes_that_do_not_fit():
         PatchDVAEConfig(size=16, patch=5)
 
 
-def test_refinements_begin_as_almost_nothing_and_see_across_the_seams_of_patches() -> None:
+def test_refinements_are_small_at_first_and_depend_on_adjacent_patches() -> None:
     torch.manual_seed(0)
     plain = SMALL.build()
     refined = replace(SMALL, pixel_blocks=1).build()

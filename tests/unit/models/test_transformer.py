@@ -59,7 +59,7 @@ def test_in_float64_cached_logits_are_as_near_as_float64_is(short, monkeypatch):
 
 
 @pytest.mark.parametrize("short", [0, 1000])
-def test_it_trains_and_draws_with_patterns_that_are_new(short, monkeypatch):
+def test_models_train_and_draw_with_new_patterns(short, monkeypatch):
     monkeypatch.setattr(sparse, "DENSE_MAX_POSITIONS", short)
     for name, make in {"row": dilated, "column": alternate}.items():
         monkeypatch.setitem(PATTERNS, name, make)

@@ -53,7 +53,7 @@ def test_invalid_formats_raise() -> None:
         E6M9.pack(torch.zeros(3), out=torch.zeros(3, dtype=torch.uint8))
 
 
-def test_what_cannot_be_compiled_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_that_cannot_be_compiled_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.exc import TorchDynamoException
 
     def broken(function, dynamic):

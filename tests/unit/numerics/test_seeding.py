@@ -23,7 +23,7 @@ def test_seeds_of_ranks_differ_and_the_first_has_that_of_one_process() -> None:
     assert len(seeds) == 12 and all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_seeds_that_are_alike_in_their_lower_32_bits_give_other_numbers() -> None:
+def test_seeds_with_equal_lower_32_bits_give_different_numbers() -> None:
     first, second = (torch.rand(8, generator=torch.Generator().manual_seed(fold_in(seed))) for seed in (7, 7 + 2**32))
     assert not torch.equal(first, second)
 

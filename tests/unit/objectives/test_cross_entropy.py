@@ -37,7 +37,7 @@ def both(n: int, width: int, vocab: int, seed: int, upstream: float, absent: flo
     absent=st.sampled_from([0.0, 0.5, 1.0]),
     seed=st.integers(0, 999),
 )
-def test_it_equals_the_loss_of_all_logits_and_its_gradients(n, width, vocab, logits, upstream, absent, seed):
+def test_loss_and_gradients_equal_those_of_all_logits(n, width, vocab, logits, upstream, absent, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "LOGITS_PER_CHUNK", logits)
         for got, want in zip(*both(n, width, vocab, seed, upstream, absent), strict=True):

@@ -336,7 +336,7 @@ def test_a_clipped_temperature_comes_back():
 
 
 @pytest.mark.parametrize("lengths", [(1, 6, 6, 6), (6, 1, 1, 2), (2, 2, 2, 2)])
-def test_micro_batches_of_the_prior_add_up_to_its_batch_whatever_their_captions(lengths):
+def test_micro_batches_of_the_prior_add_up_to_its_batch_for_all_captions(lengths):
     config = TransformerConfig(text_vocab=30, image_vocab=20, text_len=6, grid=(2, 3), width=16, depth=2, heads=2)
     torch.manual_seed(0)
     model, objective = config.build(), Autoregressive()

@@ -108,7 +108,7 @@ def test_invalid_conversions_raise_and_change_nothing(net, where, error):
     assert [id(m) for m in net.modules()] == before
 
 
-def test_what_was_converted_is_not_converted_again():
+def test_converted_layers_are_not_converted_again():
     once = convert(model(), Twice)
     with pytest.raises(ValueError, match="no linear layer"):
         convert(copy.deepcopy(once), Twice)

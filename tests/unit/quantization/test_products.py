@@ -57,7 +57,7 @@ def layouts(x):
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
-def test_small_products_are_exact_whatever_their_strides(m):
+def test_small_products_are_exact_for_all_strides(m):
     """oneDNN refuses some strides of a side of 1, and torch then returns whatever was in memory."""
     ones = torch.ones(())
     for n, k in product((1, 2, 3, 4), repeat=2):
@@ -118,7 +118,7 @@ def test_a_processor_that_is_not_exact_is_found_out(monkeypatch, kernel):
         products.is_exact.cache_clear()
 
 
-def test_what_is_not_finite_stays_so():
+def test_nonfinite_values_stay_nonfinite():
     x, w = torch.randn(3, 8), torch.randn(4, 8)
     for wrong in (torch.inf, torch.nan):
         x[1, 3] = wrong
@@ -178,7 +178,7 @@ def test_the_simulated_product_is_that_of_the_numbers(m, n, k, by_row):
 
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("m", [1, 2])
-def test_a_gpu_gets_rows_whatever_the_strides_of_a_side_of_1(monkeypatch, m, by_row):
+def test_a_gpu_gets_contiguous_rows_for_all_strides_of_a_side_of_1(monkeypatch, m, by_row):
     def scaled(a, b, scale_a, scale_b, out_dtype):
         assert a.stride() == (a.shape[1], 1) and b.stride() == (1, len(b))
         return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)

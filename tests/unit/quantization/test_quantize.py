@@ -45,7 +45,7 @@ def test_rows_of_any_magnitude_come_back(exponent, seed):
 
 
 @pytest.mark.parametrize("wrong", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_is_not_hidden(wrong):
+def test_nonfinite_values_are_not_hidden(wrong):
     x = torch.randn(3, 8)
     x[1, 2] = wrong
     assert quantize(x, by_row=True)[1].isfinite().tolist() == [True, False, True]
@@ -76,7 +76,7 @@ def nearest(x, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_numbers_of_a_format_and_what_lies_between_two(format):
+def test_numbers_of_a_format_and_midpoints_between_two(format):
     there = numbers(format)
     exact = torch.tensor(there)
     assert torch.equal(round_to_float8(exact, format).float(), exact)

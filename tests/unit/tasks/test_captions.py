@@ -108,7 +108,7 @@ def test_counts_and_unnamed_attributes():
         "the exact same scene on the top as a sketch at the bottom",
     ],
 )
-def test_captions_of_other_worlds_are_not_parsed(caption):
+def test_captions_of_other_data_sets_are_not_parsed(caption):
     assert captions.parse(caption) is None
 
 

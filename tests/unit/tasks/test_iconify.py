@@ -37,7 +37,7 @@ def toys(request, tmp_path):
     return tmp_path / "icons.json"
 
 
-def test_a_set_is_read_with_its_author_its_licence_and_its_code_points(toys):
+def test_a_set_is_read_with_author_license_and_code_points(toys):
     found = iconify.read(toys)
     assert (found.prefix, found.title, found.author, found.license) == ("toys", "Toys", "A. Painter", "MIT")
     assert found.permissive and found.codes == {"ball": "26bd-fe0f"}
@@ -76,7 +76,7 @@ def test_an_icon_of_an_impossible_size_is_no_icon(tmp_path, box):
 
 
 @pytest.mark.parametrize("license", ["CC-BY-SA-4.0", "GPL-3.0", "CC-BY-NC-4.0", "MIT AND GPL-3.0", "", None])
-def test_a_licence_is_permissive_only_if_it_is_known_to_be(tmp_path, license):
+def test_only_known_licenses_are_permissive(tmp_path, license):
     path = tmp_path / "icons.json"
     path.write_text(json.dumps({"prefix": "a", "icons": {}, "info": {"license": {"spdx": license}}}))
     assert not iconify.read(path).permissive

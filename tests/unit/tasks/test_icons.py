@@ -175,7 +175,7 @@ def test_the_same_sets_give_the_same_bytes(written, sets, tmp_path):
     assert file_hash(out / "00000.tar") == file_hash(tmp_path / "again" / "00000.tar")
 
 
-def test_facts_name_set_licence_author_and_one_tone_of_each_is_kept(written):
+def test_metadata_names_set_license_and_author_and_one_tone_of_each_is_kept(written):
     source = open_source(str(written[0]))
     metadata = [source.meta(i) for i in range(len(source))]
     assert all(meta["license"] == "MIT" and meta["author"] == "Somebody" and meta["set"] in STYLES for meta in metadata)

@@ -34,7 +34,7 @@ def test_same_seed_same_scenes():
     assert random_scenes(20, seed=7) == random_scenes(20, seed=7) != random_scenes(20, seed=8)
 
 
-def test_objects_that_look_alike_are_all_alike():
+def test_objects_of_equal_looks_have_equal_attributes():
     for scene in random_scenes(300):
         assert len({t.attributes for t in scene.objects}) in (1, len(scene.objects))
 

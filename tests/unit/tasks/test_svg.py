@@ -34,7 +34,7 @@ def test_turns_go_clockwise_after_mirroring(turns, mirror, at):
     assert [(y, x) for y in (0, 1) for x in (0, 1) if found[y][x] == "red"] == [at]
 
 
-def test_a_box_that_is_no_square_is_centred_on_the_background():
+def test_a_rectangular_box_is_centered_on_the_background():
     wide = draw(document('<path d="M-4 2h8v4h-8z" fill="#f00"/>', (-4.0, 2.0, 8.0, 4.0)), 16, "blue")
     assert wide.shape == (16, 16, 3)
     assert (wide[:3] == (0, 0, 255)).all() and (wide[5:11] == (255, 0, 0)).all() and (wide[13:] == (0, 0, 255)).all()
@@ -42,7 +42,7 @@ def test_a_box_that_is_no_square_is_centred_on_the_background():
     assert (turned[:, 5:11] == (255, 0, 0)).all() and (turned[:, :3] == 255).all()
 
 
-def test_what_is_half_transparent_lies_over_the_background():
+def test_half_transparent_parts_are_blended_with_the_background():
     picture = draw(document('<path d="M0 0h8v8H0z" fill="#000" fill-opacity=".5"/>', BOX), 8, "#ff0000")
     assert np.abs(picture.astype(int) - (127, 0, 0)).max() <= 2
 

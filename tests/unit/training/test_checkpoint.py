@@ -55,7 +55,7 @@ def test_a_write_that_fails_leaves_the_last_good_one(tmp_path: Path, monkeypatch
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
 
 
-def test_what_a_killed_process_left_does_not_count_and_goes(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_ignored_and_removed(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     good = write(tmp_path, 1)
     for name in ("step-00000002.tmp", ".step-00000003.01234567.tmp", "other"):
@@ -178,7 +178,7 @@ def test_damaged_and_absent_files_are_user_errors(tmp_path: Path) -> None:
         checkpoint.load_weights(nn.Linear(1, 1), tmp_path / "nowhere")
 
 
-def test_optimiser_state_goes_by_name(tmp_path: Path) -> None:
+def test_optimizer_state_is_matched_by_name(tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
         groups = [{"params": [model[1].weight, model[0].weight]}, {"params": [model[0].bias]}]

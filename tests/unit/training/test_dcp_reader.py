@@ -48,7 +48,7 @@ def test_parts_are_joined_and_groups_are_chosen(three: Path) -> None:
     assert torch.equal(read_tensors(three, "model")["weight"], WEIGHT)
 
 
-def test_what_single_replicas_wrote_is_read_where_it_is_wanted_one_after_another(three: Path) -> None:
+def test_states_written_by_single_replicas_are_read_on_the_ranks_that_ask(three: Path) -> None:
     for number, replica in ((4, 10), (5, 2)):
         write(three, number, {f"errors.{replica}/weight": (WEIGHT + replica, [0, 0])})
     write(three, 6, {"errors.x/odd": (WEIGHT, [0, 0])})
@@ -87,7 +87,7 @@ def test_averages_take_the_place_of_weights_and_other_models_are_refused(three: 
             load_weights(other, three)
 
 
-def test_weights_are_read_without_a_copy_of_the_model_beside_it(tmp_path: Path) -> None:
+def test_weights_are_read_without_a_second_copy_of_the_model(tmp_path: Path) -> None:
     values = torch.arange(200_000.0).view(20, -1)
     for group in ("model", "ema"):
         for number, part in enumerate(values):
@@ -120,7 +120,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_does_not_fit_together_is_a_sentence(damage: str, three: Path) -> None:
+def test_mismatched_checkpoints_raise_one_sentence(damage: str, three: Path) -> None:
     DAMAGES[damage](three)
     with pytest.raises(UserError, match="lacks a part of '|cannot read") as caught:
         dcp_reader.read(three, None, {})

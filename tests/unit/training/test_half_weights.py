@@ -62,7 +62,7 @@ class Look(Hook):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "scales", "optimizer", "tolerance"), CASES)
-def test_it_learns_as_in_fp32_and_resumes_bit_for_bit(precision, scales, optimizer, tolerance, tmp_path):
+def test_half_weights_learn_as_in_fp32_and_resume_bit_for_bit(precision, scales, optimizer, tolerance, tmp_path):
     config = replace(CONFIG, precision=precision, scaling=scales, optimizer=optimizer)
     model, losses = learn(tmp_path / "whole", config)
     _, exact = learn(tmp_path / "exact", replace(config, precision=Fp32(), scaling="none"))

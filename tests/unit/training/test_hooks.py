@@ -147,7 +147,7 @@ class Momentum(Hook):
         self.calls, self.kept = state["calls"], state["kept"]
 
 
-def test_states_survive_and_a_new_hook_begins_anew(tmp_path: Path) -> None:
+def test_hook_states_are_restored_and_a_new_hook_starts_empty(tmp_path: Path) -> None:
     whole = go(tmp_path / "whole", Momentum())
     go(tmp_path / "parts", Momentum(), config=replace(CONFIG, steps=2))
     assert same(whole, go(tmp_path / "parts", again := Momentum()))

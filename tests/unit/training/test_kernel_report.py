@@ -40,7 +40,7 @@ def counted(out):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: type(precision).__name__)
-def test_it_learns_resumes_bit_for_bit_and_counts_every_product(precision, tmp_path):
+def test_training_resumes_bit_for_bit_and_counts_every_product(precision, tmp_path):
     config = replace(CONFIG, precision=precision)
     model, losses = run(tmp_path / "whole", config)
     exact = run(tmp_path / "exact", replace(CONFIG, precision=Fp32()))[1]

@@ -79,7 +79,7 @@ def losses(out: Path) -> list[float]:
 CONFIG = TrainConfig(steps=12, batch_size=12, optimizer=AdamWConfig(lr=1e-2), precision=Fp32(), log_every=1)
 
 
-def test_it_is_the_textbook_loop(tmp_path: Path) -> None:
+def test_training_equals_the_textbook_loop(tmp_path: Path) -> None:
     config = replace(CONFIG, warmup_steps=3, cooldown_steps=4, clip_norm=0.5, schedule=Cosine(end=0.1))
     config = replace(config, ema_decay=0.3, ema_every=4)
     ours, theirs, batches = model(), model(), stream()

@@ -47,7 +47,7 @@ def textbook(gradients, beta=0.99, eps=1e-8):
     return (g**2 / u.clamp_min(eps**2)).mean().sqrt()
 
 
-def test_it_is_that_of_algorithm_2():
+def test_rms_equals_algorithm_2():
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(5, 7))
     optimizer = torch.optim.AdamW([p], lr=1e-3, betas=(0.9, 0.99), fused=True)
@@ -64,7 +64,7 @@ def test_it_is_that_of_algorithm_2():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_it_is_what_stable_adamw_clips_by(packed):
+def test_rms_is_the_value_that_stable_adamw_clips_by(packed):
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(8, 8))
     optimizer = StableAdamW([p], lr=1e-3, betas=(0.9, 0.99), quantize_state=packed)
@@ -104,7 +104,7 @@ def of_the_step(optimizer, p, before):
 
 @pytest.mark.parametrize("name", SUPPORTED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_it_is_that_of_the_step_that_follows(name, dtype):
+def test_rms_belongs_to_the_next_step(name, dtype):
     """Also of gradients that are small, that leave 0-6-10, and that AdamW16's bound on the variance holds down."""
     if dtype == torch.bfloat16 and name == "AdamW":
         dtype = torch.float32  # torch's would keep moments in 16 bits
@@ -122,7 +122,7 @@ def test_it_is_that_of_the_step_that_follows(name, dtype):
             assert found == [pytest.approx(optimizer.rms([("p", p)])["p"], rel=1e-5)]
 
 
-def test_it_waits_for_no_device():
+def test_rms_does_not_synchronize_with_the_device():
     """The host cannot read values of fake tensors; torch's fused AdamW counts steps on the device."""
     with FakeTensorMode():
         p = nn.Parameter(torch.zeros(5, 7))
@@ -216,7 +216,7 @@ def test_every_step_is_logged_once_also_by_a_resumed_run_and_a_spike_is_reported
         assert trained(tmp_path / "parts") == whole
 
 
-def test_it_is_that_of_the_clipped_gradients_which_the_optimiser_averages(tmp_path):
+def test_rms_uses_the_clipped_gradients_that_the_optimizer_averages(tmp_path):
     """Gradients grow, are clipped to one length: the running mean is up to date, as StableAdamW itself says."""
     torch.manual_seed(0)
     run = TrainState(
@@ -263,7 +263,7 @@ def test_the_size_of_each_blocks_features_is_logged_now_and_then(tmp_path):
     assert [x for row in features.values() for x in row.values()] == pytest.approx(seen, rel=0.01)
 
 
-def test_what_muon_updates_has_no_squares():
+def test_parameters_updated_by_muon_have_no_second_moments():
     model = Line()
     model.blocks = nn.ModuleList([nn.Linear(4, 4)])
     run = TrainState(model, objective, replace(CONFIG, optimizer=MuonConfig()))
