@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from limner.cli.arguments import check_writable, parse
 from limner.cli.data.shared import print_counts
-from limner.errors import UserError, escape_control
+from limner.errors import UserError, did_you_mean, escape_control
 from limner.progress import progress
 from limner.tasks import iconify
 from limner.tasks.build_glyphs import GlyphDataSettings, write_glyphs
@@ -31,7 +31,7 @@ class WriteGlyphs:
     files: Positional[tuple[Path, ...]]
     """The .tgz of @iconify/json, or single sets: icons.json, or the .tgz of @iconify-json/NAME."""
     settings: Annotated[GlyphDataSettings, arg(name="")] = field(default_factory=GlyphDataSettings)
-    sets: tuple[str, ...] = ()
+    sets: Annotated[tuple[str, ...], arg(metavar="PREFIX ...")] = ()
     """Prefixes of the sets to use, such as ph lucide; by default all."""
     all_licenses: bool = False
     """Also use sets without a permissive license, such as CC-BY-SA or CC-BY-NC."""
@@ -43,23 +43,24 @@ def main(argv: Sequence[str]) -> None:
     if not options.files:
         raise UserError("limner data glyphs needs files of icon sets: `npm pack @iconify/json` writes one")
     check_writable(options.out, folder=True)
-    missing = set(options.sets)
+    prefixes = set[str]()  # of all sets in the files
 
     def sets() -> Iterator[iconify.IconSet]:
         for path in options.files:
             for icon_set in iconify.read_sets(path):
-                missing.discard(icon_set.prefix)
+                prefixes.add(icon_set.prefix)
                 if options.sets and icon_set.prefix not in options.sets:
                     continue
                 if icon_set.permissive or options.all_licenses:
                     yield icon_set
                 else:
                     print(escape_control(f"skipped {icon_set.title}, whose license is {icon_set.license}"))
+        for name in options.sets:
+            if name not in prefixes:
+                raise UserError(f"no set {name!r} in these files: {did_you_mean(name, sorted(prefixes))}")
 
     with progress("drawing icons", unit="icon") as bar:
         summary = write_glyphs(options.out, sets(), options.settings, bar.advance)
-    if missing:
-        print(escape_control(f"not in these files: {', '.join(sorted(missing))}"))
     print_counts(options.out, summary["kept"], summary["rejected"], summary["splits"])
     print(f"{summary['subjects']:,} subjects, {len(summary['styles']):,} styles")
     print(", ".join(f"{name} {count:,}" for name, count in summary["kinds"].items()))
