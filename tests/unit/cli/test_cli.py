@@ -57,7 +57,7 @@ def test_help_names_every_command(capsys):
         (["evaluate", "grid", "x", "y", "-o", "b"], "PNG files: use the name b.png"),
         (["bench", "--plot", "b.xyz"], "PNG files: use the name b.png"),
         (["edit", "/dev/null", "a", "--keep-rows", "2"], "is a folder, a pipe or a device"),
-        (["data"], "scenes, icons, emoji"),
+        (["data"], "scenes, icons, glyphs, emoji"),
         (["data", "scene"], "did you mean 'scenes'"),
         (["data", "scenes", "out", "--count", "0"], "count"),
         (["data", "scenes", "out", "--size", "50"], "multiple of 24"),

@@ -86,7 +86,7 @@ def test_a_contrastive_model_needs_no_dvae(data, tmp_path):
     model, tokenizer, name = load_reranker(run)
     task = scene_task(4, model.config.size)
     result = evaluate(model, tokenizer, task)
-    assert name == "run" and len(result.right[1]) == 4
+    assert name == "run" and result.rows["top 1"]["accuracy"].total == 4
     seven = replace(RECIPE, contrastive=replace(RECIPE.contrastive, candidates=7))  # may change in a run
     pipe = train_all(seven, data, run, ["dvae", "prior"])
     assert pipe.default_candidates == TextToImage.from_pretrained(run).default_candidates == 7
