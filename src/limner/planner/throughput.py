@@ -119,12 +119,12 @@ def time_generation(
     prefix = sum(x.prefix_keys.nbytes + x.prefix_values.nbytes for x in cache.layers)
     if not shared:
         cache = repeat_prefix(cache, candidates)
-    token = sample_token(sampler, logits.expand(candidates, -1), uniform)
+    token = sample_token(sampler, logits[:, 0].expand(candidates, -1), uniform)
 
     def step(position: int) -> None:
         nonlocal token
         cache.length = position
-        token = sample_token(sampler, decoder.step(cache, token), uniform)
+        token = sample_token(sampler, decoder.step(cache, token[:, None])[:, 0], uniform)
 
     cache_bytes = cache.bytes_per_candidate
     return GenerationTime(

@@ -212,7 +212,7 @@ class CandidateGenerator:
         """Return the maximum number of candidates in one batch, limited by the memory of keys and values."""
         c, dtype = self.decoder.config, self.config.precision.dtype(self.device)
         like = torch.empty(1, c.heads, 0, c.width // c.heads, dtype=dtype, device="meta")
-        stores = (self.config.store(like, 1, pattern.cache_slots) for pattern in c.patterns)
+        stores = (self.config.store(like, 1, pattern.cache_slots()) for pattern in c.patterns)
         candidate_bytes = 2 * sum(store.bytes_per_candidate for store in stores)
         limit, cache_bytes = MAX_CPU_BATCH, MAX_CACHE_BYTES
         if self.device.type == "cuda":

@@ -121,7 +121,8 @@ class GenerationGroup:
         self._tokens = prompt.repeat_interleave(n, 0)  # [B * N, S]
         self._uniform = candidate_noise(seed, candidates, length).repeat(b, 1).to(text.device)  # [B * N, S]
         prefixes = torch.cat([text, torch.full_like(text, PAD)]) if self.guided else text
-        self.cache, self.logits = decoder.prefill(prefixes, store)
+        self.cache, logits = decoder.prefill(prefixes, store)
+        self.logits = logits[:, 0]
         self._nll = torch.zeros(b, device=text.device)  # fp32 [B], [B * N] after the prompt
         self.finite = torch.ones((), dtype=torch.bool, device=text.device)  # of all logits; reading synchronizes a GPU
 
@@ -216,10 +217,12 @@ class Scheduler:
         self.groups = [group for group in self.groups if not group.finished]
         if len(self.groups) == 1:
             (group,) = self.groups
-            group.logits = self.decoder.step(group.cache, tokens[group])
+            group.logits = self.decoder.step(group.cache, tokens[group][:, None])[:, 0]
         elif self.groups:
             parts = [tokens[group] for group in self.groups]
-            logits = self.decoder.step(RaggedBatch([group.cache for group in self.groups]), torch.cat(parts))
+            logits = self.decoder.step(RaggedBatch([group.cache for group in self.groups]), torch.cat(parts)[:, None])[
+                :, 0
+            ]
             for group, part in zip(self.groups, logits.split([len(part) for part in parts]), strict=True):
                 group.logits = part
 
