@@ -28,8 +28,9 @@ from limner.progress import Advance
 from limner.quantization.convert import convert
 from limner.quantization.inference_linear import Int8Linear, pack_linears
 from limner.sampling.cuda_graph import build_decoder
-from limner.sampling.generate import UNSET, generate
+from limner.sampling.generate import UNSET
 from limner.sampling.generation_config import Sampler
+from limner.sampling.parallel import generate
 from limner.sampling.rerank import scores
 from limner.validation import SEEDS, InvalidSetting
 

@@ -49,7 +49,8 @@ class TokenDecoder:
             return causal(q, k, v)
 
         x = self.model.run(x, attention_fns=[partial(attend_and_cache, pattern) for pattern in self.config.patterns])
-        return KVCache(layers), self._logits(x[:, -1:])
+        length = 0 if window == 1 else torch.zeros(len(text), 1, dtype=torch.long, device=text.device)
+        return KVCache(layers, length), self._logits(x[:, -1:])
 
     def step(self, cache: KVCache | RaggedBatch, tokens: Int64[Tensor, "M W"]) -> Float[Tensor, "M W V"]:
         """Append image tokens to each row, [M, W], and return the fp32 logits [M, W, V] of the token after each.

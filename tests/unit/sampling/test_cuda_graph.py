@@ -14,8 +14,9 @@ from limner.models.transformer import TransformerConfig
 from limner.sampling import aot_inductor
 from limner.sampling.cuda_graph import GraphedDecoder, build_decoder
 from limner.sampling.decoder import TokenDecoder
-from limner.sampling.generate import UNSET, generate
+from limner.sampling.generate import UNSET
 from limner.sampling.generation_config import Sampler
+from limner.sampling.parallel import generate
 
 SMALL = TransformerConfig(text_vocab=20, image_vocab=12, text_len=4, grid=(5, 4), width=32, depth=3, heads=2, kernel=3)
 
