@@ -145,7 +145,7 @@ class CandidateGenerator:
                 prior = convert(prior, Int8Linear)
             elif not config.compiled:  # the compiler chooses the layout of weights
                 prior = pack_linears(prior)
-        self.decoder, self.contrastive = build_decoder(prior, config.compiled), contrastive
+        self.decoder, self.contrastive = build_decoder(prior, config.compiled, config.store), contrastive
         self._free_gpu_bytes = 0  # before the first batch
 
     @torch.inference_mode()
@@ -189,7 +189,7 @@ class CandidateGenerator:
             result = generate(
                 self.decoder, prompts.text[rows].to(device), part, sampler, seed=prompts.seeds[rows[0]],
                 prompt_tokens=None if prompts.image is None else prompts.image[rows].to(device),
-                store=self.config.store, progress=report, on_preview=preview if on_preview else None,
+                progress=report, on_preview=preview if on_preview else None,
             )  # fmt: skip
             decoded = self.decode(result.tokens, height)
             batch_score, columns = result.log_likelihood, slice(part.start, part.stop)

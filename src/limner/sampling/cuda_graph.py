@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from limner.attention.cache import KVCache, RaggedBatch
+from limner.attention.cache import KVCache, KVStore, RaggedBatch
 from limner.models.transformer import Transformer
 from limner.sampling.decoder import TokenDecoder
 
@@ -27,7 +27,7 @@ Capture = Callable[[Thunk], Thunk]
 _MAX_GRAPHS = 2  # each holds the memory of a cache: one for full batches, one for a smaller last batch
 
 
-def build_decoder(model: Transformer, compile: bool = False) -> TokenDecoder:
+def build_decoder(model: Transformer, compile: bool = False, store: type[KVStore] = KVStore) -> TokenDecoder:
     """Return the fastest decoder of the model on its device.
 
     Compiled steps are faster, but the first use of each number of candidates takes half a minute or more
@@ -35,8 +35,8 @@ def build_decoder(model: Transformer, compile: bool = False) -> TokenDecoder:
     """
     on_gpu = model.head.image.weight.device.type == "cuda"
     if not (compile or on_gpu):
-        return TokenDecoder(model)
-    return GraphedDecoder(model, cuda_graph if on_gpu else eager, compile)
+        return TokenDecoder(model, store)
+    return GraphedDecoder(model, cuda_graph if on_gpu else eager, compile, store)
 
 
 def eager(run: Thunk) -> Thunk:
@@ -69,8 +69,16 @@ class GraphedDecoder(TokenDecoder):
         compile: compile steps before capturing them.
     """
 
-    def __init__(self, model: Transformer, capture: Capture = cuda_graph, compile: bool = False) -> None:
-        super().__init__(model)
+    max_window = 1  # each window would need a graph, and its attention a kernel
+
+    def __init__(
+        self,
+        model: Transformer,
+        capture: Capture = cuda_graph,
+        compile: bool = False,
+        store: type[KVStore] = KVStore,
+    ) -> None:
+        super().__init__(model, store)
         self.capture, self.compile = capture, compile
         self._steps: list[GraphedStep] = []  # least recently used first
 

@@ -23,29 +23,32 @@ __all__ = ["TokenDecoder"]
 
 
 class TokenDecoder:
-    """Decoder of a prior. A step reads the next token of each row, or several tokens."""
+    """Decoder of a prior. A step reads the next token of each row, or several tokens.
 
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
+    Args:
+        store: storage of candidates' keys and values; `Int8KVStore` takes half the memory of bf16.
+    """
+
+    max_window = 16  # tokens of a row that samplers may read in a step
+
+    def __init__(self, model: Transformer, store: type[KVStore] = KVStore) -> None:
+        self.model, self.store = model, store
 
     @property
     def config(self) -> TransformerConfig:
         return self.model.config
 
-    def prefill(
-        self, text: Int64[Tensor, "B T"], store: type[KVStore] = KVStore, window: int = 1
-    ) -> tuple[KVCache, Float[Tensor, "B 1 V"]]:
+    def prefill(self, text: Int64[Tensor, "B T"], window: int = 1) -> tuple[KVCache, Float[Tensor, "B 1 V"]]:
         """Encode the captions: text [B, T] -> a cache with one candidate each, and logits [B, 1, V] of image_0.
 
-        `store` is the storage format of the candidates' keys and values, `window` the largest number of tokens of a
-        step.
+        Steps with the cache may read up to `window` tokens of each row. With one, all rows are at one position.
         """
         x = self.model.embed.prefix(text)
         causal = DenseAttention(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril())
         layers: list[LayerKVCache] = []
 
         def attend_and_cache(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            layers.append(LayerKVCache.from_prefix(pattern, k.contiguous(), v.contiguous(), store, window))
+            layers.append(LayerKVCache.from_prefix(pattern, k.contiguous(), v.contiguous(), self.store, window))
             return causal(q, k, v)
 
         x = self.model.run(x, attention_fns=[partial(attend_and_cache, pattern) for pattern in self.config.patterns])

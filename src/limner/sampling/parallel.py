@@ -6,9 +6,9 @@ images, with random acceptance: Teng et al. 2024). Guess the next tokens, read t
 guesses, and the first that differs. The samples after it are the next guesses. So the tokens are those of sampling one
 by one, apart from float rounding, which may flip a choice between two equally likely tokens.
 
-A position without a sample is guessed to equal the token above it. Prompt tokens are guesses that are right. With a
-window of one token, nothing is guessed, and all rows of a group are at one position. Sampling also sums the
-log-probability of the tokens.
+The guess at a position without a sample is the token above it. Prompt tokens are guesses that are right. A group reads
+as many tokens in a step as pay by the guesses that were right so far. The choice depends on tokens and not on times, so
+that drawing twice rounds equally. Sampling also sums the log-probability of the tokens.
 
 Shapes: B captions, N candidates of each, M = B * N rows (twice that with guidance), W tokens of a step, T text
 positions, S image positions, V image vocabulary.
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from limner.attention.cache import KVStore, RaggedBatch
+from limner.attention.cache import RaggedBatch
 from limner.errors import UserError
 from limner.sampling.decoder import TokenDecoder
 from limner.sampling.generate import UNSET, candidate_noise, sample_token
@@ -33,12 +33,16 @@ from limner.text import PAD
 
 __all__ = ["GenerationGroup", "Scheduler", "generate"]
 
+MAX_TOKENS = 256  # of a step with windows: more take longer on a CPU than they save
+STEP_TOKENS = 60  # a step takes as long as 60 of its tokens (bundled models, CPU: 30 in fp32, 90 in bf16)
+ACCEPTANCE_RATE = 0.3  # of the running mean of gained tokens
+
 
 class GenerationGroup:
     """Candidates of captions that joined a scheduler together.
 
     The group shares work. Each caption is read once, with the prompt tokens before the first position to sample. A step
-    reads keys and values of a caption once for all its candidates, and up to `window` tokens of each.
+    reads keys and values of a caption once for all its candidates, and some tokens of each.
     """
 
     def __init__(
@@ -49,23 +53,25 @@ class GenerationGroup:
         sampler: Sampler,
         seed: int,
         prompt_tokens: Int64[Tensor, "B S"] | None,
-        store: type[KVStore],
-        window: int,
     ) -> None:
         b, n, (h, self._width) = len(text), len(candidates), decoder.config.grid
         self.sampler, self.guidance = sampler, 1.0 if sampler.guidance is None else sampler.guidance
         self.guided = self.guidance != 1
-        self.captions, self.n, self.window = b, n, max(1, min(window, h * self._width - 1))
+        prefixes = torch.cat([text, torch.full_like(text, PAD)]) if self.guided else text
+        self.captions, self.n = b, n
+        limit = max(1, min(decoder.max_window, h * self._width - 1, MAX_TOKENS // (len(prefixes) * n)))
+        self._windows = [w for w in (1, 2, 4, 8) if w < limit] + [limit]
+        self._gains = [float(w) for w in self._windows]  # running means of the tokens that a row gains with each
+        self.window = limit
         prompt = text.new_full((b, h * self._width), UNSET) if prompt_tokens is None else prompt_tokens
         self._tokens = prompt.repeat_interleave(n, 0)  # [M, S]; after the final tokens, guesses
         self._fixed = self._tokens != UNSET
         self._uniform = candidate_noise(seed, candidates, h * self._width).repeat(b, 1).to(text.device)  # [M, S]
-        prefixes = torch.cat([text, torch.full_like(text, PAD)]) if self.guided else text
-        cache, logits = decoder.prefill(prefixes, store, self.window)
+        cache, logits = decoder.prefill(prefixes, limit)
         nll = torch.zeros(b, device=text.device)
         common = prompt[:, : int((prompt != UNSET).all(0).long().cumprod(0).sum())]
-        for begin in range(0, common.shape[1], self.window):
-            part = common[:, begin : begin + self.window]
+        for begin in range(0, common.shape[1], limit):
+            part = common[:, begin : begin + limit]
             logits = torch.cat([logits[:, -1:], decoder.step(cache, self._twice(part))], 1)
             nll += F.cross_entropy(logits[:b, :-1].mT, part, reduction="none").sum(1)
         self.cache, self.logits = cache.expand(n), logits[:, -1:].repeat_interleave(n, 0)
@@ -96,11 +102,10 @@ class GenerationGroup:
     def finished(self) -> bool:
         return self.position == self._tokens.shape[1]
 
-    def sample_next(self) -> Int64[Tensor, "M W"]:
-        """Sample the tokens that the last step predicts, and return the input of the next step: int64 [M, W]."""
-        targets = (self._first + torch.arange(self.logits.shape[1], device=self._tokens.device)).expand(
-            len(self._tokens), -1
-        )
+    def sample(self) -> None:
+        """Sample the tokens that the last step predicts."""
+        w = self.logits.shape[1]
+        targets = (self._first + torch.arange(w, device=self._tokens.device)).expand(len(self._tokens), -1)
         caption, empty = self.logits.chunk(2) if self.guided else (self.logits, None)
         logits = caption if empty is None else empty + self.guidance * (caption - empty)
         sampled = sample_token(self.sampler, logits.flatten(0, 1), self._uniform.gather(1, targets).flatten())
@@ -108,26 +113,41 @@ class GenerationGroup:
         token = torch.where(self._fixed.gather(1, targets) | before, guess, sampled.view_as(targets))
         final = torch.ones_like(before)
         final[:, 1:] = (token == guess)[:, :-1].cumprod(1)
-        self._nll += (F.cross_entropy(caption.mT, token, reduction="none") * (final & ~before)).sum(1)
-        self.finite = self.finite & (logits.isfinite().all(-1) | ~final).all()
+        nll = F.cross_entropy(caption.flatten(0, 1), token.flatten(), reduction="none").view_as(token)
+        self._nll += (nll * (final & ~before)).sum(1)
+        self.finite = self.finite & (logits.sum(-1).isfinite() | ~final).all()
         self._tokens.scatter_(1, targets, token)
-        self._final = self._first + (1 if targets.shape[1] == 1 else final.sum(1, keepdim=True))
-        return self._twice(self._next_input(targets[:, -1:]))
+        self._final = self._first + (1 if w == 1 else final.sum(1, keepdim=True))
+        self._last = targets[:, -1:]  # position of the last sample
+        if self._windows[-1] > 1:
+            self._choose_window((final & ~before).sum(1), w)
 
-    def _next_input(self, last: Int64[Tensor, "M 1"]) -> Int64[Tensor, "M W"]:
-        """Return the last final token of each row and guesses; `last` is the last position that was sampled."""
-        if self.window == 1:
+    def next_input(self, window: int) -> Int64[Tensor, "M2 W"]:
+        """Return the last final token of each row, and guesses of the tokens after it."""
+        if self._windows[-1] == 1:
             self._first = self._final
-            return self._tokens.gather(1, last)
-        final = torch.as_tensor(self._final, device=last.device).expand(len(self._tokens), 1)
-        begin = (final - 1).clamp(max=self._tokens.shape[1] - 1 - self.window)
-        positions = begin + torch.arange(self.window, device=last.device)
-        rows_above = ((positions - last + self._width - 1) // self._width).clamp_min(0)
-        above = self._tokens.gather(1, (positions - rows_above * self._width).clamp_min(0))
-        tokens = torch.where(self._fixed.gather(1, positions), self._tokens.gather(1, positions), above)
+            return self._twice(self._tokens.gather(1, self._last))
+        final = torch.as_tensor(self._final, device=self._last.device).expand(len(self._tokens), 1)
+        begin = (final - 1).clamp(max=self._tokens.shape[1] - 1 - window)
+        positions = begin + torch.arange(window, device=self._last.device)
+        rows_above = ((positions - self._last - 1) // self._width + 1).clamp_min(0)
+        above = self._tokens.gather(1, (positions - rows_above * self._width).clamp_min(0))  # or the sample itself
+        tokens = self._tokens.gather(1, positions).where(self._fixed.gather(1, positions), above)
         self._tokens.scatter_(1, positions, tokens)
         self._first, self.cache.length = begin + 1, self._twice(begin)
-        return tokens
+        return self._twice(tokens)
+
+    def _choose_window(self, accepted: Int64[Tensor, " M"], window: int) -> None:
+        """Choose the next window, given the tokens that rows gained with the last one."""
+        gained = accepted[accepted > 0].float()  # of unfinished rows
+        means = [float(gained.clamp(max=w).mean()) for w in self._windows if w <= window]
+        means.append(means[-1] * (1 + float((gained == window).float().mean())))  # as if a second window followed
+        self._gains[: len(means)] = [
+            gain + ACCEPTANCE_RATE * (mean - gain) for gain, mean in zip(self._gains, means, strict=False)
+        ]
+        rows = len(self.logits)
+        pace = [gain / (STEP_TOKENS + rows * w) for gain, w in zip(self._gains, self._windows, strict=True)]
+        self.window = self._windows[pace.index(max(pace))]
 
     def _twice(self, x: Int64[Tensor, "M W"]) -> Int64[Tensor, "M2 W"]:
         """Repeat rows for guidance."""
@@ -152,12 +172,10 @@ class Scheduler:
     A step reads the model's weights once for all rows, at any position. Only attention is computed separately
     for groups that joined at different times (selective batching: Yu et al. 2022, Orca, §3.2).
 
-    Args:
-        window: tokens that a step reads of each row. With one, all rows of a group are at one position.
     """
 
-    def __init__(self, decoder: TokenDecoder, store: type[KVStore] = KVStore, window: int = 1) -> None:
-        self.decoder, self.store, self.window = decoder, store, window
+    def __init__(self, decoder: TokenDecoder) -> None:
+        self.decoder = decoder
         self.groups: list[GenerationGroup] = []
 
     @torch.inference_mode()
@@ -181,7 +199,7 @@ class Scheduler:
             prompt_tokens: int64 [B, S], fixed image tokens, `UNSET` where to sample. Top rows prime the model (§3.3,
                 Figure 14). With fixed tokens elsewhere, sampling in raster order inpaints.
         """
-        group = GenerationGroup(self.decoder, text, candidates, sampler, seed, prompt_tokens, self.store, self.window)
+        group = GenerationGroup(self.decoder, text, candidates, sampler, seed, prompt_tokens)
         if not group.finished:
             self.groups.append(group)
         return group
@@ -193,13 +211,14 @@ class Scheduler:
     @torch.inference_mode()
     def step(self) -> None:
         """Sample one token of each row or more, and remove finished groups."""
-        tokens = {group: group.sample_next() for group in self.groups}
+        for group in self.groups:
+            group.sample()
         self.groups = [group for group in self.groups if not group.finished]
+        window = min((group.window for group in self.groups), default=1)
+        parts = [group.next_input(window) for group in self.groups]
         if len(self.groups) == 1:
-            (group,) = self.groups
-            group.logits = self.decoder.step(group.cache, tokens[group])
+            self.groups[0].logits = self.decoder.step(self.groups[0].cache, parts[0])
         elif self.groups:
-            parts = [tokens[group] for group in self.groups]
             logits = self.decoder.step(RaggedBatch([group.cache for group in self.groups]), torch.cat(parts))
             for group, part in zip(self.groups, logits.split([len(part) for part in parts]), strict=True):
                 group.logits = part
@@ -213,8 +232,6 @@ def generate(
     *,
     seed: int = 0,
     prompt_tokens: Int64[Tensor, "B S"] | None = None,
-    store: type[KVStore] = KVStore,
-    window: int = 1,
     progress: Callable[[int], object] | None = None,
     on_preview: Callable[[Tensor, int], None] | None = None,
 ) -> GenerationGroup:
@@ -223,14 +240,12 @@ def generate(
     `Scheduler.add` explains the other arguments.
 
     Args:
-        store: storage of keys and values; `Int8KVStore` takes half the memory of bf16.
-        window: tokens that a step reads of each row; the tokens do not depend on it.
         progress: called with the number of positions that all rows finished since the last call.
         on_preview: called with the tokens so far [B, N, S] and the number of finished grid rows, after each row.
 
     Raises `UserError` if a logit is not finite.
     """
-    w, scheduler, before = decoder.config.grid[1], Scheduler(decoder, store, window), 0
+    w, scheduler, before = decoder.config.grid[1], Scheduler(decoder), 0
     group = scheduler.add(text, candidates, sampler, seed=seed, prompt_tokens=prompt_tokens)
     while before < prod(decoder.config.grid):
         scheduler.step()

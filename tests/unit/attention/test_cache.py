@@ -69,13 +69,13 @@ def test_an_8_bit_cache_takes_half_of_bf16s_memory_and_gives_nearly_the_same_log
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.05)
     with torch.inference_mode():
-        caches = [TokenDecoder(model).prefill(text, store)[0].expand(3) for store in (KVStore, Int8KVStore)]
+        caches = [TokenDecoder(model, store).prefill(text)[0].expand(3) for store in (KVStore, Int8KVStore)]
         for _ in range(36):
             token = torch.randint(0, 12, (6, 1))
             whole, small = (TokenDecoder(model).step(cache, token) for cache in caches)
             torch.testing.assert_close(small, whole, atol=0.02 * whole.std().item(), rtol=0)
-        decoder = TokenDecoder(model.bfloat16())
-        half, small = (decoder.prefill(text, store)[0].bytes_per_candidate for store in (KVStore, Int8KVStore))
+        model = model.bfloat16()
+        half, small = (TokenDecoder(model, x).prefill(text)[0].bytes_per_candidate for x in (KVStore, Int8KVStore))
     assert small / half == pytest.approx((64 + 2) / 128)
 
 
@@ -121,8 +121,8 @@ def test_windows_give_the_logits_of_single_steps(pattern, store):
     )
     model, text, tokens = config.build().eval(), torch.randint(0, 20, (2, 4)), torch.randint(0, 12, (4, 15))
     with torch.inference_mode():
-        decoder = TokenDecoder(model)
-        single, window = (decoder.prefill(text, store, w)[0].expand(2) for w in (1, 4))
+        decoder = TokenDecoder(model, store)
+        single, window = (decoder.prefill(text, w)[0].expand(2) for w in (1, 4))
         expected = torch.cat([decoder.step(single, tokens[:, i : i + 1]) for i in range(15)], 1)
         begin = torch.zeros(4, 1, dtype=torch.long)
         for accepted in torch.randint(1, 5, (30, 4, 1)):

@@ -41,10 +41,10 @@ def test_logits_equal_those_of_the_model(pattern, store):
     assert {pattern.name for pattern in model.config.patterns} == (
         {"row", "column", "conv"} if pattern == "paper" else {"dense"}
     )
-    decoder, graphed = TokenDecoder(model), GraphedDecoder(model, replay_eagerly)
+    decoder, graphed = TokenDecoder(model, store), GraphedDecoder(model, replay_eagerly, store=store)
     with torch.inference_mode():
         text = torch.randint(0, 20, (2, 4))
-        caches = [x.prefill(text, store)[0].expand(3) for x in (decoder, graphed)]
+        caches = [x.prefill(text)[0].expand(3) for x in (decoder, graphed)]
         for position in range(19):
             token = torch.randint(0, 12, (6, 1))
             expected, logits = (x.step(cache, token) for x, cache in zip((decoder, graphed), caches, strict=True))
@@ -87,9 +87,7 @@ def test_alternating_caches_of_one_shape_do_not_mix():
     model = prior()
     decoder, graphed = TokenDecoder(model), GraphedDecoder(model, replay_eagerly)
     with torch.inference_mode():
-        caches = [
-            [x.prefill(torch.full((1, 4), i), KVStore)[0].expand(3) for x in (decoder, graphed)] for i in range(2)
-        ]
+        caches = [[x.prefill(torch.full((1, 4), i))[0].expand(3) for x in (decoder, graphed)] for i in range(2)]
         for position in range(6):
             for pair in caches[: 1 + position % 2]:
                 token = torch.randint(0, 12, (3, 1))

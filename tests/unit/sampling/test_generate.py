@@ -94,6 +94,12 @@ def test_each_candidate_has_different_numbers():
     assert len(rows.unique(dim=0)) == 50 * len(seeds)
 
 
+def decoder_of(model, window, store=KVStore):
+    decoder = TokenDecoder(model, store)
+    decoder.max_window = window
+    return decoder
+
+
 def prior(pattern="paper"):
     torch.manual_seed(1)
     config = TransformerConfig(
@@ -125,7 +131,7 @@ def test_tokens_equal_those_of_the_reference(pattern, sampler, window):
     """Decoding with the cache equals the model for row, column, conv and dense layers."""
     model = prior(pattern)
     text = torch.tensor([[3, 4, 5, PAD, PAD]])
-    tokens = generate(TokenDecoder(model), text, range(4), sampler, seed=2, window=window).tokens[0]
+    tokens = generate(decoder_of(model, window), text, range(4), sampler, seed=2).tokens[0]
     uniform, unset = candidate_noise(2, range(4), tokens.shape[1]), torch.full_like(tokens, UNSET)
     assert torch.equal(tokens, reference_tokens(model, text.expand(4, -1), sampler, uniform, unset))
 
@@ -142,7 +148,9 @@ def log_likelihoods(model, text, tokens):
 def test_log_likelihoods_equal_those_of_teacher_forcing(graphed, window):
     """For all samplers, prompt tokens and sampled ones, several groups and the last one."""
     model = prior()
-    scheduler = Scheduler(GraphedDecoder(model, lambda run: run) if graphed else TokenDecoder(model), window=window)
+    decoder = GraphedDecoder(model, lambda run: run) if graphed else TokenDecoder(model)
+    decoder.max_window = window
+    scheduler = Scheduler(decoder)
     all_requests = requests()
     groups = [scheduler.add(**request) for request in all_requests]
     groups[3].select([1])  # within the prompt
@@ -153,18 +161,18 @@ def test_log_likelihoods_equal_those_of_teacher_forcing(graphed, window):
     for group, request in zip(groups, all_requests, strict=True):
         expected = log_likelihoods(model, request["text"], group.tokens)
         torch.testing.assert_close(group.log_likelihood, expected)
-        alone = generate(TokenDecoder(model), **request, window=window)
+        alone = generate(decoder_of(model, window), **request)
         torch.testing.assert_close(alone.log_likelihood[:, -1], expected[:, -1])
     assert torch.cat([group.log_likelihood.flatten() for group in groups]).std() > 0.1
     known = torch.randint(0, 16, (2, 15))
-    prompted = generate(TokenDecoder(model), TEXT, range(3), Sampler(), prompt_tokens=known, window=window)
+    prompted = generate(decoder_of(model, window), TEXT, range(3), Sampler(), prompt_tokens=known)
     torch.testing.assert_close(prompted.log_likelihood, log_likelihoods(model, TEXT, prompted.tokens))
 
 
 @pytest.mark.parametrize("window", [1, 4])
 def test_progress_counts_positions(window):
     seen, text = [], torch.zeros(1, 5, dtype=torch.long)
-    generate(TokenDecoder(prior()), text, range(1), Sampler(), window=window, progress=seen.append)
+    generate(decoder_of(prior(), window), text, range(1), Sampler(), progress=seen.append)
     assert sum(seen) == 15
     assert seen == [1] * 15 if window == 1 else max(seen) > 1
 
@@ -181,7 +189,7 @@ def test_prompt_tokens_stay_and_the_others_equal_those_of_the_reference(pattern,
     known[0, 7:] = UNSET  # primed with a row and two tokens
     known[1, [1, 5, 6, 9, 14]] = UNSET  # inpainted
     before = known.clone(), TEXT.clone()
-    generate_prompted = partial(generate, TokenDecoder(model), sampler=sampler, seed=4, window=window)
+    generate_prompted = partial(generate, decoder_of(model, window), sampler=sampler, seed=4)
     tokens = generate_prompted(TEXT, range(3), prompt_tokens=known).tokens
     assert torch.equal(known, before[0]) and torch.equal(TEXT, before[1])
     fixed = (known != UNSET)[:, None].expand_as(tokens)
@@ -204,7 +212,7 @@ def test_guidance_one_is_off_and_more_changes_the_samples():
 @pytest.mark.parametrize("window", [1, 4])
 def test_a_complete_prompt_is_returned(window):
     known = torch.arange(15).repeat(2, 1)
-    tokens = generate(TokenDecoder(prior()), TEXT, range(2), Sampler(), prompt_tokens=known, window=window).tokens
+    tokens = generate(decoder_of(prior(), window), TEXT, range(2), Sampler(), prompt_tokens=known).tokens
     assert torch.equal(tokens, known[:, None].expand(-1, 2, -1))
 
 
@@ -221,11 +229,10 @@ def test_logits_that_are_not_finite_are_a_user_error(sampler):
 def test_previews_show_finished_rows(window):
     seen = []
     tokens = generate(
-        TokenDecoder(prior()),
+        decoder_of(prior(), window),
         TEXT,
         range(2),
         Sampler(),
-        window=window,
         on_preview=lambda partial, rows: seen.append((partial.clone(), rows)),
     ).tokens
     assert [rows for _, rows in seen] == [1, 2, 3]
@@ -297,7 +304,9 @@ def requests():
 def test_groups_that_join_and_leave_sample_what_they_sample_alone(joins, leaves, store, pattern, graphed, window):
     """Groups join and leave between any two steps; some drop candidates."""
     model, all_requests = prior(pattern), requests()
-    scheduler = Scheduler(GraphedDecoder(model, lambda run: run) if graphed else TokenDecoder(model), store, window)
+    decoder = GraphedDecoder(model, lambda run: run, store=store) if graphed else TokenDecoder(model, store)
+    decoder.max_window = window
+    scheduler = Scheduler(decoder)
     groups, left, steps = {}, {}, 0
     while len(groups) < len(all_requests) or scheduler.groups:
         for i, request in enumerate(all_requests):
@@ -312,7 +321,7 @@ def test_groups_that_join_and_leave_sample_what_they_sample_alone(joins, leaves,
         scheduler.step()
         steps += 1
     for i, request in enumerate(all_requests):
-        expected, tokens = generate(TokenDecoder(model), **request, store=store).tokens, groups[i].tokens
+        expected, tokens = generate(decoder_of(model, 1, store), **request).tokens, groups[i].tokens
         if i % 2 == 0 and i in left:
             expected = expected[:, 1:2]
         end = left.get(i, 15) if i % 2 else 15
