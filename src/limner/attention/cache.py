@@ -17,9 +17,9 @@ A position is an integer or a tensor [1]. With a tensor, every step runs the sam
 that a CUDA graph can replay it (`sampling/cuda_graph.py`), but reads the whole ring and masks unwritten slots. On a GPU
 one kernel does the whole step (`triton_decode.py`).
 
-A step of W positions starts at a position of its own in each row, a tensor [M, 1]. Its later positions may turn out to
-be wrong: decoding then continues from an earlier position, which costs nothing. A ring has spare slots for them, a slot
-that holds a later position counts as one too far back to be visible, and the next step overwrites it.
+A step of several positions has a first position for each row, a tensor [M, 1]. Its later tokens may turn out to be
+wrong: decoding then continues from an earlier position, without copying. A ring has spare slots for these tokens. A
+slot of a later position counts as one too far back to be visible, and the next step overwrites it.
 
 Shapes: B captions, N candidates of each, M = B * N, H heads, P prefix, C head width; n positions held, L lanes (the
 columns of a pattern that sees only its own column, else 1), of which a position reads one; W positions; K rows kept.

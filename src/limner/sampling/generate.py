@@ -1,6 +1,6 @@
 """Sampling of image tokens from the prior, one position after the other (Ramesh et al. 2021, §2.6; t = 1).
 
-`reference_tokens` is the method. `parallel.py` samples the same tokens with a cache, several positions at once. The
+`reference_tokens` is the method. `parallel.py` samples the same tokens with a cache, several positions in one pass. The
 module handles tokens only: a model returns logits, `sample_token` turns them into tokens. Each candidate has one
 uniform number for each position, generated from its own seed, and a token is the inverse of the cumulative
 distribution at that number. So candidate i of a caption does not depend on its batch. Guidance changes logits and

@@ -85,7 +85,7 @@ def test_an_8_bit_cache_takes_half_of_bf16s_memory_and_gives_nearly_the_same_log
     prefix=st.integers(1, 5), window=st.integers(1, 14), data=st.data(),
 )  # fmt: skip
 def test_windows_with_rejected_positions_equal_the_whole(make, grid, prefix, window, data):
-    """Each row continues from a position of its own, and the positions it drops held other states."""
+    """Rows continue from different positions, and the positions that they drop held other states."""
     torch.manual_seed(0)
     size, rows = grid[0] * grid[1], 4
     window = min(window, size)

@@ -7,9 +7,11 @@ import torch
 from hypothesis import Phase, given, settings, strategies as st
 from scipy import stats
 
+import limner
 from limner.attention.cache import Int8KVStore, KVStore
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
+from limner.numerics.precision import Fp32
 from limner.sampling.cuda_graph import GraphedDecoder
 from limner.sampling.decoder import TokenDecoder
 from limner.sampling.generate import UNSET, candidate_noise, reference_tokens, sample_token
@@ -175,6 +177,29 @@ def test_progress_counts_positions(window):
     generate(decoder_of(prior(), window), text, range(1), Sampler(), progress=seen.append)
     assert sum(seen) == 15
     assert seen == [1] * 15 if window == 1 else max(seen) > 1
+
+
+@pytest.mark.parametrize(("name", "most"), [("scenes", 40), ("icons", 130)])
+def test_bundled_models_sample_the_same_in_a_fraction_of_the_passes(name, most):
+    """Sampling token by token takes 144 passes for scenes, 256 for icons."""
+    pipe, passes = limner.load(name, precision=Fp32()), []
+    text = pipe.tokenizer.encode(["a red heart"], pipe.prior.config.text_len)
+    decoder = TokenDecoder(pipe.prior)
+    expected = generate(decoder_of(pipe.prior, 1), text, range(2), pipe.sampler, seed=3)
+    pipe.prior.head.image.register_forward_hook(lambda *_: passes.append(1))
+    group = generate(decoder, text, range(2), pipe.sampler, seed=3)
+    assert torch.equal(group.tokens, expected.tokens) and len(passes) < most
+    torch.testing.assert_close(group.log_likelihood, expected.log_likelihood)
+
+
+def test_given_tokens_cost_a_fraction_of_the_passes():
+    """Windows jump over fixed positions between the positions to sample."""
+    model, passes = prior(), []
+    known = torch.randint(0, 16, (1, 15))
+    known[0, [3, 9]] = UNSET
+    model.head.image.register_forward_hook(lambda *_: passes.append(1))
+    generate(decoder_of(model, 4), TEXT[:1], range(1), Sampler(), prompt_tokens=known)
+    assert len(passes) < 8
 
 
 TEXT = torch.tensor([[3, 4, 5, PAD, PAD], [7, 8, PAD, PAD, PAD]])
