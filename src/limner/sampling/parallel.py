@@ -34,7 +34,7 @@ from limner.text import PAD
 __all__ = ["GenerationGroup", "Scheduler", "generate"]
 
 MAX_TOKENS = 256  # of a step with windows: more take longer on a CPU than they save
-STEP_TOKENS = 60  # a step takes as long as 60 of its tokens (bundled models, CPU: 30 in fp32, 90 in bf16)
+STEP_TOKENS = 30  # a step takes as long as about 30 of its tokens (bundled models, fp32 on a CPU; more in bf16)
 ACCEPTANCE_RATE = 0.3  # of the running mean of gained tokens
 
 
