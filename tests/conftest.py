@@ -25,7 +25,7 @@ SHAPED = [
     "quantization.inference_linear", "quantization.simulated_gradients", "attention.patterns", "attention.sparse",
     "distributed.powersgd", "distributed.gradient_reducers", "distributed.replicated", "planner.grad_histogram",
     "experiments.gradient_compression", "experiments.dion", "experiments.switchback_speed", "sampling.generate",
-    "sampling.cuda_graph", "sampling.rerank",
+    "sampling.cuda_graph", "sampling.parallel", "sampling.rerank",
 ]  # fmt: skip
 # Where an annotation says float, a whole number is one.
 CHECK = f"{beartype.__name__}.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"

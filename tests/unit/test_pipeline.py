@@ -189,9 +189,7 @@ def test_batches_do_not_change_what_is_drawn(pipe, monkeypatch):
 
 def test_batch_size_follows_from_the_bytes_of_the_caches(pipe, monkeypatch):
     monkeypatch.setattr(candidates, "MAX_CPU_BATCH", 1_000_000)
-    each = TokenDecoder(pipe.prior).prefill(
-        torch.zeros(1, pipe.prior.config.text_len, dtype=torch.long), pipe.inference_config.store
-    )[0]
+    each = TokenDecoder(pipe.prior).prefill(torch.zeros(1, pipe.prior.config.text_len, dtype=torch.long))[0]
     dtype = Auto().dtype(pipe.device)
     each = each.bytes_per_candidate * dtype.itemsize // 4
     assert pipe.candidate_generator.max_batch() == candidates.MAX_CACHE_BYTES // each

@@ -66,15 +66,17 @@ class Pattern:
         """Number of positions in a lane from the farthest visible position to the current one."""
         return self.span // self.num_lanes + 1
 
-    @property
-    def cache_slots(self) -> int:
-        """Number of positions whose keys and values a cache holds for each candidate."""
-        return self.num_lanes * self.lane_window
+    def ring_size(self, window: int = 1) -> int:
+        """Number of positions of a lane that a cache holds, if up to `window` positions are decoded together.
 
-    @property
-    def has_gaps(self) -> bool:
-        """True if the window of a lane holds positions that are not visible."""
-        return len(self.offsets) < self.lane_window
+        The first of them sees the farthest visible position when the last one is already stored.
+        """
+        spare, lane = (window - 1) // self.num_lanes, -(-self.grid[0] * self.grid[1] // self.num_lanes)
+        return min(self.lane_window + spare, lane)
+
+    def cache_slots(self, window: int = 1) -> int:
+        """Number of positions whose keys and values a cache holds for each candidate."""
+        return self.num_lanes * self.ring_size(window)
 
     def allows(self, back: Int64[Tensor, "*places"]) -> Bool[Tensor, "*places"]:
         """Return True where a position sees the position `back` raster steps before, int64 [...] -> bool [...].

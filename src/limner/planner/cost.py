@@ -216,7 +216,7 @@ class Cost:
         position = 2 * c.width * _HALF
         if dense:
             return 0, c.depth * (p + s) * position
-        return c.depth * p * position, sum(pattern.cache_slots for pattern in c.patterns) * position
+        return c.depth * p * position, sum(pattern.cache_slots() for pattern in c.patterns) * position
 
     # ------------------------------------------------------------------ arithmetic
 

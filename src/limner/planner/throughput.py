@@ -116,12 +116,12 @@ def prepare_generation(
     cache = cache.expand(candidates)
     if not shared:
         cache = repeat_prefix(cache, candidates)
-    token = sample_token(sampler, logits.expand(candidates, -1), uniform)
+    token = sample_token(sampler, logits[:, 0].expand(candidates, -1), uniform)
 
     def step(position: int) -> None:
         nonlocal token
         cache.length = position
-        token = sample_token(sampler, decoder.step(cache, token), uniform)
+        token = sample_token(sampler, decoder.step(cache, token[:, None])[:, 0], uniform)
 
     return lambda: decoder.prefill(text), cache, step
 

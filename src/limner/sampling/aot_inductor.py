@@ -36,18 +36,18 @@ _MAX_CACHED_STEPS = 16  # the least recently used file is deleted first
 
 
 def load_or_compile(
-    model: Transformer, layers: Sequence[LayerKVCache], token: Tensor, position: Tensor
+    model: Transformer, layers: Sequence[LayerKVCache], tokens: Tensor, position: Tensor
 ) -> CompiledStep:
     """Compile a step for caches shaped like `layers`, or load it from the folder.
 
-    The step maps token [M], position [1] and the memory of the caches, which it updates, to logits [M, V]. Later
-    changes of the model's weights have no effect on it. On a CPU, compiling needs a C++ compiler.
+    The step maps tokens [M, W], position [1] or [M, 1] and the memory of the caches, which it updates, to logits
+    [M, W, V]. Later changes of the model's weights have no effect on it. On a CPU, compiling needs a C++ compiler.
     """
     memory = KVCache(layers).buffers
-    path = cache_folder() / f"{cache_key(model, memory)}.pt2"
+    path = cache_folder() / f"{cache_key(model, memory, tokens)}.pt2"
     digest = path.with_suffix(".sha256")
     if not (path.is_file() and digest.is_file() and digest.read_bytes() == file_hash(path).encode()):
-        code = compile_step(_Step(_model_for_rows(model, len(token)), layers), (token, position, memory))
+        code = compile_step(_Step(_model_for_rows(model, tokens.numel()), layers), (tokens, position, memory))
         atomic_write_bytes(path, code)
         atomic_write_text(digest, hashlib.sha256(code).hexdigest())
     os.utime(path)
@@ -56,7 +56,7 @@ def load_or_compile(
         old.with_suffix(".sha256").unlink(missing_ok=True)
     package = compat.aoti_load_package(str(path), run_single_threaded=True)  # for CUDA graphs
     run = package.loader.run  # faster than calling the package, which parses its arguments
-    return lambda token, position, memory: run([token, position, *memory])[0]
+    return lambda tokens, position, memory: run([tokens, position, *memory])[0]
 
 
 def compile_step(step: nn.Module, args: tuple[Tensor, Tensor, list[Tensor]]) -> bytes:
@@ -78,19 +78,19 @@ def _model_for_rows(model: Transformer, rows: int) -> Transformer:
 
 
 class _Step(nn.Module):
-    """A step as a function of token, position and cache memory."""
+    """A step as a function of tokens, position and cache memory."""
 
     def __init__(self, model: Transformer, layers: Sequence[LayerKVCache]) -> None:
         super().__init__()
         self.model, self.layers = model, layers
 
-    def forward(self, token: Tensor, position: Tensor, memory: Sequence[Tensor]) -> Tensor:
+    def forward(self, tokens: Tensor, position: Tensor, memory: Sequence[Tensor]) -> Tensor:
         buffers = iter(memory)
         layers = [layer.bind(buffers) for layer in self.layers]
-        return TokenDecoder(self.model).step(KVCache(layers, position.clone()), token)
+        return TokenDecoder(self.model).step(KVCache(layers, position), tokens)
 
 
-def cache_key(model: Transformer, memory: Sequence[Tensor]) -> str:
+def cache_key(model: Transformer, memory: Sequence[Tensor], tokens: Tensor) -> str:
     """Hash of everything that determines the machine code: limner, torch, processor, weights and shapes."""
     digest = hashlib.sha256()
     package = Path(__file__).parent.parent
@@ -102,7 +102,7 @@ def cache_key(model: Transformer, memory: Sequence[Tensor]) -> str:
         machine: object = torch.cuda.get_device_properties(device)
     else:
         machine = torch.get_num_threads(), processor_features()
-    digest.update(repr((__version__, torch.__version__, machine, model.config)).encode())
+    digest.update(repr((__version__, torch.__version__, machine, model.config, tokens.shape)).encode())
     for key, value in (*model.state_dict().items(), *((str(i), x) for i, x in enumerate(memory))):
         digest.update(repr((key, value.shape, value.dtype)).encode())
     for value in model.state_dict().values():

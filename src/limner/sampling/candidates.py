@@ -28,8 +28,9 @@ from limner.progress import Advance
 from limner.quantization.convert import convert
 from limner.quantization.inference_linear import Int8Linear, pack_linears
 from limner.sampling.cuda_graph import build_decoder
-from limner.sampling.generate import UNSET, generate
+from limner.sampling.generate import UNSET
 from limner.sampling.generation_config import Sampler
+from limner.sampling.parallel import generate
 from limner.sampling.rerank import scores
 from limner.validation import SEEDS, InvalidSetting
 
@@ -144,7 +145,7 @@ class CandidateGenerator:
                 prior = convert(prior, Int8Linear)
             elif not config.compiled:  # the compiler chooses the layout of weights
                 prior = pack_linears(prior)
-        self.decoder, self.contrastive = build_decoder(prior, config.compiled), contrastive
+        self.decoder, self.contrastive = build_decoder(prior, config.compiled, config.store), contrastive
         self._free_gpu_bytes = 0  # before the first batch
 
     @torch.inference_mode()
@@ -188,7 +189,7 @@ class CandidateGenerator:
             result = generate(
                 self.decoder, prompts.text[rows].to(device), part, sampler, seed=prompts.seeds[rows[0]],
                 prompt_tokens=None if prompts.image is None else prompts.image[rows].to(device),
-                store=self.config.store, progress=report, on_preview=preview if on_preview else None,
+                progress=report, on_preview=preview if on_preview else None,
             )  # fmt: skip
             decoded = self.decode(result.tokens, height)
             batch_score, columns = result.log_likelihood, slice(part.start, part.stop)
@@ -212,7 +213,7 @@ class CandidateGenerator:
         """Return the maximum number of candidates in one batch, limited by the memory of keys and values."""
         c, dtype = self.decoder.config, self.config.precision.dtype(self.device)
         like = torch.empty(1, c.heads, 0, c.width // c.heads, dtype=dtype, device="meta")
-        stores = (self.config.store(like, 1, pattern.cache_slots) for pattern in c.patterns)
+        stores = (self.config.store(like, 1, pattern.cache_slots()) for pattern in c.patterns)
         candidate_bytes = 2 * sum(store.bytes_per_candidate for store in stores)
         limit, cache_bytes = MAX_CPU_BATCH, MAX_CACHE_BYTES
         if self.device.type == "cuda":

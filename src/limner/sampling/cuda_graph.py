@@ -5,7 +5,7 @@ takes longer than running them; a CUDA graph launches all in one call. A graph r
 token and the position are tensors that are filled before each replay, a step does the same work at every position
 (`attention/cache.py`), and a cache is copied into the graph's memory.
 
-Shapes: M rows, V image vocabulary.
+Shapes: M rows, W tokens of a step, V image vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from limner.attention.cache import KVCache, RaggedBatch
+from limner.attention.cache import KVCache, KVStore, RaggedBatch
 from limner.models.transformer import Transformer
 from limner.sampling.decoder import TokenDecoder
 
@@ -27,7 +27,7 @@ Capture = Callable[[Thunk], Thunk]
 _MAX_GRAPHS = 2  # each holds the memory of a cache: one for full batches, one for a smaller last batch
 
 
-def build_decoder(model: Transformer, compile: bool = False) -> TokenDecoder:
+def build_decoder(model: Transformer, compile: bool = False, store: type[KVStore] = KVStore) -> TokenDecoder:
     """Return the fastest decoder of the model on its device.
 
     Compiled steps are faster, but the first use of each number of candidates takes half a minute or more
@@ -35,8 +35,8 @@ def build_decoder(model: Transformer, compile: bool = False) -> TokenDecoder:
     """
     on_gpu = model.head.image.weight.device.type == "cuda"
     if not (compile or on_gpu):
-        return TokenDecoder(model)
-    return GraphedDecoder(model, cuda_graph if on_gpu else eager, compile)
+        return TokenDecoder(model, store)
+    return GraphedDecoder(model, cuda_graph if on_gpu else eager, compile, store)
 
 
 def eager(run: Thunk) -> Thunk:
@@ -69,25 +69,33 @@ class GraphedDecoder(TokenDecoder):
         compile: compile steps before capturing them.
     """
 
-    def __init__(self, model: Transformer, capture: Capture = cuda_graph, compile: bool = False) -> None:
-        super().__init__(model)
+    max_window = 1  # each window would need a graph, and its attention a kernel
+
+    def __init__(
+        self,
+        model: Transformer,
+        capture: Capture = cuda_graph,
+        compile: bool = False,
+        store: type[KVStore] = KVStore,
+    ) -> None:
+        super().__init__(model, store)
         self.capture, self.compile = capture, compile
         self._steps: list[GraphedStep] = []  # least recently used first
 
-    def step(self, cache: KVCache | RaggedBatch, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]:
+    def step(self, cache: KVCache | RaggedBatch, tokens: Int64[Tensor, "M W"]) -> Float[Tensor, "M W V"]:
         if isinstance(cache, RaggedBatch):
-            return super().step(cache, token)
+            return super().step(cache, tokens)
         with torch.inference_mode(False), torch.no_grad():  # torch.compile cannot use inference tensors
-            return self._graphed_step(cache, token)(cache, token)
+            return self._graphed_step(cache, tokens)(cache, tokens)
 
-    def _graphed_step(self, cache: KVCache, token: Tensor) -> GraphedStep:
+    def _graphed_step(self, cache: KVCache, tokens: Tensor) -> GraphedStep:
         loaded = next((step for step in self._steps if step.layers is cache.layers), None)
-        if loaded is not None:
+        if loaded is not None and loaded.tokens.shape == tokens.shape:
             return loaded
-        step = next((step for step in self._steps if step.fits(cache)), None)
+        step = next((step for step in self._steps if step.fits(cache, tokens)), None)
         if step is None:
             del self._steps[: 1 - _MAX_GRAPHS]
-            step = GraphedStep(self, cache, token)
+            step = GraphedStep(self, cache, tokens)
         else:
             self._steps.remove(step)
         self._steps.append(step)
@@ -100,29 +108,29 @@ class GraphedStep:
 
     logits: Tensor
 
-    def __init__(self, decoder: GraphedDecoder, cache: KVCache, token: Tensor) -> None:
-        self.layers, self.token = cache.copy().layers, token.clone()
-        self.position = torch.full((1,), int(cache.length), device=token.device)
+    def __init__(self, decoder: GraphedDecoder, cache: KVCache, tokens: Tensor) -> None:
+        self.layers, self.tokens = cache.copy().layers, tokens.clone()
+        self.position = torch.atleast_1d(torch.as_tensor(cache.length, device=tokens.device)).clone()
         self.owner: Callable[[], KVCache | None] = lambda: None
 
         if decoder.compile:
             from limner.sampling.aot_inductor import load_or_compile
 
-            step = load_or_compile(decoder.model, self.layers, self.token, self.position)
+            step = load_or_compile(decoder.model, self.layers, self.tokens, self.position)
             memory = KVCache(self.layers).buffers
 
             def run() -> None:
-                self.logits = step(self.token, self.position, memory)
+                self.logits = step(self.tokens, self.position, memory)
         else:
 
             def run() -> None:
-                self.logits = TokenDecoder(decoder.model).step(KVCache(self.layers, self.position.clone()), self.token)
+                self.logits = TokenDecoder(decoder.model).step(KVCache(self.layers, self.position), self.tokens)
 
         self.replay = decoder.capture(run)
 
-    def fits(self, cache: KVCache) -> bool:
+    def fits(self, cache: KVCache, tokens: Tensor) -> bool:
         ours, theirs = ([(x.shape, x.dtype) for x in KVCache(layers).buffers] for layers in (self.layers, cache.layers))
-        return ours == theirs
+        return self.tokens.shape == tokens.shape and ours == theirs
 
     def load(self, cache: KVCache) -> None:
         """Copy the cache into the fixed memory. The cache that was there moves to new memory."""
@@ -132,9 +140,9 @@ class GraphedStep:
             ours.copy_(theirs)
         cache.layers, self.owner = self.layers, ref(cache)
 
-    def __call__(self, cache: KVCache, token: Tensor) -> Tensor:
-        self.token.copy_(token)
-        self.position.fill_(int(cache.length))
+    def __call__(self, cache: KVCache, tokens: Tensor) -> Tensor:
+        self.tokens.copy_(tokens)
+        self.position.copy_(torch.as_tensor(cache.length))
         self.replay()
-        cache.advance()
+        cache.advance(tokens.shape[1])
         return self.logits

@@ -2,7 +2,7 @@
 
 Its logits equal those of `Transformer.forward` at every position; only the work differs.
 
-Shapes: B captions, M rows, T text positions, V image vocabulary.
+Shapes: B captions, M rows, W tokens of a step, T text positions, V image vocabulary.
 """
 
 from __future__ import annotations
@@ -23,40 +23,48 @@ __all__ = ["TokenDecoder"]
 
 
 class TokenDecoder:
-    """Decoder of a prior, one image token of each row at a time."""
+    """Decoder of a prior. A step reads the next token of each row, or several tokens.
 
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
+    Args:
+        store: storage of candidates' keys and values; `Int8KVStore` takes half the memory of bf16.
+    """
+
+    max_window = 16  # tokens of a row that samplers may read in a step
+
+    def __init__(self, model: Transformer, store: type[KVStore] = KVStore) -> None:
+        self.model, self.store = model, store
 
     @property
     def config(self) -> TransformerConfig:
         return self.model.config
 
-    def prefill(
-        self, text: Int64[Tensor, "B T"], store: type[KVStore] = KVStore
-    ) -> tuple[KVCache, Float[Tensor, "B V"]]:
-        """Encode the captions: text [B, T] -> a cache with one candidate each, and logits [B, V] of image_0.
+    def prefill(self, text: Int64[Tensor, "B T"], window: int = 1) -> tuple[KVCache, Float[Tensor, "B 1 V"]]:
+        """Encode the captions: text [B, T] -> a cache with one candidate each, and logits [B, 1, V] of image_0.
 
-        `store` is the storage format of the candidates' keys and values.
+        Steps with the cache may read up to `window` tokens of each row. With one, all rows are at one position.
         """
         x = self.model.embed.prefix(text)
         causal = DenseAttention(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril())
         layers: list[LayerKVCache] = []
 
         def attend_and_cache(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            layers.append(LayerKVCache.from_prefix(pattern, k.contiguous(), v.contiguous(), store))
+            layers.append(LayerKVCache.from_prefix(pattern, k.contiguous(), v.contiguous(), self.store, window))
             return causal(q, k, v)
 
         x = self.model.run(x, attention_fns=[partial(attend_and_cache, pattern) for pattern in self.config.patterns])
-        return KVCache(layers), self._logits(x)
+        length = 0 if window == 1 else torch.zeros(len(text), 1, dtype=torch.long, device=text.device)
+        return KVCache(layers, length), self._logits(x[:, -1:])
 
-    def step(self, cache: KVCache | RaggedBatch, token: Int64[Tensor, " M"]) -> Float[Tensor, "M V"]:
-        """Append one image token per row, [M], and return the fp32 logits [M, V] of the next token."""
-        x = self.model.embed.tokens(token[:, None], cache.length)
+    def step(self, cache: KVCache | RaggedBatch, tokens: Int64[Tensor, "M W"]) -> Float[Tensor, "M W V"]:
+        """Append image tokens to each row, [M, W], and return the fp32 logits [M, W, V] of the token after each.
+
+        Several tokens need a cache with a length for each row. Setting back the length drops tokens.
+        """
+        x = self.model.embed.tokens(tokens, cache.length)
         x = self.model.run(x, attention_fns=cache.attention_fns())
-        cache.advance()
+        cache.advance(tokens.shape[1])
         return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:
         head = self.model.head
-        return upcast(head.image(head.norm(x[:, -1])))
+        return upcast(head.image(head.norm(x)))

@@ -19,8 +19,9 @@ from more_patterns import ALL
     make=st.sampled_from(list(ALL.values())), grid=st.tuples(st.integers(1, 6), st.integers(1, 6)),
     prefix=st.integers(1, 5), recorded=st.booleans(),
     kernel=st.sampled_from([1, 3, 5]), candidates=st.integers(1, 3), before=st.integers(0, 4),
+    window=st.integers(1, 4),
 )  # fmt: skip
-def test_step_by_step_equals_the_whole(make, grid, prefix, recorded, kernel, candidates, before):
+def test_step_by_step_equals_the_whole(make, grid, prefix, recorded, kernel, candidates, before, window):
     torch.manual_seed(0)
     size = grid[0] * grid[1]
     before = min(before, size)  # image positions that all candidates of a caption share
@@ -38,7 +39,7 @@ def test_step_by_step_equals_the_whole(make, grid, prefix, recorded, kernel, can
         return attend(q, k, v, torch.ones(prefix, prefix, dtype=torch.bool).tril())
 
     outputs = [layer(text, read).repeat_interleave(candidates, 0)]
-    cache = LayerKVCache.from_prefix(pattern, *stored)
+    cache = LayerKVCache.from_prefix(pattern, *stored, window=window)
     for t in range(size):
         if t == before:
             (cache,) = KVCache([cache]).expand(candidates).layers
@@ -68,11 +69,70 @@ def test_an_8_bit_cache_takes_half_of_bf16s_memory_and_gives_nearly_the_same_log
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.05)
     with torch.inference_mode():
-        caches = [TokenDecoder(model).prefill(text, store)[0].expand(3) for store in (KVStore, Int8KVStore)]
+        caches = [TokenDecoder(model, store).prefill(text)[0].expand(3) for store in (KVStore, Int8KVStore)]
         for _ in range(36):
-            token = torch.randint(0, 12, (6,))
+            token = torch.randint(0, 12, (6, 1))
             whole, small = (TokenDecoder(model).step(cache, token) for cache in caches)
             torch.testing.assert_close(small, whole, atol=0.02 * whole.std().item(), rtol=0)
-        decoder = TokenDecoder(model.bfloat16())
-        half, small = (decoder.prefill(text, store)[0].bytes_per_candidate for store in (KVStore, Int8KVStore))
+        model = model.bfloat16()
+        half, small = (TokenDecoder(model, x).prefill(text)[0].bytes_per_candidate for x in (KVStore, Int8KVStore))
     assert small / half == pytest.approx((64 + 2) / 128)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    make=st.sampled_from(list(ALL.values())), grid=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    prefix=st.integers(1, 5), window=st.integers(1, 14), data=st.data(),
+)  # fmt: skip
+def test_windows_with_rejected_positions_equal_the_whole(make, grid, prefix, window, data):
+    """Rows continue from different positions, and the positions that they drop held other states."""
+    torch.manual_seed(0)
+    size, rows = grid[0] * grid[1], 4
+    window = min(window, size)
+    q, k, v = torch.randn(3, rows, 2, prefix + size, 8)
+    k[:, :, :prefix], v[:, :, :prefix] = (x[::2, :, :prefix].repeat_interleave(2, 0) for x in (k, v))
+    pattern = make(grid, 3)
+    whole = attend(q, k, v, attention_mask(pattern, prefix))[:, :, prefix:]
+    cache = LayerKVCache.from_prefix(pattern, k[::2, :, :prefix], v[::2, :, :prefix], window=window)
+    (cache,) = KVCache([cache]).expand(2).layers
+    assert len(cache.gap_bias) <= pattern.lane_window + (window - 1) // pattern.num_lanes
+    q, k, v = (x[:, :, prefix:] for x in (q, k, v))
+    begin, i = torch.zeros(rows, 1, dtype=torch.long), torch.arange(window)
+    done = False
+    while not done:
+        done = bool((begin == size - window).all())
+        accepted = torch.tensor(data.draw(st.lists(st.integers(1, window), min_size=rows, max_size=rows)))[:, None]
+        at = (begin + i)[:, None, :, None].expand(-1, 2, -1, 8)
+        true_q, true_k, true_v = (x.gather(2, at) for x in (q, k, v))
+        wrong = (i >= accepted)[:, None, :, None]
+        output = cache.append(begin, *(torch.where(wrong, torch.randn_like(x), x) for x in (true_q, true_k, true_v)))
+        right = ~wrong.expand_as(output)
+        torch.testing.assert_close(output[right], whole.gather(2, at)[right], atol=1e-5, rtol=1e-5)
+        begin = (begin + accepted).clamp(max=size - window)
+
+
+@pytest.mark.parametrize("store", [KVStore, Int8KVStore])
+@pytest.mark.parametrize("pattern", ["paper", "dense"])
+def test_windows_give_the_logits_of_single_steps(pattern, store):
+    """Rows are at different positions, and each pass but the last accepts a part of its tokens."""
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        text_vocab=20, image_vocab=12, text_len=4, grid=(5, 3), width=32, depth=6, heads=2, kernel=3, pattern=pattern
+    )
+    model, text, tokens = config.build().eval(), torch.randint(0, 20, (2, 4)), torch.randint(0, 12, (4, 15))
+    with torch.inference_mode():
+        decoder = TokenDecoder(model, store)
+        single, window = (decoder.prefill(text, w)[0].expand(2) for w in (1, 4))
+        expected = torch.cat([decoder.step(single, tokens[:, i : i + 1]) for i in range(15)], 1)
+        begin = torch.zeros(4, 1, dtype=torch.long)
+        for accepted in torch.randint(1, 5, (30, 4, 1)):
+            i = torch.arange(4)
+            inputs = torch.where(i < accepted, tokens.gather(1, begin + i), torch.randint(0, 12, (4, 4)))
+            window.length = begin
+            logits = decoder.step(window, inputs)
+            assert torch.equal(window.length, begin + 4)
+            right = (i < accepted).expand(-1, 4)
+            at = (begin + i)[..., None].expand(-1, -1, 12)
+            torch.testing.assert_close(logits[right], expected.gather(1, at)[right], atol=1e-5, rtol=1e-5)
+            begin = (begin + accepted).clamp(max=11)
+        assert bool((begin == 11).all())

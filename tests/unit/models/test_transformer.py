@@ -41,8 +41,8 @@ def test_cached_logits_equal_teacher_forced_ones(pattern, short, monkeypatch):
         cache, logits = TokenDecoder(model).prefill(text)
         found = [logits]
         for position in range(image.shape[1] - 1):
-            found.append(TokenDecoder(model).step(cache, image[:, position]))
-    torch.testing.assert_close(torch.stack(found, 1), expected, atol=1e-4, rtol=1e-4)
+            found.append(TokenDecoder(model).step(cache, image[:, position, None]))
+    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("short", [0, 1000])
@@ -53,7 +53,7 @@ def test_in_float64_cached_logits_are_as_near_as_float64_is(short, monkeypatch):
     with torch.inference_mode():
         by_text, expected = model(text, image)
         cache, logits = TokenDecoder(model).prefill(text)
-        found = torch.stack([logits, *(TokenDecoder(model).step(cache, token) for token in image.T[:-1])], 1)
+        found = torch.cat([logits, *(TokenDecoder(model).step(cache, token[:, None]) for token in image.T[:-1])], 1)
     assert by_text.dtype == found.dtype == torch.float64
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
@@ -69,8 +69,8 @@ def test_models_train_and_draw_with_new_patterns(short, monkeypatch):
     with torch.inference_mode():
         expected = model(text, image)[1]
         cache, logits = TokenDecoder(model).prefill(text)
-        found = [logits, *(TokenDecoder(model).step(cache, token) for token in image.T[:-1])]
-    torch.testing.assert_close(torch.stack(found, 1), expected, atol=1e-4, rtol=1e-4)
+        found = [logits, *(TokenDecoder(model).step(cache, token[:, None]) for token in image.T[:-1])]
+    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_layer_scale_and_qk_norm_train_and_decode_equally():
@@ -86,8 +86,8 @@ def test_layer_scale_and_qk_norm_train_and_decode_equally():
     with torch.inference_mode():
         expected = model(text, image)[1]
         cache, logits = TokenDecoder(model).prefill(text)
-        found = [logits, *(TokenDecoder(model).step(cache, token) for token in image.T[:-1])]
-    torch.testing.assert_close(torch.stack(found, 1), expected, atol=1e-4, rtol=1e-4)
+        found = [logits, *(TokenDecoder(model).step(cache, token[:, None]) for token in image.T[:-1])]
+    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(first, expected)  # at first each block was the identity
     attention.qkv.weight.data[:64] *= 100  # queries and keys, whose length is normalised away; no bias
     attention.qkv.bias.data.zero_()

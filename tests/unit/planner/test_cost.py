@@ -76,7 +76,7 @@ def test_attended_pairs_match_the_attention_mask(kind):
 
 def test_kv_cache_of_the_papers_model():
     config = SIZES["dalle-12b"]
-    mean = sum(pattern.cache_slots for pattern in config.patterns) / config.depth
+    mean = sum(pattern.cache_slots() for pattern in config.patterns) / config.depth
     assert round(mean) == 283
     shared, each = PAPER.kv_cache()
     assert each == mean * config.depth * 2 * config.width * 2

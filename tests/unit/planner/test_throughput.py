@@ -30,7 +30,7 @@ def test_a_sampling_step_counts_the_pattern():
 def test_cache_bytes_with_a_shared_and_a_copied_prefix():
     shared, copied = (throughput.time_generation(SMALL, 3, CPU, shared=share) for share in (True, False))
     size = shared.cache_bytes // sum(
-        pattern.cache_slots for pattern in SMALL.patterns
+        pattern.cache_slots() for pattern in SMALL.patterns
     )  # bytes per position, keys and values
     assert size in (2 * 32 * 2, 2 * 32 * 4)
     assert shared.shared_bytes == 4 * 6 * size
@@ -48,7 +48,9 @@ def test_a_copied_cache_gives_the_same_logits():
         copied = throughput.repeat_prefix(cache, 3)
         for position, token in enumerate(tokens):
             cache.length = copied.length = position
-            torch.testing.assert_close(TokenDecoder(model).step(cache, token), TokenDecoder(model).step(copied, token))
+            torch.testing.assert_close(
+                TokenDecoder(model).step(cache, token[:, None]), TokenDecoder(model).step(copied, token[:, None])
+            )
             cache.length = copied.length = position + 1
 
 

@@ -105,7 +105,7 @@ def test_a_packed_model_draws_what_the_plain_one_draws():
         (cache, _), (fast_cache, _) = TokenDecoder(model).prefill(text), TokenDecoder(fast).prefill(text)
         cache, fast_cache = cache.expand(3), fast_cache.expand(3)
         for _ in range(5):
-            token = torch.randint(0, 12, (6,))
+            token = torch.randint(0, 12, (6, 1))
             torch.testing.assert_close(
                 TokenDecoder(fast).step(fast_cache, token), TokenDecoder(model).step(cache, token), rtol=2e-2, atol=2e-2
             )

@@ -14,8 +14,9 @@ from limner.models.transformer import TransformerConfig
 from limner.sampling import aot_inductor
 from limner.sampling.cuda_graph import GraphedDecoder, build_decoder
 from limner.sampling.decoder import TokenDecoder
-from limner.sampling.generate import UNSET, generate
+from limner.sampling.generate import UNSET
 from limner.sampling.generation_config import Sampler
+from limner.sampling.parallel import generate
 
 SMALL = TransformerConfig(text_vocab=20, image_vocab=12, text_len=4, grid=(5, 4), width=32, depth=3, heads=2, kernel=3)
 
@@ -40,12 +41,12 @@ def test_logits_equal_those_of_the_model(pattern, store):
     assert {pattern.name for pattern in model.config.patterns} == (
         {"row", "column", "conv"} if pattern == "paper" else {"dense"}
     )
-    decoder, graphed = TokenDecoder(model), GraphedDecoder(model, replay_eagerly)
+    decoder, graphed = TokenDecoder(model, store), GraphedDecoder(model, replay_eagerly, store=store)
     with torch.inference_mode():
         text = torch.randint(0, 20, (2, 4))
-        caches = [x.prefill(text, store)[0].expand(3) for x in (decoder, graphed)]
+        caches = [x.prefill(text)[0].expand(3) for x in (decoder, graphed)]
         for position in range(19):
-            token = torch.randint(0, 12, (6,))
+            token = torch.randint(0, 12, (6, 1))
             expected, logits = (x.step(cache, token) for x, cache in zip((decoder, graphed), caches, strict=True))
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
             assert [cache.length for cache in caches] == [position + 1] * 2
@@ -86,12 +87,10 @@ def test_alternating_caches_of_one_shape_do_not_mix():
     model = prior()
     decoder, graphed = TokenDecoder(model), GraphedDecoder(model, replay_eagerly)
     with torch.inference_mode():
-        caches = [
-            [x.prefill(torch.full((1, 4), i), KVStore)[0].expand(3) for x in (decoder, graphed)] for i in range(2)
-        ]
+        caches = [[x.prefill(torch.full((1, 4), i))[0].expand(3) for x in (decoder, graphed)] for i in range(2)]
         for position in range(6):
             for pair in caches[: 1 + position % 2]:
-                token = torch.randint(0, 12, (3,))
+                token = torch.randint(0, 12, (3, 1))
                 expected, logits = (x.step(cache, token) for x, cache in zip((decoder, graphed), pair, strict=True))
                 torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
@@ -137,14 +136,15 @@ def test_compiled_steps_sample_the_same_and_depend_on_the_weights(tmp_path, monk
 def test_the_file_name_depends_on_weights_shapes_and_processor(monkeypatch):
     model, other = prior(), prior()
     memory = TokenDecoder(model).prefill(torch.zeros(1, 4, dtype=torch.long))[0].buffers
-    name = aot_inductor.cache_key(model, memory)
-    assert name == aot_inductor.cache_key(prior(), memory)
+    token = torch.zeros(1, 1, dtype=torch.long)
+    name = aot_inductor.cache_key(model, memory, token)
+    assert name == aot_inductor.cache_key(prior(), memory, token)
     other.head.norm.bias.data[0] += 1
-    assert name != aot_inductor.cache_key(other, memory)
-    assert name != aot_inductor.cache_key(model, [memory[0].repeat(2, 1, 1, 1), *memory[1:]])
-    assert name != aot_inductor.cache_key(model.bfloat16(), memory)
+    assert name != aot_inductor.cache_key(other, memory, token)
+    assert name != aot_inductor.cache_key(model, [memory[0].repeat(2, 1, 1, 1), *memory[1:]], token)
+    assert name != aot_inductor.cache_key(model.bfloat16(), memory, token)
     monkeypatch.setattr(aot_inductor, "processor_features", lambda: "another")
-    assert name != aot_inductor.cache_key(prior(), memory)
+    assert name != aot_inductor.cache_key(prior(), memory, token)
 
 
 def test_a_cache_folder_that_others_may_write_to_is_rejected(tmp_path, monkeypatch):

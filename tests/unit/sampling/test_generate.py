@@ -1,17 +1,22 @@
 """Tokens follow the model's distribution, and candidate i does not depend on its batch."""
 
+from functools import partial
+
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from scipy import stats
 
+import limner
 from limner.attention.cache import Int8KVStore, KVStore
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
+from limner.numerics.precision import Fp32
 from limner.sampling.cuda_graph import GraphedDecoder
 from limner.sampling.decoder import TokenDecoder
-from limner.sampling.generate import UNSET, Scheduler, candidate_noise, generate, reference_tokens, sample_token
+from limner.sampling.generate import UNSET, candidate_noise, reference_tokens, sample_token
 from limner.sampling.generation_config import Sampler
+from limner.sampling.parallel import Scheduler, generate
 from limner.text import PAD
 
 N = 40_000
@@ -91,6 +96,12 @@ def test_each_candidate_has_different_numbers():
     assert len(rows.unique(dim=0)) == 50 * len(seeds)
 
 
+def decoder_of(model, window, store=KVStore):
+    decoder = TokenDecoder(model, store)
+    decoder.max_window = window
+    return decoder
+
+
 def prior(pattern="paper"):
     torch.manual_seed(1)
     config = TransformerConfig(
@@ -115,12 +126,14 @@ def test_candidates_do_not_depend_on_their_batch(pattern):
     assert not torch.equal(batched, generate(TokenDecoder(model), text, range(6), Sampler(), seed=10).tokens)
 
 
+@pytest.mark.parametrize("window", [1, 2, 7, 30])
+@pytest.mark.parametrize("sampler", [Sampler(temperature=0.8, top_k=9), Sampler(temperature=0), Sampler(top_p=0.7)])
 @pytest.mark.parametrize("pattern", ["paper", "dense"])
-def test_tokens_equal_those_of_the_reference(pattern):
+def test_tokens_equal_those_of_the_reference(pattern, sampler, window):
     """Decoding with the cache equals the model for row, column, conv and dense layers."""
-    model, sampler = prior(pattern), Sampler(temperature=0.8, top_k=9)
+    model = prior(pattern)
     text = torch.tensor([[3, 4, 5, PAD, PAD]])
-    tokens = generate(TokenDecoder(model), text, range(4), sampler, seed=2).tokens[0]
+    tokens = generate(decoder_of(model, window), text, range(4), sampler, seed=2).tokens[0]
     uniform, unset = candidate_noise(2, range(4), tokens.shape[1]), torch.full_like(tokens, UNSET)
     assert torch.equal(tokens, reference_tokens(model, text.expand(4, -1), sampler, uniform, unset))
 
@@ -132,47 +145,77 @@ def log_likelihoods(model, text, tokens):
     return torch.stack(p).gather(-1, tokens[..., None]).mean((-2, -1))
 
 
+@pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize("graphed", [False, True])
-def test_log_likelihoods_equal_those_of_teacher_forcing(graphed):
+def test_log_likelihoods_equal_those_of_teacher_forcing(graphed, window):
     """For all samplers, prompt tokens and sampled ones, several groups and the last one."""
     model = prior()
-    scheduler = Scheduler(GraphedDecoder(model, lambda run: run) if graphed else TokenDecoder(model))
+    decoder = GraphedDecoder(model, lambda run: run) if graphed else TokenDecoder(model)
+    decoder.max_window = window
+    scheduler = Scheduler(decoder)
     all_requests = requests()
     groups = [scheduler.add(**request) for request in all_requests]
+    groups[3].select([1])  # within the prompt
     while scheduler.groups:
-        if groups[0].position == 4:
+        if groups[0].n == 3 and groups[0].position >= 4:
             groups[0].select([1, 2])
-        if groups[3].position == 3:  # within the prompt
-            groups[3].select([1])
         scheduler.step()
     for group, request in zip(groups, all_requests, strict=True):
         expected = log_likelihoods(model, request["text"], group.tokens)
         torch.testing.assert_close(group.log_likelihood, expected)
-        torch.testing.assert_close(generate(TokenDecoder(model), **request).log_likelihood[:, -1], expected[:, -1])
+        alone = generate(decoder_of(model, window), **request)
+        torch.testing.assert_close(alone.log_likelihood[:, -1], expected[:, -1])
     assert torch.cat([group.log_likelihood.flatten() for group in groups]).std() > 0.1
     known = torch.randint(0, 16, (2, 15))
-    prompted = generate(TokenDecoder(model), TEXT, range(3), Sampler(), prompt_tokens=known)
+    prompted = generate(decoder_of(model, window), TEXT, range(3), Sampler(), prompt_tokens=known)
     torch.testing.assert_close(prompted.log_likelihood, log_likelihoods(model, TEXT, prompted.tokens))
 
 
-def test_progress_counts_positions():
-    seen = []
-    generate(TokenDecoder(prior()), torch.zeros(1, 5, dtype=torch.long), range(1), Sampler(), progress=seen.append)
-    assert seen == [1] * 15
+@pytest.mark.parametrize("window", [1, 4])
+def test_progress_counts_positions(window):
+    seen, text = [], torch.zeros(1, 5, dtype=torch.long)
+    generate(decoder_of(prior(), window), text, range(1), Sampler(), progress=seen.append)
+    assert sum(seen) == 15
+    assert seen == [1] * 15 if window == 1 else max(seen) > 1
+
+
+@pytest.mark.parametrize(("name", "most"), [("scenes", 40), ("icons", 130)])
+def test_bundled_models_sample_the_same_in_a_fraction_of_the_passes(name, most):
+    """Sampling token by token takes 144 passes for scenes, 256 for icons."""
+    pipe, passes = limner.load(name, precision=Fp32()), []
+    text = pipe.tokenizer.encode(["a red heart"], pipe.prior.config.text_len)
+    decoder = TokenDecoder(pipe.prior)
+    expected = generate(decoder_of(pipe.prior, 1), text, range(2), pipe.sampler, seed=3)
+    pipe.prior.head.image.register_forward_hook(lambda *_: passes.append(1))
+    group = generate(decoder, text, range(2), pipe.sampler, seed=3)
+    assert torch.equal(group.tokens, expected.tokens) and len(passes) < most
+    torch.testing.assert_close(group.log_likelihood, expected.log_likelihood)
+
+
+def test_given_tokens_cost_a_fraction_of_the_passes():
+    """Windows jump over fixed positions between the positions to sample."""
+    model, passes = prior(), []
+    known = torch.randint(0, 16, (1, 15))
+    known[0, [3, 9]] = UNSET
+    model.head.image.register_forward_hook(lambda *_: passes.append(1))
+    generate(decoder_of(model, 4), TEXT[:1], range(1), Sampler(), prompt_tokens=known)
+    assert len(passes) < 8
 
 
 TEXT = torch.tensor([[3, 4, 5, PAD, PAD], [7, 8, PAD, PAD, PAD]])
 
 
+@pytest.mark.parametrize("window", [1, 6])
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 @pytest.mark.parametrize("pattern", ["paper", "dense"])
-def test_prompt_tokens_stay_and_the_others_equal_those_of_the_reference(pattern, guidance):
+def test_prompt_tokens_stay_and_the_others_equal_those_of_the_reference(pattern, guidance, window):
     model, sampler = prior(pattern), Sampler(temperature=0.8, guidance=guidance)
     known = torch.randint(0, 16, (2, 15), generator=torch.Generator().manual_seed(0))
     known[0, 7:] = UNSET  # primed with a row and two tokens
     known[1, [1, 5, 6, 9, 14]] = UNSET  # inpainted
     before = known.clone(), TEXT.clone()
-    tokens = generate(TokenDecoder(model), TEXT, range(3), sampler, seed=4, prompt_tokens=known).tokens
+    generate_prompted = partial(generate, decoder_of(model, window), sampler=sampler, seed=4)
+    tokens = generate_prompted(TEXT, range(3), prompt_tokens=known).tokens
     assert torch.equal(known, before[0]) and torch.equal(TEXT, before[1])
     fixed = (known != UNSET)[:, None].expand_as(tokens)
     assert torch.equal(tokens[fixed], known[:, None].expand_as(tokens)[fixed])
@@ -180,7 +223,7 @@ def test_prompt_tokens_stay_and_the_others_equal_those_of_the_reference(pattern,
     texts, prompts = (x.repeat_interleave(3, 0) for x in (TEXT, known))
     expected = reference_tokens(model, texts, sampler, uniform, prompts)
     assert torch.equal(tokens.flatten(0, 1), expected)
-    alone = generate(TokenDecoder(model), TEXT[:1], range(1, 3), sampler, seed=4, prompt_tokens=known[:1]).tokens
+    alone = generate_prompted(TEXT[:1], range(1, 3), prompt_tokens=known[:1]).tokens
     assert torch.equal(alone, tokens[:1, 1:])
 
 
@@ -191,9 +234,10 @@ def test_guidance_one_is_off_and_more_changes_the_samples():
     assert not torch.equal(plain, generate(TokenDecoder(model), TEXT, range(4), Sampler(guidance=3), seed=1).tokens)
 
 
-def test_a_complete_prompt_is_returned():
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_complete_prompt_is_returned(window):
     known = torch.arange(15).repeat(2, 1)
-    tokens = generate(TokenDecoder(prior()), TEXT, range(2), Sampler(), prompt_tokens=known).tokens
+    tokens = generate(decoder_of(prior(), window), TEXT, range(2), Sampler(), prompt_tokens=known).tokens
     assert torch.equal(tokens, known[:, None].expand(-1, 2, -1))
 
 
@@ -206,19 +250,22 @@ def test_logits_that_are_not_finite_are_a_user_error(sampler):
         generate(TokenDecoder(model), torch.tensor([[3, 4, PAD, PAD, PAD]]), range(2), sampler)
 
 
-def test_previews_show_finished_rows():
+@pytest.mark.parametrize("window", [1, 4])
+def test_previews_show_finished_rows(window):
     seen = []
     tokens = generate(
-        TokenDecoder(prior()),
+        decoder_of(prior(), window),
         TEXT,
         range(2),
         Sampler(),
         on_preview=lambda partial, rows: seen.append((partial.clone(), rows)),
     ).tokens
     assert [rows for _, rows in seen] == [1, 2, 3]
-    for partial, rows in seen:
-        assert torch.equal(partial[..., : rows * 5], tokens[..., : rows * 5])
-        assert (partial[..., rows * 5 :] == UNSET).all()
+    for shown, rows in seen:
+        assert torch.equal(shown[..., : rows * 5], tokens[..., : rows * 5])
+        assert window > 1 or (shown[..., rows * 5 :] == UNSET).all()
+        later = shown != tokens
+        assert (shown[later] == UNSET).all()
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}])
@@ -276,18 +323,22 @@ def requests():
     joins=st.lists(st.integers(0, 20), min_size=6, max_size=6),
     leaves=st.lists(st.integers(1, 20), min_size=6, max_size=6),
     store=st.sampled_from([KVStore, Int8KVStore]), pattern=st.sampled_from(["paper", "dense"]), graphed=st.booleans(),
+    window=st.sampled_from([1, 2, 5, 30]),
 )  # fmt: skip
-@settings(max_examples=12, deadline=None)
-def test_groups_that_join_and_leave_sample_what_they_sample_alone(joins, leaves, store, pattern, graphed):
-    """Groups join and leave between any two tokens; some drop candidates."""
+@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+def test_groups_that_join_and_leave_sample_what_they_sample_alone(joins, leaves, store, pattern, graphed, window):
+    """Groups join and leave between any two steps; some drop candidates."""
     model, all_requests = prior(pattern), requests()
-    scheduler = Scheduler(GraphedDecoder(model, lambda run: run) if graphed else TokenDecoder(model), store)
-    groups, steps = {}, 0
+    decoder = GraphedDecoder(model, lambda run: run, store=store) if graphed else TokenDecoder(model, store)
+    decoder.max_window = window
+    scheduler = Scheduler(decoder)
+    groups, left, steps = {}, {}, 0
     while len(groups) < len(all_requests) or scheduler.groups:
         for i, request in enumerate(all_requests):
             if joins[i] == steps:
                 groups[i] = scheduler.add(**request)
-            if i in groups and groups[i] in scheduler.groups and groups[i].position == leaves[i]:
+            if groups.get(i) in scheduler.groups and i not in left and groups[i].position >= leaves[i]:
+                left[i] = groups[i].position
                 if i % 2:
                     scheduler.remove(groups[i])
                 else:
@@ -295,10 +346,10 @@ def test_groups_that_join_and_leave_sample_what_they_sample_alone(joins, leaves,
         scheduler.step()
         steps += 1
     for i, request in enumerate(all_requests):
-        expected, tokens = generate(TokenDecoder(model), **request, store=store).tokens, groups[i].tokens
-        if i % 2 == 0 and leaves[i] < 15:
+        expected, tokens = generate(decoder_of(model, 1, store), **request).tokens, groups[i].tokens
+        if i % 2 == 0 and i in left:
             expected = expected[:, 1:2]
-        end = leaves[i] if i % 2 and leaves[i] < 15 else 15
+        end = left.get(i, 15) if i % 2 else 15
         assert groups[i].position == end
         assert torch.equal(tokens[..., :end], expected[..., :end])
 
