@@ -10,8 +10,8 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import check_writable, parse
-from limner.cli.data.shared import print_counts
-from limner.errors import UserError, did_you_mean, escape_control
+from limner.cli.data.shared import has_usable_license, print_counts
+from limner.errors import UserError, did_you_mean
 from limner.progress import progress
 from limner.tasks import iconify
 from limner.tasks.build_glyphs import GlyphDataSettings, write_glyphs
@@ -51,10 +51,8 @@ def main(argv: Sequence[str]) -> None:
                 prefixes.add(icon_set.prefix)
                 if options.sets and icon_set.prefix not in options.sets:
                     continue
-                if icon_set.permissive or options.all_licenses:
+                if has_usable_license(icon_set, options.all_licenses):
                     yield icon_set
-                else:
-                    print(escape_control(f"skipped {icon_set.title}, whose license is {icon_set.license}"))
         for name in options.sets:
             if name not in prefixes:
                 raise UserError(f"no set {name!r} in these files: {did_you_mean(name, sorted(prefixes))}")

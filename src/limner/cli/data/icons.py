@@ -10,7 +10,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from limner.cli.arguments import check_writable, parse
-from limner.cli.data.shared import print_counts
+from limner.cli.data.shared import has_usable_license, print_counts
 from limner.errors import UserError, escape_control
 from limner.progress import progress
 from limner.tasks import iconify
@@ -47,12 +47,10 @@ def main(argv: Sequence[str]) -> None:
             keywords.append(words)
             continue
         icon_set = iconify.read(path)
-        title, author, license = icon_set.title, icon_set.author, icon_set.license
-        if icon_set.permissive or options.all_licenses:
+        if has_usable_license(icon_set, options.all_licenses):
             sets.append(icon_set)
-            print(escape_control(f"{title}, by {author} ({license}): {len(icon_set.icons):,} drawings"))
-        else:
-            print(escape_control(f"skipped {title}, whose license is {license}: --all-licenses includes it"))
+            credit = f"{icon_set.title}, by {icon_set.author} ({icon_set.license})"
+            print(escape_control(f"{credit}: {len(icon_set.icons):,} drawings"))
     if not sets:
         raise UserError("no icon set has a permissive license: name another set or add --all-licenses")
     total = sum(len(icon_set.icons) for icon_set in sets)

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from limner.errors import escape_control
+from limner.tasks.iconify import IconSet
+
+
+def has_usable_license(icon_set: IconSet, all_licenses: bool) -> bool:
+    """Return True if the license of a set is permissive or all are asked for; otherwise print that it is skipped."""
+    if usable := icon_set.permissive or all_licenses:
+        return usable
+    skipped = f"skipped {icon_set.title}, whose license is {icon_set.license}: --all-licenses includes it"
+    print(escape_control(skipped))
+    return False
 
 
 def print_counts(source: object, kept: int, rejected: dict[str, int], splits: dict[str, int] | None = None) -> None:
