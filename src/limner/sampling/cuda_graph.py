@@ -142,7 +142,10 @@ class GraphedStep:
 
     def __call__(self, cache: KVCache, tokens: Tensor) -> Tensor:
         self.tokens.copy_(tokens)
-        self.position.copy_(torch.as_tensor(cache.length))
+        if isinstance(cache.length, int):
+            self.position.fill_(cache.length)  # a copy from the CPU's memory would wait for the GPU
+        else:
+            self.position.copy_(cache.length)
         self.replay()
         cache.advance(tokens.shape[1])
         return self.logits

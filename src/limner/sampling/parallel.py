@@ -171,7 +171,6 @@ class Scheduler:
 
     A step reads the model's weights once for all rows, at any position. Only attention is computed separately
     for groups that joined at different times (selective batching: Yu et al. 2022, Orca, §3.2).
-
     """
 
     def __init__(self, decoder: TokenDecoder) -> None:
