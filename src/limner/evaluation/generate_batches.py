@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from limner.evaluation.confidence import drawing_seed
@@ -40,6 +41,11 @@ def generate_batches(
             [captions[i] for i in part], candidates, seed=[drawing_seed(seed, i) for i in part], sampler=sampler,
             prompt_tokens=None if prompt_tokens is None else prompt_tokens[part.start : part.stop], progress=progress,
         )  # fmt: skip
+
+
+def to_image(pixels: Tensor) -> Image.Image:
+    """Return uint8 [3, H, W] as a picture."""
+    return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
 
 
 def verdicts(pictures: Tensor, predicate: Predicate) -> np.ndarray:

@@ -56,8 +56,10 @@ class StyleRanks:
 
     def __init__(self, icons: Icons) -> None:
         self.styles, self.by_style = icons.styles, dict[str, list[int]]()
+        self.places = list[int]()  # of each icon in the list of its style
         for i, style in enumerate(icons.styles):
-            self.by_style.setdefault(style, []).append(i)
+            self.places.append(len(group := self.by_style.setdefault(style, [])))
+            group.append(i)
         self.pictures = icons.references.pictures
 
     def __call__(self, pictures: Tensor, targets: Sequence[int]) -> np.ndarray:
@@ -68,7 +70,7 @@ class StyleRanks:
             indices = self.by_style[style]
             real, drawn = (x[:, 0].flatten(1).float() / 255 for x in (self.pictures[indices], pictures[rows]))
             errors = real.square().sum(1) - 2 * drawn @ real.T  # less the drawing's square, which is constant
-            own = errors.gather(1, torch.tensor([[indices.index(targets[row])] for row in rows]))
+            own = errors.gather(1, torch.tensor([[self.places[targets[row]]] for row in rows]))
             ranks[rows] = (errors < own - _TOLERANCE).sum(1).numpy()
         return ranks
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import Source
 from limner.errors import UserError, did_you_mean
-from limner.evaluation.generate_batches import generate_batches
+from limner.evaluation.generate_batches import generate_batches, to_image
 from limner.evaluation.icon_classifier import LabeledIcons
 from limner.evaluation.nearest_neighbor import ReferenceSet
 from limner.evaluation.report import wrap
@@ -182,7 +182,6 @@ def render_grid(icons: Icons, cells: Cells, drawings: Tensor, real: bool = False
         if references.splits[i] != "train":
             pen.rectangle((x - 4, y - 4, x + width - GAP + 3, y + side + 3), outline=FRAME, width=3)
         for column, pixels in enumerate((drawing, references.pictures[i])[: 2 if real else 1]):
-            image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-            grid.paste(image.resize((side, side), Image.Resampling.NEAREST), (x + column * offset, y))
+            grid.paste(to_image(pixels).resize((side, side), Image.Resampling.NEAREST), (x + column * offset, y))
     pen.text((LEFT, grid.height - 22), "framed: held-out combination of subject and style", FRAME, font)
     return grid

@@ -27,11 +27,10 @@ from typing import Annotated
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from limner.evaluation.confidence import TEST_SEEDS_FROM
-from limner.evaluation.generate_batches import generate_batches
+from limner.evaluation.generate_batches import generate_batches, to_image
 from limner.evaluation.icon_classifier import IconClassifier
 from limner.evaluation.icon_pictures import SPLITS, Icons
 from limner.evaluation.nearest_neighbor import ReferenceSet, nearest_picture
@@ -111,7 +110,7 @@ def evaluate_pairs(
     real = _lower_halves(pairs.pictures[pairs.split_indices(kind)])
     tops = pairs.pictures[targets]
     _lower_halves(tops)[:] = tops[:, :, :1, :1]  # background: the encoder's receptive field must not reach the answer
-    images = [Image.fromarray(top.permute(1, 2, 0).contiguous().numpy()) for top in tops]
+    images = [to_image(top) for top in tops]
     keep_rows = pipe.dvae.config.grid[0] // 2
     prompt_tokens = torch.cat([pipe.prime(image, keep_rows=keep_rows) for image in images])
 

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from limner.data.datasets import ImageCaptionDataset
 from limner.data.sample import Source
 from limner.evaluation.confidence import TEST_SEEDS_FROM
-from limner.evaluation.generate_batches import generate_batches
+from limner.evaluation.generate_batches import generate_batches, to_image
 from limner.evaluation.report import SheetRow
 from limner.evaluation.result import EvalResult
 from limner.pipeline import TextToImage
@@ -106,8 +105,3 @@ def evaluate(
             for (caption, _), is_right, drawing, t in zip(captions, right, torch.cat(drawings), targets, strict=True)
         ],
     )  # fmt: skip
-
-
-def to_image(pixels: Tensor) -> Image.Image:
-    """Return uint8 [3, H, W] as a picture."""
-    return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from limner.evaluation import report
 from limner.evaluation.composition import CompositionResult
+from limner.evaluation.generate_batches import to_image
 from limner.tasks.rendering import render
 from limner.tasks.scenes import Scene
 
@@ -30,7 +31,7 @@ class SceneSample:
         return int(self.scores.argmax())
 
     def picture(self, i: int) -> Image.Image:
-        return Image.fromarray(self.pictures[i].permute(1, 2, 0).contiguous().numpy())
+        return to_image(self.pictures[i])
 
     def real(self) -> Image.Image:
         return Image.fromarray(render(self.scene, self.pictures.shape[-1]))

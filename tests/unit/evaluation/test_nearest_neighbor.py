@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from limner.evaluation.nearest_neighbor import ReferenceSet, evaluate, nearest_picture, to_image
+from limner.evaluation.generate_batches import to_image
+from limner.evaluation.nearest_neighbor import ReferenceSet, evaluate, nearest_picture
 from tiny import WORDS, tiny_pipe
 
 
