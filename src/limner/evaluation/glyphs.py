@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from limner.errors import UserError
 from limner.evaluation.icon_classifier import IconClassifier, LabeledIcons
 from limner.evaluation.icon_pictures import SPLITS, Icons
 from limner.evaluation.icons import IconSettings, draw_and_compare, icon_result
@@ -45,8 +46,13 @@ def style_data(icons: Icons, seed: int = 0) -> LabeledIcons:
 
 
 def style_accuracy(classifier: IconClassifier, icons: Icons, count: int = 4_096, seed: int = 0) -> float:
-    """Return the accuracy of the classifier on `count` real icons of held-out combinations."""
+    """Return the accuracy of the classifier on `count` real icons of held-out combinations.
+
+    Raises `UserError` without such icons.
+    """
     chosen = icons.references.split_indices("combination", count, seed)
+    if not chosen:
+        raise UserError("the data set lacks held-out combinations: write it from more sets with `limner data glyphs`")
     _, styles = classifier.classify(icons.references.pictures[chosen])
     return float(np.mean([icons.styles[i] == style for i, style in zip(chosen, styles, strict=True)]))
 

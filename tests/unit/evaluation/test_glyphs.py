@@ -1,12 +1,14 @@
 """Evaluation of monochrome icons: nearest icon of the style, classifier of styles, copies, and missing icons."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
 
+from limner.errors import UserError
 from limner.evaluation.glyphs import StyleRanks, evaluate, style_accuracy, style_data
 from limner.evaluation.icon_classifier import IconClassifierConfig, train_classifier
 from limner.evaluation.icon_pictures import Icons
@@ -145,3 +147,9 @@ def test_tables_fit_and_json_is_written(icons, classifier, tmp_path):
     assert all(len(line) <= 80 for result in results for line in result.table().splitlines())
     save(tmp_path / "glyphs.json", results, classifier={"style": 1.0})
     assert len(json.loads((tmp_path / "glyphs.json").read_text())["results"]) == 2
+
+
+def test_data_without_held_out_combinations_raises(icons, classifier):
+    trained = replace(icons, references=replace(icons.references, splits=["train"] * len(icons.styles)))
+    with pytest.raises(UserError, match="lacks held-out combinations"):
+        style_accuracy(classifier, trained)
