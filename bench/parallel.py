@@ -45,7 +45,7 @@ class Side:
         """Return tokens [N, S], passes and CPU seconds."""
         text = self.pipe.tokenizer.encode([caption], self.pipe.prior.config.text_len)
         self.passes, start = 0, time.process_time()
-        group = generate(self.decoder, text, candidates, self.pipe.sampler, seed=seed, prompt_tokens=prompt)
+        group = generate(self.decoder, text, candidates, self.pipe.defaults.sampler, seed=seed, prompt_tokens=prompt)
         return group.tokens[0], self.passes, time.process_time() - start
 
 

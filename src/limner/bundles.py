@@ -49,7 +49,8 @@ _MAX_POSITIONS = 1 << 12  # in a caption or a picture: masks grow with the squar
 _MAX_WIDTH = 1 << 14
 _MAX_TENSORS = 1 << 14  # in one model
 _FLOAT_FORMATS = ("F32", "F16", "BF16")
-_SCALE_SUFFIX = ".scale"
+SCALE_SUFFIX = ".scale"
+FILES = ("config.json", *(f"{name}.safetensors" for name in _PARTS), "tokenizer.json", "README.md")
 
 
 # ---------------------------------------------------------------------------- writing
@@ -63,7 +64,7 @@ def write(
     `dtype` is the format of the prior and the contrastive model; int8 applies to their matrices, and other tensors are
     in half precision. Raises `UserError` if the folder has other content or a weight is not finite.
     """
-    _check_replaceable(folder, FORMAT, "a bundle")
+    check_replaceable(folder, FORMAT, "a bundle")
     info = _to_json_values(
         {
             "name": folder.resolve().parent.name if folder.name == "bundle" else folder.name,
@@ -82,7 +83,7 @@ def write(
 def save_dvae(dvae: ImageTokenizer, folder: str | Path, info: Mapping[str, Any]) -> Path:
     """Write a folder with a dVAE alone. Raises `UserError` if it has other content or a weight is not finite."""
     folder = Path(folder)
-    _check_replaceable(folder, DVAE_FORMAT, "a dVAE")
+    check_replaceable(folder, DVAE_FORMAT, "a dVAE")
     with atomic_folder(folder) as fresh:
         _write_weights(fresh, {"dvae": dvae}, torch.float16)
         _write_config(fresh, DVAE_FORMAT, {"dvae": dvae}, _to_json_values(info))
@@ -94,7 +95,7 @@ def _to_json_values(info: Mapping[str, Any]) -> dict[str, Any]:
     return parse_json(to_json(info, ensure_ascii=False).encode("utf-8", "replace"))
 
 
-def _check_replaceable(folder: Path, kind: str, name: str) -> None:
+def check_replaceable(folder: Path, kind: str, name: str) -> None:
     """Raise `UserError` if `folder` exists, is not empty and does not have the format `kind`."""
     if folder.exists() and not is_bundle(folder, kind) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not {name}: name a new folder")
@@ -110,7 +111,7 @@ def _write_weights(folder: Path, models: Mapping[str, Any], dtype: torch.dtype) 
         tensors = {key: convert(value, small) for key, value in state.items()}
         if dtype == torch.int8 and name != "dvae":
             for key in (key for key, value in state.items() if value.dim() == 2):
-                tensors[key], tensors[key + _SCALE_SUFFIX] = quantize(state[key].detach().cpu(), by_row=True)
+                tensors[key], tensors[key + SCALE_SUFFIX] = quantize(state[key].detach().cpu(), by_row=True)
         # `save_file` of safetensors creates a file that only its owner can read.
         atomic_write_bytes(folder / f"{name}.safetensors", save(tensors))
 
@@ -207,7 +208,7 @@ def _load_part(folder: Path, name: str, kind: Any, data: Mapping[str, Any]) -> n
             shapes = _shapes(config, f"{where}: {name}")
             matrices = {key for key, shape in shapes.items() if len(shape) == 2 and name != "dvae"}
             int8 = {key for key in matrices & slices.keys() if slices[key].get_dtype() == "I8"}
-            expected = shapes | {key + _SCALE_SUFFIX: shapes[key][:1] for key in int8}
+            expected = shapes | {key + SCALE_SUFFIX: shapes[key][:1] for key in int8}
             for key in (*(expected.keys() - slices.keys()), *(slices.keys() - expected.keys())):
                 verb = "lacks" if key in expected else "has an unknown tensor"
                 raise UserError(
@@ -226,7 +227,7 @@ def _load_part(folder: Path, name: str, kind: Any, data: Mapping[str, Any]) -> n
 
             def value(key: str) -> Tensor:
                 tensor = file.get_tensor(key).float()
-                return tensor * file.get_tensor(key + _SCALE_SUFFIX).float()[:, None] if key in int8 else tensor
+                return tensor * file.get_tensor(key + SCALE_SUFFIX).float()[:, None] if key in int8 else tensor
 
             state = model.state_dict()
             for key in shapes:  # one tensor at a time: each process may keep only a small shard

@@ -110,6 +110,26 @@ def numbered(path: Path, n: int) -> list[Path]:
 class Drawings(UserList[Drawing]):
     """The drawings of one caption, best first."""
 
+    @classmethod
+    def best(
+        cls, pictures: np.ndarray, scores: np.ndarray, tokens: np.ndarray, n: int, *, caption: str, seed: int,
+        model: str, settings: Mapping[str, Any],
+    ) -> Drawings:  # fmt: skip
+        """Return the n best of N candidates; those that repeat the tokens of a better one come last.
+
+        Shapes: pictures uint8 [N, 3, H, W], scores [N], tokens [N, S].
+        """
+        order = np.argsort(-scores, kind="stable").tolist()
+        first = set({tokens[i].tobytes(): i for i in reversed(order)}.values())  # best of equal candidates
+        order = [*(i for i in order if i in first), *(i for i in order if i not in first)]
+        return cls(
+            Drawing(
+                image=Image.fromarray(np.ascontiguousarray(pictures[i].transpose(1, 2, 0))), caption=caption,
+                score=float(scores[i]), seed=seed, candidate=i + 1, model=model, settings=settings,
+            )
+            for i in order[:n]
+        )  # fmt: skip
+
     @property
     def images(self) -> list[Image.Image]:
         return [d.image for d in self]

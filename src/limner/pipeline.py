@@ -19,19 +19,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from limner import bundles, pretrained
-from limner.data.augment import augment_none
-from limner.data.image_decode import to_rgb
-from limner.drawing import Drawing, Drawings
+from limner.drawing import Drawings
 from limner.errors import UserError
 from limner.models.contrastive import CLIP
 from limner.models.image_tokenizer import ImageTokenizer
 from limner.models.transformer import Transformer
+from limner.priming import prompt
 from limner.progress import Advance
 from limner.sampling.candidates import (
     CandidateGenerator,
@@ -42,15 +40,11 @@ from limner.sampling.candidates import (
     caption_seeds,
 )
 from limner.sampling.generate import UNSET
-from limner.sampling.generation_config import GenerationConfig, Sampler
-from limner.sampling.rerank import best, distinct_first
+from limner.sampling.generation_config import GenerationConfig, ModelDefaults, Sampler
 from limner.text.bpe import Tokenizer
-from limner.validation import InvalidSetting, Range
 from limner.version import __version__
 
 __all__ = ["TextToImage", "load"]
-
-_PRIOR_SCORE_WEIGHTS = Range(0, 100)
 
 
 class TextToImage:
@@ -76,27 +70,18 @@ class TextToImage:
     ) -> None:
         self.dvae, self.prior, self.contrastive = dvae.eval(), prior.eval(), contrastive.eval()
         self.tokenizer, self.info, self.inference_config = tokenizer, dict(info or {}), inference_config
-        try:
-            temperature, guidance = map(self._bundle_default, ("temperature", "guidance"))
-            self.sampler = Sampler(temperature=temperature, guidance=guidance)
-            self.prior_score_weight = self._bundle_default("prior_score_weight", 0.0)
-            _PRIOR_SCORE_WEIGHTS.check("prior_score_weight", self.prior_score_weight)
-            self.default_candidates = GenerationConfig(candidates=self.info.get("candidates")).candidates
-        except InvalidSetting as error:
-            raise UserError(f"the model's {error}: correct its config.json") from None
+        self.defaults = ModelDefaults.from_info(self.info)
         bundles.check_fit(dvae.config, prior.config, contrastive.config, tokenizer)
         self._candidate_generator: CandidateGenerator | None = None
-
-    def _bundle_default(self, setting: str, default: float = 1.0) -> float:
-        """Return a number of `info`. Raises `UserError` if it has another type."""
-        value = self.info.get(setting, default)
-        if type(value) not in (int, float):
-            raise UserError(f"the model's {setting} must be a number, not {value!r}: correct its config.json")
-        return value
 
     @property
     def name(self) -> str:
         return str(self.info.get("name") or "unnamed")
+
+    @property
+    def size(self) -> int:
+        """Side of a picture in pixels."""
+        return self.dvae.config.size
 
     @property
     def device(self) -> torch.device:
@@ -152,22 +137,9 @@ class TextToImage:
         Raises:
             UserError: both or neither of `keep_rows` and `mask` are given, or one is invalid.
         """
-        if (keep_rows is None) == (mask is None):
-            raise UserError("a picture needs either keep_rows or a mask: give one of the two")
-        size, (h, w) = self.dvae.config.size, self.dvae.config.grid
-        pixels = torch.from_numpy(augment_none(np.array(to_rgb(image)), size)).permute(2, 0, 1)
-        tokens = self.dvae.tokenize(pixels[None].to(self.device))[0]
-        unset = torch.ones(h, w, dtype=torch.bool)
-        if keep_rows is not None:
-            if keep_rows not in range(1, h):
-                raise UserError(f"keep_rows must be from 1 to {h - 1} of the {h} rows of tokens, not {keep_rows!r}")
-            unset[:keep_rows] = False
-        elif mask is not None:
-            light = torch.from_numpy(augment_none(np.array(to_rgb(mask)), size)).float().mean(-1)
-            unset = light.view(h, size // h, w, size // w).amax((1, 3)) > 127
-            if not unset.any():
-                raise UserError("the mask is dark everywhere: make the part to redraw white")
-        return torch.where(unset.flatten().to(tokens.device), UNSET, tokens)[None]
+        pixels, unset = prompt(image, self.dvae.config.size, self.dvae.config.grid, keep_rows, mask)
+        tokens = self.dvae.tokenize(torch.from_numpy(pixels)[None].to(self.device))
+        return tokens.masked_fill(torch.from_numpy(unset).to(self.device), UNSET)
 
     def draw_many(
         self,
@@ -196,27 +168,16 @@ class TextToImage:
             raise UserError(str(error)) from None
         seeds = caption_seeds(options.seed if seed is None else seed, len(captions))
         result = self.candidates(
-            captions, max(n, options.candidates or self.default_candidates or 64), seed=seeds, sampler=options,
+            captions, max(n, options.candidates or self.defaults.candidates or 64), seed=seeds, sampler=options,
             prompt_tokens=prompt_tokens, progress=progress, on_preview=on_preview, preview_every=preview_every,
         )  # fmt: skip
-        order = distinct_first(best(result.scores, result.scores.shape[1]), result.tokens)[:, :n]
         return [
-            Drawings(
-                [
-                    Drawing(
-                        image=Image.fromarray(result.pictures[row, i].permute(1, 2, 0).numpy()),
-                        caption=caption,
-                        score=float(result.scores[row, i]),
-                        seed=seeds[row],
-                        candidate=int(i) + 1,
-                        model=self.name,
-                        settings=result.sampler.to_metadata(),
-                    )
-                    for i in order[row].tolist()
-                ]
+            Drawings.best(
+                result.pictures[row].numpy(), result.scores[row].numpy(), result.tokens[row].numpy(), n,
+                caption=caption, seed=seeds[row], model=self.name, settings=result.sampler.to_metadata(),
             )
             for row, caption in enumerate(captions)
-        ]
+        ]  # fmt: skip
 
     def candidates(
         self,
@@ -240,7 +201,7 @@ class TextToImage:
             text=text, rerank_text=rerank_text, seeds=caption_seeds(seed, len(captions)), image=prompt_tokens
         )
         return self.candidate_generator(
-            prompts, count, sampler.with_defaults(self.sampler), progress, on_preview, preview_every
+            prompts, count, sampler.with_defaults(self.defaults.sampler), progress, on_preview, preview_every
         )
 
     @property
@@ -248,7 +209,7 @@ class TextToImage:
         """The models in the number formats of inference, converted once for each device."""
         if self._candidate_generator is None:
             self._candidate_generator = CandidateGenerator(
-                self.dvae, self.prior, self.contrastive, self.prior_score_weight, self.inference_config
+                self.dvae, self.prior, self.contrastive, self.defaults.prior_score_weight, self.inference_config
             )
         return self._candidate_generator
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import limner
 from limner import bundles, pretrained
 from limner.cli import main
-from limner.drawing import SOURCE_TYPE
+from limner.drawing import SOURCE_TYPE, Drawings
 from limner.errors import UserError
 from limner.numerics.precision import Auto, Bf16
 from limner.pipeline import TextToImage, load
@@ -610,3 +610,13 @@ def test_the_package_shows_its_three_names():
 def test_a_precision_is_no_name():
     with pytest.raises(UserError, match="of limner.numerics.precision, not 'bf16'"):
         limner.load(precision="bf16")
+
+
+def test_drawings_that_repeat_a_better_candidate_come_last():
+    pictures = np.arange(5, dtype=np.uint8)[:, None, None, None].repeat(3, 1)
+    tokens = np.array([[1, 2], [3, 4], [1, 2], [3, 5], [3, 4]])
+    drawings = Drawings.best(
+        pictures, np.array([0.4, 0.3, 0.5, 0.2, 0.4]), tokens, 5, caption="a", seed=1, model="m", settings={}
+    )
+    assert [drawing.candidate for drawing in drawings] == [3, 5, 4, 1, 2]
+    assert [drawing.image.getpixel((0, 0))[0] for drawing in drawings] == [2, 4, 3, 0, 1]

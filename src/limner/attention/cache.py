@@ -92,7 +92,7 @@ class Int8KVStore(KVStore):
 
 def _write(part: Tensor, lane: Position, slot: Position, x: Tensor) -> None:
     if isinstance(slot, Tensor) and slot.ndim == 2:
-        part[lane, torch.arange(len(x), device=x.device)[:, None], :, slot] = x.transpose(1, 2)
+        part[lane, torch.arange(x.shape[0], device=x.device)[:, None], :, slot] = x.transpose(1, 2)
     else:
         part[lane, :, :, slot] = x[:, :, 0]
 
@@ -103,7 +103,7 @@ def _lane(part: Tensor, lane: Position) -> Tensor:
     if len(part) == 1:
         return part[0]
     if isinstance(lane, Tensor) and lane.ndim == 2:
-        return part[lane, torch.arange(len(lane), device=part.device)[:, None]].flatten(0, 1)
+        return part[lane, torch.arange(lane.shape[0], device=part.device)[:, None]].flatten(0, 1)
     return part[lane].view(part.shape[1:])
 
 
@@ -181,7 +181,7 @@ class LayerKVCache:
             return self._attend(q, keys, values, bias[:, None])
         each = q.transpose(1, 2).flatten(0, 1)[:, :, None]  # as M * W rows, since each position has its own lane
         output = self._attend(each, keys, values, bias.flatten(0, 1)[:, None, None])
-        return output.view(len(q), -1, *q.shape[1::2]).transpose(1, 2)
+        return output.view(q.shape[0], -1, *q.shape[1::2]).transpose(1, 2)
 
     def _exchange(self, lane: Position, step: Position, slots: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values, then return those of the lane."""

@@ -53,6 +53,7 @@ COMMANDS = {
     "plan": Command("limner.cli.plan", "estimate memory, traffic and time of a recipe on a cluster"),
     "bench": Command("limner.cli.bench", "measure how fast a prior draws and trains", True, oom_hint=_BENCH_HINT),
     "bundle": Command("limner.cli.bundle", "pack a trained model with a name and scores, for publication"),
+    "export": Command("limner.cli.export", "write files that draw without torch", oom_hint="the model's size"),
     "convert": Command("limner.cli.convert", "convert published weights to limner's format"),
     "evaluate": Command("limner.cli.evaluate", "measure a trained model", True, oom_hint="--candidates or --count"),
     "reproduce": Command("limner.cli.reproduce", "repeat experiments of the papers on this machine", True, True),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from tyro.conf import Positional, arg
 
@@ -44,6 +44,8 @@ class DrawOrEdit(Validated):
     """A PNG file (NAME-1.png, NAME-2.png, ... for several) or a folder; by default a file named after the caption."""
     scale: Annotated[int | None, Range(1, 2**14)] = None
     """Integer factor of enlargement; by default to at least 384 pixels. 1 keeps the model's resolution."""
+    engine: Literal["onnx", "torch"] | None = None
+    """The library that computes; by default ONNX Runtime, which starts faster, if the model has ONNX files."""
     svg: bool = False
     """Also write each drawing as an SVG file, traced from a gray picture such as an icon."""
 
@@ -73,15 +75,14 @@ def draw(options: DrawOrEdit, caption: str, prime: Callable[[Any], Any] | None =
     import numpy as np
 
     from limner.drawing import enlargement
-    from limner.pipeline import load  # heavy, so only now
     from limner.vectorize import to_svg
 
     if options.svg:
         to_svg(np.zeros((8, 8, 3), np.uint8))  # raises an error without contourpy, before the model draws
-    pipe = load(options.model)
-    enlargement(pipe.dvae.config.size, options.scale)
+    pipe = _load(options.model, options.engine)
+    enlargement(pipe.size, options.scale)
     prompt_tokens = prime(pipe) if prime else None
-    number = max(options.n, options.options.candidates or pipe.default_candidates or 16)
+    number = max(options.n, options.options.candidates or pipe.defaults.candidates or 16)
     settings = replace(options.options, candidates=number)
     with progress("drawing", number, unit="picture") as bar:
         drawings = pipe(caption, settings, n=options.n, prompt_tokens=prompt_tokens, progress=bar.advance)
@@ -91,6 +92,18 @@ def draw(options: DrawOrEdit, caption: str, prime: Callable[[Any], Any] | None =
         print(escape_control(path))
     if (distinct := len({drawing.image.tobytes() for drawing in drawings})) < options.n:
         print(f"only {distinct} of {number} candidates differ: a higher --temperature may give more", file=sys.stderr)
+
+
+def _load(model: str, engine: str | None) -> Any:
+    """Load a model with the engine, by default ONNX Runtime if it and the model's ONNX files are there."""
+    if engine != "torch":
+        from limner.runtime import pipeline
+
+        if engine == "onnx" or pipeline.is_available(model):
+            return pipeline.OnnxPipeline(model)
+    from limner.pipeline import load  # imports torch, which takes seconds
+
+    return load(model)
 
 
 def output_path(options: DrawOrEdit, caption: str) -> Path:

@@ -156,13 +156,17 @@ class CLIP(nn.Module):
 
     def encode_text(self, text: Int64[Tensor, "B T"]) -> Float[Tensor, "B E"]:
         """int64 [B, T] with PAD -> float32 (or float64) [B, E] of unit length, read at the last token."""
-        last = (text != PAD).sum(1).sub(1).clamp_min(0)
-        n = int(last.max()) + 1  # causal attention: positions after the longest caption have no effect
-        x = self.text(text[:, :n].clamp_min(0)) + self.text_position.weight[:n]
+        n = int((text != PAD).sum(1).max())  # causal attention: positions after the longest caption have no effect
+        return self.encode_padded(text[:, : max(1, n)])
+
+    def encode_padded(self, text: Int64[Tensor, "B T"]) -> Float[Tensor, "B E"]:
+        """Compute `encode_text` at all positions, so that shapes do not depend on values."""
+        last, n = (text != PAD).sum(1).sub(1).clamp_min(0), text.shape[1]
+        x = self.text(text.clamp_min(0)) + self.text_position.weight[:n]
         causal = DenseAttention(self.causal[:n, :n])
         for block in self.text_blocks:
             x = block(x, causal)
-        x = x[torch.arange(len(x), device=x.device), last]
+        x = x[torch.arange(x.shape[0], device=x.device), last]
         return F.normalize(upcast(self.text_out(self.text_norm(x))), dim=-1)
 
     def scale(self) -> Float[Tensor, ""]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
+from limner.errors import UserError
 from limner.validation import SEEDS, InvalidSetting, Range, Validated
 
 CANDIDATES = Range(1, 2**16)  # candidates of a caption
@@ -49,3 +51,37 @@ class GenerationConfig(Sampler):
     Python."""
     seed: Annotated[int, SEEDS] = 0
     """Seed of the random numbers; other seeds give other pictures."""
+
+
+_PRIOR_SCORE_WEIGHTS = Range(0, 100)
+
+
+@dataclass(frozen=True)
+class ModelDefaults:
+    """A model's own settings of drawing, from the info of its bundle.
+
+    Attributes:
+        prior_score_weight: weight of the prior's log-probability in `Drawing.score`.
+        candidates: number of candidates, None if the model has none of its own.
+    """
+
+    sampler: Sampler
+    prior_score_weight: float
+    candidates: int | None
+
+    @classmethod
+    def from_info(cls, info: Mapping[str, Any]) -> ModelDefaults:
+        """Read and check a bundle's info. Raises `UserError` if a value has another type or is out of range."""
+
+        def number(setting: str, default: float) -> float:
+            value = info.get(setting, default)
+            if type(value) not in (int, float):
+                raise UserError(f"the model's {setting} must be a number, not {value!r}: correct its config.json")
+            return value
+
+        try:
+            sampler = Sampler(temperature=number("temperature", 1.0), guidance=number("guidance", 1.0))
+            _PRIOR_SCORE_WEIGHTS.check("prior_score_weight", weight := number("prior_score_weight", 0.0))
+            return cls(sampler, weight, GenerationConfig(candidates=info.get("candidates")).candidates)
+        except InvalidSetting as error:
+            raise UserError(f"the model's {error}: correct its config.json") from None

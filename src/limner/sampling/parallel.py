@@ -7,8 +7,8 @@ guesses, and the first that differs. The samples after it are the next guesses. 
 by one, apart from float rounding, which may flip a choice between two equally likely tokens.
 
 The guess at a position without a sample is the token above it. Prompt tokens are guesses that are right. A group reads
-as many tokens in a step as pay by the guesses that were right so far. The choice depends on tokens and not on times, so
-that drawing twice rounds equally. Sampling also sums the log-probability of the tokens.
+as many tokens in a step as pay by the guesses that were right so far (`window.py`). Sampling also sums the
+log-probability of the tokens.
 
 Shapes: B captions, N candidates of each, M = B * N rows (twice that with guidance), W tokens of a step, T text
 positions, S image positions, V image vocabulary.
@@ -29,13 +29,10 @@ from limner.errors import UserError
 from limner.sampling.decoder import TokenDecoder
 from limner.sampling.generate import UNSET, candidate_noise, sample_token
 from limner.sampling.generation_config import Sampler
+from limner.sampling.window import Window
 from limner.text import PAD
 
 __all__ = ["GenerationGroup", "Scheduler", "generate"]
-
-MAX_TOKENS = 256  # of a step with windows: more take longer on a CPU than they save
-STEP_TOKENS = 30  # a step takes as long as about 30 of its tokens (bundled models, fp32 on a CPU; more in bf16)
-ACCEPTANCE_RATE = 0.3  # of the running mean of gained tokens
 
 
 class GenerationGroup:
@@ -59,10 +56,8 @@ class GenerationGroup:
         self.guided = self.guidance != 1
         prefixes = torch.cat([text, torch.full_like(text, PAD)]) if self.guided else text
         self.captions, self.n = b, n
-        limit = max(1, min(decoder.max_window, h * self._width - 1, MAX_TOKENS // (len(prefixes) * n)))
-        self._windows = [w for w in (1, 2, 4, 8) if w < limit] + [limit]
-        self._gains = [float(w) for w in self._windows]  # running means of the tokens that a row gains with each
-        self.window = limit
+        self._window = Window(len(prefixes) * n, min(decoder.max_window, h * self._width - 1))
+        limit = self._window.size
         prompt = text.new_full((b, h * self._width), UNSET) if prompt_tokens is None else prompt_tokens
         self._tokens = prompt.repeat_interleave(n, 0)  # [M, S]; after the final tokens, guesses
         self._fixed = self._tokens != UNSET
@@ -79,6 +74,11 @@ class GenerationGroup:
         self._first: int | Tensor = common.shape[1]  # position that the first of the logits predict; of each row [M, 1]
         self._final = self._first  # number of final tokens; of each row [M, 1]
         self.finite = torch.ones((), dtype=torch.bool, device=text.device)  # of all logits; reading synchronizes a GPU
+
+    @property
+    def window(self) -> int:
+        """Number of tokens of each row that the next step should read."""
+        return self._window.size
 
     @property
     def position(self) -> int:
@@ -119,12 +119,13 @@ class GenerationGroup:
         self._tokens.scatter_(1, targets, token)
         self._final = self._first + (1 if w == 1 else final.sum(1, keepdim=True))
         self._last = targets[:, -1:]  # position of the last sample
-        if self._windows[-1] > 1:
-            self._choose_window((final & ~before).sum(1), w)
+        if self._window.sizes[-1] > 1:
+            gained = (final & ~before).sum(1)
+            self._window.update(gained[gained > 0].tolist(), w, len(self.logits))
 
     def next_input(self, window: int) -> Int64[Tensor, "M2 W"]:
         """Return the last final token of each row, and guesses of the tokens after it."""
-        if self._windows[-1] == 1:
+        if self._window.sizes[-1] == 1:
             self._first = self._final
             return self._twice(self._tokens.gather(1, self._last))
         final = torch.as_tensor(self._final, device=self._last.device).expand(len(self._tokens), 1)
@@ -136,18 +137,6 @@ class GenerationGroup:
         self._tokens.scatter_(1, positions, tokens)
         self._first, self.cache.length = begin + 1, self._twice(begin)
         return self._twice(tokens)
-
-    def _choose_window(self, accepted: Int64[Tensor, " M"], window: int) -> None:
-        """Choose the next window, given the tokens that rows gained with the last one."""
-        gained = accepted[accepted > 0].float()  # of unfinished rows
-        means = [float(gained.clamp(max=w).mean()) for w in self._windows if w <= window]
-        means.append(means[-1] * (1 + float((gained == window).float().mean())))  # as if a second window followed
-        self._gains[: len(means)] = [
-            gain + ACCEPTANCE_RATE * (mean - gain) for gain, mean in zip(self._gains, means, strict=False)
-        ]
-        rows = len(self.logits)
-        pace = [gain / (STEP_TOKENS + rows * w) for gain, w in zip(self._gains, self._windows, strict=True)]
-        self.window = self._windows[pace.index(max(pace))]
 
     def _twice(self, x: Int64[Tensor, "M W"]) -> Int64[Tensor, "M2 W"]:
         """Repeat rows for guidance."""

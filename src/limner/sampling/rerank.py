@@ -17,7 +17,7 @@ from torch import Tensor
 from limner.errors import UserError
 from limner.models.contrastive import CLIP
 
-__all__ = ["best", "distinct_first", "scores"]
+__all__ = ["best", "scores"]
 
 
 @torch.inference_mode()
@@ -40,12 +40,3 @@ def scores(model: CLIP, text: Int64[Tensor, "B T"], pictures: UInt8[Tensor, "B N
 def best(score: Float[Tensor, "B N"], k: int) -> Int64[Tensor, "B K"]:
     """Indices of the k best candidates, best first: [B, N] -> [B, k]. Ties keep their order."""
     return score.argsort(dim=1, descending=True, stable=True)[:, :k]
-
-
-def distinct_first(order: Int64[Tensor, "B N"], tokens: Int64[Tensor, "B N S"]) -> Int64[Tensor, "B N"]:
-    """Move candidates that repeat the tokens of a better candidate to the end of the order."""
-    rows = []
-    for row, candidates in zip(order.tolist(), tokens, strict=True):
-        first = set({candidates[i].numpy().tobytes(): i for i in reversed(row)}.values())  # best of equal candidates
-        rows.append([*(i for i in row if i in first), *(i for i in row if i not in first)])
-    return torch.tensor(rows, dtype=order.dtype).view_as(order)  # view_as: shape for B = 0

@@ -13,22 +13,26 @@ to word. The distribution is the same. A word with fewer merges than that number
 about half of all words at p = 0.1.
 """
 
+from __future__ import annotations
+
 import heapq
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from tokenizers import Regex, Tokenizer as Library, decoders, models, normalizers, pre_tokenizers, trainers
-from torch import Tensor
 
 from limner.atomic_io import atomic_write_text
 from limner.errors import UserError
 from limner.json_files import read_json
 from limner.text import PAD
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Tokenizer", "merge_word"]
 
@@ -117,6 +121,18 @@ class Tokenizer:
         dropout: float = 0.0,
         rng: np.random.Generator | Sequence[np.random.Generator] | None = None,
     ) -> Tensor:
+        """Return `encode_array` as a tensor."""
+        import torch  # not at the top: `runtime/` draws without torch
+
+        return torch.from_numpy(self.encode_array(captions, length, dropout, rng))
+
+    def encode_array(
+        self,
+        captions: Sequence[str],
+        length: int = LENGTH,
+        dropout: float = 0.0,
+        rng: np.random.Generator | Sequence[np.random.Generator] | None = None,
+    ) -> np.ndarray:
         """Encode captions as int64 [B, length], `PAD` in unused positions.
 
         Args:
@@ -144,11 +160,11 @@ class Tokenizer:
             if len(ids) > length:
                 warnings.warn(f"a caption of {len(ids)} tokens was cut to {length}: {text[:60]!r} ...", stacklevel=2)
             row[: len(ids)] = ids[:length]
-        return torch.from_numpy(tokens)
+        return tokens
 
-    def decode(self, ids: Sequence[int] | Tensor) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray | Tensor) -> str:
         """Decode token ids to normalized text, ignoring `PAD`."""
-        values = ids.tolist() if isinstance(ids, Tensor) else ids
+        values = ids if isinstance(ids, Sequence) else ids.tolist()
         return self.library.decode([i for i in values if i != PAD]).removeprefix(" ")
 
     def _normalize(self, caption: str) -> str:

@@ -89,7 +89,7 @@ def test_a_contrastive_model_needs_no_dvae(data, tmp_path):
     assert name == "run" and result.rows["top 1"]["accuracy"].total == 4
     seven = replace(RECIPE, contrastive=replace(RECIPE.contrastive, candidates=7))  # may change in a run
     pipe = train_all(seven, data, run, ["dvae", "prior"])
-    assert pipe.default_candidates == TextToImage.from_pretrained(run).default_candidates == 7
+    assert pipe.defaults.candidates == TextToImage.from_pretrained(run).defaults.candidates == 7
     assert pipe is not None
     for bundled, trained in zip(pipe.contrastive.parameters(), model.parameters(), strict=True):
         assert torch.equal(bundled, trained)

@@ -185,9 +185,9 @@ def test_bundled_models_sample_the_same_in_a_fraction_of_the_passes(name, most):
     pipe, passes = limner.load(name, precision=Fp32()), []
     text = pipe.tokenizer.encode(["a red heart"], pipe.prior.config.text_len)
     decoder = TokenDecoder(pipe.prior)
-    expected = generate(decoder_of(pipe.prior, 1), text, range(2), pipe.sampler, seed=3)
+    expected = generate(decoder_of(pipe.prior, 1), text, range(2), pipe.defaults.sampler, seed=3)
     pipe.prior.head.image.register_forward_hook(lambda *_: passes.append(1))
-    group = generate(decoder, text, range(2), pipe.sampler, seed=3)
+    group = generate(decoder, text, range(2), pipe.defaults.sampler, seed=3)
     assert torch.equal(group.tokens, expected.tokens) and len(passes) < most
     torch.testing.assert_close(group.log_likelihood, expected.log_likelihood)
 

@@ -5,7 +5,7 @@ import torch
 
 from limner.errors import UserError
 from limner.models.contrastive import CLIPConfig
-from limner.sampling.rerank import best, distinct_first, scores
+from limner.sampling.rerank import best, scores
 from limner.text import PAD
 
 
@@ -31,9 +31,3 @@ def test_scores_are_cosines_of_each_pair():
 def test_best_come_first_and_ties_keep_their_order():
     indices = best(torch.tensor([[0.1, 0.5, 0.5, 0.9], [0.0, 0.0, 0.0, 0.0]]), 3)
     assert indices.tolist() == [[3, 1, 2], [0, 1, 2]]
-
-
-def test_repetitions_of_a_better_candidate_come_last():
-    tokens = torch.tensor([[[1, 2], [3, 4], [1, 2], [3, 5], [3, 4]], [[7, 7]] * 5])
-    order = torch.tensor([[2, 4, 0, 1, 3], [4, 3, 2, 1, 0]])
-    assert distinct_first(order, tokens).tolist() == [[2, 4, 3, 0, 1], [4, 3, 2, 1, 0]]

@@ -1,0 +1,1 @@
+"""Export of bundles to files that draw without torch. `runtime/` draws with the ONNX files."""
