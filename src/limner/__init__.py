@@ -27,7 +27,12 @@ __all__ = ["TextToImage", "__version__", "load"]
 def __getattr__(name: str) -> Any:
     if name in ("TextToImage", "load"):
         openmp.bound_threads()
-        return getattr(import_module("limner.pipeline"), name)
+        try:
+            return getattr(import_module("limner.pipeline"), name)
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"limner.{name} needs {error.name}: pip install 'limner[torch]'; limner.runtime.pipeline draws without"
+            ) from None
     raise AttributeError(f"module 'limner' lacks the attribute {name!r}")
 
 

@@ -38,7 +38,7 @@ from limner.pretrained import FORMAT, find_bundle, is_bundle, resolve_name
 from limner.quantization.quantize import quantize
 from limner.text.bpe import Tokenizer
 
-__all__ = ["check_fit", "load_model", "read", "read_info", "rounded", "save_dvae", "write"]
+__all__ = ["check_fit", "check_replaceable", "load_model", "read", "read_info", "rounded", "save_dvae", "write"]
 
 M = TypeVar("M", bound=nn.Module)
 

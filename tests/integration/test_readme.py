@@ -57,7 +57,7 @@ APPENDED = {  # to a command that begins so
 }
 HERE, CI = "tests/integration/test_readme.py", ".ci/run"
 WITHIN = {  # commands within sentences of the README, and the file that runs them
-    'pip install ".[data,plot]"': CI,  # as part of the set `dev`
+    'pip install ".[torch,data,plot]"': CI,  # as part of the set `dev`
     'pip install ".[docs]" && mkdocs build --strict': CI,
 }
 NOT_RUN = ("pip install", "apt-get install", "npm pack")

@@ -40,6 +40,7 @@ class Command(NamedTuple):
     oom_hint: str = "its options"
 
 
+TORCH_EXTRA = ("torch", "safetensors", "jaxtyping", "py3langid")  # packages of the extra `torch`
 _DRAW_HINT = "-n or --candidates"
 _TRAIN_HINT = "the batch size or the model width, or raise accumulate"
 _BENCH_HINT = "--size, --batch, --candidates or --grids"
@@ -185,6 +186,8 @@ def _explain(error: BaseException, command: Command | None) -> tuple[int, str] |
     loop = sys.modules.get("limner.training.loop")  # imported only by commands that train
     if loop is not None and isinstance(error, loop.Interrupted):
         return 130, str(error)
+    if isinstance(error, ImportError) and error.name in TORCH_EXTRA:
+        return 2, f"this command needs the package {error.name}: pip install 'limner[torch]'"
     if isinstance(error, ImportError):
         return 2, f"a package cannot be imported ({error}): install limner again"
     if message := _system_error_message(error):

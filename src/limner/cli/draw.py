@@ -99,7 +99,7 @@ def _load(model: str, engine: str | None) -> Any:
     if engine != "torch":
         from limner.runtime import pipeline
 
-        if engine == "onnx" or pipeline.is_available(model):
+        if engine == "onnx" or pipeline.has_graphs(model):
             return pipeline.OnnxPipeline(model)
     from limner.pipeline import load  # imports torch, which takes seconds
 

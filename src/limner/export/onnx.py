@@ -35,7 +35,7 @@ GRAPHS = 5
 
 @dataclass(frozen=True)
 class Recording:
-    """What it takes to record a part: example inputs, and the names of their variable sizes by axis."""
+    """A part, its file of weights, example inputs, and the variable sizes of these by axis."""
 
     part: Part
     weights: str

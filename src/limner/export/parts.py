@@ -35,7 +35,7 @@ class WithWeights(nn.Module):
 
     def __init__(self, part: Part) -> None:
         super().__init__()
-        self._part = [part]  # not a submodule, so that a recorded graph has no weights
+        self._part = [part]  # not a submodule, whose weights a graph would include
 
     def forward(self, weights: Mapping[str, Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         return functional_call(self._part[0], {f"model.{key}": value for key, value in weights.items()}, tensors)

@@ -9,7 +9,6 @@ pipeline in fp32, apart from float rounding, which may flip a choice between two
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,17 +31,16 @@ from limner.sampling.generation_config import GenerationConfig, ModelDefaults, S
 from limner.text import PAD
 from limner.text.bpe import Tokenizer
 
-__all__ = ["OnnxPipeline", "is_available"]
+__all__ = ["OnnxPipeline", "has_graphs"]
 
 MAX_BATCH = 64  # candidates in one batch
 MAX_GRAPH_BYTES = 64 << 20
 MAX_SIZE = 1 << 12  # of a side, a grid or a caption
 
 
-def is_available(name_or_folder: str | Path) -> bool:
-    """Return True if the bundle has ONNX files and onnxruntime is installed. Raises `UserError` without a bundle."""
-    folder = find_bundle(resolve_name(name_or_folder))
-    return (folder / FILE).is_file() and importlib.util.find_spec("onnxruntime") is not None
+def has_graphs(name_or_folder: str | Path) -> bool:
+    """Return True if the bundle has ONNX files. Raises `UserError` if there is no bundle."""
+    return (find_bundle(resolve_name(name_or_folder)) / FILE).is_file()
 
 
 class OnnxPipeline:
@@ -57,17 +55,15 @@ class OnnxPipeline:
 
     def __init__(self, name_or_folder: str | Path) -> None:
         self.folder = find_bundle(resolve_name(name_or_folder))
-        if importlib.util.find_spec("onnxruntime") is None:
-            raise UserError("onnxruntime is not installed: pip install 'limner[onnx]'")
         if not (self.folder / FILE).is_file():
-            raise UserError(f"{self.folder} has no ONNX files: `limner export` writes a copy with them")
+            raise UserError(f"{self.folder} lacks ONNX files: `limner export` writes a copy with them")
         config, graphs = read_mapping(self.folder / "config.json"), read_mapping(self.folder / FILE)
         if graphs.get("format") != FORMAT:
             raise UserError(f"{self.folder / FILE} has another format than {FORMAT!r}: export the bundle again")
-        for name in WEIGHTS:
-            if graphs.get("weights", {}).get(name) != file_hash(self.folder / name):
-                raise UserError(f"{self.folder / name} changed after the export to ONNX: export the bundle again")
         try:
+            for name in WEIGHTS:
+                if graphs["weights"][name] != file_hash(self.folder / name):
+                    raise UserError(f"{self.folder / name} changed after the export to ONNX: export the bundle again")
             dvae, prior, contrastive = (config[name] for name in ("dvae", "prior", "contrastive"))
             self.info: dict[str, Any] = config.get("info", {})
             self.size, self.grid = _whole(dvae["size"]), (_whole(prior["grid"][0]), _whole(prior["grid"][1]))
@@ -123,8 +119,8 @@ class OnnxPipeline:
         """Draw candidates; return pictures uint8 [N, 3, H, W], scores [N] and tokens [N, S]. Raises `UserError`."""
         length = self.grid[0] * self.grid[1]
         text = self.tokenizer.encode_array([caption], self.text_len)
-        prior = OnnxPrior(self, text)
-        empty = OnnxPrior(self, np.full_like(text, PAD)) if sampler.guidance not in (1, None) else None
+        prior = _OnnxPrior(self, text)
+        empty = _OnnxPrior(self, np.full_like(text, PAD)) if sampler.guidance not in (1, None) else None
         given = np.full(length, UNSET) if prompt_tokens is None else prompt_tokens
         tokens, scores = np.empty((count, length), np.int64), np.empty(count)
         pictures = np.empty((count, 3, self.size, self.size), np.uint8)
@@ -132,7 +128,10 @@ class OnnxPipeline:
             rows = slice(begin, min(begin + MAX_BATCH, count))
             noise = candidate_noise(seed, range(rows.start, rows.stop), length)
             tokens[rows], scores[rows] = generate(prior, empty, sampler, noise, given, self.grid[1], progress)
-            (pictures[rows],) = self.run("decode", tokens=tokens[rows])
+            (decoded,) = self.run("decode", tokens=tokens[rows])
+            if decoded.shape[1:] != pictures.shape[1:]:
+                raise UserError("the ONNX files do not fit the bundle, export it again: pictures have another size")
+            pictures[rows] = decoded
         if (given == UNSET).all():
             rerank_text = self.tokenizer.encode_array([caption], self.rerank_len)
             (cosines,) = self.run("score", text=rerank_text, pictures=pictures)
@@ -143,7 +142,7 @@ class OnnxPipeline:
 
     def run(self, graph: str, **inputs: np.ndarray) -> list[np.ndarray]:
         """Run a graph of the bundle. Raises `UserError` if the graph does not fit the bundle's configuration."""
-        return run(self.session(graph), inputs)
+        return _run(self.session(graph), inputs)
 
     def session(self, graph: str) -> Any:
         """Return the session of a graph, which is loaded once."""
@@ -167,7 +166,7 @@ class OnnxPipeline:
         return self._sessions[graph]
 
 
-def run(session: Any, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+def _run(session: Any, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """Run a session. Raises `UserError` if the graph does not take these inputs."""
     try:
         return session.run(None, inputs)
@@ -182,7 +181,7 @@ def _whole(value: Any) -> int:
     return value
 
 
-class OnnxPrior:
+class _OnnxPrior:
     """The prior after a caption [1, T], with keys and values of the candidates."""
 
     def __init__(self, pipeline: OnnxPipeline, text: np.ndarray) -> None:
@@ -199,7 +198,7 @@ class OnnxPrior:
 
     def step(self, tokens: np.ndarray, position: np.ndarray) -> np.ndarray:
         inputs: Mapping[str, np.ndarray] = {"tokens": tokens, "position": position, **self._prefix, **self._states}
-        logits, *states = run(self._session, inputs)
+        logits, *states = _run(self._session, inputs)
         self._states = dict(zip(self._states, states, strict=True))
         return logits
 

@@ -60,49 +60,69 @@ def generate(
     `UserError` if a logit is not finite.
     """
     priors = [caption] if empty is None else [caption, empty]
-    (m, s), guidance = noise.shape, 1.0 if sampler.guidance is None else sampler.guidance
-    tokens, nll = np.repeat(prompt_tokens[None], m, 0), np.zeros(m)
-    fixed = prompt_tokens != UNSET
+    m, s = noise.shape
     window = Window(m * len(priors), min(caption.max_window, s - 1))
     logits = [np.repeat(prior.start(m)[None, None], m, 0) for prior in priors]
-    rows = np.arange(m)  # that are not finished
-    first = final = np.zeros((m, 1), np.int64)  # the first position that logits predict; number of final tokens
+    group, unfinished = _Rows(sampler, noise, prompt_tokens, width), m
     while True:
-        w = logits[0].shape[1]
-        targets = first + np.arange(w)
-        guided = logits[0] if empty is None else logits[1] + np.float32(guidance) * (logits[0] - logits[1])
-        sampled = sample_token(sampler, guided.reshape(len(rows) * w, -1), noise[rows[:, None], targets].ravel())
-        guess, before = tokens[rows[:, None], targets], targets < final
-        token = np.where(fixed[targets] | before, guess, sampled.reshape(targets.shape))
-        agree = np.ones_like(before)
-        agree[:, 1:] = np.logical_and.accumulate((token == guess)[:, :-1], 1)
-        if not np.isfinite(guided.sum(-1))[agree].all():
+        gained, done = group.sample(*logits)
+        window.update(gained[gained > 0].tolist(), logits[0].shape[1], len(done) * len(priors))
+        if done.any():
+            group.drop(done)
+            for prior in priors:
+                prior.select(np.flatnonzero(~done))
+            if progress:
+                progress(int(done.sum()))
+            unfinished -= int(done.sum())
+        if not unfinished:
+            return group.tokens, -group.nll / s
+        tokens, position = group.next_input(window.size)
+        logits = [prior.step(tokens, position) for prior in priors]
+
+
+class _Rows:
+    """Tokens [M, S] of all candidates, final ones and guesses, of which `rows` are unfinished."""
+
+    def __init__(self, sampler: Sampler, noise: np.ndarray, prompt_tokens: np.ndarray, width: int) -> None:
+        self.sampler, self.noise, self.width, m = sampler, noise, width, len(noise)
+        self.tokens, self.nll = np.repeat(prompt_tokens[None], m, 0), np.zeros(m)
+        self.fixed, self.rows = prompt_tokens != UNSET, np.arange(m)
+        # The first position that the logits predict, and the number of final tokens, of each row.
+        self.first = self.final = np.zeros((m, 1), np.int64)
+
+    def sample(self, logits: np.ndarray, empty: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Sample from logits [M, W, V]. Return how many tokens became final in each row, and which rows are done."""
+        w, rows = logits.shape[1], self.rows[:, None]
+        targets = self.first + np.arange(w)
+        scale = np.float32(1 if self.sampler.guidance is None else self.sampler.guidance)
+        guided = logits if empty is None else empty + scale * (logits - empty)
+        sampled = sample_token(self.sampler, guided.reshape(-1, guided.shape[-1]), self.noise[rows, targets].ravel())
+        guess, before = self.tokens[rows, targets], targets < self.final
+        token = np.where(self.fixed[targets] | before, guess, sampled.reshape(targets.shape))
+        final = np.ones_like(before)
+        final[:, 1:] = np.logical_and.accumulate((token == guess)[:, :-1], 1)
+        if not np.isfinite(guided.sum(-1))[final].all():
             raise UserError(
                 "the logits of the prior are not finite, so its weights are damaged or have diverged: use another copy"
             )
-        new = agree & ~before
-        nll[rows] -= (_log_probability(logits[0], token) * new).sum(1)
-        tokens[rows[:, None], targets] = token
-        final, last = first + agree.sum(1, keepdims=True), targets[:, -1:]
-        window.update(new.sum(1)[new.any(1)].tolist(), w, len(rows) * len(priors))
-        done = final[:, 0] >= s
-        if progress and done.any():
-            progress(int(done.sum()))
-        if done.all():
-            return tokens, -nll / s
-        if done.any():
-            kept = ~done
-            for prior in priors:
-                prior.select(np.flatnonzero(kept))
-            rows, final, last = rows[kept], final[kept], last[kept]
-        begin = np.minimum(final - 1, s - 1 - window.size)
-        positions = begin + np.arange(window.size)
-        rows_above = np.maximum((positions - last - 1) // width + 1, 0)
-        above = tokens[rows[:, None], np.maximum(positions - rows_above * width, 0)]
-        guesses = np.where(fixed[positions], tokens[rows[:, None], positions], above)
-        tokens[rows[:, None], positions] = guesses
-        first = begin + 1
-        logits = [prior.step(guesses, begin) for prior in priors]
+        self.nll[self.rows] -= (_log_probability(logits, token) * (final & ~before)).sum(1)
+        self.tokens[rows, targets] = token
+        self.final, self.last = self.first + final.sum(1, keepdims=True), targets[:, -1:]
+        return (final & ~before).sum(1), self.final[:, 0] >= self.tokens.shape[1]
+
+    def drop(self, done: np.ndarray) -> None:
+        """Keep the rows that are not done, bool [M]."""
+        self.rows, self.final, self.last = self.rows[~done], self.final[~done], self.last[~done]
+
+    def next_input(self, window: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the last final token of each row and guesses of the tokens after it, [M, W], and their position."""
+        begin = np.minimum(self.final - 1, self.tokens.shape[1] - 1 - window)
+        positions, rows = begin + np.arange(window), self.rows[:, None]
+        rows_above = np.maximum((positions - self.last - 1) // self.width + 1, 0)
+        above = self.tokens[rows, np.maximum(positions - rows_above * self.width, 0)]  # or the sample itself
+        self.tokens[rows, positions] = np.where(self.fixed[positions], self.tokens[rows, positions], above)
+        self.first = begin + 1
+        return self.tokens[rows, positions], begin
 
 
 def sample_token(sampler: Sampler, logits: np.ndarray, uniform: np.ndarray) -> np.ndarray:

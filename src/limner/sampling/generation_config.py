@@ -62,7 +62,7 @@ class ModelDefaults:
 
     Attributes:
         prior_score_weight: weight of the prior's log-probability in `Drawing.score`.
-        candidates: number of candidates, None if the model has none of its own.
+        candidates: number of candidates; None is the caller's default.
     """
 
     sampler: Sampler
