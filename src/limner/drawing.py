@@ -179,9 +179,13 @@ def _encode_png(picture: Image.Image, caption: str, model: str, metadata: Mappin
             info.add_text(key, escape_control(str(value)))
     info.add_text("Software", f"limner {__version__}")
     info.add_itxt("Description", caption)
-    packet = f'<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>\n{_xmp(caption, model)}\n<?xpacket end="r"?>'
-    info.add_itxt("XML:com.adobe.xmp", packet)
+    info.add_itxt("XML:com.adobe.xmp", xmp_packet(caption, model))
     return image_bytes(picture, optimize=True, pnginfo=info)
+
+
+def xmp_packet(caption: str, model: str) -> str:
+    """Return the XMP packet of a PNG file for a caption without control characters."""
+    return f'<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>\n{_xmp(caption, model)}\n<?xpacket end="r"?>'
 
 
 def _xmp(caption: str, model: str) -> str:
