@@ -1,11 +1,11 @@
-"""`limner export MODEL -o OUT`: a bundle that draws without torch."""
+"""`limner export MODEL -o OUT`: a model that draws without torch, as a bundle with ONNX files or as an HTML page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
@@ -16,21 +16,32 @@ from limner.progress import progress
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write a copy of a bundle with ONNX files, which `limner draw` and `limner edit` use without importing torch.
+    """Write a model for drawing without torch.
 
-    The ONNX files have operations only; the weights stay in the bundle's own files. At the end both draw four
-    captions, and the number of equal drawings is printed.
+    `onnx` writes a copy of the bundle with ONNX files, which `limner draw` and `limner edit` use without importing
+    torch. The ONNX files have operations only; the weights stay in the bundle's own files. At the end both draw four
+    captions, and the number of equal drawings is printed. `page` writes one HTML file that draws in a browser,
+    without a server and without a network.
     """
 
     model: Positional[Annotated[str, arg(metavar="NAME|FOLDER")]]
     """A folder that `limner train` wrote, or the name of a bundled model."""
-    out: Annotated[Path, arg(aliases=("-o",), metavar="FOLDER")]
-    """The new folder, or that of the bundle itself."""
+    to: Literal["onnx", "page"] = "onnx"
+    """What to write: a bundle with ONNX files, or an HTML page."""
+    out: Annotated[Path, arg(aliases=("-o",), metavar="FOLDER|FILE")]
+    """The new folder, or that of the bundle itself; for a page, the HTML file."""
+    onnxruntime_web: Annotated[Path | None, arg(metavar="FILE|FOLDER")] = None
+    """For a page: the npm package onnxruntime-web, which `npm pack onnxruntime-web@1.30` downloads."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Export a bundle, then compare drawings."""
+    """Export a model."""
     options = parse(Export, argv, "limner export")
+    _WRITERS[options.to](options)
+
+
+def _onnx(options: Export) -> None:
+    """Write a bundle with ONNX files, then compare drawings."""
     out = check_writable(options.out, folder=True)
     import numpy as np
 
@@ -53,3 +64,17 @@ def main(argv: Sequence[str]) -> None:
     equal, tokens = shares.count(1.0), sum(shares) / len(shares)
     print(f"{escape_control(out)}: {megabytes:.1f} MB of graphs")
     print(f"{equal} of {len(shares)} drawings equal those of torch in fp32, and {tokens:.1%} of tokens")
+
+
+def _page(options: Export) -> None:
+    """Write an HTML page."""
+    out = check_writable(options.out)
+    from limner.export.page import PARTS, export_page, read_web
+
+    runtime = read_web(options.onnxruntime_web)
+    with progress("writing the page", PARTS, unit="part") as bar:
+        export_page(options.model, out, runtime, bar.advance)
+    print(f"{escape_control(out)}: {out.stat().st_size / 1e6:.1f} MB, to open in a browser")
+
+
+_WRITERS: dict[str, Callable[[Export], None]] = {"onnx": _onnx, "page": _page}
