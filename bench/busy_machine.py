@@ -52,7 +52,8 @@ def environment(settings: dict[str, str]) -> dict[str, str]:
 
 def time_drawings(names: list[str], folder: str) -> list[float]:
     """Return the seconds of one drawing by a new process, for each setting."""
-    command = [sys.executable, "-m", "limner", "draw", CAPTION, "--output", str(Path(folder) / "drawing.png")]
+    out = str(Path(folder) / "drawing.png")
+    command = [sys.executable, "-m", "limner", "draw", CAPTION, "--engine", "torch", "--output", out]
     seconds = []
     for name in names:
         started = time.monotonic()

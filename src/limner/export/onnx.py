@@ -7,13 +7,11 @@ fp32 when a session starts.
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ from limner.atomic_io import atomic_folder, atomic_write_bytes, file_hash
 from limner.bundles import SCALE_SUFFIX
 from limner.errors import UserError
 from limner.export.parts import Decode, Encode, Part, Prefill, Score, Step, WithWeights
-from limner.json_files import write_json
+from limner.json_files import parse_json, write_json
 from limner.pretrained import find_bundle, resolve_name
 from limner.runtime import FILE, FORMAT, WEIGHTS
 from limner.sampling.decoder import TokenDecoder
@@ -33,8 +31,7 @@ MAX_WINDOW = TokenDecoder.max_window
 GRAPHS = 5
 
 
-@dataclass(frozen=True)
-class Recording:
+class Recording(NamedTuple):
     """A part, its file of weights, example inputs, and the variable sizes of these by axis."""
 
     part: Part
@@ -127,7 +124,7 @@ def _attach_weights(graph: Any, keys: set[str], path: Path) -> None:
 
     with path.open("rb") as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
-        tensors = json.loads(file.read(begin - 8))
+        tensors = parse_json(file.read(begin - 8))
     formats = {
         "F32": TensorProto.FLOAT, "F16": TensorProto.FLOAT16, "BF16": TensorProto.BFLOAT16, "I8": TensorProto.INT8
     }  # fmt: skip

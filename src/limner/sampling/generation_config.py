@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from limner.errors import UserError
 from limner.validation import SEEDS, InvalidSetting, Range, Validated
@@ -56,8 +56,7 @@ class GenerationConfig(Sampler):
 _PRIOR_SCORE_WEIGHTS = Range(0, 100)
 
 
-@dataclass(frozen=True)
-class ModelDefaults:
+class ModelDefaults(NamedTuple):
     """A model's own settings of drawing, from the info of its bundle.
 
     Attributes:
