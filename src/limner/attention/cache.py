@@ -218,7 +218,8 @@ class LayerKVCache:
 
     def _bias(self, step: Position, slots: int) -> Tensor:
         """Return -inf for slots that the position must not see, else 0."""
-        back = (step - torch.arange(slots, device=self.gap_bias.device)) % len(self.gap_bias)
+        n = len(self.gap_bias)  # added, since the remainder of a negative number is another one in ExecuTorch
+        back = (step + n - torch.arange(slots, device=self.gap_bias.device)) % n
         return self.gap_bias[back].masked_fill_(back > step, -torch.inf)  # not yet written: back > step
 
 

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.overrides import TorchFunctionMode
 
 from limner.attention.attention import Attention, attend, attention_mask
 from limner.attention.cache import Int8KVStore, KVCache, KVStore, LayerKVCache
@@ -48,6 +49,36 @@ def test_step_by_step_equals_the_whole(make, grid, prefix, recorded, kernel, can
         outputs.append(y if t >= before else y.repeat_interleave(candidates, 0))
     torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=1e-5, rtol=1e-5)
     assert cache.prefix_keys.shape == (2, 4, prefix, 8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    make=st.sampled_from(list(ALL.values())), grid=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    window=st.integers(1, 5), each_row=st.booleans(), data=st.data(),
+)  # fmt: skip
+def test_the_bias_of_slots_takes_no_remainder_of_a_negative_number(make, grid, window, each_row, data):
+    """ExecuTorch's remainder has the sign of the dividend, so the steps are the same only without negative ones."""
+
+    class Remainders(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func in (torch.remainder, torch.Tensor.remainder, torch.Tensor.__mod__):
+                dividends.append(args[0])
+            return func(*args, **(kwargs or {}))
+
+    dividends: list[torch.Tensor] = []
+    cache = LayerKVCache.from_prefix(make(grid, 3), *torch.zeros(2, 1, 1, 1, 1), window=window)
+    n = len(cache.gap_bias)
+    steps = data.draw(st.lists(st.integers(0, grid[0] * grid[1] - 1), min_size=3, max_size=3))
+    step, slots = torch.tensor(steps)[:, None, None], n
+    if not each_row:
+        step, slots = steps[0], data.draw(st.integers(1, n))
+    with Remainders():
+        bias = cache._bias(step, slots)
+    assert dividends and all(bool((x >= 0).all()) for x in dividends)
+    back = torch.as_tensor(step - torch.arange(slots))
+    back = back - back.div(n, rounding_mode="floor") * n
+    expected = torch.where(back > step, -torch.inf, cache.gap_bias[back])
+    assert torch.equal(bias, expected)
 
 
 def test_a_candidate_costs_no_text():
