@@ -17,6 +17,7 @@ from limner import load
 from limner.errors import UserError
 from limner.export.page import GLUE, WASM, read_web
 from limner.numerics.precision import Fp32
+from limner.sampling.generation_config import Sampler
 
 ROOT = Path(__file__).parents[2]
 WEB = Path(os.environ.get("LIMNER_ONNXRUNTIME_WEB", "missing"))
@@ -66,7 +67,7 @@ def test_a_page_draws_what_torch_draws(name: str, tmp_path: Path) -> None:
         drawn = page.evaluate(DRAW % json.dumps(draws))
         for (caption, seed, count, settings), (text, tokens, scores) in zip(draws, drawn, strict=True):
             assert text == pipe.tokenizer.encode([caption], pipe.prior.config.text_len)[0].tolist()
-            expected = pipe.candidates([caption], count, seed=seed, **settings)
+            expected = pipe.candidates([caption], count, seed=seed, sampler=Sampler(**settings))
             assert tokens == expected.tokens[0].tolist(), caption
             assert scores == pytest.approx(expected.scores[0].tolist(), abs=1e-4)
 
