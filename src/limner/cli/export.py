@@ -27,7 +27,7 @@ class Export:
     model: Positional[Annotated[str, arg(metavar="NAME|FOLDER")]]
     """A folder that `limner train` wrote, or the name of a bundled model."""
     to: Literal["onnx", "page"] = "onnx"
-    """What to write: a bundle with ONNX files, or an HTML page."""
+    """A bundle with ONNX files, or an HTML page."""
     out: Annotated[Path, arg(aliases=("-o",), metavar="FOLDER|FILE")]
     """The new folder, or that of the bundle itself; for a page, the HTML file."""
     onnxruntime_web: Annotated[Path | None, arg(metavar="FILE|FOLDER")] = None

@@ -12,12 +12,10 @@ import numpy as np
 
 from limner.errors import UserError
 from limner.numerics.seeding import candidate_seed
-from limner.sampling.generation_config import Sampler
+from limner.sampling.generation_config import UNSET, Sampler
 from limner.sampling.window import Window
 
 __all__ = ["Prior", "candidate_noise", "generate", "sample_token"]
-
-UNSET = -1  # marks a position to sample
 
 
 class Prior(Protocol):
@@ -63,19 +61,18 @@ def generate(
     m, s = noise.shape
     window = Window(m * len(priors), min(caption.max_window, s - 1))
     logits = [np.repeat(prior.start(m)[None, None], m, 0) for prior in priors]
-    group, unfinished = _Rows(sampler, noise, prompt_tokens, width), m
+    group = _Rows(sampler, noise, prompt_tokens, width)
     while True:
         gained, done = group.sample(*logits)
         window.update(gained[gained > 0].tolist(), logits[0].shape[1], len(done) * len(priors))
         if done.any():
             group.drop(done)
-            for prior in priors:
-                prior.select(np.flatnonzero(~done))
             if progress:
                 progress(int(done.sum()))
-            unfinished -= int(done.sum())
-        if not unfinished:
-            return group.tokens, -group.nll / s
+            if done.all():
+                return group.tokens, -group.nll / s
+            for prior in priors:
+                prior.select(np.flatnonzero(~done))
         tokens, position = group.next_input(window.size)
         logits = [prior.step(tokens, position) for prior in priors]
 

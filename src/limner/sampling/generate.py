@@ -17,12 +17,10 @@ from torch import Tensor
 
 from limner.models.transformer import Transformer
 from limner.numerics.seeding import candidate_seed
-from limner.sampling.generation_config import Sampler
+from limner.sampling.generation_config import UNSET, Sampler
 from limner.text import PAD
 
 __all__ = ["candidate_noise", "reference_tokens", "sample_token"]
-
-UNSET = -1  # marks a position to sample
 
 
 @torch.inference_mode()

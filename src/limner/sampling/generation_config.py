@@ -10,6 +10,7 @@ from limner.errors import UserError
 from limner.validation import SEEDS, InvalidSetting, Range, Validated
 
 CANDIDATES = Range(1, 2**16)  # candidates of a caption
+UNSET = -1  # among prompt tokens, marks a position to sample
 
 
 @dataclass(frozen=True, kw_only=True)
