@@ -2,10 +2,15 @@
 
 A link from a page to a file outside docs/ (`../src/limner/config.py`) works unchanged on a code host. In the site it
 leads to a page with the file's text. CONTRIBUTING.md and CHANGELOG.md become pages.
+
+If `LIMNER_ONNXRUNTIME_WEB` names the npm package onnxruntime-web (file or folder), the site has the bundled models as
+pages that draw.
 """
 
+import os
 import posixpath
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +19,13 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import reference
+from limner.export.page import export_page, read_web
+from limner.pretrained import list_pretrained
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOT_PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")  # the target of a link to a file, without its anchor
+WEB = os.environ.get("LIMNER_ONNXRUNTIME_WEB")
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json"}
 
 
@@ -37,6 +45,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = config["generated"]
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
+    for name in list_pretrained() if WEB else ():
+        files.append(File.generated(config, f"browser/{name}.html", content=_drawing_page(name)))
     linked = set()
     for file in files.documentation_pages():
         for target in LINK.findall(file.content_string):
@@ -49,13 +59,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to files outside docs/ at the pages with their text."""
+    """Point links to files outside docs/ at the pages with their text, and link the pages that draw."""
 
     def point(match: re.Match[str]) -> str:
         path = _repository_file(match[1], page.file.src_uri)
         return posixpath.relpath(_source_page(path), posixpath.dirname(page.file.src_uri) or ".") if path else match[1]
 
-    return LINK.sub(point, markdown)
+    links = [f"- [{name}](browser/{name}.html){{target=_blank}}: {about}" for name, about in list_pretrained().items()]
+    absent = "This copy of the site was built without these files: `LIMNER_ONNXRUNTIME_WEB` named no npm package."
+    return LINK.sub(point, markdown.replace("[[browser pages]]", "\n".join(links) if WEB else absent))
+
+
+def _drawing_page(model: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        return export_page(model, Path(folder, "page.html"), read_web(Path(WEB))).read_bytes()
 
 
 def _expanded(nav: list, names: list[str]) -> Iterator:

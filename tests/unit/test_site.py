@@ -26,6 +26,7 @@ from limner.models.dvae import DVAEConfig
 from limner.models.patch_dvae import PatchDVAEConfig
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
+from limner.pretrained import list_pretrained
 from limner.objectives.codebook_elbo import BalancedELB
 from limner.objectives.elbo import RelaxedELB
 from limner.objectives.hard_negatives import HardNegativeLoss
@@ -103,6 +104,14 @@ def test_links_and_anchors_of_the_site_exist(site: dict[Path, Html]):
                 broken.append((path.name, link))
     assert broken == []
     assert checked > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("LIMNER_ONNXRUNTIME_WEB" not in os.environ, reason="names no npm package of onnxruntime-web")
+def test_the_site_has_a_page_that_draws_for_each_bundled_model(site: dict[Path, Html]):
+    sizes = {path.stem: path.stat().st_size for path in site if path.parent.name == "browser"}
+    assert sizes.keys() == list_pretrained().keys()
+    assert max(sizes.values()) <= 20_000_000
 
 
 @pytest.mark.slow
