@@ -25,13 +25,13 @@ PRIVATE = {
     "is_mkldnn_bf16_supported": ("torch:ops.mkldnn._is_mkldnn_bf16_supported", "torch 2.13"),
     "is_vnni_supported": ("torch.cpu:_is_vnni_supported", "torch 2.13"),
     # Dispatch, tensors without data, and collectives without processes.
+    "CollectiveOp": ("torch.distributed._tools.fake_collectives:CollectiveOp", "torch 2.13"),
     "FakeStore": ("torch.testing._internal.distributed.fake_pg:FakeStore", "torch 2.13"),
     "FakeTensor": ("torch._subclasses.fake_tensor:FakeTensor", "torch 2.13"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor:FakeTensorMode", "torch 2.13"),
-    "ShardingPropagator": ("torch.distributed.tensor._sharding_prop:ShardingPropagator", "torch 2.13"),
     "TorchDispatchMode": ("torch.utils._python_dispatch:TorchDispatchMode", "torch 2.13"),
+    "active_fake_mode": ("torch._guards:active_fake_mode", "torch 2.13"),
     "local_scalar_dense": ("torch:ops.aten._local_scalar_dense.default", "torch 2.13"),
-    "resolve_process_group": ("torch.distributed.distributed_c10d:_resolve_process_group", "torch 2.13"),
     "tree_leaves": ("torch.utils._pytree:tree_leaves", "torch 2.13"),
     "unset_fake_temporarily": ("torch._subclasses.fake_tensor:unset_fake_temporarily", "torch 2.13"),
     # The compiler; its modules take a second to import.

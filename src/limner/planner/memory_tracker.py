@@ -9,7 +9,8 @@ the operation that creates it until its last reference is gone. Sharding resizes
 always next to a collective, so collectives refresh all sizes. Workspace within an operation and memory cached by an
 allocator are not counted.
 
-Shapes: W processes of a group.
+torch's `MemTracker` measures the same peaks, but rejects a second forward pass, such as that of another micro-batch,
+and does not count bytes sent.
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any
 
-import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from limner.compat import ShardingPropagator, TorchDispatchMode, resolve_process_group, tree_leaves
-from limner.errors import UserError
+from limner.compat import CollectiveOp, TorchDispatchMode, active_fake_mode, tree_leaves
 from limner.optim.dtensor import to_local
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
@@ -41,10 +40,8 @@ class MemoryTracker(TorchDispatchMode):
     Attributes:
         current, peak: bytes of live tensors; `reset` starts a new peak.
         calls: number of calls, by collective.
-        sent: bytes sent by this process, by collective. Ring collectives send (W - 1) / W of the gathered or scattered
-            bytes, an all-reduce twice that (Patarasuk & Yuan 2009).
-
-    Raises `UserError` if torch is too old.
+        sent: bytes sent by this process, by collective. Among W processes, ring collectives send (W - 1) / W of the
+            gathered or scattered bytes, an all-reduce twice that (Patarasuk & Yuan 2009).
     """
 
     def __init__(self) -> None:
@@ -53,23 +50,11 @@ class MemoryTracker(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         self._sizes: dict[weakref.ref[Any], int] = {}
-        self._propagator: Any = ShardingPropagator
-        if not hasattr(self._propagator, "_fake_mode_lock"):
-            raise UserError(f"torch {torch.__version__} is too old for memory tracking: install 2.13 or newer")
-        self._shape_propagation = _ShapePropagation(self._propagator._fake_mode_lock)
-
-    def __enter__(self) -> Self:
-        self._propagator._fake_mode_lock = self._shape_propagation
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._propagator._fake_mode_lock = self._shape_propagation.lock
-        super().__exit__(*error)
+        self._fake_mode = active_fake_mode()
 
     def reset(self) -> None:
         """Reset the peak and the collectives, but not the live bytes."""
-        self.refresh()
-        self.peak = self.current
+        self.peak = self.refresh()
         self.calls.clear()
         self.sent.clear()
 
@@ -86,7 +71,7 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local operations are dispatched here
-        if self._shape_propagation.active:
+        if active_fake_mode() is not self._fake_mode:  # torch derives the shape of an unsharded result
             return func(*args, **(kwargs or {}))
         if func.namespace in _COLLECTIVE_NAMESPACES:
             self._count(func, args)
@@ -118,8 +103,8 @@ class MemoryTracker(TorchDispatchMode):
         kind = next((kind for part, kind in _COLLECTIVE_KINDS.items() if part in name), None)
         if kind is None:  # waiting, barriers
             return
-        world_size = _world_size(args)
-        size = max(sum(_nbytes(arg)) for arg in args)
+        world_size = CollectiveOp.get_process_group(func, args).size()
+        size = max(sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args)
         if kind == "all-gather" and func.namespace == "_c10d_functional":  # its argument is the shard
             size *= world_size
         self.calls[kind] += 1
@@ -127,38 +112,7 @@ class MemoryTracker(TorchDispatchMode):
         self.sent[kind] += size if kind == "send" else ring
 
 
-class _ShapePropagation:
-    """Wrapper of the lock under which torch propagates the shapes of unsharded tensors without memory. Operations under
-    it are not counted."""
-
-    def __init__(self, lock: Any) -> None:
-        self.lock, self.active = lock, False
-
-    def __enter__(self) -> None:
-        self.lock.__enter__()
-        self.active = True
-
-    def __exit__(self, *error: Any) -> None:
-        self.active = False
-        self.lock.__exit__(*error)
-
-
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages of this process's shards, each once."""
     storages = [to_local(t).untyped_storage() for t in tensors]
     return sum({id(storage): storage.nbytes() for storage in storages}.values())
-
-
-def _nbytes(argument: Any) -> list[int]:
-    return [leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)]
-
-
-def _world_size(args: tuple[Any, ...]) -> int:
-    """Return the size of a collective's group, which is an argument, as an object or as a name."""
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject):
-            try:
-                return distributed.ProcessGroup.unbox(arg).size()  # pyright: ignore[reportAttributeAccessIssue]
-            except RuntimeError:  # a reduce operation
-                continue
-    return resolve_process_group(args[-1]).size()

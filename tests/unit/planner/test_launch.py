@@ -195,14 +195,6 @@ def test_the_tracker_counts_live_bytes() -> None:
         assert tracker.refresh() == 0 and tracker.peak == 400
 
 
-def test_an_old_torch_raises(monkeypatch) -> None:
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    monkeypatch.delattr(ShardingPropagator, "_fake_mode_lock")
-    with pytest.raises(UserError, match="install 2.13 or newer"):
-        MemoryTracker()
-
-
 @pytest.mark.slow
 def test_the_plan_matches_real_processes() -> None:
     bench = Path(__file__).parents[3] / "bench/memory_per_rank.py"
