@@ -8,6 +8,7 @@ pass and of its parameters, for other modules those of their parameters.
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -69,50 +70,34 @@ class ExponentHistogram:
         return int((below <= tail).sum()) + MIN_EXPONENT, int((below < 1 - tail).sum()) + MIN_EXPONENT
 
 
-@dataclass(frozen=True)
-class GradientGroup:
-    """Exponents of a module's gradients; `activations` are the ones that enter a resblock's backward pass."""
+def gradient_exponents(run: TrainState, batch: Batch) -> dict[str, dict[str, ExponentHistogram]]:
+    """Return the exponents of one batch's gradients by module, in the model's order: "activations" that enter the
+    backward pass of a resblock, and "parameters".
 
-    name: str
-    activations: ExponentHistogram | None
-    parameters: ExponentHistogram
+    They are computed in fp32 in any precision of the run, whose format could flush them. The run's gradients are
+    cleared, the rest of its state stays.
+    """
+    blocks = resblocks(run.model)
+    entering: dict[str, list[Tensor]] = {}
+    with ExitStack() as hooks:
+        for name, block in blocks.items():
 
-    def shares(self) -> dict[str, list[tuple[float, float]]]:
-        """Return the shares by exponent, for activations (if any) and parameters."""
-        histograms = {"activations": self.activations, "parameters": self.parameters}
-        return {kind: histogram.shares() for kind, histogram in histograms.items() if histogram is not None}
+            def record(_: nn.Module, args: object, out: Tensor, name: str = name) -> None:
+                out.register_hook(lambda grad: entering.setdefault(name, []).append(grad.detach().float().flatten()))
 
-
-def gradient_exponents(run: TrainState, batch: Batch) -> list[GradientGroup]:
-    """Return the exponents of one batch's gradients, in the model's order. They are computed in fp32 in any precision
-    of the run, whose format could flush them. The run's gradients are cleared, the rest of its state stays."""
-    model = run.model
-    blocks = resblocks(model)
-    entering: dict[str, list[Tensor]] = {name: [] for name in blocks}
-    handles = []
-    for name, block in blocks.items():
-
-        def record(_: nn.Module, args: object, out: Tensor, name: str = name) -> None:
-            out.register_hook(lambda grad: entering[name].append(grad.detach().float().flatten()))
-
-        handles.append(block.branch.register_forward_hook(record))  # type: ignore[union-attr]
-    try:
+            handle = block.branch.register_forward_hook(record)  # type: ignore[union-attr]
+            hooks.callback(handle.remove)
         loss, _ = run.trainable(batch, run.step, run.generator)
         loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    block_of = {id(p): name for name, block in blocks.items() for p in block.parameters()}
-    grads: dict[str, list[Tensor]] = {}
-    for name, p in model.named_parameters():
+    block_of = {p: name for name, block in blocks.items() for p in block.parameters()}
+    gradients: dict[str, dict[str, list[Tensor]]] = {}
+    for name, p in run.model.named_parameters():
         if p.grad is not None:
-            grads.setdefault(block_of.get(id(p), name.rpartition(".")[0] or name), []).append(p.grad.flatten())
+            module = block_of.get(p, name.rpartition(".")[0] or name)
+            kinds = {"activations": entering[module]} if module in entering else {}
+            gradients.setdefault(module, kinds).setdefault("parameters", []).append(p.grad.flatten())
             p.grad = None
-    return [
-        GradientGroup(
-            name,
-            ExponentHistogram.from_values(torch.cat(entering[name])) if entering.get(name) else None,
-            ExponentHistogram.from_values(torch.cat(parameters)),
-        )
-        for name, parameters in grads.items()
-    ]
+    return {
+        module: {kind: ExponentHistogram.from_values(torch.cat(values)) for kind, values in kinds.items()}
+        for module, kinds in gradients.items()
+    }

@@ -57,20 +57,23 @@ def main(argv: Sequence[str]) -> None:
     stream.close()
     header = ("gradients of", "98% of exponents", "zeros", *(f"lost in {name}" for name in SMALLEST_SUBNORMAL))
     rows = []
-    for part in parts:
-        for kind, exponents in (("activations", part.activations), ("parameters", part.parameters)):
-            if exponents is None:
-                continue
+    for module, kinds in parts.items():
+        for kind, exponents in kinds.items():
             low, high = exponents.central_range()
             total = int(exponents.counts.sum()) + exponents.zeros
             lost = (f"{exponents.underflow(limit, options.scale):.1%}" for limit in SMALLEST_SUBNORMAL.values())
-            rows.append((f"{part.name}, {kind}", f"{low} to {high}", f"{exponents.zeros / max(total, 1):.1%}", *lost))
+            rows.append((f"{module}, {kind}", f"{low} to {high}", f"{exponents.zeros / max(total, 1):.1%}", *lost))
     summary = f"{len(parts)} parts, a batch of {run.config.batch_size}, gradients times {options.scale:g}"
     print(f"{summary}\n{render_table(header, rows, align='left')}")
     if options.output:
         from limner.evaluation import report
 
-        charts = [report.chart(part.name, part.shares(), x_label="floor(log2|gradient|)") for part in parts]
+        charts = [
+            report.chart(
+                module, {kind: x.shares() for kind, x in parts[module].items()}, x_label="floor(log2|gradient|)"
+            )
+            for module in parts
+        ]
         body = f'<p>{summary}</p>{report.table(rows, header)}<div class="charts">{"".join(charts)}</div>'
         title = f"Exponents of the gradients of {options.run}"
         print(f"written: {escape_control(report.save_page(options.output, title, f'<h1>{escape(title)}</h1>{body}'))}")
