@@ -9,6 +9,7 @@ Shapes: R replicas, n values.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,28 +28,23 @@ from limner.training.train_module import Trainable
 
 
 class SimulatedGroup(Replicas):
-    """A simulated process group of one replica. `sent` counts bytes of a ring all-reduce."""
+    """A simulated process group of one replica, whose `group` is the strategy."""
 
-    def __init__(self, strategy: SimulatedReplicas) -> None:
-        self.strategy, self.sent = strategy, 0
-
-    @property
-    def count(self) -> int:
-        return self.strategy.count
+    group: Any
 
     def _exchange(self, values: Tensor, size: int) -> Iterator[Any]:
-        self.strategy.outbox.append(values.clone())
+        self.group.outbox.append(values.clone())
         self.sent += 2 * size * (self.count - 1) // self.count
         yield self
 
     def mean(self, values: Float[Tensor, " n"]) -> PendingWork:
         yield from self._exchange(values, values.nbytes)
-        values.copy_(self.strategy.exchanged.mean(0))
+        values.copy_(self.group.exchanged.mean(0))
 
     def compressed_mean(self, values: Float[Tensor, " n"], codec: Codec) -> PendingWork:
         codes = codec.pack(values)
         yield from self._exchange(codec.unpack(codes), codes.nbytes)
-        values.copy_(codec.unpack(codec.pack(self.strategy.exchanged.mean(0))))
+        values.copy_(codec.unpack(codec.pack(self.group.exchanged.mean(0))))
 
 
 class SimulatedReplicas(SingleProcess):
@@ -65,46 +61,43 @@ class SimulatedReplicas(SingleProcess):
 
     def __init__(self, make: Callable[[], Fp32Reducer], count: int) -> None:
         super().__init__()
-        self.count, self._replica = count, 0
         self.reducers = [make() for _ in range(count)]
         self.groups = [SimulatedGroup(self) for _ in range(count)]
         self.outbox: list[Tensor] = []
         self.exchanged = torch.empty(0)
+        self._replica = 0
+
+    def size(self) -> int:
+        return len(self.reducers)
 
     def prepare(self, trainable: Trainable, device: torch.device, dtype: torch.dtype) -> nn.Module:
         module = super().prepare(trainable, device, dtype)
-        self._buckets = buckets(trainable.model)
-        # A replica's parameters share memory with the model's, but have separate gradients.
-        self._params = dict(trainable.model.named_parameters())
-        self._views = [{name: nn.Parameter(p.detach()) for name, p in self._params.items()} for _ in self.reducers]
-        for reducer, parameters, group in zip(self.reducers, self._views, self.groups, strict=True):
-            replica_buckets = {
-                name: replace(bucket, parameters={key: parameters[key] for key in bucket.parameters})
-                for name, bucket in self._buckets.items()
-            }
-            reducer.attach(replica_buckets, group)
+        self._model, self._models = trainable.model, [copy.deepcopy(trainable.model) for _ in self.reducers]
+        for reducer, model, group in zip(self.reducers, self._models, self.groups, strict=True):
+            for p, shared in zip(model.parameters(), self._model.parameters(), strict=True):
+                p.data = shared.data  # the gradients are separate
+            reducer.attach(buckets(model), group)
         return module
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         """Run one replica's share, and undo the gradient's division by the number of replicas."""
         yield
-        for name, p in self._params.items():
+        for p, own in zip(self._model.parameters(), self._models[self._replica].parameters(), strict=True):
             if p.grad is not None:
-                self._views[self._replica][name].grad = p.grad.mul_(self.count)
-                p.grad = None
+                own.grad, p.grad = p.grad.mul_(self.size()), None
         self._replica = 0 if last else self._replica + 1
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        for bucket in reversed(self._buckets):
+        for bucket in reversed(buckets(self._model)):
             self._run_lockstep([reducer.reduce(bucket) for reducer in self.reducers])
         self._run_lockstep([reducer.finish() for reducer in self.reducers])
-        for reducer, view in zip(self.reducers, self._views, strict=True):
-            list(reducer.parts(view.values()))  # sets all gradients
-        for name, p in self._params.items():
-            p.grad = self._views[0][name].grad
-            for view in self._views:
-                view[name].grad = None
+        for reducer, model in zip(self.reducers, self._models, strict=True):
+            list(reducer.parts(model.parameters()))  # sets all gradients
+        for p, first in zip(self._model.parameters(), self._models[0].parameters(), strict=True):
+            p.grad = first.grad
+        for model in self._models:
+            model.zero_grad(set_to_none=True)
         super().reduce(parameters)
 
     def _run_lockstep(self, pending: list[PendingWork]) -> None:
