@@ -64,8 +64,7 @@ def main() -> None:
         results = start(__file__, ranks, "--ranks", str(ranks))
         print(f"{ranks} ranks, {launch.shards} shards x {launch.replicas}; MB")
         print(f"  {'':28} {'planned':>10} {'measured, by rank':>20}")
-        expected = {**launch.state, "activations": sum(launch.activations.values()), "peak": launch.peak}
-        for name, value in expected.items():
+        for name, value in launch.sizes.items():
             measured = [rank[name] for rank in results]
             error = max((m - value for m in measured), key=abs) / value
             print(f"  {name:28} {value / 1e6:10.2f} {' '.join(f'{m / 1e6:8.2f}' for m in measured)} {error:+8.1%}")
@@ -123,10 +122,9 @@ def work(launch: Launch, rank: int, rendezvous: str) -> dict[str, Any]:
             hook = MemoryHook(tracker, gathered)
             run.wrapped.register_forward_hook(hook.after_forward)
             for _ in range(STEPS):
-                hook.reset()
                 update(run, batch(launch), [hook])
             growth = resident() - before
-            return {**hook.state, "activations": hook.activations, "peak": tracker.peak, "growth": growth}
+            return {**hook.sizes, "growth": growth}
     finally:
         distributed.destroy_process_group()
 

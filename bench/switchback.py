@@ -25,14 +25,13 @@ from torch import Tensor
 from limner.cli.malloc_tuning import restart_with_malloc_tunables
 from limner.experiments.switchback_speed import (
     Functions,
-    Times,
     describe_device,
     int8_sums,
     linear_layers,
     median_speedup,
     switchback_steps,
-    time_rounds,
 )
+from limner.planner.throughput import Times, time_rounds
 from limner.quantization import (
     Fp8SwitchBackLinear,
     Fp8TensorWiseLinear,

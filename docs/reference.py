@@ -344,7 +344,7 @@ def memory() -> str:
         "GB per GPU, fp32 / 16-bit: one copy of the parameters is sharded over the GPUs of a machine, and activations "
         "are recomputed in the backward pass (`--prior.training.checkpoint-activations`). `16-bit` stores the matrices "
         "of the blocks and their gradients in 16 bits (`--prior.training.precision fp16weights`); `fp32` stores them "
-        "in 32 bits and multiplies in bf16, or in fp16 on a V100.\n",
+        "in 32 bits and multiplies in bf16, or in fp16 on a V100. Optimizer and averages are those of the recipe.\n",
         f"| recipe | parameters | {' | '.join(heads)} |",
         "|---|---|" + "---|" * len(PLANS),
     ]

@@ -34,9 +34,10 @@ from common import DEVICE, Results, kernel_times, parser
 from torch import Tensor
 
 from limner import compat
-from limner.experiments.switchback_speed import median_speedup, time_rounds
+from limner.experiments.switchback_speed import median_speedup
 from limner.models.transformer import Block
 from limner.numerics.formats import INT8_MAX
+from limner.planner.throughput import time_rounds
 from limner.quantization import Fp8SwitchBackLinear, SwitchBackLinear, low_precision
 from limner.quantization.convert import convert
 from limner.quantization.quantize import quantize, scale_and_inverse

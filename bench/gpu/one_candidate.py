@@ -21,7 +21,7 @@ import torch
 from common import DEVICE, Results, kernel_times, parser
 
 from limner.models.transformer import SIZES, TransformerConfig
-from limner.planner.cost import Cost
+from limner.planner.cost import decode_step
 from limner.planner.throughput import DeviceRates, mean_step, measure_rates, prepare_generation
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -49,7 +49,7 @@ def drawing(config: TransformerConfig, rates: DeviceRates, compiled: bool) -> di
     _, _, step = prepare_generation(config, 1, DEVICE, compiled=compiled)
     length = prod(config.grid)
     seconds = mean_step(step, length, 16)
-    _, bytes_read = Cost(config=config).decode_step(1)
+    _, bytes_read = decode_step(config, 1)
     positions = itertools.count(length // 2)
     kernels = kernel_times(lambda: step(next(positions)), 20)
     return {

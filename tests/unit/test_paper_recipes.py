@@ -7,7 +7,7 @@ import torch
 from limner import recipes
 from limner.numerics.precision import Auto, Fp16
 from limner.objectives.autoregressive import Autoregressive
-from limner.planner.compression import table1
+from limner.planner.cost import table1
 from limner.recipes.presets import paper
 from limner.training.grad_scaler import scaling
 from limner.training.step import update

@@ -9,10 +9,6 @@ BUDGET = 30_500  # lines of the package; the aim is 24,000
 NESTED = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.AsyncFor, ast.AsyncWith, ast.Match)
 #: Kernels take their arguments one by one.
 KERNELS = ("attention/triton_decode.py", "optim/triton_adamw.py", "quantization/triton_int8.py")
-LONG_FILES = {"planner/launch.py"}
-LONG_FUNCTIONS = {"cli/plan.py: report"}
-
-
 FUNCTIONS = [
     (name, node)
     for name, text in FILES.items()
@@ -36,12 +32,11 @@ def test_the_package_keeps_to_its_budget():
 
 
 def test_files_have_at_most_300_lines():
-    assert {name for name, text in FILES.items() if len(text.splitlines()) > 300} == LONG_FILES
+    assert not [name for name, text in FILES.items() if len(text.splitlines()) > 300]
 
 
 def test_functions_have_at_most_60_lines():
-    long = {f"{name}: {node.name}" for name, node in FUNCTIONS if node.end_lineno - node.lineno >= 60}
-    assert long == LONG_FUNCTIONS
+    assert not [f"{name}: {node.name}" for name, node in FUNCTIONS if node.end_lineno - node.lineno >= 60]
 
 
 def test_functions_have_fewer_than_ten_parameters():

@@ -34,6 +34,7 @@ from limner.experiments.sweep import Result, Sweep, process_pool
 from limner.models.transformer import TransformerConfig
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.param_groups import block_matrices
+from limner.planner.cost import compression_rate
 from limner.training.train_module import Trainable
 
 HEADER_BYTES = 4096  # bytes of headers per step
@@ -46,14 +47,9 @@ class NoCommunication(Fp32Reducer):
         return iter(())
 
 
-def our_share(r: int, d: int, m: int) -> float:
+def our_share(d: int, r: int, m: int) -> float:
     """Return the share of the gradients' numbers sent in our layout."""
     return r * (m + 3) / (3 * d * m)
-
-
-def paper_share(r: int, d: int, m: int) -> float:
-    """Return the share sent according to Table 2."""
-    return r * (m + 2) / (2 * d * m)
 
 
 def trial(*, shards: int, **settings: Any) -> Result:
@@ -120,15 +116,15 @@ def bandwidth(folder: Path, quick: bool) -> Finding:
         tolerance = HEADER_BYTES / matrices
         for r in ranks:
             shares = [(sent[f"{form} {r}"] - sent["within"] - uncompressed) / matrices for form in ("fp32", "1-6-9")]
-            expected = our_share(r, d, m)
+            expected = our_share(d, r, m)
             worst = max(worst, abs(shares[0] - expected) - tolerance, abs(2 * shares[1] - expected) - 2 * tolerance)
-            formulas = (*shares, expected, paper_share(r, d, m))
+            formulas = (*shares, expected, 1 - compression_rate(d, r, m))
             rows.append((m, r, f"{matrices:,.0f}", f"{uncompressed:,.0f}", *(f"{share:.4f}" for share in formulas)))
     return Finding(
         holds=worst <= 0,
         verdict=f"The bytes sent {'match' if worst <= 0 else 'do not match'} the formula of our layout up to a few "
         "headers, and 1-6-9 sends half of them. For the paper's largest model (r = 896, d = 3968, m = 8), the paper's "
-        f"layout sends {paper_share(896, 3968, 8):.1%} of the numbers, ours {our_share(896, 3968, 8):.1%}.",
+        f"layout sends {1 - compression_rate(3968, 896):.1%} of the numbers, ours {our_share(3968, 896, 8):.1%}.",
         header=("m", "r", "bytes of matrices", "uncompressed bytes", "share sent, fp32", "share sent, 1-6-9",
                 "our formula", "the paper's formula"),
         rows=rows,

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from limner import compat
 from limner.experiments.report import Finding, experiment
+from limner.planner.throughput import Times, time_rounds
 from limner.progress import progress
 from limner.quantization import StandardLinear, SwitchBackLinear
 from limner.quantization.products import int32_sums, product, select_kernel, weight_gradient
@@ -31,22 +31,6 @@ from limner.quantization.quantize import quantize
 
 ROUNDS = 7
 Functions = dict[str, Callable[[], object]]
-Times = Mapping[str, list[float]]
-
-
-def time_rounds(functions: Mapping[str, Callable[[], object]], rounds: int) -> Times:
-    """Return the seconds of each function in each round, after a warm-up round."""
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for number in range(rounds + 1):
-        for name, function in functions.items():
-            synchronize()
-            start = time.perf_counter()
-            function()
-            synchronize()
-            if number:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
 
 
 def switchback_steps(x: Float[Tensor, "b n"], weight: Float[Tensor, "m n"], g: Float[Tensor, "b m"]) -> Functions:

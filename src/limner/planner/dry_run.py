@@ -28,13 +28,13 @@ from limner.distributed.sharded import KINDS
 from limner.numerics.precision import Auto, Bf16, Fp16
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.dtensor import to_local
+from limner.planner.cost import Shape
 from limner.planner.launch import Launch
 from limner.planner.memory_tracker import MemoryTracker, storage_bytes
 from limner.training.hooks import Hook
+from limner.training.parallel import SingleProcess
 from limner.training.step import update
 from limner.training.train_state import TrainState
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +43,12 @@ class DryRun:
 
     Args:
         shards: full shape and shard shape, by parameter name.
-        state: of weights, gradients, moments, averaged weights.
-        activations: stored by a forward pass, without gathered weights.
-        peak: maximum in the step.
+        sizes: as in `MemoryHook`.
         calls, sent: number and bytes of collectives, as in `MemoryTracker`.
     """
 
     shards: dict[str, tuple[Shape, Shape]]
-    state: dict[str, int]
-    activations: int
-    peak: int
+    sizes: dict[str, int]
     calls: Counter[str]
     sent: Counter[str]
 
@@ -71,7 +67,8 @@ def dry_run(launch: Launch) -> DryRun:
         training = replace(training, precision=Bf16())
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=launch.gpus)
     try:
-        parallel = KINDS[launch.kind](launch.replicas)  # outside FakeTensorMode: the device mesh needs values
+        # Outside FakeTensorMode: the device mesh needs values.
+        parallel = KINDS[launch.kind](launch.replicas) if launch.gpus > 1 else SingleProcess()
         with torch.random.fork_rng([]), FakeTensorMode(), _FakeValueTracker() as tracker:
             model: Any = launch.config.build()
             for name, core in model.attention_fns.items():
@@ -86,16 +83,14 @@ def dry_run(launch: Launch) -> DryRun:
                 optimizer.zero_grad(set_to_none=True)
             measure = MemoryHook(tracker, launch.retained_bytes)
             run.wrapped.register_forward_hook(measure.after_forward)
-            rows, (h, w) = launch.samples * training.accumulate, launch.config.grid
+            rows, (h, w) = training.batch_size // launch.gpus, launch.config.grid
             batch = {"text": (rows, launch.config.text_len), "image": (rows, h * w)}
             update(run, {name: torch.zeros(shape, dtype=torch.int64) for name, shape in batch.items()}, [measure])
             return DryRun(
                 shards={name: (full_shapes[name], tuple(to_local(p).shape)) for name, p in model.named_parameters()},
-                state=measure.state,
-                activations=measure.activations,
-                peak=tracker.peak,
-                calls=Counter(tracker.calls),
-                sent=Counter(tracker.sent),
+                sizes=measure.sizes,
+                calls=tracker.calls,
+                sent=tracker.sent,
             )
     finally:
         distributed.destroy_process_group()
@@ -128,26 +123,23 @@ class MemoryHook(Hook):
         gathered: bytes of weights that stay gathered between the passes.
 
     Attributes:
-        activations: bytes that the forward pass leaves, without these weights.
-        state: result of `state_bytes`.
+        sizes: bytes by the names of `Launch.sizes`: the state, activations that a forward pass leaves without these
+            weights, and the peak of the passes.
     """
 
     def __init__(self, tracker: MemoryTracker, gathered: int) -> None:
         self._tracker, self._gathered = tracker, gathered
-        self.state: dict[str, int] = {}
-        self.reset()
 
-    def reset(self) -> None:
-        """Start the measurement, before a step."""
+    def before_step(self, run: TrainState) -> None:
         self._tracker.reset()
-        self._before, self.activations = self._tracker.current, 0
+        self._before, self._activations = self._tracker.current, 0
 
     def after_forward(self, *_: Any) -> None:
-        if not self.activations:
-            self.activations = self._tracker.refresh() - self._before - self._gathered
+        self._activations = self._activations or self._tracker.refresh() - self._before - self._gathered
 
     def after_backward(self, run: TrainState) -> None:
-        self.state = state_bytes(run)
+        self.sizes = state_bytes(run)
+        self.sizes |= {"activations of a micro-batch": self._activations, "peak": self._tracker.peak}
 
 
 def state_bytes(run: TrainState) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Memory and traffic per GPU of `torchrun … limner train --parallel fsdp` (or zero2), calculated before the start.
+"""Memory and traffic per GPU of `limner train` on one GPU, or on many with `torchrun` and `--parallel fsdp` or zero2.
 
 N GPUs hold R replicas of the weights, each in S = N / R shards (`distributed/sharded.py`). Weights, gradients, moments
 and averages are sharded fp32; AdamW16's moments take 16 bits. If the precision stores the matrices of blocks and their
@@ -21,62 +21,23 @@ sends P [m, r / S] and Q [n, r / S] in 16 bits: the rank r is over all shards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import ceil, prod
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 from limner.data.stream import per_rank_batch_size
 from limner.errors import UserError
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto, Bf16, Fp16
-from limner.objectives.cross_entropy import LOGITS_PER_CHUNK
 from limner.optim.dtensor import shard_dim
-from limner.optim.optimizers import OptimizerConfig
-from limner.planner.cost import Cost
+from limner.planner.activations import Activations
+from limner.planner.cost import FP32, HALF, Shape, moment_bytes, parameter_shapes, training_flops
 from limner.quantization.precisions import Bf16Weights, Fp16Weights
 from limner.training.config import TrainConfig
 
-_FP32, _HALF, _CODE = 4, 2, 2  # bytes per value; codes have the format 1-6-9
-Shape = tuple[int, ...]
-
-
-@lru_cache(maxsize=16)
-def parameter_shapes(config: TransformerConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """Return the parameter shapes of a block and of the rest, by name."""
-    with torch.device("meta"):
-        model = config.build()
-    block = {f"blocks.0.{name}": tuple(p.shape) for name, p in model.blocks[0].named_parameters()}
-    return block, {name: tuple(p.shape) for name, p in model.named_parameters() if not name.startswith("blocks.")}
-
-
 Kind = Literal["fsdp", "zero2"]  # values of `--parallel`
-
-
-@lru_cache(maxsize=16)
-def moment_bytes(optimizer: OptimizerConfig) -> tuple[float, float, float]:
-    """Measure the optimizer's bytes per value, for matrices of blocks, other tensors of blocks, and the rest, on a very
-    small model after a step."""
-    config = TransformerConfig(text_vocab=8, image_vocab=8, text_len=2, grid=(2, 2), width=16, depth=1, heads=1)
-    model = config.build()
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    built = optimizer.build(model)
-    for part in built:
-        part.step()
-    states: dict[Any, Mapping[str, Any]] = {p: state for part in built for p, state in part.state.items()}
-    sizes = []
-    for group in (
-        [p for p in model.blocks.parameters() if p.ndim == 2],
-        [p for p in model.blocks.parameters() if p.ndim < 2],
-        [p for name, p in model.named_parameters() if not name.startswith("blocks.")],
-    ):
-        values = [v for p in group for v in states[p].values() if isinstance(v, torch.Tensor) and v.shape == p.shape]
-        sizes.append(sum(v.nbytes for v in values) / sum(p.numel() for p in group))
-    return sizes[0], sizes[1], sizes[2]
+_CODE = 2  # bytes per value in the format 1-6-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,23 +79,14 @@ class Launch:
             return f"a rank of {rank} needs at least two replicas: choose more replicas, or omit the rank"
         if rank % self.shards:
             return f"a rank of {rank} cannot be divided among {self.shards} shards: choose a multiple of {self.shards}"
-        if rank > self.highest_rank:
-            return f"a rank of {rank} exceeds the size of a matrix shard: choose at most {self.highest_rank}"
+        highest = self.shards * min(min(self._shard_shape(shape)) for shape in self._matrices)  # P is square
+        if rank > highest:
+            return f"a rank of {rank} exceeds the size of a matrix shard: choose at most {highest}"
         return None
-
-    @property
-    def highest_rank(self) -> int:
-        """Maximum rank of PowerSGD: P of the smallest shard is square."""
-        return self.shards * min(min(self._shard_shape(shape)) for shape in self._matrices)
 
     @property
     def shards(self) -> int:
         return self.gpus // self.replicas
-
-    @property
-    def samples(self) -> int:
-        """Samples of a GPU in a micro-batch."""
-        return self.training.batch_size // self.gpus // self.training.accumulate
 
     @property
     def _matrices(self) -> list[Shape]:
@@ -156,10 +108,10 @@ class Launch:
     def shard_values(self) -> tuple[int, int, int]:
         """Numbers of values in the first GPU's padded shards: matrices of blocks, other tensors of blocks, the rest."""
         block, rest = parameter_shapes(self.config)
-        vector_shapes = [s for name, s in block.items() if len(s) == 1 and not self.is_replicated(name)]
+        vectors = [shape for name, shape in block.items() if len(shape) == 1 and not self.is_replicated(name)]
         matrices, vectors, outside = (
             sum(prod(self._shard_shape(shape)) for shape in shapes)
-            for shapes in (self._matrices, vector_shapes, list(rest.values()))
+            for shapes in (self._matrices, vectors, rest.values())
         )
         return self.config.depth * matrices, self.config.depth * vectors, outside
 
@@ -169,20 +121,13 @@ class Launch:
         biases = [shape for name, shape in parameter_shapes(self.config)[0].items() if self.is_replicated(name)]
         return self.config.depth * sum(map(prod, biases))
 
-    @cached_property
-    def linear_values(self) -> int:
-        """Number of values of linear layers in the first GPU's shards of blocks."""
-        block = parameter_shapes(self.config)[0]
-        linear = [shape for name, shape in block.items() if self._is_linear(name) and not self.is_replicated(name)]
-        return self.config.depth * sum(prod(self._shard_shape(shape)) for shape in linear)
-
     def is_replicated(self, name: str) -> bool:
         """Return True if the parameter is replicated on each GPU."""
-        block = parameter_shapes(self.config)[0]
-        return self.stores_16bit and name in block and self._is_linear(name) and len(block[name]) == 1
+        return self.stores_16bit and self._is_linear_bias(name)
 
-    def _is_linear(self, name: str) -> bool:
-        return len(parameter_shapes(self.config)[0][f"{name.rpartition('.')[0]}.weight"]) == 2
+    def _is_linear_bias(self, name: str) -> bool:
+        block = parameter_shapes(self.config)[0]
+        return name in block and name.endswith(".bias") and len(block[name.replace(".bias", ".weight")]) == 2
 
     @property
     def stores_16bit(self) -> bool:
@@ -201,24 +146,37 @@ class Launch:
         """Bytes of weights, gradients, moments, averages, and PowerSGD's error buffers and factors. With PowerSGD only
         one layer at a time has gradients of matrices (App. E.2, steps 2 and 11)."""
         matrices, vectors, outside = self.shard_values
-        full: float = _FP32 * (sum(self.shard_values) + self.replicated_values)
-        weights = full - self.stores_16bit * (_FP32 - _HALF) * matrices
+        full: float = FP32 * (sum(self.shard_values) + self.replicated_values)
+        weights = full - self.stores_16bit * (FP32 - HALF) * matrices
         values = matrices, vectors + self.replicated_values, outside
         moments = sum(n * size for n, size in zip(values, moment_bytes(self.training.optimizer), strict=True))
-        averaged = self.training.ema_decay is not None and not self.training.ema_on_cpu
         state = {"weights": weights, "gradients": weights, "moments": moments}
-        if averaged:
+        if self.training.ema_decay is not None and not self.training.ema_on_cpu:
             state["averaged weights"] = full
         if self.rank is not None:
-            size = _HALF if self.stores_16bit else _FP32
+            size = HALF if self.stores_16bit else FP32
             state["gradients"] -= size * matrices * (1 - 1 / self.config.depth)
-            state |= {"error buffers": _CODE * matrices, "factors": _FP32 / _CODE * self.factor_bytes}
+            state |= {"error buffers": _CODE * matrices, "factors": FP32 / _CODE * self.factor_bytes}
         return state
 
     @property
+    def _block_bytes(self) -> int:
+        """Bytes of the first GPU's shard of a block in the format of the all-gather."""
+        block = parameter_shapes(self.config)[0]
+        biases = (
+            0
+            if self.stores_16bit
+            else sum(prod(self._shard_shape(shape)) for name, shape in block.items() if self._is_linear_bias(name))
+        )
+        matrices, vectors = (n // self.config.depth for n in self.shard_values[:2])
+        return FP32 * (matrices + vectors) - self.gathers_16bit * (FP32 - HALF) * (matrices + biases)
+
+    @property
     def gathered_bytes(self) -> tuple[int, int]:
-        """Bytes of an unsharded block and of the unsharded rest, with padding."""
-        return self._block_bytes // self.config.depth * self.shards, self.shard_values[2] * self.shards * _FP32
+        """Bytes of an unsharded block and of the unsharded rest, with padding; 0 on a single GPU, which does not
+        gather."""
+        gathers = self.gpus > 1
+        return gathers * self._block_bytes * self.shards, gathers * self.shard_values[2] * self.shards * FP32
 
     @property
     def retained_bytes(self) -> int:
@@ -227,25 +185,15 @@ class Launch:
         block, rest = self.gathered_bytes
         return rest + block * (self.config.depth if self.kind == "zero2" else 1)
 
-    @property
-    def _block_bytes(self) -> int:
-        """Bytes of the first GPU's shards of all blocks in the format of the all-gather."""
-        return _FP32 * sum(self.shard_values[:2]) - self.gathers_16bit * (_FP32 - _HALF) * self.linear_values
-
-    @property
-    def _cost(self) -> Cost:
-        """Cost of one GPU's micro-batch."""
-        return Cost(config=self.config, gpus=1, batch=self.samples, device=self.device)
-
     @cached_property
-    def activations(self) -> dict[str, float]:
-        """Bytes that a micro-batch's forward pass leaves for the backward pass; for the head, its gradients."""
-        stored, c = self._cost.activations(self.training.checkpoint_activations), self.config
-        layers = {name: stored[name] for name in ("layers", "resblocks' inputs") if name in stored}
-        if "layers" in layers:
-            layers["layers"] -= self.gathers_16bit * c.depth * 12 * c.width**2 * _HALF  # no 16-bit copies
-        head = (2 * self.samples * self._cost.positions + c.text_vocab + c.image_vocab) * c.width * _FP32
-        return {**layers, "at the loss": head}
+    def activations(self) -> Activations:
+        """Bytes of a micro-batch. On a single GPU linear layers copy weights to 16 bits; otherwise the gather does."""
+        training = self.training
+        return Activations(
+            config=self.config, samples=training.batch_size // self.gpus // training.accumulate,
+            copies=not (self.stores_16bit or (self.gathers_16bit and self.gpus > 1)),
+            checkpointing=training.checkpoint_activations, device=self.device,
+        )  # fmt: skip
 
     @cached_property
     def peak(self) -> float:
@@ -258,43 +206,38 @@ class Launch:
         """
         state, (block, rest) = dict(self.state), self.gathered_bytes
         last = self.retained_bytes - rest  # with zero2, all
-        gradients, (layers, head) = state.pop("gradients"), self.activations.values()
+        gradients, (layers, head) = state.pop("gradients"), self.activations.stored.values()
         resident = sum(state.values()) + rest
-        unsharded = _FP32 * sum(self.shard_values[:2]) * self.shards  # all blocks in fp32
+        unsharded = FP32 * sum(self.shard_values[:2]) * self.shards * (self.gpus > 1)  # gradients of all blocks
         if self.training.accumulate > 1:  # gradients of earlier micro-batches
             resident += unsharded + rest
-        logits = 2 * _FP32 * min(LOGITS_PER_CHUNK, self.samples * self._cost.positions * self.config.text_vocab)
-        workspace = self._workspace + max(last, min(2, self.config.depth) * block) + unsharded / self.config.depth
-        loss = layers + head + logits + last
+        workspace = self.activations.workspace + max(last, min(2, self.config.depth) * block)
+        workspace += unsharded / self.config.depth
+        loss = layers + head + self.activations.logits + last
         return resident + max(loss, max(layers, gradients) + head + workspace, gradients + 2 * rest)
 
     @property
-    def _workspace(self) -> float:
-        """Temporary bytes of a block's backward pass, MLP first. With checkpointing each resblock is recomputed;
-        otherwise the MLP frees its activations. Then attention has gradients of q, k, v and its output in 16 bits, of
-        the identity path twice in 32, and the input of the MLP is freed."""
-        cost, recomputes = self._cost, self.training.checkpoint_activations
-        states = self.samples * cost.positions * self.config.width
-        attention, mlp = map(max, zip(*map(cost.resblocks, set(self.config.patterns)), strict=True))
-        gradients = (3 + 1) * _HALF * states + 2 * _FP32 * states
-        after = gradients - _FP32 * states + cost.attention_workspace
-        return max(mlp + cost.mlp_workspace, attention + after) if recomputes else max(cost.mlp_workspace, after - mlp)
+    def sizes(self) -> dict[str, float]:
+        """Bytes of the state, of a micro-batch's activations, and at the peak."""
+        return {
+            **self.state, "activations of a micro-batch": sum(self.activations.stored.values()), "peak": self.peak
+        }  # fmt: skip
 
-    # ------------------------------------------------------------------ communication
+    # ------------------------------------------------------------------ communication and arithmetic
 
     @cached_property
     def sent(self) -> dict[str, float]:
         """Bytes that a GPU sends in an update by collective, without scalars."""
         matrices, vectors, rest = self.shard_values
-        blocks, parts = matrices + vectors, self.training.accumulate
-        ring, gathered = self.shards - 1, self._gathered_blocks * self._block_bytes // self.config.depth + _FP32 * rest
-        reduced = _FP32 * (vectors + rest) + self.factor_bytes if self.rank is not None else _FP32 * (blocks + rest)
-        reduced += _FP32 * self.replicated_values
+        blocks, ring = matrices + vectors, self.shards - 1
+        gathered = self.training.accumulate * (self._gathered_blocks * self._block_bytes + FP32 * rest)
+        reduced = FP32 * (vectors + rest) + self.factor_bytes if self.rank is not None else FP32 * (blocks + rest)
+        replicated = FP32 * self.replicated_values
         return {
-            "all-gather": ring * (parts * gathered + _FP32 * matrices * self._gathers_updates),
-            "reduce-scatter": ring * _FP32 * (blocks + rest),
-            "all-reduce": 2 * (self.replicas - 1) / self.replicas * reduced
-            + 2 * (self.gpus - 1) / self.gpus * _FP32 * self.replicated_values,
+            "all-gather": ring * (gathered + FP32 * matrices * self._gathers_updates),
+            "reduce-scatter": ring * FP32 * (blocks + rest),
+            "all-reduce": 2 * (self.replicas - 1) / self.replicas * (reduced + replicated)
+            + 2 * (self.gpus - 1) / self.gpus * replicated,
         }
 
     @property
@@ -316,7 +259,7 @@ class Launch:
             "all-gather": sharded * (self.training.accumulate * (self._gathered_blocks * groups + 1) + gathers),
             "reduce-scatter": sharded * (depth * groups + 1),
             # Resblocks, embeddings, head; replicated values.
-            "all-reduce": (2 * depth + 2 if self.replicas > 1 else 0) + self.stores_16bit,
+            "all-reduce": (2 * depth + 2) * (self.replicas > 1) + (self.stores_16bit and self.gpus > 1),
         }
 
     @property
@@ -327,14 +270,21 @@ class Launch:
     @property
     def factor_bytes(self) -> int:
         """Bytes of P and Q of all matrices."""
-        if self.rank is None:
-            return 0
-        shard_rank = self.rank // self.shards
+        shard_rank = (self.rank or 0) // self.shards
         return _CODE * shard_rank * self.config.depth * sum(sum(self._shard_shape(shape)) for shape in self._matrices)
 
     @property
     def flops(self) -> float:
         """FLOPs of one GPU in an update. PowerSGD has three products with a factor per shard: E Q, E^T P and P Q^T."""
-        total = Cost(config=self.config, gpus=self.gpus, batch=self.training.batch_size)
-        compression = 6 * self.shard_values[0] * (self.rank or 0) // self.shards
-        return total.flops(self.training.checkpoint_activations) / self.gpus + compression
+        total = training_flops(self.config, self.training.batch_size, self.training.checkpoint_activations)
+        return total / self.gpus + 6 * self.shard_values[0] * (self.rank or 0) // self.shards
+
+    @property
+    def memory_traffic(self) -> float:
+        """Lower bound of the bytes that a GPU reads and writes in an update: 16-bit weights once per pass, activations
+        written and read, state once."""
+        values = sum(self.shard_values) * self.shards + self.replicated_values
+        passes = 3 if self.training.checkpoint_activations else 2
+        microbatch = passes * HALF * values + 2 * sum(self.activations.stored.values())
+        update = 2 * (self.state["weights"] + self.state["moments"]) + self.state["gradients"]
+        return self.training.accumulate * microbatch + update

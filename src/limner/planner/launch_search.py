@@ -17,7 +17,7 @@ from typing import get_args
 
 from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto, Bf16, Fp16
-from limner.planner.compression import default_rank
+from limner.planner.cost import default_rank
 from limner.planner.gpus import GPUS
 from limner.planner.launch import Kind, Launch
 from limner.quantization.precisions import Bf16Weights, Fp16Weights
@@ -98,20 +98,20 @@ def enumerate_launches(
     if not GPUS[cluster.gpu].bf16 and isinstance(training.precision, Auto | Bf16):
         stored = isinstance(training.precision, Bf16Weights)
         training = replace(training, precision=Fp16Weights() if stored else Fp16(), scaling="resblocks")
+    micro_batches = _divisors(max(1, training.batch_size // gpus))
     uncompressed = [
         Launch(config=config, training=settings, gpus=gpus, replicas=count, kind=kind)
         for count in ([replicas] if replicas else _replicas(gpus, config.width, cluster.per_machine))
         for kind in get_args(Kind)[: 1 + (count < gpus)]  # equal for a single shard
-        for parts in _divisors(max(1, training.batch_size // gpus))
+        for parts in micro_batches
         for saved in (False, True)
         for settings in [replace(training, accumulate=parts, checkpoint_activations=saved)]
     ]
     if rank is None:
-        launches = [variant for launch in uncompressed for variant in (launch, *_compressed(launch))]
-    elif replicas or not (
-        launches := [replace(launch, rank=rank) for launch in uncompressed if launch.rank_problem(rank) is None]
-    ):
-        launches = [replace(launch, rank=rank) for launch in uncompressed]
+        launches = uncompressed + [variant for launch in uncompressed if (variant := compressed(launch))]
+    else:
+        launches = [variant for launch in uncompressed if (variant := compressed(launch, rank))]
+        launches = launches or [replace(launch, rank=rank) for launch in uncompressed]  # raises with the reason
     return sorted((LaunchEstimate(launch=launch, cluster=cluster) for launch in launches), key=_sort_key)
 
 
@@ -122,10 +122,10 @@ def _sort_key(estimate: LaunchEstimate) -> tuple[bool, float, int, int, float]:
     return not fits, estimate.seconds if fits else launch.peak, launch.rank or 0, parts, launch.peak
 
 
-def _compressed(launch: Launch) -> list[Launch]:
-    """Return the launch with the paper's rank, if that rank is possible."""
-    rank = launch.shards * ceil(default_rank(launch.config.width) / launch.shards)
-    return [] if launch.rank_problem(rank) else [replace(launch, rank=rank)]
+def compressed(launch: Launch, rank: int | None = None) -> Launch | None:
+    """Return the launch with a rank, by default the paper's; None if that rank is not possible."""
+    rank = rank or launch.shards * ceil(default_rank(launch.config.width) / launch.shards)
+    return None if launch.rank_problem(rank) else replace(launch, rank=rank)
 
 
 def _replicas(gpus: int, width: int, m: int) -> list[int]:
@@ -135,31 +135,25 @@ def _replicas(gpus: int, width: int, m: int) -> list[int]:
 
 
 def _divisors(n: int) -> list[int]:
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def launch_command(
     estimate: LaunchEstimate, recipe: str, defaults: TrainConfig, default_compression: int | None = None
 ) -> str:
     """Return the multi-line shell command; options equal to the recipe's training and rank are omitted."""
-    launch, m = estimate.launch, estimate.cluster.per_machine
-    training, machines = launch.training, ceil(launch.gpus / m)
-    if launch.gpus == 1:
-        words = [f"limner train DATA --recipe {recipe} --out RUN --stages prior"]
-    else:
-        launcher = (
-            f"torchrun --nproc-per-node {launch.gpus}"
-            if machines == 1
-            else f"torchrun --nnodes {machines} --nproc-per-node {m} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+    launch, training, m = estimate.launch, estimate.launch.training, estimate.cluster.per_machine
+    lines = [f"limner train DATA --recipe {recipe} --out RUN --stages prior"]
+    if launch.gpus > 1:
+        machines = (
+            f"--nnodes {ceil(launch.gpus / m)} --nproc-per-node {m} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
         )
-        compression = f"powersgd --grad-compression.rank {launch.rank}" if launch.rank else "none"
-        words = [
-            f"{launcher} -m",
-            f"limner train DATA --recipe {recipe} --out RUN --stages prior",
-            f"--parallel {launch.kind} --dp-replicate {launch.replicas}"
-            + f" --grad-compression {compression}" * (launch.replicas > 1 and launch.rank != default_compression),
-        ]
+        parallel = f"--parallel {launch.kind} --dp-replicate {launch.replicas}"
+        if launch.replicas > 1 and launch.rank != default_compression:
+            compression = f"powersgd --grad-compression.rank {launch.rank}" if launch.rank else "none"
+            parallel += f" --grad-compression {compression}"
+        processes = machines if launch.gpus > m else f"--nproc-per-node {launch.gpus}"
+        lines = [f"torchrun {processes} -m", *lines, parallel]
     overrides = [
         f"--prior.training.{name.replace('_', '-')} {value}"
         for name in ("batch_size", "accumulate")
@@ -170,4 +164,4 @@ def launch_command(
         overrides.append(f"--prior.training.precision {precision} --prior.training.scaling {training.scaling}")
     if training.checkpoint_activations != defaults.checkpoint_activations:
         overrides.append(f"--prior.training.{'' if training.checkpoint_activations else 'no-'}checkpoint-activations")
-    return " \\\n    ".join([*words, *([" ".join(overrides)] if overrides else [])])
+    return " \\\n    ".join([*lines, " ".join(overrides)] if overrides else lines)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -22,7 +22,7 @@ from limner.models.transformer import TransformerConfig
 from limner.numerics.precision import Auto
 from limner.objectives.autoregressive import Autoregressive
 from limner.optim.optimizers import AdamWConfig
-from limner.planner.cost import Cost
+from limner.planner.cost import decode_step, training_flops
 from limner.quantization.inference_linear import pack_linears
 from limner.sampling.cuda_graph import build_decoder
 from limner.sampling.generate import sample_token
@@ -31,6 +31,8 @@ from limner.training.config import TrainConfig
 from limner.training.step import update
 from limner.training.train_module import Batch, Objective
 from limner.training.train_state import TrainState
+
+Times = Mapping[str, list[float]]
 
 TIMED_POSITIONS = (0.0, 0.25, 0.5, 0.75, 0.99)  # fractions of a picture
 
@@ -71,16 +73,23 @@ class GenerationTime:
         return self.candidates / self.seconds
 
 
+def time_rounds(functions: Mapping[str, Callable[[], object]], rounds: int) -> Times:
+    """Return the seconds of each function in each round, after a warm-up round."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds + 1):
+        for name, function in functions.items():
+            synchronize()
+            start = time.perf_counter()
+            function()
+            synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
 def median_seconds(function: Callable[[], object], times: int) -> float:
     """Return the median time of `times` calls after a warm-up call."""
-    samples = []
-    for _ in range(times + 1):
-        _synchronize()
-        start = time.perf_counter()
-        function()
-        _synchronize()
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples[1:])
+    return statistics.median(time_rounds({"": function}, times)[""])
 
 
 def mean_step(step: Callable[[int], object], positions: int, times: int) -> float:
@@ -143,7 +152,7 @@ def time_generation(
 
 def min_step_seconds(config: TransformerConfig, candidates: int, rates: DeviceRates) -> float:
     """Return a lower bound of the time of a sampling step."""
-    flops, bytes_read = Cost(config=config).decode_step(candidates)
+    flops, bytes_read = decode_step(config, candidates)
     return flops / rates.gemm + bytes_read / rates.copy
 
 
@@ -170,7 +179,7 @@ def time_train_step(
 
 def utilization(config: TransformerConfig, batch: int, step: float, rates: DeviceRates) -> float:
     """Return the FLOP/s of a training step of `step` seconds as a share of the matrix product's."""
-    return Cost(config=config, gpus=1, batch=batch).flops() / step / rates.gemm
+    return training_flops(config, batch) / step / rates.gemm
 
 
 def repeat_prefix(cache: KVCache, n: int) -> KVCache:
@@ -182,8 +191,3 @@ def repeat_prefix(cache: KVCache, n: int) -> KVCache:
         for x in cache.layers
     ]
     return KVCache(layers, cache.length)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

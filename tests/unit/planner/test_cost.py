@@ -3,28 +3,26 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
-import torch
 
 from limner import recipes
 from limner.attention.attention import attention_mask
 from limner.attention.patterns import PATTERNS
 from limner.models.transformer import SIZES, TransformerConfig
-from limner.optim.optimizers import AdamW16Config, AdamWConfig
+from limner.optim.optimizers import AdamWConfig
 from limner.planner import cost
-from limner.planner.compression import compression_rate, default_rank, table1, table2
-from limner.planner.cost import Cost
-from limner.planner.gpus import GPUS
+from limner.planner.cost import compression_rate, default_rank, effective_parameters, kv_cache, table1, table2
+from limner.planner.launch import Launch
 from limner.quantization.inference_linear import supports_packed_linear
+from limner.training.config import TrainConfig
 
-PAPER = Cost(config=SIZES["dalle-12b"], gpus=1024, batch=1024)
+PAPER = SIZES["dalle-12b"]
 
 
 def test_the_parameter_counts_of_the_papers_model():
     d, layers, text, image = 3968, 64, 16_384, 8_192
-    counts = cost.count_parameters(SIZES["dalle-12b"])
+    counts = cost.count_parameters(PAPER)
     assert counts == {
         "queries, keys, values": 3 * layers * d * d,
         "attention outputs": layers * d * d,
@@ -41,8 +39,10 @@ def test_the_parameter_counts_of_the_papers_model():
         "text unembedding": text * d,
         "image unembedding": image * d,
     }
-    assert sum(counts[kind] for kind in cost.MATRICES) == PAPER.effective_parameters == 12 * layers * d * d
-    assert f"{PAPER.effective_parameters / 1e9:.2f}" == "12.09"
+    matrices = ("queries, keys, values", "attention outputs", "first MLP matrices", "second MLP matrices")
+    assert sum(counts[kind] for kind in matrices) == effective_parameters(PAPER) == 12 * layers * d * d
+    assert f"{effective_parameters(PAPER) / 1e9:.2f}" == "12.09"
+    assert 24 < 2 * effective_parameters(PAPER) / 1e9 < 24.5  # "about 24 GB ... when stored in 16-bit precision"
 
 
 def test_tables_1_and_2():
@@ -60,13 +60,6 @@ def test_tables_1_and_2():
     assert compression_rate(3968, 896, 8) == 1 - 5 * 896 / (8 * 3968)
 
 
-def test_the_papers_model_fits_the_papers_gpu_only_in_the_papers_format():
-    memory = GPUS["v100-16gb"].memory
-    fits = {(half, saved): PAPER.memory(half, saved) <= memory for half in (False, True) for saved in (False, True)}
-    assert fits == {(False, False): False, (False, True): False, (True, False): False, (True, True): True}
-    assert 24 < 2 * PAPER.effective_parameters / 1e9 < 24.5  # "about 24 GB of memory when stored in 16-bit precision"
-
-
 @pytest.mark.parametrize("kind", sorted(PATTERNS))
 def test_attended_pairs_match_the_attention_mask(kind):
     config = TransformerConfig(text_len=5, grid=(4, 6), kernel=3, width=16, heads=2, depth=1)
@@ -75,37 +68,12 @@ def test_attended_pairs_match_the_attention_mask(kind):
 
 
 def test_kv_cache_of_the_papers_model():
-    config = SIZES["dalle-12b"]
-    mean = sum(pattern.cache_slots() for pattern in config.patterns) / config.depth
+    mean = sum(pattern.cache_slots() for pattern in PAPER.patterns) / PAPER.depth
     assert round(mean) == 283
-    shared, each = PAPER.kv_cache()
-    assert each == mean * config.depth * 2 * config.width * 2
-    assert PAPER.kv_cache(dense=True)[1] / each == pytest.approx(1281 / mean)
-    assert shared == config.depth * 257 * 2 * config.width * 2
-
-
-def test_traffic_between_machines_falls_by_the_compression_rate():
-    plan = replace(PAPER, gpus=16, batch=16)
-    rest = 2 * (1 / 2) * plan.sizes[1] / 8 * 4
-    saved = 1 - (plan.sent_between(True) - rest) / (plan.sent_between(False) - rest)
-    assert saved == pytest.approx(compression_rate(3968, 896))
-    assert replace(plan, gpus=8).sent_between(False) == replace(plan, gpus=8).sent_between(True) == 0
-    assert replace(plan, gpus=1).sent_within == 0
-
-
-@pytest.mark.parametrize("optimizer", [AdamWConfig(), AdamW16Config()])
-def test_moments_match_the_plan(optimizer):
-    config = TransformerConfig(text_vocab=9, image_vocab=8, text_len=3, grid=(4, 4), width=16, depth=2, heads=2)
-    model = config.build()
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    (built,) = optimizer.build(model)
-    built.step()
-    moments = [value for state in built.state.values() for key, value in state.items() if key != "step"]
-    planned = Cost(config=config, gpus=1, half_moments=isinstance(optimizer, AdamW16Config)).state(half=False)
-    assert sum(value.nbytes for value in moments) == planned["moments"]
-    if isinstance(optimizer, AdamW16Config):
-        assert planned["moments"] == Cost(config=config, gpus=1).state(half=True)["moments"]
+    shared, each = kv_cache(PAPER)
+    assert each == mean * PAPER.depth * 2 * PAPER.width * 2
+    assert kv_cache(PAPER, dense=True)[1] / each == pytest.approx(1281 / mean)
+    assert shared == PAPER.depth * 257 * 2 * PAPER.width * 2
 
 
 PEAK = """
@@ -152,25 +120,28 @@ print(peak() - before)
 @pytest.mark.parametrize(
     ("config", "batch", "checkpointing"),
     [
-        ({"width": 192, "depth": 8, "heads": 4, "image_vocab": 512, "text_len": 15}, 1, False),
-        ({"width": 128, "depth": 8, "heads": 4, "image_vocab": 512, "text_len": 63}, 2, False),
-        ({"width": 128, "depth": 8, "heads": 4, "image_vocab": 512, "text_len": 63}, 2, True),
-        ({"width": 64, "depth": 2, "heads": 2, "image_vocab": 8192, "text_len": 15}, 2, False),
+        ({"width": 192, "depth": 8, "heads": 4, "image_vocab": 512, "text_len": 15}, 2, False),
+        ({"width": 256, "depth": 8, "heads": 4, "image_vocab": 512, "text_len": 63}, 2, True),
+        ({"width": 128, "depth": 2, "heads": 2, "image_vocab": 8192, "text_len": 15}, 2, False),
     ],
 )
 def test_planned_memory_matches_a_training_process(config, batch, checkpointing):
+    """The process also has about 20 MB of kernels and scratch, of which these sizes keep a small share."""
     config = {**config, "text_vocab": 512, "grid": (32, 32)}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536"}
     ran = subprocess.run(
         [sys.executable, "-c", PEAK, repr(config), str(batch), str(checkpointing)],
         capture_output=True, text=True, check=True, env=environment,
     )  # fmt: skip
-    planned = Cost(config=TransformerConfig(**config), gpus=1, batch=batch).memory(False, checkpointing)
-    assert planned == pytest.approx(int(ran.stdout), rel=0.15)
+    training = TrainConfig(
+        steps=2, batch_size=batch, optimizer=AdamWConfig(), ema_decay=0.9, checkpoint_activations=checkpointing
+    )
+    launch = Launch(config=TransformerConfig(**config), training=training, gpus=1, device="cpu")
+    assert launch.peak == pytest.approx(int(ran.stdout), rel=0.15)
 
 
 def test_every_size_is_a_recipe_with_the_nominal_parameter_count():
     for name, config in SIZES.items():
         assert recipes.get(name).prior.model == config
-    effective = {name: Cost(config=config).effective_parameters for name, config in SIZES.items()}
-    assert [round(n / 1e6) for n in effective.values()] == [5, 25, 113, 302, 1208, 2831, 5549, 12092]
+    effective = [effective_parameters(config) for config in SIZES.values()]
+    assert [round(n / 1e6) for n in effective] == [5, 25, 113, 302, 1208, 2831, 5549, 12092]

@@ -6,7 +6,7 @@ import torch
 from limner.attention.attention import attention_mask
 from limner.models.transformer import TransformerConfig
 from limner.planner import throughput
-from limner.planner.cost import Cost
+from limner.planner.cost import decode_step
 from limner.planner.throughput import DeviceRates
 from limner.sampling.decoder import TokenDecoder
 
@@ -17,7 +17,7 @@ SMALL = TransformerConfig(
 
 
 def test_a_sampling_step_counts_the_pattern():
-    flops, bytes_read = Cost(config=SMALL).decode_step(7)
+    flops, bytes_read = decode_step(SMALL, 7)
     matrices = 12 * 4 * 32**2 + 32 * 30
     p = 6
     image = sum(float(attention_mask(pattern, p)[p:, p:].sum()) / 24 for pattern in SMALL.patterns)
